@@ -164,8 +164,8 @@ def race(team: Team, rate: str, results: Results, rounds: int) -> Race:
     whole.seconds.append(ends[number])
     whole.loss.append(model.evaluate(params, model.statistics)[0])
   target = Target(300).of_seeds(results)[one.seed]
-  (curve,) = results.find("curves", optimizer=one.optimizer, seed=one.seed)
-  steps, synchronous, pace = crossing(whole, target), crossing(curve, target), results.pace_of(curve, rate)
+  (beside,) = results.find("curves", optimizer=one.optimizer, seed=one.seed)
+  steps, synchronous, pace = crossing(whole, target), crossing(beside, target), results.pace_of(beside, rate)
   if steps is None or synchronous is None or pace is None:
     raise RuntimeError(f"the loss {target} was not reached: {whole.loss}")
   seconds = float(np.interp(steps, whole.steps, whole.seconds))

@@ -124,10 +124,11 @@ class Rounds:
     params = jax.tree.map(jnp.asarray, params)
     self._turn, self._delay, self._mixing, self._wait = every // fragments, delay, mixing, wait
     self._number, self._applies = number, apply_residual
-    self._share = 0.0  # the weight of this worker in its last round
     self._of_fragment = Fragments(fragments).numbers(params)
     step = OuterStep(outer, fragments, device)
     anchor = step.start(params)
+    vector, unflatten = flatten(anchor.params)
+    own = state or {"moved": np.zeros_like(vector), "trained": np.zeros(2, np.int64), "share": 0.0}
     if state:
       anchor = step.add_residual(step.unpack(state["anchor"].tobytes(), anchor), state["residual"])
     exchanger = self._exchanger = Exchanger(step, anchor, number)
@@ -136,11 +137,9 @@ class Rounds:
     addresses = [address] if isinstance(address, str) else list(address)
     endpoint = self._endpoint = Endpoint(addresses, bind, keys, longest, timeout)
     exchanger.post = endpoint.post
-    entries = sum(leaf.size for leaf in jax.tree.leaves(exchanger.anchor.params))
+    facts = number, vector.size, endpoint.address, timeout, time.monotonic()
     outlets = endpoint.tell, endpoint.send, endpoint.reply
-    self._protocol = RoundProtocol(
-      number, entries, endpoint.address, timeout, time.monotonic(), *outlets, exchange=exchanger, switch=endpoint.switch
-    )
+    self._protocol = RoundProtocol(*facts, *outlets, exchange=exchanger, switch=endpoint.switch)
     self._protocol.stand = anchor.stand
     answers = {Kind.FETCH: lambda _: exchanger.model(), Kind.RESIDUAL: exchanger.inherit}
     endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
@@ -149,15 +148,11 @@ class Rounds:
     exchanger.compile()
     self._place = jax.tree.map(lambda leaf: leaf.sharding, params)
     self._dtypes = jax.tree.map(jnp.result_type, params)
-    if state:
-      self._share = float(state["share"])
-    self._base = self._make_base()
-    self._moved = jax.tree.map(jnp.zeros_like, self._base)  # base − θ_w when `step` returned parameters last
     self._since, self._refused = 0, 0
-    self._trained = np.zeros(2, np.int64)  # the weight of what was trained since this worker last delivered, and steps
-    if state:
-      self._moved = self._on_device(flatten(self._moved)[1](state["moved"]))
-      self._trained += state["trained"]
+    self._share = float(own["share"])  # the weight of this worker in its last round
+    self._trained = np.array(own["trained"])  # since this worker last delivered: the weight of its steps, and steps
+    self._base = self._make_base()
+    self._moved = self._on_device(unflatten(own["moved"]))  # base − θ_w when `step` returned parameters last
     self.params = self._own(self._base, self._moved)
     self._flight: tuple[Any, np.ndarray] | None = None  # while an exchange is under way: what was given, its `_trained`
 

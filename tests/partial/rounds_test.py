@@ -63,6 +63,11 @@ def choosing(comm):
   return optax.chain(js.topka_transform(comm, density=0.5), optax.sgd(1.0))
 
 
+def correcting(comm):
+  """Likewise, with the momentum of each worker before the exchange."""
+  return optax.chain(js.momentum_corrected(js.topka_transform(comm, density=0.5), 0.5), optax.sgd(1.0))
+
+
 LIKE_LOCAL_STEPS = [
   (averaging, {}),
   (averaging, {"fragments": 2}),
@@ -70,6 +75,8 @@ LIKE_LOCAL_STEPS = [
   (averaging, {"fragments": 2, "delay": 1, "mixing": 0.0}),
   (choosing, {"apply_residual": True}),
   (choosing, {"apply_residual": True, "fragments": 2}),
+  (correcting, {"apply_residual": True}),
+  (correcting, {"fragments": 2, "delay": 1, "mixing": 0.0}),
 ]
 
 
@@ -184,10 +191,9 @@ def test_parameters_that_are_not_finite_enter_no_round(caplog):
   assert all(np.isfinite(np.asarray(leaf)).all() for params in found for leaf in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_one(dtype, monkeypatch):
-  """NaN that a worker gives past its own check, outer momentum, parameters of 16 bits: what SGD in numpy gives."""
-  outer = lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.5))
+@pytest.fixture
+def poisoned(monkeypatch):
+  """In round 1 worker 1 gives NaN past its own check, so that it is skipped."""
   on_cpu = OuterStep.run
 
   def poisoned(self, anchor, given, *options):
@@ -197,6 +203,13 @@ def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_
     return on_cpu(self, anchor, given, *options)
 
   monkeypatch.setattr(OuterStep, "run", poisoned)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_one(dtype):
+  """With outer momentum and parameters of 16 bits: what SGD in numpy gives."""
+  outer = lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.5))
 
   def train(number):
     with join(server, number, jnp.zeros(4, dtype), outer, every=2) as worker:
@@ -210,6 +223,29 @@ def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_
       assert (found.dtype, rounds) == (dtype, 3)
       # 2 steps of 1 and of 3 a round: 4, nothing, and 8 of two rounds with the momentum of the first
       np.testing.assert_array_equal(np.asarray(found, np.float32), 4 + (8 + 0.5 * 4))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_skipped_round_keeps_residuals_that_workers_have_in_their_parameters(dtype):
+  """Σ updates + Σ residuals = Σ weight_w (θ − θ_w) of 6 steps, and workers end at the anchor less their residual."""
+  moves = lambda number: (1 + jnp.arange(4, dtype=dtype) * (1 + number)) / 8
+
+  def train(number):
+    with join(server, number, jnp.zeros(4, dtype), choosing, every=2, apply_residual=True) as worker:
+      own = worker.params
+      for _ in range(6):
+        own = worker.step(own - moves(number))
+      return worker.leave(), own, worker.state["residual"]
+
+  with serve(2) as server:
+    anchors, own, residuals = zip(*in_threads(2, train), strict=True)
+  given = 6 * (np.asarray(moves(0), np.float32) + np.asarray(moves(1), np.float32)) / 2
+  assert all(residual.any() for residual in residuals)
+  for anchor, params, residual in zip(anchors, own, residuals, strict=True):
+    assert anchor.dtype == params.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(anchor, np.float32), sum(residuals) - given)
+    np.testing.assert_array_equal(np.asarray(params, np.float32), np.asarray(anchor, np.float32) - 2 * residual)
 
 
 def ramp(number):
