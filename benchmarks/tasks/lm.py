@@ -36,6 +36,11 @@ def large() -> Task:
   return _next_byte("lm", lambda rngs: Transformer(rngs, width=256, blocks=4, bias=False))
 
 
+def wide() -> Task:
+  """A transformer of 4 blocks of width 512: 12,881,920 parameters."""
+  return _next_byte("lm_wide", lambda rngs: Transformer(rngs, width=512, blocks=4, bias=False))
+
+
 def medium() -> Task:
   """A transformer of 3 blocks of width 128: 664,320 parameters."""
   return _next_byte("lm_medium", lambda rngs: Transformer(rngs, width=128, blocks=3, bias=False))

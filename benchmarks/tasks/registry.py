@@ -3,7 +3,7 @@
 from benchmarks.tasks import images, lm
 from benchmarks.tasks.base import Task
 
-TEXTS = {"lm": lm.large, "lm_medium": lm.medium, "lstm": lm.recurrent, "bert": lm.masked}
+TEXTS = {"lm": lm.large, "lm_medium": lm.medium, "lm_wide": lm.wide, "lstm": lm.recurrent, "bert": lm.masked}
 IMAGES = tuple(images.NETWORKS)
 
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
 ENTRIES = {
   "lm": 3_295_232,
   "lm_medium": 664_320,
+  "lm_wide": 12_881_920,
   "bert": 664_320,
   "lstm": 1_184_000,
   "resnet20": 269_722,  # SparDL, Table 2; A2SGD, Table I
