@@ -64,7 +64,7 @@ class Race(NamedTuple):
   target: float  # dense Adam's loss after 300 steps from that seed
   steps: float  # of each worker
   seconds: float
-  synchronous: float  # seconds of `benchmarks.race`, with the same optimizer, collective and H
+  synchronous: float  # seconds with the same optimizer, collective and H in one program, by its pace in the same run
 
 
 class Curve(NamedTuple):
@@ -148,16 +148,29 @@ def curve(team: Team, name: str, begin: float, marks: Sequence[float]) -> Curve:
   return Curve(name, [_BIN * (1 + number) for number in means], list(means.values()), [at - begin for at in marks])
 
 
+def with_pace(path: pathlib.Path, method: str, optimizer: str, rate: str) -> Results:
+  """The results of a race, with the seconds that a step of this method takes now: machines differ from day to day."""
+  with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
+    copy = pathlib.Path(folder, path.name)
+    copy.write_text(json.dumps(json.loads(path.read_text()) | {"paces": []}))
+    choice = {"method": method, "optimizer": optimizer, "rate": rate, "results": copy, "report_dir": folder}
+    command = [sys.executable, "-m", "benchmarks.race", "--parts=paces"]
+    command += [f"--{name}={value}" for name, value in choice.items()]
+    subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    return Results(copy, None)
+
+
 def race(team: Team, rate: str, results: Results, rounds: int) -> Race:
   """Lets a team train for so many rounds, then evaluates the anchors that the first worker has written."""
   one, kept = team.settings[0], lambda number: team.folder / f"anchor{number}.npz"
-  team.wait(lambda: any(end["stand"][0] >= rounds for end in team.events("round")), f"{rounds} rounds")
+  last = rounds - rounds % one.keep
+  team.wait(kept(last).exists, f"{last} rounds")
   begin = min(step["time"] - step["trained"] - step["waited"] for step in team.events("step")[: len(team.hosts)])
   ends = {end["stand"][0]: end["time"] - begin for end in team.events("round") if not end["worker"]}
   team.end()
   model = model_of(make_task(one.task), one.seed)
   whole = Whole("rounds", one.optimizer, one.seed, rate, [], [], [])
-  for number in range(one.keep, rounds, one.keep):
+  for number in range(one.keep, last, one.keep):
     with np.load(kept(number)) as leaves:
       params = jax.tree.unflatten(jax.tree.structure(model.params), list(leaves.values()))
     whole.steps.append(number * one.every)

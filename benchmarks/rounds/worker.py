@@ -59,7 +59,6 @@ def run(one: Settings) -> None:
     model = model_of(task, one.seed)
     tx = recipes.Recipe(recipes.parse_optimizers([one.optimizer], 0.001)[0], clip=1.0).make()
 
-    @jax.jit
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
       loss, gradient = jax.value_and_grad(model.plain_loss)(params, batch)
       updates, state = tx.update(gradient, state, params)
@@ -67,8 +66,8 @@ def run(one: Settings) -> None:
 
     batches = task.stream(10_000 * one.seed + 1000 * one.life + one.number, 1, one.batch)
     start = jax.device_put(model.params, jax.devices()[0])
-    state = step(start, jax.device_put(tx.init(start), jax.devices()[0]), next(batches))[1]
-    jax.block_until_ready(step(start, state, next(batches)))
+    state = jax.device_put(tx.init(start), jax.devices()[0])
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(start, state, next(batches)).compile()
     say("compiled")
     transform = js.dense_transform if one.task == "cnn" else js.onebit_transform
     outer = lambda comm: optax.chain(transform(comm), optax.sgd(1.0))
@@ -76,7 +75,9 @@ def run(one: Settings) -> None:
     options["keys"] = Keys.read(folder / "keys")
     with js.partial.Rounds(one.server, one.number, start, outer, bind=one.address, **options) as worker:
       say("joined", address=worker._endpoint.address)
-      _train(one, worker, step, state, batches, asked, say)
+      while not (folder / "begin").exists():  # until all have joined, and none has trained ahead
+        time.sleep(0.05)
+      _train(one, worker, compiled, state, batches, asked, say)
       params = worker.leave()
     loss, accuracy = model.evaluate(params, model.statistics)
     say("end", loss=loss, accuracy=accuracy)
@@ -105,9 +106,10 @@ def _train(one: Settings, worker: Any, step: Any, state: Any, batches: Any, aske
     say("step", loss=float(loss), trained=trained, waited=time.monotonic() - start, flying=flying)
     if worker._flight is None and worker.group.number != last:
       group, stand, last = worker.group, exchanger.anchor.stand, worker.group.number
-      facts = {"digest": exchanger.outer.digest(exchanger.anchor), "skipped": exchanger.delivered.skipped}
+      digest = None if one.keep else exchanger.outer.digest(exchanger.anchor)  # not on the clock of a race
       if one.keep and not one.number and stand.round % one.keep == 0:
         np.savez(pathlib.Path(one.folder, f"anchor{stand.round}"), *jax.tree.leaves(exchanger.anchor.params))
+      facts = {"digest": digest, "skipped": exchanger.delivered.skipped}
       say("round", number=group.number, members=group.members, steps=weight, stand=stand, **facts)
 
 

@@ -158,11 +158,7 @@ class OuterStep:
 
   def less_residual(self, anchor: Anchor, weight: float) -> Any:
     """θ − r_w / weight, f32: the anchor and all that this worker has given, with that weight, and not delivered."""
-    parts = [residual_leaves(node) for node in states.reduce_states(anchor.outer)]
-    behind = {name: leaf for part in parts for name, leaf in part.items()}
-    less = lambda name, leaf: leaf - behind[name] / np.float32(weight) if name in behind else leaf
-    leaves = [less(name, leaf) for name, leaf in flatten.leaves_by_name(anchor.params).items()]
-    return jax.tree.unflatten(jax.tree.structure(anchor.params), leaves)
+    return _less_residual(anchor.params, anchor.outer, np.float32(weight))
 
   def residual(self, anchor: Anchor) -> np.ndarray:
     """f32[m], the residuals of this worker in the unit of an update, those of all fragments and transforms in a row."""
@@ -206,10 +202,10 @@ class OuterStep:
 
   def digest(self, anchor: Anchor) -> int:
     """62 bits of a hash of what all workers have alike."""
-    found = hashlib.blake2b(digest_size=8)
+    found = hashlib.sha256()  # many processors have instructions for it
     for part in self._parts(anchor):
       found.update(part)
-    return int.from_bytes(found.digest()) >> 2
+    return int.from_bytes(found.digest()[:8]) >> 2
 
   def unpack(self, content: bytes, own: Anchor) -> Anchor:
     """The anchor of another worker, with the residuals of this one.
@@ -255,6 +251,15 @@ def _carry_node(old: Any, new: Any) -> Any:
 def _residuals(outer: Any) -> list[jax.Array]:
   """The residuals in a state of the outer chain, in its order."""
   return jax.tree.leaves([node.carried.residual for node in states.reduce_states(outer)])
+
+
+@jax.jit
+def _less_residual(params: Any, outer: Any, weight: jax.Array) -> Any:
+  parts = [residual_leaves(node) for node in states.reduce_states(outer)]
+  behind = {name: leaf for part in parts for name, leaf in part.items()}
+  less = lambda name, leaf: leaf - behind[name] / weight if name in behind else leaf
+  leaves = [less(name, leaf) for name, leaf in flatten.leaves_by_name(params).items()]
+  return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
 def _alike(outer: Any) -> list[Any]:
