@@ -13,8 +13,10 @@ from jaxsparse.partial.controller import Group
 from jaxsparse.partial.messages import Kind, Piece, Stand
 from jaxsparse.partial.outer_step import Anchor, OuterStep, Result
 from jaxsparse.partial.round_protocol import Done, Send
+from jaxsparse.sparse.flatten import all_finite
 
 _FIRST = 3  # sizes of groups for which a worker compiles before the first round
+_all_finite = jax.jit(all_finite)
 
 
 class Run:
@@ -210,10 +212,11 @@ class Exchanger:
 
   def prepare(self, given: Any, post: Callable[[Any], None]) -> None:
     """Copies what is to be given to the CPU and calls `post(whether it is finite)`, in the thread of exchanges."""
+    finite = _all_finite(given)  # on the device, before the next step that it is given
 
     def copy() -> None:
       self.given = self.outer.on_cpu(given)
-      post(all(bool(np.isfinite(leaf).all()) for leaf in map(np.asarray, jax.tree.leaves(self.given))))
+      post(bool(finite))
 
     self._thread.submit(copy)
 
