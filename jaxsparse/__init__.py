@@ -45,6 +45,7 @@ from jaxsparse.collectives import (
   gaussiank,
   gtopk,
   make_collective,
+  micro,
   nbit,
   oktopk,
   onebit,
@@ -84,6 +85,7 @@ dcttopk_transform = factories.transform_function(dcttopk.DctTopk)
 dense_transform = factories.transform_function(dense.Dense)
 gaussiank_transform = factories.transform_function(gaussiank.GaussianK)
 gtopk_transform = factories.transform_function(gtopk.GTopk)
+micro_transform = factories.transform_function(micro.Micro)
 nbit_transform = factories.transform_function(nbit.NBit)
 oktopk_transform = factories.transform_function(oktopk.OkTopk)
 onebit_transform = factories.transform_function(onebit.OneBit)

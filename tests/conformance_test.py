@@ -133,7 +133,7 @@ def any_input_is_delivered_or_kept(case, collective, workers, n):
       scale = scale if case.exact else np.max(scale) * n
       assert np.all(np.abs(after - before) <= workers * (case.rounding * scale + FLUSHED))
       assert_same_bits(totals, np.broadcast_to(totals[0], totals.shape))
-      if case.name in ("spardl", "gtopk", "randomk"):
+      if case.name in ("spardl", "gtopk", "micro", "randomk"):
         assert np.count_nonzero(totals[0]) <= collective.entries(n) + workers  # rounded up for each of P/d blocks
 
   holds()
