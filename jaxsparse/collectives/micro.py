@@ -13,7 +13,7 @@ from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, all_reduce_cost, in_rank_order, schedules
 from jaxsparse.select.accumulator import pending_zeros
 from jaxsparse.select.blocks import Blocks, LazySum
-from jaxsparse.select.selectors import SELECTORS
+from jaxsparse.select.selectors import Exact
 from jaxsparse.sparse.flatten import all_finite
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
@@ -53,7 +53,7 @@ class Micro(SparseCollective):
     acc = LazySum((grads, state.residual))
     part = (state.shared + comm.rank) % comm.size
     blocks = Blocks(acc, part.reshape(1), length=-(-n // comm.size), k=each)
-    chosen = blocks.flat_indices(SELECTORS["exact"].start(blocks, ()).largest(0, 1).indices)
+    chosen = blocks.flat_indices(Exact().start(blocks, ()).largest(0, 1).indices)
     indices = jnp.sort(in_rank_order(comm, all_gather(comm, chosen.reshape(-1))).reshape(-1))  # n in slots of padding
     # A NaN outside the own part would stay in the residual unnoticed, so the worker then sends NaN only.
     values = jnp.where(indices < n, acc.read_at(indices), 0.0)
