@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.rounds.worker import Settings
-from jaxsparse.launch.start import TUNABLES, Host
+from jaxsparse.launch.start import MALLOC, Host
 from jaxsparse.partial.sockets import Keys
 
 # Seconds, of the controller. A grace window of H steps: workers that have fallen out of step meet again.
@@ -21,7 +21,7 @@ LIMIT, GRACE = 3.0, 1.0
 # Every start would compile for tens of seconds on a machine whose cores six workers share.
 PROGRAMS = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path("out/cache/programs").resolve())}
 PROGRAMS |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-PROGRAMS |= {"GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())}  # as jaxsparse.launch
+PROGRAMS |= MALLOC  # as of ranks that jaxsparse.launch starts
 _START = 240.0  # seconds in which a worker has to join
 _PORT = 2900
 

@@ -55,9 +55,9 @@ class Micro(SparseCollective):
     blocks = Blocks(acc, part.reshape(1), length=-(-n // comm.size), k=each)
     chosen = blocks.flat_indices(Exact().start(blocks, ()).largest(0, 1).indices)
     indices = jnp.sort(in_rank_order(comm, all_gather(comm, chosen.reshape(-1))).reshape(-1))  # n in slots of padding
-    # A NaN outside the own part would stay in the residual unnoticed, so the worker then sends NaN only.
+    # A NaN or Inf that no worker selects would stay in the residual, so the worker then sends NaN only.
     values = jnp.where(indices < n, acc.read_at(indices), 0.0)
-    values = comm.all_reduce(jnp.where(all_finite(acc.parts), values, jnp.nan))
+    values = comm.all_reduce(jnp.where(all_finite(acc.values), values, jnp.nan))
     state = state._replace(residual=pending_zeros(acc, indices), shared=state.shared + 1)
     words, delivered = self.cost(n, comm.size).words, jnp.count_nonzero(indices < n)
     return Reduced(Sparse(indices, values), state, Counters(words, words, selected=each, delivered=delivered))

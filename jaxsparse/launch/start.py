@@ -28,6 +28,7 @@ _MALLOC = {"hugetlb": 1, "mmap_threshold": 1 << 34, "trim_threshold": 1 << 34, "
 TUNABLES = {f"glibc.malloc.{name}": str(value) for name, value in _MALLOC.items()}
 """Settings of glibc's malloc: it uses huge pages and keeps freed blocks of up to 16 GiB, which the kernel would
 otherwise map and zero again in every step. One arena, since arenas of further threads always map blocks over 64 MiB."""
+MALLOC = {"GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())}  # the variable
 HOSTS = "JAXSPARSE_HOSTS"  # the hosts to start ranks in, a JSON list of objects with the fields of `Host`
 
 _POLL = 0.05  # seconds between two looks at the ranks
@@ -201,7 +202,7 @@ def _mpirun(command: Sequence[str], ranks: int, hosts: Sequence[Host], folder: s
 def _defaults(devices: int) -> dict[str, str]:
   """Variables of every rank that the user has not set, for so many devices of all ranks."""
   platform = {"JAX_PLATFORMS": "cpu"} if devices > len(list_gpus()) else {}
-  return {"GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())} | platform
+  return MALLOC | platform
 
 
 def list_gpus() -> list[str]:

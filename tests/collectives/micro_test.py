@@ -32,3 +32,13 @@ def test_steps_in_sequence_deliver_the_entries_of_all_workers(workers, n, k):
     total, residuals = reduce_in_numpy(grads + residuals, step, k)
     np.testing.assert_array_equal(out.total, total)
     np.testing.assert_array_equal(out.residuals, residuals)
+
+
+def test_a_sum_that_overflows_where_nobody_selects_skips_the_step():
+  """Two gradients of 3e38 of worker 1 at index 0, where worker 0 or 2 selects, and finds only zeros there."""
+  grads = np.zeros((3, 6), np.float32)
+  grads[1, 0], grads[[0, 2], 1], grads[1, 2] = 3e38, 5, 1
+  first = js.simulate("micro", grads, k=3)
+  second = js.simulate("micro", grads, state=first.state, k=3)
+  assert (bool(first.metrics.skipped), bool(second.metrics.skipped)) == (False, True)
+  np.testing.assert_array_equal(second.residuals, first.residuals)
