@@ -196,6 +196,8 @@ QUICK = {("spardl", composition, "float32") for composition in COMPOSITIONS} | {
   ("chunktopk", "plain", "bfloat16"),
   ("dcttopk", "corrected", "float32"),
   ("dense", "diloco", "float16"),
+  ("micro", "corrected", "bfloat16"),
+  ("micro", "local 4 applied", "float16"),
   ("nbit", "local 4 applied", "bfloat16"),
   ("onebit", "local 4 applied", "bfloat16"),
   ("onebit", "local wide", "float16"),
