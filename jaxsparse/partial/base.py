@@ -37,7 +37,18 @@ def first_not_finite(params: Any) -> str | None:
 
 
 def check_start(params: Any) -> None:
-  """Raises ValueError with the name of the leaf if the model that training starts from is not finite."""
+  """Raises TypeError or ValueError with the name of the leaf if training cannot start from a model.
+
+  Example:
+    >>> check_start({"step": 3})
+    Traceback (most recent call last):
+    ...
+    TypeError: params['step'] has dtype int32, choose floating point: keep other leaves out of the parameters
+  """
+  for where, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
+      choice = "choose floating point: keep other leaves out of the parameters"
+      raise TypeError(f"params{jax.tree_util.keystr(where)} has dtype {dtype.name}, {choice}")
   if path := first_not_finite(params):
     raise ValueError(f"{path} is not finite: training has to start from finite parameters")
 

@@ -147,10 +147,16 @@ class OuterStep:
     """The state of the outer chain before the first round, for groups of a size."""
     with jax.default_device(self._cpu):
       chain = self._chain(self._comm(size, jnp.int32(0)))
-      return {n: chain.init(self._fragments.part(params, n)) for n in range(self._fragments.count)}
+      first = {n: chain.init(self._fragments.part(params, n)) for n in range(self._fragments.count)}
+    if not all(map(states.reduce_states, first.values())):
+      raise ValueError(
+        "Rounds: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
+        "one, as in optax.chain(js.dense_transform(comm), optax.sgd(1.0)), which averages the parameters"
+      )
+    return first
 
   def _carry(self, anchor: Anchor, size: int) -> dict[int, Any]:
-    """The state of the outer chain for groups of a size: residuals and other transformations stay as they are."""
+    """The state of the outer chain for groups of a size: what does not depend on it stays as it is."""
     if size == anchor.size:
       return anchor.outer
     first = self._first(anchor.params, size)
@@ -245,7 +251,16 @@ def _first_cpu() -> jax.Device:
 def _carry_node(old: Any, new: Any) -> Any:
   if not states.is_reduce_state(old):
     return old
-  return new._replace(carried=new.carried._replace(residual=old.carried.residual), counters=old.counters)
+  # What the number of workers gives another size, bounds of regions for example, begins anew.
+  keep = lambda old, new: old if old.shape == new.shape else new
+
+  def carry(old: Any, new: Any) -> Any:
+    structures: Any = [jax.tree.structure(one) for one in (old, new)]
+    return jax.tree.map(keep, old, new) if structures[0] == structures[1] else new
+
+  was, fresh = old.carried, new.carried
+  carried = fresh._replace(residual=was.residual, worker=carry(was.worker, fresh.worker))
+  return new._replace(carried=carried._replace(shared=carry(was.shared, fresh.shared)), counters=old.counters)
 
 
 def _residuals(outer: Any) -> list[jax.Array]:

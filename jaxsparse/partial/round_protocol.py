@@ -3,7 +3,7 @@
     Request(READY, weight) ──> READY ──> GROUP: the exchange runs ──> Done(digest) ──> DONE ──> COMMIT: adopt, reply
                                   └────> BEHIND: fetch the anchor of a donor, then READY again
     ABORT, or no message for `timeout` seconds ──> drop what the exchange has computed, then READY again
-    Request(BYE) ──> BYE ──> Piece(RESIDUAL) to another worker of the last round ──> Piece(TAKEN): the end
+    Request(BYE) ──> BYE ──> Piece(RESIDUAL) to a worker of an earlier round ──> Piece(TAKEN): the end
 
 Between DONE and COMMIT a worker does not know whether the round counts. If the server is gone then, it says so to the
 next one when it joins, which knows from the others, or decides.
@@ -65,6 +65,7 @@ class RoundProtocol(WorkerProtocol):
     entries: of the model.
     exchange: runs the exchanges.
     switch: connects to the next server.
+    servers: how many there are. At the start each is tried for its part of `timeout`.
 
   Attributes:
     stand: where the worker stands.
@@ -83,12 +84,16 @@ class RoundProtocol(WorkerProtocol):
     *outlets: Any,
     exchange: Exchange,
     switch: Callable[[], None],
+    servers: int = 1,
   ):
     nothing = np.broadcast_to(np.float32(0), entries)  # the exchange has the model
     super().__init__(number, nothing, address, timeout, 0.0, now, *outlets)
     self._exchange, self._switch = exchange, switch
+    self._limit = timeout / servers
+    self._deadline = now + self._limit
     self.stand, self.grace, self.sizes, self.undelivered, self._weight = Stand(), 0.0, (1, 1), 0, 0
     self._leaves, self._heir, self._heirs = False, "", list[str]()  # addresses of who may take over the residual
+    self._known: dict[int, str] = {}  # addresses of the members of all rounds so far, those of the last one at the end
     self._after = 0  # the number of rounds after the last one of this worker
     self._last = 0, 0  # the number of the last round, and the digest of its result, as the server says
 
@@ -140,6 +145,8 @@ class RoundProtocol(WorkerProtocol):
     self._tell(self._request, self._weight)
 
   def _begin_average(self, group: Group) -> Any:
+    earlier = {member: address for member, address in self._known.items() if member not in self._members}
+    self._known = earlier | self._members
     return self._exchange.begin(group)
 
   def _take_server_message(self, message: ServerMessage) -> None:
@@ -170,13 +177,13 @@ class RoundProtocol(WorkerProtocol):
       self._hand_over()
 
   def _hand_over(self) -> None:
-    """Says goodbye, and gives the residual to the first worker of the last round that takes it."""
+    """Says goodbye, and gives the residual to the first worker that takes it, of the last round if one is there."""
     if self.state != "leaving":
       if self._average:
         self._settle(counts=False)
       self._tell(Says.BYE, self._settled)
       self.state, self._residual = "leaving", self._exchange.hand_over()
-      others = [address for member, address in self._members.items() if member != self._number]
+      others = [address for member, address in self._known.items() if member != self._number]
       self._heirs = others if self._residual.any() else []
     if self._heirs:
       self._heir = self._heirs.pop()

@@ -3,6 +3,7 @@
 import functools
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -14,9 +15,8 @@ import optax
 
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.launch.rank import START_TIMEOUT
-from jaxsparse.partial import messages, sockets
+from jaxsparse.partial import messages, moving, sockets
 from jaxsparse.partial.base import REFUSALS, check_start
-from jaxsparse.partial.controller import Group
 from jaxsparse.partial.endpoint import Endpoint
 from jaxsparse.partial.exchanger import Exchanger
 from jaxsparse.partial.messages import Kind, Says
@@ -30,7 +30,8 @@ from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm
 
 _FRACTION = 16  # bits of the mean weight of a step behind the point
-_MOST_ARRAYS = 8  # for each parameter in the message of a donor
+_MOST_ARRAYS = 64  # for each parameter in a message, of a donor or in a round of many workers
+_MOST_WEIGHT = 2**31 - 1  # of a step
 
 
 class Rounds:
@@ -119,7 +120,13 @@ class Rounds:
     device: jax.Device | None = None,
     state: dict[str, Any] | None = None,
   ):
-    _check(every, fragments, delay, mixing, apply_residual)
+    check_whole("Rounds", 0, 2**16 - 1, number=number)
+    _check(every, fragments, delay, mixing, apply_residual, wait=wait, timeout=timeout)
+    addresses = [address] if isinstance(address, str) else list(address)
+    for one in addresses or [""]:
+      sockets.check_address(one, keys)
+    if state and int(state["fragments"]) != fragments:
+      raise ValueError(f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}")
     check_start(params)
     params = jax.tree.map(jnp.asarray, params)
     self._turn, self._delay, self._mixing, self._wait = every // fragments, delay, mixing, wait
@@ -128,57 +135,55 @@ class Rounds:
     step = OuterStep(outer, fragments, device)
     anchor = step.start(params)
     vector, unflatten = flatten(anchor.params)
-    own = state or {"moved": np.zeros_like(vector), "trained": np.zeros(2, np.int64), "share": 0.0}
+    own = state or {"moved": np.zeros_like(vector), "trained": np.zeros((fragments, 2), np.int64), "share": 0.0}
     if state:
       anchor = step.add_residual(step.unpack(state["anchor"].tobytes(), anchor), state["residual"])
     exchanger = self._exchanger = Exchanger(step, anchor, number)
     # A donor sends its anchor with the state of the outer chain, of Adam for example two arrays a parameter.
     longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
-    addresses = [address] if isinstance(address, str) else list(address)
     endpoint = self._endpoint = Endpoint(addresses, bind, keys, longest, timeout)
     exchanger.post = endpoint.post
     facts = number, vector.size, endpoint.address, timeout, time.monotonic()
     outlets = endpoint.tell, endpoint.send, endpoint.reply
-    self._protocol = RoundProtocol(*facts, *outlets, exchange=exchanger, switch=endpoint.switch)
+    servers = len(addresses)
+    self._protocol = RoundProtocol(*facts, *outlets, exchange=exchanger, switch=endpoint.switch, servers=servers)
     self._protocol.stand = anchor.stand
     answers = {Kind.FETCH: lambda _: exchanger.model(), Kind.RESIDUAL: exchanger.inherit}
     endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
-    endpoint.take()
-    exchanger.sizes = self._protocol.sizes
-    exchanger.compile()
+    try:
+      endpoint.take()
+      exchanger.sizes = self._protocol.sizes
+      exchanger.compile()
+    except Exception as error:  # without the thread the server takes the number of this worker for free
+      endpoint.post(error)
+      endpoint.join()
+      raise
     self._place = jax.tree.map(lambda leaf: leaf.sharding, params)
     self._dtypes = jax.tree.map(jnp.result_type, params)
     self._since, self._refused = 0, 0
     self._share = float(own["share"])  # the weight of this worker in its last round
-    self._trained = np.array(own["trained"])  # since this worker last delivered: the weight of its steps, and steps
+    # By fragment, since this worker last delivered it: the weight of its steps, and steps.
+    self._trained = np.array(own["trained"])
     self._base = self._make_base()
     self._moved = self._on_device(unflatten(own["moved"]))  # base − θ_w when `step` returned parameters last
     self.params = self._own(self._base, self._moved)
-    self._flight: tuple[Any, np.ndarray] | None = None  # while an exchange is under way: what was given, its `_trained`
-
-  @property
-  def round(self) -> int:
-    """The number of rounds that the anchor has been through."""
-    return self._exchanger.anchor.stand.round
-
-  @property
-  def group(self) -> Group:
-    """The group of the last round of this worker."""
-    return self._exchanger.group
+    self._tell_round()
+    # While an exchange is under way: what was given, its `_trained`, and the result of the round before.
+    self._flight: tuple[Any, np.ndarray, Any] | None = None
 
   @property
   def state(self) -> dict[str, Any]:
     """Arrays to save and to begin with again: the anchor and the outer state, the residual, and what was moved since.
 
     Raises:
-      RuntimeError: while an exchange is under way: save after a call of `step` that has changed `round`.
+      RuntimeError: while an exchange is under way: save after a call of `step` that has changed `round`, or `leave`.
     """
     if self._flight is not None:
       raise RuntimeError("an exchange is under way: save the state after a call of `step` that has changed `round`")
     anchor, outer = self._exchanger.anchor, self._exchanger.outer
     content, moved = np.frombuffer(outer.pack(anchor), np.uint8), np.asarray(flatten(self._moved)[0])
     own = {"moved": moved, "trained": self._trained.copy(), "share": np.float64(self._share)}
-    return {"anchor": content, "residual": outer.residual(anchor)} | own
+    return {"anchor": content, "residual": outer.residual(anchor), "fragments": np.int64(len(self._trained))} | own
 
   def step(self, params: Any, weight: int = 1) -> Any:
     """To be called after each local step: begins an exchange or applies a round where it is time.
@@ -196,10 +201,10 @@ class Rounds:
     Raises:
       FloatingPointError: at the tenth time in succession that the parameters are not finite.
     """
-    check_whole("step", 0, weight=weight)
+    check_whole("step", 0, _MOST_WEIGHT, weight=weight)
     self._since += 1
     self._trained += weight, 1
-    self._protocol.undelivered = int(self._trained[0])
+    self._count_undelivered()
     if self._flight is None and self._since >= self._turn - self._delay:
       self._begin(params)
     if self._since < self._turn:
@@ -211,23 +216,44 @@ class Rounds:
     """Leaves: the other workers continue without this one.
 
     Args:
-      params: as `step` returned them last, to leave for good: what they have moved is exchanged in a last round, and
-        another worker takes over the residual. None to leave at once, and to go on from `state` some day.
+      params: as `step` returned them last, to leave for good: what they have moved is exchanged in a last round of each
+        fragment, and another worker takes over the residual. Without a quorum within the grace window and `timeout` a
+        warning says so, and `state` has what was moved. None to leave at once, and to go on from `state` some day.
 
     Returns:
       The anchor, as parameters.
     """
+    if self._protocol.state != "ended":
+      self._leave(params)
+    return self._own(self._on_device(self._exchanger.anchor.params), jax.tree.map(jnp.zeros_like, self._base))
+
+  def _leave(self, params: Any) -> None:
     if params is not None:
       self._exchanger.is_final = True
-      deadline = self._protocol.grace + self._endpoint.timeout
-      for _ in range(1 + (self._flight is not None)):
+      end = time.monotonic() + self._protocol.grace + self._endpoint.timeout
+      for _ in range(len(self._trained) + (self._flight is not None)):
         if self._flight is None:
           self._begin(params)
-        params = self._finish(params, deadline)
+        params = self._finish(params, max(0.0, end - time.monotonic()))
     self._endpoint.post(Request(Says.BYE))
     self._endpoint.join()
     self._exchanger.close()
-    return self._own(self._on_device(self._exchanger.anchor.params), jax.tree.map(jnp.zeros_like, self._base))
+    self._land(params)
+
+  def _land(self, params: Any) -> None:
+    """After the end: the round that was under way counts, or what it was given stays moved."""
+    if self._flight is None:
+      return
+    given, _, before = self._flight
+    if params is None:
+      params = self._own(self._base, given)
+    if self._exchanger.delivered is not before:
+      self._apply(params)
+      return
+    self._moved, self._flight = moving.moved(self._base, self._moved, params), None
+    if self._exchanger.is_final:
+      unheard = "its last round has not taken place: `state` has what it has moved since the one before"
+      logging.getLogger(__name__).warning(f"worker {self._number} leaves, and {unheard}")
 
   def __enter__(self) -> Self:
     """The worker."""
@@ -235,13 +261,13 @@ class Rounds:
 
   def __exit__(self, *_: object) -> None:
     """Leaves, if it has not left."""
-    if self._protocol.state != "ended":
-      self.leave()
+    self.leave()
 
   def _begin(self, params: Any) -> None:
     """Begins the exchange of what was moved."""
-    given = _moved(self._base, self._moved, params)
-    self._flight, (weight, steps) = (given, self._trained.copy()), self._trained.tolist()
+    given = moving.moved(self._base, self._moved, params)
+    self._flight = given, self._trained.copy(), self._exchanger.delivered
+    weight, steps = self._trained[self._exchanger.anchor.stand.round % len(self._trained)].tolist()
     request = Request(Says.READY, weight=(weight << _FRACTION) // max(1, steps))
     post = lambda finite: self._endpoint.post(request) if finite else self._endpoint.reply(None)
     self._exchanger.prepare(given, post)
@@ -264,27 +290,36 @@ class Rounds:
     self._moved = jax.tree.map(jnp.zeros_like, self._base)
     self._flight, self._since = None, 0
     self._trained[:] = 0
+    self._tell_round()
     return self._own(self._base, self._moved)
+
+  def _tell_round(self) -> None:
+    """From now on this worker goes on from the anchor as it is now."""
+    self.round, self.group = self._exchanger.anchor.stand.round, self._exchanger.group
+
+  def _count_undelivered(self) -> None:
+    self._protocol.undelivered = int(self._trained[:, 0].max())
 
   def _apply(self, params: Any) -> Any:
     """The parameters after the round of the exchange that was under way."""
     assert self._flight is not None
-    result, (given, trained) = self._exchanger.delivered, self._flight
+    result, (given, trained, _) = self._exchanger.delivered, self._flight
     assert result is not None
+    self._tell_round()
     group = self.group
     self._share = group.weights[group.members.index(self._number)]
     after = self._make_base()
-    moved = _moved(self._base, self._moved, params)
+    moved = moving.moved(self._base, self._moved, params)
     if not result.skipped:
-      keep = _keep if self._mixing is None else functools.partial(_mix, self._mixing)
+      keep = moving.keep if self._mixing is None else functools.partial(moving.mix, self._mixing)
       choose = lambda number, *leaves: keep(*leaves) if number == result.fragment else leaves[0]
       moved = jax.tree.map(choose, self._of_fragment, moved, given, self._base, after)
-      self._trained -= trained
+      self._trained[result.fragment] -= trained[result.fragment]
     if (returned := self._exchanger.returned) is not None:
       moved, self._exchanger.returned = jax.tree.map(jnp.add, moved, self._on_device(returned)), None
     self._base, self._moved = after, moved
     self._flight, self._since, self._refused = None, 0, 0
-    self._protocol.undelivered = int(self._trained[0])
+    self._count_undelivered()
     return self._own(after, moved)
 
   def _make_base(self) -> Any:
@@ -296,10 +331,10 @@ class Rounds:
     return jax.device_put(tree, self._place)
 
   def _own(self, anchor: Any, moved: Any) -> Any:
-    return jax.tree.map(_own, anchor, moved, self._dtypes)
+    return jax.tree.map(moving.own, anchor, moved, self._dtypes)
 
 
-def _check(every: int, fragments: int, delay: int, mixing: float | None, apply_residual: bool) -> None:
+def _check(every: int, fragments: int, delay: int, mixing: float | None, apply_residual: bool, **seconds: Any) -> None:
   check_whole("Rounds", 1, every=every)
   check_whole("Rounds", 1, every, fragments=fragments)
   check_whole("Rounds", 0, every // fragments - 1, delay=delay)
@@ -307,29 +342,6 @@ def _check(every: int, fragments: int, delay: int, mixing: float | None, apply_r
     raise ValueError(f"Rounds: mixing={mixing!r}, choose 0 up to less than 1, or None")
   if apply_residual and mixing is not None:
     raise ValueError(f"Rounds: apply_residual={apply_residual!r} with mixing={mixing!r}, choose one of them")
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _own(base: jax.Array, moved: jax.Array, dtype: Any) -> jax.Array:
-  return (base - moved).astype(dtype)
-
-
-@jax.jit
-def _moved(base: Any, moved: Any, params: Any) -> Any:
-  """Base − θ_w: what it was when `step` returned parameters last, and what was moved since."""
-
-  def add(base: jax.Array, moved: jax.Array, param: jax.Array) -> jax.Array:
-    return moved + (_own(base, moved, param.dtype).astype(jnp.float32) - param.astype(jnp.float32))
-
-  return jax.tree.map(add, base, moved, params)
-
-
-@jax.jit
-def _keep(moved: jax.Array, given: jax.Array, *_: jax.Array) -> jax.Array:
-  return moved - given
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _mix(mixing: float, moved: jax.Array, _: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
-  """θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u."""
-  return mixing * (moved + (after - before))
+  for name, value in seconds.items():
+    if value is not None and not 0 <= value <= threading.TIMEOUT_MAX:
+      raise ValueError(f"Rounds: {name}={value!r}, choose seconds from 0 to {threading.TIMEOUT_MAX:g}")

@@ -170,3 +170,27 @@ def test_bytes_of_another_model_are_refused():
   for forged in (b"", content[:-8], b"\0" * len(content), content + bytes(4)):
     with pytest.raises(ValueError, match="byte|buffer|size|Expecting|end"):
       step.unpack(forged, own)
+
+
+def test_what_a_collective_remembers_goes_on_as_groups_change():
+  """Numbers of steps and momentum, beside residuals; what depends on the number of workers begins anew."""
+  ones, teams = [jax.tree.map(np.ones_like, PARAMS)] * 3, [[0, 1], [0, 1, 2]] * 4
+
+  def after(chain, rounds=8):
+    team = Team(lambda comm: optax.chain(chain(comm), optax.sgd(1.0)), workers=3)
+    for members in teams[:rounds]:
+      content = team.round(members, ones)
+      for absent in {0, 1, 2} - set(members):
+        team.catch_up(absent, content)
+    return flat(PARAMS) - team.flat(0)
+
+  assert np.count_nonzero(after(lambda comm: js.randomk_transform(comm, k=8))) > 30  # of 8 others in each round
+  sparse = lambda comm: js.warmed_up(js.topka_transform(comm, k=1), {3: 1.0})
+  assert np.all(after(sparse, rounds=3))
+  assert np.ptp(after(sparse, rounds=4) - after(sparse, rounds=3)) > 0  # k = 1 from the fourth round on
+  momentum, moved = np.zeros(3), 0.0
+  for members in teams:
+    momentum[members] = momentum[members] / 2 + 1 / len(members)
+    moved += momentum[members].sum()
+  dense = lambda comm: js.momentum_corrected(js.dense_transform(comm), 0.5, masking=False)
+  np.testing.assert_allclose(after(dense), moved, rtol=1e-6)

@@ -372,3 +372,120 @@ def test_another_model_is_refused():
     assert soon(lambda: server._controller.alive == (0,))
     with pytest.raises(ValueError, match="unlike: worker 1 has a model of 3 entries"):
       join(server, 1, jnp.zeros(3))
+
+
+def plus(tree, more):
+  return jax.tree.map(lambda leaf: leaf + more, tree)
+
+
+def test_a_worker_that_leaves_delivers_every_fragment():
+  with serve(1) as server, join(server, 0, every=2, fragments=2) as worker:
+    own = worker.params
+    for _ in range(2):
+      own = worker.step(plus(own, 1.0))
+    left = worker.leave(plus(own, 1.0))
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 3), left, START)
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+def test_a_worker_that_leaves_without_a_quorum_keeps_what_it_has_moved_in_its_state(for_good, caplog):
+  with serve(2, grace=0.1) as server, join(server, 0, every=2, timeout=1.0) as worker:
+    own = worker.params
+    for _ in range(3):
+      own = worker.step(plus(own, 1.0))
+    anchor = worker.leave(own if for_good else None)
+  jax.tree.map(np.testing.assert_array_equal, anchor, START)
+  assert ("its last round has not taken place" in caplog.text) == for_good
+  with serve(1) as server, join(server, 0, every=2, state=worker.state) as worker:
+    moved = 3 if for_good else 2  # what it had moved when the exchange began
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + moved), worker.params, START)
+    left = worker.leave(worker.params)
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + moved), left, START)
+
+
+def test_round_changes_when_it_is_applied_and_the_state_can_be_saved_then():
+  with serve(1) as server, join(server, 0, every=4, delay=3) as worker:
+    own, rounds = worker.params, []
+    for step in range(16):
+      before = worker.round
+      time.sleep(0.02)  # the round counts in the background meanwhile
+      assert worker.round == before
+      own = worker.step(plus(own, 1.0))
+      if worker.round > before:
+        rounds.append(step)
+        assert worker.state["moved"].size == 12
+        assert worker.group.members == (0,)
+  assert len(rounds) >= 3
+
+
+def test_each_address_is_tried_at_the_start():
+  with serve(1) as server:
+    addresses = ["tcp://127.0.0.1:9", server.address]
+    js.partial.Rounds(addresses, 0, START, averaging, every=1, timeout=4.0).leave()
+
+
+def test_each_fragment_is_weighted_by_the_steps_since_it_was_delivered():
+  """Worker 1 moves in steps of weight 1, then stands still in steps of weight 0; worker 0 never moves."""
+
+  def train(number):
+    with join(server, number, every=4, fragments=2) as worker:
+      own = worker.params
+      for step in range(4):
+        own = worker.step(plus(own, float(number and step < 2)), weight=1 if number == 0 or step < 2 else 0)
+      return worker._exchanger.anchor.params
+
+  with serve(2) as server:
+    for anchor in in_threads(2, train):
+      moved = {
+        name: np.ptp(np.asarray(leaf) - START[name]) or (np.asarray(leaf) - START[name]).max()
+        for name, leaf in anchor.items()
+      }
+      # The first fragment after two steps of weight 1 each; the second after weights 4 and 2 over four steps.
+      assert sorted(moved.values()) == pytest.approx([2 / 3, 1.0], rel=1e-4)
+
+
+def test_the_residual_of_a_worker_whose_last_round_was_its_own_goes_to_one_of_an_earlier_round():
+  left = threading.Event()
+  outer = lambda comm: optax.chain(js.topka_transform(comm, k=2), optax.sgd(1.0))
+
+  def train(number):
+    with join(server, number, every=1, outer=outer) as worker:
+      own, residual = worker.params, lambda: worker._exchanger.outer.residual(worker._exchanger.anchor)
+      while worker.round < 2:
+        own = worker.step(plus(own, 1.0))
+      before = residual()
+      if number == 0:
+        worker.leave(own)
+        left.set()
+        return residual()
+      assert left.wait(60)
+      return residual() - before
+
+  with serve(2, quorum=1, grace=0.3) as server:
+    given, taken = in_threads(2, train)
+  assert given.any()
+  np.testing.assert_array_equal(taken, given)
+
+
+WRONG = [
+  ({"outer": lambda _: optax.sgd(1.0)}, ValueError, "outer has no jaxsparse transform"),
+  ({"outer": lambda comm: js.spardl_transform(comm, density=2.0)}, ValueError, "density=2.0"),
+  ({"number": -1}, ValueError, "number=-1, choose a whole number from 0 to 65535"),
+  ({"wait": -1}, ValueError, "wait=-1, choose seconds from 0"),
+  ({"timeout": float("inf")}, ValueError, "timeout=inf, choose seconds"),
+  ({"address": "localhost:2900"}, ValueError, "choose tcp://HOST:PORT"),
+  ({"address": []}, ValueError, "choose tcp://HOST:PORT"),
+  ({"params": {"count": jnp.zeros(3, jnp.int32)}}, TypeError, r"params\['count'\] has dtype int32"),
+  ({"state": {"fragments": np.int64(2)}}, ValueError, "fragments=1, but the state was saved with 2"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG, ids=lambda one: str(one)[:30])
+def test_what_is_wrong_is_refused_and_the_number_stays_free(wrong, error, message):
+  with serve(1) as server:
+    given = {"address": server.address, "number": 0, "params": START, "outer": averaging, "every": 2}
+    with pytest.raises(error, match=message):
+      js.partial.Rounds(**given | wrong)
+    # The server takes a moment to see that a connection is gone.
+    with js.partial.Rounds(**given) as worker, pytest.raises(ValueError, match="weight=1099511627776, choose"):
+      worker.step(worker.params, weight=2**40)

@@ -71,6 +71,7 @@ def b_sag(same_block: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ..
     writer: encodes messages.
   """
   (k_block,), length = own.indices.shape[1:], writer.codec.length
+  h = jnp.minimum(h, k_block)  # it may be that of another number of workers
   head, tail = map(sparse.as_row, top_k_of_entries(sparse.only_row(own), h, k_block, length))
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
