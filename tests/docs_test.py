@@ -191,8 +191,8 @@ def test_stragglers(tmp_path):
 
 def test_rounds(tmp_path):
   (worker,) = snippets("docs/how_to/rounds.md")
-  assert "worker.round < 40" in worker
-  run_workers(tmp_path, worker.replace("worker.round < 40", "worker.round < 3"), ["--quorum=2", "--grace=0.5"])
+  assert "range(40 * 16)" in worker
+  run_workers(tmp_path, worker.replace("range(40 * 16)", "range(3 * 16)"), ["--quorum=2", "--grace=0.5"])
 
 
 def run_workers(tmp_path, worker, options):

@@ -12,7 +12,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxsparse.partial import messages, sockets
@@ -99,6 +99,16 @@ class Endpoint:
   def join(self) -> None:
     """Waits for the end of the thread."""
     self._thread.join()
+
+  @contextlib.contextmanager
+  def ended_by_errors(self) -> Iterator[None]:
+    """Ends the thread at an error in a `with` block, or the server would take this worker for a living one."""
+    try:
+      yield
+    except Exception as error:
+      self.post(error)
+      self.join()
+      raise
 
   # For the protocol, in the thread.
 

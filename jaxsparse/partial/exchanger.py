@@ -95,7 +95,6 @@ class Exchanger:
   Attributes:
     anchor: after the last round that counted.
     group: of the last round that counted.
-    sizes: the smallest and the largest group.
     given: θ − θ_w, what this worker gives in the next round.
     delivered: the result of the last round of this worker that counted.
     is_final: whether this worker leaves for good.
@@ -104,7 +103,7 @@ class Exchanger:
 
   def __init__(self, outer: OuterStep, anchor: Anchor, number: int):
     self.anchor, self.given, self.group = anchor, anchor.params, Group((), (), 0)
-    self.sizes, self.is_final = (1, 1), False
+    self._sizes, self.is_final = (1, 1), False
     self.delivered: Result | None = None
     self.returned: Any = None
     self.outer, self._number = outer, number
@@ -200,14 +199,19 @@ class Exchanger:
     content = self.outer.pack(self.anchor)
     return Piece(Kind.MODEL, self.anchor.stand.round, self._number, np.frombuffer(content, np.float32))
 
-  def compile(self) -> None:
-    """Compiles the outer step for the group that this worker joins, with it and without; at first for the largest."""
-    last, (_, most) = self.anchor.size, self.sizes
+  def compile(self, sizes: tuple[int, int]) -> None:
+    """Compiles the outer step for the group that this worker joins, with it and without; at first for the largest.
+
+    Args:
+      sizes: the smallest and the largest group.
+    """
+    self._sizes = sizes
+    last, (_, most) = self.anchor.size, sizes
     for size in (last, last + 1) if last else range(most, most - _FIRST, -1):
       self._compile(size)
 
   def _compile(self, size: int) -> None:
-    if self.sizes[0] <= size <= self.sizes[1]:
+    if self._sizes[0] <= size <= self._sizes[1]:
       self.outer.compile(self.anchor, size)
 
   def prepare(self, given: Any, post: Callable[[Any], None]) -> None:

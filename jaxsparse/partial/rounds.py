@@ -120,17 +120,12 @@ class Rounds:
     device: jax.Device | None = None,
     state: dict[str, Any] | None = None,
   ):
-    check_whole("Rounds", 0, 2**16 - 1, number=number)
     _check(every, fragments, delay, mixing, apply_residual, wait=wait, timeout=timeout)
-    addresses = [address] if isinstance(address, str) else list(address)
-    for one in addresses or [""]:
-      sockets.check_address(one, keys)
-    if state and int(state["fragments"]) != fragments:
-      raise ValueError(f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}")
+    addresses = _check_worker(address, keys, number, fragments, state)
     check_start(params)
     params = jax.tree.map(jnp.asarray, params)
     self._turn, self._delay, self._mixing, self._wait = every // fragments, delay, mixing, wait
-    self._number, self._applies = number, apply_residual
+    self._number, self._applies, self._since, self._refused = number, apply_residual, 0, 0
     self._of_fragment = Fragments(fragments).numbers(params)
     step = OuterStep(outer, fragments, device)
     anchor = step.start(params)
@@ -150,26 +145,18 @@ class Rounds:
     self._protocol.stand = anchor.stand
     answers = {Kind.FETCH: lambda _: exchanger.model(), Kind.RESIDUAL: exchanger.inherit}
     endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
-    try:
+    with endpoint.ended_by_errors():
       endpoint.take()
-      exchanger.sizes = self._protocol.sizes
-      exchanger.compile()
-    except Exception as error:  # without the thread the server takes the number of this worker for free
-      endpoint.post(error)
-      endpoint.join()
-      raise
+      exchanger.compile(self._protocol.sizes)
     self._place = jax.tree.map(lambda leaf: leaf.sharding, params)
     self._dtypes = jax.tree.map(jnp.result_type, params)
-    self._since, self._refused = 0, 0
     self._share = float(own["share"])  # the weight of this worker in its last round
-    # By fragment, since this worker last delivered it: the weight of its steps, and steps.
-    self._trained = np.array(own["trained"])
+    self._trained = np.array(own["trained"])  # by fragment, since it was delivered: the weight of the steps, and steps
     self._base = self._make_base()
     self._moved = self._on_device(unflatten(own["moved"]))  # base − θ_w when `step` returned parameters last
     self.params = self._own(self._base, self._moved)
     self._tell_round()
-    # While an exchange is under way: what was given, its `_trained`, and the result of the round before.
-    self._flight: tuple[Any, np.ndarray, Any] | None = None
+    self._flight: tuple[Any, np.ndarray, Any] | None = None  # what was given, its `_trained`, and the result before
 
   @property
   def state(self) -> dict[str, Any]:
@@ -204,7 +191,7 @@ class Rounds:
     check_whole("step", 0, _MOST_WEIGHT, weight=weight)
     self._since += 1
     self._trained += weight, 1
-    self._count_undelivered()
+    self._protocol.undelivered = int(self._trained[:, 0].max())
     if self._flight is None and self._since >= self._turn - self._delay:
       self._begin(params)
     if self._since < self._turn:
@@ -245,8 +232,7 @@ class Rounds:
     if self._flight is None:
       return
     given, _, before = self._flight
-    if params is None:
-      params = self._own(self._base, given)
+    params = self._own(self._base, given) if params is None else params
     if self._exchanger.delivered is not before:
       self._apply(params)
       return
@@ -297,17 +283,13 @@ class Rounds:
     """From now on this worker goes on from the anchor as it is now."""
     self.round, self.group = self._exchanger.anchor.stand.round, self._exchanger.group
 
-  def _count_undelivered(self) -> None:
-    self._protocol.undelivered = int(self._trained[:, 0].max())
-
   def _apply(self, params: Any) -> Any:
     """The parameters after the round of the exchange that was under way."""
     assert self._flight is not None
     result, (given, trained, _) = self._exchanger.delivered, self._flight
     assert result is not None
     self._tell_round()
-    group = self.group
-    self._share = group.weights[group.members.index(self._number)]
+    self._share = self.group.weights[self.group.members.index(self._number)]
     after = self._make_base()
     moved = moving.moved(self._base, self._moved, params)
     if not result.skipped:
@@ -319,7 +301,7 @@ class Rounds:
       moved, self._exchanger.returned = jax.tree.map(jnp.add, moved, self._on_device(returned)), None
     self._base, self._moved = after, moved
     self._flight, self._since, self._refused = None, 0, 0
-    self._count_undelivered()
+    self._protocol.undelivered = int(self._trained[:, 0].max())
     return self._own(after, moved)
 
   def _make_base(self) -> Any:
@@ -332,6 +314,19 @@ class Rounds:
 
   def _own(self, anchor: Any, moved: Any) -> Any:
     return jax.tree.map(moving.own, anchor, moved, self._dtypes)
+
+
+def _check_worker(
+  address: str | Sequence[str], keys: Keys | None, number: int, fragments: int, state: Any
+) -> list[str]:
+  """The addresses of the server."""
+  check_whole("Rounds", 0, 2**16 - 1, number=number)
+  addresses = [address] if isinstance(address, str) else list(address)
+  for one in addresses or [""]:
+    sockets.check_address(one, keys)
+  if state and int(state["fragments"]) != fragments:
+    raise ValueError(f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}")
+  return addresses
 
 
 def _check(every: int, fragments: int, delay: int, mixing: float | None, apply_residual: bool, **seconds: Any) -> None:

@@ -171,8 +171,13 @@ def _spec_of_moment(path: Any, shape: tuple[int, ...], params: optax.Params) -> 
   return specs[max(specs)] if specs else None
 
 
-def _mean(rows: Any, like: Any) -> np.ndarray:
-  """The mean over workers of an array with a row for each, the maximum of integers, in rows of another number."""
+def _mean(rows: Any, like: Any) -> Any:
+  """The mean over workers of an array with a row for each, the maximum of integers, in rows of another number.
+
+  Of random keys those of the first workers, over and over.
+  """
+  if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
+    return rows[np.arange(like.shape[0]) % len(rows)]
   rows = np.asarray(rows)
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
   one = rows.astype(np.float64).mean(axis=0).astype(rows.dtype) if floating else rows.max(axis=0)

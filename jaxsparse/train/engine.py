@@ -268,8 +268,8 @@ class _Simulated(Engine):
     self.axis, self.axes, self.comm = comm.axis, {comm.axis: comm.members}, comm
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    split = lambda spec, x: x.reshape(self.workers, -1, *x.shape[1:]) if spec else x
-    joined = lambda spec, x: x.reshape(-1, *x.shape[2:]) if spec else x[0]
+    split = lambda spec, x: x.reshape(self.workers, x.shape[0] // self.workers, *x.shape[1:]) if spec else x
+    joined = lambda spec, x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if spec else x[0]
 
     def mapped(*arguments: Any) -> Any:
       specs = jax.tree.broadcast(in_specs, arguments)

@@ -144,6 +144,8 @@ def check_agreed(before: Any, after: Any) -> None:
 
 def check_local_state(state: LocalState) -> None:
   """Raises ValueError for an inner or outer transformation that cannot be one."""
+  if local_states((state.inner, state.outer)):
+    raise ValueError("local_steps: inner or outer has local steps itself: choose one number of steps")
   if not reduce_states(state.outer):
     raise ValueError(
       "local_steps: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
@@ -154,8 +156,6 @@ def check_local_state(state: LocalState) -> None:
       "local_steps: inner has a jaxsparse transform with a residual, what the residual holds would be of gradients and "
       "not of parameters: begin outer with this transform, and leave plain optax in inner"
     )
-  if local_states((state.inner, state.outer)):
-    raise ValueError("local_steps: inner or outer has local steps itself: choose one number of steps")
 
 
 def check_landed(name: str, state: Any) -> None:

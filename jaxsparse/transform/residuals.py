@@ -26,6 +26,9 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
     params: the anchor, the same on every worker.
     state: the state of one worker of a chain with `js.local_steps`, or of any other.
 
+  Raises:
+    ValueError: for the state of several workers.
+
   Example:
     >>> import optax, jaxsparse as js
     >>> from jaxsparse.comm import SoloComm
@@ -35,11 +38,18 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
     >>> js.own_params(params, state)
     Array([0.75, 1.  ], dtype=float32)
   """
+  for node in states.local_states(state):
+    if rows := {len(leaf) for leaf in jax.tree.leaves((node.inner, node.moved))} - {1}:
+      raise ValueError(f"own_params: the state of {max(rows)} workers, give that of one: call it inside shard_map")
   behind: dict[str, Any] = {name: leaf[0] for name, leaf in moved_leaves(state).items()}
   for node in states.local_states(state):
     for one in states.reduce_states(node.outer) if isinstance(node.applied, Applied) else ():
       behind |= {name: behind.get(name, 0.0) + leaf for name, leaf in residual_leaves(one).items()}
-  own = lambda name, p: (p.astype(jnp.float32) - behind[name]).astype(p.dtype) if name in behind else p
+
+  def own(name: str, p: jax.Array) -> jax.Array:
+    wide = p.dtype if p.dtype.itemsize > 4 else jnp.float32
+    return (p.astype(wide) - behind[name].astype(wide)).astype(p.dtype) if name in behind else p
+
   leaves = [own(name, p) for name, p in flatten.leaves_by_name(params).items()]
   axes = frozenset().union(*(_compat.axes_of_type(node.counters.skipped) for node in states.reduce_states(state)))
   return varying.as_varying(jax.tree.unflatten(jax.tree.structure(params), leaves), axes)

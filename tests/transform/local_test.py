@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
+from jaxsparse.comm import SoloComm
 from tests.cases import assert_same_bits, averaged, flat, integers, linear, mesh_of, normals, quadratic, rows, sim
 from tests.cases import start as start_with
 
@@ -253,3 +254,34 @@ def test_a_state_of_other_parameters_is_refused_by_name(options):
     for use in (lambda params: step(params, state, normals(0, 2, N)), lambda params: step.synchronize(params, state)):
       with pytest.raises(ValueError, match=f"the optimizer state (was made for|has) {message}"):
         use(params)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_empty_leaf_and_inner_optimizers_with_random_keys(every):
+  """On simulated workers; a state for others has the keys of the first ones, over and over."""
+  params = {"empty": jnp.zeros((0, 3)), "w": jnp.zeros(N)}
+  make = lambda workers: js.local_steps(optax.noisy_sgd(0.1, key=0), averaged(sim(workers)), every=every)
+  step = js.make_train_step(lambda p, batch: linear({"w": p["w"]}, batch), make(2), sim(2), donate=False)
+  state, start = js.init(make(2), params, sim(2)), params
+  for number in range(2):
+    params, state, _ = step(params, state, normals(number, 2, N))
+  assert params["empty"].shape == (0, 3)
+  assert np.all(params["w"] != start["w"])
+  with pytest.warns(UserWarning, match="all 4 of them go on from the mean"):
+    wider = js.resize(state, params, sim(4))
+  keys = lambda state: [
+    jax.random.key_data(x) for x in jax.tree.leaves(state.inner) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+  ]
+  assert keys(state)
+  jax.tree.map(lambda old, new: np.testing.assert_array_equal(np.tile(old, (2, 1)), new), keys(state), keys(wider))
+
+
+def test_own_params_are_those_of_one_worker_in_the_dtype_of_the_parameters():
+  tx = js.local_steps(optax.adam(0.1), averaged(sim(2)), every=3)
+  with pytest.raises(ValueError, match="the state of 2 workers, give that of one: call it inside shard_map"):
+    js.own_params(PARAMS, js.init(tx, PARAMS, sim(2)))
+  with jax.enable_x64(True):
+    third = jnp.full(3, 1 / 3)
+    alone = js.local_steps(optax.sgd(0.1), averaged(SoloComm(1)), every=3)
+    np.testing.assert_array_equal(js.own_params(third, alone.init(third)), third)
