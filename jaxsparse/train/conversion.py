@@ -96,7 +96,8 @@ def convert(
   """The optimizer state of one chain as that of another one, whose jaxsparse transforms are others: `js.resize` too.
 
   Each leaf keeps its residual, whatever the collective, its options, and the groups of leaves (`special`, plans) are;
-  for another number of workers it is scaled as by `js.resize`. All other transformations must be the same.
+  for another number of workers it is scaled as by `js.resize`. All other transformations must be the same; H of
+  `js.local_steps` may be another, 1 too: nothing may be moved then that is not exchanged.
 
   Args:
     state: of the old chain, as for `js.resize`.
@@ -128,9 +129,10 @@ def convert(
 
 def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -> Any:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
-  _check_structure(state, fresh)
   nodes = states.reduce_states(state)
   before, after, rows = int(np.max(gather(nodes[0].layout.workers))), engine.workers, nodes[0].counters.skipped.size
+  state = _fit_moved(state, fresh, before)
+  _check_structure(state, fresh)
   if rows == 1 < before != after:
     raise ValueError(
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
@@ -182,6 +184,27 @@ def _mean(rows: Any, like: Any) -> Any:
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
   one = rows.astype(np.float64).mean(axis=0).astype(rows.dtype) if floating else rows.max(axis=0)
   return np.broadcast_to(one, like.shape)
+
+
+def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
+  """A state with what was moved, zeros, where local steps exchanged in every step and those of `fresh` do not.
+
+  Raises:
+    ValueError: the other way round, if it is not zeros.
+  """
+  following = iter(states.local_states(fresh))
+
+  def fit(node: Any) -> Any:
+    if not isinstance(node, states.LocalState):
+      return node
+    new = next(following, node)
+    if bool(node.moved) == bool(new.moved):
+      return node
+    if not new.moved and any(np.any(gather(leaf)) for leaf in jax.tree.leaves(node.moved)):
+      raise ValueError("workers have moved since the last exchange: call step.synchronize(params, state) before")
+    return node._replace(moved=jax.tree.map(lambda x: np.zeros((workers, *x.shape[1:]), x.dtype), new.moved))
+
+  return jax.tree.map(fit, state, is_leaf=lambda node: isinstance(node, states.LocalState))
 
 
 def _check_structure(state: Any, fresh: Any) -> None:

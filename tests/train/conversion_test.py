@@ -328,3 +328,29 @@ def test_bits_of_float32_survive():
   state = state._replace(carried=state.carried._replace(residual=residual))
   converted = js.convert(state, other, PARAMS, mesh_of(2))
   assert_same_bits(converted.carried.residual, residual)
+
+
+@pytest.mark.filterwarnings("ignore:.*go on from the mean")
+@pytest.mark.parametrize("workers", [2, 4])
+def test_local_steps_in_every_step_become_those_of_every_other_one_and_back(workers):
+  """Nothing is moved in between, residuals and inner states stay; what is moved is exchanged before."""
+  outer = lambda workers: optax.chain(js.topka_transform(sim(workers), density=0.5), optax.sgd(1.0))
+  chain = lambda every, workers: js.local_steps(optax.sgd(0.25, momentum=0.5), outer(workers), every=every)
+  step, params, state = start(chain(1, 2), sim(2), PARAMS, quadratic)
+  n = sum(x.size for x in PARAMS.values())
+  for number in range(2):
+    params, state, _ = step(params, state, integers(number, 2, n))
+  local = js.convert(state, chain(2, workers), params, sim(workers))
+  assert means(local, workers).keys() == means(state, 2).keys()
+  jax.tree.map(np.testing.assert_array_equal, means(local, workers), means(state, 2))
+  assert not any(map(np.any, jax.tree.leaves(local.moved)))
+  if workers == 2:
+    assert_same_bits(local.inner, state.inner)
+  step = js.make_train_step(quadratic, chain(2, workers), sim(workers), donate=False)
+  params, local, _ = step(params, local, integers(2, workers, n))
+  with pytest.raises(ValueError, match="workers have moved since the last exchange: call step.synchronize"):
+    js.convert(local, chain(1, workers), params, sim(workers))
+  params, local = step.synchronize(params, local)
+  again = js.convert(local, chain(1, workers), params, sim(workers))
+  assert jax.tree.structure(again) == jax.tree.structure(js.init(chain(1, workers), params, sim(workers)))
+  assert_same_bits((again.inner, again.outer), (local.inner, local.outer))
