@@ -25,7 +25,7 @@ from jaxsparse.partial.round_protocol import RoundProtocol
 from jaxsparse.partial.sockets import Keys
 from jaxsparse.partial.worker import ControllerLost
 from jaxsparse.partial.worker_protocol import Request
-from jaxsparse.sparse.flatten import flatten
+from jaxsparse.sparse.flatten import all_finite, flatten
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm
 
@@ -210,22 +210,23 @@ class Rounds:
     Returns:
       The anchor, as parameters.
     """
-    if self._protocol.state != "ended":
-      self._leave(params)
-    return self._own(self._on_device(self._exchanger.anchor.params), jax.tree.map(jnp.zeros_like, self._base))
-
-  def _leave(self, params: Any) -> None:
-    if params is not None:
-      self._exchanger.is_final = True
-      end = time.monotonic() + self._protocol.grace + self._endpoint.timeout
-      for _ in range(len(self._trained) + (self._flight is not None)):
-        if self._flight is None:
-          self._begin(params)
-        params = self._finish(params, max(0.0, end - time.monotonic()))
+    if params is not None and self._protocol.state != "ended":
+      params = self._deliver(params)
     self._endpoint.post(Request(Says.BYE))
     self._endpoint.join()
     self._exchanger.close()
     self._land(params)
+    return self._own(self._on_device(self._exchanger.anchor.params), jax.tree.map(jnp.zeros_like, self._base))
+
+  def _deliver(self, params: Any) -> Any:
+    """The parameters after a last round of each fragment, or when there was no time for one."""
+    self._exchanger.is_final = True
+    end = time.monotonic() + self._protocol.grace + self._endpoint.timeout
+    for _ in range(len(self._trained) + (self._flight is not None)):
+      if self._flight is None:
+        self._begin(params)
+      params = self._finish(params, max(0.0, end - time.monotonic()))
+    return params
 
   def _land(self, params: Any) -> None:
     """After the end: the round that was under way counts, or what it was given stays moved."""
@@ -236,7 +237,9 @@ class Rounds:
     if self._exchanger.delivered is not before:
       self._apply(params)
       return
-    self._moved, self._flight = moving.moved(self._base, self._moved, params), None
+    moved = moving.moved(self._base, self._moved, params)
+    finite = all_finite(moved)
+    self._moved, self._flight = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), moved), None
     if self._exchanger.is_final:
       unheard = "its last round has not taken place: `state` has what it has moved since the one before"
       logging.getLogger(__name__).warning(f"worker {self._number} leaves, and {unheard}")

@@ -403,6 +403,14 @@ def test_a_worker_that_leaves_without_a_quorum_keeps_what_it_has_moved_in_its_st
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + moved), left, START)
 
 
+def test_nan_is_not_kept_by_a_worker_that_leaves_in_the_middle_of_an_exchange():
+  with serve(2, grace=60.0) as server, join(server, 0, every=2, delay=1) as worker:
+    worker.step(plus(worker.params, np.nan))
+    worker.leave()
+    worker.leave()  # nothing happens any more
+  assert not worker.state["moved"].any()
+
+
 def test_round_changes_when_it_is_applied_and_the_state_can_be_saved_then():
   with serve(1) as server, join(server, 0, every=4, delay=3) as worker:
     own, rounds = worker.params, []
