@@ -134,14 +134,17 @@ class OuterStep:
     return PeerComm(size, rank, lambda *message: self._send(*message))
 
   def _step(
-    self, size: int, fragment: int, rank: jax.Array, weight: jax.Array, given: Any, outer: Any, params: Any
+    self, size: int, fragment: int, rank: jax.Array, weight: jax.Array, given: Any, before: Any, params: Any
   ) -> tuple[Any, Any, jax.Array]:
     own = self._fragments.part(params, fragment)
     weighted = jax.tree.map(lambda leaf: weight * leaf, given)
-    updates, outer = atomic(self._chain(self._comm(size, rank))).update(weighted, outer, own)
+    updates, outer = atomic(self._chain(self._comm(size, rank))).update(weighted, before, own)
     if self._fragments.count > 1:
       updates = fill_zeros(params, updates)
-    return optax.apply_updates(params, updates), outer, states.is_skipped(outer)
+    after, skipped = optax.apply_updates(params, updates), states.is_skipped(outer)
+    fine = flatten.all_finite(after)  # the optimizer behind the collective may overflow, alike on all workers
+    keep = lambda new, old: jax.tree.map(lambda new, old: jnp.where(fine, new, old), new, old)
+    return keep(after, params), keep(outer, before), skipped | ~fine
 
   def _first(self, params: Any, size: int) -> dict[int, Any]:
     """The state of the outer chain before the first round, for groups of a size."""

@@ -130,8 +130,10 @@ class RoundProtocol(WorkerProtocol):
       self.state = "ended"
 
   def _take_result(self, number: int, digest: int | None) -> None:
-    if digest is None:
-      self._fail(self._average)
+    if digest is None:  # with a pause: members with other outer chains would fail again at once
+      self._settle(counts=False)
+      self._tell(Says.FAILED, number)
+      self._join_again(_RETRY)
     else:
       self.stand = self.stand._replace(last=number)
       if self.state == "joined":

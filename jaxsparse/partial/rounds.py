@@ -150,7 +150,7 @@ class Rounds:
       exchanger.compile(self._protocol.sizes)
     self._place = jax.tree.map(lambda leaf: leaf.sharding, params)
     self._dtypes = jax.tree.map(jnp.result_type, params)
-    self._share = float(own["share"])  # the weight of this worker in its last round
+    self._share = float(own["share"])  # the weight of this worker, of late
     self._trained = np.array(own["trained"])  # by fragment, since it was delivered: the weight of the steps, and steps
     self._base = self._make_base()
     self._moved = self._on_device(unflatten(own["moved"]))  # base − θ_w when `step` returned parameters last
@@ -292,7 +292,8 @@ class Rounds:
     result, (given, trained, _) = self._exchanger.delivered, self._flight
     assert result is not None
     self._tell_round()
-    self._share = self.group.weights[self.group.members.index(self._number)]
+    share = self.group.weights[self.group.members.index(self._number)]
+    self._share = (self._share + share) / 2 if self._share else share  # the residual is of earlier rounds, too
     after = self._make_base()
     moved = moving.moved(self._base, self._moved, params)
     if not result.skipped:

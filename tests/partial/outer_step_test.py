@@ -194,3 +194,12 @@ def test_what_a_collective_remembers_goes_on_as_groups_change():
     moved += momentum[members].sum()
   dense = lambda comm: js.momentum_corrected(js.dense_transform(comm), 0.5, masking=False)
   np.testing.assert_allclose(after(dense), moved, rtol=1e-6)
+
+
+def test_an_outer_optimizer_that_overflows_moves_nothing():
+  team = Team(lambda comm: optax.chain(js.topka_transform(comm, k=2), optax.sgd(1e38)), workers=2)
+  ones = [jax.tree.map(lambda leaf: 64 * np.ones_like(leaf), PARAMS)] * 2
+  for _ in range(2):
+    team.round([0, 1], ones)
+    np.testing.assert_array_equal(team.flat(0), flat(PARAMS))
+    assert not team.residuals().any()

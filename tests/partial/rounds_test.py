@@ -475,6 +475,23 @@ def test_the_residual_of_a_worker_whose_last_round_was_its_own_goes_to_one_of_an
   np.testing.assert_array_equal(taken, given)
 
 
+def test_a_step_of_little_weight_does_not_throw_a_worker_off():
+  """Its residual is of steps of much weight: divided by the little one it would be 64 times as large."""
+  outer = lambda comm: optax.chain(js.topka_transform(comm, k=1), optax.sgd(1.0))
+
+  def train(number):
+    with join(server, number, every=1, outer=outer, apply_residual=True) as worker:
+      own, far = worker.params, []
+      for step in range(8):
+        own = worker.step(plus(own, 0.1), weight=1 if number or step == 5 else 64)
+        far.append(max(float(abs(leaf).max()) for leaf in jax.tree.leaves(own)))
+      return far
+
+  with serve(2) as server:
+    far, _ = in_threads(2, train)
+  assert max(far) < 4
+
+
 WRONG = [
   ({"outer": lambda _: optax.sgd(1.0)}, ValueError, "outer has no jaxsparse transform"),
   ({"outer": lambda comm: js.spardl_transform(comm, density=2.0)}, ValueError, "density=2.0"),
