@@ -483,13 +483,13 @@ def test_a_step_of_little_weight_does_not_throw_a_worker_off():
     with join(server, number, every=1, outer=outer, apply_residual=True) as worker:
       own, far = worker.params, []
       for step in range(8):
-        own = worker.step(plus(own, 0.1), weight=1 if number or step == 5 else 64)
+        own = worker.step(plus(own, 0.1), weight=1 if number == 0 and step == 5 else 64)
         far.append(max(float(abs(leaf).max()) for leaf in jax.tree.leaves(own)))
       return far
 
   with serve(2) as server:
     far, _ = in_threads(2, train)
-  assert max(far) < 4
+  assert max(far) < 2 * sorted(far)[-2]
 
 
 WRONG = [
