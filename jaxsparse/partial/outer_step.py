@@ -18,7 +18,7 @@ from jaxsparse.comm.peers import PeerComm
 from jaxsparse.partial.messages import Stand
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
-from jaxsparse.transform.atomic import atomic
+from jaxsparse.transform.atomic import atomic, select_state
 from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.types import Comm
@@ -141,10 +141,11 @@ class OuterStep:
     updates, outer = atomic(self._chain(self._comm(size, rank))).update(weighted, before, own)
     if self._fragments.count > 1:
       updates = fill_zeros(params, updates)
-    after, skipped = optax.apply_updates(params, updates), states.is_skipped(outer)
-    fine = flatten.all_finite(after)  # the optimizer behind the collective may overflow, alike on all workers
-    keep = lambda new, old: jax.tree.map(lambda new, old: jnp.where(fine, new, old), new, old)
-    return keep(after, params), keep(outer, before), skipped | ~fine
+    after = optax.apply_updates(params, updates)
+    # The optimizer behind the collective may overflow, alike on all workers.
+    skipped = states.is_skipped(outer) | ~flatten.all_finite(after)
+    after = jax.tree.map(functools.partial(jnp.where, skipped), params, after)
+    return after, select_state(skipped, before, outer), skipped
 
   def _first(self, params: Any, size: int) -> dict[int, Any]:
     """The state of the outer chain before the first round, for groups of a size."""

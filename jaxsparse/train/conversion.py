@@ -198,9 +198,10 @@ def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
     if not isinstance(node, states.LocalState):
       return node
     new = next(following, node)
-    if bool(node.moved) == bool(new.moved):
+    moved = jax.tree.leaves(node.moved)
+    if bool(moved) == bool(jax.tree.leaves(new.moved)):
       return node
-    if not new.moved and any(np.any(gather(leaf)) for leaf in jax.tree.leaves(node.moved)):
+    if any(np.any(gather(leaf)) for leaf in moved):
       raise ValueError("workers have moved since the last exchange: call step.synchronize(params, state) before")
     return node._replace(moved=jax.tree.map(lambda x: np.zeros((workers, *x.shape[1:]), x.dtype), new.moved))
 

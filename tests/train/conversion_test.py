@@ -354,3 +354,10 @@ def test_local_steps_in_every_step_become_those_of_every_other_one_and_back(work
   again = js.convert(local, chain(1, workers), params, sim(workers))
   assert jax.tree.structure(again) == jax.tree.structure(js.init(chain(1, workers), params, sim(workers)))
   assert_same_bits((again.inner, again.outer), (local.inner, local.outer))
+
+
+def test_parameters_that_are_one_array_change_between_exchanges_too():
+  params, chain = jnp.zeros(8), lambda every: js.local_steps(optax.sgd(0.1), averaged(sim(2)), every=every)
+  state = js.convert(js.init(chain(1), params, sim(2)), chain(2), params, sim(2))
+  np.testing.assert_array_equal(state.moved, np.zeros((2, 8)))
+  assert js.convert(state, chain(1), params, sim(2)).moved == ()
