@@ -130,8 +130,10 @@ def main() -> None:
     return
   path = pathlib.Path(_REPORT_DIR.value, "rounds.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
-  kept = {"goodput": ["goodput", "recoveries", "curves"], "faults": ["faults", "faulty"], "synchronous": []}
+  kept = {"goodput": ["recoveries", "curves"], "faults": ["faults", "faulty"], "synchronous": []}
   result |= {name: [] for part in _PARTS.value for name in kept.get(part, [part])}
+  part_of = {"rounds": "goodput", "synchronous": "synchronous"}
+  result["goodput"] = [row for row in result.get("goodput", []) if part_of[row["mode"]] not in _PARTS.value]
   parts = {"goodput": _goodput, "faults": _faults, "hidden": _hidden, "synchronous": _synchronous, "race": _race}
   for name, one in itertools.chain.from_iterable(make() for part, make in parts.items() if part in _PARTS.value):
     result.setdefault(name, []).append(report.rounded(one._asdict()))
@@ -140,7 +142,7 @@ def main() -> None:
   curves = [*result.pop("curves", []), *result.pop("faulty", [])]
   if curves:
     rounds.draw(curves, path.with_suffix(".png"))
-  for name in result:
+  for name in filter(result.get, result):
     print(f"{name}:\n{tables.rounds(name, _REPORT_DIR.value)}\n")
 
 

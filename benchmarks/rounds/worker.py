@@ -101,7 +101,8 @@ def _train(one: Settings, worker: Any, step: Any, state: Any, batches: Any, aske
     if signal.SIGUSR2 in asked:
       asked.discard(signal.SIGUSR2)
       _poison(exchanger)
-    weight, start = int(worker._flight[1][0] if worker._flight else worker._trained[0] + 1), time.monotonic()
+    given = worker._flight[1] if worker._flight else worker._trained + 1  # of the one fragment
+    steps, start = int(given[0, 1]), time.monotonic()
     params = worker.step(params)
     say("step", loss=float(loss), trained=trained, waited=time.monotonic() - start, flying=flying)
     if worker._flight is None and worker.group.number != last:
@@ -110,7 +111,7 @@ def _train(one: Settings, worker: Any, step: Any, state: Any, batches: Any, aske
       if one.keep and not one.number and stand.round % one.keep == 0:
         np.savez(pathlib.Path(one.folder, f"anchor{stand.round}"), *jax.tree.leaves(exchanger.anchor.params))
       facts = {"digest": digest, "skipped": exchanger.delivered.skipped}
-      say("round", number=group.number, members=group.members, steps=weight, stand=stand, **facts)
+      say("round", number=group.number, members=group.members, steps=steps, stand=stand, **facts)
 
 
 def _poison(exchanger: Any) -> None:
