@@ -9,12 +9,14 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from jaxsparse.collectives import Collective, SparseCollective, make_collective
 from jaxsparse.collectives._base import collective_of
+from jaxsparse.sparse.flatten import leaves_by_name
 
 Special = Mapping[str, str]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -107,6 +109,17 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
   return Assignment(collectives, patterns)
 
 
+def check_special(special: Special, tree: Any) -> None:
+  """Raises ValueError for an expression that matches the name of no leaf, masked ones included.
+
+  A transform may have a part of the leaves (`optax.multi_transform`, fragments), of which an expression matches none.
+  """
+  names = leaves_by_name(jax.tree.map(lambda _: 0, tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)))
+  for pattern in special:
+    if not any(re.search(pattern, name) for name in names):
+      raise ValueError(f"special: {pattern!r} is found in none of the leaves {', '.join(names)}")
+
+
 def groups_of(shapes: Shapes, assignment: Assignment, bundles: Sequence[Bundle] | None = None) -> list[Group]:
   """The groups of a gradient, in the order in which they are sent; empty leaves are in no group.
 
@@ -116,7 +129,7 @@ def groups_of(shapes: Shapes, assignment: Assignment, bundles: Sequence[Bundle] 
     bundles: the leaves that are sent together; all of them by default.
 
   Raises:
-    ValueError: for an expression that matches no name, or a k that does not fit the entries of its leaves.
+    ValueError: for a k that does not fit the entries of its leaves.
 
   Example:
     >>> assignment = assign_collectives(make_collective("spardl", k=9), {"bias|scale": "dense", "embed": "topka:k=9"})
@@ -124,9 +137,6 @@ def groups_of(shapes: Shapes, assignment: Assignment, bundles: Sequence[Bundle] 
     >>> [(group.leaves, group.collective.label) for group in groups]
     [((0,), 'dense'), ((1,), 'topka:k=9'), ((2,), 'spardl:k=9')]
   """
-  for pattern, _ in assignment.patterns:
-    if not any(map(pattern.search, shapes)):
-      raise ValueError(f"special: {pattern.pattern!r} is found in none of the leaves {', '.join(shapes)}")
   kind_of = [next((kind for pattern, kind in assignment.patterns if pattern.search(name)), 0) for name in shapes]
   shape_of = list(shapes.values())
   sizes = list(map(math.prod, shape_of))

@@ -27,7 +27,16 @@ from jaxsparse.select import ordering
 from jaxsparse.select.accumulator import materialize
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import checks
-from jaxsparse.transform.groups import Assignment, Group, Method, Shapes, Special, assign_collectives, groups_of
+from jaxsparse.transform.groups import (
+  Assignment,
+  Group,
+  Method,
+  Shapes,
+  Special,
+  assign_collectives,
+  check_special,
+  groups_of,
+)
 from jaxsparse.transform.metrics import count_idle_step, count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, join_groups, split_groups
@@ -53,14 +62,15 @@ def collective_transform(
   """The transform that averages gradients with `collective` over the workers of `axis`; see `js.make_transform`."""
   assignment = assign_collectives(collective, special) if special else Assignment([collective])
   grouped = functools.partial(groups_of, assignment=assignment)
-  return grouped_transform(grouped, assignment.collectives, axis, shardings, alone=not special)
+  return grouped_transform(grouped, assignment.collectives, axis, shardings, special or {}, alone=not special)
 
 
 def grouped_transform(
   grouped: Callable[[Shapes], list[Group]],
   collectives: list[Collective],
   axis: _compat.AxisName | Comm,
-  shardings: Any = None,
+  shardings: Any,
+  special: Special,
   alone: bool = False,
 ) -> Transform:
   """The transform that reduces the groups of a gradient over the workers of `axis`.
@@ -70,6 +80,7 @@ def grouped_transform(
     collectives: those of all groups, each once.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     shardings: of the parameters inside a worker, where neither their types nor `js.init` tell them.
+    special: expressions, each of which the name of a leaf must match.
     alone: whether there is always one group. Its state is then that of the collective, otherwise a tuple with the state
       of each group.
   """
@@ -77,6 +88,7 @@ def grouped_transform(
 
   def init(params: optax.Params) -> ReduceState:
     flatten.check_leaves(params)
+    check_special(special, params)
     shapes = flatten.leaf_shapes(params)
     method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)), alone)
     return first_state(comm, method, shards_of(comm, params, shardings))
@@ -113,7 +125,7 @@ def grouped_transform(
       collectives = change([group.collective for group in groups])
       return [group._replace(collective=new) for group, new in zip(groups, collectives, strict=True)]
 
-    return grouped_transform(changed, change(collectives), axis, shardings, alone)
+    return grouped_transform(changed, change(collectives), axis, shardings, special, alone)
 
   transform = Transform(init, update)
   transform.comm, transform.with_collectives = comm, with_collectives

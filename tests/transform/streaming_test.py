@@ -117,3 +117,19 @@ def test_another_rhythm_loses_no_update():
       with pytest.raises(ValueError, match="js.convert: an update of local steps is in flight"):
         js.convert(state, slow, params, COMM)
   assert float(params["a"][0]) < -4
+
+
+def test_leaves_of_their_own_collective_in_one_fragment_of_two():
+  """Fragment 0 has no leaf that `special` names: its exchange is all TopkA; what the others name is sent whole."""
+  sparse = js.topka_transform(COMM, {"a|c": "dense"}, k=1)
+  tx = js.local_steps(optax.sgd(INNER), optax.chain(sparse, optax.sgd(1.0)), every=2, fragments=2)
+  step, params, state = start(tx, COMM)
+  batches = [normals(number, WORKERS, N) for number in range(2)]
+  own = np.zeros((WORKERS, N))
+  for number, batch in enumerate(batches):
+    params, state, _ = step(params, state, batch)
+    own -= INNER * (own - batch)
+    if number == 0:
+      assert 1 <= np.count_nonzero(flat(params)) <= WORKERS
+      own[:, LARGEST] = 0
+  np.testing.assert_allclose(flat(params)[~LARGEST], own.mean(0)[~LARGEST], atol=1e-5)
