@@ -162,7 +162,8 @@ class Exchanger:
     """
     try:
       anchor = self.outer.unpack(model.values.tobytes(), self.anchor)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError) as error:
+      logging.getLogger(__name__).warning(f"refuses the anchor of another worker: {error}")
       return None
     differs = digest and anchor.stand.base == base and self.outer.digest(anchor) != digest
     if differs or anchor.stand.round < self.anchor.stand.round:

@@ -6,6 +6,7 @@ given_w = weight_w · (θ − θ_w)          θ′ = θ + outer(given, residual)
 import functools
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -200,7 +201,7 @@ class OuterStep:
 
   def _parts(self, anchor: Anchor) -> Iterable[Any]:
     """The buffers of what all workers have alike, without copies."""
-    header = json.dumps([*anchor.stand, anchor.size, *anchor.lineage]).encode()
+    header = json.dumps([_shapes(anchor.params), *anchor.stand, anchor.size, *anchor.lineage]).encode()
     yield from (len(header).to_bytes(4), header)
     for leaf in (*jax.tree.leaves(anchor.params), *_alike(anchor.outer)):
       yield np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
@@ -224,7 +225,9 @@ class OuterStep:
       ValueError: for bytes that are not those of such an anchor.
     """
     length = int.from_bytes(content[:4])
-    round_, base, last, size, *lineage = json.loads(content[4 : 4 + length])
+    shapes, round_, base, last, size, *lineage = json.loads(content[4 : 4 + length])
+    if shapes != _shapes(own.params):
+      raise ValueError("an anchor of parameters with other shapes")
     at, arrays = 4 + length, list[np.ndarray]()
     outer = self._carry(own, size) if size else {}
     leaves, structure = jax.tree.flatten(own.params)
@@ -279,6 +282,11 @@ def _less_residual(params: Any, outer: Any, weight: jax.Array) -> Any:
   less = lambda name, leaf: leaf - behind[name] / weight if name in behind else leaf
   leaves = [less(name, leaf) for name, leaf in flatten.leaves_by_name(params).items()]
   return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def _shapes(params: Any) -> int:
+  """A hash of the shapes of all leaves: others may have as many entries."""
+  return zlib.crc32(repr([leaf.shape for leaf in jax.tree.leaves(params)]).encode())
 
 
 def _alike(outer: Any) -> list[Any]:

@@ -203,3 +203,10 @@ def test_an_outer_optimizer_that_overflows_moves_nothing():
     team.round([0, 1], ones)
     np.testing.assert_array_equal(team.flat(0), flat(PARAMS))
     assert not team.residuals().any()
+
+
+def test_an_anchor_of_parameters_with_other_shapes_is_refused():
+  step = OuterStep(lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0)))
+  other = step.start(PARAMS | {"w": PARAMS["w"].T})
+  with pytest.raises(ValueError, match="other shapes"):
+    step.unpack(step.pack(step.start(PARAMS)), other)
