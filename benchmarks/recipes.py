@@ -99,8 +99,8 @@ def _optimizer(label: str, rate: float) -> Optimizer:
     optimizer = Optimizer(name, float(own), tuple(collective_of(":".join([name, *parts]))[1].items()))
     if not 0 < optimizer.rate < math.inf:
       raise ValueError(f"learning rate {own}, choose a positive one")
-    optimizer.make(optimizer.rate)
-  except (TypeError, ValueError) as error:
+    jax.eval_shape(optimizer.make(optimizer.rate).init, {"w": jax.ShapeDtypeStruct((64, 64), "float32")})
+  except (TypeError, ValueError, re.error) as error:
     raise ValueError(f"--optimizer={label}: {error}; write name:rate:option=value, as in {_EXAMPLE}") from None
   return optimizer
 

@@ -201,7 +201,7 @@ def advise(
 
   Raises:
     ValueError: for a profile without any algorithm, or without any of the evidence, no parameters, an H that is no
-      whole number from 1 up, negative seconds, or evidence that is none.
+      whole number from 1 up, or none, negative seconds, or evidence that is none.
 
   Example:
     >>> import jaxsparse as js
@@ -222,11 +222,13 @@ def advise(
     raise ValueError(f"advise: compute={compute}, give the seconds of forward and backward")
   if not profile.algorithms:
     raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
+  if not isinstance(every, Sequence) or not every:
+    raise ValueError(f"advise: every={every!r}, give a list of numbers of steps, as in (1, 30)")
   for steps in every:
     check_whole("advise", 1, every=steps)
   updates = [_predict(label, params, profile)._replace(compute=compute) for label in profile.algorithms]
   without_evidence = [update.rarely(steps) for steps in every for update in updates]
-  found = _with_evidence(updates, evidence) if evidence else without_evidence
+  found = _with_evidence(updates, rows) if (rows := list(evidence)) else without_evidence
   predictions = sorted(found, key=lambda one: one.to_loss)
   return Advice(predictions, _explain(predictions))
 

@@ -51,7 +51,8 @@ class Metrics(NamedTuple):
     words_per_step: with local steps the mean of the words of all steps since the state was made, skipped ones included;
       else `words_sent`.
     parts: where a state holds several jaxsparse transforms, the `Metrics` of each by its label (that of
-      `optax.multi_transform`, else its path in the state), and the rest is over all of them; else empty.
+      `optax.multi_transform`, else its path in the state), and the rest is over all of them, `drift` and
+      `since_exchange` there alone; else empty.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js

@@ -172,6 +172,8 @@ def test_methods_and_optimizers_are_parsed():
     ("lion", "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars"),
     ("sgd:fast", "--optimizer=sgd:fast: .*'fast'; write name:rate:option=value, as in window_adam:0.001:window=4"),
     ("sgd:0", "--optimizer=sgd:0: learning rate 0, choose a positive one"),
+    ("muon:rows=0.5", "--optimizer=muon:rows=0.5: "),
+    ("muon:only=[", r"--optimizer=muon:only=\[: unterminated"),
     ("window_adam:window=0", "--optimizer=window_adam:window=0: .*window=0, choose a whole number from 1 to"),
   ],
 )

@@ -192,6 +192,8 @@ BAD = [
   (lambda: js.costs.advise(0, PROFILE), "n=0, choose a whole number from 1 up"),
   (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile has no algorithm"),
   (lambda: js.costs.advise(5, PROFILE, every=(0,)), "advise: every=0, choose a whole number from 1 up"),
+  (lambda: js.costs.advise(5, PROFILE, every=4), r"every=4, give a list of numbers of steps, as in \(1, 30\)"),
+  (lambda: js.costs.advise(5, PROFILE, every=()), r"every=\(\), give a list of numbers of steps"),
   (lambda: js.costs.advise(5, PROFILE, compute=-1), "compute=-1, give the seconds of forward and backward"),
   (lambda: js.costs.advise(5, PROFILE, evidence="adam"), "evidence has 'a', give a list of rows like those of"),
   (lambda: advise_with(collective="topka:density=0.5"), "the profile has dense, .* the evidence is of topka"),
