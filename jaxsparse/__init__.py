@@ -20,7 +20,7 @@ this order:
     train         optimizer state and training step of all workers; the simulator `js.simulate`
     costs         messages and words of an update, and seconds by a measured α-β model
     overlap       overlaps communication with backward: plans groups of gradients, and runs the plan
-    partial       partial reduce: training that does not wait for stragglers
+    partial       rounds of workers that come and go, and partial reduce: training that waits for nobody
     launch        starts the ranks of a run
     doctor        checks an installation
 
@@ -71,6 +71,7 @@ from jaxsparse.transform.atomic import atomic
 from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.metrics import Metrics, metrics
+from jaxsparse.transform.moments import average_moments
 from jaxsparse.transform.momentum import momentum_corrected, warmed_up
 from jaxsparse.transform.named import demo_transform, diloco, sparseloco, streaming_diloco
 from jaxsparse.transform.residuals import own_params
@@ -101,7 +102,7 @@ __all__ += ["Collective", "SparseCollective", "collective_names", "collective_op
 __all__ += ["AxisComm", "Comm", "MpiComm", "SimComm"]
 __all__ += ["Cost", "Counters", "Metrics", "Reduced", "Sparse", "State", "metrics"]
 __all__ += ["atomic", "bucketed_transform", "make_transform", "momentum_corrected", "specs", "warmed_up"]
-__all__ += ["demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]
+__all__ += ["average_moments", "demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]
 __all__ += ["sparseloco", "streaming_diloco"]
 __all__ += ["abstract_state", "convert", "flush", "init", "make_train_step", "resize", "simulate", "stacked"]
 __all__ += [f"{name}_transform" for name in collective_names()]

@@ -17,6 +17,7 @@ from jaxsparse.transform.state import LocalState, ReduceState, devices_of, is_re
 from jaxsparse.types import Comm, Counters, saturated, saturated_sum
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
+_WHOLE = ("drift", "since_exchange")  # of local steps as a whole, 0 in `parts`
 
 # How the counters of workers become one number.
 _OVER_WORKERS: dict[str, Literal["sum", "max", "mean"]] = {
@@ -51,8 +52,8 @@ class Metrics(NamedTuple):
     words_per_step: with local steps the mean of the words of all steps since the state was made, skipped ones included;
       else `words_sent`.
     parts: where a state holds several jaxsparse transforms, the `Metrics` of each by its label (that of
-      `optax.multi_transform`, else its path in the state), and the rest is over all of them, `drift` and
-      `since_exchange` there alone; else empty.
+      `optax.multi_transform`, else its path in the state), but for `drift` and `since_exchange`, and the
+      rest is over all of them; else empty.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -98,7 +99,7 @@ class Metrics(NamedTuple):
     found = {name: float(getattr(self, name)) for name in self.names()}
     found |= {"bytes_sent": 4 * found["words_sent"], "total_bytes": 4 * found["total_words"]}
     for label, part in dict(self.parts).items():
-      found |= {f"{label}/{name}": value for name, value in part.as_dict().items()}
+      found |= {f"{label}/{name}": value for name, value in part.as_dict().items() if name not in _WHOLE}
     return found
 
 

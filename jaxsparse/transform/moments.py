@@ -1,0 +1,125 @@
+"""Moments of optimizers of the workers' own, averaged now and then (DES-LOC, Iacob et al., 2025)."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxsparse.collectives._base import check_whole
+from jaxsparse.comm import axes_of, varying
+from jaxsparse.comm.replication import mark_total
+from jaxsparse.transform.metrics import count_idle_step
+from jaxsparse.transform.state import ReduceState, parameter_of
+from jaxsparse.transform.update import check_transform
+
+
+class MomentsState(NamedTuple):
+  """The state of `js.average_moments`.
+
+  Attributes:
+    inner: the state of the inner optimizer.
+    means: the state of the transform, for the moments of each kind by their path in `inner`.
+    since: i32[], steps since moments were averaged.
+  """
+
+  inner: Any
+  means: dict[str, ReduceState]
+  since: jax.Array
+
+
+def average_moments(
+  inner: optax.GradientTransformation, transform: optax.GradientTransformation, *, every: int
+) -> optax.GradientTransformationExtraArgs:
+  """An optimizer of each worker's own whose moments become their mean over the workers in every K-th step (DES-LOC).
+
+      m_w ← mean_v m_v          every K steps; in between as `inner` says
+
+  Workers that exchange updates (`js.local_steps`) each have the momentum of their own gradients, with P times the noise
+  of the mean gradient. Adam divides by it, Muon orthogonalizes it, and so a worker with a small batch learns less from
+  its gradients than one optimizer behind a dense all-reduce. Half of Muon's momentum is of the last 13 steps: averaged
+  every 16 steps it has most of its noise removed.
+
+  Moments are the floating-point arrays in the state of `inner` that lie there as the parameters do, in their shapes.
+
+  Args:
+    inner: any optax optimizer.
+    transform: averages, without a residual: `js.dense_transform(axis, dtype="bfloat16")`, or float32.
+    every: K, a whole number from 1 up; it need not be a multiple of the H of local steps.
+
+  Returns:
+    An optimizer for `js.local_steps`.
+
+  Raises:
+    TypeError: for a transformation that is not a jaxsparse transform.
+    ValueError: for such an `every`; when used, for a transform with a residual or whose totals differ between workers,
+      or without any moments.
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> mean = js.dense_transform("workers", dtype="bfloat16")
+    >>> inner = js.average_moments(optax.contrib.muon(0.02), mean, every=16)
+    >>> signs = optax.chain(js.onebit_transform("workers"), optax.sgd(1.0))
+    >>> tx = js.local_steps(inner, signs, every=1, apply_residual=True)
+  """
+  check_whole("average_moments", 1, every=every)
+  mean, inner = check_transform("average_moments", transform), optax.with_extra_args_support(inner)
+
+  def init(params: optax.Params) -> MomentsState:
+    state = inner.init(params)
+    means = {kind: mean.init(tree) for kind, tree in _moments(state, params).items()}
+    _check(means)
+    return MomentsState(state, means, jnp.int32(0))
+
+  def exchange(moments: dict[str, Any], means: dict[str, ReduceState]) -> tuple[dict[str, Any], dict[str, ReduceState]]:
+    done = {kind: mean.update(tree, means[kind]) for kind, tree in moments.items()}
+    return {kind: tree for kind, (tree, _) in done.items()}, {kind: state for kind, (_, state) in done.items()}
+
+  def update(
+    grads: optax.Updates, state: MomentsState, params: Any = None, **extra: Any
+  ) -> tuple[optax.Updates, MomentsState]:
+    updates, after = inner.update(grads, state.inner, params, **extra)
+    keep = lambda moments, means: (moments, count_idle_step(means, jnp.bool_(False)))
+    due = mark_total(state.since + 1 >= every, axes_of(mean.comm))  # workers skip the same steps
+    moments, means = varying.cond(due, exchange, keep, _moments(after, grads), state.means)
+    return updates, MomentsState(_with_moments(after, moments), means, jnp.where(due, 0, state.since + 1))
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check(means: dict[str, ReduceState]) -> None:
+  """Raises ValueError unless there are moments, and their means have no residual and are those of all workers."""
+  if not means:
+    raise ValueError("average_moments: inner has no moments, no floating-point arrays like the parameters")
+  for group in next(iter(means.values())).layout.method.groups:  # type: ignore[union-attr]
+    if not group.collective.replicates or jax.tree.leaves([node.carried.residual for node in means.values()]):
+      raise ValueError(
+        f"average_moments: {group.collective.name} does not average all entries at once: choose js.dense_transform, "
+        'with dtype="bfloat16" for half of the words'
+      )
+
+
+def _moments(state: Any, params: Any) -> dict[str, Any]:
+  """The moments of each kind by its path, as pytrees like the parameters, with `MaskedNode` where there is none."""
+  shapes = {path: np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+  found: dict[str, dict[Any, Any]] = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    name = parameter_of(path, np.shape(leaf), shapes)
+    if name is not None and jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+      found.setdefault(jax.tree_util.keystr(path[: len(path) - len(name)]), {})[name] = leaf
+  structure = jax.tree.structure(params)
+  masked = optax.MaskedNode()
+  return {
+    kind: jax.tree.unflatten(structure, [own.get(name, masked) for name in shapes]) for kind, own in found.items()
+  }
+
+
+def _with_moments(state: Any, moments: dict[str, Any]) -> Any:
+  """A state of the inner optimizer with these moments."""
+  found = {
+    kind + jax.tree_util.keystr(name): leaf
+    for kind, tree in moments.items()
+    for name, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+  return jax.tree_util.tree_map_with_path(lambda path, leaf: found.get(jax.tree_util.keystr(path), leaf), state)

@@ -1,0 +1,146 @@
+"""Moments that workers average now and then: against numpy, with what local steps have beside them, and refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from tests.cases import averaged, flat, mesh_of, normals, quadratic, sim
+from tests.cases import start as start_with
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+PARAMS = {"a": jnp.zeros(6), "b": jnp.zeros((4, 5)), "c": jnp.zeros(9)}
+N, WORKERS = 35, 3
+
+
+def start(tx, where, params=PARAMS):
+  return start_with(tx, where, params, quadratic)
+
+
+def moments(state, name="trace"):
+  """[P, n], the moments of each worker."""
+  (found,) = (value for path, value in optax.tree.get_all_with_path(state, name))
+  return np.concatenate([np.asarray(leaf).reshape(WORKERS, -1) for leaf in jax.tree.leaves(found)], axis=1)
+
+
+@pytest.mark.parametrize("where", [sim(WORKERS), mesh_of(WORKERS)], ids=["simulated", "mesh"])
+@pytest.mark.parametrize(("every", "exchange"), [(3, 2), (2, 1), (1, 4)])
+def test_momentum_in_numpy(where, every, exchange):
+  """Momentum of each worker, its mean every K steps; the mean of the parameters every H."""
+  axis = where if isinstance(where, js.SimComm) else "workers"
+  inner = js.average_moments(optax.sgd(0.1, momentum=0.9), js.dense_transform(axis), every=every)
+  step, params, state = start(js.local_steps(inner, averaged(axis), every=exchange), where)
+  own, momentum = np.zeros((WORKERS, N)), np.zeros((WORKERS, N))
+  for number in range(1, 8):
+    batch = normals(number, WORKERS, N)
+    params, state, _ = step(params, state, batch)
+    momentum = 0.9 * momentum + own - batch
+    own -= 0.1 * momentum
+    if number % every == 0:
+      momentum[:] = momentum.mean(0)
+    if number % exchange == 0:
+      own[:] = own.mean(0)
+      np.testing.assert_allclose(flat(params), own[0], atol=1e-5)
+    np.testing.assert_allclose(moments(state), momentum, atol=1e-5)
+    words = js.metrics(state).words_sent
+    assert (words > 0) == (number % every == 0 or number % exchange == 0)
+
+
+def muon_with_signs(where, every=2, exchange=1, **options):
+  muon = optax.contrib.muon(0.1, adam_learning_rate=0.01, mu_dtype=options.pop("mu_dtype", None))
+  inner = js.average_moments(muon, js.dense_transform(where, dtype="bfloat16"), every=every)
+  return js.local_steps(inner, optax.chain(js.onebit_transform(where), optax.sgd(1.0)), every=exchange, **options)
+
+
+def kinds_of(state):
+  """The moments of each kind, [P, …] leaves, of Muon and of its Adam."""
+  return [
+    leaf
+    for name in ("mu", "nu")
+    for _, tree in optax.tree.get_all_with_path(state, name)
+    for leaf in jax.tree.leaves(tree)
+  ]
+
+
+def spread(state):
+  return max(float(jnp.abs(leaf - leaf[:1]).max()) for leaf in kinds_of(state))
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"apply_residual": True},
+    {"exchange": 4, "fragments": 2, "apply_residual": True},
+    {"exchange": 4, "fragments": 2, "delay": 1, "mixing": 0.5},
+    {"exchange": 3, "mu_dtype": jnp.bfloat16},
+  ],
+)
+def test_muon_and_its_adam_beside_fragments_delay_residuals_and_dtypes(options):
+  params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+  step, params, state = start(muon_with_signs("workers", **options), mesh_of(WORKERS), params)
+  assert len(kinds_of(state)) == 1 + 2 * 2  # Muon's of "b", two of Adam of "a" and of "c"
+  for number in range(1, 7):
+    params, state, _ = step(params, state, normals(number, WORKERS, N))
+    assert (spread(state) == 0) == (number % 2 == 0)
+  assert np.isfinite(flat(params)).all()
+
+
+def test_a_skipped_step_averages_nothing_and_takes_place_next():
+  step, params, state = start(muon_with_signs("workers"), mesh_of(WORKERS))
+  params, state, _ = step(params, state, normals(0, WORKERS, N))
+  bad = normals(1, WORKERS, N)
+  bad[1, 0] = np.nan
+  after, skipped, _ = step(params, state, bad)
+  for old, new in zip(
+    jax.tree.leaves((params, kinds_of(state))), jax.tree.leaves((after, kinds_of(skipped))), strict=True
+  ):
+    np.testing.assert_array_equal(old, new)
+  assert js.metrics(skipped).skipped
+  _, expected, _ = step(params, state, normals(2, WORKERS, N))
+  _, found, _ = step(after, skipped, normals(2, WORKERS, N))
+  assert spread(found) == 0
+  for old, new in zip(kinds_of(expected), kinds_of(found), strict=True):
+    np.testing.assert_array_equal(old, new)
+
+
+def test_goes_on_with_other_workers_and_another_k():
+  step, params, state = start(muon_with_signs("workers", every=3), mesh_of(4))
+  for number in range(4):
+    params, state, _ = step(params, state, normals(number, 4, N))
+  with pytest.warns(UserWarning, match="go on from the mean"):
+    fewer = js.resize(state, params, mesh_of(2))
+  often = js.convert(fewer, muon_with_signs("workers", every=2), params, mesh_of(2))
+  step, _, _ = start(muon_with_signs("workers", every=2), mesh_of(2))
+  params, often, _ = step(params, often, normals(4, 2, N))
+  assert spread(often) == 0  # one step since the last, and this one
+  update, _ = js.flush(often, params, mesh_of(2))
+  assert np.isfinite(flat(update)).all()
+
+
+def test_parameters_that_are_one_array():
+  inner = js.average_moments(optax.adam(0.1), js.dense_transform("workers"), every=1)
+  step, params, state = start(js.local_steps(inner, averaged(), every=2), mesh_of(WORKERS), jnp.zeros(N))
+  _, state, _ = step(params, state, normals(0, WORKERS, N))
+  assert spread(state) == 0
+  assert js.metrics(state).words_sent > 0
+
+
+DENSE = js.dense_transform("workers")
+
+
+@pytest.mark.parametrize(
+  ("inner", "transform", "every", "error", "message"),
+  [
+    (optax.adam(0.1), js.spardl_transform("workers", density=0.1), 2, ValueError, "average_moments: spardl does not"),
+    (optax.adam(0.1), js.a2sgd_transform("workers"), 2, ValueError, "average_moments: a2sgd does not average"),
+    (optax.adam(0.1), optax.sgd(1.0), 2, TypeError, "average_moments: .* is no jaxsparse transform"),
+    (optax.adam(0.1), DENSE, 0, ValueError, "average_moments: every=0, choose a whole number from 1 up"),
+    (optax.sgd(0.1), DENSE, 2, ValueError, "average_moments: inner has no moments"),
+  ],
+)
+def test_bad_input(inner, transform, every, error, message):
+  with pytest.raises(error, match=message):
+    js.init(js.local_steps(js.average_moments(inner, transform, every=every), averaged(), every=2), PARAMS, mesh_of(2))
