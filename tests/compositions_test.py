@@ -40,6 +40,8 @@ def local(transform: Transform, inner: Transform | None = None, **options: Any) 
 WIDENING = 1 + 2.0**-8  # updates have bits that no narrower dtype holds
 widened = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -WIDENING * g.astype(jnp.float32), grads))
 
+averaging = js.average_moments(optax.adam(0.1, eps=EPS), js.dense_transform("workers"), every=3)
+
 
 def split(transform: Transform) -> Transform:
   """The biases in a transform of their own, with a momentum that no other leaf has."""
@@ -81,6 +83,7 @@ COMPOSITIONS: dict[str, Callable[[Transform], Transform]] = {
   "local corrected": lambda transform: local(
     js.momentum_corrected(transform, MOMENTUM), optax.adam(0.1, eps=EPS), every=2
   ),
+  "local averaged": lambda transform: local(transform, averaging, every=2, apply_residual=True),
   "local mixed": mixed,
   "diloco": lambda transform: js.local_steps(
     optax.adamw(0.1, eps=EPS), optax.chain(transform, optax.sgd(0.7, momentum=0.9, nesterov=True)), every=3

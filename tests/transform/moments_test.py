@@ -88,24 +88,6 @@ def test_muon_and_its_adam_beside_fragments_delay_residuals_and_dtypes(options):
   assert np.isfinite(flat(params)).all()
 
 
-def test_a_skipped_step_averages_nothing_and_takes_place_next():
-  step, params, state = start(muon_with_signs("workers"), mesh_of(WORKERS))
-  params, state, _ = step(params, state, normals(0, WORKERS, N))
-  bad = normals(1, WORKERS, N)
-  bad[1, 0] = np.nan
-  after, skipped, _ = step(params, state, bad)
-  for old, new in zip(
-    jax.tree.leaves((params, kinds_of(state))), jax.tree.leaves((after, kinds_of(skipped))), strict=True
-  ):
-    np.testing.assert_array_equal(old, new)
-  assert js.metrics(skipped).skipped
-  _, expected, _ = step(params, state, normals(2, WORKERS, N))
-  _, found, _ = step(after, skipped, normals(2, WORKERS, N))
-  assert spread(found) == 0
-  for old, new in zip(kinds_of(expected), kinds_of(found), strict=True):
-    np.testing.assert_array_equal(old, new)
-
-
 def test_goes_on_with_other_workers_and_another_k():
   step, params, state = start(muon_with_signs("workers", every=3), mesh_of(4))
   for number in range(4):
