@@ -48,10 +48,10 @@ def local(
 ) -> _Transform:
   """Likewise, but workers exchange what they have moved once in `every` steps; Nesterov momentum of DiLoCo after it.
 
-  With `moments` those of the optimizers are averaged in bfloat16 in every so many steps.
+  With `moments` those of the optimizers are averaged in 8 bits in every so many steps.
   """
   if moments:
-    mean = js.dense_transform(exchange.comm, dtype="bfloat16")
+    mean = js.nbit_transform(exchange.comm, bits=8)
     optimizer = js.average_moments(optimizer, mean, every=moments)
   outer = optax.chain(exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum)))
   more: dict[str, Any] = {"fragments": fragments, "delay": delay, "mixing": mixing, "apply_residual": apply_residual}

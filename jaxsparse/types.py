@@ -209,7 +209,7 @@ class Deferred(NamedTuple):
   """
 
   values: Any
-  finish: Callable[[Any, Any, jax.Array, float], tuple[jax.Array, jax.Array]]
+  finish: Callable[[Any, Any, jax.Array, float], tuple[jax.Array, jax.Array | None]]
   are_magnitudes: bool = False
 
 

@@ -7,12 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxsparse.collectives import Collective
 from jaxsparse.collectives._base import check_whole
+from jaxsparse.collectives._wrapped import Forgetful
 from jaxsparse.comm import axes_of, varying
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform.metrics import count_idle_step
 from jaxsparse.transform.state import ReduceState, parameter_of
 from jaxsparse.transform.update import check_transform
+
+_AVERAGING = ("dense", "nbit", "qsgd")
 
 
 class MomentsState(NamedTuple):
@@ -37,15 +41,16 @@ def average_moments(
       m_w ← mean_v m_v          every K steps; in between as `inner` says
 
   Workers that exchange updates (`js.local_steps`) each have the momentum of their own gradients, with P times the noise
-  of the mean gradient. Adam divides by it, Muon orthogonalizes it, and so a worker with a small batch learns less from
-  its gradients than one optimizer behind a dense all-reduce. Half of Muon's momentum is of the last 13 steps: averaged
-  every 16 steps it has most of its noise removed.
+  of the mean gradient. Muon orthogonalizes it, and many workers with small batches learn less so than one Muon behind a
+  dense all-reduce. Averaged momentum has a P-th of that variance, of which after k steps a share of β²ᵏ is left: with
+  Muon's β = 0.95 half after 7 steps.
 
   Moments are the floating-point arrays in the state of `inner` that lie there as the parameters do, in their shapes.
 
   Args:
     inner: any optax optimizer.
-    transform: averages, without a residual: `js.dense_transform(axis, dtype="bfloat16")`, or float32.
+    transform: averages all entries: `js.dense_transform`, with `dtype="bfloat16"` for half of the words, or
+      `js.nbit_transform` with 8 or 4 bits, or `js.qsgd_transform`. There is no residual: what it rounds off is lost.
     every: K, a whole number from 1 up; it need not be a multiple of the H of local steps.
 
   Returns:
@@ -53,23 +58,24 @@ def average_moments(
 
   Raises:
     TypeError: for a transformation that is not a jaxsparse transform.
-    ValueError: for such an `every`; when used, for a transform with a residual or whose totals differ between workers,
-      or without any moments.
+    ValueError: for such an `every`, or another transform; when used, if `inner` has no moments.
 
   Example:
     >>> import optax, jaxsparse as js
-    >>> mean = js.dense_transform("workers", dtype="bfloat16")
+    >>> mean = js.nbit_transform("workers", bits=8)
     >>> inner = js.average_moments(optax.contrib.muon(0.02), mean, every=16)
     >>> signs = optax.chain(js.onebit_transform("workers"), optax.sgd(1.0))
     >>> tx = js.local_steps(inner, signs, every=1, apply_residual=True)
   """
   check_whole("average_moments", 1, every=every)
-  mean, inner = check_transform("average_moments", transform), optax.with_extra_args_support(inner)
+  mean = check_transform("average_moments", transform).with_collectives(_without_residuals)
+  inner = optax.with_extra_args_support(inner)
 
   def init(params: optax.Params) -> MomentsState:
     state = inner.init(params)
     means = {kind: mean.init(tree) for kind, tree in _moments(state, params).items()}
-    _check(means)
+    if not means:
+      raise ValueError("average_moments: inner has no moments, no floating-point arrays like the parameters")
     return MomentsState(state, means, jnp.int32(0))
 
   def exchange(moments: dict[str, Any], means: dict[str, ReduceState]) -> tuple[dict[str, Any], dict[str, ReduceState]]:
@@ -88,16 +94,15 @@ def average_moments(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check(means: dict[str, ReduceState]) -> None:
-  """Raises ValueError unless there are moments, and their means have no residual and are those of all workers."""
-  if not means:
-    raise ValueError("average_moments: inner has no moments, no floating-point arrays like the parameters")
-  for group in next(iter(means.values())).layout.method.groups:  # type: ignore[union-attr]
-    if not group.collective.replicates or jax.tree.leaves([node.carried.residual for node in means.values()]):
+def _without_residuals(collectives: list[Collective]) -> list[Collective]:
+  """The collectives without their residuals, which must average all entries."""
+  for collective in collectives:
+    if collective.name not in _AVERAGING:
       raise ValueError(
-        f"average_moments: {group.collective.name} does not average all entries at once: choose js.dense_transform, "
-        'with dtype="bfloat16" for half of the words'
+        f"average_moments: {collective.name} does not average all entries at once, choose one of "
+        + ", ".join(_AVERAGING)
       )
+  return [Forgetful(collective=collective) for collective in collectives]
 
 
 def _moments(state: Any, params: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_momentum_in_numpy(where, every, exchange):
 
 def muon_with_signs(where, every=2, exchange=1, **options):
   muon = optax.contrib.muon(0.1, adam_learning_rate=0.01, mu_dtype=options.pop("mu_dtype", None))
-  inner = js.average_moments(muon, js.dense_transform(where, dtype="bfloat16"), every=every)
+  inner = js.average_moments(muon, js.nbit_transform(where, bits=8), every=every)
   return js.local_steps(inner, optax.chain(js.onebit_transform(where), optax.sgd(1.0)), every=exchange, **options)
 
 
