@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from tests.cases import averaged, flat, mesh_of, normals, quadratic, sim
+from tests.cases import averaged, flat, mesh_of, normals, quadratic, row, sim
 from tests.cases import start as start_with
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -26,8 +26,15 @@ def moments(state, name="trace"):
   return np.concatenate([np.asarray(leaf).reshape(WORKERS, -1) for leaf in jax.tree.leaves(found)], axis=1)
 
 
-@pytest.mark.parametrize("where", [sim(WORKERS), mesh_of(WORKERS)], ids=["simulated", "mesh"])
-@pytest.mark.parametrize(("every", "exchange"), [(3, 2), (2, 1), (1, 4)])
+@pytest.mark.parametrize(
+  ("where", "every", "exchange"),
+  [
+    row(sim(WORKERS), 3, 2, quick=True),
+    row(mesh_of(WORKERS), 3, 2),
+    row(mesh_of(WORKERS), 2, 1, quick=True),
+    row(sim(WORKERS), 1, 4),
+  ],
+)
 def test_momentum_in_numpy(where, every, exchange):
   """Momentum of each worker, its mean every K steps; the mean of the parameters every H."""
   axis = where if isinstance(where, js.SimComm) else "workers"
@@ -72,10 +79,10 @@ def spread(state):
 @pytest.mark.parametrize(
   "options",
   [
-    {"apply_residual": True},
-    {"exchange": 4, "fragments": 2, "apply_residual": True},
-    {"exchange": 4, "fragments": 2, "delay": 1, "mixing": 0.5},
-    {"exchange": 3, "mu_dtype": jnp.bfloat16},
+    row({"apply_residual": True}),
+    row({"exchange": 4, "fragments": 2, "apply_residual": True}, quick=True),
+    row({"exchange": 4, "fragments": 2, "delay": 1, "mixing": 0.5}),
+    row({"exchange": 3, "mu_dtype": jnp.bfloat16}, quick=True),
   ],
 )
 def test_muon_and_its_adam_beside_fragments_delay_residuals_and_dtypes(options):
