@@ -28,10 +28,10 @@ def gradients(exchange: _Transform, optimizer: _Transform) -> _Transform:
 
 
 def updates(
-  exchange: _Transform, optimizer: _Transform, rate: float = 1.0, apply_residual: bool = False, moments: int = 0
+  exchange: _Transform, optimizer: _Transform, rate: float = 1.0, apply_residual: bool = False, averaged: int = 0
 ) -> _Transform:
   """Each worker has an optimizer of its own, and workers exchange its updates in every step."""
-  return local(exchange, optimizer, 1, rate, apply_residual=apply_residual, moments=moments)
+  return local(exchange, optimizer, 1, rate, apply_residual=apply_residual, averaged=averaged)
 
 
 def local(
@@ -44,15 +44,14 @@ def local(
   delay: int = 0,
   mixing: float = 0.0,
   apply_residual: bool = False,
-  moments: int = 0,
+  averaged: int = 0,
 ) -> _Transform:
   """Likewise, but workers exchange what they have moved once in `every` steps; Nesterov momentum of DiLoCo after it.
 
-  With `moments` those of the optimizers are averaged in 8 bits in every so many steps.
+  With `averaged` the momentum of the workers is averaged in bfloat16 in every so many steps.
   """
-  if moments:
-    mean = js.nbit_transform(exchange.comm, bits=8)
-    optimizer = js.average_moments(optimizer, mean, every=moments)
+  if averaged:
+    optimizer = js.average_momentum(optimizer, exchange.comm, every=averaged)
   outer = optax.chain(exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum)))
   more: dict[str, Any] = {"fragments": fragments, "delay": delay, "mixing": mixing, "apply_residual": apply_residual}
   return js.local_steps(optimizer, outer, every=every, **more)

@@ -68,10 +68,10 @@ from jaxsparse.train.step import init, make_train_step
 from jaxsparse.transform import factories
 from jaxsparse.transform.adam import scale_by_window_adam
 from jaxsparse.transform.atomic import atomic
+from jaxsparse.transform.averaging import average_momentum
 from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.metrics import Metrics, metrics
-from jaxsparse.transform.moments import average_moments
 from jaxsparse.transform.momentum import momentum_corrected, warmed_up
 from jaxsparse.transform.named import demo_transform, diloco, sparseloco, streaming_diloco
 from jaxsparse.transform.residuals import own_params
@@ -102,7 +102,7 @@ __all__ += ["Collective", "SparseCollective", "collective_names", "collective_op
 __all__ += ["AxisComm", "Comm", "MpiComm", "SimComm"]
 __all__ += ["Cost", "Counters", "Metrics", "Reduced", "Sparse", "State", "metrics"]
 __all__ += ["atomic", "bucketed_transform", "make_transform", "momentum_corrected", "specs", "warmed_up"]
-__all__ += ["average_moments", "demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]
+__all__ += ["average_momentum", "demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]
 __all__ += ["sparseloco", "streaming_diloco"]
 __all__ += ["abstract_state", "convert", "flush", "init", "make_train_step", "resize", "simulate", "stacked"]
 __all__ += [f"{name}_transform" for name in collective_names()]

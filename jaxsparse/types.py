@@ -209,7 +209,7 @@ class Deferred(NamedTuple):
   """
 
   values: Any
-  finish: Callable[[Any, Any, jax.Array, float], tuple[jax.Array, jax.Array | None]]
+  finish: Callable[[Any, Any, jax.Array, float], tuple[jax.Array, jax.Array]]
   are_magnitudes: bool = False
 
 

@@ -40,7 +40,7 @@ def local(transform: Transform, inner: Transform | None = None, **options: Any) 
 WIDENING = 1 + 2.0**-8  # updates have bits that no narrower dtype holds
 widened = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -WIDENING * g.astype(jnp.float32), grads))
 
-averaging = js.average_moments(optax.adam(0.1, eps=EPS), js.nbit_transform("workers", bits=8), every=3)
+averaging = js.average_momentum(optax.adam(0.1, eps=EPS), "workers", every=3)
 
 
 def split(transform: Transform) -> Transform:

@@ -1,4 +1,4 @@
-"""Collectives around another one: momentum before it (Deep Gradient Compression, §3), rising sparsity, no residual."""
+"""Collectives around another one: momentum before the exchange (Deep Gradient Compression, §3), and rising sparsity."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.collectives._base import Collective, SparseCollective, replace_fields
 from jaxsparse.comm import varying
-from jaxsparse.types import Comm, Cost, Counters, Deferred, Pending, Reduced, Sparse, State, saturated
+from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State, saturated
 
 
 def _of_inner(name: str) -> Any:
@@ -100,24 +100,6 @@ def _mask_momentum(momentum: jax.Array, sent: jax.Array, residual: jax.Array, af
   indices, values = after.entries
   left = values != sparse.read_at(sent, indices) + sparse.read_at(residual, indices)
   return sparse.put(momentum, jnp.where(left, indices, momentum.size), 0.0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Forgetful(Wrapped):
-  """A collective without its residual: what it does not deliver is lost; see `js.average_moments`."""
-
-  conserves = False
-
-  def init(self, n: int, size: int) -> State:
-    return self.collective.init(n, size)._replace(residual=None)
-
-  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    before = self.collective.init(grads.size, comm.size).residual
-    total, after, counters = self.collective.reduce(comm, grads, state._replace(residual=before))
-    if isinstance(total, Deferred):
-      finish = total.finish
-      total = total._replace(finish=lambda *operands: (finish(*operands)[0], None))
-    return Reduced(total, after._replace(residual=None), counters)
 
 
 class WarmUp(NamedTuple):

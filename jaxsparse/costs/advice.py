@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+
 from jaxsparse.collectives._base import check_whole, collective_of, label_of
 from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import count_entries, count_inside, predict
@@ -201,7 +203,7 @@ def advise(
 
   Raises:
     ValueError: for a profile without any algorithm, or without any of the evidence, no parameters, an H that is no
-      whole number from 1 up, or none, negative seconds, or evidence that is none.
+      whole number from 1 up, an empty `every`, negative seconds, or evidence that is none.
 
   Example:
     >>> import jaxsparse as js
@@ -222,7 +224,7 @@ def advise(
     raise ValueError(f"advise: compute={compute}, give the seconds of forward and backward")
   if not profile.algorithms:
     raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
-  if not isinstance(every, Sequence) or not every:
+  if np.ndim(every) != 1 or not len(every):
     raise ValueError(f"advise: every={every!r}, give a list of numbers of steps, as in (1, 30)")
   for steps in every:
     check_whole("advise", 1, every=steps)

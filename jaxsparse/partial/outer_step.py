@@ -285,7 +285,7 @@ def _less_residual(params: Any, outer: Any, weight: jax.Array) -> Any:
 
 
 def _shapes(params: Any) -> int:
-  """A hash of the shapes of all leaves: others may have as many entries."""
+  """A hash of the shapes of all leaves, since those of another model may have as many entries together."""
   return zlib.crc32(repr([leaf.shape for leaf in jax.tree.leaves(params)]).encode())
 
 

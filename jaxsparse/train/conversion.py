@@ -163,10 +163,14 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
 
 def _spec_of_moment(path: Any, shape: tuple[int, ...], params: optax.Params) -> PartitionSpec | None:
   """The spec of the parameter that an array of a state is like: its path ends with that of the parameter."""
-  leaves = dict(jax.tree_util.tree_leaves_with_path(params))
-  name = states.parameter_of(path, shape, {name: np.shape(param) for name, param in leaves.items()})
-  sharding = None if name is None else getattr(leaves[name], "sharding", None)
-  return sharding.spec if isinstance(sharding, NamedSharding) else None
+  specs = {
+    len(name): param.sharding.spec
+    for name, param in jax.tree_util.tree_leaves_with_path(params)
+    if path[len(path) - len(name) :] == name
+    and np.shape(param) == shape
+    and isinstance(getattr(param, "sharding", None), NamedSharding)
+  }
+  return specs[max(specs)] if specs else None
 
 
 def _mean(rows: Any, like: Any) -> Any:

@@ -114,10 +114,12 @@ def check_special(special: Special, tree: Any) -> None:
 
   A transform may have a part of the leaves (`optax.multi_transform`, fragments), of which an expression matches none.
   """
-  names = leaves_by_name(jax.tree.map(lambda _: 0, tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)))
+  is_masked = lambda node: isinstance(node, optax.MaskedNode)
+  names = leaves_by_name(jax.tree.map(is_masked, tree, is_leaf=is_masked))
+  hint = ", of a masked part as a whole: give a label or mask for each leaf" if any(names.values()) else ""
   for pattern in special:
     if not any(re.search(pattern, name) for name in names):
-      raise ValueError(f"special: {pattern!r} is found in none of the leaves {', '.join(names)}")
+      raise ValueError(f"special: {pattern!r} is found in none of the leaves {', '.join(names)}{hint}")
 
 
 def groups_of(shapes: Shapes, assignment: Assignment, bundles: Sequence[Bundle] | None = None) -> list[Group]:

@@ -52,8 +52,8 @@ class Metrics(NamedTuple):
     words_per_step: with local steps the mean of the words of all steps since the state was made, skipped ones included;
       else `words_sent`.
     parts: where a state holds several jaxsparse transforms, the `Metrics` of each by its label (that of
-      `optax.multi_transform`, else its path in the state), but for `drift` and `since_exchange`, and the
-      rest is over all of them; else empty.
+      `optax.multi_transform`, else its path in the state), without `drift` and `since_exchange`; the
+      numbers above are over all of them. Else empty.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -149,8 +149,10 @@ def _read(nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm 
   if not local:
     return whole
   since, steps = (jnp.max(jnp.array([getattr(node, name) for node in local])) for name in ("since", "steps"))
-  words = whole.total_words / jnp.maximum(steps + whole.skipped_steps, 1).astype(jnp.float32)
-  return whole._replace(drift=drift(local, comm), since_exchange=since, words_per_step=words)
+  count = jnp.maximum(steps + whole.skipped_steps, 1).astype(jnp.float32)
+  per_step = lambda one: one._replace(words_per_step=one.total_words / count)
+  whole = whole._replace(parts=tuple(map(per_step, parts)))
+  return per_step(whole)._replace(drift=drift(local, comm), since_exchange=since)
 
 
 _of_all_workers = jax.jit(_read)  # one program: one for each number would take longer, and would be in flight at once

@@ -18,7 +18,7 @@ import optax
 from jaxsparse.collectives import Collective, SparseCollective
 from jaxsparse.collectives._base import check_fraction, check_whole
 from jaxsparse.collectives._wrapped import Corrected, WarmedUp, Wrapped
-from jaxsparse.transform.update import check_transform
+from jaxsparse.transform.update import Transform
 
 
 def momentum_corrected(
@@ -64,7 +64,7 @@ def momentum_corrected(
     >>> state[0].carried.worker.momentum.size == 300 * len(jax.devices())
     True
   """
-  transform = check_transform("momentum_corrected", transform)
+  transform = _checked("momentum_corrected", transform)
   check_fraction("momentum_corrected", momentum=momentum)
   if clip_norm is not None and not clip_norm > 0:
     raise ValueError(f"momentum_corrected: clip_norm={clip_norm!r}, choose a number above 0, or None")
@@ -107,7 +107,7 @@ def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, f
     >>> sparse = js.warmed_up(js.spardl_transform("workers", density=0.01), {100: 0.25, 200: 0.0625})
     >>> tx = optax.chain(js.momentum_corrected(sparse, 0.9), optax.sgd(0.1))
   """
-  transform = check_transform("warmed_up", transform)
+  transform = _checked("warmed_up", transform)
   steps = tuple(densities)
   for step, density in densities.items():
     check_whole("warmed_up", 1, step=step)
@@ -125,3 +125,12 @@ def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, f
     return [warm(one) if isinstance(one, SparseCollective) else one for one in collectives]
 
   return transform.with_collectives(change)
+
+
+def _checked(name: str, transform: optax.GradientTransformation) -> Transform:
+  if not isinstance(transform, Transform):
+    raise TypeError(
+      f"{name}: {transform!r} is no jaxsparse transform: give js.spardl_transform(...) or another one, not a chain, "
+      f"and chain what follows after {name}"
+    )
+  return transform

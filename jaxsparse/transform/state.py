@@ -200,21 +200,6 @@ def in_groups(state: Any) -> bool:
   return any(isinstance(node.carried.residual, tuple) for node in reduce_states(state))
 
 
-def parameter_of(path: Any, shape: tuple[int, ...], shapes: dict[Any, tuple[int, ...]]) -> Any:
-  """The path of the parameter that an array of an optimizer state is like: the path of the array ends with it.
-
-  Args:
-    path: of the array.
-    shape: of the array.
-    shapes: of the parameters by their paths.
-
-  Returns:
-    The longest such path, None without one.
-  """
-  alike = [name for name, own in shapes.items() if own == shape and path[len(path) - len(name) :] == name]
-  return max(alike, key=len, default=None)
-
-
 def is_skipped(state: Any) -> jax.Array:
   """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
   flags = [_compat.resharded(node.counters.skipped, PartitionSpec()) for node in reduce_states(state)]

@@ -56,16 +56,6 @@ class Transform(optax.GradientTransformationExtraArgs):
   with_collectives: Callable[[Callable[[list[Collective]], list[Collective]]], "Transform"]
 
 
-def check_transform(name: str, transform: optax.GradientTransformation) -> Transform:
-  """`transform`; raises TypeError unless it is a jaxsparse transform, for the function `name`."""
-  if not isinstance(transform, Transform):
-    raise TypeError(
-      f"{name}: {transform!r} is no jaxsparse transform: give js.spardl_transform(...) or another one, not a chain, "
-      f"and chain what follows after {name}"
-    )
-  return transform
-
-
 def collective_transform(
   collective: Collective, axis: _compat.AxisName | Comm, special: Special | None = None, shardings: Any = None
 ) -> Transform:

@@ -133,3 +133,6 @@ def test_leaves_of_their_own_collective_in_one_fragment_of_two():
       assert 1 <= np.count_nonzero(flat(params)) <= WORKERS
       own[:, LARGEST] = 0
   np.testing.assert_allclose(flat(params)[~LARGEST], own.mean(0)[~LARGEST], atol=1e-5)
+  parts = js.metrics(state).as_dict()
+  assert sum(parts[f"{fragment}/words_per_step"] for fragment in (0, 1)) == parts["words_per_step"]
+  assert "0/drift" not in parts

@@ -1,4 +1,4 @@
-"""Moments that workers average now and then: against numpy, with what local steps have beside them, and refused."""
+"""Momentum that workers average now and then: against numpy, with what local steps have beside it, and bad input."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def moments(state, name="trace"):
 def test_momentum_in_numpy(where, every, exchange):
   """Momentum of each worker, its mean every K steps; the mean of the parameters every H."""
   axis = where if isinstance(where, js.SimComm) else "workers"
-  inner = js.average_moments(optax.sgd(0.1, momentum=0.9), js.dense_transform(axis), every=every)
+  inner = js.average_momentum(optax.sgd(0.1, momentum=0.9), axis, every=every, dtype="float32")
   step, params, state = start(js.local_steps(inner, averaged(axis), every=exchange), where)
   own, momentum = np.zeros((WORKERS, N)), np.zeros((WORKERS, N))
   for number in range(1, 8):
@@ -58,22 +58,17 @@ def test_momentum_in_numpy(where, every, exchange):
 
 def muon_with_signs(where, every=2, exchange=1, **options):
   muon = optax.contrib.muon(0.1, adam_learning_rate=0.01, mu_dtype=options.pop("mu_dtype", None))
-  inner = js.average_moments(muon, js.nbit_transform(where, bits=8), every=every)
+  inner = js.average_momentum(muon, where, every=every)
   return js.local_steps(inner, optax.chain(js.onebit_transform(where), optax.sgd(1.0)), every=exchange, **options)
 
 
-def kinds_of(state):
-  """The moments of each kind, [P, …] leaves, of Muon and of its Adam."""
-  return [
-    leaf
-    for name in ("mu", "nu")
-    for _, tree in optax.tree.get_all_with_path(state, name)
-    for leaf in jax.tree.leaves(tree)
-  ]
+def momentum_of(state):
+  """The momentum of Muon and of its Adam, leaves [P, …]."""
+  return [leaf for _, tree in optax.tree.get_all_with_path(state, "mu") for leaf in jax.tree.leaves(tree)]
 
 
 def spread(state):
-  return max(float(jnp.abs(leaf - leaf[:1]).max()) for leaf in kinds_of(state))
+  return max(float(jnp.abs(leaf - leaf[:1]).max()) for leaf in momentum_of(state))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +83,7 @@ def spread(state):
 def test_muon_and_its_adam_beside_fragments_delay_residuals_and_dtypes(options):
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
   step, params, state = start(muon_with_signs("workers", **options), mesh_of(WORKERS), params)
-  assert len(kinds_of(state)) == 1 + 2 * 2  # Muon's of "b", two of Adam of "a" and of "c"
+  assert len(momentum_of(state)) == 3
   for number in range(1, 7):
     params, state, _ = step(params, state, normals(number, WORKERS, N))
     assert (spread(state) == 0) == (number % 2 == 0)
@@ -110,26 +105,21 @@ def test_goes_on_with_other_workers_and_another_k():
 
 
 def test_parameters_that_are_one_array():
-  inner = js.average_moments(optax.adam(0.1), js.dense_transform("workers"), every=1)
+  inner = js.average_momentum(optax.adam(0.1), "workers", every=1)
   step, params, state = start(js.local_steps(inner, averaged(), every=2), mesh_of(WORKERS), jnp.zeros(N))
   _, state, _ = step(params, state, normals(0, WORKERS, N))
   assert spread(state) == 0
   assert js.metrics(state).words_sent > 0
 
 
-DENSE = js.dense_transform("workers")
-
-
 @pytest.mark.parametrize(
-  ("inner", "transform", "every", "error", "message"),
+  ("inner", "options", "message"),
   [
-    (optax.adam(0.1), js.spardl_transform("workers", density=0.1), 2, ValueError, "average_moments: spardl does not"),
-    (optax.adam(0.1), js.a2sgd_transform("workers"), 2, ValueError, "average_moments: a2sgd does not average"),
-    (optax.adam(0.1), optax.sgd(1.0), 2, TypeError, "average_moments: .* is no jaxsparse transform"),
-    (optax.adam(0.1), DENSE, 0, ValueError, "average_moments: every=0, choose a whole number from 1 up"),
-    (optax.sgd(0.1), DENSE, 2, ValueError, "average_moments: inner has no moments"),
+    (optax.adam(0.1), {"every": 0}, "average_momentum: every=0, choose a whole number from 1 up"),
+    (optax.adam(0.1), {"every": 2, "dtype": "int8"}, "dense: dtype='int8', choose"),
+    (optax.sgd(0.1), {"every": 2}, "average_momentum: the state of inner has no momentum, no mu or trace"),
   ],
 )
-def test_bad_input(inner, transform, every, error, message):
-  with pytest.raises(error, match=message):
-    js.init(js.local_steps(js.average_moments(inner, transform, every=every), averaged(), every=2), PARAMS, mesh_of(2))
+def test_bad_input(inner, options, message):
+  with pytest.raises(ValueError, match=message):
+    js.init(js.local_steps(js.average_momentum(inner, "workers", **options), averaged(), every=2), PARAMS, mesh_of(2))
