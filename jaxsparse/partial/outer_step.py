@@ -227,7 +227,7 @@ class OuterStep:
     length = int.from_bytes(content[:4])
     shapes, round_, base, last, size, *lineage = json.loads(content[4 : 4 + length])
     if shapes != _shapes(own.params):
-      raise ValueError("an anchor of parameters with other shapes")
+      raise ValueError("Rounds: the anchor is one of parameters with other shapes")
     at, arrays = 4 + length, list[np.ndarray]()
     outer = self._carry(own, size) if size else {}
     leaves, structure = jax.tree.flatten(own.params)
