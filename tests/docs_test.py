@@ -169,9 +169,9 @@ def test_sharded_models(tmp_path):
 
 def test_local_steps(tmp_path):
   local, momentum, corrected = snippets("docs/how_to/local_steps.md")
-  adam, muon = snippets("docs/how_to/adam.md")
-  parts = [CONTEXT, local, DATA, adam, MOVED, DATA, muon, TRAIN, DATA, momentum, TRAIN, DATA, corrected, TRAIN]
-  run("\n".join(parts), tmp_path)
+  adam, muon, average = snippets("docs/how_to/adam.md")
+  chains = [muon, f"{muon}\n{average}", momentum, corrected]
+  run("\n".join([CONTEXT, local, DATA, adam, MOVED, *(part for tx in chains for part in (DATA, tx, TRAIN))]), tmp_path)
 
 
 def test_compile_ahead(tmp_path):
