@@ -46,10 +46,7 @@ def local(
   apply_residual: bool = False,
   averaged: int = 0,
 ) -> _Transform:
-  """Likewise, but workers exchange what they have moved once in `every` steps; Nesterov momentum of DiLoCo after it.
-
-  With `averaged` the momentum of the workers is averaged in bfloat16 in every so many steps.
-  """
+  """Likewise, once in `every` steps, Nesterov momentum of DiLoCo after it; `averaged`: K of average_momentum, or 0."""
   if averaged:
     optimizer = js.average_momentum(optimizer, exchange.comm, every=averaged)
   outer = optax.chain(exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum)))

@@ -85,7 +85,7 @@ def bucketed_transform(
   def groups(shapes: Shapes) -> list[Group]:
     return groups_of(shapes, assignment, _bundles(shapes, plan, order))
 
-  return grouped_transform(groups, assignment.collectives, axis, shardings, special or {})
+  return grouped_transform(groups, assignment.collectives, axis, shardings, special)
 
 
 def _bundles(shapes: Shapes, plan: Plan, order: Sequence[int] | None) -> list[Bundle]:

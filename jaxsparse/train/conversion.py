@@ -195,7 +195,7 @@ def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
   following = iter(states.local_states(fresh))
 
   def fit(node: Any) -> Any:
-    if not isinstance(node, states.LocalState):
+    if not states.is_local_state(node):
       return node
     new = next(following, node)
     moved = jax.tree.leaves(node.moved)
@@ -205,7 +205,7 @@ def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
       raise ValueError("workers have moved since the last exchange: call step.synchronize(params, state) before")
     return node._replace(moved=jax.tree.map(lambda x: np.zeros((workers, *x.shape[1:]), x.dtype), new.moved))
 
-  return jax.tree.map(fit, state, is_leaf=lambda node: isinstance(node, states.LocalState))
+  return jax.tree.map(fit, state, is_leaf=states.is_local_state)
 
 
 def _check_structure(state: Any, fresh: Any) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import make_collective
@@ -89,7 +90,7 @@ def average_momentum(
     due = mark_total(state.since + 1 >= every, axes_of(mean.comm))  # workers skip the same steps
     momentum, means = varying.cond(due, exchange, keep, _momentum_of(after), state.means)
     for path, tree in momentum.items():
-      after = optax.tree.set(after, lambda own, _, path=path: _name(own) == path, **{path.rpartition(".")[2]: tree})
+      after = optax.tree.set(after, lambda own, _, path=path: keystr(own) == path, **{path.rpartition(".")[2]: tree})
     return updates, AveragedState(after, means, jnp.where(due, 0, state.since + 1))
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -100,10 +101,4 @@ def _momentum_of(state: Any) -> dict[str, Any]:
   is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
   found = [pair for name in _FIELDS for pair in optax.tree.get_all_with_path(state, name, is_field)]
   has_entries = lambda tree: any(leaf.size for leaf in jax.tree.leaves(tree))
-  return {_name(path): tree for path, tree in found if has_entries(tree)}
-
-
-def _name(path: Any) -> str:
-  """The path of a field of an optax state, which ends with a point and its name."""
-  parts = [f".{key.name}" if isinstance(key, optax.tree_utils.NamedTupleKey) else str(key) for key in path]
-  return "".join(parts)
+  return {keystr(path): tree for path, tree in found if has_entries(tree)}

@@ -62,7 +62,7 @@ def collective_transform(
   """The transform that averages gradients with `collective` over the workers of `axis`; see `js.make_transform`."""
   assignment = assign_collectives(collective, special) if special else Assignment([collective])
   grouped = functools.partial(groups_of, assignment=assignment)
-  return grouped_transform(grouped, assignment.collectives, axis, shardings, special or {}, alone=not special)
+  return grouped_transform(grouped, assignment.collectives, axis, shardings, special, alone=not special)
 
 
 def grouped_transform(
@@ -70,7 +70,7 @@ def grouped_transform(
   collectives: list[Collective],
   axis: _compat.AxisName | Comm,
   shardings: Any,
-  special: Special,
+  special: Special | None,
   alone: bool = False,
 ) -> Transform:
   """The transform that reduces the groups of a gradient over the workers of `axis`.
@@ -80,7 +80,7 @@ def grouped_transform(
     collectives: those of all groups, each once.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     shardings: of the parameters inside a worker, where neither their types nor `js.init` tell them.
-    special: expressions, each of which the name of a leaf must match.
+    special: by expressions, each of which the name of a leaf must match.
     alone: whether there is always one group. Its state is then that of the collective, otherwise a tuple with the state
       of each group.
   """
@@ -88,7 +88,7 @@ def grouped_transform(
 
   def init(params: optax.Params) -> ReduceState:
     flatten.check_leaves(params)
-    check_special(special, params)
+    check_special(special or {}, params)
     shapes = flatten.leaf_shapes(params)
     method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)), alone)
     return first_state(comm, method, shards_of(comm, params, shardings))
