@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxsparse.partial.controller import Group
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal, Stand
-from jaxsparse.partial.worker_protocol import _RETRY, Event, Request, Unreachable, WorkerProtocol
+from jaxsparse.partial.worker_protocol import _MEMBERS, _RETRY, Event, Request, Unreachable, WorkerProtocol
 
 
 class Done(NamedTuple):
@@ -155,8 +155,10 @@ class RoundProtocol(WorkerProtocol):
     kind, content = message
     if kind == Answer.WELCOME and self.state == "joining":
       self.grace, self.sizes = content["grace"], tuple(content["sizes"])
+      self._most_early = 2 * self.sizes[1] * self._initial.size + _MEMBERS  # an index and a value of each entry
       if self._average:  # of which a server before has told this worker
         self._settle(counts=content["number"] == self.stand.last != 0)
+        self._settled = 0  # the numbers of this server's rounds may be smaller
     if "base" in content:
       self._last = content["base"], content["digest"]
     super()._take_server_message(message)
@@ -235,6 +237,7 @@ class RoundProtocol(WorkerProtocol):
     self._deadline = self._now + self._limit
     self._switch()
     self._lose_place()
+    self._settled = 0
     self._join_again(0)
 
   def _give_up(self) -> None:

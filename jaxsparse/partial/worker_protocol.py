@@ -125,6 +125,7 @@ class WorkerProtocol:
     self._members: dict[int, str] = {}  # addresses of the current group's members
     self._settled = 0  # no piece is owed to, or expected from, groups up to this number
     self._early: dict[tuple[int, int], Piece] = {}  # by sender and tag, for a group that the server has not named yet
+    self._most_early = initial.size + _MEMBERS  # entries
     self._donor: str | None = None  # the address of the worker whose model has to replace the own one
     self._now = self._last_tick = self._next_signal = now  # HELLO, NOT_FINITE or BEAT is sent at `_next_signal`
     self._deadline = now + timeout  # for the next message of the server
@@ -264,11 +265,11 @@ class WorkerProtocol:
   def _take_rejection(self, reason: str) -> None:
     kind = reason.partition(":")[0]
     if kind == "absent":  # the server has dropped this worker and aborted its group, or is another server
-      self._settled = 0
       if self.state != "joining":
         self._lose_place()
         self._patience = self._now + self._timeout
         self._join_again(_RETRY)
+      self._settled = 0
     elif kind == "nobody":
       if self._waits_for(Says.NOT_FINITE):
         self._reply(FloatingPointError(reason))
@@ -306,7 +307,7 @@ class WorkerProtocol:
       self._progress(self._average, self._average.receive(piece))
     elif piece.number > self._settled and piece.kind != Kind.MEAN and self._awaits_group:
       self._early.pop((piece.sender, piece.tag), None)
-      if piece.values.size + sum(other.values.size for other in self._early.values()) <= self._initial.size + _MEMBERS:
+      if piece.values.size + sum(other.values.size for other in self._early.values()) <= self._most_early:
         self._early[piece.sender, piece.tag] = piece
 
   def _progress(self, average: Any, pieces: Iterable[tuple[int, Piece]]) -> None:

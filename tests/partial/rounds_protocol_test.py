@@ -13,11 +13,12 @@ import collections
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from jaxsparse.partial.messages import Kind, Piece, Says, Stand
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Stand
 from jaxsparse.partial.round_protocol import Done, RoundProtocol
 from jaxsparse.partial.round_server import RoundServerProtocol
 from jaxsparse.partial.worker_protocol import Request, Unreachable
@@ -192,12 +193,11 @@ class Network(protocols_test.Network):
     self.wrong = collections.Counter()  # results that differ, by the number of the group
     self.heirs = collections.defaultdict(list)  # who has taken over the residual of a process
     self.members = collections.defaultdict(list)  # processes, by the number of the group
-    self.totals, self.models, self.anchors, self.goal, self.servers = {}, [], {}, 0, 0
+    self.totals, self.models, self.anchors, self.goal = {}, [], {}, 0
     super().__init__(random, workers, quorum, entries=1000)
 
   def serve(self):
-    self.servers += 1
-    self.controller = js.partial.Quorum(self.workers, self.size, grace=GRACE, first=10**6 * self.servers)
+    self.controller = js.partial.Quorum(self.workers, self.size, grace=GRACE, first=self.random.getrandbits(40))
     options = {"limit": LIMIT, "start_timeout": TIMEOUT}
     self.server = RoundServerProtocol(self.controller, self.send, **options, now=self.now)
 
@@ -228,3 +228,64 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturban
   anchor = network.living()[0].anchor
   for length, number in enumerate(anchor, start=1):  # who has handed its residual over knew which rounds counted
     assert all(anchor[:length] in process.delivered for process in network.members[number] if process.left)
+
+
+class Pieces:
+  """An exchange that takes pieces, and an anchor that no round changes."""
+
+  done, digest = False, 7
+
+  def begin(self, group=None):
+    self.group, self.received = (group, []) if group else (self.group, self.received)
+    return self if group else ()
+
+  def receive(self, piece):
+    self.received.append(piece)
+    return ()
+
+  def commit(self):
+    return Stand(1, self.group.number)
+
+  def drop(self):
+    pass
+
+
+@pytest.mark.parametrize("rejected", [False, True])
+@pytest.mark.parametrize("committed", [False, True])
+def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_smaller_number(rejected, committed):
+  """They send as soon as they hear of the round; a worker without it would wait for its timeout."""
+  exchange, replies, switched, entries, members = Pieces(), [], [], 10**5, [0, 1, 2, 3]
+  outlets = {"exchange": exchange, "switch": lambda: switched.append(True)}
+  quiet = lambda *_: None
+  protocol = RoundProtocol(0, entries, "tcp://a", TIMEOUT, 0.0, quiet, quiet, replies.append, **outlets)
+
+  def answer(kind, **content):
+    protocol.handle(ServerMessage(kind, content), protocol._now)
+
+  def join(number):
+    options = {"grace": GRACE, "sizes": [3, 4], "base": number, "digest": 0}
+    answer(Answer.WELCOME, limit=LIMIT, donor=None, number=number, **options)
+
+  def begin(number):
+    protocol.handle(Request(Says.READY, weight=1), protocol._now)
+    for member in members[1:]:  # an index and a value of each entry
+      protocol.handle(Piece(Kind.MESSAGE, number, member, np.ones(2 * entries, np.float32), tag=1), protocol._now)
+    facts = {"members": members, "weights": [0.25] * 4, "iteration": 0, "initial": 0.0, "number": number}
+    answer(Answer.GROUP, **facts, addresses=[f"tcp://{member}" for member in members])
+    assert [(piece.number, piece.sender) for piece in exchange.received] == [(number, member) for member in members[1:]]
+
+  join(0)
+  begin(2000)
+  protocol.handle(Done(2000, 7), protocol._now)
+  if committed:
+    answer(Answer.COMMIT, number=2000, digest=7, base=2000, donor=None)
+  if rejected:
+    answer(Answer.REJECTED, reason="absent: worker 0 has to join")
+  else:
+    for part in (0.4, 0.8, 1.2):
+      protocol.tick(LIMIT * part)
+  assert rejected != bool(switched)
+  join(2000)
+  assert protocol.stand == (1, 2000, 0)
+  assert len(replies) == 2
+  begin(1000)
