@@ -399,7 +399,8 @@ def test_stacked_in_a_jit_of_ones_own(kind):
 
 def test_muon_orthogonalizes_whole_matrices():
   """Newton-Schulz of shards alone would be another update: that of hosts of two devices is that of hosts of one."""
-  tx = js.local_steps(optax.contrib.muon(0.05, adam_learning_rate=0.01), averaged("hosts"), every=2)
+  muon = js.average_momentum(optax.contrib.muon(0.05, adam_learning_rate=0.01), "hosts", every=3, dtype="float32")
+  tx = js.local_steps(muon, averaged("hosts"), every=2)
   ends = []
   for sizes in ({"hosts": 2}, TWO_HOSTS):
     step, params, state = model_of(tx, sizes=sizes)
