@@ -6,7 +6,7 @@ are delivered. An anchor is the sequence of the rounds that it has been through.
 - the workers that have been through the same round have been through the same rounds before, and equal results;
 - a living worker has what it has made and what the rounds of its anchor have not delivered, to the unit;
 - what a worker that leaves has not delivered of what it gave is taken over by one worker at most;
-- when it is quiet, all living workers go on from round to round.
+- when it is quiet, all living workers go on from round to round, and no exchange waits for its timeout.
 """
 
 import collections
@@ -36,6 +36,7 @@ class Run:
 
   def __init__(self, process, group):
     self.process, self.group, self.digest, self.active = process, group, 0, True
+    self.is_quiet = bool(process.network.goal)
     self.parts = {process.number: process.offered + process.residual}
     self.anchor, self.residual = process.anchor, process.residual
 
@@ -173,7 +174,9 @@ class Process(protocols_test.Process):
   def tick(self):
     if self.leaves and not self.protocol._leaves:
       self.handle(Request(Says.BYE))
+    run = self.protocol._average
     self.protocol.tick(self.network.now)
+    assert not run or self.protocol._average is run or not run.is_quiet  # else it has waited for its timeout
     self.check()
 
   def check(self):
