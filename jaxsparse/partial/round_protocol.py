@@ -167,7 +167,8 @@ class RoundProtocol(WorkerProtocol):
       self._settle(counts=True)
       if differs:
         self.stand, self._donor = self._exchange.go_back(), content["donor"]
-      self._begin_request()
+      if self.state == "joined":
+        self._begin_request()
     elif kind == Answer.BEHIND and self._awaits_group:
       self._donor = content["donor"]
       if self._donor:
@@ -217,8 +218,9 @@ class RoundProtocol(WorkerProtocol):
 
   def _fail(self, average: Any) -> None:
     self._settle(counts=False)
-    self._tell(Says.FAILED, average.group.number)
-    self._begin_request()
+    if self.state == "joined":
+      self._tell(Says.FAILED, average.group.number)
+      self._begin_request()
 
   def _take_model(self, piece: Piece) -> None:
     if stand := self._exchange.adopt(piece, *self._last):
@@ -245,6 +247,7 @@ class RoundProtocol(WorkerProtocol):
       self.state = "ended"
     elif self._average and self.stand.last:  # only the server knows whether it counts
       self._patience = self._now + self._timeout
+      self._join_again(0)
     elif self.state == "joining" and not self.stand.round and self._waits_for(Says.HELLO):
       super()._give_up()
     elif self._average:

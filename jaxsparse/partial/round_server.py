@@ -109,13 +109,13 @@ class RoundServerProtocol(ServerProtocol):
     if weight is not None:
       logging.getLogger(__name__).warning(f"worker {worker} is lost, with what it had trained for {weight} steps")
     group, begun = self._controller.leave(worker, weight)
-    self._abort_group(group, worker)
     self._forget(worker)
+    self._abort_group(group, worker)
     self._announce(begun)
 
   def _abort_group(self, group: Group | None, worker: int) -> None:
-    """Tells the other members that the result of a group counts for nobody."""
+    """Tells the members that the result of a group counts for nobody, also one that joins again and did not know it."""
     for other in group.members if group else ():
-      if other in self._members and other != worker:
+      if other in self._members:
         frame = messages.pack_answer(Answer.ABORT, number=group.number, worker=worker)  # type: ignore[union-attr]
         self._send(self._members[other].connection, frame)

@@ -25,8 +25,9 @@ from jaxsparse.partial.worker_protocol import Request, Unreachable
 from tests.partial import protocols_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
 
-ROUNDS, GRACE = 6, 2.0
-DISTURBANCES = st.lists(st.sampled_from(["dead", "restart", "suspended", "resume", "serve", "leaves"]), max_size=10)
+ROUNDS, GRACE, CUT = 6, 2.0, 3 * LIMIT
+KINDS = ["dead", "restart", "suspended", "resume", "serve", "leaves", "cut"]
+DISTURBANCES = st.lists(st.sampled_from(KINDS), max_size=10)
 
 
 class Run:
@@ -196,8 +197,22 @@ class Network(protocols_test.Network):
     self.wrong = collections.Counter()  # results that differ, by the number of the group
     self.heirs = collections.defaultdict(list)  # who has taken over the residual of a process
     self.members = collections.defaultdict(list)  # processes, by the number of the group
-    self.totals, self.models, self.anchors, self.goal = {}, [], {}, 0
+    self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
     super().__init__(random, workers, quorum, entries=1000)
+
+  def post(self, channel, receiver, deliver, *content):
+    """Through links that are cut messages come once they are mended."""
+    mended = max(self.cut.get(end, 0.0) for end in channel)
+    self.arrivals[channel] = max(self.arrivals.get(channel, 0.0), mended)
+    super().post(channel, receiver, deliver, *content)
+
+  def disturb(self, kind):
+    """Also: the links of a process, or of the server, are cut for a while."""
+    if kind == "cut":
+      end = self.random.choice(["server", *self.living()])
+      self.cut[end] = self.now + CUT * self.random.random()
+    else:
+      super().disturb(kind)
 
   def serve(self):
     self.controller = js.partial.Quorum(self.workers, self.size, grace=GRACE, first=self.random.getrandbits(40))
@@ -215,14 +230,14 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturban
     network.at(random.random() * 30, None, network.disturb, kind)
   while not network.goal or any(len(process.anchor) < network.goal for process in network.living()):
     network.advance()
-    if network.now > 31 and not network.goal:
+    if network.now > 31 + CUT and not network.goal:
       network.goal = ROUNDS + max(len(process.anchor) for process in network.living())
       network.disturb("resume")
     if network.goal:
       network.disturb("restart")
       if network.controller.over:  # the last worker that was there has left, those that were cut off come back
         network.serve()
-    assert network.now < 110
+    assert network.now < 110 + CUT
   for process in network.processes:
     assert process.dead or not process.failed
     if not process.dead:
