@@ -155,15 +155,27 @@ class Exchanger:
     if self._run:
       self._run.fail()
 
+  def counts(self, model: Piece, stand: Stand) -> bool | None:
+    """Whether round `last` of this worker's stand counts for a donor, from its anchor; None if that does not say."""
+    anchor = self._unpack(model)
+    if anchor is None or anchor.stand.round < stand.round or anchor.stand[:2] == stand[:2]:
+      return None
+    return anchor.follows(Stand(stand.round + 1, stand.last))
+
+  def _unpack(self, model: Piece) -> Anchor | None:
+    try:
+      return self.outer.unpack(model.values.tobytes(), self.anchor)
+    except (ValueError, TypeError) as error:
+      logging.getLogger(__name__).warning(f"refuses the anchor of another worker: {error}")
+      return None
+
   def adopt(self, model: Piece, base: int, digest: int) -> Stand | None:
     """Takes the anchor of a donor; the residual of this worker stays, and what it gives.
 
     Not one that is older, nor that of round `base` with another digest than this one, unless that is 0.
     """
-    try:
-      anchor = self.outer.unpack(model.values.tobytes(), self.anchor)
-    except (ValueError, TypeError) as error:
-      logging.getLogger(__name__).warning(f"refuses the anchor of another worker: {error}")
+    anchor = self._unpack(model)
+    if anchor is None:
       return None
     differs = digest and anchor.stand.base == base and self.outer.digest(anchor) != digest
     if differs or anchor.stand.round < self.anchor.stand.round:

@@ -57,7 +57,7 @@ class Answer(enum.IntEnum):
     WELCOME: answers HELLO; with the limit, and if another worker has a trained model, its address as the donor.
     GROUP: a group of which the worker is a member, with the addresses of all members.
     ABORT: a member of a group sends no more pieces to it; with the numbers of both.
-    BEAT: heartbeat.
+    BEAT: heartbeat; in rounds with the number of workers that are alive.
     REJECTED: answers a signal that is rejected; with the reason.
     COMMIT: all members have the result of a round; with its number and digest, and a donor for those of another digest.
     BEHIND: answers READY of a worker that has missed a round; with the address of a donor.

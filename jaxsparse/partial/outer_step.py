@@ -47,7 +47,7 @@ class Anchor(NamedTuple):
   def follows(self, stand: Stand) -> bool:
     """Whether it has been through that round; taken for granted if it is too long ago."""
     later = self.stand.round - stand.round
-    return later >= len(self.lineage) or self.lineage[-1 - later] == stand.base
+    return later >= len(self.lineage) or (later >= 0 and self.lineage[-1 - later] == stand.base)
 
 
 class Result(NamedTuple):

@@ -8,7 +8,9 @@
 Between DONE and COMMIT a worker does not know whether the round counts. If the server is gone then, it says so to the
 next one when it joins, which knows from the others, or decides.
 
-A server that is silent is no reason to end: training goes on, and the worker tries the next address, over and over.
+A server that is silent is no reason to end: training goes on, and the worker tries the next address, over and over. So
+it does at a server with too few workers for a round, for the others may be at another one; sooner at any but the first,
+where they meet.
 """
 
 from collections.abc import Callable
@@ -19,6 +21,8 @@ import numpy as np
 from jaxsparse.partial.controller import Group
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal, Stand
 from jaxsparse.partial.worker_protocol import _MEMBERS, _RETRY, Event, Request, Unreachable, WorkerProtocol
+
+_GOLDEN = 0.618  # multiples of it, modulo 1, lie apart
 
 
 class Done(NamedTuple):
@@ -49,6 +53,9 @@ class Exchange(Protocol):
 
   def drop(self) -> None:
     """The exchange that was begun last counts for nobody."""
+
+  def counts(self, model: Piece, stand: Stand) -> bool | None:
+    """Whether round `last` of this worker's stand counts for a donor, from its anchor; None if that does not say."""
 
   def adopt(self, model: Piece, base: int, digest: int) -> Stand | None:
     """Takes the anchor of a donor; None if it is older, or that of round `base` and has another digest, if not 0."""
@@ -89,8 +96,8 @@ class RoundProtocol(WorkerProtocol):
     nothing = np.broadcast_to(np.float32(0), entries)  # the exchange has the model
     super().__init__(number, nothing, address, timeout, 0.0, now, *outlets)
     self._exchange, self._switch = exchange, switch
-    self._limit = timeout / servers
-    self._deadline = now + self._limit
+    self._limit, self._servers, self._visits = timeout / servers, servers, 0
+    self._deadline = self._quorum_until = now + self._limit
     self.stand, self.grace, self.sizes, self.undelivered, self._weight = Stand(), 0.0, (1, 1), 0, 0
     self._leaves, self._heir, self._heirs = False, "", list[str]()  # addresses of who may take over the residual
     self._known: dict[int, str] = {}  # addresses of the members of all rounds so far, those of the last one at the end
@@ -126,6 +133,8 @@ class RoundProtocol(WorkerProtocol):
     """Time has passed; one that leaves waits for `timeout` seconds at most."""
     if self.state != "leaving":
       super().tick(now)
+      if self._servers > 1 and self.state == "joined" and not self._average and now > self._quorum_until:
+        self._miss_server()
     elif now > self._patience:
       self.state = "ended"
 
@@ -143,6 +152,9 @@ class RoundProtocol(WorkerProtocol):
     """Whether this is the round whose exchange runs or has a result."""
     return self._average is not None and self._average.group.number == number
 
+  def _may_come(self, number: int) -> bool:
+    return number != self._settled  # each server has random numbers
+
   def _signal_request(self) -> None:
     self._tell(self._request, self._weight)
 
@@ -156,17 +168,18 @@ class RoundProtocol(WorkerProtocol):
     if kind == Answer.WELCOME and self.state == "joining":
       self.grace, self.sizes = content["grace"], tuple(content["sizes"])
       self._most_early = 2 * self.sizes[1] * self._initial.size + _MEMBERS  # an index and a value of each entry
-      if self._average:  # of which a server before has told this worker
-        self._settle(counts=content["number"] == self.stand.last != 0)
-        self._settled = 0  # the numbers of this server's rounds may be smaller
+      if self._average and content["number"] == self.stand.last:
+        self._commit(content)
+      elif self._average and content["base"] == self.stand.base:
+        self._settle(counts=False)
     if "base" in content:
       self._last = content["base"], content["digest"]
     super()._take_server_message(message)
+    if kind == Answer.WELCOME or content.get("alive", 0) >= self.sizes[0]:
+      at_first = self._visits % self._servers == 0  # workers differ, or they could miss each other again and again
+      self._quorum_until = self._now + self._limit * (2 + self._number * _GOLDEN % 1) * (2 if at_first else 1)
     if kind == Answer.COMMIT and self._runs(content["number"]) and self.stand.last == content["number"]:
-      differs = self._average.digest != content["digest"]
-      self._settle(counts=True)
-      if differs:
-        self.stand, self._donor = self._exchange.go_back(), content["donor"]
+      self._commit(content)
       if self.state == "joined":
         self._begin_request()
     elif kind == Answer.BEHIND and self._awaits_group:
@@ -175,6 +188,13 @@ class RoundProtocol(WorkerProtocol):
         self._begin_request()
       else:
         self._join_again(_RETRY)
+
+  def _commit(self, content: dict[str, Any]) -> None:
+    """The round counts; if its result is not that of most members, this worker fetches theirs."""
+    differs = content["digest"] not in (0, self._average.digest)
+    self._settle(counts=True)
+    if differs:
+      self.stand, self._donor = self._exchange.go_back(), content["donor"]
 
   def _leave(self) -> None:
     self._leaves, self._patience = True, self._now + self._timeout
@@ -197,7 +217,9 @@ class RoundProtocol(WorkerProtocol):
       self.state = "ended"
 
   def _begin_request(self) -> None:
-    if self._leaves:
+    if self._average and not self._donor:  # who has the anchor of the last round will know whether this one counts
+      self._join_again(_RETRY)
+    elif self._leaves and not self._average:
       self._hand_over()
     elif self._request == Says.HELLO and not self._donor and self.stand.round < self._after:
       self._join_again(_RETRY)  # for the anchor of its last round
@@ -223,7 +245,9 @@ class RoundProtocol(WorkerProtocol):
       self._begin_request()
 
   def _take_model(self, piece: Piece) -> None:
-    if stand := self._exchange.adopt(piece, *self._last):
+    if self._average and (counts := self._exchange.counts(piece, self.stand)) is not None:
+      self._settle(counts)
+    if not self._average and (stand := self._exchange.adopt(piece, *self._last)):
       self.stand, self._donor, self.state = stand, None, "joined"
       self._patience = self._now + self._timeout
       self._begin_request()
@@ -236,10 +260,9 @@ class RoundProtocol(WorkerProtocol):
       self._settle(counts=False)
 
   def _miss_server(self) -> None:
-    self._deadline = self._now + self._limit
+    self._deadline, self._visits = self._now + self._limit, self._visits + 1
     self._switch()
     self._lose_place()
-    self._settled = 0
     self._join_again(0)
 
   def _give_up(self) -> None:

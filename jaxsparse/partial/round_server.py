@@ -17,6 +17,8 @@ from jaxsparse.partial.messages import Answer, Says, Signal, Stand
 from jaxsparse.partial.quorum import Behind, Quorum, Verdict
 from jaxsparse.partial.server_protocol import Member, ServerProtocol
 
+_RETURN = 4  # times `limit`, in which a worker that looks for others at another server comes back
+
 
 class RoundServerProtocol(ServerProtocol):
   """The protocol of a `Quorum`; arguments and methods are those of `ServerProtocol`."""
@@ -26,9 +28,11 @@ class RoundServerProtocol(ServerProtocol):
   def __init__(self, *arguments: Any, now: float, limit: float, **options: Any):
     super().__init__(*arguments, now=now, limit=limit, **options)
     self._controller.paused, self._resumes = True, now + limit
+    self._sought: float | None = None  # since when nobody has had the anchor of the last round
 
   def tick(self, now: float) -> None:
-    """Also begins the rounds after the first `limit` seconds."""
+    """Also begins the rounds after the first `limit` seconds; a heartbeat says how many workers are there."""
+    self._beat = messages.pack_answer(Answer.BEAT, alive=len(self._members))
     super().tick(now)
     if self._controller.paused and (now > self._resumes or len(self._members) == self._controller.workers):
       self._controller.paused = False
@@ -55,6 +59,7 @@ class RoundServerProtocol(ServerProtocol):
   def _commit(self, verdict: Verdict) -> None:
     """All members have the result of a round; those that are ready for it meanwhile are behind."""
     group, _, differing, behind = verdict
+    self._sought = None
     donor = next(self._members[worker] for worker in group.members if worker not in differing)
     content = {"number": group.number, "donor": donor.address, **self._last}
     for worker in group.members:
@@ -92,12 +97,18 @@ class RoundServerProtocol(ServerProtocol):
     self._send(member.connection, messages.pack_answer(Answer.WELCOME, **content, **options))
 
   def _donor(self, member: Member) -> str | None:
-    """The address of a worker with the anchor of the last round; another one each time that a worker joins."""
+    """The address of a worker with the anchor of the last round; another one each time that a worker joins.
+
+    If there is none for a while, and it is not at another server either, the last round is that of the newest anchor.
+    """
     donors = [other.address for other in self._members.values() if other.stand == self._controller.stand]
     if donors:
+      self._sought = None
       return donors[member.hellos % len(donors)]
-    if not self._controller.paused:
+    self._sought = self._sought or self._now
+    if not self._controller.paused and self._now > self._sought + _RETURN * self._limit:
       self._controller.go_back(max(other.stand for other in self._members.values()))
+      self._sought = None
     return None
 
   def _leave(self, worker: int, settled: int | None = None) -> None:

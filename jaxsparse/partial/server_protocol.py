@@ -83,7 +83,7 @@ class ServerProtocol:
     self.rejected = 0
     self._controller: Any = controller
     self._send, self._limit, self._first = send, limit, first
-    self._entries = 0  # of the model, if any worker has joined
+    self._entries, self._beat = 0, _BEAT  # of the model, if any worker has joined; the heartbeat
     self._now = self._last_tick = self._next_probe = now
     self._members: dict[int, Member] = {}
     self._dead_at = dict.fromkeys(controller.alive, now + start_timeout)  # when each is dropped if no message comes
@@ -111,7 +111,7 @@ class ServerProtocol:
     if now > self._next_probe:
       self._next_probe = now + self._limit / _PROBES
       for worker, member in self._members.items():
-        if not self._send(member.connection, _BEAT):  # dropped a little later, after its last messages
+        if not self._send(member.connection, self._beat):  # dropped a little later, after its last messages
           self._dead_at[worker] = min(self._dead_at[worker], now + self._limit / _PROBES)
     for worker in [worker for worker, end in self._dead_at.items() if end < now]:
       self._leave(worker)
@@ -148,7 +148,7 @@ class ServerProtocol:
     worker, entries = signal.worker, signal.value
     if member and member.connection != connection:
       asked = member.rivals.setdefault(connection, self._now)
-      if member.heard > asked and self._send(member.connection, _BEAT):
+      if member.heard > asked and self._send(member.connection, self._beat):
         del member.rivals[connection]
         raise Rejected(f"taken: a living worker has the number {worker}, choose another one or end that worker first")
       raise Rejected(f"duplicate: worker {worker} has joined; if it died, it is dropped after {self._limit:g} s")

@@ -265,11 +265,11 @@ class WorkerProtocol:
   def _take_rejection(self, reason: str) -> None:
     kind = reason.partition(":")[0]
     if kind == "absent":  # the server has dropped this worker and aborted its group, or is another server
+      self._settled = 0
       if self.state != "joining":
         self._lose_place()
         self._patience = self._now + self._timeout
         self._join_again(_RETRY)
-      self._settled = 0
     elif kind == "nobody":
       if self._waits_for(Says.NOT_FINITE):
         self._reply(FloatingPointError(reason))
@@ -289,6 +289,10 @@ class WorkerProtocol:
     """Whether a GROUP message may still be in transit."""
     return self.state == "joined" and self._waiting and self._average is None
 
+  def _may_come(self, number: int) -> bool:
+    """Whether this is the number of a group that this worker does not know yet, so that it keeps early pieces."""
+    return number > self._settled
+
   def _start_average(self, content: dict[str, Any]) -> None:
     group = Group(**{name: content[name] for name in Group._fields})
     group = group._replace(members=tuple(group.members), weights=tuple(group.weights))
@@ -305,7 +309,7 @@ class WorkerProtocol:
   def _take_piece(self, piece: Piece) -> None:
     if self._average and self._average.group.number == piece.number:
       self._progress(self._average, self._average.receive(piece))
-    elif piece.number > self._settled and piece.kind != Kind.MEAN and self._awaits_group:
+    elif self._may_come(piece.number) and piece.kind != Kind.MEAN and self._awaits_group:
       self._early.pop((piece.sender, piece.tag), None)
       if piece.values.size + sum(other.values.size for other in self._early.values()) <= self._most_early:
         self._early[piece.sender, piece.tag] = piece

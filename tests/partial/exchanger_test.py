@@ -91,6 +91,25 @@ def test_a_last_round_that_another_server_knows_nothing_of_is_undone(worker):
   assert np.asarray(worker.exchanger.returned).tolist() == [8, 0, 0]
 
 
+@pytest.mark.parametrize(
+  ("rounds", "counts"), [((5,), None), ((5, 6), True), ((5, 6, 7), True), ((5, 16), False), ((), None)]
+)
+def test_a_donor_knows_whether_a_round_counts_of_which_the_worker_was_not_told(worker, rounds, counts):
+  """It has been through it; through another one instead; or it may not have been told, either."""
+  donor = Worker()
+  worker.round(5, 4.0, 2.0, 1.0)
+  for number in rounds:
+    donor.round(number, 1.0, 0.0, 0.0)
+  assert worker.exchanger.counts(donor.exchanger.model(), Stand(1, 5, last=6)) is counts
+
+
+def test_a_donor_of_another_history_knows_nothing_of_a_round(worker):
+  donor = Worker()
+  worker.round(5, 4.0, 2.0, 1.0)
+  donor.round(15, 1.0, 0.0, 0.0)
+  assert worker.exchanger.counts(donor.exchanger.model(), Stand(1, 5, last=6)) is False
+
+
 def test_a_last_round_that_was_long_ago_counts(worker):
   donor = Worker()
   worker.round(5, 4.0, 2.0, 1.0)

@@ -133,6 +133,9 @@ class Network:
     for process in self.living():
       if not process.suspended:
         process.tick()
+    self.tick_server()
+
+  def tick_server(self):
     if not self.controller.over:
       self.server.tick(self.now)
 

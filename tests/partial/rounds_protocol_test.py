@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsparse as js
+from jaxsparse.partial import messages
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Stand
 from jaxsparse.partial.round_protocol import Done, RoundProtocol
 from jaxsparse.partial.round_server import RoundServerProtocol
@@ -26,8 +27,12 @@ from tests.partial import protocols_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
 
 ROUNDS, GRACE, CUT = 6, 2.0, 3 * LIMIT
-KINDS = ["dead", "restart", "suspended", "resume", "serve", "leaves", "cut"]
-DISTURBANCES = st.lists(st.sampled_from(KINDS), max_size=10)
+PASSING = ["suspended", "resume", "serve", "cut"]
+LASTING = ["dead", "restart", "leaves"]
+ONE_SERVER = st.lists(st.sampled_from(PASSING + LASTING), max_size=10) | st.lists(st.just("diverges"), max_size=8)
+# New workers could be a quorum at the one server while those that have trained are at the other: nobody could tell.
+TWO_SERVERS = st.lists(st.sampled_from(PASSING), max_size=10)
+DISTURBED = st.tuples(st.just(1), ONE_SERVER) | st.tuples(st.just(2), TWO_SERVERS)
 
 
 class Run:
@@ -79,13 +84,25 @@ class Process(protocols_test.Process):
     self.made = self.moved = self.offered = self.residual = 0
     self.anchor, self.run, self.before, self.inherited = (), None, None, 0
     self.delivered = {}  # by the anchor after the round
+    self.visits = 0  # of servers, one after the other
     outlets = self.tell, self.send, self.take
-    options = {"exchange": self, "switch": lambda: None}
+    options = {"exchange": self, "switch": self.switch, "servers": len(network.servers)}
     self.protocol = RoundProtocol(number, 1000, self.address, TIMEOUT, network.now, *outlets, **options)
 
   def handle(self, event):
     super().handle(event)
     self.dead = self.dead or self.protocol.state == "ended"
+
+  def switch(self):
+    self.visits += 1
+
+  def tell(self, signal):
+    server = self.visits % len(self.network.servers)
+    self.network.post((self, server), None, self.network.hear, (server, self.serial, self.visits), signal.pack())
+
+  def hear(self, visit, answer):
+    if visit == self.visits:
+      self.handle(answer)
 
   def finish(self, run, event):
     if run.active:
@@ -126,6 +143,12 @@ class Process(protocols_test.Process):
   def drop(self):
     if self.run:
       self.run.active = False
+
+  def counts(self, piece, stand):
+    anchor = self.network.models[int(piece.values[0])]
+    if len(anchor) < stand.round or anchor == self.anchor:
+      return None
+    return stand.last in anchor[stand.round :][:1]
 
   def adopt(self, piece, base, digest):
     anchor = self.network.models[int(piece.values[0])]
@@ -189,15 +212,16 @@ class Process(protocols_test.Process):
 
 
 class Network(protocols_test.Network):
-  """With the controller of rounds."""
+  """With one or two servers of rounds; the connection of a process is another one at each of its visits."""
 
   kind = Process
 
-  def __init__(self, random, workers, quorum):
+  def __init__(self, random, workers, quorum, servers):
     self.wrong = collections.Counter()  # results that differ, by the number of the group
     self.heirs = collections.defaultdict(list)  # who has taken over the residual of a process
     self.members = collections.defaultdict(list)  # processes, by the number of the group
     self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
+    self.servers = [None] * servers  # a controller and its server each
     super().__init__(random, workers, quorum, entries=1000)
 
   def post(self, channel, receiver, deliver, *content):
@@ -206,26 +230,52 @@ class Network(protocols_test.Network):
     self.arrivals[channel] = max(self.arrivals.get(channel, 0.0), mended)
     super().post(channel, receiver, deliver, *content)
 
+  def send(self, connection, frame):
+    server, serial, visit = connection
+    process = self.processes[serial]
+    if not process.lives or visit != process.visits:
+      return self.arrivals[process, server] > self.now  # a closed connection is noticed after its last message
+    self.post((server, process), process, process.hear, visit, messages.parse_answer(frame))
+    return True
+
+  def hear(self, connection, frame):
+    controller, server = self.servers[connection[0]]
+    if not controller.over:
+      server.receive(connection, [frame], self.now)
+
+  def tick_server(self):
+    for controller, server in self.servers:
+      if not controller.over:
+        server.tick(self.now)
+
   def disturb(self, kind):
-    """Also: the links of a process, or of the server, are cut for a while."""
+    """Also: the links of a process, or of a server, are cut for a while."""
+    servers = range(len(self.servers))
     if kind == "cut":
-      end = self.random.choice(["server", *self.living()])
+      end = self.random.choice([*servers, *self.living()])
       self.cut[end] = self.now + CUT * self.random.random()
+    elif kind == "serve":
+      self.start(self.random.choice(servers))
     else:
       super().disturb(kind)
 
   def serve(self):
-    self.controller = js.partial.Quorum(self.workers, self.size, grace=GRACE, first=self.random.getrandbits(40))
+    for number in range(len(self.servers)):
+      self.start(number)
+
+  def start(self, number):
+    """A server that knows nobody."""
+    controller = js.partial.Quorum(self.workers, self.size, grace=GRACE, first=self.random.getrandbits(40))
     options = {"limit": LIMIT, "start_timeout": TIMEOUT}
-    self.server = RoundServerProtocol(self.controller, self.send, **options, now=self.now)
+    self.servers[number] = controller, RoundServerProtocol(controller, self.send, **options, now=self.now)
 
 
 @settings(max_examples=600)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 5), DISTURBANCES | st.lists(st.just("diverges"), max_size=8))
-def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbances):
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), DISTURBED)
+def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbed):
   """A random schedule with the disturbances in it, then a quiet one for `ROUNDS` rounds more."""
-  random = Random(seed)
-  network = Network(random, workers, quorum=workers // 2 + 1)
+  random, (servers, disturbances) = Random(seed), disturbed
+  network = Network(random, workers, workers // 2 + 1, servers)
   for kind in disturbances:
     network.at(random.random() * 30, None, network.disturb, kind)
   while not network.goal or any(len(process.anchor) < network.goal for process in network.living()):
@@ -235,8 +285,9 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturban
       network.disturb("resume")
     if network.goal:
       network.disturb("restart")
-      if network.controller.over:  # the last worker that was there has left, those that were cut off come back
-        network.serve()
+      for number, (controller, _) in enumerate(network.servers):
+        if controller.over:  # the last worker that was there has left, those that were cut off come back
+          network.start(number)
     assert network.now < 110 + CUT
   for process in network.processes:
     assert process.dead or not process.failed

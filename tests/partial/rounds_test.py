@@ -347,6 +347,24 @@ def test_the_server_is_replaced_by_another_one():
   assert {anchor.stand for anchor in found if anchor.stand.round == 20} == {max(anchor.stand for anchor in found)}
 
 
+def test_workers_at_two_servers_find_each_other():
+  """As after a link of one of them was cut: neither server has enough workers for a round."""
+
+  def train(number):
+    addresses = [first.address, second.address][:: 1 - 2 * number]
+    options = {"every": 2, "device": jax.devices()[1 + number], "wait": 0.1}
+    with js.partial.Rounds(addresses, number, START, averaging, **options) as worker:
+      own, deadline = worker.params, time.monotonic() + 60
+      while worker.round < 3:
+        assert time.monotonic() < deadline
+        own = worker.step(own)
+        time.sleep(0.01)
+    return worker.round
+
+  with serve(2, grace=0.2, limit=0.5) as first, serve(2, grace=0.2, limit=0.5) as second:
+    assert in_threads(2, train) == [3, 3]
+
+
 @pytest.mark.parametrize(
   ("options", "message"),
   [
