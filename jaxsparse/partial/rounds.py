@@ -54,8 +54,8 @@ class Rounds:
   that it takes no time from training. What a worker moves meanwhile goes into the next round.
 
   Args:
-    address: of the server, or a list: where a server does not answer for its limit, the next one is tried, over and
-      over. Training goes on meanwhile; no worker ends because the server does.
+    address: of the server, or a list, the same for all workers: where a server does not answer for its limit, or has
+      too few workers for a round, the next one is tried, over and over. Training goes on meanwhile.
     number: this worker's, 0 … N − 1; a worker that is started again takes its old one, or any that is free.
     params: the parameters that training starts from, the same for all workers.
     outer: makes the outer chain for the `js.Comm` of a round, by any collective of this library:
