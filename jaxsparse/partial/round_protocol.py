@@ -133,7 +133,8 @@ class RoundProtocol(WorkerProtocol):
     """Time has passed; one that leaves waits for `timeout` seconds at most."""
     if self.state != "leaving":
       super().tick(now)
-      if self._servers > 1 and self.state == "joined" and not self._average and now > self._quorum_until:
+      is_idle = self.state == "joining" or (self.state == "joined" and not self._average)
+      if self._servers > 1 and is_idle and now > self._quorum_until:
         self._miss_server()
     elif now > self._patience:
       self.state = "ended"
@@ -176,8 +177,7 @@ class RoundProtocol(WorkerProtocol):
       self._last = content["base"], content["digest"]
     super()._take_server_message(message)
     if kind == Answer.WELCOME or content.get("alive", 0) >= self.sizes[0]:
-      at_first = self._visits % self._servers == 0  # workers differ, or they could miss each other again and again
-      self._quorum_until = self._now + self._limit * (2 + self._number * _GOLDEN % 1) * (2 if at_first else 1)
+      self._await_quorum()
     if kind == Answer.COMMIT and self._runs(content["number"]) and self.stand.last == content["number"]:
       self._commit(content)
       if self.state == "joined":
@@ -188,6 +188,11 @@ class RoundProtocol(WorkerProtocol):
         self._begin_request()
       else:
         self._join_again(_RETRY)
+
+  def _await_quorum(self) -> None:
+    """From now on; workers differ in how long, or they could miss each other again and again."""
+    at_first = self._visits % self._servers == 0
+    self._quorum_until = self._now + self._limit * (2 + self._number * _GOLDEN % 1) * (2 if at_first else 1)
 
   def _commit(self, content: dict[str, Any]) -> None:
     """The round counts; if its result is not that of most members, this worker fetches theirs."""
@@ -262,6 +267,7 @@ class RoundProtocol(WorkerProtocol):
   def _miss_server(self) -> None:
     self._deadline, self._visits = self._now + self._limit, self._visits + 1
     self._switch()
+    self._await_quorum()
     self._lose_place()
     self._join_again(0)
 

@@ -28,6 +28,7 @@ class RoundServerProtocol(ServerProtocol):
   def __init__(self, *arguments: Any, now: float, limit: float, **options: Any):
     super().__init__(*arguments, now=now, limit=limit, **options)
     self._controller.paused, self._resumes = True, now + limit
+    self._undecided: dict[int, float] = {}  # when workers last asked whether a round counts that is not known here
     self._sought: float | None = None  # since when nobody has had the anchor of the last round
 
   def tick(self, now: float) -> None:
@@ -80,8 +81,11 @@ class RoundServerProtocol(ServerProtocol):
 
   def _join(self, signal: Signal) -> None:
     stand, quorum = signal.stand, self._controller
-    if stand.last and quorum.paused and stand.last != quorum.stand.base:
-      raise Rejected(f"duplicate: whether round {stand.last} counts is known when others are there")
+    if stand.last and stand.last != quorum.stand.base:
+      self._undecided[signal.worker] = self._now
+      asking = {worker for worker, at in self._undecided.items() if self._now < at + self._limit}
+      if quorum.paused or len(asking.union(quorum.alive)) < quorum.quorum:
+        raise Rejected(f"duplicate: whether round {stand.last} counts is known when others are there")
     waiting = quorum.waiting
     self._abort_group(quorum.join(signal.worker, stand), signal.worker)
     self._tell_behind(set(waiting) - {*quorum.waiting, signal.worker}, signal.address)

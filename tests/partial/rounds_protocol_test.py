@@ -5,6 +5,7 @@ are delivered. An anchor is the sequence of the rounds that it has been through.
 
 - the workers that have been through the same round have been through the same rounds before, and equal results;
 - a living worker has what it has made and what the rounds of its anchor have not delivered, to the unit;
+- a worker that lives, or has left in good order, has delivered what it gave in each round that counts;
 - what a worker that leaves has not delivered of what it gave is taken over by one worker at most;
 - when it is quiet, all living workers go on from round to round, and no exchange waits for its timeout.
 """
@@ -270,7 +271,7 @@ class Network(protocols_test.Network):
     self.servers[number] = controller, RoundServerProtocol(controller, self.send, **options, now=self.now)
 
 
-@settings(max_examples=600)
+@settings(max_examples=400)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), DISTURBED)
 def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbed):
   """A random schedule with the disturbances in it, then a quiet one for `ROUNDS` rounds more."""
@@ -295,8 +296,11 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbed
       process.check()
   assert all(len(heirs) == 1 for heirs in network.heirs.values())
   anchor = network.living()[0].anchor
-  for length, number in enumerate(anchor, start=1):  # who has handed its residual over knew which rounds counted
-    assert all(anchor[:length] in process.delivered for process in network.members[number] if process.left)
+  # With two servers that are cut off one after the other each could answer a worker otherwise.
+  knows = lambda process: process.left or (process.lives and servers == 1)
+  for length, number in enumerate(anchor, start=1):
+    members = [process for process in network.members[number] if knows(process) and len(process.anchor) >= length]
+    assert all(anchor[:length] in process.delivered for process in members)
 
 
 class Pieces:
