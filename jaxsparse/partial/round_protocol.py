@@ -8,9 +8,9 @@
 Between DONE and COMMIT a worker does not know whether the round counts. If the server is gone then, it says so to the
 next one when it joins, which knows from the others, or decides.
 
-A server that is silent is no reason to end: training goes on, and the worker tries the next address, over and over. So
-it does at a server with too few workers for a round, for the others may be at another one; sooner at any but the first,
-where they meet.
+A server that is silent is no reason to end: training goes on, and the worker tries the next address, over and over. It
+also tries the next address when its server has too few workers for a round, since the others may be at another server.
+It waits longest at the first address, so that workers meet there.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from jaxsparse.partial.controller import Group
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal, Stand
 from jaxsparse.partial.worker_protocol import _MEMBERS, _RETRY, Event, Request, Unreachable, WorkerProtocol
 
-_GOLDEN = 0.618  # multiples of it, modulo 1, lie apart
+_GOLDEN = 0.618  # the fractional parts of its multiples are well spread: each worker waits for another time
 
 
 class Done(NamedTuple):
@@ -274,14 +274,11 @@ class RoundProtocol(WorkerProtocol):
   def _give_up(self) -> None:
     if self._leaves:
       self.state = "ended"
-    elif self._average and self.stand.last:  # only the server knows whether it counts
-      self._patience = self._now + self._timeout
-      self._join_again(0)
+    elif self._average and not self.stand.last:
+      self._fail(self._average)
     elif self.state == "joining" and not self.stand.round and self._waits_for(Says.HELLO):
       super()._give_up()
-    elif self._average:
-      self._fail(self._average)
-    else:
+    else:  # a server knows, or a donor, also whether the last round counts
       self._patience = self._now + self._timeout
       self._join_again(0)
 

@@ -16,7 +16,7 @@ from jaxsparse.train import simulation
 from jaxsparse.train.engine import engine_of
 from jaxsparse.transform.metrics import summary
 from tests.cases import CASES, DEFAULTS, assert_same_bits, averaged, mesh_of, normals, row, sim, start
-from tests.ranks import DIFFERING, WAYS, close, run, same, trained
+from tests.ranks import WAYS, run, same_training, trained
 
 STEPS, N = 2, 64
 
@@ -87,10 +87,8 @@ def test_training_has_the_same_bits_on_every_engine(tmp_path, engine, names):
   expected = {name: trained(WAYS[name](sim(3)), sim(3), batch) for name in names}
   if engine == "devices":
     for name in names:
-      compare = close if name in DIFFERING else same
-      jax.tree.map(
-        functools.partial(compare, what=name), trained(WAYS[name]("workers"), mesh_of(3), batch), expected[name]
-      )
+      compare = functools.partial(same_training, name, what=name)
+      jax.tree.map(compare, trained(WAYS[name]("workers"), mesh_of(3), batch), expected[name])
     return
   file = tmp_path / "expected.npz"
   named = {f"{name}/{leaf}": x for name, leaves in expected.items() for leaf, x in leaves.items()}
