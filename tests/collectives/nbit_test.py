@@ -19,13 +19,14 @@ from tests.reference.rounding import nbit
     (1, 4, 90),
     (1, 2, 16 * 4096 + 5),
     (1, 3, 8 * 4096 + 10),
-    (2, 3, 4507),
+    (1, 8, 4096),
+    (2, 4, 8 * 4096),
     (4, 2, 16 * 4096 + 5),
     (8, 4, 90),
   ],
 )
 def test_equals_the_formulas_in_numpy(bits, workers, n):
-  """Five steps on a mesh; with more than eight blocks of 4,096 entries some are taken together, and some are left."""
+  """Five steps on a mesh; of eight blocks or more some are taken together, and some may be left."""
   mesh = mesh_of(workers)
   tx = optax.chain(js.nbit_transform("workers", bits=bits), optax.sgd(1.0))
   params = jnp.zeros(n)

@@ -188,9 +188,10 @@ class Blocks:
     def finish(start: jax.Array | int, count: int, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
       cut = lambda x: _cut(x, start, count)
       shape = lambda x: x
+      at_once = isinstance(start, int) and count == self.count
       if isinstance(start, int):  # flat entries, of which the last block may have fewer
         shape = lambda x: x.reshape(-1)[: self.n - start * self.block]
-      if count == self.count:
+      if at_once:
         residual, grads = buffers
         region = sums[self.margin : -self.margin].reshape(1, self.region, _ROWS, -1)
         region = jnp.broadcast_to(region, (count // self.region, *region.shape[1:]))
@@ -212,7 +213,7 @@ class Blocks:
         after = after + shape(self.decode(cut(codes), cut(error)))
       after = jnp.where(finite, after if decay == 1 else decay * after, residual)
       apply = finite
-      if count == self.count:  # a GPU writes the update where the gradient is, after the residual
+      if at_once:  # a GPU writes the update where the gradient is, after the residual
         after = jax.lax.optimization_barrier(after)
         apply = ordering.depend_on(after[:1], finite.astype(jnp.int32)) > 0
       return after, jnp.where(apply, shape(self.decode(cut(codes), cut(mean))), 0.0)
