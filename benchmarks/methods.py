@@ -45,13 +45,15 @@ def local(
   mixing: float = 0.0,
   apply_residual: bool = False,
   averaged: int = 0,
+  doubles: int = 0,
 ) -> _Transform:
-  """Likewise, once in `every` steps, Nesterov momentum of DiLoCo after it; `averaged`: K of average_momentum, or 0."""
+  """Likewise, in every H-th step; `averaged`: K of average_momentum, `doubles`: steps until H doubles; 0 for none."""
   if averaged:
     optimizer = js.average_momentum(optimizer, exchange.comm, every=averaged)
+  period = (lambda step: every * 2 ** (step // doubles)) if doubles else every
   outer = optax.chain(exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum)))
   more: dict[str, Any] = {"fragments": fragments, "delay": delay, "mixing": mixing, "apply_residual": apply_residual}
-  return js.local_steps(optimizer, outer, every=every, **more)
+  return js.local_steps(optimizer, outer, every=period, **more)
 
 
 def demo(exchange: _Transform, optimizer: _Transform) -> _Transform:
@@ -94,7 +96,7 @@ class Method(NamedTuple):
 
   @property
   def every(self) -> int:
-    """Steps from one exchange to the next."""
+    """Steps from one exchange to the next, at first where they grow."""
     if not self.spec.collective.replicates:
       return AVERAGED_EVERY
     return int((_defaults(WAYS[self.way]) | self.options).get("every", 1))

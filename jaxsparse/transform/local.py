@@ -35,7 +35,7 @@ def local_steps(
   inner: optax.GradientTransformation,
   outer: optax.GradientTransformation,
   *,
-  every: int | None,
+  every: int | optax.Schedule | None,
   fragments: int = 1,
   delay: int = 0,
   mixing: float = 0.0,
@@ -95,9 +95,12 @@ def local_steps(
     every: H, the number of steps from one exchange to the next; None exchanges only when `step.synchronize(params,
       state)` is called, which `tx.update(grads, state, params, synchronize=True)` does without a local step. An update
       in flight is applied then, and all workers go on from the anchor, with `apply_residual` less their residuals.
-    fragments: F, 1 … H. Leaves stay whole: the largest first, each goes to the fragment with the fewest entries so far.
-    delay: τ, less than H/F, the steps between an exchange and its use. A step that is compiled as one program still
-      ends after its messages.
+      A schedule gives H for the steps before this period, rounded down, at least 1. Where the rate decays an H that
+      grows learns more for the same words: `lambda step: 4 * 2 ** (step // 300)`.
+    fragments: F, 1 … H, and 1 with a schedule. Leaves stay whole: the largest first, each goes to the fragment with the
+      fewest entries so far.
+    delay: τ, less than H/F, and 0 with a schedule: the steps between an exchange and its use. A step that is compiled
+      as one program still ends after its messages.
     mixing: α in [0, 1), the weight of a worker's own parameters; 0 in plain DiLoCo.
     apply_residual: whether the parameters of a worker include what it has moved and no exchange has delivered. Not
       together with `delay`.
@@ -121,8 +124,12 @@ def local_steps(
     >>> float(jnp.abs(params - 1).max()) < 0.1
     True
   """
-  check_whole("local_steps", 1, optional=True, every=every)
-  steps = every or 1
+  if callable(every):
+    if (found := jax.eval_shape(every, jnp.int32(0))).shape != ():
+      raise ValueError(f"local_steps: every(0) has the shape {found.shape}, give a schedule of one number")
+  else:
+    check_whole("local_steps", 1, optional=True, every=every)
+  steps = 1 if callable(every) else every or 1
   check_whole("local_steps", 1, steps, fragments=fragments)
   check_whole("local_steps", 0, steps // fragments - 1, delay=delay)
   if apply_residual and delay:
@@ -157,7 +164,7 @@ class _LocalSteps(NamedTuple):
 
   inner: optax.GradientTransformationExtraArgs
   outer: optax.GradientTransformationExtraArgs
-  every: int | None
+  every: int | optax.Schedule | None
   fragments: Fragments
   delay: int
   mixing: float
@@ -195,7 +202,7 @@ class _LocalSteps(NamedTuple):
     applied = jnp.where(kind > self.fragments.count, tried.flight.fragment + 1, 0) if self.delay else kind
     moved = () if self.every == 1 else self._keep_moved(applied, moved, done.updates, params)
     if self.every:
-      ends = tried.since >= self.every
+      ends = tried.since >= self._period(tried)
       ends = ends & (done.flight.left == 0) if self.delay else ends
       tried = tried._replace(since=jnp.where(ends, 0, tried.since))
     after = tried._replace(inner=inner, outer=(), moved=moved, flight=done.flight)
@@ -206,7 +213,8 @@ class _LocalSteps(NamedTuple):
     if self.every is None:
       return jnp.int32(0)
     count = self.fragments.count
-    *others, last = (self.every * number // count - self.delay for number in range(1, count + 1))
+    period = self._period(state)
+    *others, last = (period * number // count - self.delay for number in range(1, count + 1))
     # Later than the last turn if js.convert has shortened H.
     due = [*(state.since == turn for turn in others), state.since >= last]
     kind = sum((number * one.astype(jnp.int32) for number, one in enumerate(due, 1)), jnp.int32(0))
@@ -214,6 +222,13 @@ class _LocalSteps(NamedTuple):
       return kind
     arrives = jnp.where(state.flight.left == 1, count + 1, 0)
     return jnp.where(state.flight.left > 0, arrives, kind)
+
+  def _period(self, state: LocalState) -> Any:
+    """H of the period of `state`, which a schedule gives for the steps before it: it does not change within."""
+    if not callable(self.every):
+      return self.every
+    steps = jnp.asarray(self.every(state.steps - state.since)).astype(jnp.float32)
+    return jnp.clip(steps, 1, 2**30).astype(jnp.int32)
 
   def _own_step(
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Any

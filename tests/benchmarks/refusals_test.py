@@ -41,6 +41,10 @@ REFUSED = {
     (["--clip=nan"], "--clip=nan: choose at least 0"),
     (["--warm_up=301"], "--warm_up=301, choose at most --steps=300"),
     (["--steps=20", "--most=10"], "--most=10, choose at least --steps=20"),
+    (
+      ["--method=local:doubles=300/onebit"],
+      "--method=local:doubles=300/onebit: its pace changes, choose",
+    ),
     (["--preset=spardl-fig6c", "--task=lm"], "--task=lm: --preset=spardl-fig6c trains resnet20"),
     (["--parts=curves", f"--report_dir={__file__}"], __file__),
     (["--task=fnn3", "--parts=curves", "--data_dir=/nowhere"], "/nowhere has no data_batch_1"),

@@ -139,6 +139,32 @@ def test_diloco_in_numpy():
   np.testing.assert_allclose(flat(update), anchor - np.mean(own, 0), atol=1e-5)
 
 
+@pytest.mark.parametrize("applied", [False, True], ids=["hidden", "applied"])
+def test_a_schedule_has_the_bits_of_constant_periods_one_after_the_other(applied):
+  """An H that grows, one that shrinks, which is 1 at least; a skipped step counts in none."""
+  outer = optax.chain(SPARDL(sim(3)), optax.sgd(1.0))
+  make = lambda every: start(
+    js.local_steps(optax.sgd(0.1, momentum=0.9), outer, every=every, apply_residual=applied), sim(3), quadratic
+  )
+  constant = {every: make(every)[0] for every in (2, 4)}  # which have the same states
+  schedule = lambda step: jnp.where(step < 4, 2.9, jnp.where(step < 11, 4.5, -1.0))
+  step, params, state = make(schedule)
+  params2, state2 = params, state
+  exchanged, periods = [], [2, 2, 4, 4]
+  for number in range(1, 15):
+    batch = normals(number, 6, N)
+    if number == 7:
+      batch[-1, -1] = np.nan
+    params, state, metrics = step(params, state, batch)
+    exchanged += [number] * (int(state.since) == 0)
+    if periods:
+      params2, state2, _ = constant[periods[0]](params2, state2, batch)
+      assert_same_bits((params, state), (params2, state2))
+      periods = periods[int(state2.since) == 0 :]
+    assert bool(metrics.skipped) == (number == 7)
+  assert exchanged == [2, 4, 9, 13, 14]
+
+
 def test_in_a_step_of_ones_own():
   """The gradient at the parameters of the worker; on a mesh with axes of the kind that is not the default."""
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("workers",), axis_types=(AxisType.Explicit,))
@@ -207,6 +233,8 @@ CHOICES = [
   ({"every": 0}, "every=0, choose a whole number from 1 up, or None"),
   ({"every": 0.5}, "every=0.5, choose a whole number from 1 up, or None"),
   ({"every": True}, "every=True, choose a whole number from 1 up, or None"),
+  ({"every": lambda step: jnp.stack([step, step])}, r"every\(0\) has the shape \(2,\), give a schedule of one number"),
+  ({"every": lambda step: step, "fragments": 2}, "fragments=2, choose a whole number from 1 to 1"),
   ({"every": 6, "fragments": 7}, "fragments=7, choose a whole number from 1 to 6"),
   ({"every": 6, "fragments": 2, "delay": 3}, "delay=3, choose a whole number from 0 to 2"),
   ({"every": None, "delay": 1}, "delay=1, choose a whole number from 0 to 0"),
