@@ -106,8 +106,10 @@ def check_not_a_number(collective, program, workers):
     assert np.isfinite(residuals_of(after, workers, N)).all()
 
 
-# Every way to find candidates; other collectives select by the same functions, other wires meet short gradients.
-@each_case([*CASES, *COMBINED], ["spardl", "spardl-selector=chunked", "spardl-selector=reuse", "topka"])
+# Every way to find candidates, and who bounds a total before it is there; other wires meet short gradients.
+@each_case(
+  [*CASES, *COMBINED], ["dcttopk", "powersgd", "spardl", "spardl-selector=chunked", "spardl-selector=reuse", "topka"]
+)
 def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
   """All in one test, since they share a compiled program."""
   workers, collective = workers_of(case), case.make(density=DENSITY)

@@ -18,6 +18,7 @@ from jaxsparse.collectives._base import Collective, replace_fields
 from jaxsparse.comm import all_reduce_cost, varying
 from jaxsparse.select import ordering
 from jaxsparse.sparse import flatten, low_rank, noise
+from jaxsparse.sparse.sums import largest_magnitude
 from jaxsparse.types import Comm, Cost, Counters, Deferred, Reduced, State, saturated, saturated_sum
 
 _Factorized = tuple[jax.Array, jax.Array]
@@ -299,7 +300,7 @@ def _turn(
   total, mine = (list(map(factorized, found, bases)) for found in (summed, own))
   new = tuple(factor.T if to_right else factor for factor in summed)
   # No entry of a basis is larger than 1, but for rounding.
-  rank, largest = len(bases[0]) if bases else 0, lambda x: jnp.abs(x).max(initial=0.0)
+  rank, largest = len(bases[0]) if bases else 0, lambda x: largest_magnitude(x) if x.size else 0.0
   bound = jnp.maximum(2 * rank * largest(flat[: flat.size - others.size]), largest(others))
   return _Turn(total, mine, others, bound, factors._replace(right=new) if to_right else factors._replace(left=new))
 

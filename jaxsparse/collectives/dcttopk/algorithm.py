@@ -12,6 +12,7 @@ from jaxsparse import _compat, sparse
 from jaxsparse.collectives._base import replace_fields
 from jaxsparse.collectives.chunktopk import ChunkTopk
 from jaxsparse.collectives.dcttopk.tiling import Tiling
+from jaxsparse.sparse.sums import largest_magnitude
 from jaxsparse.types import Comm, Deferred, Reduced, Sparse, State
 
 
@@ -63,7 +64,7 @@ class DctTopk(ChunkTopk):
     chosen = tiling.largest(grads, state.residual, length, k_chunk)
     total, sent, _, counters = self.exchange(comm, chosen, n)
     # Inf or NaN where an entry of the total may be: a coefficient has a share of less than 2 in one of an axis's terms.
-    bound = jnp.max(jnp.abs(total.values)) * (4.0 * self.chunk)
+    bound = largest_magnitude(total.values) * (4.0 * self.chunk)
 
     def finish(values: Any, _: None, finite: jax.Array, decay: float) -> tuple[jax.Array, jax.Array]:
       factor = values[1]  # of entries, not of coefficients: these have the same bits for every number of workers
