@@ -18,7 +18,7 @@ from tests.conformance_test import FLUSHED, mass, residuals_of
 
 N, DENSITY = 36_000, 0.3  # blocks of 18,000, and messages of more than 4,096 values
 
-BY_CANDIDATES = ("gaussiank", "gtopk", "oktopk", "spardl", "topka", "topkdsa")
+BY_CANDIDATES = ("gaussiank", "gtopk", "micro", "oktopk", "spardl", "topka", "topkdsa")
 """They select the k largest entries; SparDL with selector="chunked" does not."""
 
 COMBINED = [
@@ -128,7 +128,8 @@ def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
   same = plain.lower(grads["normal"], start).as_text() == text
   with subtests.test("whether it selects among candidates here"):
     assert same == (case.name not in BY_CANDIDATES or "chunked" in str(case))
-  # Noise of int8 belongs to the slots of a message, whose order is another one where there are candidates.
-  for name, x in {} if same or "int8" in str(case) else grads.items():
+  # Noise of int8 belongs to the slots of a message, whose order is another one where there are candidates. And where a
+  # worker of MiCRO has too few entries, others deliver theirs at whichever zeros it selects.
+  for name, x in {} if same or "int8" in str(case) or case.name == "micro" else grads.items():
     with subtests.test("the bits of the plain path", input=name):
       jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), found[name], two_steps(plain, collective, x))
