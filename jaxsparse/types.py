@@ -234,6 +234,13 @@ class Reduced(NamedTuple):
   state: State
   counters: Counters
 
+  def computed(self) -> Self:
+    """The same with f32[n] in place of a `Deferred` total, which is a function and no array."""
+    if not isinstance(self.total, Deferred):
+      return self
+    total, residual = self.total.finish(self.total.values, None, jnp.bool_(True), 1.0)
+    return self._replace(total=total, state=self.state._replace(residual=residual))
+
 
 class Cost(NamedTuple):
   """The messages and words that one worker sends for one update: the α and β terms of the α-β model.

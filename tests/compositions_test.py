@@ -198,6 +198,7 @@ QUICK = {("spardl", composition, "float32") for composition in COMPOSITIONS} | {
   ("a2sgd", "plain", "float32"),
   ("chunktopk", "plain", "bfloat16"),
   ("dcttopk", "corrected", "float32"),
+  ("dcttopk", "warmed up", "float32"),
   ("dense", "diloco", "float16"),
   ("micro", "corrected", "bfloat16"),
   ("micro", "local 4 applied", "float16"),

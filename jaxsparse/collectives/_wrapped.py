@@ -1,7 +1,6 @@
 """Collectives around another one: momentum before the exchange (Deep Gradient Compression, §3), and rising sparsity."""
 
 import dataclasses
-import functools
 import operator
 from typing import Any, NamedTuple, Self
 
@@ -139,7 +138,7 @@ class WarmedUp(Wrapped):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     step, shared = state.shared
     inner = state._replace(shared=shared)
-    reduced = [functools.partial(one.reduce, comm, grads, inner) for one in self.rungs()]
+    reduced = [lambda one=one: one.reduce(comm, grads, inner).computed() for one in self.rungs()]
     count = lambda *rungs: max(one.indices.size if _is_sparse(one) else 0 for one in rungs)
     slots = jax.tree.map(count, *map(jax.eval_shape, reduced), is_leaf=_is_sparse)
     branches = [lambda one=one: _with_slots(one(), grads.size, slots) for one in reduced]

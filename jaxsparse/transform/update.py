@@ -251,11 +251,12 @@ def reduce_groups(
   for group, flat, before in zip(groups, grads, states, strict=True):
     earlier = [delivered[number].finite for number in group.waits_for]
     reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, flat, before)
-    total, error, own = reduced.total, None, [dtypes[leaf] for leaf in group.leaves]
+    error, own = None, [dtypes[leaf] for leaf in group.leaves]
     rounding = flatten.rounding([leaves[leaf].size for leaf in group.leaves], own)
-    if isinstance(total, Deferred) and rounding and not (total.are_magnitudes and len(set(own)) == 1):
-      total, residual = total.finish(total.values, None, jnp.bool_(True), 1.0)
-      reduced = reduced._replace(total=total, state=reduced.state._replace(residual=residual))
+    are_magnitudes = isinstance(reduced.total, Deferred) and reduced.total.are_magnitudes and len(set(own)) == 1
+    if rounding and not are_magnitudes:
+      reduced = reduced.computed()
+    total = reduced.total
     values = total.values if isinstance(total, Sparse | Deferred) else total
     indices = total.indices if isinstance(total, Sparse) else None
     mean = jax.tree.map(lambda x: x / divisor, values)
