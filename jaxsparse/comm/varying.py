@@ -73,9 +73,14 @@ def _alike(branches: Sequence[Callable], operands: Sequence[Any]) -> Sequence[Ca
 def _with_axes_of(step: Callable, start: Any) -> Any:
   """`start`, typed as varying over the axes of `step(start)`, after any number of steps."""
   if not checked_axes():
-    return start
+    return jax.tree.map(_without_axes, start)
   while True:
     after = jax.tree.map(lambda x, result: as_varying(x, axes_of_type(result)), start, jax.eval_shape(step, start))
     if jax.tree.map(axes_of_type, after) == jax.tree.map(axes_of_type, start):
       return start
     start = after
+
+
+def _without_axes(x: Any) -> Any:
+  """`x`, whose type has no axes: one from a checked shard_map around an unchecked one keeps them until an operation."""
+  return jnp.squeeze(jnp.expand_dims(x, 0), 0) if axes_of_type(x) else x

@@ -129,7 +129,7 @@ def kept(flat, leaves, inside, device):
   return flat[flat_pieces(ones, leaves, inside, 1)[device, 0] > 0]
 
 
-@each_case(CASES, ["a2sgd", "powersgd-rank=1", "spardl-teams=2"])
+@each_case(CASES, ["a2sgd", "dcttopk", "powersgd-rank=1", "spardl-teams=2"])
 def test_every_device_has_the_bits_of_the_simulator(case):
   sizes = {"hosts": case.workers([4, 6, 5, 8])[0], "x": 2}
   check_against_the_simulator(case.name, sizes, LEAVES, **case.config(density=0.2))

@@ -105,7 +105,8 @@ class Tiling(NamedTuple):
         found.append(jax.tree.map(lambda x: x.reshape(-1, k), by_piece))
       firsts = [pieces * per_piece, *[0] * (len(groups) - 1)]
       counts = zip(groups, firsts, strict=True)
-      rest = [coefficients(group, jnp.arange(first, group.tiles)) for group, first in counts if first < group.tiles]
+      tiles = [(group, jnp.arange(first, group.tiles, dtype=jnp.int32)) for group, first in counts]
+      rest = [coefficients(group, numbers) for group, numbers in tiles if numbers.size]
       if rest:
         found.append(top_k_of_chunks(LazySum((jnp.concatenate(rest),)), length, k))
       return sparse.concatenate(found)
@@ -121,7 +122,9 @@ class Tiling(NamedTuple):
       def put(number: jax.Array, x: jax.Array, group: _Group = group, tiles: int = tiles) -> jax.Array:
         numbers = number * tiles + jnp.arange(tiles, dtype=jnp.int32)
         slots, size = coefficients.indices - (group.start + number * (tiles * group.area)), tiles * group.area
-        dense = sparse.put(jnp.zeros(size), jnp.where((slots >= 0) & (slots < size), slots, size), coefficients.values)
+        dense = sparse.put(
+          jnp.zeros(size, jnp.float32), jnp.where((slots >= 0) & (slots < size), slots, size), coefficients.values
+        )
         left, right = group.cosines
         at = self._positions(group, numbers)
         entries = _transform_at_once(dense.reshape(-1, group.height, group.width), left.T, right.T)
