@@ -74,6 +74,7 @@ COMPOSITIONS: dict[str, Callable[[Transform], Transform]] = {
   "local 1": lambda transform: local(transform, every=1),
   "local 4": lambda transform: local(transform, every=4),
   "local 4 applied": lambda transform: local(transform, every=4, apply_residual=True),
+  "local grown": lambda transform: local(transform, every=lambda step: 1 + step, apply_residual=True),
   "local wide": lambda transform: local(transform, widened, every=1, apply_residual=True),
   "local inner": lambda transform: js.local_steps(
     optax.chain(transform, optax.sgd(1.0, momentum=0.9)),
@@ -100,6 +101,7 @@ LINEAR = {
   "local 1",
   "local 4",
   "local 4 applied",
+  "local grown",
   "local wide",
   "fragments",
 }
