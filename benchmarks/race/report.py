@@ -33,6 +33,7 @@ NAMES = {  # of methods in tables and figures
   "local:apply_residual=True:every=2/onebit": "signs, every 2 steps",
   "local:every=8:apply_residual=True/onebit": "signs, every 8 steps",
   "local:every=16:apply_residual=True/onebit": "signs, every 16 steps",
+  "local:every=16:apply_residual=True/nbit:bits=2": "2 bits, every 16 steps",
   "local:every=4:doubles=300:apply_residual=True/onebit": "signs, every 4 … 32 steps",
   "local:every=8:doubles=300:apply_residual=True/onebit": "signs, every 8 … 64 steps",
   "updates:apply_residual=True:averaged=16/onebit": "signs, every step; momentum, every 16",
