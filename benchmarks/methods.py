@@ -47,7 +47,7 @@ def local(
   averaged: int = 0,
   doubles: int = 0,
 ) -> _Transform:
-  """Likewise, in every H-th step; `averaged`: K of average_momentum, `doubles`: steps until H doubles; 0 for none."""
+  """Likewise, once in `every` steps, doubled each `doubles`; Nesterov `momentum`; average_momentum each `averaged`."""
   if averaged:
     optimizer = js.average_momentum(optimizer, exchange.comm, every=averaged)
   period = (lambda step: every * 2 ** (step // doubles)) if doubles else every

@@ -235,7 +235,7 @@ class Reduced(NamedTuple):
   counters: Counters
 
   def computed(self) -> Self:
-    """The same with f32[n] in place of a `Deferred` total, which is a function and no array."""
+    """The same, with a `Deferred` total computed: f32[n], and the next residual, not yet decayed."""
     if not isinstance(self.total, Deferred):
       return self
     total, residual = self.total.finish(self.total.values, None, jnp.bool_(True), 1.0)

@@ -94,7 +94,7 @@ class ChunkTopk(SparseCollective):
     total = sparse.merge(by_worker, n)
     if self.combine == "contributors":
       counts = sparse.merge(by_worker._replace(values=jnp.ones_like(by_worker.values)), n).values
-      # Not P · (sum / count): a compiler may join P with the division by P that follows, in some programs.
+      # Not P · (sum / count): XLA may merge the factor P with the later division by P, in some programs only.
       total = total._replace(values=total.values * (comm.size / jnp.maximum(counts, 1.0)))
     words = self.cost(n, comm.size).words
     counters = Counters(words, words, selected=rows * k_chunk, delivered=jnp.count_nonzero(total.values))

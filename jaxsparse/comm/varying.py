@@ -82,5 +82,9 @@ def _with_axes_of(step: Callable, start: Any) -> Any:
 
 
 def _without_axes(x: Any) -> Any:
-  """`x`, whose type has no axes: one from a checked shard_map around an unchecked one keeps them until an operation."""
+  """`x` with a type that has no axes.
+
+  In an unchecked shard_map inside a checked one, an argument keeps the axes of its type until the first operation. A
+  loop that began with it would return another type.
+  """
   return jnp.squeeze(jnp.expand_dims(x, 0), 0) if axes_of_type(x) else x

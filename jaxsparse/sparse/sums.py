@@ -44,7 +44,7 @@ def row_sums(x: jax.Array) -> jax.Array:
 
 
 def largest_magnitude(x: jax.Array) -> jax.Array:
-  """The largest magnitude of f32[n], f32[]; NaN if there is one, which XLA's maximum of thousands drops on CPU.
+  """The largest magnitude of f32[n], f32[]; NaN if one entry is, unlike `jnp.max` of a thousand entries on CPU.
 
   Example:
     >>> largest_magnitude(jnp.array([1.0, -3.0]))

@@ -95,8 +95,9 @@ def local_steps(
     every: H, the number of steps from one exchange to the next; None exchanges only when `step.synchronize(params,
       state)` is called, which `tx.update(grads, state, params, synchronize=True)` does without a local step. An update
       in flight is applied then, and all workers go on from the anchor, with `apply_residual` less their residuals.
-      A schedule gives H for the steps before this period, rounded down, at least 1. Where the rate decays an H that
-      grows learns more for the same words: `lambda step: 4 * 2 ** (step // 300)`.
+      Or a schedule: at the beginning of each period it is called with the number of steps so far, and returns the H of
+      the period, which is rounded down and at least 1. While the learning rate decays, an H that grows reaches a lower
+      loss with as many exchanges than a constant one: `lambda step: 4 * 2 ** (step // 300)`.
     fragments: F, 1 … H, and 1 with a schedule. Leaves stay whole: the largest first, each goes to the fragment with the
       fewest entries so far.
     delay: τ, less than H/F, and 0 with a schedule: the steps between an exchange and its use. A step that is compiled
@@ -124,11 +125,10 @@ def local_steps(
     >>> float(jnp.abs(params - 1).max()) < 0.1
     True
   """
-  if callable(every):
-    if (found := jax.eval_shape(every, jnp.int32(0))).shape != ():
-      raise ValueError(f"local_steps: every(0) has the shape {found.shape}, give a schedule of one number")
-  else:
+  if not callable(every):
     check_whole("local_steps", 1, optional=True, every=every)
+  elif (found := jax.eval_shape(every, jnp.int32(0))).shape != ():
+    raise ValueError(f"local_steps: every(0) has the shape {found.shape}, give a schedule of one number")
   steps = 1 if callable(every) else every or 1
   check_whole("local_steps", 1, steps, fragments=fragments)
   check_whole("local_steps", 0, steps // fragments - 1, delay=delay)
@@ -197,23 +197,23 @@ class _LocalSteps(NamedTuple):
     kinds = [self._agree, *exchanges, *([self._apply_flight] if self.delay else [])]
     # The branches return neither what was moved nor the inner state: XLA copies the results of a conditional.
     branches = [lambda tried, kind=kind: kind(tried, params, finite, extra) for kind in kinds]
-    kind = jnp.int32(1) if self.every == 1 else self._choose_kind(tried)
+    period = self._period(state)
+    kind = jnp.int32(1) if self.every == 1 else self._choose_kind(tried, period)
     done = branches[1](tried) if self.every == 1 else varying.switch(kind, branches, tried)
     applied = jnp.where(kind > self.fragments.count, tried.flight.fragment + 1, 0) if self.delay else kind
     moved = () if self.every == 1 else self._keep_moved(applied, moved, done.updates, params)
     if self.every:
-      ends = tried.since >= self._period(tried)
+      ends = tried.since >= period
       ends = ends & (done.flight.left == 0) if self.delay else ends
       tried = tried._replace(since=jnp.where(ends, 0, tried.since))
     after = tried._replace(inner=inner, outer=(), moved=moved, flight=done.flight)
     return done.updates, select_state(done.skipped, state._replace(outer=()), after)._replace(outer=done.outer)
 
-  def _choose_kind(self, state: LocalState) -> jax.Array:
+  def _choose_kind(self, state: LocalState, period: Any) -> jax.Array:
     """The kind of this step: 0 no exchange, 1 … F that of a fragment, F + 1 the update in flight is applied."""
-    if self.every is None:
+    if period is None:
       return jnp.int32(0)
     count = self.fragments.count
-    period = self._period(state)
     *others, last = (period * number // count - self.delay for number in range(1, count + 1))
     # Later than the last turn if js.convert has shortened H.
     due = [*(state.since == turn for turn in others), state.since >= last]
@@ -224,7 +224,7 @@ class _LocalSteps(NamedTuple):
     return jnp.where(state.flight.left > 0, arrives, kind)
 
   def _period(self, state: LocalState) -> Any:
-    """H of the period of `state`, which a schedule gives for the steps before it: it does not change within."""
+    """H of the current period; that of a schedule depends on the step where the period begins, so it is constant."""
     if not callable(self.every):
       return self.every
     steps = jnp.asarray(self.every(state.steps - state.since)).astype(jnp.float32)

@@ -122,9 +122,8 @@ class Tiling(NamedTuple):
       def put(number: jax.Array, x: jax.Array, group: _Group = group, tiles: int = tiles) -> jax.Array:
         numbers = number * tiles + jnp.arange(tiles, dtype=jnp.int32)
         slots, size = coefficients.indices - (group.start + number * (tiles * group.area)), tiles * group.area
-        dense = sparse.put(
-          jnp.zeros(size, jnp.float32), jnp.where((slots >= 0) & (slots < size), slots, size), coefficients.values
-        )
+        slots = jnp.where((slots >= 0) & (slots < size), slots, size)
+        dense = sparse.put(jnp.zeros(size, jnp.float32), slots, coefficients.values)
         left, right = group.cosines
         at = self._positions(group, numbers)
         entries = _transform_at_once(dense.reshape(-1, group.height, group.width), left.T, right.T)

@@ -187,15 +187,15 @@ class Blocks:
 
     def finish(start: jax.Array | int, count: int, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
       cut = lambda x: _cut(x, start, count)
-      ends = isinstance(start, int)  # with the last block, which may have fewer entries: all are flat
-      shape = lambda x: x.reshape(-1)[: self.n - start * self.block] if ends else x
-      at_once = ends and count == self.count
+      has_last = isinstance(start, int)  # the last block may have fewer entries, so entries are flat
+      shape = lambda x: x.reshape(-1)[: self.n - start * self.block] if has_last else x
+      at_once = has_last and count == self.count
       if at_once:
         residual, grads = buffers
         region = sums[self.margin : -self.margin].reshape(1, self.region, _ROWS, -1)
         region = jnp.broadcast_to(region, (count // self.region, *region.shape[1:]))
       else:
-        if ends:  # a gather is stored, so that its buffer can be written in place
+        if has_last:  # a gather is stored, so that its buffer can be written in place
           rest = jnp.arange(start * self.block, self.n, dtype=jnp.int32)
           residual, grads = (x[rest] for x in buffers)
         else:
