@@ -33,6 +33,7 @@ The four lines that a training program needs:
 """
 
 from jaxsparse import costs, overlap, partial, select
+from jaxsparse._compat import traced_for
 from jaxsparse.collectives import (
   Collective,
   SparseCollective,
@@ -105,5 +106,6 @@ __all__ += ["atomic", "bucketed_transform", "make_transform", "momentum_correcte
 __all__ += ["average_momentum", "demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]
 __all__ += ["sparseloco", "streaming_diloco"]
 __all__ += ["abstract_state", "convert", "flush", "init", "make_train_step", "resize", "simulate", "stacked"]
+__all__ += ["traced_for"]
 __all__ += [f"{name}_transform" for name in collective_names()]
 __all__.sort()

@@ -1,5 +1,6 @@
 """Differences between the supported versions of JAX, and properties of meshes and tracers that JAX knows."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -60,10 +61,53 @@ def source_of(equation: core.JaxprEqn) -> str:
   return source_info_util.summarize(equation.source_info)
 
 
+_PLATFORM = jax.make_user_context()
+_GPUS = ("gpu", "cuda", "rocm")
+_PLATFORMS = ("cpu", *_GPUS, "tpu", "any")
+
+
+def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
+  """Context in which programs are traced for a platform, wherever they are traced.
+
+  jaxsparse does some computations in another way on GPUs and TPUs, with the same bits. Without this context it traces
+  the way of the mesh's devices, or of JAX's default device where there is no mesh. A program of one way runs on other
+  platforms, too, but slower.
+
+  Args:
+    platform: "cpu", "gpu", "cuda", "rocm" or "tpu"; or "any" for a program with the ways of all platforms, which takes
+      twice as long to trace: `jax.export` for several platforms.
+
+  Raises:
+    ValueError: if the platform is none of these.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> total_of = lambda grads: js.simulate("spardl", grads, density=0.1).total
+    >>> with js.traced_for("any"):
+    ...   exported = jax.export.export(jax.jit(total_of), platforms=["cpu", "cuda"])(jnp.ones((3, 50)))
+    >>> exported.platforms
+    ('cpu', 'cuda')
+  """
+  if platform not in _PLATFORMS:
+    raise ValueError(f"platform={platform!r}, choose one of {', '.join(map(repr, _PLATFORMS))}")
+  return _PLATFORM(platform)
+
+
 def by_platform(*args: Any, default: Callable[..., Any], gpu: Callable[..., Any] | None = None, **others: Any) -> Any:
   """`gpu(*args)`, `tpu(*args)` or `cpu(*args)` in a program for such devices, else `default(*args)`: the same bits."""
-  gpus = {"cuda": gpu, "rocm": gpu} if gpu else {}
-  return jax.lax.platform_dependent(*args, default=default, **gpus, **others)
+  branches = others | (dict.fromkeys(_GPUS, gpu) if gpu else {})
+  platform = _PLATFORM.value or _platform_here()
+  if platform == "any":
+    branches.pop("gpu", None)
+    return jax.lax.platform_dependent(*args, default=default, **branches)
+  return branches.get(platform, default)(*args)
+
+
+def _platform_here() -> str:
+  """The platform of the mesh that is traced for, or of the default device."""
+  mesh_device = jax.sharding.get_abstract_mesh().abstract_device
+  device = mesh_device or jax.config.jax_default_device or jax.default_backend()
+  return device if isinstance(device, str) else device.platform
 
 
 def shard_map(

@@ -88,13 +88,13 @@ def test_zero_counts_as_positive_and_one_bit_is_sent_of_an_entry():
 
 
 @pytest.mark.parametrize(("bits", "workers", "n"), [(1, 2, 16 * 4096 + 5), (1, 3, 100), (4, 2, 16 * 4096 + 5)])
-def test_all_blocks_at_once_as_on_a_gpu_give_the_bits_of_a_few_at_a_time(bits, workers, n, monkeypatch):
+def test_all_blocks_at_once_as_on_a_gpu_give_the_bits_of_a_few_at_a_time(bits, workers, n):
   collective, grads = js.make_collective("nbit", bits=bits, decay=0.5), jnp.asarray(normals(0, workers, n))
   grads = grads.at[0, : n // 3].multiply(2.0**90).at[1, n // 2 :].multiply(2.0**-90)
   start = simulation.initial(collective, workers, n)
   expected = simulation.reduce_all(collective, grads, start)
-  monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, **_: cuda(*args))
-  assert_same_bits(jax.jit(simulation.reduce_all.__wrapped__, static_argnums=0)(collective, grads, start), expected)
+  with js.traced_for("cuda"):
+    assert_same_bits(simulation.reduce_all(collective, grads, start), expected)
 
 
 @pytest.mark.parametrize("exponent", [-120, -60, 60, 120])

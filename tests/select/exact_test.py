@@ -17,8 +17,9 @@ import jaxsparse as js
 from jaxsparse.select import blocks, exact, top_k
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.sparse import bitset
+from jaxsparse.train import simulation
 from jaxsparse.types import Sparse
-from tests.cases import bits, row
+from tests.cases import assert_same_bits, bits, row
 from tests.reference import largest
 from tests.select.gradients import GRADIENTS, simple
 from tests.sparse.entries_test import rows_of_entries
@@ -49,24 +50,20 @@ def test_equals_a_sort_by_magnitude(method, n, k, data):
     np.testing.assert_array_equal(values, entries[indices])
 
 
-def as_on(platform):
-  return lambda *args, default, **others: others.get(platform, default)(*args)
+ON_ACCELERATORS = [("bracket", False, "cuda"), ("bracket", False, "tpu")]
 
 
-ON_ACCELERATORS = [("as on cuda", False), ("as on tpu", False)]
-
-
-@pytest.mark.parametrize(("method", "lazy"), [*itertools.product(METHODS, (False, True)), *ON_ACCELERATORS])
-def test_methods_agree_on_long_rows(method, lazy, monkeypatch):
+@pytest.mark.parametrize(
+  ("method", "lazy", "platform"), [*itertools.product(METHODS, (False, True), ["cpu"]), *ON_ACCELERATORS]
+)
+def test_methods_agree_on_long_rows(method, lazy, platform):
   """A lazy sum is selected from as its sum. GPUs sort few keys."""
-  if method not in METHODS:
-    monkeypatch.setattr(jax.lax, "platform_dependent", as_on(method.split()[-1]))
-    method = "bracket"
   select = jax.jit(lambda *parts: top_k(LazySum(parts) if lazy else parts[0], 700, method=method))
   added = jax.jit(jnp.add)
   for (name, x), y in zip(GRADIENTS.items(), [*GRADIENTS.values()][::-1], strict=True):
     whole = np.asarray(added(x, y)) if lazy else x
-    chosen = select(x, y)
+    with js.traced_for(platform):
+      chosen = select(x, y)
     np.testing.assert_array_equal(chosen.indices, simple(whole, 700), err_msg=name)
     np.testing.assert_array_equal(bits(chosen.values), bits(whole[np.asarray(chosen.indices)]), err_msg=name)
 
@@ -92,25 +89,21 @@ def test_rounds_give_the_same_bits_as_on_accelerators(workers, selector, monkeyp
   monkeypatch.setattr(exact, "SHORT", 0)
   inputs = {name: draw(np.random.default_rng(0), (workers, 8_000)).astype(np.float32) for name, draw in ROUNDS.items()}
 
-  def run():
-    outs = {name: js.simulate("spardl", x, k=160, selector=selector, wire="int8") for name, x in inputs.items()}
-    return {name: (bits(out.total), bits(out.residuals)) for name, out in outs.items()}
-
-  on_cpu = run()
+  collective = js.make_collective("spardl", k=160, selector=selector, wire="int8")
+  start = simulation.initial(collective, workers, 8_000)
+  found = {}
   jax.clear_caches()
-  for platform in ("cuda", "tpu"):
-    chosen = mock.Mock(side_effect=as_on(platform))
-    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
-    found = run()
-    assert chosen.called
-    jax.clear_caches()
-    for name, arrays in on_cpu.items():
-      for one, other in zip(arrays, found[name], strict=True):
-        np.testing.assert_array_equal(one, other, err_msg=f"{platform}, {name}")
+  for platform in ("cpu", "cuda", "tpu"):
+    with js.traced_for(platform):
+      found[platform] = {name: simulation.reduce_all(collective, x, start) for name, x in inputs.items()}
+  jax.clear_caches()
+  assert_same_bits(found["cuda"], found["cpu"])
+  assert_same_bits(found["tpu"], found["cpu"])
 
 
 def lowered(platform, function, *args):
-  return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+  with js.traced_for(platform):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():

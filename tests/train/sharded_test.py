@@ -452,7 +452,8 @@ def test_it_lowers_for_gpus(kind):
   step, params, state = sparse_model(kind)
   arguments = params, state, batch_of(0), Given(None, None, {})
   program, specs = step._program(*arguments)
-  text = program.trace(*step._engine.place(arguments, specs)).lower(lowering_platforms=("cuda",)).as_text()
+  with js.traced_for("cuda"):
+    text = program.trace(*step._engine.place(arguments, specs)).lower(lowering_platforms=("cuda",)).as_text()
   assert 'manual_axes={"hosts"}' in text
   assert 'manual_axes={"x"}' in text
   assert text.count("stablehlo.collective_permute") == js.costs.count("spardl", n=200, workers=4, density=0.2).messages
