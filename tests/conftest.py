@@ -10,6 +10,14 @@ import pytest
 
 import tests.children.sitecustomize  # noqa: F401
 from tests import quick_compilation
+from tests.whole_run import (  # noqa: F401
+  pytest_addoption,
+  pytest_collection_modifyitems,
+  pytest_configure,
+  pytest_sessionfinish,
+  pytest_terminal_summary,
+  pytest_unconfigure,
+)
 
 # XLA reads the variable when JAX makes its devices; child processes read both when they start.
 os.environ |= quick_compilation.ENVIRONMENT

@@ -1,11 +1,11 @@
 """`js.simulate`: one reduction of any number of workers on one device, bitwise the same as on a mesh."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import SimComm
@@ -69,7 +69,7 @@ def simulate(
     >>> js.simulate("spardl", jnp.zeros((2, 4)), state=out.state, k=2).total
     Array([0., 1., 2., 0.], dtype=float32)
   """
-  rows, restore = _rows_of("grads", grads)
+  rows = _rows_of("grads", grads)
   collective = make_collective(name, **config).for_leaves(tuple(jnp.shape(x)[1:] for x in jax.tree.leaves(grads)))
   if state is None:
     state = initial(collective, *rows.shape)
@@ -77,16 +77,28 @@ def simulate(
       given, expected = (str(jax.tree.structure(tree)) for tree in (residuals, grads))
       if given != expected:
         raise ValueError(f"simulate: residuals have the structure {given}, give that of the gradients, {expected}")
-      state = _with_residuals(state, _rows_of("residuals", residuals)[0], collective)
+      state = _with_residuals(state, _rows_of("residuals", residuals), collective)
   elif residuals is not None:
     raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")
   totals, state = reduce_all(collective, rows, state)
+  return Simulated(*_results(grads, totals, state), state)
+
+
+@jax.jit
+def _results(grads: Any, totals: jax.Array, state: ReduceState) -> tuple[Any, Any, Metrics]:
+  """The total and the residuals in the shapes of `grads`, and the metrics."""
+  _, restore = flatten.flatten(jax.tree.map(lambda leaf: leaf[0].astype(jnp.float32), grads))
   residuals = jnp.zeros_like(totals) if state.carried.residual is None else state.carried.residual
-  return Simulated(restore(totals[0]), jax.vmap(restore)(residuals), summary([state]), state)
+  return restore(totals[0]), jax.vmap(restore)(residuals), summary([state])
 
 
-def _rows_of(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-  """The f32[P, n] of a pytree with a leading axis of P workers, and the function from f32[n] to one worker's pytree."""
+@jax.jit
+def _flat_rows(tree: Any) -> jax.Array:
+  return jax.vmap(lambda one: flatten.flatten(one)[0])(tree)
+
+
+def _rows_of(what: str, tree: Any) -> jax.Array:
+  """The f32[P, n] of a pytree with a leading axis of P workers."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   workers = next((jnp.shape(leaf)[0] for _, leaf in leaves if jnp.ndim(leaf)), 0)
   for path, leaf in leaves:
@@ -97,13 +109,11 @@ def _rows_of(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any
       raise ValueError(f"simulate: {name} has shape {shape}, give it a leading axis of the same {workers} workers")
     if not jnp.issubdtype(dtype, jnp.floating):
       raise TypeError(f"simulate: {name} has dtype {dtype.name}, give a floating-point one")
-  tree = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.float32), tree)
-  one = jax.tree.map(lambda leaf: leaf[0], tree)
-  flatten.check_leaves(one)
-  _, restore = flatten.flatten(one)
-  return jax.vmap(lambda one: flatten.flatten(one)[0])(tree), restore
+  flatten.check_leaves(jax.tree.map(lambda leaf: np.empty(jnp.shape(leaf)[1:], np.float32), tree))
+  return _flat_rows(tree)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def initial(collective: Collective, workers: int, n: int) -> ReduceState:
   """The states of all workers before the first step, along a leading axis."""
   one = init_state(collective, n, workers)

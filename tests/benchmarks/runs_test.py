@@ -61,6 +61,7 @@ def test_the_evidence_of_the_library_is_that_of_the_results():
     assert (evidence.COSTS / name).read_text() == text
 
 
+@pytest.mark.long
 def test_selection_checks_and_times_every_program():
   flags = "--n=40000", "--inputs=normal,gradients,equal", "--repetitions=1", "--update=2"
   # Memory is of programs as users have them.
@@ -73,7 +74,7 @@ def test_selection_checks_and_times_every_program():
 
 
 def test_scale_predicts_as_js_costs_and_makes_programs():
-  result = result_of("scale", "--workers=8,4", "--n=100000", "--repeats=1")
+  result = result_of("scale", "--workers=8,4", "--n=100000", "--repeats=1", "--schedule_of=dense")
   rows = {(row["network"], row["workers"], row["algorithm"]): row for row in result["predicted"]}
   labels = [*specs.of_vectors(), "spardl:teams=best"]
   assert set(rows) == {(net, p, label) for net in result["networks"] for p in (4, 8) for label in labels}

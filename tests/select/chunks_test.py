@@ -39,7 +39,7 @@ def hard_vectors():
 
 
 @pytest.mark.parametrize("k", quick_of([1, 7, 41], quick=[7]))
-@pytest.mark.parametrize("n", [ROWS * LENGTH, ROWS * LENGTH - 1000, ROWS * LENGTH - 5])
+@pytest.mark.parametrize("n", quick_of([ROWS * LENGTH, ROWS * LENGTH - 1000, ROWS * LENGTH - 5], [ROWS * LENGTH - 5]))
 def test_every_method_finds_what_a_stable_sort_finds(n, k):
   for case, parts in hard_vectors().items():
     parts = parts[:, :n]
@@ -64,4 +64,5 @@ def test_chunks_that_are_short_or_sent_nearly_whole(length, k):
   x = np.round(4 * normals(2, 700))
   flat = np.pad(np.abs(x), (0, -700 % length)).reshape(-1, length)
   expected = np.sort(np.argsort(-flat, axis=1, kind="stable")[:, :k], axis=1)
-  np.testing.assert_array_equal(chunks.top_k_of_chunks(LazySum((jnp.asarray(x),)), length, k).indices, expected)
+  select = jax.jit(lambda x: chunks.top_k_of_chunks(LazySum((x,)), length, k).indices)
+  np.testing.assert_array_equal(select(x), expected)

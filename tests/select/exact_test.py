@@ -82,7 +82,7 @@ ROUNDS = {
 
 @pytest.mark.parametrize(
   ("workers", "selector"),
-  [row(workers, name, quick=(workers, name) == (3, "exact")) for workers in (1, 3, 8) for name in ("exact", "reuse")],
+  [row(workers, name, quick=(workers, name) == (2, "exact")) for workers in (1, 2, 3, 8) for name in ("exact", "reuse")],
 )
 def test_rounds_give_the_same_bits_as_on_accelerators(workers, selector, monkeypatch):
   """Totals and residuals of SparDL, of values that random rounding draws by slot, so that the order counts, too."""
@@ -126,7 +126,7 @@ def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
 def test_rows_without_enough_candidates_do_not_spoil_others(batched):
   rows = np.stack([GRADIENTS["normal"], GRADIENTS["equal"], GRADIENTS["heavy tail"], GRADIENTS["few values"]])
   select = functools.partial(top_k, k=500, method="bracket")
-  chosen = jax.jit(jax.vmap(select))(rows) if batched else select(rows)
+  chosen = jax.jit(jax.vmap(select) if batched else select)(rows)
   np.testing.assert_array_equal(chosen.indices, [simple(row, 500) for row in rows])
 
 
@@ -134,10 +134,13 @@ def test_rows_of_few_entries_are_filled_with_their_first_zeros():
   """All non-zero entries are candidates then, so no row is searched as a whole."""
   rows, k = np.stack([GRADIENTS[name] for name in ("mostly zeros", "normal", "zeros")]), 500
   rows[0, 3] = -0.0
-  blocks = Blocks(LazySum((jnp.array(rows.reshape(-1)),)), jnp.arange(3), rows.shape[1], k)
-  read = lambda indices: blocks.x.read_at(blocks.flat_indices(indices))
-  chosen = exact.search_among(exact.find_candidates(blocks), read, blocks, lambda: jnp.full((3, k), -1))
-  np.testing.assert_array_equal(chosen, [simple(row, k) for row in rows])
+
+  def search(x):
+    blocks = Blocks(LazySum((x,)), jnp.arange(3), rows.shape[1], k)
+    read = lambda indices: blocks.x.read_at(blocks.flat_indices(indices))
+    return exact.search_among(exact.find_candidates(blocks), read, blocks, lambda: jnp.full((3, k), -1))
+
+  np.testing.assert_array_equal(jax.jit(search)(rows.reshape(-1)), [simple(row, k) for row in rows])
 
 
 def test_no_rows_and_bad_arguments():

@@ -24,7 +24,7 @@ def rows_of_entries(draw, rows, slots, end):
   filled &= np.argsort(random.random((rows, slots)), axis=1) < most
   indices = end + random.integers(0, 300, (rows, slots))
   for row, here in zip(indices, filled, strict=True):
-    row[here] = random.permutation(end)[: here.sum()]
+    row[here] = random.choice(end, here.sum(), replace=False)
   values = np.where(filled, random.choice(VALUES, (rows, slots)), 0)
   return indices.astype(np.int32), values.astype(np.float32)
 

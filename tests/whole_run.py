@@ -1,0 +1,105 @@
+"""Hooks of pytest for a run of all tests: a part of them, its CPU time, and what it leaves behind.
+
+conftest.py imports them. A run leaves nothing behind: a process that is still there at its end, or a file in shared
+memory, is named and removed, and the run has failed.
+"""
+
+import multiprocessing.forkserver
+import os
+import pathlib
+import re
+import resource
+import signal
+import time
+
+import pytest
+
+_SHARED = pathlib.Path("/dev/shm")
+_MARK = "TESTS_OF_PROCESS"  # an environment variable of all processes that the tests start
+
+
+def pytest_addoption(parser):
+  parser.addoption("--part", metavar="I/N", help="the I-th of N parts of the tests, of about the same length")
+
+
+def pytest_configure(config):
+  if part := config.getoption("part"):
+    parse_part(part)
+  if not _is_worker(config):
+    os.environ[_MARK] = str(os.getpid())
+    config.shared_before = _shared_memory()
+
+
+def parse_part(text):
+  """(the number of a part, from 0 on, the number of parts) of I/N."""
+  number, parts = map(int, text.split("/")) if re.fullmatch(r"\d+/\d+", text) else (0, 0)
+  if not 1 <= number <= parts:
+    raise pytest.UsageError(f"--part={text}, choose one of 1/N … N/N")
+  return number - 1, parts
+
+
+def pytest_collection_modifyitems(config, items):
+  """Every N-th test: tests that take long stand next to each other."""
+  if part := config.getoption("part"):
+    number, parts = parse_part(part)
+    chosen = items[number::parts]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+  multiprocessing.forkserver._forkserver._stop()  # waits for it, so that its CPU time counts
+  if _is_worker(session.config):
+    return
+  left = _processes_left() + sorted(_shared_memory() - session.config.shared_before)
+  session.config.left_behind = left
+  if left and not session.exitstatus:
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+  for what in getattr(config, "left_behind", ()):
+    terminalreporter.write_line(f"left behind: {what}", red=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+  if not _is_worker(config) and not config.option.collectonly:
+    own, children = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    user, system = (getattr(own, name) + getattr(children, name) for name in ("ru_utime", "ru_stime"))
+    print(f"CPU time: user {user:.0f} s + system {system:.0f} s = {(user + system) / 60:.1f} minutes")
+
+
+def _is_worker(config):
+  """Whether this is one of the processes that pytest-xdist runs tests in."""
+  return hasattr(config, "workerinput")
+
+
+def _shared_memory():
+  """The files in shared memory."""
+  return {str(path) for path in _SHARED.glob("*")} if _SHARED.exists() else set()
+
+
+def _processes_left():
+  """Ends the processes that the tests started and that are still there after some seconds, and names them."""
+  left = _processes()
+  end = time.monotonic() + 10
+  while left and time.monotonic() < end:
+    time.sleep(0.2)
+    left = _processes()
+  for pid in left:
+    os.kill(pid, signal.SIGKILL)
+  return [f"process {pid}: {command}" for pid, command in left.items()]
+
+
+def _processes():
+  """The command of each process with the mark, without this one, by its number."""
+  mark, found = f"{_MARK}={os.getpid()}".encode(), {}
+  for folder in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+      if mark in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
+        found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+    except OSError:  # of another user, or gone
+      pass
+  return found
