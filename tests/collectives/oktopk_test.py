@@ -24,11 +24,11 @@ def skewed(seed, workers, n):
   [
     row(*options, workers, quick=workers in quick)
     for options, quick in (
-      ((3, 1, "balanced", (32, 64), "search"), [8]),
+      ((3, 1, "balanced", (32, 64), "search"), [6]),
       ((90, 20, "balanced", (3, 2), "fixed"), [3]),
       ((90, 20, "balanced", (32, 3), "search"), [3]),
       ((90, 20, "even", (2, 64), "search"), []),
-      ((90, 20, "balanced", (3, 64), "none"), [3]),
+      ((90, 20, "balanced", (3, 64), "none"), []),
     )
     for workers in (1, 3, 6, 8)
   ],
@@ -65,7 +65,7 @@ def test_one_owner_of_everything_is_balanced():
 
 
 def test_balanced_regions_hold_equally_many_entries():
-  grads = skewed(0, 6, 6000)
+  grads = skewed(0, 3, 6000)
   even, balanced = (js.simulate("oktopk", grads, k=600, regions=kind) for kind in ("even", "balanced"))
   assert float(balanced.metrics.imbalance) < 1.4 < float(even.metrics.imbalance)
   assert int(balanced.metrics.overflow) < int(even.metrics.overflow)
@@ -98,8 +98,8 @@ def test_counts_stay_near_k_while_thresholds_are_reused():
 
 def test_a_worker_alone_does_the_work_of_one_among_others():
   """Its arithmetic is timed for `js.costs.fit`: it selects as many entries, and no owner's surplus is moved."""
-  k, grads = 400, jnp.asarray(normals(0, 6, 20_000))
-  tx, together = js.oktopk_transform(SoloComm(6), k=k), None
+  k, grads = 400, jnp.asarray(normals(0, 3, 6_000))
+  tx, together = js.oktopk_transform(SoloComm(3), k=k), None
   update, alone = jax.jit(tx.update), tx.init(grads[0])
   for _ in range(12):
     _, alone = update(grads[0], alone)

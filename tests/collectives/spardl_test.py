@@ -110,7 +110,7 @@ def test_teams_equal_the_paper_in_numpy(workers, teams, sag, n, k):
 
 def test_h_grows_where_teams_agree_and_shrinks_where_they_do_not():
   """Algorithm 2: about L different indices are to come together."""
-  same = np.tile(normals(0, 1, 400), (6, 1))
+  same = np.tile(normals(0, 1, 1200), (6, 1))
   apart = np.zeros((6, 1200), np.float32)
   for worker in range(6):
     apart[worker, worker::6] = 1 + normals(worker, 200) ** 2
@@ -124,9 +124,9 @@ def test_h_grows_where_teams_agree_and_shrinks_where_they_do_not():
 
 
 def test_the_wire_shrinks_with_h():
-  grads = np.tile(normals(0, 1, 400), (6, 1))
+  grads = np.tile(normals(0, 1, 1200), (6, 1))
   first = js.simulate("spardl", grads, k=80, teams=3)
-  most = js.costs.predict("spardl", n=400, workers=6, k=80, teams=3).words
+  most = js.costs.predict("spardl", n=1200, workers=6, k=80, teams=3).words
   assert int(first.metrics.words_sent) == 2 * (40 + 2 * 14 + 14)  # L there, h from two teams, what came together back
   assert most == 2 * (40 + 2 * 40 + 40)
 
