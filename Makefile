@@ -53,11 +53,12 @@ $(DOCS_STAMP): $(STAMP)
 	$(PIP) --no-build-isolation -e '.[docs]'
 	@touch $@
 
-test: lint types  ## everything that CI checks
+test: lint types  ## lint, types and the quick tests: at most eight minutes on two cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-test-all: lint types docs  ## every number of workers, site, notebooks, wheel and lab too, with more examples
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '' --hypothesis-profile all
+# The site belongs to the first part.
+test-all: lint types $(if $(filter-out 1/%,$(PART)),,docs)  ## all tests with more examples, and the site; PART=1/3: a third
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '' --hypothesis-profile all $(addprefix --part=,$(PART))
 
 $(ACCELERATORS)/installed: constraints.txt
 	$(PYTHON) -m venv --clear $(ACCELERATORS)

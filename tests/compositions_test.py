@@ -195,7 +195,10 @@ def assert_skipped(cell: Cell, number: int) -> None:
   cell.state = state
 
 
-QUICK = {("spardl", composition, "float32") for composition in COMPOSITIONS} | {
+QUICK = {("topka", composition, "float32") for composition in COMPOSITIONS} | {
+  ("spardl", "corrected", "float32"),
+  ("spardl", "local 4", "float32"),
+  ("spardl", "plain", "float32"),
   ("a2sgd", "local inner", "float32"),
   ("a2sgd", "plain", "float32"),
   ("chunktopk", "plain", "bfloat16"),

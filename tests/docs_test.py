@@ -16,6 +16,7 @@ import jaxsparse as js
 from docs import api
 from jaxsparse import launch
 from jaxsparse.launch.start import free_port
+from tests.cases import quick_of
 from tests.environment_test import outside
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -103,6 +104,7 @@ def test_use(tmp_path):
   assert "jaxsparse/sparse/words_sent" in out
 
 
+@pytest.mark.long
 def test_your_trainer(tmp_path):
   jit, nnx, linen, inside, equinox, rows, scaled = snippets("docs/how_to/your_trainer.md")
   learns = "assert loss < 1\n"
@@ -136,6 +138,7 @@ def test_costs_and_overlap(tmp_path):
   assert "times dense's steps" in out
 
 
+@pytest.mark.long
 def test_many_hosts(tmp_path):
   join, program, mpi = snippets("docs/how_to/many_hosts.md")
   code = lambda text: {line.partition("  #")[0] for line in text.splitlines()}
@@ -145,7 +148,7 @@ def test_many_hosts(tmp_path):
   run(IMPORTS + DATA + mpi + steps, tmp_path, ranks=2, engine="mpi")
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "RANK="])
+@pytest.mark.parametrize("launcher", quick_of(["mpirun", "RANK="], quick=["RANK="]))
 def test_your_cluster(launcher, tmp_path):
   """The blocks for one machine; tests/trainers has that of Ray, tests/launchers_test.py the variables of the others."""
   (block,) = [code for code in blocks("docs/how_to/clusters.md", "bash") if launcher in code]

@@ -17,6 +17,7 @@ def examined(*arguments, **environment):
   return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=280, check=False)
 
 
+@pytest.mark.long
 def test_this_machine():
   done = examined("--json", GLIBC_TUNABLES=f"{KEPT}:glibc.malloc.mmap_threshold=0x10000000")
   assert done.returncode == 0, done.stdout + done.stderr

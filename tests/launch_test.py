@@ -62,7 +62,7 @@ def soon(holds):
 
 ENDS = [  # whether it is quick with processes and with MPI
   ("killed", "os.kill(os.getpid(), 9)", "was ended by SIGKILL; the other 2 of 3 ranks were ended", True, True),
-  ("raises", "raise ValueError('enough')", "failed: ValueError: enough; the other 2 of 3 ranks", True, False),
+  ("raises", "raise ValueError('enough')", "failed: ValueError: enough; the other 2 of 3 ranks", False, False),
   ("exits", "sys.exit('disk is full')", "failed: SystemExit: disk is full; the other 2 of 3 ranks", False, False),
   ("vanishes", "os._exit(0)", "ended with status 0 ", False, False),
   ("stops", f"os.kill(os.getpid(), {signal.SIGSTOP:d})", "is stopped ", False, False),
@@ -93,7 +93,8 @@ def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, statement,
     assert "[rank 1] disk is full\n" in printed.err
 
 
-@ENGINES
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["processes", "mpi"])
 def test_ranks_that_go_on_without_a_step_get_the_grace(tmp_path, engine):
   program = ends(engine, tmp_path, "sys.exit()", others=f"open({str(tmp_path / 'end')!r}, 'w'); time.sleep(2)")
   launch.run(program, 3, engine, limit=150)
@@ -261,12 +262,12 @@ finally:
 @pytest.mark.parametrize(
   ("how", "code", "status", "printed", "said"),
   [
-    ("in main", "disk is full", 1, "disk is full\n", "SystemExit: disk is full"),
-    ("in main", 3, 3, "", "SystemExit: 3"),
-    ("in main", True, 1, "", "SystemExit: True"),
-    ("in main", 0, 99, "", ""),
-    ("asks first", "disk is full", 1, "disk is full\n", "SystemExit: disk is full"),
-    ("", 3, 99, "", ""),  # Python has looked up `sys.exit` before `main` joins
+    row("in main", "disk is full", 1, "disk is full\n", "SystemExit: disk is full", quick=True),
+    row("in main", 3, 3, "", "SystemExit: 3"),
+    row("in main", True, 1, "", "SystemExit: True"),
+    row("in main", 0, 99, "", "", quick=True),
+    row("asks first", "disk is full", 1, "disk is full\n", "SystemExit: disk is full"),
+    row("", 3, 99, "", "", quick=True),  # Python has looked up `sys.exit` before `main` joins
   ],
 )
 def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, how, code, status, printed, said):

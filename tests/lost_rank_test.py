@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from tests.cases import row
 from tests.docs_test import snippets
 from tests.launch_test import launched, soon
 
@@ -48,7 +47,8 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize("phase", [row(phase, quick=phase == "stepping", id=phase) for phase in PHASES])
+@pytest.mark.long
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_that_is_killed(tmp_path, phase):
   files = tmp_path / "files"
   files.mkdir()

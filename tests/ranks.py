@@ -131,7 +131,7 @@ def ways(engine_name: str, file: str) -> None:
 def ends(engine_name: str, file: str, statement: str, others: str) -> None:
   """Every rank steps once and writes its process id and the time; then rank 1 repeats one statement, others another."""
   where, axis, rank = join(engine_name)
-  tx, params = js.spardl_transform(axis, k=4), jnp.zeros(40)
+  tx, params = js.dense_transform(axis), jnp.zeros(40)
   state = js.init(tx, params, where)
   program = js.make_train_step(lambda p, x: jnp.sum(p * x.mean()), tx, where)
 
@@ -189,7 +189,7 @@ def sharded(_: str, file: str) -> None:
 def lonely(engine_name: str, file: str) -> None:
   """Metrics that rank 0 alone asks for."""
   where, axis, rank = join(engine_name)
-  tx = js.spardl_transform(axis, k=4)
+  tx = js.topka_transform(axis, k=4)
   state = js.init(tx, jnp.zeros(10), where)
   assert float(js.metrics(state).residual_norm) == 0  # all together
   if rank == 0:

@@ -15,7 +15,8 @@ import time
 import pytest
 
 _SHARED = pathlib.Path("/dev/shm")
-_MARK = "TESTS_OF_PROCESS"  # an environment variable of all processes that the tests start
+MARK = "TESTS_OF_PROCESS"  # an environment variable of all processes that the tests start
+_GRACE = 10.0  # seconds
 
 
 def pytest_addoption(parser):
@@ -26,7 +27,7 @@ def pytest_configure(config):
   if part := config.getoption("part"):
     parse_part(part)
   if not _is_worker(config):
-    os.environ[_MARK] = str(os.getpid())
+    os.environ[MARK] = str(os.getpid())
     config.shared_before = _shared_memory()
 
 
@@ -52,7 +53,7 @@ def pytest_sessionfinish(session):
   multiprocessing.forkserver._forkserver._stop()  # waits for it, so that its CPU time counts
   if _is_worker(session.config):
     return
-  left = _processes_left() + sorted(_shared_memory() - session.config.shared_before)
+  left = end_processes() + sorted(_shared_memory() - session.config.shared_before)
   session.config.left_behind = left
   if left and not session.exitstatus:
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -81,13 +82,11 @@ def _shared_memory():
   return {str(path) for path in _SHARED.glob("*")} if _SHARED.exists() else set()
 
 
-def _processes_left():
+def end_processes():
   """Ends the processes that the tests started and that are still there after some seconds, and names them."""
-  left = _processes()
-  end = time.monotonic() + 10
-  while left and time.monotonic() < end:
-    time.sleep(0.2)
-    left = _processes()
+  end = time.monotonic() + _GRACE
+  while (left := _processes()) and time.monotonic() < end:
+    time.sleep(0.1)
   for pid in left:
     os.kill(pid, signal.SIGKILL)
   return [f"process {pid}: {command}" for pid, command in left.items()]
@@ -95,11 +94,12 @@ def _processes_left():
 
 def _processes():
   """The command of each process with the mark, without this one, by its number."""
-  mark, found = f"{_MARK}={os.getpid()}".encode(), {}
+  mark, found = f"{MARK}={os.getpid()}".encode(), {}
   for folder in pathlib.Path("/proc").glob("[0-9]*"):
     try:
       if mark in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
-        found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+        words = (folder / "cmdline").read_bytes().split(b"\0")
+        found[int(folder.name)] = b" ".join(words).decode(errors="replace").strip()[:200]
     except OSError:  # of another user, or gone
       pass
   return found

@@ -124,9 +124,10 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
       that, with high probability, a few more than k entries reach, estimated from a sample of each block.
 
   Example:
-    >>> x = LazySum((jax.random.normal(jax.random.key(0), (100_000,)),))
-    >>> found = find_candidates(Blocks(x, order=jnp.array([1, 0]), length=50_000, k=100))
-    >>> found.fits, bool((x.read_at(50_000 + found.indices[0, :100]) ** 2 > 4).all())
+    >>> x = jax.random.normal(jax.random.key(0), (100_000,))
+    >>> blocks = lambda x: Blocks(LazySum((x,)), order=jnp.array([1, 0]), length=50_000, k=100)
+    >>> found = jax.jit(lambda x: find_candidates(blocks(x)))(x)
+    >>> found.fits, bool((x[50_000 + found.indices[0, :100]] ** 2 > 4).all())
     (Array([ True,  True], dtype=bool), True)
   """
   n, length, rows, plan = blocks.x.size, blocks.length, blocks.order.size, plan_search(blocks.length, blocks.k)

@@ -16,6 +16,7 @@ from benchmarks.collectives import updates
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
 from tests.benchmarks import commands
+from tests.cases import quick_of
 
 PLACE = workers.here("sim", 3)
 
@@ -33,7 +34,7 @@ def test_a_row_has_the_words_and_the_laws():
   assert row.busbw == pytest.approx(2 * 2 / 3 * 4 * 600 / row.seconds / 1e9)
 
 
-@pytest.mark.parametrize("label", ["powersgd", "powersgd:rank=2:alternate=True"])
+@pytest.mark.parametrize("label", quick_of(["powersgd", "powersgd:rank=2:alternate=True"], quick=["powersgd"]))
 def test_what_needs_shapes_has_the_leaves_of_vgg16(label):
   (spec,) = specs.parse([label], 3)
   n = 1728 + 3 * 64 + 36_864 + 100  # a cut fifth leaf

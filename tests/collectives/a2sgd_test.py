@@ -29,7 +29,7 @@ def test_equals_the_paper_in_numpy(workers):
 def test_means_of_the_vector_and_of_each_leaf(means):
   grads = {"a": jnp.asarray(normals(0, 3, 5)), "b": jnp.asarray(10 * normals(1, 3, 7))}
   tx = js.a2sgd_transform(js.SimComm("w"), means=means)
-  updates = jax.vmap(lambda grads: tx.update(grads, tx.init(grads))[0], axis_name="w")(grads)
+  updates = jax.jit(jax.vmap(lambda grads: tx.update(grads, tx.init(grads))[0], axis_name="w"))(grads)
   parts = [["a"], ["b"]] if means == "leaf" else [["a", "b"]]
   for names in parts:
     joined = [np.concatenate([np.asarray(tree[name]) for name in names], axis=1) for tree in (updates, grads)]

@@ -41,7 +41,7 @@ def loss(params, x):
 params, batch = {"w": jnp.zeros((3, 4, 4))}, jnp.ones((2, 4))
 print(ProgramText(jax.make_jaxpr(jax.value_and_grad(loss))(params, batch)).digest)
 comm = js.SimComm("workers", members=2)
-for transform in (js.spardl_transform, js.oktopk_transform, js.gtopk_transform):
+for transform in (js.spardl_transform, js.oktopk_transform):
   tx = optax.chain(transform(comm, density=0.5), optax.adam(0.1))
   step = js.make_train_step(lambda params, x: (params["w"] * x.mean()).sum(), tx, comm)
   program, _ = step._program(params, js.init(tx, params, comm), batch, Given(None, None, {}))
@@ -59,7 +59,7 @@ def test_processes_write_the_same_text():
     runs.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment))
   first, second = (run.communicate(timeout=120)[0] for run in runs)
   assert first == second
-  assert len(set(first.split())) == 4
+  assert len(set(first.split())) == 3
 
 
 TABLE = np.arange(4.0, dtype=np.float32)

@@ -130,6 +130,7 @@ def test_local_steps_divide_an_update_among_their_steps():
   assert both.why.startswith(f"{SPARDL} every 10 steps: ")
 
 
+@pytest.mark.long
 def test_fit_measures_each_algorithm_that_is_asked_for(tmp_path):
   asked, lines = ["gaussiank:density=0.1", "topka", "dense", "dense:dtype=bfloat16"], []
   options = {"densities": (0.1, 0.2), "algorithms": asked, "progress": lines.append}

@@ -29,6 +29,7 @@ def start(tmp_path):
     yield start
 
 
+@pytest.mark.long
 def test_workers_that_die_and_return_and_a_lost_controller(start, tmp_path):
   """Worker 1 is suspended, 2 kills itself inside an average, 3 is killed while it computes, and restarted.
 

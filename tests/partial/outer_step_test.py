@@ -13,7 +13,7 @@ from jaxsparse.partial.controller import Group
 from jaxsparse.partial.exchanger import Run
 from jaxsparse.partial.outer_step import OuterStep
 from jaxsparse.transform import state as states
-from tests.cases import CASES, each_case, normals
+from tests.cases import CASES, each_case, normals, quick_of
 
 PARAMS = {"w": np.linspace(-1, 1, 40, dtype=np.float32).reshape(4, 10), "b": np.zeros(9, np.float32)}
 N = 49
@@ -68,7 +68,7 @@ def trees(seed, workers):
   return [{"b": row[:9], "w": row[9:].reshape(4, 10)} for row in rows]
 
 
-@each_case([case for case in CASES if case.make(density=0.5).replicates], quick=("spardl", "onebit", "powersgd"))
+@each_case([case for case in CASES if case.make(density=0.5).replicates], quick=("onebit", "powersgd"))
 def test_bits_are_those_of_the_simulator(case):
   """Three rounds of all collectives with the same workers, of equal weight."""
   workers = dict(case.options).get("teams", 2) * (1 if "teams" in str(case) else 2)
@@ -97,28 +97,25 @@ TRANSFORMS = {
 }
 
 
-LONG = pytest.param("oktopk", marks=pytest.mark.long)  # compiles for half a minute
-
-
-@pytest.mark.parametrize("name", [name if name != "oktopk" else LONG for name in TRANSFORMS])
+@pytest.mark.parametrize("name", quick_of(TRANSFORMS, quick=["spardl", "onebit"]))
 def test_nothing_is_lost_while_workers_come_and_go(name):
   """Σ updates + Σ residuals = Σ what was given, over groups of any size; who was away catches up before.
 
   In the end a worker that leaves gives its residual to another one.
   """
-  group = Team(lambda comm: optax.chain(TRANSFORMS[name](comm), optax.sgd(1.0)), workers=4)
+  group = Team(lambda comm: optax.chain(TRANSFORMS[name](comm), optax.sgd(1.0)), workers=3)
   entered, content = np.zeros(N), None
-  for number, members in enumerate([(0, 1), (0, 1, 2), (1, 3), (0, 1, 2, 3), (2, 3), (3,)]):
+  for number, members in enumerate([(0, 1), (0, 1, 2), (1, 2), (2,)]):
     for worker in members if content else ():
       group.catch_up(worker, content)
-    given, weights = trees(number, 4), np.arange(1, 1 + len(members), dtype=np.float32)
+    given, weights = trees(number, 3), np.arange(1, 1 + len(members), dtype=np.float32)
     weights /= weights.sum()
     content = group.round(members, given, weights)
     entered += sum(float(weights[rank]) * flat(given[worker]).astype(np.float64) for rank, worker in enumerate(members))
     moved = flat(PARAMS).astype(np.float64) - group.flat(members[-1])
     np.testing.assert_allclose(moved + group.residuals(), entered, rtol=1e-4, atol=2e-5)
   before, left = group.residuals(), group.anchors[0]
-  group.anchors[3] = group.steps[3].add_residual(group.anchors[3], group.steps[0].residual(left))
+  group.anchors[2] = group.steps[2].add_residual(group.anchors[2], group.steps[0].residual(left))
   group.anchors[0] = group.steps[0].add_residual(left, -group.steps[0].residual(left))
   assert not group.steps[0].residual(group.anchors[0]).any()
   np.testing.assert_allclose(group.residuals(), before, rtol=1e-4, atol=2e-5)
@@ -174,13 +171,13 @@ def test_bytes_of_another_model_are_refused():
 
 def test_what_a_collective_remembers_goes_on_as_groups_change():
   """Numbers of steps and momentum, beside residuals; what depends on the number of workers begins anew."""
-  ones, teams = [jax.tree.map(np.ones_like, PARAMS)] * 3, [[0, 1], [0, 1, 2]] * 4
+  ones, teams = [jax.tree.map(np.ones_like, PARAMS)] * 2, [[0], [0, 1]] * 4
 
   def after(chain, rounds=8):
-    team = Team(lambda comm: optax.chain(chain(comm), optax.sgd(1.0)), workers=3)
+    team = Team(lambda comm: optax.chain(chain(comm), optax.sgd(1.0)), workers=2)
     for members in teams[:rounds]:
       content = team.round(members, ones)
-      for absent in {0, 1, 2} - set(members):
+      for absent in {0, 1} - set(members):
         team.catch_up(absent, content)
     return flat(PARAMS) - team.flat(0)
 
@@ -188,7 +185,7 @@ def test_what_a_collective_remembers_goes_on_as_groups_change():
   sparse = lambda comm: js.warmed_up(js.topka_transform(comm, k=1), {3: 1.0})
   assert np.all(after(sparse, rounds=3))
   assert np.ptp(after(sparse, rounds=4) - after(sparse, rounds=3)) > 0  # k = 1 from the fourth round on
-  momentum, moved = np.zeros(3), 0.0
+  momentum, moved = np.zeros(2), 0.0
   for members in teams:
     momentum[members] = momentum[members] / 2 + 1 / len(members)
     moved += momentum[members].sum()

@@ -1,7 +1,6 @@
 """The k largest entries of each chunk: the programs of all platforms against a stable sort in numpy."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

@@ -19,7 +19,7 @@ from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.train import simulation
 from jaxsparse.types import Sparse
-from tests.cases import assert_same_bits, bits, row
+from tests.cases import assert_same_bits, bits, quick_of
 from tests.reference import largest
 from tests.select.gradients import GRADIENTS, simple
 from tests.sparse.entries_test import rows_of_entries
@@ -81,24 +81,25 @@ ROUNDS = {
 
 
 @pytest.mark.parametrize(
-  ("workers", "selector"),
-  [row(workers, name, quick=(workers, name) == (2, "exact")) for workers in (1, 2, 3, 8) for name in ("exact", "reuse")],
+  ("workers", "selector", "platform"),
+  quick_of(itertools.product((1, 2, 3, 8), ("exact", "reuse"), ("cuda", "tpu")), quick=[(2, "exact", "cuda")]),
 )
-def test_rounds_give_the_same_bits_as_on_accelerators(workers, selector, monkeypatch):
+def test_rounds_give_the_same_bits_as_on_accelerators(workers, selector, platform, monkeypatch):
   """Totals and residuals of SparDL, of values that random rounding draws by slot, so that the order counts, too."""
   monkeypatch.setattr(exact, "SHORT", 0)
   inputs = {name: draw(np.random.default_rng(0), (workers, 8_000)).astype(np.float32) for name, draw in ROUNDS.items()}
 
   collective = js.make_collective("spardl", k=160, selector=selector, wire="int8")
   start = simulation.initial(collective, workers, 8_000)
-  found = {}
-  jax.clear_caches()
-  for platform in ("cpu", "cuda", "tpu"):
+
+  def run(platform):
     with js.traced_for(platform):
-      found[platform] = {name: simulation.reduce_all(collective, x, start) for name, x in inputs.items()}
+      return {name: simulation.reduce_all(collective, x, start) for name, x in inputs.items()}
+
   jax.clear_caches()
-  assert_same_bits(found["cuda"], found["cpu"])
-  assert_same_bits(found["tpu"], found["cpu"])
+  found, expected = run(platform), run("cpu")
+  jax.clear_caches()
+  assert_same_bits(found, expected)
 
 
 def lowered(platform, function, *args):

@@ -129,7 +129,7 @@ def kept(flat, leaves, inside, device):
   return flat[flat_pieces(ones, leaves, inside, 1)[device, 0] > 0]
 
 
-@each_case(CASES, ["a2sgd", "dcttopk", "powersgd-rank=1", "spardl-teams=2"])
+@each_case(CASES, ["a2sgd", "dcttopk", "powersgd-rank=1"])
 def test_every_device_has_the_bits_of_the_simulator(case):
   sizes = {"hosts": case.workers([4, 6, 5, 8])[0], "x": 2}
   check_against_the_simulator(case.name, sizes, LEAVES, **case.config(density=0.2))
@@ -146,6 +146,7 @@ def test_any_mesh_and_any_sharding(sizes, kind):
   check_against_the_simulator("topka", sizes, leaves, kind, draw=integers, k=29)
 
 
+@pytest.mark.long
 def test_large_shards_of_the_candidate_path():
   leaves = {"a": ((2, 20_000), P(None, "x")), "b": ((30_001,), P())}
   check_against_the_simulator("spardl", {"hosts": 3, "x": 2}, leaves, options=AS_USERS, density=0.01)

@@ -135,6 +135,7 @@ class Blocks:
 
   def _codes(self, x: jax.Array, halves: jax.Array | None = None) -> jax.Array:
     """The words of the codes of f32[blocks, 32, columns], u32[blocks, width]; the half steps of blocks if bits > 1."""
+
     def code(x: jax.Array, row: np.ndarray) -> jax.Array:
       bit = (self.bits * row).astype(np.uint32)
       sign = jnp.where(x < 0, np.uint32(1 << self.bits - 1) << bit, np.uint32(0))
