@@ -72,7 +72,7 @@ def main() -> None:
     updates.append(_row(spec.label, programs.traced(spec, devices, n).lower, n))
     print(" ".join(updates[-1].cells), file=sys.stderr, flush=True)
   for method in _STEPS.value:
-    n = programs.PARAMETERS * _HOSTS.value // len(devices)
+    n = programs.MODEL.entries * _HOSTS.value // len(devices)
     lower = functools.partial(programs.step, method, devices, _HOSTS.value)
     steps.append(_row(method, lower, n, between="collective-permute"))
     print(" ".join(steps[-1].cells), file=sys.stderr, flush=True)

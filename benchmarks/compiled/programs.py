@@ -12,9 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
 from benchmarks import specs
+from benchmarks.compiled.transformer import Transformer
 from jaxsparse.collectives import make_plain
 
 AXIS = "workers"
+MODEL = Transformer()
 
 
 def _shapes(spec: specs.Spec, n: int) -> dict[str, tuple[int, ...]]:
@@ -66,48 +68,14 @@ def step(method: str, devices: list[Any], hosts: int, sequences: int = 8) -> jax
   mesh = Mesh(np.array(devices).reshape(hosts, -1), ("hosts", "devices"))
   lies = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
   along_last = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies(*[None] * (x.ndim - 1), "devices"))
-  params = jax.tree.map(along_last, jax.eval_shape(_parameters))
-  tokens = jax.ShapeDtypeStruct((len(devices) * sequences, _LENGTH + 1), jnp.int32, sharding=lies(("hosts", "devices")))
+  params = jax.tree.map(along_last, jax.eval_shape(MODEL.parameters))
+  rows = len(devices) * sequences
+  tokens = jax.ShapeDtypeStruct((rows, MODEL.length + 1), jnp.int32, sharding=lies(("hosts", "devices")))
   sizes = [4 * x.size for x in jax.tree.leaves(params)]
   plan = js.overlap.plan("optimal", [1e-3] * len(sizes), sizes, alpha=1e-4, beta=1e-10, gamma=1.5)
   tx = METHODS[method](plan)
   state = js.abstract_state(tx, params, mesh, axis="hosts")
-  return js.make_train_step(_loss, tx, mesh, axis="hosts").lower(params, state, tokens)
-
-
-_WIDTH, _BLOCKS, _HEADS, _LENGTH, _SYMBOLS = 768, 12, 12, 1024, 50_304  # GPT-2 small; its symbols in whole hundreds
-
-
-PARAMETERS = 124_373_760
-
-
-def _parameters() -> dict[str, jax.Array]:
-  d, blocks = _WIDTH, _BLOCKS
-  shapes = {"up": (d, 4 * d), "down": (4 * d, d), "qkv": (d, 3 * d), "out": (d, d), "norm1": (d,), "norm2": (d,)}
-  stacked = {name: jnp.zeros((blocks, *shape)) for name, shape in shapes.items()}
-  return stacked | {"symbols": jnp.zeros((_SYMBOLS, d)), "positions": jnp.zeros((_LENGTH, d)), "norm": jnp.zeros(d)}
-
-
-def _loss(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
-  """The mean cross-entropy of the next token; products in bfloat16, blocks computed again in backward."""
-  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
   # Weights travel inside a host, and no activations.
   gather = lambda tree: jax.lax.with_sharding_constraint(tree, PartitionSpec())
-  split = lambda x: x.reshape(*x.shape[:-1], _HEADS, -1)
-
-  def normal(x: jax.Array, scale: jax.Array) -> jax.Array:
-    square = jnp.mean(x.astype(jnp.float32) ** 2, -1, keepdims=True)
-    return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale
-
-  @jax.checkpoint
-  def block(x: jax.Array, own: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-    own = gather(own)
-    q, k, v = map(split, jnp.split(normal(x, own["norm1"]) @ own["qkv"], 3, -1))
-    x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ own["out"]
-    return x + jax.nn.gelu(normal(x, own["norm2"]) @ own["up"]) @ own["down"], None
-
-  symbols = gather(half["symbols"])
-  blocks = {name: x for name, x in half.items() if name not in ("symbols", "positions", "norm")}
-  x, _ = jax.lax.scan(block, symbols[tokens[:, :-1]] + gather(half["positions"])[None], blocks)
-  logits = (normal(x, gather(half["norm"])) @ symbols.T).astype(jnp.float32)
-  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+  loss = lambda params, tokens: MODEL.loss(params, tokens, gather)
+  return js.make_train_step(loss, tx, mesh, axis="hosts").lower(params, state, tokens)
