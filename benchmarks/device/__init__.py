@@ -1,0 +1,1 @@
+"""What this machine's accelerator computes and how fast, in minutes: `python -m benchmarks.device --help`."""

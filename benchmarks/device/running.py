@@ -1,0 +1,101 @@
+"""The rows of a run: each is kept as soon as it is measured, and one that fails or is too late says so."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import rich.console
+
+from benchmarks import report
+
+Row = dict[str, Any]
+PARALLEL = max(1, (os.cpu_count() or 1) // 4)  # programs that are compiled at the same time
+
+
+class Run:
+  """Measures rows one after the other, and keeps all of them in a JSON file, a list of rows for each part.
+
+  A row is a dictionary with its `row`, a name, and what was measured; or `error`, the text of an exception; or
+  `not_run`, where its turn came too late.
+
+  Attributes:
+    rows: by part. Those of parts that are not measured are read from the file, if it is there.
+    failed: whether a row raised an exception.
+  """
+
+  def __init__(
+    self,
+    path: pathlib.Path,
+    head: Mapping[str, Any],
+    parts: Mapping[str, bool],
+    seconds: float,
+    console: rich.console.Console,
+  ):
+    self._path, self._head, self._seconds, self._console = path, head, seconds, console
+    self._start = time.monotonic()
+    earlier = json.loads(path.read_text()) if path.exists() and not all(parts.values()) else {}
+    self.rows: dict[str, list[Row]] = {part: [] if now else earlier.get(part, []) for part, now in parts.items()}
+    self.failed = False
+
+  @property
+  def elapsed(self) -> float:
+    """Seconds since the beginning."""
+    return time.monotonic() - self._start
+
+  def left(self, share: float) -> float:
+    """Seconds until this share of the time of the run is over, at least 0."""
+    return max(0.0, share * self._seconds - self.elapsed)
+
+  def measure(self, part: str, name: str, share: float, make: Callable[[], Mapping[str, Any]]) -> None:
+    """Adds a row of what `make` returns, unless `share` of the time is over, keeps all rows, and prints this one."""
+    row: Row = {"row": name}
+    try:
+      if self.left(share):
+        row |= make()
+      else:
+        row |= {"not_run": f"{100 * share:.0f} % of the {self._seconds:g} s were over"}
+    except Exception as error:
+      self.failed = True
+      self._console.print(traceback.format_exc(), highlight=False, markup=False, soft_wrap=True)
+      row |= {"error": f"{type(error).__name__}: {error}"}
+    self.rows[part].append({key: report.rounded(report.plain(value)) for key, value in row.items()})
+    self.keep()
+    shown = {key: value for key, value in self.rows[part][-1].items() if key != "row" and not isinstance(value, list)}
+    text = ", ".join(f"{key} {_short(value)}" for key, value in shown.items())
+    self._console.print(f"{self.elapsed:6.1f} s  {part}: {name}: {text}", highlight=False, markup=False, soft_wrap=True)
+
+  def keep(self) -> None:
+    """Writes the file."""
+    report.keep(self._path, {**self._head, "seconds": round(self.elapsed, 1)}, self.rows)
+
+  def measured(self, part: str) -> list[Row]:
+    """The rows of a part that were measured."""
+    return [row for row in self.rows[part] if not _is_missing(row)]
+
+  def missing(self) -> list[str]:
+    """What was not measured, and why, a line for each row."""
+    rows = [(part, row) for part, rows in self.rows.items() for row in rows]
+    return [f"{part}: {row['row']}: {row.get('error', row.get('not_run'))}" for part, row in rows if _is_missing(row)]
+
+
+def make_ahead(makers: Iterable[Callable[[], object]], seconds: float) -> None:
+  """Calls functions that cache what they return, mostly compiled programs, in several threads for about `seconds`.
+
+  A function that raises, or finds no time, is called again where its result is needed. Nothing else is timed meanwhile.
+  """
+  pool = concurrent.futures.ThreadPoolExecutor(PARALLEL)
+  concurrent.futures.wait([pool.submit(make) for make in makers], seconds)
+  pool.shutdown(cancel_futures=True)
+
+
+def _is_missing(row: Row) -> bool:
+  return "error" in row or "not_run" in row
+
+
+def _short(value: Any) -> str:
+  return f"{value:.4g}" if isinstance(value, float) else str(value)
