@@ -40,7 +40,7 @@ _RIGHT, _SMALLEST, _SPEED, _STEP, _LAST = 0.35, 0.6, 0.72, 0.9, 0.95
 
 _SMALL = flags.DEFINE_bool("small", False, "Few and small programs: a minute on a CPU.")
 _PARTS = flags.DEFINE_list("parts", list(PARTS), f"Parts to measure: {', '.join(PARTS)}.")
-_ALGORITHMS = flags.DEFINE_multi_string("algorithms", None, f"{specs.HELP} By default all, or three with --small.")
+_ALGORITHMS = flags.DEFINE_multi_string("algorithms", None, f"{specs.HELP} By default all, or two with --small.")
 _N = flags.DEFINE_multi_integer(
   "n", None, "Entries of the gradients whose updates are timed, and of which the top-k are selected.", lower_bound=1
 )

@@ -63,11 +63,11 @@ WHOLE = Setting(
 )
 
 SMALL = Setting(
-  algorithms=("dense", "a2sgd", "topka"),  # whose programs are made soonest
+  algorithms=("dense", "dense:dtype=bfloat16", "topka"),  # whose programs are made soonest
   compared=5_000,
   sizes=(5_000,),
   repetitions=3,
   model=Transformer(width=16, blocks=1, heads=2, length=16, symbols=64),
   sequences=2,
-  steps=(Step("top-k of updates", "updates:apply_residual=True/topka:density=0.1", "adam:0.0003"),),
+  steps=(Step("top-k of updates", "updates:apply_residual=True/topka:density=0.1", "sgd:0.1"),),
 )
