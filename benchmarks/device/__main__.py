@@ -106,12 +106,12 @@ def main() -> None:
     "python": platform.python_version(),
     "setting": report.plain(setting),
   }
-  run = Run(
-    folder / f"device_{name}.json", head, {part: part in _PARTS.value for part in PARTS}, _SECONDS.value, console
-  )
+  parts = {part: part in _PARTS.value for part in PARTS}
+  same = [] if _PARTS.value == [worth.PART] else ["device", "jax"]
+  run = Run(folder / f"device_{name}.json", head, parts, _SECONDS.value, console, same)
   run.keep()
   _measure(run, setting, folder / f"profile_{name}.json")
-  goals = _report(run, console, device.device_kind)
+  goals = _report(run, console, run.head["device"])
   console.print(f"rows: {folder / f'device_{name}.json'}", soft_wrap=True)
   faulthandler.cancel_dump_traceback_later()
   sys.exit(run.failed or any(goal.met is False for goal in goals))

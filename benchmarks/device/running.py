@@ -6,7 +6,7 @@ import os
 import pathlib
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -23,9 +23,21 @@ class Run:
   A row is a dictionary with its `row`, a name, and what was measured; or `error`, the text of an exception; or
   `not_run`, where its turn came too late.
 
+  Args:
+    path: of the file.
+    head: what it has beside the rows and the seconds of all runs.
+    parts: whether each part is measured. The rows of others are read from the file, if it is there.
+    seconds: the time of the run.
+    console: to print rows to.
+    same: fields of the head that the file must have as they are, if rows of it are kept.
+
   Attributes:
-    rows: by part. Those of parts that are not measured are read from the file, if it is there.
+    head: what the file has beside the rows; of a file whose rows are kept, but for the fields `same`.
+    rows: by part.
     failed: whether a row raised an exception.
+
+  Raises:
+    ValueError: if one of the fields `same` differs.
   """
 
   def __init__(
@@ -35,12 +47,20 @@ class Run:
     parts: Mapping[str, bool],
     seconds: float,
     console: rich.console.Console,
+    same: Sequence[str] = (),
   ):
-    self._path, self._head, self._seconds, self._console = path, head, seconds, console
+    self._path, self._seconds, self._console = path, seconds, console
     self._start = time.monotonic()
     earlier = json.loads(path.read_text()) if path.exists() and not all(parts.values()) else {}
+    for name in same if earlier else ():
+      if earlier[name] != head[name]:
+        raise ValueError(
+          f"{path} is of {name} {earlier[name]}, not {head[name]}: choose another --name or --report_dir"
+        )
+    self.head = {name: value if name in same else earlier.get(name, value) for name, value in head.items()}
     self.rows: dict[str, list[Row]] = {part: [] if now else earlier.get(part, []) for part, now in parts.items()}
     self.failed = False
+    self._before = earlier.get("seconds", 0.0)
 
   @property
   def elapsed(self) -> float:
@@ -71,7 +91,7 @@ class Run:
 
   def keep(self) -> None:
     """Writes the file."""
-    report.keep(self._path, {**self._head, "seconds": round(self.elapsed, 1)}, self.rows)
+    report.keep(self._path, {**self.head, "seconds": round(self._before + self.elapsed, 1)}, self.rows)
 
   def measured(self, part: str) -> list[Row]:
     """The rows of a part that were measured."""

@@ -65,6 +65,8 @@ def test_rows_that_fail_or_are_late_leave_the_others(tmp_path):
   again = Run(path, {"device": "none"}, {"right": False, "step": True}, 1000, CONSOLE)
   again.measure("step", "works", 1.0, lambda: {"loss": float("nan")})
   assert (kept()["right"], kept()["step"]) == (rows, [{"row": "works", "loss": None}])
+  with pytest.raises(ValueError, match="is of device none, not another: choose another --name"):
+    Run(path, {"device": "another"}, {"right": False, "step": True}, 1000, CONSOLE, ["device"])
 
 
 def test_goals_of_results():
