@@ -9,16 +9,17 @@ Runs on the first of `jax.devices()`, ends by itself, and keeps each row of devi
   launches  kernels of each update, by the profiler
 
 A row that fails has the error, one whose turn comes too late says so, and the run goes on. The exit status is 1 where a
-row failed or a result is wrong. After an interruption, --parts measures what is missing and keeps the other rows.
+row failed or a result is wrong. After an interruption, --parts measures what is missing and keeps the other rows. The
+part `worth` only reads rows: it also runs on another machine, with --name and the folder of the file.
 
 Examples:
   python -m benchmarks.device --report_dir=benchmarks/results
-  python -m benchmarks.device --parts=step,worth --seconds=200
+  python -m benchmarks.device --report_dir=benchmarks/results --parts=step,launches --seconds=200
+  python -m benchmarks.device --report_dir=benchmarks/results --parts=worth --name=nvidia_h100_80gb_hbm3
   python -m benchmarks.device --small
 """
 
 import faulthandler
-import functools
 import importlib.metadata
 import pathlib
 import platform
@@ -35,8 +36,6 @@ from benchmarks.device.running import Run
 from benchmarks.device.setting import SMALL, WHOLE, Setting
 
 PARTS = (right.PART, speed.PART, step.PART, worth.PART, speed.LAUNCHES)
-# Shares of the time after which no row of a part begins: what comes later has a turn in any case.
-_RIGHT, _SMALLEST, _SPEED, _STEP, _LAST = 0.35, 0.6, 0.72, 0.9, 0.95
 
 _SMALL = flags.DEFINE_bool("small", False, "Few and small programs: a minute on a CPU.")
 _PARTS = flags.DEFINE_list("parts", list(PARTS), f"Parts to measure: {', '.join(PARTS)}.")
@@ -62,18 +61,22 @@ def _setting() -> Setting:
 
 
 def _measure(run: Run, setting: Setting, profile: pathlib.Path) -> None:
-  between = len(setting.sizes) - 1
-  shares = [_SMALLEST, *(_SPEED for _ in range(between))]
-  parts = {
-    right.PART: functools.partial(right.measure, run, setting, _RIGHT),
-    speed.PART: functools.partial(speed.measure, run, setting, shares),
-    step.PART: functools.partial(step.measure, run, setting, _STEP),
-    worth.PART: functools.partial(worth.measure, run, setting, _LAST, profile),
-    speed.LAUNCHES: functools.partial(speed.measure_launches, run, setting, _LAST),
-  }
-  for part, measure in parts.items():
+  """Measures the parts; larger updates after the step, whose memory would not be the largest so far otherwise.
+
+  A number is the share of the time after which no row of a part begins: what comes later has a turn in any case.
+  """
+  smallest, *larger = setting.sizes
+  measures = [
+    (right.PART, lambda: right.measure(run, setting, 0.35)),
+    (speed.PART, lambda: speed.measure(run, setting, [smallest], 0.55)),
+    (step.PART, lambda: step.measure(run, setting, 0.75)),
+    (speed.PART, lambda: speed.measure(run, setting, larger, 0.9)),
+    (worth.PART, lambda: worth.measure(run, setting, 0.95, profile)),
+    (speed.LAUNCHES, lambda: speed.measure_launches(run, setting, 0.95)),
+  ]
+  for part, measure in measures:
     if part in _PARTS.value:
-      measure()
+      run.attempt(part, measure)
 
 
 def _report(run: Run, console: rich.console.Console, name: str) -> list[report.Goal]:

@@ -73,16 +73,22 @@ class Run:
 
   def measure(self, part: str, name: str, share: float, make: Callable[[], Mapping[str, Any]]) -> None:
     """Adds a row of what `make` returns, unless `share` of the time is over, keeps all rows, and prints this one."""
-    row: Row = {"row": name}
+    if self.left(share):
+      self.attempt(part, lambda: self._add(part, name, make()), name)
+    else:
+      self._add(part, name, {"not_run": f"{100 * share:.0f} % of the {self._seconds:g} s were over"})
+
+  def attempt(self, part: str, measure: Callable[[], None], name: str = "the whole part") -> None:
+    """Calls `measure`, and adds a row of the exception that it raises."""
     try:
-      if self.left(share):
-        row |= make()
-      else:
-        row |= {"not_run": f"{100 * share:.0f} % of the {self._seconds:g} s were over"}
+      measure()
     except Exception as error:
       self.failed = True
       self._console.print(traceback.format_exc(), highlight=False, markup=False, soft_wrap=True)
-      row |= {"error": f"{type(error).__name__}: {error}"}
+      self._add(part, name, {"error": f"{type(error).__name__}: {error}"})
+
+  def _add(self, part: str, name: str, found: Mapping[str, Any]) -> None:
+    row = {"row": name, **found}
     self.rows[part].append({key: report.rounded(report.plain(value)) for key, value in row.items()})
     self.keep()
     shown = {key: value for key, value in self.rows[part][-1].items() if key != "row" and not isinstance(value, list)}

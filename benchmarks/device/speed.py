@@ -126,9 +126,9 @@ def _time(make: Callable[[], Program], n: int, repetitions: int) -> Row:
   return {"n": n, "compile": program.seconds, **times._asdict(), "temp": memory.temp / n, **checked}
 
 
-def measure(run: Run, setting: Setting, shares: Sequence[float]) -> None:
-  """The rows of this part: those of one size until its share of the time is over."""
-  for n, share in zip(setting.sizes, shares, strict=True):
+def measure(run: Run, setting: Setting, sizes: Sequence[int], share: float) -> None:
+  """The rows of gradients of these sizes."""
+  for n in sizes:
     make_ahead(programs(setting, n).values(), run.left(share) / 2)
     for name, make in programs(setting, n).items():
       run.measure(PART, name, share, functools.partial(_time, make, n, setting.repetitions))

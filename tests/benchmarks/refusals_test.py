@@ -11,6 +11,10 @@ REFUSED = {
   ],
   "controller": [(["--group_size=40"], "error: controller: group_size=40, choose a whole number from 2 to 32")],
   "costs": [(["--workers=6", "--algorithm=spardl:teams=4"], "teams=4 does not divide the 6 workers")],
+  "device": [
+    (["--parts=slow"], "--parts=['slow']: choose from right, speed, step, worth, launches"),
+    (["--algorithms=spardl:teams=3"], "teams=3 does not divide the 8 workers"),
+  ],
   "elastic": [
     (["--batch_size=100"], "--batch_size=100, choose a multiple of 6, 5, 7"),
     (["--kill_at=400"], "--kill_at=400, --join_at=400, --steps=600: choose them in this order"),
