@@ -96,8 +96,8 @@ def _report(run: Run, console: rich.console.Console, name: str) -> list[report.G
 
 def main() -> None:
   """Measures the parts, keeps and reports them."""
-  faulthandler.dump_traceback_later(_SECONDS.value, exit=True)  # also out of a compiler or a kernel that hangs
   setting = _setting()
+  faulthandler.dump_traceback_later(_SECONDS.value, exit=True)  # also out of a compiler or a kernel that hangs
   console = workers.make_console()
   device = jax.devices()[0]
   name = _NAME.value or re.sub(r"\W+", "_", device.device_kind.lower())
