@@ -105,8 +105,8 @@ def by_platform(*args: Any, default: Callable[..., Any], gpu: Callable[..., Any]
 
 def _platform_here() -> str:
   """The platform of the mesh that is traced for, or of the default device."""
-  mesh_device = jax.sharding.get_abstract_mesh().abstract_device
-  device = mesh_device or jax.config.jax_default_device or jax.default_backend()
+  chosen = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device  # type: ignore[attr-defined]
+  device = chosen or jax.default_backend()
   return device if isinstance(device, str) else device.platform
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _PIECES = 32  # that are read side by side, in one vectorized loop on a CPU and in one kernel on a GPU
 
@@ -67,6 +68,38 @@ def _fold(parts: Sequence[jax.Array], term: Callable[[jax.Array], jax.Array], co
 
   folded = functools.reduce(combine, [piece(*start) for start in enumerate(starts)])
   return folded[0] if length == 1 else _fold((folded,), lambda x: x, combine)
+
+
+def fold_rows(
+  x: jax.Array,
+  term: Callable[[jax.Array, np.ndarray], jax.Array],
+  combine: Callable[[jax.Array, jax.Array], jax.Array],
+  by_rows: bool,
+) -> jax.Array:
+  """Combines `term(x[:, [row]], row)` of 2ⁱ rows in pairs, [blocks, columns] of [blocks, rows, columns].
+
+  Args:
+    x: the blocks.
+    term: elementwise; the numbers of rows are i64[1, rows, 1].
+    combine: of two arrays.
+    by_rows: whether to take an operation for each row, which XLA on CPU vectorizes, or for halves of all rows, which
+      are few operations to compile; the bits are the same.
+
+  Example:
+    >>> fold_rows(jnp.array([[[1.0], [2.0], [3.0], [4.0]]]), lambda x, _: x**2, jnp.add, by_rows=False)
+    Array([[30.]], dtype=float32)
+  """
+  number = np.arange(x.shape[1]).reshape(1, -1, 1)
+  if not by_rows:
+    folded = term(x, number)
+    while folded.shape[1] > 1:
+      folded = combine(*jnp.split(folded, 2, axis=1))
+    return folded[:, 0]
+  terms = [term(x[:, row : row + 1], number[:, row : row + 1]) for row in range(x.shape[1])]
+  while len(terms) > 1:
+    half = len(terms) // 2
+    terms = list(map(combine, terms[:half], terms[half:]))
+  return terms[0][:, 0]
 
 
 def round_mantissa(x: jax.Array) -> jax.Array:

@@ -81,7 +81,8 @@ def simulate(
   elif residuals is not None:
     raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")
   totals, state = reduce_all(collective, rows, state)
-  return Simulated(*_results(grads, totals, state), state)
+  total, residuals, metrics = _results(grads, totals, state)
+  return Simulated(total, residuals, metrics, state)
 
 
 @jax.jit

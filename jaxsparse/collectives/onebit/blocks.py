@@ -12,12 +12,12 @@ import numpy as np
 from jaxsparse import _compat
 from jaxsparse.comm import varying
 from jaxsparse.select import ordering
-from jaxsparse.sparse.sums import round_mantissa, row_sums
+from jaxsparse.sparse.sums import fold_rows, round_mantissa, row_sums
 
 _ROWS = 32  # of a block, the bits of a word
 _COLUMNS = 128  # at most, the lanes of a TPU
 _HALF_STEPS = {1: 1.0, 2: 0.49785, 4: 0.1676, 8: 0.0154}  # by bits, as a share of the root of the mean square
-_LONG = 1 << 16  # entries
+_LONG = 1 << 16  # entries of a vector whose blocks are folded row by row
 CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
 
 
@@ -106,7 +106,7 @@ class Blocks:
 
     def columns_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array, ...]:
       x = self._read(parts, skip + start, count)
-      squares = lambda unit: self._fold(jnp.add, lambda x, _: _truncate(x * unit) ** 2, x)
+      squares = lambda unit: fold_rows(x, lambda x, _: _truncate(x * unit) ** 2, jnp.add, self.n >= _LONG)
       means = _root_mean(squares, jnp.float32(1 / _ROWS))
       return (self._codes(x), means) if self.bits == 1 else (means,)  # signs need no scale, so one pass is enough
 
@@ -141,25 +141,8 @@ class Blocks:
       sign = jnp.where(x < 0, np.uint32(1 << self.bits - 1) << bit, np.uint32(0))
       return sign if halves is None else sign | self._steps(x, halves[:, None, None]) << bit
 
-    words = [self._fold(jnp.bitwise_or, code, rows) for rows in jnp.split(x, self.bits, axis=1)]
+    words = [fold_rows(part, code, jnp.bitwise_or, self.n >= _LONG) for part in jnp.split(x, self.bits, axis=1)]
     return words[0] if self.bits == 1 else jnp.concatenate(words, axis=1)
-
-  def _fold(
-    self,
-    combine: Callable[[jax.Array, jax.Array], jax.Array],
-    term: Callable[[jax.Array, np.ndarray], jax.Array],
-    x: jax.Array,
-  ) -> jax.Array:
-    """Combines `term(x[:, [row]], row)` of 2ⁱ rows in pairs, [blocks, columns] of [blocks, rows, columns]."""
-    number = np.arange(x.shape[1]).reshape(1, -1, 1)
-    # Row by row XLA vectorizes a long vector. Of a short one an operation for all rows is quicker to compile.
-    if self.n >= _LONG:
-      rows = [term(x[:, row : row + 1], number[:, row : row + 1]) for row in range(x.shape[1])]
-      return _tree(combine, rows)[:, 0]
-    terms = term(x, number)
-    while terms.shape[1] > 1:
-      terms = combine(*jnp.split(terms, 2, axis=1))
-    return terms[:, 0]
 
   def _steps(self, x: jax.Array, halves: jax.Array) -> jax.Array:
     """The whole steps in the magnitude of each entry that its code has, u32 like x."""
@@ -340,14 +323,6 @@ def _by_chunks(
 def _cut(x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
   """`size` rows of x from `start` on."""
   return jax.lax.dynamic_slice_in_dim(x, start, size)
-
-
-def _tree(combine: Callable[[jax.Array, jax.Array], jax.Array], terms: list[jax.Array]) -> jax.Array:
-  """Combines 2ⁱ terms in pairs."""
-  while len(terms) > 1:
-    half = len(terms) // 2
-    terms = [combine(*pair) for pair in zip(terms[:half], terms[half:], strict=True)]
-  return terms[0]
 
 
 def _truncate(x: jax.Array) -> jax.Array:
