@@ -72,34 +72,37 @@ def _fold(parts: Sequence[jax.Array], term: Callable[[jax.Array], jax.Array], co
 
 def fold_rows(
   x: jax.Array,
+  rows: range,
   term: Callable[[jax.Array, np.ndarray], jax.Array],
   combine: Callable[[jax.Array, jax.Array], jax.Array],
-  by_rows: bool,
+  one_by_one: bool,
 ) -> jax.Array:
-  """Combines `term(x[:, [row]], row)` of 2ⁱ rows in pairs, [blocks, columns] of [blocks, rows, columns].
+  """Combines `term(x[:, row], row)` of 2ⁱ consecutive rows in pairs, [blocks, columns] of [blocks, rows, columns].
 
   Args:
     x: the blocks.
-    term: elementwise; the numbers of rows are i64[1, rows, 1].
+    rows: the rows to combine.
+    term: elementwise, of one row and its number, or of all rows, [blocks, rows, columns], and their numbers [rows, 1].
     combine: of two arrays.
-    by_rows: whether to take an operation for each row, which XLA on CPU vectorizes, or for halves of all rows, which
-      are few operations to compile; the bits are the same.
+    one_by_one: whether to take an operation for each row, which XLA on CPU vectorizes, or for halves of all rows,
+      which are few operations to compile; the bits are the same.
 
   Example:
-    >>> fold_rows(jnp.array([[[1.0], [2.0], [3.0], [4.0]]]), lambda x, _: x**2, jnp.add, by_rows=False)
-    Array([[30.]], dtype=float32)
+    >>> x = jnp.array([[[1.0], [2.0], [3.0], [4.0]]])
+    >>> fold_rows(x, range(2, 4), lambda x, row: x**2, jnp.add, one_by_one=False)
+    Array([[25.]], dtype=float32)
   """
-  number = np.arange(x.shape[1]).reshape(1, -1, 1)
-  if not by_rows:
-    folded = term(x, number)
+  numbers = np.array(rows)
+  if not one_by_one:
+    folded = term(x[:, rows.start : rows.stop], numbers[:, None])
     while folded.shape[1] > 1:
       folded = combine(*jnp.split(folded, 2, axis=1))
     return folded[:, 0]
-  terms = [term(x[:, row : row + 1], number[:, row : row + 1]) for row in range(x.shape[1])]
+  terms = [term(x[:, row], row) for row in numbers]
   while len(terms) > 1:
     half = len(terms) // 2
     terms = list(map(combine, terms[:half], terms[half:]))
-  return terms[0][:, 0]
+  return terms[0]
 
 
 def round_mantissa(x: jax.Array) -> jax.Array:

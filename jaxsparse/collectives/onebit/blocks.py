@@ -106,7 +106,8 @@ class Blocks:
 
     def columns_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array, ...]:
       x = self._read(parts, skip + start, count)
-      squares = lambda unit: fold_rows(x, lambda x, _: _truncate(x * unit) ** 2, jnp.add, self.n >= _LONG)
+      square = lambda unit: lambda x, _: _truncate(x * unit) ** 2
+      squares = lambda unit: fold_rows(x, range(_ROWS), square(unit), jnp.add, self.n >= _LONG)
       means = _root_mean(squares, jnp.float32(1 / _ROWS))
       return (self._codes(x), means) if self.bits == 1 else (means,)  # signs need no scale, so one pass is enough
 
@@ -135,13 +136,15 @@ class Blocks:
 
   def _codes(self, x: jax.Array, halves: jax.Array | None = None) -> jax.Array:
     """The words of the codes of f32[blocks, 32, columns], u32[blocks, width]; the half steps of blocks if bits > 1."""
+    rows = _ROWS // self.bits
 
     def code(x: jax.Array, row: np.ndarray) -> jax.Array:
-      bit = (self.bits * row).astype(np.uint32)
+      bit = (self.bits * (row % rows)).astype(np.uint32)
       sign = jnp.where(x < 0, np.uint32(1 << self.bits - 1) << bit, np.uint32(0))
-      return sign if halves is None else sign | self._steps(x, halves[:, None, None]) << bit
+      return sign if halves is None else sign | self._steps(x, halves.reshape(-1, *[1] * (x.ndim - 1))) << bit
 
-    words = [fold_rows(part, code, jnp.bitwise_or, self.n >= _LONG) for part in jnp.split(x, self.bits, axis=1)]
+    each = [range(first, first + rows) for first in range(0, _ROWS, rows)]
+    words = [fold_rows(x, of_word, code, jnp.bitwise_or, self.n >= _LONG) for of_word in each]
     return words[0] if self.bits == 1 else jnp.concatenate(words, axis=1)
 
   def _steps(self, x: jax.Array, halves: jax.Array) -> jax.Array:
