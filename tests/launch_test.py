@@ -385,6 +385,13 @@ def test_bad_arguments(options, message):
     launch.run(["true"], **{"ranks": 1} | options)
 
 
+def test_each_rank_sees_gpus_of_its_own(monkeypatch):
+  for visible, expected in (("0,1,2,3", ["0,1", "2,3"]), ("0,1,2", [None, None])):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    commands = launch_start._ranks(["true"], ranks=2, devices=2, hosts=[])
+    assert [own.get("CUDA_VISIBLE_DEVICES") for _, own in commands] == expected
+
+
 def test_the_number_of_ranks_has_a_short_name():
   for option in (["-n", "2"], ["-n2"], ["--ranks=2"]):
     done = launched(*option, "--no-prefix", "--", "sh", "-c", f"{JOINED}echo of $JAXSPARSE_RANKS")

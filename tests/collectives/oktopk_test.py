@@ -48,6 +48,7 @@ def test_equals_the_paper_in_numpy(n, k, regions, periods, nudge, workers):
     np.testing.assert_array_equal(out.total, total)
     np.testing.assert_array_equal(out.residuals, expected.residuals)
     np.testing.assert_array_equal(state.carried.shared.bounds[0], expected.bounds)
+    np.testing.assert_allclose(state.carried.shared.threshold, [expected.threshold] * workers, rtol=1e-6)
     np.testing.assert_allclose(state.carried.worker[:, 0], expected.local, rtol=1e-6)
 
 

@@ -68,6 +68,7 @@ def test_the_gather_is_dense_where_that_is_fewer_words():
     grads[worker, worker::4] = 1 + np.arange(20)
   few, many = (js.simulate("topkdsa", grads, k=k).metrics for k in (2, 20))
   assert int(few.words_sent) < int(many.words_sent) == 2 * 5 * 3 + 20 * 3
+  assert int(many.delivered) == 80
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,18 @@ def test_shorter_messages_change_nothing_that_they_can_say(name):
     np.testing.assert_array_equal(short.total, plain.total)
     np.testing.assert_array_equal(short.residuals, plain.residuals)
   assert int(short.metrics.words_sent) < (0.75 if name == "topkdsa" else 0.5) * int(plain.metrics.words_sent)
+
+
+def test_rounding_errors_of_sums_over_teams_stay_in_residuals():
+  """Each team rounds these sums alike and keeps its share of the errors."""
+  grads = normals(0, 1, 12) * np.array([[1.0], [1.1]], np.float32)
+  out = js.simulate("spardl", grads, k=2, wire="bf16", teams=2)
+  np.testing.assert_allclose(out.total + out.residuals.sum(0), grads.sum(0), atol=1e-5)
+
+
+def test_noise_differs_between_workers_and_steps():
+  grads, half_a_level = np.tile(normals(0, 1, 12), (2, 1)), np.abs(normals(0, 1, 12)).max() / 256
+  first = js.simulate("topka", grads, k=12, wire="int8")
+  second = js.simulate("topka", grads - first.residuals, state=first.state, k=12, wire="int8")
+  assert np.abs(first.residuals[0] - first.residuals[1]).max() > half_a_level
+  assert np.abs(first.residuals - second.residuals).max() > half_a_level

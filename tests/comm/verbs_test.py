@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxsparse import _compat
-from jaxsparse.comm import AxisComm, SimComm, SoloComm, all_gather, comm_of, number_of_each, pack, unpack
+from jaxsparse.comm import AxisComm, SimComm, SoloComm, all_gather, comm_of, in_rank_order, number_of_each, pack, unpack
 from tests.cases import WORKERS, mesh_of, normals, quick_of
 
 
@@ -137,9 +137,15 @@ def test_split_of_a_split(run):
 def test_all_gather_has_rows_in_the_home_frame_and_numbers_are_in_rank_order(run, workers):
   x = jnp.asarray(normals(0, workers, 2))
   numbers = np.random.default_rng(0).integers(0, 2**31, workers, dtype=np.int32)
-  got, found = run(lambda comm, x, number: (all_gather(comm, x), number_of_each(comm, number)), x, jnp.asarray(numbers))
+
+  def verbs(comm, x, number):
+    rows = all_gather(comm, x)
+    return rows, in_rank_order(comm, rows), number_of_each(comm, number)
+
+  got, in_order, found = run(verbs, x, jnp.asarray(numbers))
   for rank in range(workers):
     np.testing.assert_array_equal(got[rank], np.roll(x, -rank, axis=0))
+    np.testing.assert_array_equal(in_order[rank], x)
   np.testing.assert_array_equal(found, np.tile(numbers, (workers, 1)))
 
 

@@ -35,7 +35,7 @@ class Worker:
     assert isinstance(event, Done), event
     if commit:
       self.exchanger.commit()
-    else:
+    elif commit is not None:  # else nobody knows yet whether it counts
       self.exchanger.drop()
 
   @property
@@ -125,6 +125,17 @@ def test_a_result_unlike_that_of_the_others_is_taken_back_but_what_was_given_is_
   worker.round(6, 8.0, 0.0, 0.0)
   assert worker.exchanger.go_back() == Stand(1, 5)
   assert (worker.anchor, worker.residual) == ([-4, 0, 0], [0, 2, 1])
+
+
+def test_a_residual_that_is_taken_over_during_an_exchange_outlives_it(worker):
+  take_over = lambda *values: worker.exchanger.inherit(Piece(Kind.RESIDUAL, 0, 1, np.array(values, np.float32))).number
+  worker.round(5, 4.0, 2.0, 1.0)
+  worker.round(6, 0.0, 0.0, 0.0)
+  worker.round(7, 0.0, 0.0, 9.0, commit=None)
+  assert take_over(0, 3, 0)
+  assert not take_over(0, np.nan, 0)
+  worker.exchanger.commit()
+  assert (worker.anchor, worker.residual) == ([-4, -2, -10], [0, 3, 0])
 
 
 def test_an_exchange_ends_without_a_result_when_it_fails_or_a_message_is_unlike(caplog):

@@ -322,6 +322,29 @@ class Pieces:
   def drop(self):
     pass
 
+  def needs(self, number, _):
+    return number == self.group.number
+
+
+def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
+  """The stand in a signal names a last round only while the worker does not know whether it counts."""
+  signals, quiet = [], lambda *_: None
+  options = {"exchange": Pieces(), "switch": quiet}
+  protocol = RoundProtocol(0, 4, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, **options)
+  options = {"grace": GRACE, "sizes": [1, 2], "base": 0, "digest": 0}
+  group = {"members": [0, 1], "weights": [0.5, 0.5], "iteration": 0, "initial": 0.0, "number": 5}
+  for event in (
+    ServerMessage(Answer.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}),
+    Request(Says.READY, weight=1),
+    ServerMessage(Answer.GROUP, {**group, "addresses": ["tcp://a", "tcp://b"]}),
+    Done(5, 7),
+    ServerMessage(Answer.ABORT, {"number": 5, "worker": 1}),
+  ):
+    protocol.handle(event, 0.0)
+  *_, done, failed, ready = signals
+  assert [signal.says for signal in (done, failed, ready)] == [Says.DONE, Says.FAILED, Says.READY]
+  assert ready.stand == Stand()
+
 
 @pytest.mark.parametrize("rejected", [False, True])
 @pytest.mark.parametrize("committed", [False, True])

@@ -120,6 +120,7 @@ def test_what_is_moved_while_an_exchange_is_under_way_goes_into_the_next_round()
       own = worker.params
       for _ in range(9):
         own = worker.step(jax.tree.map(lambda leaf: leaf + (1.0 + number), own))
+      assert worker._trained.tolist() == [[4, 4]]  # weights and steps: three during the second exchange, one since
       return worker.leave(own)
 
   with serve(2) as server:

@@ -184,7 +184,7 @@ def test_an_absent_worker_holds_the_others_up_for_as_long_as_their_step_took():
       wire.wait(0.1, 0, 1, 2)
       assert wire.now - began < 1
     longest = max(longest, wire.now - began)
-  assert 0 < longest < 0.45
+  assert 0.25 < longest < 0.45
   assert iteration > 0.95 * 60 / 0.3
   wire.say(Signal(Says.READY, 2, 1))
   wire.wait(0.3, 0, 1, 2)

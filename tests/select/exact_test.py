@@ -144,6 +144,19 @@ def test_rows_of_few_entries_are_filled_with_their_first_zeros():
   np.testing.assert_array_equal(jax.jit(search)(rows.reshape(-1)), [simple(row, k) for row in rows])
 
 
+def test_too_few_candidates_that_reach_their_key_are_no_proof():
+  """Of values that became smaller after the candidates were found."""
+  blocks = Blocks.single(LazySum((jnp.asarray(GRADIENTS["normal"]),)), 500)
+
+  @jax.jit
+  def search(factor):
+    read = lambda indices: factor * blocks.x.read_at(blocks.flat_indices(indices))
+    return exact.search_among(exact.find_candidates(blocks), read, blocks, lambda: jnp.full((1, 500), -1))
+
+  np.testing.assert_array_equal(search(1.0), [simple(GRADIENTS["normal"], 500)])
+  assert (search(0.5) == -1).all()
+
+
 def test_no_rows_and_bad_arguments():
   assert top_k(jnp.zeros((0, 20_000)), 5).indices.shape == (0, 5)
   for k in (0, 5):

@@ -2,6 +2,7 @@
 
 import hypothesis
 import hypothesis.extra.numpy
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -25,6 +26,15 @@ def test_a_mean_that_float16_cannot_hold_is_skipped_and_kept():
   assert metrics.skipped
   np.testing.assert_array_equal(after, params)
   np.testing.assert_array_equal(skipped[0].carried.residual, state[0].carried.residual)
+
+
+def test_what_is_rounded_off_decays_as_the_residual_does():
+  """All is delivered, and of the mean bfloat16 holds all but 2⁻⁸."""
+  tx = js.topka_transform(js.SimComm("w"), density=1.0, decay=0.5)
+  update = jax.jit(jax.vmap(lambda grads: tx.update(grads, tx.init(grads)), axis_name="w"))
+  updates, state = update(jnp.array([[1.0], [1 + 2**-7]], jnp.bfloat16))
+  np.testing.assert_array_equal(updates, [[1], [1]])
+  np.testing.assert_array_equal(state.carried.residual, [[2**-9], [2**-9]])
 
 
 @pytest.mark.parametrize("value", [257.0, 99968.0])
