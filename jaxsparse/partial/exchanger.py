@@ -1,5 +1,6 @@
 """Runs the exchanges of a worker of rounds in a thread of its own, while its device computes."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -189,17 +190,17 @@ class Exchanger:
 
   def inherit(self, piece: Piece) -> Piece:
     """Takes over the residual of a worker that leaves; the answer has the number 1, or 0 where that is not possible."""
-    taken = self._inherited is not None and bool(np.isfinite(piece.values).all())
-    try:
-      self.anchor = self.outer.add_residual(self.anchor, piece.values) if taken else self.anchor
-    except ValueError:  # of another model, or this worker has been in no round
-      taken = False
-    if taken:
-      assert self._inherited is not None
-      self._inherited.append(piece.values)
-      if self._before:
-        before, given = self._before
-        self._before = self.outer.add_residual(before, piece.values), given
+    taken = False
+    if self._inherited is not None and np.isfinite(piece.values).all():
+      # Of another model, or in less than two rounds: the anchor before the last round has to keep it, too.
+      with contextlib.suppress(ValueError):
+        anchor = self.outer.add_residual(self.anchor, piece.values)
+        if self._before:
+          before, given = self._before
+          self._before = self.outer.add_residual(before, piece.values), given
+        self.anchor = anchor
+        self._inherited.append(piece.values)
+        taken = True
     return Piece(Kind.TAKEN, int(taken), self._number)
 
   def hand_over(self) -> np.ndarray:
