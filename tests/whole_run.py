@@ -5,6 +5,7 @@ memory, is named and removed, and the run has failed.
 """
 
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pathlib
 import re
@@ -50,7 +51,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
-  multiprocessing.forkserver._forkserver._stop()  # waits for it, so that its CPU time counts
+  # Both wait for their process, so that its CPU time counts.
+  multiprocessing.forkserver._forkserver._stop()
+  multiprocessing.resource_tracker._resource_tracker._stop()
   if _is_worker(session.config):
     return
   left = end_processes() + sorted(_shared_memory() - session.config.shared_before)
