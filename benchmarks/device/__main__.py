@@ -63,16 +63,16 @@ def _setting() -> Setting:
 def _measure(run: Run, setting: Setting, profile: pathlib.Path) -> None:
   """Measures the parts; larger updates after the step, whose memory would not be the largest so far otherwise.
 
-  A number is the share of the time after which no row of a part begins: what comes later has a turn in any case.
+  Each part has a share of the time that is left when it begins, so that later ones have a turn in any case.
   """
   smallest, *larger = setting.sizes
   measures = [
-    (right.PART, lambda: right.measure(run, setting, 0.35)),
-    (speed.PART, lambda: speed.measure(run, setting, [smallest], 0.55)),
-    (step.PART, lambda: step.measure(run, setting, 0.75)),
-    (speed.PART, lambda: speed.measure(run, setting, larger, 0.9)),
-    (worth.PART, lambda: worth.measure(run, setting, 0.95, profile)),
-    (speed.LAUNCHES, lambda: speed.measure_launches(run, setting, 0.95)),
+    (right.PART, lambda: right.measure(run, setting, run.share(0.4))),
+    (speed.PART, lambda: speed.measure(run, setting, [smallest], run.share(0.45))),
+    (step.PART, lambda: step.measure(run, setting, run.share(0.5))),
+    (speed.PART, lambda: speed.measure(run, setting, larger, run.share(0.7))),
+    (worth.PART, lambda: worth.measure(run, setting, run.share(1), profile)),
+    (speed.LAUNCHES, lambda: speed.measure_launches(run, setting, run.share(1))),
   ]
   for part, measure in measures:
     if part in _PARTS.value:

@@ -22,7 +22,7 @@ PART = "right"
 _STEPS = 3
 _PATIENCE = 30.0  # seconds to wait for the CPU at least, once a row has begun
 _FURTHEST = 0.01  # relative distance of results that may differ by rounding
-ROUNDED = ("a2sgd", "dcttopk", "gaussiank", "micro", "nbit", "oktopk", "onebit", "powersgd", "qsgd")
+ROUNDED = ("a2sgd", "dcttopk", "gaussiank", "nbit", "oktopk", "onebit", "powersgd", "qsgd")
 """Collectives whose totals or thresholds are quotients, roots or sums of products: each compiler rounds and fuses them
 in its own way. Those of all others are entries and sums in a fixed order, which have the same bits everywhere."""
 
@@ -146,18 +146,18 @@ def select(kind: str, setting: Setting) -> Row:
   return {"n": n, "k": expected.size, "differ": int(differ.sum())}
 
 
-def measure(run: Run, setting: Setting, share: float) -> None:
+def measure(run: Run, setting: Setting, until: float) -> None:
   """The rows of this part."""
   labels = [label for label in setting.algorithms if "dtype" not in label]
   arguments = setting.compared, setting.simulated, setting.density
   reference = None if jax.default_backend() == "cpu" else Reference(labels, *arguments)
   try:
     for kind in INPUTS:
-      run.measure(PART, f"selection, {kind}", share, functools.partial(select, kind, setting))
-    make_ahead([functools.partial(_simulated, label, *arguments) for label in labels], run.left(share) / 2)
+      run.measure(PART, f"selection, {kind}", until, functools.partial(select, kind, setting))
+    make_ahead([functools.partial(_simulated, label, *arguments) for label in labels], run.left(until) / 2)
     for label in labels:
-      seconds = max(_PATIENCE, run.left(share))
-      run.measure(PART, label, share, functools.partial(compare, label, arguments, reference, seconds))
+      seconds = max(_PATIENCE, run.left(until))
+      run.measure(PART, label, until, functools.partial(compare, label, arguments, reference, seconds))
   finally:
     if reference:
       reference.stop()

@@ -14,6 +14,7 @@ import rich.console
 from benchmarks import report
 
 Row = dict[str, Any]
+_LAST = 0.95  # of the time, after which no row is begun
 PARALLEL = max(1, (os.cpu_count() or 1) // 4)  # programs that are compiled at the same time
 
 
@@ -67,16 +68,20 @@ class Run:
     """Seconds since the beginning."""
     return time.monotonic() - self._start
 
-  def left(self, share: float) -> float:
-    """Seconds until this share of the time of the run is over, at least 0."""
-    return max(0.0, share * self._seconds - self.elapsed)
+  def share(self, of_rest: float) -> float:
+    """When a part must end that gets this share of the time that is left, in seconds since the beginning."""
+    return self.elapsed + of_rest * max(0.0, _LAST * self._seconds - self.elapsed)
 
-  def measure(self, part: str, name: str, share: float, make: Callable[[], Mapping[str, Any]]) -> None:
-    """Adds a row of what `make` returns, unless `share` of the time is over, keeps all rows, and prints this one."""
-    if self.left(share):
+  def left(self, until: float) -> float:
+    """Seconds until so many are over since the beginning, at least 0."""
+    return max(0.0, until - self.elapsed)
+
+  def measure(self, part: str, name: str, until: float, make: Callable[[], Mapping[str, Any]]) -> None:
+    """Adds a row of what `make` returns, keeps all rows, and prints this one; none is begun after `until` seconds."""
+    if self.left(until):
       self.attempt(part, lambda: self._add(part, name, make()), name)
     else:
-      self._add(part, name, {"not_run": f"{100 * share:.0f} % of the {self._seconds:g} s were over"})
+      self._add(part, name, {"not_run": f"the part had time until {until:.0f} s"})
 
   def attempt(self, part: str, measure: Callable[[], None], name: str = "the whole part") -> None:
     """Calls `measure`, and adds a row of the exception that it raises."""
@@ -91,6 +96,8 @@ class Run:
     row = {"row": name, **found}
     self.rows[part].append({key: report.rounded(report.plain(value)) for key, value in row.items()})
     self.keep()
+    if "not_run" in row:
+      return
     shown = {key: value for key, value in self.rows[part][-1].items() if key != "row" and not isinstance(value, list)}
     text = ", ".join(f"{key} {_short(value)}" for key, value in shown.items())
     self._console.print(f"{self.elapsed:6.1f} s  {part}: {name}: {text}", highlight=False, markup=False, soft_wrap=True)
@@ -104,9 +111,12 @@ class Run:
     return [row for row in self.rows[part] if not _is_missing(row)]
 
   def missing(self) -> list[str]:
-    """What was not measured, and why, a line for each row."""
-    rows = [(part, row) for part, rows in self.rows.items() for row in rows]
-    return [f"{part}: {row['row']}: {row.get('error', row.get('not_run'))}" for part, row in rows if _is_missing(row)]
+    """What was not measured, and why, a line for all rows of a part with the same reason."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for part, rows in self.rows.items():
+      for row in filter(_is_missing, rows):
+        names.setdefault((part, row.get("error") or row["not_run"]), []).append(row["row"])
+    return [f"{part}: {', '.join(rows)}: {reason}" for (part, reason), rows in names.items()]
 
 
 def make_ahead(makers: Iterable[Callable[[], object]], seconds: float) -> None:

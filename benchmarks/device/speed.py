@@ -126,16 +126,16 @@ def _time(make: Callable[[], Program], n: int, repetitions: int) -> Row:
   return {"n": n, "compile": program.seconds, **times._asdict(), "temp": memory.temp / n, **checked}
 
 
-def measure(run: Run, setting: Setting, sizes: Sequence[int], share: float) -> None:
+def measure(run: Run, setting: Setting, sizes: Sequence[int], until: float) -> None:
   """The rows of gradients of these sizes."""
   for n in sizes:
-    make_ahead(programs(setting, n).values(), run.left(share) / 2)
+    make_ahead(programs(setting, n).values(), run.left(until) / 2)
     for name, make in programs(setting, n).items():
-      run.measure(PART, name, share, functools.partial(_time, make, n, setting.repetitions))
+      run.measure(PART, name, until, functools.partial(_time, make, n, setting.repetitions))
     _gradients.cache_clear()  # the memory peak of later parts is theirs
 
 
-def measure_launches(run: Run, setting: Setting, share: float) -> None:
+def measure_launches(run: Run, setting: Setting, until: float) -> None:
   """What the profiler sees of one call of each program of the smallest size, after everything else.
 
   A profiler may slow down what runs after it, or crash.
@@ -150,7 +150,7 @@ def measure_launches(run: Run, setting: Setting, share: float) -> None:
       found = timing.launches_of(lambda: program.compiled(x, state))
       return {"n": n} | (found._asdict() if found else {"kernels": None})
 
-    run.measure(LAUNCHES, name, share, profile)
+    run.measure(LAUNCHES, name, until, profile)
 
 
 def table(rows: Sequence[Row], launches: Sequence[Row], title: str) -> rich.table.Table:

@@ -90,11 +90,11 @@ def time_step(step: Step, setting: Setting) -> Row:
   }
 
 
-def measure(run: Run, setting: Setting, share: float) -> None:
+def measure(run: Run, setting: Setting, until: float) -> None:
   """The rows of this part."""
-  make_ahead([functools.partial(_compile, step, setting) for step in setting.steps], run.left(share) / 2)
+  make_ahead([functools.partial(_compile, step, setting) for step in setting.steps], run.left(until) / 2)
   for step in setting.steps:
-    run.measure(PART, step.label, share, functools.partial(time_step, step, setting))
+    run.measure(PART, step.label, until, functools.partial(time_step, step, setting))
 
 
 def table(rows: Sequence[Row], title: str) -> rich.table.Table:

@@ -70,7 +70,7 @@ def advise(profile: js.costs.Profile, gigabits: int, setting: Setting, compute: 
   return found
 
 
-def measure(run: Run, setting: Setting, share: float, path: pathlib.Path) -> None:
+def measure(run: Run, setting: Setting, until: float, path: pathlib.Path) -> None:
   """The rows of this part; the profile goes to `path`."""
   made = list[js.costs.Profile]()
 
@@ -79,11 +79,11 @@ def measure(run: Run, setting: Setting, share: float, path: pathlib.Path) -> Non
     made[0].save(path)
     return {"file": path.name, "algorithms": len(made[0].algorithms)}
 
-  run.measure(PART, "profile", share, make)
+  run.measure(PART, "profile", until, make)
   compute = next((row["queued"] for row in run.measured(step.PART) if row["row"] == BACKWARD.label), None)
   for gigabits in LINKS if made else ():
     name = f"{HOSTS} x {DEVICES}, {gigabits} Gbit/s"
-    run.measure(PART, name, share, functools.partial(advise, made[0], gigabits, setting, compute))
+    run.measure(PART, name, until, functools.partial(advise, made[0], gigabits, setting, compute))
 
 
 def table(rows: Sequence[Row]) -> rich.table.Table:

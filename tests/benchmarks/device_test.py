@@ -46,24 +46,29 @@ def test_rows_that_fail_or_are_late_leave_the_others(tmp_path):
   path = tmp_path / "device.json"
   kept = lambda: json.loads(path.read_text())
   run = Run(path, {"device": "none"}, {"right": True, "step": True}, 1000, CONSOLE)
-  run.measure("right", "works", 1.0, lambda: {"seconds": 1.0})
-  run.measure("right", "fails", 1.0, lambda: {"seconds": 1 / 0})
+  run.measure("right", "works", 10.0, lambda: {"seconds": 1.0})
+  run.measure("right", "fails", 10.0, lambda: {"seconds": 1 / 0})
   run.measure("right", "late", 0.0, lambda: {"seconds": 2.0})
   rows = [
     {"row": "works", "seconds": 1.0},
     {"row": "fails", "error": "ZeroDivisionError: division by zero"},
-    {"row": "late", "not_run": "0 % of the 1000 s were over"},
+    {"row": "late", "not_run": "the part had time until 0 s"},
   ]
   assert kept()["right"] == rows
   assert (run.failed, run.measured("right")) == (True, rows[:1])
+  assert run.missing() == [
+    "right: fails: ZeroDivisionError: division by zero",
+    "right: late: the part had time until 0 s",
+  ]
+  assert run.share(1) == pytest.approx(950)
 
   def interrupted():
     raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    run.measure("step", "interrupted", 1.0, interrupted)
+    run.measure("step", "interrupted", 10.0, interrupted)
   again = Run(path, {"device": "none"}, {"right": False, "step": True}, 1000, CONSOLE)
-  again.measure("step", "works", 1.0, lambda: {"loss": float("nan")})
+  again.measure("step", "works", 10.0, lambda: {"loss": float("nan")})
   assert (kept()["right"], kept()["step"]) == (rows, [{"row": "works", "loss": None}])
   with pytest.raises(ValueError, match="is of device none, not another: choose another --name"):
     Run(path, {"device": "another"}, {"right": False, "step": True}, 1000, CONSOLE, ["device"])
