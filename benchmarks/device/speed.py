@@ -136,48 +136,43 @@ def measure(run: Run, setting: Setting, sizes: Sequence[int], until: float) -> N
 
 
 def measure_launches(run: Run, setting: Setting, until: float) -> None:
-  """What the profiler sees of one call of each program of the smallest size, after everything else.
+  """What the profiler sees of one call of each program that was timed.
 
-  A profiler may slow down what runs after it, or crash.
+  It comes after everything else: a profiler may slow down what runs after it, or crash.
   """
-  n = min(setting.sizes)
-  for name, make in programs(setting, n).items():
+  for row in run.measured(PART):
+    make = programs(setting, row["n"])[row["row"]]
+    run.measure(LAUNCHES, row["row"], until, functools.partial(_profile, make, row["n"]))
 
-    def profile(make: Callable[[], Program] = make) -> Row:
-      program = make()
-      _, state = program.compiled(_fresh(n, 0), program.start())
-      x = jax.block_until_ready(_fresh(n, 1))
-      found = timing.launches_of(lambda: program.compiled(x, state))
-      return {"n": n} | (found._asdict() if found else {"kernels": None})
 
-    run.measure(LAUNCHES, name, until, profile)
+def _profile(make: Callable[[], Program], n: int) -> Row:
+  program = make()
+  _, state = program.compiled(_fresh(n, 0), program.start())
+  x = jax.block_until_ready(_fresh(n, 1))
+  found = timing.launches_of(lambda: program.compiled(x, state))
+  return {"n": n, **(found._asdict() if found else {"kernels": None})}
 
 
 def table(rows: Sequence[Row], launches: Sequence[Row], title: str) -> rich.table.Table:
-  """Milliseconds, and ratios to what else is done with as many entries."""
+  """Milliseconds, and ratios to what else is done with as many entries: of the kernels' seconds where they are known.
+
+  Kernels of a short program take less time than the host needs to start it, which calls in a queue show.
+  """
   ms = report.milliseconds
+  profiled = {(row["n"], row["row"]): row for row in launches if row["kernels"]}
   lines = []
-  profiled = {(row["n"], row["row"]): row for row in launches}
   for row in rows:
-    same = {one["row"]: one["queued"] for one in rows if one["n"] == row["n"]}
-    over = [report.ratio(row["queued"], same.get(name), 1) for name in ("read", "copy", "lax.top_k")]
     seen = profiled.get((row["n"], row["row"]), {})
-    lines.append([f"{row['n']:,}", row["row"], *(ms(row[name], 3) for name in ("seconds", "p90", "queued")), *over])
+    seconds = {one["row"]: one["queued"] for one in rows if one["n"] == row["n"]}
+    if seen:
+      seconds = {name: one["busy"] for (n, name), one in profiled.items() if n == row["n"]}
+    over = [report.ratio(seconds[row["row"]], seconds.get(name), 1) for name in ("read", "copy", "lax.top_k")]
+    lines.append([f"{row['n']:,}", row["row"], *(ms(row[name], 3) for name in ("seconds", "p90", "queued"))])
+    lines[-1] += [report.number(seen.get("kernels"), "d"), ms(seen.get("busy"), 3), *over]
     lines[-1] += [f"{row['temp']:.2f}", f"{row['compile']:.1f}"]
-    lines[-1] += [report.number(seen.get("kernels"), "d"), ms(seen.get("busy"), 3)]
-  heads = (
-    "n",
-    "program",
-    "ms",
-    "p90",
-    "queued",
-    "× read",
-    "× copy",
-    "× lax.top_k",
-    "temp",
-    "compile s",
-    "kernels",
-    "busy",
+  times = ("ms", "p90", "queued", "kernels", "their ms")
+  heads = ("n", "program", *times, "× read", "× copy", "× lax.top_k", "temp", "compile s")
+  caption = (
+    "ms: median of blocked calls; temp: bytes an entry, by the compiler; × of the kernels' ms, or else of queued"
   )
-  caption = "ms: median of blocked calls; ratios are of queued ones; temp: bytes an entry, by the compiler"
   return report.table(title, heads, lines, text=2, caption=caption)
