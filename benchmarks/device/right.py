@@ -60,33 +60,32 @@ _simulated = functools.cache(simulate)
 
 
 class Reference:
-  """`simulate` on the CPU, in processes beside this one that begin at once.
-
-  If one dies, of a compiler that crashes for instance, others go on with the labels that are left.
-  """
+  """`simulate` on the CPU, in processes beside this one that begin at once."""
 
   def __init__(self, labels: Sequence[str], *arguments: Any):
-    self._labels, self._arguments = list(labels), arguments
-    self._begin()
+    self._arguments = arguments
+    self._begin(PARALLEL, labels)
 
-  def _begin(self) -> None:
+  def _begin(self, processes: int, labels: Sequence[str]) -> None:
     spawn = multiprocessing.get_context("spawn")
-    self._pool = concurrent.futures.ProcessPoolExecutor(PARALLEL, spawn, _use_cpu)
-    self._futures = {label: self._pool.submit(simulate, label, *self._arguments) for label in self._labels}
+    self._pool = concurrent.futures.ProcessPoolExecutor(processes, spawn, _use_cpu)
+    self._futures = {label: self._pool.submit(simulate, label, *self._arguments) for label in labels}
 
   def of(self, label: str, seconds: float) -> Trajectory:
     """The result of a label, waiting for it as long as this.
 
+    Where a process died, of a compiler that crashes for instance, the results of all are lost, and each label has a
+    process of its own.
+
     Raises:
-      RuntimeError: if a process died before.
-      TimeoutError: if it is not there in time.
+      BrokenProcessPool: if that died, too.
+      TimeoutError: if the result is not there in time.
     """
     try:
       return self._futures[label].result(seconds)
-    except BrokenProcessPool as error:
-      self._labels.remove(label)
-      self._begin()
-      raise RuntimeError(f"a process died before it had run {label} on the CPU: {error}") from error
+    except (BrokenProcessPool, KeyError):
+      self._begin(1, [label])
+      return self._futures[label].result(seconds)
 
   def stop(self) -> None:
     """Ends the processes, whether they have finished or not."""
