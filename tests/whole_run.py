@@ -1,7 +1,7 @@
 """Hooks of pytest for a run of all tests: a part of them, its CPU time, and what it leaves behind.
 
-conftest.py imports them. A run leaves nothing behind: a process that is still there at its end, or a file in shared
-memory, is named and removed, and the run has failed.
+conftest.py imports them. What a run leaves behind is named and removed at its end: processes, for which the run has
+failed, and files in shared memory, which Open MPI leaves where ranks are killed.
 """
 
 import multiprocessing.forkserver
@@ -56,9 +56,11 @@ def pytest_sessionfinish(session):
   multiprocessing.resource_tracker._resource_tracker._stop()
   if _is_worker(session.config):
     return
-  left = end_processes() + sorted(_shared_memory() - session.config.shared_before)
-  session.config.left_behind = left
-  if left and not session.exitstatus:
+  processes, files = end_processes(), sorted(_shared_memory() - session.config.shared_before)
+  session.config.left_behind = processes + files
+  for file in files:
+    pathlib.Path(file).unlink(missing_ok=True)
+  if processes and not session.exitstatus:
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -81,8 +83,8 @@ def _is_worker(config):
 
 
 def _shared_memory():
-  """The files in shared memory."""
-  return {str(path) for path in _SHARED.glob("*")} if _SHARED.exists() else set()
+  """The files that Open MPI has in shared memory."""
+  return {str(path) for path in _SHARED.glob("sm_segment.*")}  # of Open MPI
 
 
 def end_processes():

@@ -82,7 +82,7 @@ def fold_rows(
   Args:
     x: the blocks.
     rows: the rows to combine.
-    term: elementwise, of one row and its number, or of all rows, [blocks, rows, columns], and their numbers [rows, 1].
+    term: elementwise, of one row and its number, or of all rows, [blocks, rows, columns], and numbers [1, rows, 1].
     combine: of two arrays.
     one_by_one: whether to take an operation for each row, which XLA on CPU vectorizes, or for halves of all rows,
       which are few operations to compile; the bits are the same.
@@ -94,7 +94,7 @@ def fold_rows(
   """
   numbers = np.array(rows)
   if not one_by_one:
-    folded = term(x[:, rows.start : rows.stop], numbers[:, None])
+    folded = term(x[:, rows.start : rows.stop], numbers[None, :, None])
     while folded.shape[1] > 1:
       folded = combine(*jnp.split(folded, 2, axis=1))
     return folded[:, 0]
