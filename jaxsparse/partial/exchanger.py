@@ -192,15 +192,14 @@ class Exchanger:
     """Takes over the residual of a worker that leaves; the answer has the number 1, or 0 where that is not possible."""
     taken = False
     if self._inherited is not None and np.isfinite(piece.values).all():
-      # Of another model, or in less than two rounds: the anchor before the last round has to keep it, too.
-      with contextlib.suppress(ValueError):
-        anchor = self.outer.add_residual(self.anchor, piece.values)
-        if self._before:
-          before, given = self._before
-          self._before = self.outer.add_residual(before, piece.values), given
-        self.anchor = anchor
+      with contextlib.suppress(ValueError):  # of another model, or this worker has been in no round
+        self.anchor = self.outer.add_residual(self.anchor, piece.values)
         self._inherited.append(piece.values)
         taken = True
+    if taken and self._before:
+      with contextlib.suppress(ValueError):  # before its first round it had nowhere to keep a residual
+        before, given = self._before
+        self._before = self.outer.add_residual(before, piece.values), given
     return Piece(Kind.TAKEN, int(taken), self._number)
 
   def hand_over(self) -> np.ndarray:

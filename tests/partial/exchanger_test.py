@@ -138,12 +138,11 @@ def test_a_residual_that_is_taken_over_during_an_exchange_outlives_it(worker):
   assert (worker.anchor, worker.residual) == ([-4, -2, -10], [0, 3, 0])
 
 
-def test_a_worker_whose_first_round_was_its_last_takes_no_residual_over(worker):
-  """The anchor before that round could not keep it, should the round not count in the end."""
+def test_a_worker_takes_a_residual_over_after_its_first_round(worker):
   worker.round(5, 4.0, 2.0, 1.0)
-  before = worker.anchor, worker.residual
-  assert not worker.exchanger.inherit(Piece(Kind.RESIDUAL, 0, 1, np.ones(3, np.float32))).number
-  assert (worker.anchor, worker.residual) == before
+  before = worker.residual
+  assert worker.exchanger.inherit(Piece(Kind.RESIDUAL, 0, 1, np.ones(3, np.float32))).number
+  assert worker.residual == [value + 1 for value in before]
 
 
 def test_an_exchange_ends_without_a_result_when_it_fails_or_a_message_is_unlike(caplog):
