@@ -53,7 +53,7 @@ $(DOCS_STAMP): $(STAMP)
 	$(PIP) --no-build-isolation -e '.[docs]'
 	@touch $@
 
-test: lint types  ## lint, types and the quick tests: at most eight minutes on two cores
+test: lint types  ## lint, types and the quick tests; prints its CPU time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # The site belongs to the first part.

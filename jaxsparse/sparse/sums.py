@@ -85,7 +85,7 @@ def fold_rows(
     term: elementwise, of one row and its number, or of all rows, [blocks, rows, columns], and numbers [1, rows, 1].
     combine: of two arrays.
     one_by_one: whether to take an operation for each row, which XLA on CPU vectorizes, or for halves of all rows,
-      which are few operations to compile; the bits are the same.
+      which are few operations to compile; the bits are the same if products in `term` are exact.
 
   Example:
     >>> x = jnp.array([[[1.0], [2.0], [3.0], [4.0]]])

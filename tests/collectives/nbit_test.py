@@ -1,5 +1,7 @@
 """All-reduces of b bits an entry against numpy: what is delivered and kept, and that padding holds nothing."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.train import simulation
-from tests.cases import assert_same_bits, mesh_of, normals
+from tests.cases import assert_same_bits, mesh_of, normals, row
 from tests.reference.rounding import nbit
 
 
@@ -87,7 +89,14 @@ def test_zero_counts_as_positive_and_one_bit_is_sent_of_an_entry():
   assert cost == js.Cost(messages=3 + 2, words=2 * 3 * 25 * (4096 // 32 + 1))
 
 
-@pytest.mark.parametrize(("bits", "workers", "n"), [(1, 2, 15 * 4096 + 5), (1, 3, 100), (4, 2, 15 * 4096 + 5)])
+# From 16 * 4,096 entries on rows are folded one by one, on every platform.
+@pytest.mark.parametrize(
+  ("bits", "workers", "n"),
+  [
+    row(bits, workers, n, quick=n < 16 * 4096)
+    for bits, workers, n in ((1, 3, 100), *itertools.product((1, 4), [2], (15 * 4096 + 5, 16 * 4096 + 5)))
+  ],
+)
 def test_all_blocks_at_once_as_on_a_gpu_give_the_bits_of_a_few_at_a_time(bits, workers, n):
   collective, grads = js.make_collective("nbit", bits=bits, decay=0.5), jnp.asarray(normals(0, workers, n))
   grads = grads.at[0, : n // 3].multiply(2.0**90).at[1, n // 2 :].multiply(2.0**-90)
