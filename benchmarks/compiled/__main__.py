@@ -42,15 +42,13 @@ def _row(label: str, lower: Callable[[], Any], n: int, between: str = "") -> Row
   """Compiles a program of which a device holds n float32; opcodes of exchanges between workers begin with `between`."""
   start = time.perf_counter()
   compiled = lower().compile()
-  seconds, text, memory = time.perf_counter() - start, compiled.as_text(), compiled.memory_analysis()
+  seconds, text, memory = time.perf_counter() - start, compiled.as_text(), hlo.memory_of(compiled)
   if _TEXTS.value:
     report.replace(pathlib.Path(_TEXTS.value) / f"{label.replace(':', '_')}.{_PLATFORM.value}.hlo", text)
   array = 4 * n
   found = hlo.summarize(text, large=3 * array // 4)
-  temp = memory.temp_size_in_bytes
-  peak = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + temp
   exchanges = [one._replace(covered=one.covered / array) for one in found.exchanges if one.opcode.startswith(between)]
-  counts = found.kernels, found.in_branches, found.in_loops, found.bytes / array, temp / n, peak / n
+  counts = found.kernels, found.in_branches, found.in_loops, found.bytes / array, memory.temp / n, memory.peak / n
   return Row(label, seconds, *counts, found.sorts, found.copies, found.synchronizations, exchanges)
 
 

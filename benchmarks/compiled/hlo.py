@@ -7,7 +7,7 @@ those of these entries.
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}  # of others the number in the name
 _NO_KERNEL = {
@@ -237,3 +237,17 @@ def _bytes(shape: str) -> int:
       bits *= int(size.lstrip("<="))
     total += bits // 8
   return total
+
+
+class Memory(NamedTuple):
+  """Memory of a program on the device, in bytes."""
+
+  temp: int  # temporary, by the compiler
+  peak: int  # arguments, results and temporary memory, by the compiler
+
+
+def memory_of(compiled: Any) -> Memory:
+  """What the compiler says of a compiled program."""
+  found = compiled.memory_analysis()
+  temp = found.temp_size_in_bytes
+  return Memory(temp, found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + temp)

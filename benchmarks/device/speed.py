@@ -12,6 +12,7 @@ import rich.table
 
 import jaxsparse as js
 from benchmarks import report
+from benchmarks.compiled import hlo
 from benchmarks.device import timing
 from benchmarks.device.running import Row, Run, make_ahead
 from benchmarks.device.setting import Setting
@@ -122,7 +123,7 @@ def _time(make: Callable[[], Program], n: int, repetitions: int) -> Row:
   program = make()
   times, result, state = timing.times_of(program.compiled, functools.partial(_fresh, n), program.start(), repetitions)
   checked = program.check(_last(n, times), result, state)
-  memory = timing.memory_of(program.compiled)
+  memory = hlo.memory_of(program.compiled)
   return {"n": n, "compile": program.seconds, **times._asdict(), "temp": memory.temp / n, **checked}
 
 

@@ -13,6 +13,7 @@ import rich.table
 
 import jaxsparse as js
 from benchmarks import methods, recipes, report
+from benchmarks.compiled import hlo
 from benchmarks.device import timing
 from benchmarks.device.running import Row, Run, make_ahead
 from benchmarks.device.setting import Setting, Step
@@ -85,7 +86,7 @@ def time_step(step: Step, setting: Setting) -> Row:
     "compile": program.seconds,
     **times._asdict(),
     "loss": loss,
-    "peak_by_compiler": timing.memory_of(program.compiled).peak,
+    "peak_by_compiler": hlo.memory_of(program.compiled).peak,
     "peak": peak if peak is not None and before is not None and peak > before else None,
   }
 

@@ -59,20 +59,6 @@ def times_of(
   return Times(statistics.median(counted), p90, len(counted), queued, in_queue), result, state
 
 
-class Memory(NamedTuple):
-  """Memory of a program on the device, in bytes."""
-
-  temp: int  # temporary, by the compiler
-  peak: int  # arguments, results and temporary memory, by the compiler
-
-
-def memory_of(compiled: Any) -> Memory:
-  """What the compiler says."""
-  found = compiled.memory_analysis()
-  temp = found.temp_size_in_bytes
-  return Memory(temp, found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + temp)
-
-
 def peak_so_far() -> int | None:
   """The most bytes that arrays took on the device since the process began; None where the backend does not count."""
   stats = jax.devices()[0].memory_stats()
