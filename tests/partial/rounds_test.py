@@ -476,23 +476,25 @@ def test_each_fragment_is_weighted_by_the_steps_since_it_was_delivered():
 
 
 def test_the_residual_of_a_worker_whose_last_round_was_its_own_goes_to_one_of_an_earlier_round():
-  left = threading.Event()
+  ready, left = threading.Event(), threading.Event()
   outer = lambda comm: optax.chain(js.topka_transform(comm, k=2), optax.sgd(1.0))
 
   def train(number):
     with join(server, number, every=1, outer=outer) as worker:
       own, residual = worker.params, lambda: worker._exchanger.outer.residual(worker._exchanger.anchor)
-      while worker.round < 2:
+      while worker.round < 2 or worker.group.members != (0, 1):
         own = worker.step(plus(own, 1.0))
-      before = residual()
       if number == 0:
+        assert ready.wait(60)
         worker.leave(own)
         left.set()
         return residual()
+      before = residual()
+      ready.set()
       assert left.wait(60)
       return residual() - before
 
-  with serve(2, quorum=1, grace=0.3) as server:
+  with serve(2, quorum=1, grace=1.0) as server:
     given, taken = in_threads(2, train)
   assert given.any()
   np.testing.assert_array_equal(taken, given)
