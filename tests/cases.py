@@ -54,14 +54,14 @@ BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
   ("spardl", "recursive"): {"teams": 4},
 }
 LONG = re.compile(
-  "chunktopk-(chunk|wire)|dcttopk-|gaussiank-wire|gtopk-(wire|selector=(chunked|reuse$))|nbit-bits=[18]|oktopk-(?!wire=int8)"
-  "|powersgd-rank=1$|qsgd-levels|spardl-(teams=[58]|selector=.*wire|wire=.*teams)|topka-(wire|selector=(chunked$|reuse))|topkdsa-"
+  "chunktopk-(chunk|wire)|dcttopk-|gaussiank-|gtopk-|nbit-bits=[18]|oktopk-|powersgd-rank=1$|qsgd-levels"
+  "|spardl-(teams=([358]|2-sag)|selector=.*wire|wire=int8)|topka-(wire|selector=(chunked$|reuse))|topkdsa-"
 )
 """Cases with options that `make test` leaves out.
 
-The choices of selector and wire, which the collectives share, are all tested with SparDL, and together, or as the one
-that loses most, with each other collective. Those of Ok-Topk's thresholds are compared with the paper in numpy, those
-of DctTopk are tested with ChunkTopk.
+The choices of selector and wire, which the collectives share, are tested with SparDL, and together, as those that lose
+most, with TopkA. Those of Ok-Topk's thresholds are compared with the paper in numpy, those of DctTopk are tested with
+ChunkTopk.
 """
 
 UNLIKE = ("a2sgd", "dense", "oktopk", "qsgd", "spardl", "spardl-teams=2")

@@ -197,25 +197,14 @@ def assert_skipped(cell: Cell, number: int) -> None:
 
 QUICK = {("topka", composition, "float32") for composition in COMPOSITIONS} | {
   ("spardl", "corrected", "float32"),
-  ("spardl", "local 4", "float32"),
-  ("spardl", "plain", "float32"),
   ("a2sgd", "local inner", "float32"),
   ("a2sgd", "plain", "float32"),
-  ("chunktopk", "plain", "bfloat16"),
   ("dcttopk", "corrected", "float32"),
-  ("dcttopk", "warmed up", "float32"),
   ("dense", "diloco", "float16"),
-  ("micro", "corrected", "bfloat16"),
   ("micro", "local 4 applied", "float16"),
   ("nbit", "local 4 applied", "bfloat16"),
-  ("onebit", "local 4 applied", "bfloat16"),
-  ("onebit", "local wide", "float16"),
   ("onebit", "plain", "bfloat16"),
-  ("powersgd", "local wide", "bfloat16"),
   ("spardl", "local wide", "bfloat16"),
-  ("spardl", "plain", "float16"),
-  ("topka", "local 1", "float16"),
-  ("topka", "special", "bfloat16"),
 }
 CELLS = [(name, composition, dtype) for name in NAMES for composition in COMPOSITIONS for dtype in DTYPES]
 

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 
+import pytest
+
 import jaxsparse
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -60,6 +62,7 @@ def diffs():
   return {name: diff for name, (diff,) in found.items()}
 
 
+@pytest.mark.long
 def test_the_diffs_apply_and_what_they_add_works(tmp_path, subtests):
   shutil.copytree(PACKAGE, tmp_path / "jaxsparse", ignore=shutil.ignore_patterns("__pycache__"))
   outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}  # a repository above would take the paths

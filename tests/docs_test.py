@@ -16,7 +16,6 @@ import jaxsparse as js
 from docs import api
 from jaxsparse import launch
 from jaxsparse.launch.start import free_port
-from tests.cases import quick_of
 from tests.environment_test import outside
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -148,7 +147,8 @@ def test_many_hosts(tmp_path):
   run(IMPORTS + DATA + mpi + steps, tmp_path, ranks=2, engine="mpi")
 
 
-@pytest.mark.parametrize("launcher", quick_of(["mpirun", "RANK="], quick=["RANK="]))
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["mpirun", "RANK="])
 def test_your_cluster(launcher, tmp_path):
   """The blocks for one machine; tests/trainers has that of Ray, tests/launchers_test.py the variables of the others."""
   (block,) = [code for code in blocks("docs/how_to/clusters.md", "bash") if launcher in code]
@@ -170,6 +170,7 @@ def test_sharded_models(tmp_path):
   assert "words_sent" in run("\n".join([four, howto, check]), tmp_path)
 
 
+@pytest.mark.long
 def test_local_steps(tmp_path):
   local, momentum, corrected = snippets("docs/how_to/local_steps.md")
   adam, muon, average = snippets("docs/how_to/adam.md")
@@ -177,6 +178,7 @@ def test_local_steps(tmp_path):
   run("\n".join([CONTEXT, local, DATA, adam, MOVED, *(part for tx in chains for part in (DATA, tx, TRAIN))]), tmp_path)
 
 
+@pytest.mark.long
 def test_compile_ahead(tmp_path):
   (howto,) = snippets("docs/how_to/compile_ahead.md")
   assert "HloModule" in run("\n".join([CONTEXT, howto]), tmp_path)
@@ -186,12 +188,14 @@ def test_the_table_of_the_reference_is_that_of_the_docstrings():
   assert (ROOT / "docs" / "reference" / "index.md").read_text() == api.page(), "run `python docs/api.py`"
 
 
+@pytest.mark.long
 def test_stragglers(tmp_path):
   (worker,) = snippets("docs/how_to/stragglers.md")
   assert "1_000" in worker
   run_workers(tmp_path, worker.replace("1_000", "5"), ["--group_size=3", "--weights=dynamic"])
 
 
+@pytest.mark.long
 def test_rounds(tmp_path):
   (worker,) = snippets("docs/how_to/rounds.md")
   assert "range(40 * 16)" in worker

@@ -31,6 +31,7 @@ def test_this_machine():
   assert found["memory of this process"]["status"] == "ok"
 
 
+@pytest.mark.long
 def test_what_hangs_is_ended():
   done = examined("--timeout=0.5")  # less than any probe takes
   assert done.returncode == 1

@@ -282,7 +282,7 @@ def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, how, code, status,
 GLOO_LINE = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
 
 
-@pytest.mark.parametrize("engine", ["processes", "mpi"])
+@ENGINES
 def test_lines_are_marked_with_their_rank(engine):
   """All lines of the program, and none of gloo's, wherever these begin."""
   own = ["first", "[Gloo] Rank 0 is connected to a printer", "50%", "second"]

@@ -14,6 +14,7 @@ import pytest
 from jaxsparse import launch
 from jaxsparse.launch import launchers
 from jaxsparse.launch.start import find_program, free_port
+from tests.cases import quick_of
 from tests.environment_test import outside, run_two
 
 SRUN = {  # of task 5 of `srun -N2 -n8`, Slurm 23; without what concerns neither tasks nor nodes
@@ -230,7 +231,10 @@ def own_port(port, taken=0):
   return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - taken), "WORLD_SIZE": "2", "RANK": "{rank}"}
 
 
-@pytest.mark.parametrize("name", ["RANK and WORLD_SIZE", "torchrun", "GKE with TPUs", "a Job of Kubernetes"])
+@pytest.mark.parametrize(
+  "name",
+  quick_of(["RANK and WORLD_SIZE", "torchrun", "GKE with TPUs", "a Job of Kubernetes"], quick=["a Job of Kubernetes"]),
+)
 def test_ranks_of_recorded_environments_sum(name, tmp_path):
   """Two processes with the variables of a launcher, and all that it starts; on CPU."""
   port = free_port()

@@ -111,6 +111,7 @@ def small(tmp_path, *flags):
   return commands.run("benchmarks.collectives", "--gradients=normal", "--workers=2", *folders, *flags)
 
 
+@pytest.mark.long
 def test_rows_of_several_sizes(tmp_path):
   done = small(tmp_path, "--engine=devices", "--n=1000,2000", "--algorithms=topka,dense", "--repetitions=1", "--json")
   assert done.returncode == 0, done.stderr[-2000:]

@@ -141,6 +141,7 @@ def test_rho_is_that_of_figure_4():
     assert virtual.rho(found, 3) == pytest.approx(expected, abs=1e-9)
 
 
+@pytest.mark.long
 def test_tables_and_goals():
   methods = "--methods=allreduce,initial:2"
   small = ("--workers=4", "--levels=1,3", "--sweep=2", "--seed=0", "--target=0.8", "--learning_rate=0.1", "--limit=60")

@@ -13,6 +13,7 @@ from tests.benchmarks import commands
 from tests.benchmarks.commands import result_of
 
 
+@pytest.mark.long
 def test_train_learns_and_keeps_its_runs(tmp_path):
   flags = "--steps=200", "--workers=3", "--density=0.05", f"--report_dir={tmp_path}"
   sparse, dense = result_of("train", *flags)["runs"]
@@ -38,6 +39,7 @@ def test_train_with_seeds_and_folds(tmp_path):
   assert runs[6]["trace"]["drift"][-1] > 0 == runs[0]["trace"]["drift"][-1]
 
 
+@pytest.mark.long
 def test_the_controller_has_throughput_and_latency():
   result = result_of("controller", "--workers=5", "--group_size=3", "--seconds=0.3", "--groups=20", "--curve")
   assert result["signals_per_second"] > 50
@@ -92,6 +94,7 @@ def test_scale_makes_first_steps():
   assert (row["workers"], row["runs"]) == (4, 1)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
 def test_each_way_of_hosts_with_devices_trains():
   """In one process, which has no network: the way of many hosts is that of the lab."""

@@ -32,6 +32,7 @@ def test_the_threshold_of_the_paper_and_its_correction(k, power):
   np.testing.assert_allclose(corrected, threshold_in_numpy(x, k, True), rtol=1e-4)
 
 
+@pytest.mark.long
 def test_without_correction_heavy_tails_are_underestimated():
   grads = normals(0, 3, 6_000) ** 3
   selected = lambda grads, on: float(js.simulate("gaussiank", grads, k=600, correction=on).metrics.selected)

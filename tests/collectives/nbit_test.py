@@ -10,22 +10,25 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.train import simulation
-from tests.cases import assert_same_bits, mesh_of, normals, row
+from tests.cases import assert_same_bits, mesh_of, normals, quick_of, row
 from tests.reference.rounding import nbit
 
 
 @pytest.mark.parametrize(
   ("bits", "workers", "n"),
-  [
-    (1, 3, 4507),
-    (1, 4, 90),
-    (1, 2, 16 * 4096 + 5),
-    (1, 3, 8 * 4096 + 10),
-    (1, 8, 4096),
-    (2, 4, 8 * 4096),
-    (4, 2, 16 * 4096 + 5),
-    (8, 4, 90),
-  ],
+  quick_of(
+    [
+      (1, 3, 4507),
+      (1, 4, 90),
+      (1, 2, 16 * 4096 + 5),
+      (1, 3, 8 * 4096 + 10),
+      (1, 8, 4096),
+      (2, 4, 8 * 4096),
+      (4, 2, 16 * 4096 + 5),
+      (8, 4, 90),
+    ],
+    quick=[(1, 3, 4507), (1, 3, 8 * 4096 + 10), (4, 2, 16 * 4096 + 5), (8, 4, 90)],
+  ),
 )
 def test_equals_the_formulas_in_numpy(bits, workers, n):
   """Five steps on a mesh; of eight blocks or more some are taken together, and some may be left."""
@@ -50,7 +53,10 @@ def test_equals_the_formulas_in_numpy(bits, workers, n):
     assert np.mean(np.abs(residual - kept) > 2e-5) <= most
 
 
-@pytest.mark.parametrize(("workers", "n"), [(1, 7000), (2, 31), (3, 33), (3, 1025), (6, 1), (6, 7000)])
+@pytest.mark.parametrize(
+  ("workers", "n"),
+  quick_of([(1, 7000), (2, 31), (3, 33), (3, 1025), (6, 1), (6, 7000)], quick=[(2, 31), (3, 1025), (6, 1)]),
+)
 def test_one_magnitude_arrives_whole(workers, n):
   """For any number of entries: padding is in no mean, and takes nothing."""
   signs = np.where(np.arange(n) % 3 == 0, -1.0, 1.0).astype(np.float32)
@@ -61,7 +67,7 @@ def test_one_magnitude_arrives_whole(workers, n):
   np.testing.assert_allclose(state.carried.residual, np.zeros((workers, n)), atol=1e-6)
 
 
-@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("constant", quick_of([True, False], quick=[True]))
 def test_residuals_stay_as_small_as_gradients(constant):
   """The same gradient in each step, which would take a smaller scale ever longer, and independent ones."""
   workers, n, steps = 4, 3000, 600
@@ -93,7 +99,7 @@ def test_zero_counts_as_positive_and_one_bit_is_sent_of_an_entry():
 @pytest.mark.parametrize(
   ("bits", "workers", "n"),
   [
-    row(bits, workers, n, quick=n < 16 * 4096)
+    row(bits, workers, n, quick=(bits, n) in ((1, 100), (1, 15 * 4096 + 5)))
     for bits, workers, n in ((1, 3, 100), *itertools.product((1, 4), [2], (15 * 4096 + 5, 16 * 4096 + 5)))
   ],
 )
@@ -115,6 +121,7 @@ def test_scales_neither_over_nor_underflow(exponent):
   np.testing.assert_allclose(np.asarray(in_bytes.total) / 2.0**exponent, signs[0], rtol=0.02)
 
 
+@pytest.mark.long
 def test_what_is_lost_of_normal_entries_is_least():
   """The energy of the error, of the b bits that theory has for steps of one size, less than with another step."""
   x, lost = normals(0, 1, 2**14), []

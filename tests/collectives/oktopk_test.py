@@ -10,7 +10,7 @@ import pytest
 import jaxsparse as js
 from jaxsparse.collectives.oktopk.balance import consensus_bounds, floor_mean
 from jaxsparse.comm import SimComm, SoloComm
-from tests.cases import normals, row
+from tests.cases import normals, quick_of, row
 from tests.reference.oktopk import OkTopk
 
 
@@ -52,6 +52,7 @@ def test_equals_the_paper_in_numpy(n, k, regions, periods, nudge, workers):
     np.testing.assert_allclose(state.carried.worker[:, 0], expected.local, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_one_owner_of_everything_is_balanced():
   """All entries in one region: its owner sends equal shares away, and every block of the all-gather is the same."""
   grads = np.zeros((8, 160), np.float32)
@@ -65,6 +66,7 @@ def test_one_owner_of_everything_is_balanced():
   assert float(out.metrics.balanced) < 3  # one entry here and none there, of three that came
 
 
+@pytest.mark.long
 def test_balanced_regions_hold_equally_many_entries():
   grads = skewed(0, 3, 1200)
   even, balanced = (js.simulate("oktopk", grads, k=120, regions=kind) for kind in ("even", "balanced"))
@@ -84,6 +86,7 @@ def test_bounds_do_not_overflow():
   assert (parts // 6).sum() + (parts % 6).sum() // 6 == parts.sum() // 6
 
 
+@pytest.mark.long
 def test_counts_stay_near_k_while_thresholds_are_reused():
   """Residuals grow fast in the first steps and slowly later, where nudging keeps up."""
   state, selected, delivered = None, [], []
@@ -97,6 +100,7 @@ def test_counts_stay_near_k_while_thresholds_are_reused():
   assert abs(np.mean(delivered[64:]) / 100 - 1) < 0.3
 
 
+@pytest.mark.long
 def test_a_worker_alone_does_the_work_of_one_among_others():
   """Its arithmetic is timed for `js.costs.fit`: it selects as many entries, and no owner's surplus is moved."""
   k, grads = 400, jnp.asarray(normals(0, 3, 6_000))
@@ -111,7 +115,7 @@ def test_a_worker_alone_does_the_work_of_one_among_others():
     assert float(counters.imbalance[0]) == 1
 
 
-@pytest.mark.parametrize("regions", ["balanced", "even"])
+@pytest.mark.parametrize("regions", quick_of(["balanced", "even"], quick=["even"]))
 def test_entries_that_overflow_a_message_are_the_smallest(regions):
   """The second step reuses the threshold of the first, which all entries reach."""
   workers, n, k = 3, 300, 30

@@ -50,6 +50,7 @@ for transform in (js.spardl_transform, js.oktopk_transform):
 """
 
 
+@pytest.mark.long
 def test_processes_write_the_same_text():
   """With other seeds of hashes, at other addresses, of other paths."""
   runs = []

@@ -48,7 +48,7 @@ def train(tx, mesh, axis="workers", steps=3, **options):
 @pytest.mark.parametrize(
   ("name", "alone", "shape"),
   [
-    row("qsgd", {"workers": 6}, {"devices": 2, "hosts": 3}, quick=True, id="qsgd"),
+    row("qsgd", {"workers": 6}, {"devices": 2, "hosts": 3}, id="qsgd"),
     # Devices along another axis share the gradient of a worker out among themselves.
     row("spardl", {"workers": 6, "other": 2}, {"hosts": 3, "other": 2, "devices": 2}, id="spardl"),
   ],
@@ -239,7 +239,14 @@ def test_copies_along_the_other_axes_of_a_mesh_are_compared():
     step.check(params | {"bias": bias}, ())
 
 
-@pytest.mark.parametrize("axis", ["workers", js.SimComm("workers", members=3), js.SimComm("elsewhere", members=3)])
+@pytest.mark.parametrize(
+  "axis",
+  [
+    row("workers", quick=True),
+    row(js.SimComm("workers", members=3)),
+    row(js.SimComm("elsewhere", members=3), quick=True),
+  ],
+)
 def test_the_check_works_on_every_engine(axis):
   """A simulator may name its axis as it likes."""
   engine, tx = mesh_of(3) if axis == "workers" else axis, js.spardl_transform(axis, density=0.2)

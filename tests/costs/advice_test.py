@@ -149,6 +149,7 @@ def test_fit_measures_each_algorithm_that_is_asked_for(tmp_path):
   assert Profile.load(tmp_path / "profile.json") == profile
 
 
+@pytest.mark.long
 def test_a_collective_whose_words_depend_on_shapes():
   """Parameters instead of their number: for what is measured, and for what is predicted."""
   params, other = {"w": jnp.zeros((60, 50))}, {"w": jnp.zeros((100, 300))}

@@ -61,6 +61,7 @@ def test_workers_that_die_and_return_and_a_lost_controller(start, tmp_path):
   assert int(iteration) > 0 < float(value)  # the trained model of another worker
 
 
+@pytest.mark.long
 def test_rounds_go_on_whoever_dies(start, tmp_path):
   """Worker 2 kills itself inside a round and is started again, 1 is suspended, and the server is replaced.
 

@@ -32,6 +32,7 @@ from tests.cases import (
   mesh_of,
   normals,
   quadratic,
+  quick_of,
   residuals_by_leaf,
   sim,
   start,
@@ -331,7 +332,7 @@ def test_bits_of_float32_survive():
 
 
 @pytest.mark.filterwarnings("ignore:.*go on from the mean")
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", quick_of([2, 4], quick=[2]))
 def test_local_steps_in_every_step_become_those_of_every_other_one_and_back(workers):
   """Nothing is moved in between, residuals and inner states stay; what is moved is exchanged before."""
   outer = lambda workers: optax.chain(js.topka_transform(sim(workers), density=0.5), optax.sgd(1.0))

@@ -88,9 +88,7 @@ ACROSS = [  # where each worker has a device of both processes
 ]
 
 
-@pytest.mark.parametrize(
-  ("engine", "which"), [row("processes", "few", quick=True), row("processes", "all"), row("mpi", "all")]
-)
+@pytest.mark.parametrize(("engine", "which"), [row("processes", "few"), row("processes", "all"), row("mpi", "all")])
 def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine, which):
   """Both the same; where nobody compares programs, `step.check` finds what came of them."""
   run("different", engine, 2, tmp_path, which, devices=2 if engine == "processes" else 1)

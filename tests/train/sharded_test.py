@@ -129,7 +129,7 @@ def kept(flat, leaves, inside, device):
   return flat[flat_pieces(ones, leaves, inside, 1)[device, 0] > 0]
 
 
-@each_case(CASES, ["a2sgd", "dcttopk", "powersgd-rank=1"])
+@each_case(CASES, ["a2sgd", "topka"])
 def test_every_device_has_the_bits_of_the_simulator(case):
   sizes = {"hosts": case.workers([4, 6, 5, 8])[0], "x": 2}
   check_against_the_simulator(case.name, sizes, LEAVES, **case.config(density=0.2))
@@ -137,7 +137,7 @@ def test_every_device_has_the_bits_of_the_simulator(case):
 
 @pytest.mark.parametrize(
   ("sizes", "kind"),
-  quick_of(itertools.product(MESHES, KINDS), [(MESHES[2], KINDS[0]), (MESHES[3], KINDS[1])]),
+  quick_of(itertools.product(MESHES, KINDS), [(MESHES[2], KINDS[0])]),
   ids=lambda given: "x".join(map(str, given.values())) if isinstance(given, dict) else str(given),
 )
 def test_any_mesh_and_any_sharding(sizes, kind):
@@ -238,7 +238,9 @@ def lie_alike(tree, like):
 
 
 @pytest.mark.parametrize(
-  ("kind", "sizes"), [(KINDS[0], MESHES[0]), (KINDS[1], MESHES[0]), (KINDS[0], ONE_DEVICE)], ids=str
+  ("kind", "sizes"),
+  quick_of([(KINDS[0], MESHES[0]), (KINDS[1], MESHES[0]), (KINDS[0], ONE_DEVICE)], quick=[(KINDS[1], MESHES[0])]),
+  ids=str,
 )
 def test_a_step_keeps_shardings_donates_and_compiles_once(kind, sizes):
   compiled, counts, losses = [], [], []
@@ -267,7 +269,7 @@ def test_a_step_keeps_shardings_donates_and_compiles_once(kind, sizes):
 
 @pytest.mark.parametrize(
   ("kind", "rows"),  # of a micro-batch of one host: 1, which its two devices do not divide, or 2
-  quick_of(itertools.product(KINDS, [8, 16]), [(AxisType.Auto, 16), (AxisType.Explicit, 8)]),
+  quick_of(itertools.product(KINDS, [8, 16]), [(AxisType.Auto, 16)]),
   ids=str,
 )
 def test_dense_between_hosts_is_plain_data_parallel_training(kind, rows):
@@ -349,7 +351,7 @@ def test_nan_on_one_shard_skips_the_step_on_all_shards():
   assert np.asarray(state[0].counters.skipped_steps).tolist() == [1] * 8
 
 
-@pytest.mark.parametrize("applied", [True, False])
+@pytest.mark.parametrize("applied", quick_of([True, False], quick=[True]))
 @pytest.mark.parametrize("kind", quick_of(KINDS, quick=[AxisType.Explicit]), ids=str)
 def test_local_steps_and_what_their_transforms_remember(kind, applied):
   """Moments, what was moved and momentum lie as the parameters; Law C over all shards: what is flushed is the rest."""
@@ -414,6 +416,7 @@ def test_muon_orthogonalizes_whole_matrices():
   assert any(np.abs(np.asarray(leaf)).max() > 0.01 for leaf in ends[0].values())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:js.resize. the workers have parameters")
 def test_parameters_of_workers_of_their_own():
   """A2SGD: averaging sends each entry once; other hosts go on from the mean of what was moved."""
@@ -436,6 +439,7 @@ def test_parameters_of_workers_of_their_own():
     np.testing.assert_allclose(resized.moved[name], np.stack([mean_moved] * 2), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_hosts_of_several_processes_and_devices(tmp_path):
   """Two processes of two devices each over gloo have the results of four devices of one process."""
   file = tmp_path / "batch.npz"

@@ -56,7 +56,7 @@ def stepped(tx, by_hand=False):
   ("composition", "form"),
   quick_of(
     itertools.product(COMPOSITIONS, ["shared", "rows"]),
-    quick=[("adamw", "shared"), ("local 4 applied", "rows"), ("streaming", "shared")],
+    quick=[("adamw", "shared"), ("local 4 applied", "rows")],
   ),
 )
 def test_the_bits_of_a_training_step(composition, form):
@@ -217,6 +217,7 @@ assert (found == found[:1]).all() and (found > 0.2).all(), found
 """
 
 
+@pytest.mark.long
 def test_one_replica_a_process(tmp_path):
   program = tmp_path / "program.py"
   program.write_text(ONE_REPLICA_A_PROCESS)

@@ -47,6 +47,7 @@ def test_windows_are_checked(window):
     js.scale_by_window_adam(window)
 
 
+@pytest.mark.long
 def test_signs_of_updates_train_to_the_loss_of_dense_adam():
   """A noisy quadratic in the simulator: four workers exchange updates as signs, and one Adam is behind a dense mean."""
   workers, n, steps = 4, 600, 300

@@ -90,6 +90,7 @@ def test_muon_and_its_adam_beside_fragments_delay_residuals_and_dtypes(options):
   assert np.isfinite(flat(params)).all()
 
 
+@pytest.mark.long
 def test_goes_on_with_other_workers_and_another_k():
   step, params, state = start(muon_with_signs("workers", every=3), mesh_of(4))
   for number in range(4):
