@@ -36,6 +36,7 @@ from tests.cases import (
   integers,
   mesh_of,
   normals,
+  row,
   update_program,
 )
 
@@ -221,6 +222,24 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
       assert counted == predicted
     if workers == 1:
       assert counted.messages == counted.words == 0
+
+
+# Regions, blocks and messages end in the middle of each other, or beyond the vector.
+ENDS = (1, 2, 31, 33, 520, 1000, 4095, 4097, 12_000, 32_769, 65_535, 70_000)
+
+
+@pytest.mark.parametrize("name", js.collective_names())
+@pytest.mark.parametrize(
+  ("workers", "sizes"), [row(64, (520,), quick=True), *(row(workers, ENDS) for workers in (2, 7, 64, 100, 256, 300))]
+)
+def test_any_number_of_workers_and_entries(name, workers, sizes, subtests):
+  """Traced only: shapes are all that could be wrong."""
+  for n in sizes:
+    with subtests.test(n=n):
+      collective = Case(name).make(density=0.01).for_leaves(((n,),))
+      reduce = lambda x: simulation.reduce_all(collective, x, simulation.initial(collective, *x.shape))  # noqa: B023
+      totals, _ = jax.eval_shape(reduce, jax.ShapeDtypeStruct((workers, n), jnp.float32))
+      assert totals.shape == (workers, n)
 
 
 @each_case(CASES)

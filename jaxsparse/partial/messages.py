@@ -1,6 +1,6 @@
 """The messages of partial reduce as bytes: signals, answers, and pieces of models.
 
-    worker ──> server    kind u8 | worker u16 | value i64 | Stand i64 × 3    HELLO, NOT_FINITE: the worker's address
+    worker ──> server    kind u8 | worker u16 | value i64 | Stand i64 × 3    HELLO, NOT_FINITE: address, \\n, alike
     server ──> worker    kind u8 | JSON
     worker ──> worker    kind u8 | number i64 | sender u16 | tag u32         and in a second frame, 4-byte words
 
@@ -18,18 +18,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxsparse.partial.alike import Alike
 from jaxsparse.partial.controller import Rejected
 
 _SIGNAL, _PIECE = struct.Struct("!BHqqqq"), struct.Struct("!BqHI")
 _ADDRESS = re.compile(r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII)
-LONGEST = 4096  # bytes of a signal or a handshake; a connection that sends a longer message is closed
+LONGEST = 1 << 21  # bytes of a signal or a handshake; a connection that sends a longer message is closed
 
 
 class Says(enum.IntEnum):
   """The kinds of signals, from a worker to the server.
 
   Attributes:
-    HELLO: the worker joins, with a model of `value` entries; the address for other workers follows.
+    HELLO: the worker joins; the address for other workers follows, and what all workers need alike.
     READY: it has done `value` iterations and is ready to average with a group. In rounds `value` is the weight of a
       step.
     FAILED: it could not average with group `value`.
@@ -110,7 +111,11 @@ class Stand(NamedTuple):
 
 
 class Signal(NamedTuple):
-  """A message of a worker to the server: `value` as `Says` describes it, `address` for HELLO and NOT_FINITE.
+  """A message of a worker to the server: `value` as `Says` describes it; HELLO and NOT_FINITE have the rest.
+
+  Attributes:
+    address: where other workers reach this one.
+    alike: what all workers need alike.
 
   Example:
     >>> Signal(Says.READY, 3, 17).pack()[:11].hex()
@@ -122,10 +127,12 @@ class Signal(NamedTuple):
   value: int = 0
   address: str = ""
   stand: Stand = Stand()
+  alike: Alike = Alike()
 
   def pack(self) -> bytes:
     """The bytes of this signal."""
-    return _SIGNAL.pack(self.says, self.worker, self.value, *self.stand) + self.address.encode()
+    text = f"{self.address}\n{self.alike}" if self.address else ""
+    return _SIGNAL.pack(self.says, self.worker, self.value, *self.stand) + text.encode()
 
 
 class ServerMessage(NamedTuple):
@@ -163,7 +170,8 @@ def parse_signal(frames: list[bytes]) -> Signal:
   with contextlib.suppress(ValueError, struct.error):
     (frame,) = frames
     kind, worker, value, *stand = _SIGNAL.unpack(frame[: _SIGNAL.size])
-    signal = Signal(Says(kind), worker, value, frame[_SIGNAL.size :].decode("ascii"), Stand(*stand))
+    address, newline, alike = frame[_SIGNAL.size :].decode().partition("\n")
+    signal = Signal(Says(kind), worker, value, address, Stand(*stand), Alike.parse(alike) if newline else Alike())
     found = _ADDRESS.fullmatch(signal.address)  # the server hands it to other workers, which must be able to parse it
     if (found and 0 < int(found[2]) < 2**16) if kind in (Says.HELLO, Says.NOT_FINITE) else not signal.address:
       return signal

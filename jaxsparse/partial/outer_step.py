@@ -5,6 +5,7 @@ given_w = weight_w · (θ − θ_w)          θ′ = θ + outer(given, residual)
 
 import functools
 import hashlib
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 
 from jaxsparse.comm.peers import PeerComm
+from jaxsparse.comm.program_text import ProgramText
 from jaxsparse.partial.messages import Stand
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
@@ -24,6 +26,7 @@ from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.types import Comm
 
+_MOST_TEAMS = 8
 _LINEAGE = 64  # rounds that a worker may have missed and still learn whether its last one counted
 
 
@@ -122,6 +125,21 @@ class OuterStep:
         step = jax.jit(functools.partial(self._step, size, fragment))
         self._programs[key] = step.lower(*operands).compile()
     return self._programs[key]
+
+  def chain_digest(self, anchor: Anchor) -> str:
+    """Of the traced outer step of the first fragment, for the smallest group of two or more that the chain allows."""
+    sizes = itertools.count(2)
+    while True:
+      size = next(sizes)
+      try:
+        outer = self._first(anchor.params, size)
+        break
+      except ValueError:  # which teams do not divide
+        if size == _MOST_TEAMS:
+          raise
+    operands = self._operands(0, np.int32(0), np.float32(0), anchor.params, outer[0], anchor.params)
+    with jax.default_device(self._cpu):
+      return ProgramText(jax.make_jaxpr(functools.partial(self._step, size, 0))(*operands)).digest
 
   def compile(self, anchor: Anchor, size: int) -> None:
     """Compiles the outer steps of all fragments for groups of a size."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxsparse.partial.controller import Group
-from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal, Stand
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Stand
 from jaxsparse.partial.worker_protocol import _MEMBERS, _RETRY, Event, Request, Unreachable, WorkerProtocol
 
 _GOLDEN = 0.618  # the fractional parts of its multiples are well spread: each worker waits for another time
@@ -283,5 +283,4 @@ class RoundProtocol(WorkerProtocol):
       self._join_again(0)
 
   def _tell(self, says: Says, value: int = 0, address: str = "", stand: Stand | None = None) -> None:
-    value = self.undelivered if says == Says.BEAT else value
-    self._tell_server(Signal(says, self._number, value, address, stand or self.stand))
+    super()._tell(says, self.undelivered if says == Says.BEAT else value, address, stand or self.stand)

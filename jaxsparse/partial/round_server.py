@@ -40,7 +40,7 @@ class RoundServerProtocol(ServerProtocol):
       self._announce(self._controller.begin_if_all_ready())
 
   def _take_progress(self, signal: Signal, member: Member) -> None:
-    says, worker, value, _, stand = signal
+    says, worker, value, stand = signal.says, signal.worker, signal.value, signal.stand
     if says == Says.BEAT:
       member.weight = value
     elif says == Says.READY:
@@ -78,6 +78,10 @@ class RoundServerProtocol(ServerProtocol):
   def _last(self) -> dict[str, int]:
     """The last round, for a worker that checks the anchor of a donor."""
     return {"base": self._controller.stand.base, "digest": self._controller.digest}
+
+  @property
+  def _has_trained(self) -> bool:
+    return self._controller.stand.round > 0
 
   def _join(self, signal: Signal) -> None:
     stand, quorum = signal.stand, self._controller

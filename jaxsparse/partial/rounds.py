@@ -16,6 +16,7 @@ import optax
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial import messages, moving, sockets
+from jaxsparse.partial.alike import Alike
 from jaxsparse.partial.base import REFUSALS, check_start
 from jaxsparse.partial.endpoint import Endpoint
 from jaxsparse.partial.exchanger import Exchanger
@@ -84,7 +85,8 @@ class Rounds:
 
   Raises:
     ValueError: for arguments outside these choices, an address that requires keys without them, a number that a living
-      worker has, or parameters that are not finite, or of another size than those of other workers.
+      worker has, parameters that are not finite, or leaves, values at the start, `fragments` or an outer chain
+      unlike those of other workers.
     ControllerLost: if no server answers at the start.
 
   Example:
@@ -140,9 +142,9 @@ class Rounds:
     exchanger.post = endpoint.post
     facts = number, vector.size, endpoint.address, timeout, time.monotonic()
     outlets = endpoint.tell, endpoint.send, endpoint.reply
-    servers = len(addresses)
-    self._protocol = RoundProtocol(*facts, *outlets, exchange=exchanger, switch=endpoint.switch, servers=servers)
+    self._protocol = RoundProtocol(*facts, *outlets, exchange=exchanger, switch=endpoint.switch, servers=len(addresses))
     self._protocol.stand = anchor.stand
+    self._protocol.alike = Alike.of(params, fragments=fragments, outer=step.chain_digest(anchor))
     answers = {Kind.FETCH: lambda _: exchanger.model(), Kind.RESIDUAL: exchanger.inherit}
     endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
     with endpoint.ended_by_errors():

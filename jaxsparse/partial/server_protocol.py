@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxsparse.partial import messages
+from jaxsparse.partial.alike import Alike
 from jaxsparse.partial.controller import Controller, Group, Rejected
 from jaxsparse.partial.messages import Answer, Says, Signal, Stand
 from jaxsparse.partial.quorum import Quorum
@@ -83,7 +84,7 @@ class ServerProtocol:
     self.rejected = 0
     self._controller: Any = controller
     self._send, self._limit, self._first = send, limit, first
-    self._entries, self._beat = 0, _BEAT  # of the model, if any worker has joined; the heartbeat
+    self._alike, self._beat = Alike(), _BEAT  # what the workers that are there have alike; the heartbeat
     self._now = self._last_tick = self._next_probe = now
     self._members: dict[int, Member] = {}
     self._dead_at = dict.fromkeys(controller.alive, now + start_timeout)  # when each is dropped if no message comes
@@ -145,19 +146,25 @@ class ServerProtocol:
 
   def _take_hello(self, connection: bytes, signal: Signal, member: Member | None) -> None:
     """Joins a worker, or names another donor to one that has joined; it is no donor until it is ready again."""
-    worker, entries = signal.worker, signal.value
+    worker, others = signal.worker, self._members.keys() - {signal.worker}
     if member and member.connection != connection:
       asked = member.rivals.setdefault(connection, self._now)
       if member.heard > asked and self._send(member.connection, self._beat):
         del member.rivals[connection]
         raise Rejected(f"taken: a living worker has the number {worker}, choose another one or end that worker first")
       raise Rejected(f"duplicate: worker {worker} has joined; if it died, it is dropped after {self._limit:g} s")
-    if entries != self._entries and any(other != worker for other in self._members):
-      raise Rejected(f"unlike: worker {worker} has a model of {entries} entries, the others of {self._entries}")
+    at_start = not (signal.stand.round or self._has_trained)
+    if others and (found := signal.alike.difference(self._alike, at_start=at_start)):
+      raise Rejected(f"unlike: worker {worker} has {found}")
     self._join(signal)
-    self._entries, hellos = entries, member.hellos + 1 if member else 0
+    self._alike, hellos = signal.alike, member.hellos + 1 if member else 0
     member = self._members[worker] = Member(connection, signal.address, self._now, self._now, hellos=hellos)
     self._welcome(signal, member)
+
+  @property
+  def _has_trained(self) -> bool:
+    """Whether any worker has a model that is not that of the start."""
+    return any(member.iteration for member in self._members.values())
 
   def _join(self, signal: Signal) -> None:
     """The controller gets to know a worker."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial import messages, saving, sockets
+from jaxsparse.partial.alike import Alike
 from jaxsparse.partial.base import BaseWorker, check_start
 from jaxsparse.partial.endpoint import Endpoint
 from jaxsparse.partial.messages import Kind, Piece, Says
@@ -61,8 +62,8 @@ class Worker(BaseWorker):
 
   Raises:
     ValueError: for an address that requires keys without them, a number that the server does not know or that a living
-      worker has, a model whose size differs from the other workers', a model that is not finite, or a negative
-      `reconnect`.
+      worker has, a model whose leaves, or at the start values, differ from the other workers', a model that is not
+      finite, or a negative `reconnect`.
     ModuleNotFoundError: without pyzmq.
     ControllerLost: if WELCOME does not arrive in time.
 
@@ -99,6 +100,7 @@ class Worker(BaseWorker):
     outlets = endpoint.tell, endpoint.send, endpoint.reply
     times = timeout, reconnect, time.monotonic()
     self._protocol = WorkerProtocol(number, np.asarray(initial), endpoint.address, *times, *outlets)
+    self._protocol.alike = Alike.of(params)
     endpoint.start(self._protocol, {Kind.FETCH: self._model}, self._lose, f"partial reduce, worker {number}")
     vector, self.iteration = self._take()
     self.params = unflatten(vector)

@@ -35,13 +35,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from jaxsparse.partial.alike import Alike
 from jaxsparse.partial.controller import Group
 from jaxsparse.partial.exchange import Average
-from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal
+from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal, Stand
 
 _RETRY = 0.2  # seconds between two HELLO, or two NOT_FINITE
 _BEATS = 5  # heartbeats in the time after which the server drops a silent worker
 _MEMBERS = 2**16  # in a group at most: numbers of workers have 16 bits
+_NOWHERE = Stand()
 _PULSE = 1.0  # seconds between two heartbeats at most: the next one proves that a second worker has the same number
 
 
@@ -89,6 +91,7 @@ class WorkerProtocol:
 
   Attributes:
     model: the newest model, for those who fetch it and for the file that is saved when the controller is lost.
+    alike: what all workers need alike.
     state: see above.
     lost: once the controller is lost, which message has not come for how many seconds.
 
@@ -96,11 +99,11 @@ class WorkerProtocol:
     >>> outlets = {"tell": print, "send": print, "reply": print}
     >>> protocol = WorkerProtocol(3, np.zeros(2, np.float32), "tcp://127.0.0.1:9", 5.0, 60.0, now=0.0, **outlets)
     >>> protocol.tick(0.1)
-    Signal(says=<Says.HELLO: 1>, worker=3, value=2, address='tcp://127.0.0.1:9', stand=Stand(round=0, base=0, last=0))
+    Signal(says=<Says.HELLO: 1>, worker=3, value=0, address='tcp://127.0.0.1:9', stand=Stand(...), alike=Alike(...))
     >>> protocol.handle(ServerMessage(Answer.WELCOME, {"limit": 5.0, "donor": None}), 0.2)
     Model(vector=array([0., 0.], dtype=float32), iteration=0)
     >>> protocol.handle(Request(Says.READY, Model(np.ones(2, np.float32), 1)), 0.3)
-    Signal(says=<Says.READY: 2>, worker=3, value=1, address='', stand=Stand(round=0, base=0, last=0))
+    Signal(says=<Says.READY: 2>, worker=3, value=1, address='', stand=Stand(...), alike=Alike(...))
   """
 
   def __init__(
@@ -115,7 +118,7 @@ class WorkerProtocol:
     send: Callable[[str, Piece], None],
     reply: Callable[[Model | Exception], None],
   ):
-    self.model, self.lost = Model(initial, 0), ("", 0.0)
+    self.model, self.lost, self.alike = Model(initial, 0), ("", 0.0), Alike()
     self.state: Literal["joining", "fetching", "joined", "leaving", "ended"] = "joining"
     self._number, self._initial, self._address = number, initial, address
     self._timeout = self._limit = timeout  # the server states its own limit in WELCOME
@@ -179,7 +182,7 @@ class WorkerProtocol:
   def _repeat_signal(self) -> None:
     if self.state == "joining":
       says = Says.NOT_FINITE if self._waits_for(Says.NOT_FINITE) else Says.HELLO
-      self._tell(says, self._initial.size, self._address)
+      self._tell(says, address=self._address)
       self._next_signal = self._now + _RETRY
     else:
       self._tell(Says.BEAT)
@@ -329,5 +332,5 @@ class WorkerProtocol:
     self._tell(Says.FAILED, self._settled)
     self._begin_request()
 
-  def _tell(self, says: Says, value: int = 0, address: str = "") -> None:
-    self._tell_server(Signal(says, self._number, value, address))
+  def _tell(self, says: Says, value: int = 0, address: str = "", stand: Stand = _NOWHERE) -> None:
+    self._tell_server(Signal(says, self._number, value, address, stand, self.alike if address else Alike()))

@@ -390,11 +390,34 @@ def test_a_server_that_is_not_there():
     js.partial.Rounds("tcp://127.0.0.1:9", 0, START, averaging, every=2, timeout=0.5)
 
 
-def test_another_model_is_refused():
-  with serve(2, quorum=1, grace=0.1) as server, join(server, 0):
+LAYERS = {f"layer_{number}": jnp.full(3, float(number)) for number in range(12)}  # layer_10 is before layer_2
+SECOND = LAYERS["layer_2"]
+
+
+@pytest.mark.parametrize(
+  ("params", "options", "message"),
+  [
+    (jnp.zeros(36), {}, r"params of float32\[36\], the others have params\['layer_0'\] of float32\[3\]"),
+    (list(LAYERS.values()), {}, r"params\[0\] of .*, the others have params\['layer_0'\] of float32\[3\]"),
+    (LAYERS | {"layer_2": SECOND[None]}, {}, r"params\['layer_2'\] of float32\[1, 3\], the others have .*\[3\]"),
+    (LAYERS | {"layer_2": SECOND.astype("bfloat16")}, {}, r"params\['layer_2'\] of bfloat16\[3\], the others"),
+    (dict([*LAYERS.items()][:11]), {}, r"params\['layer_2'\] of .*, the others have .*\['layer_11'\]"),
+    (LAYERS | {"more": SECOND}, {}, r"params\['more'\] of float32\[3\], the others have fragments=1"),
+    (LAYERS, {"fragments": 2}, "fragments=2, the others have fragments=1"),
+    (
+      LAYERS,
+      {"outer": lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(0.9))},
+      "outer=.*, the others have",
+    ),
+    (LAYERS | {"layer_2": SECOND + 1}, {}, r"params\['layer_2'\] with the checksum \w+, the others have params"),
+  ],
+)
+def test_what_is_not_alike_is_refused(params, options, message):
+  with serve(2, quorum=1, grace=0.1) as server, join(server, 0, LAYERS):
     assert soon(lambda: server._controller.alive == (0,))
-    with pytest.raises(ValueError, match="unlike: worker 1 has a model of 3 entries"):
-      join(server, 1, jnp.zeros(3))
+    with pytest.raises(ValueError, match=f"unlike: worker 1 has {message}"):
+      join(server, 1, params, **options)
+    join(server, 1, LAYERS, every=2).leave()  # a slow worker
 
 
 def plus(tree, more):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.partial import messages
+from jaxsparse.partial.alike import Alike
 from jaxsparse.partial.controller import Rejected
 from jaxsparse.partial.messages import Answer, Says, Signal
 from jaxsparse.partial.server_protocol import ServerProtocol
@@ -19,8 +20,8 @@ LIMIT, START = 5.0, 60.0
 FIRST = 700  # servers at one address number their groups differently
 
 
-def hello(worker, entries=0, says=Says.HELLO):
-  return Signal(says, worker, entries, ADDRESSES[worker])
+def hello(worker, says=Says.HELLO, params=0.0):
+  return Signal(says, worker, 0, ADDRESSES[worker], alike=Alike.of(params))
 
 
 def welcome(donor=None):
@@ -98,6 +99,9 @@ MALFORMED = [
   (struct.pack("!BHq", 9, 0, 0),),
   (Signal(Says.READY, 1, 3).pack() + b"x",),
   (Signal(Says.HELLO, 0).pack() + b"\xff",),
+  (hello(0).pack() + b"]",),
+  (hello(0)._replace(alike=Alike((1,), ())),),
+  (hello(0)._replace(alike=Alike("no lists", "but strings")),),
   *((Signal(Says.HELLO, 0, 0, f"tcp://{end}"),) for end in ("", "127.0.0.1:*", "127.0.0.1:0", "h:65536", "a b:1")),
   (Signal(Says.NOT_FINITE, 0, 0, "ipc://x"),),
 ]
@@ -107,8 +111,8 @@ MALFORMED = [
   ("frames", "reason"),
   [
     *((frames, "malformed: [") for frames in MALFORMED),
-    ((Signal(Says.HELLO, 4, 0, ADDRESSES[0]),), "unknown: worker 4, there are 0 … 3"),
-    ((hello(0, entries=9),), "unlike: worker 0 has a model of 9 entries, the others of 0"),
+    ((hello(0)._replace(worker=4),), "unknown: worker 4, there are 0 … 3"),
+    ((hello(0, params={"b": 0.0}),), "unlike: worker 0 has params['b'] of float32[], the others have params of"),
     ((hello(1),), "duplicate: worker 1 is ready already, with iteration 4"),
     ((hello(2),), "duplicate: worker 2 has joined; if it died, it is dropped after 5 s"),
     ((Signal(Says.READY, 1, -1),), "iteration -1 of worker 1 is malformed"),

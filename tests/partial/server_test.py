@@ -14,10 +14,14 @@ import zmq
 import jaxsparse as js
 from jaxsparse.partial import messages, sockets
 from jaxsparse.partial.__main__ import main
+from jaxsparse.partial.alike import Alike
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, Signal
 from tests.launch_test import soon
 
 ADDRESS = "tcp://127.0.0.1:9"
+
+
+ALIKE = Alike()
 
 
 class Client:
@@ -30,9 +34,9 @@ class Client:
       self.socket.curve_serverkey = known or keys.public
     self.socket.connect(address)
 
-  def ask(self, says, worker, value=0, address=""):
+  def ask(self, says, worker, value=0, address="", alike=ALIKE):
     """The next answer that is not a heartbeat."""
-    self.socket.send(Signal(says, worker, value, address).pack())
+    self.socket.send(Signal(says, worker, value, address, alike=alike).pack())
     while self.socket.poll(5000):
       answer = messages.parse_answer(self.socket.recv())
       if answer.kind != Answer.BEAT:
@@ -40,7 +44,7 @@ class Client:
     raise TimeoutError
 
   def join(self, worker, entries=0, address=ADDRESS):
-    assert self.ask(Says.HELLO, worker, entries, address).kind == Answer.WELCOME
+    assert self.ask(Says.HELLO, worker, 0, address, Alike.of(jnp.zeros(entries))).kind == Answer.WELCOME
 
 
 @pytest.fixture
@@ -231,3 +235,17 @@ def test_keys_of_each_worker_are_read_as_they_were_written(tmp_path):
   (tmp_path / "cut").write_bytes(b"\n".join([b"x" * 40] * 3))
   with pytest.raises(ValueError, match="holds no keys"):
     js.partial.Keys.read(tmp_path / "cut")
+
+
+@pytest.mark.parametrize(
+  ("params", "message"),
+  [
+    ({"v": jnp.zeros(3)}, r"params\['v'\] of float32\[3\], the others have params\['w'\] of float32\[3\]"),
+    ({"w": jnp.ones(3)}, r"params\['w'\] with the checksum \w+, the others have params\['w'\] with the checksum"),
+  ],
+)
+def test_a_worker_that_is_not_alike_is_refused(params, message):
+  with serve() as server, js.partial.Worker(server.address, 0, {"w": jnp.zeros(3)}):
+    with pytest.raises(ValueError, match=f"unlike: worker 1 has {message}"):
+      js.partial.Worker(server.address, 1, params)
+    js.partial.Worker(server.address, 1, {"w": jnp.zeros(3)}).leave()

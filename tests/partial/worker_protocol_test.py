@@ -122,7 +122,7 @@ def computing(averaging):
 
 
 def test_welcome_gives_the_initial_model_or_that_of_a_donor(new):
-  assert new(TICK) == [signal(Says.HELLO, 4)]
+  assert new(TICK) == [signal(Says.HELLO)]
   assert new(welcome(donor=0)) == [FETCH]
   assert new(welcome()) == []  # the answer to a repeated HELLO
   assert new(FETCHED) == [reply(4, 9)]
@@ -133,7 +133,7 @@ def test_welcome_gives_the_initial_model_or_that_of_a_donor(new):
 def test_another_donor_is_asked_for_if_one_cannot_be_reached(new):
   new.broken = True
   assert new(welcome(donor=0)) == [FETCH]
-  assert new.wait(0.3) == [signal(Says.HELLO, 4)]
+  assert new.wait(0.3) == [signal(Says.HELLO)]
   assert new(welcome(donor=2)) == [sent(2, Kind.FETCH, 0)]
 
 
@@ -204,14 +204,14 @@ def test_a_donor_that_does_not_answer_is_awaited_until_the_timeout(request, fixt
   worker = request.getfixturevalue(fixture)
   worker(event)
   assert worker(welcome(donor)) == ([] if donor is None else [FETCH])
-  assert [action for action in worker.wait(TIMEOUT + 1, BEAT) if action != signal(Says.NOT_FINITE, 4)] == then
+  assert [action for action in worker.wait(TIMEOUT + 1, BEAT) if action != signal(Says.NOT_FINITE)] == then
   if fixture == "computing":
     assert worker(Request(Says.READY, worker.protocol.model)) == [signal(Says.READY, 7)]
 
 
 def test_a_worker_without_a_finite_model_joins_again_until_there_is_a_donor(computing):
   computing(Request(Says.NOT_FINITE))
-  assert computing.wait(0.5) == [signal(Says.NOT_FINITE, 4)] * 2
+  assert computing.wait(0.5) == [signal(Says.NOT_FINITE)] * 2
   assert computing(welcome()) == []  # the answer to an earlier HELLO
   assert computing(welcome(donor=0), FETCHED) == [FETCH, reply(4, 9)]
   computing(Request(Says.NOT_FINITE))
@@ -262,7 +262,7 @@ def test_heartbeats_go_on_while_the_controller_is_away_and_another_one_is_joined
   computing.now += 60  # its process was suspended, messages may be unread
   assert computing(request(Says.READY, 1, 8), TICK) == [signal(Says.READY, 8), signal(Says.BEAT)]
   assert computing.wait(LIMIT - 0.5) == computing(ABSENT) == []
-  assert computing.wait(0.3) == [signal(Says.HELLO, 4)]
+  assert computing.wait(0.3) == [signal(Says.HELLO)]
   pieces = [sent(0, Kind.PART, 1, 1, 1), sent(0, Kind.MEAN, 1, 2, 2)]
   assert computing(welcome(), part(1, 0, 3, 3), group(1)) == [signal(Says.READY, 8), *pieces]
 

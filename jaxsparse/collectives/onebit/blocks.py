@@ -185,16 +185,18 @@ class Blocks:
   ) -> tuple[jax.Array, jax.Array]:
     """The update and the next residual, as `Deferred.finish`, in one pass over the vector."""
     rank, sums, kept, codes = exchanged
+    used = -(-self.n // self.block)  # blocks; with few entries a worker the regions of the last workers may have none
 
     def finish(start: jax.Array | int, count: int, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
       cut = lambda x: _cut(x, start, count)
       has_last = isinstance(start, int)  # the last block may have fewer entries, so entries are flat
       shape = lambda x: x.reshape(-1)[: self.n - start * self.block] if has_last else x
-      at_once = has_last and count == self.count
+      at_once = has_last and count == used
       if at_once:
         residual, grads = buffers
-        region = sums[self.margin : -self.margin].reshape(1, self.region, _ROWS, -1)
-        region = jnp.broadcast_to(region, (count // self.region, *region.shape[1:]))
+        region = sums[self.margin : -self.margin].reshape(1, self.region, self.block)
+        region = jnp.broadcast_to(region, (self.count // self.region, *region.shape[1:])).reshape(-1)
+        region = region[: count * self.block]
       else:
         if has_last:  # a gather is stored, so that its buffer can be written in place
           rest = jnp.arange(start * self.block, self.n, dtype=jnp.int32)
@@ -219,7 +221,7 @@ class Blocks:
       return after, jnp.where(apply, shape(self.decode(cut(codes), cut(mean))), 0.0)
 
     grads, residual = parts
-    after, update = _by_chunks(finish, self.n // self.block, self.count, (residual, grads), (self.block,) * 2)
+    after, update = _by_chunks(finish, self.n // self.block, used, (residual, grads), (self.block,) * 2)
     return update, after
 
   def decode(self, codes: jax.Array, halves: jax.Array) -> jax.Array:

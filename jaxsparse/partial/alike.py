@@ -1,0 +1,78 @@
+"""What all workers of a run need alike: the leaves of their parameters, options, and the values at the start."""
+
+import hashlib
+import itertools
+import json
+import zlib
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsparse.sparse.flatten import leaves_by_name
+
+_LONGEST = 1 << 19  # characters of a part; that of a model with some ten thousand leaves is replaced by its digest
+
+
+class Alike(NamedTuple):
+  """What the server compares when a worker joins, in words.
+
+  Attributes:
+    layout: the names, dtypes and shapes of all leaves, and options.
+    start: checksums of the values that training starts from.
+
+  Example:
+    >>> Alike.of({"w": np.zeros((2, 3), np.float32)}, every=4)
+    Alike(layout=("params['w'] of float32[2, 3]", 'every=4'), start=("params['w'] with the checksum a3c1ca20",))
+  """
+
+  layout: tuple[str, ...] = ()
+  start: tuple[str, ...] = ()
+
+  @classmethod
+  def of(cls, params: Any, **options: Any) -> Self:
+    """That of a worker that starts from `params`, and has options with short representations."""
+    layout, start = list[str](), list[str]()
+    for name, leaf in leaves_by_name(params).items():
+      checksum = zlib.crc32(np.ascontiguousarray(np.asarray(leaf, np.float32)).data)
+      layout.append(f"params{name} of {jnp.result_type(leaf).name}{list(jnp.shape(leaf))}")
+      start.append(f"params{name} with the checksum {checksum:08x}")
+    layout += [f"{option}={value!r}" for option, value in options.items()]
+    return cls(_shortened(layout), _shortened(start))
+
+  @classmethod
+  def parse(cls, text: str) -> Self:
+    """The inverse of `str`; raises ValueError for any other text."""
+    parts = json.loads(text)
+    if not (isinstance(parts, list) and len(parts) == 2 and all(_is_lines(part) for part in parts)):
+      raise ValueError("no two lists of strings")
+    return cls(*map(tuple, parts))
+
+  def __str__(self) -> str:
+    return json.dumps(self)
+
+  def difference(self, others: "Alike", *, at_start: bool) -> str | None:
+    """What this worker has first that is not what the others have, in words; None if there is nothing.
+
+    Args:
+      others: of the workers that are there.
+      at_start: whether all of them have the values that they started from.
+
+    Example:
+      >>> Alike.of(np.zeros(2)).difference(Alike.of(np.zeros(3)), at_start=True)
+      'params of float32[2], the others have params of float32[3]'
+    """
+    parts = zip(self, others, strict=True) if at_start else [(self.layout, others.layout)]
+    pairs = itertools.chain(*(itertools.zip_longest(*part, fillvalue="nothing") for part in parts))
+    return next((f"{own}, the others have {other}" for own, other in pairs if own != other), None)
+
+
+def _is_lines(part: Any) -> bool:
+  return isinstance(part, list) and all(isinstance(line, str) for line in part)
+
+
+def _shortened(lines: list[str]) -> tuple[str, ...]:
+  text = "\n".join(lines)
+  if len(text) < _LONGEST:
+    return tuple(lines)
+  return (f"leaves and options with the digest {hashlib.sha256(text.encode()).hexdigest()[:16]}",)
