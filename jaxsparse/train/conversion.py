@@ -176,10 +176,12 @@ def _spec_of_moment(path: Any, shape: tuple[int, ...], params: optax.Params) -> 
 def _mean(rows: Any, like: Any) -> Any:
   """The mean over workers of an array with a row for each, the maximum of integers, in rows of another number.
 
-  Of random keys those of the first workers, over and over.
+  Of random keys those of the first workers; what else there is of workers has these folded with a number of its own.
   """
   if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
-    return rows[np.arange(like.shape[0]) % len(rows)]
+    again, first = np.divmod(np.arange(like.shape[0]), len(rows))
+    keys = jax.random.wrap_key_data(np.asarray(jax.random.key_data(rows))[first], impl=jax.random.key_impl(rows))
+    return jnp.where(again > 0, jax.vmap(jax.random.fold_in)(keys, again), keys)
   rows = np.asarray(rows)
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
   one = rows.astype(np.float64).mean(axis=0).astype(rows.dtype) if floating else rows.max(axis=0)

@@ -102,7 +102,8 @@ def place_state(engine: Engine, start: Callable, params: optax.Params) -> tuple[
 def start_workers(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
-  program = engine.jit(start, (PartitionSpec(),), spec, shardings=(None, None))
+  start_worker = lambda params: states.with_own_keys(start(params), engine.comm.rank)
+  program = engine.jit(start_worker, (PartitionSpec(),), spec, shardings=(None, None))
   replicas.check_traced(engine, "the initial state", program, arguments, makes_state=True)
   return dispatch(program, *arguments), spec
 

@@ -287,7 +287,7 @@ def test_a_state_of_other_parameters_is_refused_by_name(options):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("every", [1, 2])
 def test_an_empty_leaf_and_inner_optimizers_with_random_keys(every):
-  """On simulated workers; a state for others has the keys of the first ones, over and over."""
+  """On simulated workers; each has a key of its own, also in a state for more of them."""
   params = {"empty": jnp.zeros((0, 3)), "w": jnp.zeros(N)}
   make = lambda workers: js.local_steps(optax.noisy_sgd(0.1, key=0), averaged(sim(workers)), every=every)
   step = js.make_train_step(lambda p, batch: linear({"w": p["w"]}, batch), make(2), sim(2), donate=False)
@@ -301,8 +301,30 @@ def test_an_empty_leaf_and_inner_optimizers_with_random_keys(every):
   keys = lambda state: [
     jax.random.key_data(x) for x in jax.tree.leaves(state.inner) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
   ]
-  assert keys(state)
-  jax.tree.map(lambda old, new: np.testing.assert_array_equal(np.tile(old, (2, 1)), new), keys(state), keys(wider))
+  (before,), (after,) = keys(state), keys(wider)
+  np.testing.assert_array_equal(after[:2], before)
+  assert len(np.unique(after, axis=0)) == 4
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.filterwarnings("ignore:.*go on from the mean")
+@pytest.mark.parametrize("where", [mesh_of, sim])
+def test_the_noise_of_workers_is_independent(where):
+  """The mean over 4 workers of 4 steps of noise has the variance of one step; 6 workers go on so on another mesh."""
+  noise = optax.chain(optax.add_noise(1.0, 0.0, key=jax.random.key(0)), optax.sgd(1.0))
+  axis = lambda workers: "workers" if where is mesh_of else sim(workers)
+  make = lambda workers: js.local_steps(noise, averaged(axis(workers)), every=2)
+  params, loss = jnp.zeros(4000), lambda p, batch: 0 * jnp.sum(p) * jnp.sum(batch)
+  step = js.make_train_step(loss, make(4), where(4), donate=False)
+  state = js.init(make(4), params, where(4))
+  for _ in range(4):
+    params, state, _ = step(params, state, np.zeros((4, 1), np.float32))
+  assert float(jnp.std(params)) == pytest.approx(1, rel=0.05)
+  before, state = jax.device_get(params), js.resize(state, params, where(6))
+  step = js.make_train_step(loss, make(6), where(6), donate=False)
+  for _ in range(2):
+    params, state, _ = step(jax.device_get(params), state, np.zeros((6, 1), np.float32))
+  assert float(np.std(params - before)) == pytest.approx(np.sqrt(2 / 6), rel=0.05)
 
 
 def test_own_params_are_those_of_one_worker_in_the_dtype_of_the_parameters():
