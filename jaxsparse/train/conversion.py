@@ -180,7 +180,8 @@ def _mean(rows: Any, like: Any) -> Any:
   """
   if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
     again, first = np.divmod(np.arange(like.shape[0]), len(rows))
-    keys = jax.random.wrap_key_data(np.asarray(jax.random.key_data(rows))[first], impl=jax.random.key_impl(rows))
+    words = jnp.asarray(np.asarray(jax.random.key_data(rows))[first])
+    keys = jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
     return jnp.where(again > 0, jax.vmap(jax.random.fold_in)(keys, again), keys)
   rows = np.asarray(rows)
   floating = jnp.issubdtype(rows.dtype, jnp.floating)

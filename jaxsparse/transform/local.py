@@ -90,8 +90,8 @@ def local_steps(
 
   Args:
     inner: any optax optimizer, run by each worker on its own gradients. It may hold a jaxsparse transform without a
-      residual, which every worker calls in every step; of A2SGD, whose totals differ between workers, it must. `js.init`
-      folds the random keys (`jax.random.key`) in its state with the number of the worker.
+      residual, which every worker calls in every step; of A2SGD, whose totals differ between workers, it must.
+      `js.init` folds the random keys (`jax.random.key`) in its state with the number of the worker.
     outer: a chain whose first transformation is a jaxsparse one, then plain optax.
     every: H, the number of steps from one exchange to the next; None exchanges only when `step.synchronize(params,
       state)` is called, which `tx.update(grads, state, params, synchronize=True)` does without a local step. An update
