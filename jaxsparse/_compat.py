@@ -242,9 +242,9 @@ def words_of_keys(x: Any) -> Any:
   return jax.random.key_data(x) if is_key else x
 
 
-def local_shard(x: Any) -> Any:
-  """The first shard of x on this process; x itself if this process holds all of it."""
-  return x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
+def local_shard(x: Any) -> np.ndarray:
+  """The first shard of x on this process; all of x if this process holds it. In numpy, under a trace too."""
+  return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x)
 
 
 def wait_for_processes(tree: Any, what: str, timeout: float) -> None:

@@ -5,6 +5,7 @@ wait for threads that other programs occupy, until XLA aborts the process. So a 
 computed and the program that was dispatched last has finished. On other devices programs queue up, and none waits.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,10 @@ def dispatch(program: Callable, *arguments: Any, follow: Callable[[Any], jax.Arr
   if not _share_threads(leaves):
     return program(*arguments)
   jax.block_until_ready(leaves)
-  if _last is not None and not _last.is_deleted():
-    jax.block_until_ready(_last)
+  before, _last = _last, None
+  if before is not None and not before.is_deleted():
+    with contextlib.suppress(Exception):  # that of a program that failed is raised where its results are read
+      jax.block_until_ready(before)
   results = program(*arguments)
   _last = follow(results) if follow else None
   return results if follow else jax.block_until_ready(results)

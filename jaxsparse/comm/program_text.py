@@ -96,7 +96,7 @@ class ProgramText:
     in_part = isinstance(x, jax.Array) and not x.is_fully_replicated and not x.is_fully_addressable
     if in_part or not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
       return _shape(aval)
-    x = np.asarray(_compat.local_shard(x))
+    x = _compat.local_shard(x)
     if x.size == 1:  # as a float, 0.1 of float32 is 0.10000000149011612
       short = str(x.reshape(())[()] if x.dtype == np.float32 else x.item())
     else:

@@ -118,7 +118,7 @@ def check_leaves(tree: Any) -> None:
 
 
 def all_finite(tree: Any) -> jax.Array:
-  """Whether no floating-point leaf has NaN or Inf, bool[].
+  """Whether no leaf of floating-point or complex numbers has NaN or Inf, bool[].
 
   The sum of x − x is one pass; of `jnp.isfinite` XLA on CPU stores a boolean for each entry.
 
@@ -128,8 +128,8 @@ def all_finite(tree: Any) -> jax.Array:
     (Array(True, dtype=bool), Array(False, dtype=bool))
   """
   leaves = map(jnp.asarray, jax.tree.leaves(tree))
-  floating = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
-  return jnp.all(jnp.array([jnp.sum(leaf - leaf) == 0 for leaf in floating], jnp.bool_))
+  inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+  return jnp.all(jnp.array([jnp.sum(leaf - leaf) == 0 for leaf in inexact], jnp.bool_))
 
 
 def stays_finite(before: Any, after: Any) -> jax.Array:

@@ -146,7 +146,7 @@ def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., 
   """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process."""
   rows = lambda *arguments: in_rank_order(engine.comm, all_gather(engine.comm, function(*arguments)))
   program = engine.jit(rows, in_specs, PartitionSpec())
-  return lambda *arguments: np.asarray(local_shard(dispatch(program, *arguments)))
+  return lambda *arguments: local_shard(dispatch(program, *arguments))
 
 
 class _OnMesh(Engine):
@@ -228,7 +228,7 @@ class _OnMesh(Engine):
     split = NamedSharding(mesh, PartitionSpec("processes"))
     with jax.set_mesh(mesh):  # the caller may have set another mesh
       rows = jax.make_array_from_callback((self.processes, *value.shape), split, lambda _: value[None])
-      return np.asarray(local_shard(dispatch(gather, rows)))
+      return local_shard(dispatch(gather, rows))
 
   def shardings_of(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)

@@ -127,12 +127,13 @@ def make_train_step(
       or a global array made by `jax.make_array_from_process_local_data`.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
     has_aux: whether `loss_fn` also returns aux, a pytree of arrays to reduce.
-    aux_reduce: how aux is reduced over workers and micro-batches. "mean" averages floating-point leaves and sums
-      integer and boolean ones, which are counts; "sum", "max" and "min" treat all leaves alike; "stack" returns the
-      leaves of all workers along a leading axis, [P, …], or [P, accumulate, …] with micro-batches.
+    aux_reduce: how aux is reduced over workers and micro-batches. "mean" averages floating-point and complex leaves
+      and sums integer and boolean ones, which are counts; "sum", "max" and "min" treat all leaves alike; "stack"
+      returns the leaves of all workers along a leading axis, [P, …], or [P, accumulate, …] with micro-batches.
     model_state: how the model states of the workers (for example running statistics of BatchNorm) are combined. "mean"
-      averages floating-point leaves over the workers in every step, and takes the maximum of integer ones, which are
-      counts. "worker" leaves each worker its own: every leaf, also in the first step, has a leading axis of P workers.
+      averages floating-point and complex leaves over the workers in every step, and takes the maximum of integer ones,
+      which are counts. "worker" leaves each worker its own: every leaf, also in the first step, has a leading axis of
+      P workers.
     accumulate: number of micro-batches into which each worker's part is split. They are computed one after the other,
       and the mean of their gradients is communicated once.
     donate: False does not overwrite `params` and `state`, and needs memory for a second copy of both.

@@ -160,8 +160,15 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
         "model state and give the step rng=key"
       )
   over_workers = functools.partial(_over_workers, comm)
-  how = lambda x: "mean" if jnp.issubdtype(x.dtype, jnp.floating) else "max"
-  return jax.tree.map(lambda x: _reduced(x, how(x), over_workers).astype(x.dtype), model_state)  # type: ignore[arg-type]
+
+  def next_leaf(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+      return _reduced(x, "max", over_workers).astype(x.dtype)
+    mean = over_workers(x, "mean")
+    # Of equal numbers it is that number, also where their sum, or a share of 1/P, is rounded.
+    return mean if comm.size & comm.size - 1 == 0 else mean + over_workers(x - mean, "mean")
+
+  return jax.tree.map(next_leaf, model_state)
 
 
 def _over_parts(x: jax.Array, how: AuxReduce) -> jax.Array:
@@ -183,7 +190,9 @@ def _reduced(tree: Any, how: AuxReduce, reduce: Callable[[jax.Array, Any], jax.A
 
   def reduced(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
-    if how == "stack" or jnp.issubdtype(x.dtype, jnp.floating):
+    if jnp.iscomplexobj(x) and how in ("max", "min"):
+      raise ValueError(f"aux is complex: there is no {how} of it, choose aux_reduce='mean', 'sum' or 'stack'")
+    if how == "stack" or jnp.issubdtype(x.dtype, jnp.inexact):
       return reduce(x, how)
     if x.dtype.itemsize < 4:
       x = x.astype(jnp.uint32 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.int32)

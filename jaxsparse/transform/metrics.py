@@ -80,6 +80,16 @@ class Metrics(NamedTuple):
   words_per_step: jax.Array
   parts: Any = ()
 
+  @property
+  def bytes_sent(self) -> jax.Array:
+    """4 times `words_sent`, in float32."""
+    return 4 * self.words_sent.astype(jnp.float32)
+
+  @property
+  def total_bytes(self) -> jax.Array:
+    """4 times `total_words`."""
+    return 4 * self.total_words
+
   @classmethod
   def names(cls) -> tuple[str, ...]:
     """The names of the numbers: all attributes but `parts`."""
@@ -97,7 +107,7 @@ class Metrics(NamedTuple):
       ...   writer.add_scalar(f"jaxsparse/{name}", value, global_step=1)  # doctest: +SKIP
     """
     found = {name: float(getattr(self, name)) for name in self.names()}
-    found |= {"bytes_sent": 4 * found["words_sent"], "total_bytes": 4 * found["total_words"]}
+    found |= {"bytes_sent": float(self.bytes_sent), "total_bytes": float(self.total_bytes)}
     for label, part in dict(self.parts).items():
       found |= {f"{label}/{name}": value for name, value in part.as_dict().items() if name not in _WHOLE}
     return found

@@ -1,5 +1,7 @@
 """Programs of forced CPU devices start when those before have finished; else XLA aborts in the end."""
 
+import subprocess
+import sys
 import time
 
 import jax
@@ -52,3 +54,45 @@ def test_what_runs_between_steps_has_finished_when_it_returns():
     assert not _ready(metrics.loss)
     found = use(params, state)
     assert _ready((metrics.loss, found))
+
+
+FAILING = """
+import jax, jax.numpy as jnp, numpy as np, optax
+import jaxsparse as js
+
+jax.config.update("jax_num_cpu_devices", 3)
+broken = [True]
+
+
+def fail(x):
+  if broken:
+    raise ValueError("a bad batch")
+  return x
+
+
+def loss(params, batch):
+  checked = jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), batch[0, 0])
+  return jnp.mean((params[None] - batch) ** 2) + 0 * jax.lax.stop_gradient(checked)
+
+
+mesh, params, batch = jax.make_mesh((3,), ("workers",)), jnp.zeros(20), np.ones((3, 20), np.float32)
+tx = optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1))
+step, state = js.make_train_step(loss, tx, mesh, donate=False), js.init(tx, params, mesh)
+try:
+  jax.block_until_ready(step(params, state, batch))
+except jax.errors.JaxRuntimeError as error:
+  assert "a bad batch" in str(error)
+else:
+  raise AssertionError
+broken.clear()
+assert not js.metrics(js.init(tx, params, mesh)).skipped
+moved, state, _ = step(params, state, batch)
+assert np.any(moved) and not js.metrics(state).skipped
+print("goes on")
+"""
+
+
+def test_a_step_that_fails_fails_no_other_one():
+  """A callback of a loss that raises. In a process of its own: JAX reports the error at the end again."""
+  done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120, check=False)
+  assert "goes on" in done.stdout, done.stderr[-2000:]

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import checkify
 from jax.sharding import AxisType, Mesh
 
 import jaxsparse as js
@@ -145,6 +146,38 @@ def test_aux_is_averaged_where_it_is_floating_point():
   rows = batch.reshape(3, 2, -1)
   np.testing.assert_array_equal(aux["stack"]["mean"], rows.mean(-1))
   np.testing.assert_array_equal(aux["stack"]["any"], (rows > 2).any(-1))
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_complex_aux_and_model_states_are_averaged(workers):
+  spectrum = lambda batch: jax.lax.complex(batch.sum(), 2 * batch.sum())
+
+  def loss(params, batch, model_state):
+    return jnp.sum(params["w"] * 0), {"spectrum": model_state["spectrum"] + spectrum(batch)}, spectrum(batch)
+
+  step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True)
+  batch = np.arange(workers, dtype=np.float32)[:, None]
+  _, _, metrics = step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})
+  mean = batch.mean() * (1 + 2j)
+  np.testing.assert_allclose(metrics.aux, mean, rtol=1e-6)
+  np.testing.assert_allclose(metrics.model_state["spectrum"], 1j + mean, rtol=1e-6)
+  step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce="max")
+  with pytest.raises(ValueError, match="aux is complex: there is no max of it"):
+    step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})
+
+
+@pytest.mark.parametrize("workers", [3, 5, 7])
+def test_a_model_state_that_is_equal_on_all_workers_stays_as_it_is(workers):
+  """In all its bits, though the sum of P equal numbers is rounded."""
+  given = {
+    "large": jnp.asarray(normals(0, 1, 200) * 2.0**60),
+    "half": jnp.asarray(normals(1, 1, 200)).astype("bfloat16"),
+    "spectrum": jnp.asarray(normals(2, 1, 200) + 1j * normals(3, 1, 200)),
+  }
+  loss = lambda params, batch, model_state: (0 * (params["w"].sum() + batch.sum()), model_state)
+  step, params, state = make(mesh=mesh_of(workers), loss=loss)
+  _, _, metrics = step(params, state, np.zeros((workers, 1), np.float32), model_state=given)
+  assert_same_bits(metrics.model_state, given)
 
 
 # Keys.
@@ -324,3 +357,23 @@ def test_a_flax_model_with_batch_norm_trains():
     step.check(params, state)
   assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:3])
   assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(a != np.array(b))), before, model_state)))
+
+
+# Under a trace.
+
+
+@pytest.mark.parametrize("chain", [SPARSE, js.local_steps(optax.sgd(0.1), DENSE, every=2)], ids=["plain", "local"])
+def test_a_step_of_captured_arrays_is_traced(chain):
+  """States that are there are checked while something else is traced."""
+  step, params, state = make(chain, donate=False)
+  captured = lambda: step(params, state, batch_of(0))
+  after, _, _ = captured()
+  shapes, _, _ = jax.eval_shape(captured)
+  assert shapes["w"].shape == after["w"].shape
+  assert jax.make_jaxpr(captured)().jaxpr.eqns
+  np.testing.assert_array_equal(jax.jit(captured)()[0]["w"], after["w"])
+  error, (found, _, _) = checkify.checkify(captured)()
+  error.throw()
+  np.testing.assert_array_equal(found["w"], after["w"])
+  with jax.set_mesh(mesh_of(3)):
+    assert float(jax.jit(lambda: js.metrics(state).total_words)()) == 0
