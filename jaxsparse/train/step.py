@@ -196,7 +196,7 @@ class TrainStep:
     self, params: optax.Params, state: Any, batch: Any, *, rng: Any = None, model_state: Any = None, **extra: Any
   ) -> tuple[Any, Any, StepMetrics]:
     """One step; see `make_train_step`."""
-    given = Given(rng, model_state, extra)
+    given, state = Given(rng, model_state, extra), states.with_rows(state, self._engine.held)
     program, specs = self._program(params, state, batch, given)
     count_step(self._engine.processes)
     first = _identity(state) is not self._known

@@ -158,6 +158,31 @@ def with_own_keys(state: Any, rank: jax.Array) -> Any:
   return jax.tree.map(own, state, is_leaf=is_local_state)
 
 
+def with_rows(state: Any, workers: int) -> Any:
+  """The state with numbers that were set by hand in workers' own optimizers, a learning rate, given to each of them.
+
+  Raises:
+    ValueError: for arrays without a row for each worker, by their names.
+  """
+
+  def fit(path: Any, leaf: Any) -> Any:
+    if jnp.shape(leaf)[:1] == (workers,):
+      return leaf
+    if jnp.ndim(leaf) == 0 and not isinstance(leaf, jax.ShapeDtypeStruct):
+      return jnp.full(workers, leaf)
+    raise ValueError(
+      f"inner{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: give a number, or a row for each of the "
+      f"{workers} workers"
+    )
+
+  own = [node.inner for node in local_states(state)]
+  if all(jnp.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(own)):
+    return state
+  rows = lambda node: node._replace(inner=jax.tree_util.tree_map_with_path(fit, node.inner))
+  fitted = lambda node: rows(node) if is_local_state(node) else node
+  return jax.tree.map(fitted, state, is_leaf=is_local_state)
+
+
 def local_states(state: Any) -> list[LocalState]:
   """Every `LocalState` within an optax state."""
   return [node for node in jax.tree.leaves(state, is_leaf=is_local_state) if is_local_state(node)]

@@ -327,6 +327,25 @@ def test_the_noise_of_workers_is_independent(where):
   assert float(np.std(params - before)) == pytest.approx(np.sqrt(2 / 6), rel=0.05)
 
 
+@pytest.mark.parametrize("where", [mesh_of, sim])
+def test_a_rate_that_is_set_by_hand(where):
+  """As a number, or one for each worker."""
+  axis = "workers" if where is mesh_of else sim(2)
+  tx = js.local_steps(optax.inject_hyperparams(optax.sgd)(learning_rate=1.0), averaged(axis), every=2)
+  step = js.make_train_step(lambda p, batch: jnp.vdot(p, batch[0]), tx, where(2), donate=False)
+  state, params = js.init(tx, jnp.zeros(N), where(2)), jnp.zeros(N)
+  batch, inner = np.ones((2, N), np.float32), lambda state: state.inner.hyperparams["learning_rate"]
+  for rate, moved in ((0.5, -1.0), (np.float32([0.25, 0.75]), -1.0), (0.0, 0.0)):
+    given = optax.tree.set(state, learning_rate=rate)
+    after, given, _ = step(params, given, batch)
+    after, given, _ = step(after, given, batch)
+    np.testing.assert_array_equal(after, np.full(N, moved, np.float32))
+    np.testing.assert_array_equal(inner(given), np.broadcast_to(rate, 2))
+  wrong = r"inner.hyperparams\['learning_rate'\] has shape \(3,\): give a number, or a row for each of the 2 workers"
+  with pytest.raises(ValueError, match=wrong):
+    step(params, optax.tree.set(state, learning_rate=np.ones(3, np.float32)), batch)
+
+
 def test_own_params_are_those_of_one_worker_in_the_dtype_of_the_parameters():
   tx = js.local_steps(optax.adam(0.1), averaged(sim(2)), every=3)
   with pytest.raises(ValueError, match="the state of 2 workers, give that of one: call it inside shard_map"):
