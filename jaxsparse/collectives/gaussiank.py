@@ -34,9 +34,9 @@ class GaussianK(EncodingCollective):
 
   With `acc = gradient + residual`, the threshold is `|mean| + |Φ⁻¹(ρ/2)| · std` of `acc`. Gradients are not normally
   distributed, so the threshold is often too high and selects fewer than k entries, late in training by an order of
-  magnitude (Ok-Topk, §5.2). The correction divides the threshold by 1.02 while fewer than 3k/4 entries reach it and
-  multiplies it by 1.02 while more than 5k/4 do, at most 20 times. The total is the sum over workers of the selected
-  entries, at most the ⌈5k/4⌉ largest of each worker; all others stay in its residual. Ablation: `correction=False`.
+  magnitude (Ok-Topk, §5.2). The correction divides the threshold by 1.02 until 3k/4 entries reach it, and multiplies it
+  by 1.02 while more than 5k/4 do, at most 20 times. The total is the sum over workers of the selected entries, at most
+  the ⌈5k/4⌉ largest of each worker; all others stay in its residual. Ablation: `correction=False`.
 
   Args:
     correction: whether the threshold is corrected; False uses the published estimate.
@@ -114,10 +114,10 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
 
 
 def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> jax.Array:
-  """A threshold f32[] that 3k/4 … 5k/4 entries reach: `limit`, divided or multiplied by 1.02 up to 20 times.
+  """A threshold f32[] that 3k/4 … 5k/4 entries reach: `limit`, multiplied by 1.02 up to 20 times, or divided by it.
 
   At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than 5k/4 do if the (⌊5k/4⌋ + 1)-th
-  largest does. So each of the 20 steps compares the threshold with these two magnitudes.
+  largest does. So each of 20 steps compares the threshold with these two magnitudes, and what is missing then is known.
 
   Args:
     limit: f32[].
@@ -127,18 +127,22 @@ def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> ja
 
   Example:
     >>> ones = Sparse(jnp.arange(8), jnp.ones(8))
-    >>> round(float(correct_threshold(jnp.float32(2), ones, k=8, end=8)), 3)  # 20 steps down
-    1.346
+    >>> round(float(correct_threshold(jnp.float32(2), ones, k=8, end=8)), 3)  # 36 steps down
+    0.98
   """
   few, many = -(-3 * k // 4), 5 * k // 4
-  enough = keys_of(threshold.kth_magnitude(largest, few, end))
+  least = threshold.kth_magnitude(largest, few, end)
+  enough = keys_of(least)
   more = keys_of(largest.values).min() if many < largest.indices.size else -1
 
   def adjust(_: int, limit: jax.Array) -> jax.Array:
     too_few, too_many = keys_of(limit) > enough, keys_of(limit) <= more
     return limit * jnp.where(too_few, 1 / _FACTOR, jnp.where(too_many, _FACTOR, 1.0))
 
-  return varying.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)
+  limit = varying.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)
+  steps = jnp.ceil(jnp.log(limit / least) / math.log(_FACTOR))
+  lowered = jnp.fmin(limit * _FACTOR**-steps, least)  # NaN where a number is infinite
+  return jnp.where(keys_of(limit) > enough, lowered, limit)
 
 
 def cut_reaching(largest: Sparse, limit: jax.Array, most: int, end: int) -> Sparse:

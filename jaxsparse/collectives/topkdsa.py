@@ -35,7 +35,7 @@ class TopkDSA(SelectingCollective):
 
   With `acc_w = gradient_w + residual_w`, the total is `Σ_w top_k(acc_w)`, added in rank order. An entry that a worker
   did not send stays in its residual, and so does one that exceeds the capacity of a message, where a worker's entries
-  crowd into one region: `js.metrics(state).overflow` counts these, and there is none while k (2P + 2) ≤ 2k + n.
+  crowd into one region: `js.metrics(state).overflow` counts these, and there is none while k P (2P + 2) ≤ 2k + n.
 
   Example:
     >>> import optax, jaxsparse as js

@@ -37,6 +37,12 @@ def test_equals_the_paper_in_numpy(workers, n, k):
   check_steps("spardl", normals(0, 3, workers, n), lambda grads, left: spardl(grads, left, k), k=k)
 
 
+def test_partial_residuals_worked_by_hand():
+  """The second worker has entry 1 too, which is delivered of the first one alone, and keeps its own (§4.1.3)."""
+  out = js.simulate("spardl", np.float32([[9, 1, 0, 0], [2, 3, 0, 0]]), k=2, residual="partial")
+  np.testing.assert_array_equal(out.residuals, [[0, 1, 0, 0], [2, 3, 0, 0]])
+
+
 @pytest.mark.parametrize(
   ("workers", "kind"), quick_of([(3, "partial"), (6, "partial"), (6, "local")], quick=[(3, "partial"), (6, "local")])
 )

@@ -71,15 +71,17 @@ def spardl(gradients, residuals, k, kind="global", choose=None, rounded=lambda v
   accumulators = gradients + residuals
   held, sums, sent = reduce_scatter(accumulators, -(-k // workers), choose, rounded, received)
   # The all-gather rounds the sum of a block once more, which the worker that has it keeps.
-  total, kept, length = np.zeros(n, np.float32), accumulators.copy(), held.shape[2]
+  total, kept, length, delivered = np.zeros(n, np.float32), accumulators.copy(), held.shape[2], set()
   for block, entries in enumerate(sums):
     for i, value in entries.items():
       if (flat := block * length + i) < n:
         total[flat] = value
-        kept[:, flat] = held[:, block, i] if kind == "global" else 0 if kind == "partial" else kept[:, flat]
-  if kind == "local":
+        if kind == "global":
+          kept[:, flat] = held[:, block, i]
+        delivered.add(flat)
+  if kind != "global":  # partial: what others have sent, and was dropped on the way, is lost
     for worker, flat in enumerate(map(list, sent)):
-      kept[worker, [i for i in flat if i < n]] = 0
+      kept[worker, [i for i in flat if i < n and (kind == "local" or i in delivered)]] = 0
   return total, kept
 
 

@@ -12,6 +12,7 @@ from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r
 from jaxsparse.comm import schedules
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.select.selectors import Accumulator
+from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_sum
 
 
@@ -48,8 +49,9 @@ class SparDL(SelectingCollective):
       over teams takes arithmetic.
     sag: how teams add up their sums. "recursive" (R-SAG) needs d to be a power of two, "bruck" (B-SAG) takes any d;
       "auto" is "recursive" if d is a power of two, else "bruck".
-    residual: "global" keeps all undelivered entries. "partial" keeps the entries of a worker's accumulator outside I,
-      "local" those that the worker did not send.
+    residual: "global" keeps all undelivered entries. "partial" loses those that other workers have sent and that were
+      dropped on the way: of its own accumulator a worker keeps all that it has not both sent and seen delivered.
+      "local" keeps what it has not sent.
 
   Raises:
     ValueError: for teams that do not divide P, or with a selector or a `sag` that does not go with them.
@@ -147,8 +149,11 @@ class SparDL(SelectingCollective):
     for entries in errors:  # each team has the same
       acc = acc.add(entries._replace(values=entries.values / self.teams))
 
-    gone_at = chosen.indices if self.residual == "local" else delivered.indices
-    if self.residual != "global":  # ablations: nothing stays of what was delivered, or sent
+    gone_at = delivered.indices if self.residual == "global" else chosen.indices
+    if self.residual == "partial":
+      members = bitset.insert(bitset.empty(grads.size), blocks.flat_indices(delivered.indices), grads.size)
+      gone_at = jnp.where(bitset.contains(members, blocks.flat_indices(gone_at)), gone_at, blocks.length)
+    if self.residual != "global":  # ablations: nothing stays of what was sent
       sent = Sparse(gone_at, jnp.zeros(gone_at.shape, jnp.float32))
     residual = acc.pending(gone_at, sent)
     words = saturated_sum(words_of(writer.codec, team.size, k_block), summed.words, gather_words)
