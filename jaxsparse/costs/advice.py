@@ -123,6 +123,12 @@ class Prediction(NamedTuple):
     return steps * (self.compute + self.seconds)
 
   @property
+  def latest(self) -> float:
+    """The same with the standard deviation of the evidence more."""
+    late = 1.0 if self.evidence is None else (self.evidence.steps or math.inf) + (self.evidence.deviation or 0.0)
+    return late * (self.compute + self.seconds)
+
+  @property
   def title(self) -> str:
     """The method of the evidence, or the label."""
     return self.evidence.method if self.evidence else self.label
@@ -186,8 +192,9 @@ def advise(
   lower density, or more local steps, are always faster. `print` says so, and how far predictions in our lab were off.
 
   With evidence, from trainings, the order is that of the seconds to the loss that dense has after one step,
-  steps · (compute + seconds per step), where steps are those of the method over those of dense. Methods are then dense
-  and those of the evidence; of several trainings of one method the one that took most steps counts.
+  steps · (compute + seconds per step), where steps are those of the method over those of dense; dense is before what is
+  sooner by no more than the standard deviation. Methods are then dense and those of the evidence; of several trainings
+  of one method the one that took most steps counts.
 
   Args:
     params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, or their number n.
@@ -231,7 +238,10 @@ def advise(
   updates = [_predict(label, params, profile)._replace(compute=compute) for label in profile.algorithms]
   without_evidence = [update.rarely(steps) for steps in every for update in updates]
   found = _with_evidence(updates, rows) if (rows := list(evidence)) else without_evidence
-  predictions = sorted(found, key=lambda one: one.to_loss)
+  dense = min((one.to_loss for one in found if rows and not one.evidence), default=math.inf)
+  # A gain that is not outside of the deviation is none.
+  known = lambda one: one.to_loss if one.latest < dense else max(one.to_loss, dense)
+  predictions = sorted(found, key=lambda one: (known(one), bool(one.evidence), one.to_loss))
   return Advice(predictions, _explain(predictions))
 
 
@@ -323,6 +333,8 @@ def _explain(predictions: list[Prediction]) -> str:
     return f"{best.title}: {trained or f'{best.seconds:.4f} s per step'}"
   if trained:
     sooner = other.to_loss / best.to_loss
+    if sooner < 1:
+      return f"{best.title}: that {other.title} is {1 / sooner:.2f} times as soon is within its deviation: {trained}"
     than = f" {sooner:.2f} times as soon as {other.title}" if math.isfinite(sooner) else f", {other.title} never"
     return f"{best.title} reaches dense's loss{than}: {trained}"
   first = f"{best.title}: {best.seconds:.4f} s per step"

@@ -29,6 +29,7 @@ from jaxsparse.types import Comm
 _LONG = 0.3  # seconds of a message that is long enough to measure β
 _SHORTEST = 2**18  # words; the longest message of a measurement of β has at least so many
 _CHAIN = 8  # messages of a chain, which makes the overhead of the clock and of the call small
+_FIRST = "dense", "onebit", "spardl", "powersgd"  # what the documents recommend; `fit` may have no time for others
 _SHAPE = 2**16  # entries of the gradients that `fill` is measured with
 
 
@@ -178,7 +179,7 @@ def fit(
 
 
 def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str]:
-  """Every algorithm that averages gradients, dense first, SparDL with every number of teams, at every density.
+  """Every algorithm that averages gradients, those that are recommended first, at every density; SparDL with teams.
 
   A2SGD is not among them: its workers apply different totals, which is not an average of gradients. Nor is PowerSGD
   where n is a number, for its words depend on the shapes of leaves.
@@ -188,9 +189,10 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
   fits = lambda one: one.replicates and not (one.needs_shapes and isinstance(n, numbers.Integral))
-  averaging = sorted(filter(lambda name: fits(make_plain(name)), collective_names()), key=lambda name: name != "dense")
+  recommended = [*(name for name in _FIRST if fits(make_plain(name))), "spardl:selector=chunked"]
+  averaging = [name for name in collective_names() if fits(make_plain(name)) and name not in recommended]
   teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]
-  return _add_densities([*averaging, *teams, "dense:dtype=bfloat16"], densities)
+  return _add_densities([*recommended, *averaging, *teams, "dense:dtype=bfloat16"], densities)
 
 
 def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:

@@ -110,6 +110,15 @@ def test_evidence_orders_methods_by_seconds_to_the_loss():
   assert much.why.endswith(f"times as soon as {often.method}: {often}")
 
 
+def test_a_gain_within_its_deviation_puts_dense_first():
+  unsure = row_of("updates/spardl", steps=0.94)._replace(deviation=0.13)
+  found = js.costs.advise(1000, PROFILE, evidence=[unsure], compute=100.0)
+  assert [one.name for one in found.predictions] == ["dense", "spardl"]
+  assert found.why == f"dense: that updates/spardl is 1.06 times as soon is within its deviation: {unsure}"
+  sure = unsure._replace(deviation=0.01)
+  assert js.costs.advise(1000, PROFILE, evidence=[sure], compute=100.0).best.evidence == sure
+
+
 def test_the_worst_training_of_a_method_counts():
   for steps in (2.0, None):
     rows = [row_of("updates/spardl"), row_of("updates/spardl", steps=steps)]
@@ -229,7 +238,7 @@ def test_every_candidate_fits_the_workers():
 
 def test_fit_begins_no_algorithm_after_its_seconds(monkeypatch):
   monkeypatch.setattr(calibration._Meter, "_measure_fill", lambda *_: time.sleep(0.5) or 1.0)  # a machine that is busy
-  with pytest.warns(UserWarning, match="no time was left for chunktopk:density=0.01, .*: they are not"):
+  with pytest.warns(UserWarning, match="no time was left for onebit, spardl:density=0.01, spardl:sel.*: they are not"):
     profile = js.costs.fit(mesh_of(2), n=124, seconds=0.1)
   assert list(profile.algorithms) == ["dense"]  # always one
 
