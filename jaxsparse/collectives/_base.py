@@ -86,6 +86,11 @@ class Collective(abc.ABC):
     return True
 
   @property
+  def differentiable(self) -> bool:
+    """Whether derivatives of the total with respect to gradients are right; others are refused."""
+    return False
+
+  @property
   def replicates(self) -> bool:
     """Whether Law R holds: the total is the same on every worker. If not, it belongs inside `js.local_steps`."""
     return True

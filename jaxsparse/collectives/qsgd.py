@@ -225,7 +225,9 @@ class Rounding(NamedTuple):
       head.append(self.pack(_rows_of(x, layout, first, size), first))
     if layout.rest:
       head.append(
-        self.pack([*x[x.size - layout.rest :, None], *jnp.zeros((layout.rows - layout.rest, 1))], layout.words)
+        self.pack(
+          [*x[x.size - layout.rest :, None], *jnp.zeros((layout.rows - layout.rest, 1), jnp.float32)], layout.words
+        )
       )
     return jnp.concatenate(head)
 

@@ -64,7 +64,7 @@ def cond(which: jax.Array, true: Callable, false: Callable, *operands: Any) -> A
 
 def _alike(branches: Sequence[Callable], operands: Sequence[Any]) -> Sequence[Callable]:
   if not checked_axes():
-    return branches
+    return [lambda *given, branch=branch: jax.tree.map(_without_axes, branch(*given)) for branch in branches]
   results = [jax.eval_shape(branch, *operands) for branch in branches]
   axes = jax.tree.map(lambda *found: frozenset().union(*map(axes_of_type, found)), *results)
   return [lambda *given, branch=branch: jax.tree.map(as_varying, branch(*given), axes) for branch in branches]
@@ -85,6 +85,6 @@ def _without_axes(x: Any) -> Any:
   """`x` with a type that has no axes.
 
   In an unchecked shard_map inside a checked one, an argument keeps the axes of its type until the first operation. A
-  loop that began with it would return another type.
+  loop that began with it would return another type, and so would one branch of two.
   """
   return jnp.squeeze(jnp.expand_dims(x, 0), 0) if axes_of_type(x) else x

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat
+from jaxsparse.comm import varying
 
 Piece = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -38,7 +39,7 @@ def put(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
 
   def by_pieces(x: Sequence[Piece], into: jax.Array) -> jax.Array:
     new = lambda: [_matrix(piece) for piece in x]
-    pieces = jax.lax.cond(finite, new, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(new)))
+    pieces = varying.cond(finite, new, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(new)))
     return _put_at(_starts(x), pieces, into)
 
   at_once = lambda x, _: dense(jax.tree.map(lambda part: jnp.where(finite, part, 0.0), x))
@@ -70,7 +71,7 @@ def subtract(x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: 
     shaped = lambda parts: [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
     sums = shaped(map(jnp.add, cut(grads), cut(residual)))
     new = lambda: [decay * (one - _matrix(piece)) for one, piece in zip(sums, x, strict=True)]
-    return _put_at(starts, jax.lax.cond(finite, new, lambda: shaped(cut(residual))), residual)
+    return _put_at(starts, varying.cond(finite, new, lambda: shaped(cut(residual))), residual)
 
   return _compat.by_platform(x, grads, residual, cpu=on_cpu, default=by_pieces)
 

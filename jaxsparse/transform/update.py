@@ -112,6 +112,10 @@ def grouped_transform(
     groups = grouped(flatten.leaf_shapes(updates))
     checks.check_method(state, groups, updates, comm.size, alone)
     leaves, structure = jax.tree.flatten(updates)
+    for group in groups:
+      if not group.collective.differentiable:
+        for number in group.leaves:
+          leaves[number] = _without_derivative(leaves[number], group.collective.name)
     # `js.local_steps` with wider updates than parameters: of the mean, by the names of the leaves
     own = [(dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
     divisor = getattr(comm, "divisor", comm.size)  # `PeerComm` has one: what its workers give is weighted already
@@ -130,6 +134,19 @@ def grouped_transform(
   transform = Transform(init, update)
   transform.comm, transform.with_collectives = comm, with_collectives
   return transform
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _without_derivative(leaf: jax.Array, name: str) -> jax.Array:  # noqa: ARG001
+  return leaf
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(name: str, *_: Any) -> Any:
+  raise TypeError(
+    f"{name}: there is no derivative of an exchange that selects or rounds entries: differentiate steps with "
+    "js.dense_transform, or give the transform jax.lax.stop_gradient of the gradients"
+  )
 
 
 def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceState:

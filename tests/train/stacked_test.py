@@ -62,6 +62,7 @@ def stepped(tx, by_hand=False):
 def test_the_bits_of_a_training_step(composition, form):
   """Also with NaN at one worker; parameters that are shared, or have a row for each worker."""
   transform = js.topka_transform("workers", density=0.2, **({"decay": 0.5} if composition == "decayed" else {}))
+  transform = js.dense_transform("workers") if composition == "local inner" else transform
   chain, mesh = COMPOSITIONS[composition](transform), mesh_of(WORKERS)
   tx = js.stacked(chain, mesh)
   step, params, state = start(chain, mesh, PARAMS, quadratic)

@@ -181,3 +181,23 @@ def test_words_of_all_steps_are_counted_beyond_32_bits():
     counters = telemetry.count_step([step], 10, counters, jnp.bool_(True), jnp.zeros(10))
   state = states.ReduceState(js.State(), counters, states.Layout.of_workers(1, 10))
   assert float(js.metrics(state).total_words) == np.float32(9e9)
+
+
+@pytest.mark.parametrize("name", js.collective_names())
+def test_derivatives_of_a_step_are_right_or_refused(name):
+  """As of hypergradients: of the loss after a step with respect to a scale of the gradient."""
+  options = {"density": 1.0} if "density" in js.collective_options(name) else {}
+  tx, params, grads = js.make_transform(name, SoloComm(3), **options), jnp.ones((2, 3)), jnp.asarray(normals(0, 2, 3))
+  state = tx.init(params)
+
+  def loss(scale):
+    return jnp.sum((params - tx.update(scale * grads, state)[0]) ** 2)
+
+  if name == "dense":
+    alone = tx.update(grads, state)[0]
+    np.testing.assert_allclose(jax.grad(loss)(1.0), -2 * jnp.vdot(params - alone, alone), rtol=1e-5)
+  else:
+    with pytest.raises(TypeError, match=f"{name}: there is no derivative of an exchange"):
+      jax.grad(loss)(1.0)
+  constant = lambda scale: tx.update(jax.lax.stop_gradient(scale * grads), state)[0]
+  np.testing.assert_array_equal(jax.jacfwd(constant)(1.0), np.zeros((2, 3)))
