@@ -94,8 +94,8 @@ def check_against_the_simulator(name, sizes, leaves, kind=AxisType.Auto, steps=2
   _, state, specs = started(tx, mesh, leaves)
   own = config | ({"k": -(-config["k"] // devices)} if "k" in config else {})
   update, states = update_of(tx, mesh, state), [None] * devices
-  # A compiler may fuse the products of factors with what they are subtracted from; of n bits steps of blocks are divided
-  # by P, and not the entries that are multiples of them.
+  # A compiler may fuse the products of factors with what they are subtracted from. Of n bits the steps of blocks are
+  # divided by P, and not the entries that are multiples of them.
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
   same = close if name in ("nbit", "powersgd") else assert_same_bits
   for step in range(steps):
