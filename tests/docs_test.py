@@ -114,12 +114,12 @@ def test_your_trainer(tmp_path):
 
 @pytest.mark.long
 def test_steps_leaves_and_precision(tmp_path):
-  _, step, accumulate, *_, simulated = snippets("docs/how_to/training_step.md")
+  _, step, tokens, accumulate, *_, simulated = snippets("docs/how_to/training_step.md")
   special, _, frozen = snippets("docs/how_to/leaves.md")
   cast, scaled, wire = snippets("docs/how_to/precision.md")
   (hyperparameters,) = snippets("docs/sharp_bits.md")
   still = "assert float(abs(params['bias']).max()) == 0\n"
-  parts = [CONTEXT, step, accumulate, DATA, simulated, MOVED, DATA, special, TRAIN, DATA, frozen, TRAIN, MOVED]
+  parts = [CONTEXT, step, tokens, accumulate, DATA, simulated, MOVED, DATA, special, TRAIN, DATA, frozen, TRAIN, MOVED]
   run("\n".join([*parts, still, DATA, cast, MOVED, scaled, DATA, wire, TRAIN, hyperparameters, DATA, TRAIN]), tmp_path)
 
 

@@ -40,7 +40,7 @@ KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 _KILL_MPIRUN_AFTER = 6.0
 _GIVE_UP = 10.0  # seconds that a guard waits for processes to end after SIGKILL
 _DRAIN = 0.2  # seconds to read the last output of a rank that has ended, while its descendants keep the pipe open
-_LONGEST = 300  # characters of a line in a record
+_LONGEST = 2000  # characters of a line in a record
 _LONGEST_OUTPUT = 1 << 16  # characters of a line that the guard reads at once
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -63,8 +63,9 @@ def record(**facts: Any) -> None:
 
 
 def shorten(text: str) -> str:
-  """The first line of a text, cut to the length of a record."""
-  return text.strip().partition("\n")[0][:_LONGEST]
+  """The first line of a text, cut after a word to the length of a record."""
+  line = text.strip().partition("\n")[0]
+  return line if len(line) <= _LONGEST else f"{line[:_LONGEST].rpartition(' ')[0]} …"
 
 
 def die_with_parent(number: int, parent: int) -> None:

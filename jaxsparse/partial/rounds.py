@@ -135,6 +135,7 @@ class Rounds:
     own = state or {"moved": np.zeros_like(vector), "trained": np.zeros((fragments, 2), np.int64), "share": 0.0}
     if state:
       anchor = step.add_residual(step.unpack(state["anchor"].tobytes(), anchor), state["residual"])
+    alike = Alike.of(params, fragments=fragments, outer=step.chain_digest(anchor))
     exchanger = self._exchanger = Exchanger(step, anchor, number)
     # A donor sends its anchor with the state of the outer chain, of Adam for example two arrays a parameter.
     longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
@@ -143,8 +144,7 @@ class Rounds:
     facts = number, vector.size, endpoint.address, timeout, time.monotonic()
     outlets = endpoint.tell, endpoint.send, endpoint.reply
     self._protocol = RoundProtocol(*facts, *outlets, exchange=exchanger, switch=endpoint.switch, servers=len(addresses))
-    self._protocol.stand = anchor.stand
-    self._protocol.alike = Alike.of(params, fragments=fragments, outer=step.chain_digest(anchor))
+    self._protocol.stand, self._protocol.alike = anchor.stand, alike
     answers = {Kind.FETCH: lambda _: exchanger.model(), Kind.RESIDUAL: exchanger.inherit}
     endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
     with endpoint.ended_by_errors():

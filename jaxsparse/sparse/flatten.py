@@ -108,7 +108,7 @@ def check_leaves(tree: Any) -> None:
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
       raise TypeError(
         f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}, choose a floating-point one of 16 bits or more "
-        "(optax.masked keeps other leaves out of a transform)"
+        "(what is not trained belongs in step(..., shared=); optax.masked keeps other leaves out of a transform)"
       )
   if not any(map(jnp.size, jax.tree.leaves(tree))):
     raise ValueError(

@@ -109,6 +109,9 @@ def make_train_step(
                                                      folded from `key`; give a new `key` in every step
       step(params, state, batch, model_state=stats)  loss_fn(params, batch, model_state=...) -> (loss, model_state), or
                                                      (loss, model_state, aux); `metrics.model_state` is the next one
+      step(params, state, batch, shared=teacher)     loss_fn(params, batch, shared=...): untrained arrays of any dtype,
+                                                     the same for all workers: a teacher, a reference, a target network,
+                                                     quantized weights below adapters
       step(params, state, batch, **extra)            tx.update(..., value=loss, **extra), optax's extra arguments
 
   Before a new step runs, its jaxpr is checked: the step raises if replicated parameters or states would differ between
@@ -193,10 +196,18 @@ class TrainStep:
     self._known: Any = None  # identifies the state that was returned last, which needs no check
 
   def __call__(
-    self, params: optax.Params, state: Any, batch: Any, *, rng: Any = None, model_state: Any = None, **extra: Any
+    self,
+    params: optax.Params,
+    state: Any,
+    batch: Any,
+    *,
+    rng: Any = None,
+    model_state: Any = None,
+    shared: Any = None,
+    **extra: Any,
   ) -> tuple[Any, Any, StepMetrics]:
     """One step; see `make_train_step`."""
-    given, state = Given(rng, model_state, extra), states.with_rows(state, self._engine.held)
+    given, state = Given(rng, model_state, extra, shared), states.with_rows(state, self._engine.held)
     program, specs = self._program(params, state, batch, given)
     count_step(self._engine.processes)
     first = _identity(state) is not self._known
@@ -241,10 +252,18 @@ class TrainStep:
     replicas.check_replicas(self._engine, (params, state), specs)
 
   def lower(
-    self, params: optax.Params, state: Any, batch: Any, *, rng: Any = None, model_state: Any = None, **extra: Any
+    self,
+    params: optax.Params,
+    state: Any,
+    batch: Any,
+    *,
+    rng: Any = None,
+    model_state: Any = None,
+    shared: Any = None,
+    **extra: Any,
   ) -> jax.stages.Lowered:
     """The lowered step, to inspect its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
-    arguments = params, state, batch, Given(rng, model_state, extra)
+    arguments = params, state, batch, Given(rng, model_state, extra, shared)
     program, specs = self._program(*arguments)
     return program.lower(*self._engine.place(jax.tree.map(shape_of, arguments), specs))
 
@@ -257,7 +276,7 @@ class TrainStep:
       same: Any = PartitionSpec()
       own, split = placed(state, self._axis), PartitionSpec(self._axis)
       model_state = split if self._worker.model_state == "worker" else same
-      in_specs = (same, own, split, Given(same, model_state, dict.fromkeys(given.extra, same)))
+      in_specs = (same, own, split, Given(same, model_state, dict.fromkeys(given.extra, same), same))
       self._specs[structure] = in_specs, (same, own, StepMetrics(same, same, same, model_state))
     in_specs, out_specs = self._specs[structure]
     shardings = engine.shardings(arguments, in_specs)
@@ -298,7 +317,9 @@ class TrainStep:
     self._alike.add(known)
 
   def _check(self, params: optax.Params, state: Any, batch: Any, given: Given) -> None:
-    checks.check_alive({"params": params, "state": state, "batch": batch, "model_state": given.model_state})
+    checks.check_alive(
+      {"params": params, "state": state, "batch": batch, "model_state": given.model_state, "shared": given.shared}
+    )
     numbers = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float)
     for name, value in given.extra.items():
       if not all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value)):

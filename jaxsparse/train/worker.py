@@ -59,7 +59,7 @@ class Worker(NamedTuple):
     """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced."""
     own = jax.tree.map(lambda x: x[0], given.model_state) if self.model_state == "worker" else given.model_state
     key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
-    loss, grads, model_state, aux = _gradients(self, own_params(params, state), batch, key, own)
+    loss, grads, model_state, aux = _gradients(self, own_params(params, state), batch, key, own, given.shared)
     if own is not None:  # NaN in it would stay for good: mark the gradient, and all workers skip the step
       finite = flatten.stays_finite(own, model_state)
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
@@ -91,13 +91,17 @@ class Given(NamedTuple):
   rng: Any
   model_state: Any
   extra: dict[str, Any]
+  shared: Any = None
 
 
-def _gradients(worker: Worker, params: optax.Params, batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
+def _gradients(
+  worker: Worker, params: optax.Params, batch: Any, key: Any, model_state: Any, shared: Any
+) -> tuple[Any, ...]:
   """(loss, gradients, model state, aux) of one worker's part of the batch."""
 
   def grads_of_part(batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
-    named = {name: x for name, x in (("rng", key), ("model_state", model_state)) if x is not None}
+    given = {"rng": key, "model_state": model_state, "shared": shared}
+    named = {name: x for name, x in given.items() if x is not None}
 
     def loss_fn(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
       wanted = ["loss", *["model_state"] * (model_state is not None), *["aux"] * worker.has_aux]

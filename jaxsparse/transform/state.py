@@ -7,6 +7,7 @@ a worker (`shards`) have a part each in the same way.
 
 import dataclasses
 import json
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
@@ -48,6 +49,9 @@ class Layout(NamedTuple):
   @classmethod
   def of_workers(cls, workers: int, entries: int, shards: Shards | None = None, method: Method | None = None) -> Self:
     """The layout of a state of so many workers and gradient entries."""
+    if flax := sys.modules.get("flax.serialization"):  # for `to_bytes` of a TrainState; the rest of a layout are arrays
+      for static in (Method, Shards):
+        flax.register_serialization_state(static, lambda _: {}, lambda own, _: own, override=True)
     checksum = jnp.uint32(checksum_of(shards, method))
     return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), checksum, shards, method)
 

@@ -6,6 +6,7 @@ import functools
 import pickle
 import zlib
 
+import flax.serialization
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -329,6 +330,18 @@ def test_bits_of_float32_survive():
   state = state._replace(carried=state.carried._replace(residual=residual))
   converted = js.convert(state, other, PARAMS, mesh_of(2))
   assert_same_bits(converted.carried.residual, residual)
+
+
+def test_flax_serializes_a_state():
+  """As `flax.training.checkpoints` do with a TrainState: static parts of a state are those of the target."""
+  outer = optax.chain(js.spardl_transform("workers", density=0.2, special={"bias": "dense"}), optax.sgd(1.0))
+  tx, mesh = js.local_steps(optax.sgd(0.1, momentum=0.9), outer, every=2, fragments=2), mesh_of(3)
+  step, params, fresh = start(tx, mesh, PARAMS)
+  trained = step(params, fresh, normals(0, 3, 64))[:2]
+  restored = flax.serialization.from_bytes((params, fresh), flax.serialization.to_bytes(trained))
+  jax.tree.map(np.testing.assert_array_equal, restored, trained)
+  found, expected = (step(*one, normals(1, 3, 64))[:2] for one in (restored, trained))
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*go on from the mean")

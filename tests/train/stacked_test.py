@@ -223,3 +223,34 @@ def test_one_replica_a_process(tmp_path):
   program = tmp_path / "program.py"
   program.write_text(ONE_REPLICA_A_PROCESS)
   launch.run([sys.executable, str(program)], ranks=2, start_timeout=120, limit=240)
+
+
+def test_dropout_of_nnx_differs_between_workers_and_steps():
+  """As docs/how_to/your_trainer.md has it."""
+  mesh = mesh_of(WORKERS)
+  tx = js.stacked(optax.chain(js.dense_transform("workers"), optax.sgd(0.1)), mesh)
+
+  class Model(nnx.Module):
+    def __init__(self, rngs):
+      self.linear, self.dropout = nnx.Linear(40, 40, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+  @nnx.jit
+  def masks(model, optimizer, rngs, batch):
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+
+    def loss_fn(params, batch, keys, others):
+      model = nnx.merge(graph, params, others, copy=True)
+      nnx.reseed(model, dropout=keys[0])
+      return jnp.mean(model.linear(batch)), model.dropout(jnp.ones(40)) > 0
+
+    keys = jax.random.split(rngs.dropout(), WORKERS)
+    value_and_grad = tx.value_and_grad(loss_fn, has_aux=True)
+    (_, found), _ = value_and_grad(params, nnx.as_pure(optimizer.opt_state), batch, keys, others=others)
+    return found
+
+  model, rngs = Model(nnx.Rngs(0, dropout=1)), nnx.Rngs(dropout=2)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    found = [np.asarray(masks(model, optimizer, rngs, normals(0, WORKERS, 40))) for _ in range(2)]
+  rows = np.concatenate(found)
+  assert len(np.unique(rows, axis=0)) == len(rows) == 2 * WORKERS

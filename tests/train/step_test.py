@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.experimental import checkify
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
 from tests.cases import assert_same_bits, averaged, integers, mesh_of, normals, quadratic, quick_of, sim
@@ -357,6 +357,55 @@ def test_a_flax_model_with_batch_norm_trains():
     step.check(params, state)
   assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:3])
   assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(a != np.array(b))), before, model_state)))
+
+
+# Losses that communicate.
+
+
+@pytest.mark.parametrize("where", [mesh_of(3), sim(3)], ids=str)
+def test_a_mean_over_the_tokens_of_all_workers(where):
+  """Of which one worker has none, so that its own mean would be 0/0; a statistic may be reduced, too."""
+  axis = where if isinstance(where, js.SimComm) else "workers"
+
+  def loss(params, batch):
+    values, weights = batch[..., 0], batch[..., 1]
+    tokens = jax.lax.psum(weights.sum(), "workers")
+    centre = jax.lax.pmean(params["w"].mean(), "workers")
+    return 3 * jnp.sum(weights * (params["w"].sum() - values) ** 2) / tokens + centre**2
+
+  step, params, state = start_with(
+    optax.chain(js.dense_transform(axis), optax.sgd(1.0)), where, {"w": jnp.ones(2)}, loss, donate=False
+  )
+  batch = np.stack([np.arange(6.0), [1, 1, 0, 0, 1, 0]], axis=-1).astype(np.float32)
+  after, _, metrics = step(params, state, batch)
+  error = 2 - batch[batch[:, 1] > 0, 0]
+  np.testing.assert_allclose(metrics.loss, np.mean(error**2) + 1, rtol=1e-6)
+  np.testing.assert_allclose(after["w"], 1 - 2 * np.mean(error) - 1 * np.ones(2), rtol=1e-6)
+
+
+# What is neither trained nor averaged.
+
+
+@pytest.mark.parametrize(
+  "where", [mesh_of(3), Mesh(mesh_of(6).devices.reshape(3, 2), ("workers", "x")), sim(3)], ids=str
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_teacher_is_neither_trained_nor_averaged(where, accumulate):
+  """In any dtype, whole or sharded inside a worker; it may be the parameters at the start, which are donated."""
+  axis = where if isinstance(where, js.SimComm) else "workers"
+  target = lambda shared: shared["first"]["w"] + 0.5 * shared["steps"].astype(jnp.float32)[None]
+  loss = lambda params, batch, shared: jnp.sum((params["w"] - target(shared)) ** 2) + 0 * batch.sum()
+  make = lambda **given: start_with(
+    optax.chain(js.dense_transform(axis), optax.sgd(0.25)), where, {"w": jnp.ones((5, 4))}, loss, **given
+  )
+  step, params, state = make(accumulate=accumulate, donate=True)
+  shared = {"first": params, "steps": jnp.arange(4, dtype=jnp.int8), "key": jax.random.key(0)}
+  if not isinstance(where, js.SimComm) and len(where.axis_names) == 2:
+    shared["steps"] = jax.device_put(shared["steps"], NamedSharding(where, PartitionSpec("x")))
+  params, state, _ = step(params, state, batch_of(0), shared=shared)
+  expected = 1 + 0.25 * np.arange(4) * np.ones((5, 1))
+  np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
+  assert step.lower(params, state, batch_of(0), shared=shared | {"first": params}).as_text()
 
 
 # Under a trace.
