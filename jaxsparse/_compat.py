@@ -105,7 +105,8 @@ def by_platform(*args: Any, default: Callable[..., Any], gpu: Callable[..., Any]
 
 def _platform_here() -> str:
   """The platform of the mesh that is traced for, or of the default device."""
-  chosen = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device  # type: ignore[attr-defined]
+  mesh: Any = jax.sharding.get_abstract_mesh()
+  chosen = mesh.abstract_device or jax.config.jax_default_device
   device = chosen or jax.default_backend()
   return device if isinstance(device, str) else device.platform
 

@@ -40,6 +40,7 @@ KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 _KILL_MPIRUN_AFTER = 6.0
 _GIVE_UP = 10.0  # seconds that a guard waits for processes to end after SIGKILL
 _DRAIN = 0.2  # seconds to read the last output of a rank that has ended, while its descendants keep the pipe open
+_MEMORY = "/dev/shm"
 _LONGEST = 2000  # characters of a line in a record
 _LONGEST_OUTPUT = 1 << 16  # characters of a line that the guard reads at once
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -66,6 +67,11 @@ def shorten(text: str) -> str:
   """The first line of a text, cut after a word to the length of a record."""
   line = text.strip().partition("\n")[0]
   return line if len(line) <= _LONGEST else f"{line[:_LONGEST].rpartition(' ')[0]} …"
+
+
+def memory_of(folder: str) -> str:
+  """The folder in shared memory that belongs to a folder of records: MPI would leave files there of ranks that die."""
+  return os.path.join(_MEMORY, os.path.basename(folder))
 
 
 def die_with_parent(number: int, parent: int) -> None:
@@ -108,7 +114,8 @@ def _main() -> None:
   if launcher and os.getppid() != launcher and (folder := os.environ.get(RECORDS)):
     import shutil
 
-    shutil.rmtree(folder, ignore_errors=True)  # that of a launcher that was killed
+    for left in (folder, memory_of(folder)):  # of a launcher that was killed
+      shutil.rmtree(left, ignore_errors=True)
   os._exit(128 + signal.SIGTERM if status is None else status if status >= 0 else 128 - status)
 
 

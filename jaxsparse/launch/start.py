@@ -124,7 +124,10 @@ def run(
           own = {guard.RECORDS: folder, guard.RANKS: str(ranks), guard.ATTEMPT: str(attempt)}
           mpirun = engine == "mpi"
           commands = _mpirun(command, ranks, hosts, folder) if mpirun else _ranks(command, ranks, devices, hosts)
-          with _processes(commands, _defaults(ranks * devices) | os.environ | shared | own) as processes:
+          with (
+            _memory(folder),
+            _processes(commands, _defaults(ranks * devices) | os.environ | shared | own) as processes,
+          ):
             _wait(processes, ranks, pathlib.Path(folder), limits, signals)
         return
       except RunFailed as error:
@@ -138,6 +141,18 @@ def run(
         print(f"jaxsparse.launch: {error}; {again}", file=sys.stderr, flush=True)
         if signals:
           return
+
+
+@contextlib.contextmanager
+def _memory(folder: str) -> Iterator[None]:
+  """Has the folder in shared memory that belongs to a folder of records, where there is shared memory."""
+  memory = guard.memory_of(folder)
+  with contextlib.suppress(OSError):
+    os.mkdir(memory)
+  try:
+    yield
+  finally:
+    shutil.rmtree(memory, ignore_errors=True)
 
 
 def find_program(name: str) -> str | None:
@@ -189,6 +204,8 @@ def _mpirun(command: Sequence[str], ranks: int, hosts: Sequence[Host], folder: s
     raise FileNotFoundError(errno.ENOENT, advice, "mpirun")
   own = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_mpi_yield_when_idle"), "1")
   own["PRTE_MCA_prte_tmpdir_base"] = folder  # one of mpirun's own would remain when mpirun is killed
+  if not hosts and os.path.isdir(guard.memory_of(folder)):
+    own["OMPI_MCA_btl_sm_backing_directory"] = guard.memory_of(folder)
   if not sys.stdout.isatty():
     own["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
   enter, places = [], ["--map-by", ":OVERSUBSCRIBE"]
