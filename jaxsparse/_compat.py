@@ -106,7 +106,8 @@ def by_platform(*args: Any, default: Callable[..., Any], gpu: Callable[..., Any]
 def _platform_here() -> str:
   """The platform of the mesh that is traced for, or of the default device."""
   mesh: Any = jax.sharding.get_abstract_mesh()
-  chosen = mesh.abstract_device or jax.config.jax_default_device
+  config: Any = jax.config  # attributes that type checkers know in some versions only
+  chosen = mesh.abstract_device or config.jax_default_device
   device = chosen or jax.default_backend()
   return device if isinstance(device, str) else device.platform
 
