@@ -92,6 +92,7 @@ def test_the_readme_runs_as_it_stands(tmp_path):
   assert re.search(r"loss 0\.00\d\d, 4 workers, 36 words a worker and step", out)
 
 
+@pytest.mark.long
 def test_use(tmp_path):
   *_, diff, _ = snippets("docs/how_to/training_step.md")
   _, labels, _ = snippets("docs/how_to/leaves.md")

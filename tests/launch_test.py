@@ -307,6 +307,7 @@ def test_lines_of_gloo_from_several_threads():
     assert "".join(guard.drop_gloo_lines(written.splitlines(keepends=True))) == kept
 
 
+@pytest.mark.long
 @ENGINES
 def test_a_quiet_program_leaves_standard_error_empty(engine, monkeypatch):
   """Without warnings of Python about the launcher, and without gloo's lines."""
@@ -392,6 +393,7 @@ def test_each_rank_sees_gpus_of_its_own(monkeypatch):
     assert [own.get("CUDA_VISIBLE_DEVICES") for _, own in commands] == expected
 
 
+@pytest.mark.long
 def test_the_number_of_ranks_has_a_short_name():
   for option in (["-n", "2"], ["-n2"], ["--ranks=2"]):
     done = launched(*option, "--no-prefix", "--", "sh", "-c", f"{JOINED}echo of $JAXSPARSE_RANKS")

@@ -34,6 +34,7 @@ def test_a_row_has_the_words_and_the_laws():
   assert row.busbw == pytest.approx(2 * 2 / 3 * 4 * 600 / row.seconds / 1e9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("label", quick_of(["powersgd", "powersgd:rank=2:alternate=True"], quick=["powersgd"]))
 def test_what_needs_shapes_has_the_leaves_of_vgg16(label):
   (spec,) = specs.parse([label], 3)

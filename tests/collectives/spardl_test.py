@@ -133,6 +133,7 @@ def test_h_grows_where_teams_agree_and_shrinks_where_they_do_not():
     assert abs(int(out.metrics.merged) - merged) <= 4
 
 
+@pytest.mark.long
 def test_the_wire_shrinks_with_h():
   grads = np.tile(normals(0, 1, 1200), (6, 1))
   first = js.simulate("spardl", grads, k=80, teams=3)

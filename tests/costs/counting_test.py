@@ -78,6 +78,7 @@ def test_a_gradient_of_so_many_entries_is_counted(name, n, density):
   assert all(was <= most for was, most in zip(counted, predicted, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wire", quick_of(["bf16", "int8"], quick=["int8"]))
 def test_bits_of_packed_messages_have_indices_of_31_bits_too(wire):
   """Rows of all P workers are decoded at once: bitsets of P · (k + n/2^low) bits."""

@@ -166,6 +166,7 @@ def test_a_flax_optimizer_and_a_checkpoint_of_its_variables():
       js.specs(old, "workers")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("around", quick_of([False, True], quick=[True]))
 def test_injected_rates_stay_after_a_resize(around):
   schedule, transform = optax.exponential_decay(0.1, 1, 0.5), js.spardl_transform("workers", density=0.2)

@@ -13,7 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse.comm import SoloComm
-from tests.cases import assert_same_bits, averaged, flat, integers, linear, mesh_of, normals, quadratic, rows, sim
+from tests.cases import (
+  assert_same_bits,
+  averaged,
+  flat,
+  integers,
+  linear,
+  mesh_of,
+  normals,
+  quadratic,
+  quick_of,
+  rows,
+  sim,
+)
 from tests.cases import start as start_with
 
 N = 40
@@ -139,7 +151,7 @@ def test_diloco_in_numpy():
   np.testing.assert_allclose(flat(update), anchor - np.mean(own, 0), atol=1e-5)
 
 
-@pytest.mark.parametrize("applied", [False, True], ids=["hidden", "applied"])
+@pytest.mark.parametrize("applied", quick_of([False, True], quick=[False]), ids=["hidden", "applied"])
 def test_a_schedule_has_the_bits_of_constant_periods_one_after_the_other(applied):
   """An H that grows, one that shrinks, which is 1 at least; a skipped step counts in none."""
   outer = optax.chain(SPARDL(sim(3)), optax.sgd(1.0))
