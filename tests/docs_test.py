@@ -95,7 +95,7 @@ def test_the_readme_runs_as_it_stands(tmp_path):
 @pytest.mark.long
 def test_use(tmp_path):
   *_, diff, _ = snippets("docs/how_to/training_step.md")
-  _, labels, _ = snippets("docs/how_to/leaves.md")
+  _, labels, *_ = snippets("docs/how_to/leaves.md")
   (board,) = snippets("docs/how_to/metrics.md")
   writer = "class writer: add_scalar = lambda *found: print(*found)\nstep_number = 3\n"
   trained = "assert loss_fn(params, batch) < 1\n"
@@ -116,12 +116,13 @@ def test_your_trainer(tmp_path):
 @pytest.mark.long
 def test_steps_leaves_and_precision(tmp_path):
   _, step, tokens, accumulate, *_, simulated = snippets("docs/how_to/training_step.md")
-  special, _, frozen = snippets("docs/how_to/leaves.md")
+  special, _, frozen, local, adapters = snippets("docs/how_to/leaves.md")
   cast, scaled, wire = snippets("docs/how_to/precision.md")
   (hyperparameters,) = snippets("docs/sharp_bits.md")
   still = "assert float(abs(params['bias']).max()) == 0\n"
   parts = [CONTEXT, step, tokens, accumulate, DATA, simulated, MOVED, DATA, special, TRAIN, DATA, frozen, TRAIN, MOVED]
-  run("\n".join([*parts, still, DATA, cast, MOVED, scaled, DATA, wire, TRAIN, hyperparameters, DATA, TRAIN]), tmp_path)
+  parts += [still, DATA, local, TRAIN, MOVED, still, DATA, adapters, "assert float(abs(params['up']).max()) > 0\n"]
+  run("\n".join([*parts, CONTEXT, cast, MOVED, scaled, DATA, wire, TRAIN, hyperparameters, DATA, TRAIN]), tmp_path)
 
 
 @pytest.mark.long  # `js.costs` and `js.overlap` have tests of their own
