@@ -229,12 +229,22 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
   return False
 
 
+def is_zero(x: jax.Array) -> bool:
+  """Whether the traced x is zero by its last operations, as the gradient of a leaf that a loss does not use."""
+  while isinstance(x, jax.core.Tracer) and (equation := getattr(x, "parent", None)) is not None:
+    if equation.primitive.name not in (*_SCALINGS, *_COPIES) or len(equation.in_tracers) != 1:
+      return False
+    (x,) = equation.in_tracers
+  return isinstance(value := getattr(x, "val", None), core.Literal) and not np.any(value.val)
+
+
 def is_argument_of_shard_map(x: jax.Array) -> bool:
   """Whether the traced x is an argument of the program of a shard_map around it, and not checked for replication."""
   frame = getattr(getattr(x, "_trace", None), "frame", None)
   return frame is not None and frame.debug_info.traced_for == "shard_map" and x.parent is None  # type: ignore[attr-defined]
 
 
+_COPIES = ("neg", "pvary", "pcast", "copy", "broadcast_in_dim", "sharding_constraint", "reshard")
 _SCALINGS = ("div", "mul", "convert_element_type", "reshape", "ravel", "squeeze", "expand_dims")
 
 

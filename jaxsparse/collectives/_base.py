@@ -86,6 +86,11 @@ class Collective(abc.ABC):
     return True
 
   @property
+  def moves_zeros(self) -> bool:
+    """Whether an entry that is zero at all workers may be delivered as another number."""
+    return False
+
+  @property
   def differentiable(self) -> bool:
     """Whether derivatives of the total with respect to gradients are right; others are refused."""
     return False

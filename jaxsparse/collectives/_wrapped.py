@@ -31,6 +31,7 @@ class Wrapped(Collective):
   conserves = _of_inner("conserves")
   replicates = _of_inner("replicates")
   differentiable = _of_inner("differentiable")
+  moves_zeros = _of_inner("moves_zeros")
   decay = _of_inner("decay")
   sizes_vary = _of_inner("sizes_vary")
   mixes_entries = _of_inner("mixes_entries")

@@ -223,6 +223,28 @@ def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
     raise _summed_error(leaves[0][0], " and ".join(sorted(axes)))
 
 
+def warn_of_frozen(state: Any, *trees: Any) -> None:
+  """Warns of leaves that would move though they are zeros in the program, in one of `trees`: signs send no zero.
+
+  Args:
+    state: of the transforms that leaves are given to.
+    trees: gradients or updates of all leaves.
+  """
+  zeros = {name for tree in trees for name, leaf in leaves_by_name(tree).items() if _compat.is_zero(leaf)}
+  for node in reduce_states(state) if zeros else ():
+    method: Any = node.layout.method
+    for group in method.groups if method else ():
+      names = [method.names[leaf] for leaf in group.leaves]
+      still = [name for name in names if name in zeros]
+      if group.collective.moves_zeros and 0 < len(still) < len(names):
+        warnings.warn(
+          f"{group.collective.name}: the gradient or update of {', '.join(still)} is zero, and would move, since no "
+          "entry is sent as zero: put optax.set_to_zero() around the transform or the local steps, give the leaf "
+          "special={'its name': 'dense'}, or keep what is frozen out of the parameters, step(..., shared=)",
+          stacklevel=2,
+        )
+
+
 def check_local(comm: Comm, grads: optax.Updates) -> None:
   """Checks that gradients are those of one worker, as far as it shows; raises ValueError if they are not.
 

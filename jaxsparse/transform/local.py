@@ -25,7 +25,13 @@ from jaxsparse.sparse import flatten
 from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
-from jaxsparse.transform.checks import check_agreed, check_arrays_of, check_local_state, check_own_gradients
+from jaxsparse.transform.checks import (
+  check_agreed,
+  check_arrays_of,
+  check_local_state,
+  check_own_gradients,
+  warn_of_frozen,
+)
 from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.state import Applied, Flight, LocalState
@@ -237,6 +243,7 @@ class _LocalSteps(NamedTuple):
     """The inner state and what is moved after the step of this worker, and whether both are finite, bool[]."""
     before = jax.tree.map(lambda leaf: leaf[0], state.inner)
     updates, after = self.inner.update(grads, before, own_params(params, state), **extra)
+    warn_of_frozen(state.outer, grads, updates)
     if self.every == 1:
       moved = jax.tree.map(lambda u: -u[None], updates)
     else:

@@ -109,6 +109,7 @@ def grouped_transform(
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
       return jax.tree.map(jnp.zeros_like, updates), count_idle_step(state, ~agreed)
     checks.check_local(comm, updates)
+    checks.warn_of_frozen(state, updates)
     groups = grouped(flatten.leaf_shapes(updates))
     checks.check_method(state, groups, updates, comm.size, alone)
     leaves, structure = jax.tree.flatten(updates)

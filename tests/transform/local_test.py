@@ -339,6 +339,44 @@ def test_the_noise_of_workers_is_independent(where):
   assert float(np.std(params - before)) == pytest.approx(np.sqrt(2 / 6), rel=0.05)
 
 
+FROZEN = {"train": optax.adam(0.1), "frozen": optax.set_to_zero()}
+LABELS = {"b": "frozen", "w": "train"}
+
+
+def of_w(params, batch):
+  """A loss that does not use the other leaf."""
+  return jnp.mean((params["w"] - 1) ** 2) + 0 * batch.mean()
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+  ("make", "loss"),
+  [
+    (lambda outer: js.local_steps(optax.multi_transform(FROZEN, LABELS), outer, every=2), None),
+    (lambda outer: js.local_steps(optax.adam(0.1), outer, every=1), of_w),
+    (lambda outer: optax.chain(outer, optax.adam(0.1)), of_w),
+  ],
+)
+def test_frozen_leaves_that_signs_would_move_are_named(make, loss):
+  outer = optax.chain(js.onebit_transform("workers"), optax.sgd(1.0))
+  tx, mesh, loss = make(outer), mesh_of(2), loss or (lambda p, batch: of_w(p, batch) + jnp.sum(p["b"]))
+  with pytest.warns(UserWarning, match=r"onebit: the gradient or update of \['b'\] is zero, and would move"):
+    js.make_train_step(loss, tx, mesh, donate=False)(PARAMS, js.init(tx, PARAMS, mesh), np.ones((2, 1), np.float32))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_frozen_leaves_around_local_steps_stay(recwarn):
+  signs = optax.chain(js.onebit_transform("workers"), optax.sgd(1.0))
+  tx = optax.multi_transform(FROZEN | {"train": js.local_steps(optax.adam(0.1), signs, every=1)}, LABELS)
+  mesh, params = mesh_of(2), PARAMS
+  step, state = js.make_train_step(of_w, tx, mesh, donate=False), js.init(tx, PARAMS, mesh)
+  for _ in range(3):
+    params, state, _ = step(params, state, np.ones((2, 1), np.float32))
+  np.testing.assert_array_equal(params["b"], PARAMS["b"])
+  assert np.all(np.asarray(params["w"]) > 0)
+  assert not recwarn.list
+
+
 @pytest.mark.parametrize("where", [mesh_of, sim])
 def test_a_rate_that_is_set_by_hand(where):
   """As a number, or one for each worker."""

@@ -50,6 +50,10 @@ class OneBit(Collective):
 
   decay: float = 1.0
 
+  @property
+  def moves_zeros(self) -> bool:
+    return self.bits <= 2  # with more by a small part of a step, back and forth
+
   def init(self, n: int, size: int) -> State:
     return State(residual=jnp.zeros(n, jnp.float32))
 
