@@ -70,9 +70,7 @@ def law_c_nothing_is_lost(case, collective, workers, n):
   np.testing.assert_allclose(lost_in_three_steps(collective, workers, n), np.zeros((3, n)), atol=atol)
 
 
-def what_declares_to_lose_mass_loses_it(case, collective, workers, n):
-  if "partial" in str(case) and workers == 3:
-    return  # hardly an entry is dropped on its way and delivered
+def what_declares_to_lose_mass_loses_it(_, collective, workers, n):
   assert 1 in (workers, n) or np.any(lost_in_three_steps(collective, workers, n))
 
 

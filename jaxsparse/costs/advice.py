@@ -125,8 +125,8 @@ class Prediction(NamedTuple):
   @property
   def latest(self) -> float:
     """The same with the standard deviation of the evidence more."""
-    late = 1.0 if self.evidence is None else (self.evidence.steps or math.inf) + (self.evidence.deviation or 0.0)
-    return late * (self.compute + self.seconds)
+    deviation = (self.evidence and self.evidence.deviation) or 0.0
+    return self.to_loss + deviation * (self.compute + self.seconds)
 
   @property
   def title(self) -> str:

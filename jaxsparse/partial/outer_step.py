@@ -5,7 +5,6 @@ given_w = weight_w · (θ − θ_w)          θ′ = θ + outer(given, residual)
 
 import functools
 import hashlib
-import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable
@@ -128,9 +127,7 @@ class OuterStep:
 
   def chain_digest(self, anchor: Anchor) -> str:
     """Of the traced outer step of the first fragment, for the smallest group of two or more that the chain allows."""
-    sizes = itertools.count(2)
-    while True:
-      size = next(sizes)
+    for size in range(2, _MOST_TEAMS + 1):
       try:
         outer = self._first(anchor.params, size)
         break
