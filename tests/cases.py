@@ -132,6 +132,8 @@ def all_cases() -> list[Case]:
 
 
 CASES = all_cases()
+FEWER = [case for case in CASES if len(case.options) != 1 or not LONG.match(str(case))]
+"""For laws that take long: choices that collectives share are met by some of them, and together."""
 DEFAULTS = [str(case) for case in CASES if not case.options]
 CONSERVING = [case for case in CASES if case.make(density=0.5).conserves]
 REPLICATING = [case for case in CASES if case.make(density=0.5).replicates]

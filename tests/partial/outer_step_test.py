@@ -13,7 +13,7 @@ from jaxsparse.partial.controller import Group
 from jaxsparse.partial.exchanger import Run
 from jaxsparse.partial.outer_step import OuterStep
 from jaxsparse.transform import state as states
-from tests.cases import CASES, each_case, normals, quick_of
+from tests.cases import FEWER, each_case, normals, quick_of
 
 PARAMS = {"w": np.linspace(-1, 1, 40, dtype=np.float32).reshape(4, 10), "b": np.zeros(9, np.float32)}
 N = 49
@@ -68,7 +68,7 @@ def trees(seed, workers):
   return [{"b": row[:9], "w": row[9:].reshape(4, 10)} for row in rows]
 
 
-@each_case([case for case in CASES if case.make(density=0.5).replicates], quick=["powersgd"])
+@each_case([case for case in FEWER if case.make(density=0.5).replicates], quick=["powersgd"])
 def test_bits_are_those_of_the_simulator(case):
   """Three rounds of all collectives with the same workers, of equal weight."""
   workers = dict(case.options).get("teams", 2) * (1 if "teams" in str(case) else 2)

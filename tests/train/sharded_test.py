@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse.train.worker import Given
-from tests.cases import AS_USERS, CASES, assert_same_bits, averaged, each_case, integers, normals, quick_of
+from tests.cases import AS_USERS, FEWER, assert_same_bits, averaged, each_case, integers, normals, quick_of
 from tests.ranks import run, train_sharded
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -130,7 +130,7 @@ def kept(flat, leaves, inside, device):
   return flat[flat_pieces(ones, leaves, inside, 1)[device, 0] > 0]
 
 
-@each_case(CASES, ["a2sgd", "powersgd"])
+@each_case(FEWER, ["a2sgd", "powersgd"])
 def test_every_device_has_the_bits_of_the_simulator(case):
   sizes = {"hosts": case.workers([4, 6, 5, 8])[0], "x": 2}
   check_against_the_simulator(case.name, sizes, LEAVES, **case.config(density=0.2))

@@ -8,11 +8,16 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from tests.cases import CASES, assert_same_bits, linear, mesh_of, row, start
-from tests.compositions_test import COMPOSITIONS, SHAPES, SPARSE, WORKERS, N, integers, jnp, refusal
+from tests.compositions_test import COMPOSITIONS, SHAPES, SPARSE, WORKERS, N, integers, is_crossed, jnp, refusal
 
 NAMES = [case.name for case in CASES if not case.options]
 QUICK = {("spardl", "local inner"), ("spardl", "multi_transform")}
-CELLS = [(name, composition) for name in NAMES for composition in COMPOSITIONS if not refusal(name, composition)]
+CELLS = [
+  (name, composition)
+  for name in NAMES
+  for composition in COMPOSITIONS
+  if is_crossed(name, composition) and not refusal(name, composition)
+]
 
 
 @pytest.mark.parametrize(
