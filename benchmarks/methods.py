@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import optax
 
 import jaxsparse as js
@@ -22,9 +24,23 @@ _Exchange: TypeAlias = Callable[[str | Comm, dict[str, float]], _Transform]
 AVERAGED_EVERY = 100  # steps, for workers with parameters of their own
 
 
-def gradients(exchange: _Transform, optimizer: _Transform) -> _Transform:
-  """Workers exchange gradients; one optimizer, the same on all workers, follows the exchange."""
-  return optax.chain(exchange, optimizer)
+def gradients(exchange: _Transform, optimizer: _Transform, ending: int = 0) -> _Transform:
+  """Workers exchange gradients; one optimizer follows, the same on all. A2SGD ends as published in step `ending`."""
+  return optax.chain(_without_last(exchange, ending) if ending else exchange, optimizer)
+
+
+def _without_last(exchange: _Transform, steps: int) -> _Transform:
+  """The exchange in all steps but the last of so many, in which each worker has its own gradient.
+
+  Models that are averaged before and after that step take a step of SGD with the mean gradient.
+  """
+
+  def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    total, own = exchange.update(grads, state[0], params)
+    step = state[1] + 1
+    return jax.tree.map(lambda total, grad: jnp.where(step < steps, total, grad), total, grads), (own, step)
+
+  return optax.GradientTransformation(lambda params: (exchange.init(params), jnp.int32(0)), update)
 
 
 def updates(
@@ -106,7 +122,9 @@ class Method(NamedTuple):
     tx = WAYS[self.way](self.exchange(axis, {}), optimizer, **self.options)
     if self.spec.collective.replicates:
       return tx
-    return js.local_steps(tx, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=AVERAGED_EVERY)
+    ending = self.options.get("ending", 0)  # averages before and after the last step
+    every = (lambda step: jnp.where(step < ending - 1, ending - 1, 1)) if ending else AVERAGED_EVERY
+    return js.local_steps(tx, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=every)
 
 
 def parse(flag: str, values: list[str], workers: int, **shared: Any) -> list[Method]:
@@ -134,6 +152,8 @@ def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Meth
     exchange = CHANGES[name](exchange, **own)
   if way != "gradients" and not spec.collective.replicates:
     raise ValueError(f"{where}: workers exchange gradients by {spec.name}, whose totals differ between them")
+  if options.get("ending") and spec.collective.replicates:
+    raise ValueError(f"{where}: ending is for collectives whose totals differ between workers, not {spec.name}")
   method = Method(label, way, options, spec, exchange)
   method.make("workers", optax.identity())
   return method

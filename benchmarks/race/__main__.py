@@ -97,7 +97,7 @@ def _plan(preset: presets.Preset | None) -> Plan:
     elif rate != netlab.UNSHAPED:
       netlab.bits(rate)
   chosen = sorted(methods.parse("method", _METHOD.value, _HOSTS.value), key=lambda method: method.label != DENSE)
-  if "paces" in parts and (changing := [method.label for method in chosen if method.options.get("doubles")]):
+  if "paces" in parts and (changing := [one.label for one in chosen if {"doubles", "ending"} & set(one.options)]):
     raise ValueError(f"--method={changing[0]}: its pace changes, choose --parts=curves or wholes")
   optimizers = recipes.parse_optimizers(_OPTIMIZER.value, rate=0.001)
   made = [recipes.Recipe(one, _SCHEDULE.value, _WARM_UP.value, _CLIP.value, _STEPS.value) for one in optimizers]

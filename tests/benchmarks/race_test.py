@@ -5,8 +5,10 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jaxsparse as js
 from benchmarks import methods, papers, recipes, report, workers
 from benchmarks.race import measuring, presets
 from benchmarks.race.results import Curve, Pace, Results, Whole
@@ -162,6 +164,21 @@ def test_methods_and_optimizers_are_parsed():
   assert list(map(str, found)) == ["adamw:0.003", "sgd:0.1", "window_adam:0.1:window=8"]
 
 
+def test_the_papers_ending_of_a2sgd_averages_and_takes_a_step_with_the_mean_gradient():
+  (method,) = methods.parse("method", ["gradients:ending=3/a2sgd"], 2)
+  comm, params, batch = js.SimComm("workers", members=2), jnp.zeros(3), np.float32([[1, 2, -1], [-1, -2, 3]])
+  tx = method.make("workers", optax.sgd(0.25))
+  state = js.init(tx, params, comm)
+  step = js.make_train_step(lambda params, batch: jnp.sum((params - batch[0]) ** 2) / 2, tx, comm)
+  found = []
+  for _ in range(3):
+    params, state, _ = step(params, state, batch)
+    found.append(np.asarray(params))
+  assert not found[0].any()  # the first average is behind the second step
+  assert found[1].any()
+  np.testing.assert_allclose(found[2], found[1] - 0.25 * (found[1] - batch.mean(0)), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
   ("wrong", "message"),
   [
@@ -169,6 +186,7 @@ def test_methods_and_optimizers_are_parsed():
     ("local:steps=2/dense", "local has no option 'steps', choose from every, rate, momentum"),
     ("warmed_up/often/dense", "unknown change 'often', choose one of corrected, warmed_up, leaves"),
     ("updates/a2sgd", "by a2sgd, whose totals differ between them"),
+    ("gradients:ending=9/dense", "ending is for collectives whose totals differ between workers, not dense"),
     ("lion", "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars"),
     ("sgd:fast", "--optimizer=sgd:fast: .*'fast'; write name:rate:option=value, as in window_adam:0.001:window=4"),
     ("sgd:0", "--optimizer=sgd:0: learning rate 0, choose a positive one"),
