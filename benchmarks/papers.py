@@ -11,63 +11,96 @@ import rich.table
 
 from benchmarks import report
 
-Verdict = Literal["reproduced", "calibrated", "undecided", "other setting", "contradicted", "repeated", "not run"]
+Kind = Literal["", "formula", "drawing"]
+Verdict = Literal[
+  "reproduced",
+  "calibrated",
+  "undecided",
+  "other setting",
+  "contradicted",
+  "the task does not tell",
+  "repeated",
+  "not run",
+  "formula",
+  "drawing",
+]
 TOLERANCE = 0.1  # of the paper's number
 RATIO_TOLERANCE = 0.25  # of the paper's gain over a draw
 NO_GAIN = 0.1  # of it
-_FILE = pathlib.Path(__file__).with_name("paper_tables.toml")
+_BOUNDS = {"above": ">", "below": "<", "paper": ""}
+_FILE = tomllib.loads(pathlib.Path(__file__).with_name("paper_tables.toml").read_text())
 
 
 class Cell(NamedTuple):
-  """A number of a paper."""
+  """A number of a paper, or a table or figure of it without numbers."""
 
   paper: str  # whose it is
   table: str  # the table or figure
-  name: str  # of the cell
+  name: str  # of the cell, "" where the table has none
   what: str  # the quantity and its unit
-  setting: str  # of the paper
-  benchmark: str  # that measures ours
-  paper_value: float | None  # the paper's number; None where it has a curve only
-  above: bool = False  # whether the paper says only that it is above this number
+  setting: str = ""  # of the paper
+  benchmark: str = ""  # that measures ours, "" for none
+  paper_value: float | None = None  # the paper's number; None where it has a curve only
+  bound: Literal["", ">", "<"] = ""  # ">" or "<" where the paper says only that it is above or below this number
   ours: float | None = None  # our number; None where it was not measured
   differs: str = ""  # how our setting differs, "" for the same
-  ratio: bool = False  # whether 1 is a draw
+  draw: float | None = None  # the number of which neither side is ahead, None where no sides are compared
   reason: str = ""  # why ours differs, "" where that is not known
   noise: float = 0.0  # standard error of our number, a fraction of it
   fitted: bool = False  # whether a parameter of ours was chosen so that ours is the paper's number
   repeats: str = ""  # the table whose predictions these numbers restate, "" where they are of their own
+  kind: Kind = ""  # "formula" or "drawing" where the paper has no result
+  control: float | None = None  # loss or error without an exchange / that of the best methods; None if not measured
 
   @property
   def verdict(self) -> Verdict:
     """What ours says of the paper's; benchmarks/pages/papers.md says what each verdict means."""
+    if self.kind == "drawing":
+      return "drawing"
     if self.ours is None or self.paper_value is None:
       return "not run"
     if self.fitted or self.repeats:
       return "calibrated" if self.fitted else "repeated"
+    if self.control is not None and self.control <= 1 + self.noise:
+      return "the task does not tell"
     scales = [1 + self.noise * part / 10 for part in range(-10, 11)]
-    found = {_judge(self, self.paper_value, self.ours * scale) for scale in scales}
-    return found.pop() if len(found) == 1 else "undecided"
+    judged = {_judge(self, self.paper_value, self.ours * scale) for scale in scales}
+    if judged == {"reproduced"} and self.kind:
+      return "formula"
+    return judged.pop() if len(judged) == 1 else "undecided"
 
 
 def _judge(cell: Cell, paper_value: float, ours: float) -> Verdict:
   """The verdict on a number without noise."""
-  if cell.above:
-    return "reproduced" if ours > paper_value else "contradicted"
-  draw, near = (1.0, RATIO_TOLERANCE) if cell.ratio else (0.0, TOLERANCE)
-  gained = (ours - draw) / (paper_value - draw)
-  if abs(gained - 1) <= near:
+  draw, near = (0.0, TOLERANCE) if cell.draw is None else (cell.draw, RATIO_TOLERANCE)
+  sign = 1 if paper_value >= draw else -1
+  claimed, gained = sign * (paper_value - draw), sign * (ours - draw)
+  is_near = abs(gained - claimed) <= near * claimed
+  if {"": is_near, ">": ours > paper_value, "<": ours < paper_value}[cell.bound]:
     return "reproduced"
-  return "contradicted" if not cell.differs or (cell.ratio and gained < NO_GAIN) else "other setting"
+  no_gain = cell.draw is not None and gained <= NO_GAIN * claimed
+  return "contradicted" if no_gain or not cell.differs else "other setting"
+
+
+def contents() -> dict[str, list[str]]:
+  """The tables and figures of each paper, as in "Table IV" and "Figure 8"."""
+  figures = lambda count: [str(number) for number in range(1, count + 1)]
+  numbers = lambda own: {"Table": own["tables"], "Figure": figures(own["figures"])}
+  return {
+    paper: [f"{kind} {one}" for kind, known in numbers(own).items() for one in known]
+    for paper, own in _FILE["papers"].items()
+  }
 
 
 @functools.cache
 def every() -> tuple[Cell, ...]:
   """All cells, in the order of the file."""
   found = []
-  for own in tomllib.loads(_FILE.read_text())["table"]:
+  for own in _FILE["table"]:
     same = {field: value for field, value in own.items() if field not in ("name", "cells")}
-    for name, values in own["cells"].items():
-      number = {"paper_value": values.get("paper", values.get("above")), "above": "above" in values}
+    for name, values in own.get("cells", {"": {}}).items():
+      key = next(iter(_BOUNDS.keys() & values), "paper")
+      number = {"paper_value": values.get(key), "bound": _BOUNDS[key]}
       number |= {"ours": values.get("ours"), "fitted": values.get("fitted", False)}
       found.append(Cell(table=own["name"], name=name, **same, **number))
   return tuple(found)
@@ -85,9 +118,10 @@ def tables_of(cells: Sequence[Cell], measured: Iterable[str] = ()) -> list[rich.
   about: dict[str, list[str]] = {}
   for one in cells:
     ours = text(one.ours) + "*" * (one.name in measured)
-    rows.append([one.table, one.name, "> " * one.above + text(one.paper_value), ours, one.verdict])
-    noise = f"; noise {one.noise:.0%}" if one.noise else ""
-    setting = f"`{one.benchmark}`: {one.differs or 'the same'}{noise}"
+    rows.append([one.table, one.name, f"{one.bound} {text(one.paper_value)}".strip(), ours, one.verdict])
+    more = f"; noise {one.noise:.0%}" if one.noise else ""
+    more += f"; without an exchange {one.control:g}" if one.control else ""
+    setting = f"`{one.benchmark}`: {one.differs or 'the same'}{more}" if one.benchmark else ""
     about.setdefault(one.table, [one.table, one.what, one.setting, setting, one.reason])
   heads = ("", "what", "paper's setting", "our benchmark and setting", "why ours differs")
   caption = "* measured by this run" if measured else None

@@ -78,8 +78,9 @@ def measured(rows: list[Row]) -> dict[str, float]:
     found |= {name: row.seconds, f"{name} exposed": row.exposed, f"{row.model} bound": row.bound}
     found |= {f"{row.model} speed_up": row.speed_up} if row.plan == "asc_wfbp" else {}
   for model in PAPER:
-    own = [found.get(f"{model} {plan}") for plan in ("mg_wfbp", "asc_wfbp")]
-    found |= {f"{model} s2": own[0] / own[1]} if own[0] and own[1] else {}
+    for name, plan in ("s1", "wfbp"), ("s2", "mg_wfbp"):
+      own = [found.get(f"{model} {one}") for one in (plan, "asc_wfbp")]
+      found |= {f"{model} {name}": own[0] / own[1]} if own[0] and own[1] else {}
   exposed = {(row.model, row.plan): row.exposed for row in rows}
   for name, plan, before, models in _REDUCTIONS:
     ratios = [exposed.get((model, plan), 0) / (exposed.get((model, before)) or np.inf) for model in models]
