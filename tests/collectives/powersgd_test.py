@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse import _compat
 from jaxsparse.collectives.powersgd import orthonormal
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import noise
@@ -102,6 +103,21 @@ def test_bases_are_orthonormal_and_made_without_lapack():
   (drawn,) = orthonormal([jnp.zeros((4, 2))], key)
   np.testing.assert_allclose(drawn @ drawn.T, np.eye(2), atol=1e-5)
   assert "custom_call" not in jax.jit(orthonormal).lower(factors, key).as_text()
+
+
+def test_a_long_matrix_beside_short_ones_costs_no_padding():
+  """No array is larger than the gradient: not the factors of all, padded to the longest."""
+  params = [jnp.zeros((3000, 8)), *[jnp.zeros((24, 24))] * 12]
+  n = sum(leaf.size for leaf in params)
+  program = jax.make_jaxpr(lambda grads: js.simulate("powersgd", grads, rank=3))([leaf[None] for leaf in params])
+  assert max(_sizes(program.jaxpr)) <= n
+
+
+def _sizes(jaxpr):
+  for equation in jaxpr.eqns:
+    yield from (out.aval.size for out in equation.outvars)
+    for body in _compat.inner_jaxprs(equation.params):
+      yield from _sizes(body)
 
 
 def test_words_of_a_model_are_those_of_its_leaves():
