@@ -277,7 +277,7 @@ class TrainStep:
       own, split = placed(state, self._axis), PartitionSpec(self._axis)
       model_state = split if self._worker.model_state == "worker" else same
       in_specs = (same, own, split, Given(same, model_state, dict.fromkeys(given.extra, same), same))
-      self._specs[structure] = in_specs, (same, own, StepMetrics(same, same, same, model_state))
+      self._specs[structure] = in_specs, (same, own, StepMetrics(same, same, same, model_state, same))
     in_specs, out_specs = self._specs[structure]
     shardings = engine.shardings(arguments, in_specs)
     known = structure, tuple(jax.tree.leaves(shardings))
@@ -287,7 +287,7 @@ class TrainStep:
         step, in_specs, out_specs, engine.axis, LIKELY_MISTAKES, engine.others, commit_early
       )
       open_: Any = None  # the compiler's choice
-      after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, shardings[3].model_state))
+      after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, shardings[3].model_state, open_))
       donated = (0, 1) if self._donate else ()
       options = compiler_options(engine.platform) if states.in_groups(state) else None
       program = engine.jit(checked, in_specs, out_specs, donated, options, shardings and (shardings, after))

@@ -1,6 +1,7 @@
 """The training step of one worker: loss, gradients, update, metrics. `TrainStep` maps it over the workers."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -9,13 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse import _compat
-from jaxsparse.comm import all_gather, axes_of, in_rank_order
+from jaxsparse.comm import all_gather, all_reduce_cost, axes_of, in_rank_order
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic
 from jaxsparse.transform.residuals import moved_leaves, own_params
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, saturated
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
 ModelState = Literal["mean", "worker"]
@@ -30,6 +31,7 @@ class StepMetrics(NamedTuple):
       changed but counters.
     aux: the auxiliary output of `loss_fn`, reduced over the workers; None without `has_aux`.
     model_state: the model state for the next step; None if the step got none.
+    words_beside: u32[], 4-byte words that a worker sent beside those of the transform: for aux and the model state.
 
   Example:
     >>> import jax.numpy as jnp
@@ -41,6 +43,7 @@ class StepMetrics(NamedTuple):
   skipped: jax.Array
   aux: Any = None
   model_state: Any = None
+  words_beside: jax.Array | int = 0
 
 
 class Worker(NamedTuple):
@@ -72,7 +75,8 @@ class Worker(NamedTuple):
     keep = functools.partial(jnp.where, skipped | ~flatten.stays_finite(given.model_state, model_state))
     model_state = jax.tree.map(keep, given.model_state, model_state)
     aux = _reduced(aux, self.aux_reduce, functools.partial(_over_workers, comm))
-    return params, state, StepMetrics(loss, skipped, aux, model_state)
+    words = _words_beside(self, comm.size, aux, model_state)
+    return params, state, StepMetrics(loss, skipped, aux, model_state, words)
 
   def synchronize(self, params: optax.Params, state: Any, extra: dict[str, Any]) -> tuple[optax.Params, Any]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
@@ -173,6 +177,17 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
     return mean if comm.size & comm.size - 1 == 0 else mean + over_workers(x - mean, "mean")
 
   return jax.tree.map(next_leaf, model_state)
+
+
+def _words_beside(worker: Worker, size: int, aux: Any, model_state: Any) -> jax.Array:
+  """Words of the collectives of `_over_workers` that made these."""
+  cost = lambda x: all_reduce_cost(x.size, size, x.dtype.itemsize).words
+  rows = lambda x: math.ceil(x.size // size * (size - 1) * x.dtype.itemsize / 4)
+  words = sum(map(rows if worker.aux_reduce == "stack" else cost, jax.tree.leaves(aux)))
+  for leaf in [] if worker.model_state == "worker" else jax.tree.leaves(model_state):
+    twice = size & size - 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    words += cost(leaf) * (2 if twice else 1)
+  return saturated(words, jnp.uint32)
 
 
 def _over_parts(x: jax.Array, how: AuxReduce) -> jax.Array:

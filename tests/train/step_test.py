@@ -1,5 +1,7 @@
 """What a training step takes beside a batch: keys, model state, micro-batches, extra arguments; and any mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.experimental import checkify
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
+from jaxsparse.costs import counting
 from tests.cases import assert_same_bits, averaged, integers, mesh_of, normals, quadratic, quick_of, sim
 from tests.cases import start as start_with
 
@@ -219,6 +222,22 @@ def test_micro_batches_give_the_step_of_the_whole_batch(dtype):
 
 
 MODEL_STATE = {"mean": np.zeros(5, np.float32), "steps": np.int32(0)}
+
+
+@pytest.mark.parametrize(("workers", "aux_reduce"), [(3, "mean"), (4, "stack")])
+def test_words_beside_the_transform_are_those_of_its_program(workers, aux_reduce):
+  """Of floats: all-reduces of integers are agreements in a program's cost."""
+  model_state = {"mean": jnp.zeros((11, 3)), "half": jnp.zeros(9, jnp.bfloat16)}
+
+  def loss(params, batch, model_state):
+    return 0 * params["w"].sum() + batch.sum(), model_state, {"rows": jnp.zeros(12), "row": jnp.zeros(3)}
+
+  step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce=aux_reduce)
+  run = functools.partial(step, model_state=model_state)
+  arguments = params, state, np.zeros((workers, 1), np.float32)
+  _, after, metrics = run(*arguments)
+  all_words = counting.count_jaxpr(jax.make_jaxpr(run)(*arguments).jaxpr, workers).words
+  assert int(metrics.words_beside) == all_words - int(js.metrics(after).words_sent) > 0
 
 
 def moments_loss(params, batch, model_state):
