@@ -53,7 +53,7 @@ class Flows(NamedTuple):
     return cls(np.zeros(networks), zeros, zeros, zeros)
 
   def start(self, when: np.ndarray, size: np.ndarray, link: Link) -> Self:
-    """Starts a communication of `size` bytes on each network at `when`, in the slot of the oldest, which has ended."""
+    """Starts a communication of `size` bytes on each network at `when`: the first slot goes, a last one comes."""
     flows, begins, left = self.advance(when, link), when + link.alpha, link.beta * size
     new = begins, left, np.where(left > 0, np.inf, begins)
     return type(self)(when, *(np.column_stack([old[:, 1:], one]) for old, one in zip(flows[1:], new, strict=True)))
@@ -92,28 +92,49 @@ class Sent(NamedTuple):
   end: float
 
 
-def simulate(ready: Sequence[float], sizes: Sequence[float], after: Sequence[int], link: Link) -> tuple[Sent, ...]:
-  """Simulates the communications of groups.
+class Simulation(NamedTuple):
+  """What `simulate` found, for each group.
 
-  Group g starts as soon as it is ready, group g − 1 has started, and the groups 0 … after[g] − 1 have ended.
+  Attributes:
+    after: the numbers of the groups that must have ended before it starts.
+    timeline: its times.
+  """
+
+  after: tuple[tuple[int, ...], ...]
+  timeline: tuple[Sent, ...]
+
+
+def simulate(
+  ready: Sequence[float], sizes: Sequence[float], at_once: Sequence[bool], link: Link, ways: int = 2
+) -> Simulation:
+  """Simulates the communications of groups, and finds which ones each has to wait for.
+
+  Group g starts as soon as it is ready, and either all groups before have ended or, at once, all but those `ways` − 1
+  that will end last. What one waited for, later ones wait for.
 
   Args:
-    ready: seconds until each group is ready.
+    ready: seconds until each group is ready, ascending.
     sizes: bytes of each group.
-    after: number of groups that must have ended before each starts, at most g for group g.
+    at_once: whether each group starts before all groups before it have ended.
     link: α, β, γ of communications.
+    ways: maximum number of communications at the same time.
 
   Example:
     >>> link = Link(alpha=1.0, beta=1.0, gamma=1.5)
-    >>> [sent.end for sent in simulate([0, 0], [4, 4], [0, 1], link)]  # one after the other
+    >>> [sent.end for sent in simulate([0, 0], [4, 4], [False, False], link).timeline]  # one after the other
     [5.0, 10.0]
-    >>> [sent.end for sent in simulate([0, 0], [4, 4], [0, 0], link)]  # at once: α + γ β m
+    >>> [sent.end for sent in simulate([0, 0], [4, 4], [True, True], link).timeline]  # at once: α + γ β m
     [7.0, 7.0]
+    >>> simulate([0, 0, 0], [9, 1, 1], [True] * 3, link).after  # the third waits for the second, which is shorter
+    ((), (), (1,))
   """
-  count, flows, starts = len(ready), Flows.empty(1, len(ready)), list[float]()
-  for number, (there, size, first) in enumerate(zip(ready, sizes, after, strict=True)):
-    ends = flows.finish(link).ends[0, count - number :].tolist()
-    starts.append(max([float(there), *starts[-1:], *ends[:first]]))
+  count, flows, starts, after = len(ready), Flows.empty(1, len(ready)), list[float](), [set[int]()]
+  for number, (there, size, early) in enumerate(zip(ready, sizes, at_once, strict=True)):
+    ends = flows.finish(link).ends[0, count - number :]
+    last = np.argsort(ends, kind="stable")[max(0, number - ways + 1) :].tolist() if early else []
+    after.append({*range(number)} - {*last} | after[-1])
+    starts.append(max([float(there), *starts[-1:], *(ends[other] for other in after[-1])]))
     flows = flows.start(np.array(starts[-1:]), np.array([size]), link)
   ends = flows.finish(link).ends[0].tolist()
-  return tuple(map(Sent, map(float, ready), starts, ends))
+  waits = tuple(tuple(sorted(others)) for others in after[1:])
+  return Simulation(waits, tuple(map(Sent, map(float, ready), map(float, starts), ends)))

@@ -41,17 +41,17 @@ class Group(NamedTuple):
     layers: their numbers, consecutive and increasing.
     kind: "normal", one layer, and "merged", several layers, start when all communications before have ended;
       "simultaneous" starts earlier.
-    after: number of groups that must have ended before this one starts: all groups before it, or for "simultaneous" so
-      many that at most `ways` communications overlap.
+    after: the groups that must have ended before this one starts: all before it, or for "simultaneous" all but the
+      `ways` − 1 that are predicted to end last.
 
   Example:
     >>> plan("single", [1.0, 1.0], [8, 8], alpha=0.1, beta=0.1, gamma=2.0).groups
-    (Group(layers=(0, 1), kind='merged', after=0),)
+    (Group(layers=(0, 1), kind='merged', after=()),)
   """
 
   layers: tuple[int, ...]
   kind: GroupKind
-  after: int
+  after: tuple[int, ...]
 
 
 class Plan(NamedTuple):
@@ -63,7 +63,7 @@ class Plan(NamedTuple):
     sizes: bytes of the gradient of each layer.
     link: α, β, γ of communications.
     groups: in the order of sending, the last layers first. Each has the numbers of its `layers`, a `kind`, and `after`,
-      the number of groups that must have ended before it starts.
+      the numbers of the groups that must have ended before it starts.
     timeline: predicted `ready`, `start` and `end` of each group.
 
   Example:
@@ -196,14 +196,13 @@ def _build(
   kind: Kind, times: tuple[float, ...], sizes: tuple[float, ...], link: Link, ways: int, firsts: _Firsts
 ) -> Plan:
   """The plan with these groups, at most `ways` of which overlap."""
-  ready, groups, end = _ready(times), list[Group](), len(sizes)
-  for number, (first, at_once) in enumerate(firsts.items()):
-    after = max([0, number - ways + 1, *(group.after for group in groups[-1:])]) if at_once else number
-    kind_of_group: GroupKind = "simultaneous" if after < number else "merged" if end - first > 1 else "normal"
-    groups.append(Group(tuple(range(first, end)), kind_of_group, after))
-    end = first
-  bytes_ = [sum(sizes[layer] for layer in group.layers) for group in groups]
-  timeline = simulate([ready[group.layers[0]] for group in groups], bytes_, [group.after for group in groups], link)
+  ready, groups = _ready(times), list[Group]()
+  layers = [tuple(range(first, end)) for end, first in itertools.pairwise([len(sizes), *firsts])]
+  bytes_ = [sum(sizes[layer] for layer in group) for group in layers]
+  after, timeline = simulate([ready[first] for first in firsts], bytes_, list(firsts.values()), link, ways)
+  for number, (own, waits) in enumerate(zip(layers, after, strict=True)):
+    kind_of_group: GroupKind = "simultaneous" if len(waits) < number else "merged" if len(own) > 1 else "normal"
+    groups.append(Group(own, kind_of_group, waits))
   return Plan(kind, times, sizes, link, tuple(groups), timeline)
 
 

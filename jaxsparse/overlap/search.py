@@ -1,9 +1,9 @@
 """The fastest plan, by dynamic programming from the last layer to the first.
 
 A partial plan groups the layers i … L − 1. Its communications affect the groups of the layers 0 … i − 1 only by the
-times at which its last `ways` communications end if nothing else starts, and ends before layer i − 1 is ready count as
-equal, since nothing starts before. These `ways` times are the state of the dynamic program. The search drops a partial
-plan if another one is no later in all of them, and keeps a fixed number of the others, the earliest.
+times at which the `ways` communications that end last do, if nothing else starts, and ends before layer i − 1 is ready
+count as equal, since nothing starts before. These `ways` times are the state of the dynamic program. The search drops
+a partial plan if another one is no later in all of them, and keeps a fixed number of the others, the earliest.
 
 With `ways=1` the state is one time, an earlier end is never worse for the remaining layers, and the result is optimal.
 With more it is a heuristic: a communication that starts earlier may slow another one down. Compared with all plans of
@@ -26,8 +26,8 @@ class _Partial(NamedTuple):
   """r partial plans, each of the layers from its own first one on.
 
   Attributes:
-    flows: the last `ways` communications of each.
-    ends: f64[r, ways], their ends if nothing else starts, the first of them at least the start of the last.
+    flows: the `ways` communications of each that end last, the earliest end first.
+    ends: f64[r, ways], their ends if nothing else starts, the first of them at least the start of the last group.
     before: i64[r], the row of the partial plan without the last group.
     first: i64[r], the first layer of the last group.
     at_once: bool[r], whether the last group starts without waiting for the communications before it.
@@ -78,6 +78,9 @@ def find_fastest(
     extended = _take(plans, before)
     flows = extended.flows.start(starts[before, at_once], extended.waiting, link)
     ends = flows.finish(link).ends
+    order = np.argsort(ends, axis=1, kind="stable")
+    flows = Flows(flows.now, *(np.take_along_axis(part, order, 1) for part in flows[1:]))
+    ends = np.take_along_axis(ends, order, 1)
     ends[:, 0] = np.maximum(ends[:, 0], flows.now)
     grown = _Partial(flows, ends, before, np.full(before.size, first), at_once.astype(bool), np.zeros(before.size))
     later = np.maximum(ends, ready[first - 1]) if first else ends.max(1, keepdims=True)  # nothing starts before

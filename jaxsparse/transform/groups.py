@@ -63,11 +63,11 @@ class Bundle(NamedTuple):
 
   Attributes:
     leaves: the numbers of the leaves in pytree order.
-    waits_for_first: this bundle is sent after the first so many bundles of the plan.
+    waits_for: the numbers of the bundles that this one is sent after.
   """
 
   leaves: tuple[int, ...]
-  waits_for_first: int = 0
+  waits_for: tuple[int, ...] = ()
 
 
 class Assignment(NamedTuple):
@@ -144,17 +144,18 @@ def groups_of(shapes: Shapes, assignment: Assignment, bundles: Sequence[Bundle] 
   sizes = list(map(math.prod, shape_of))
   groups: list[Group] = []
   members: dict[int, list[int]] = {}  # the groups of each collective
-  firsts: list[int] = []  # the first group of each bundle
+  made: list[range] = []  # the groups of each bundle
   for bundle in [Bundle(tuple(range(len(sizes))))] if bundles is None else bundles:
-    firsts.append(len(groups))
+    first = len(groups)
     leaves = [leaf for leaf in bundle.leaves if sizes[leaf]]
     for kind in dict.fromkeys(kind_of[leaf] for leaf in leaves):
       own = tuple(leaf for leaf in leaves if kind_of[leaf] == kind)
       members.setdefault(kind, []).append(len(groups))
-      earlier = {*range(firsts[bundle.waits_for_first]), *range(firsts[-1], len(groups))}
+      earlier = {*itertools.chain(*(made[other] for other in bundle.waits_for)), *range(first, len(groups))}
       implied = {other for number in earlier for other in groups[number].waits_for}  # through another one
       entries = sum(sizes[leaf] for leaf in own)
       groups.append(Group(own, entries, assignment.collectives[kind], tuple(sorted(earlier - implied))))
+    made.append(range(first, len(groups)))
   for kind, numbers in members.items():
     collectives = [assignment.collectives[kind]]
     if len(numbers) > 1:

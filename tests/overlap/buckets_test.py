@@ -86,7 +86,7 @@ def test_the_program_has_the_collectives_of_the_plan_in_its_order(kind, ways, ki
   assert [4 * size for size in sizes if size != 1] == [plan.size_of(group) for group in plan.groups]
   number_of = [number for number in range(len(sizes)) if number != of_loss]
   for group, number in zip(plan.groups, number_of, strict=True):
-    assert above[number] - {of_loss} == set(number_of[: group.after])
+    assert above[number] - {of_loss} == {number_of[other] for other in group.after}
 
 
 @pytest.mark.parametrize("kind", ["single", "asc_wfbp"])

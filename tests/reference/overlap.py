@@ -5,10 +5,10 @@ import math
 
 
 def ends(ready, sizes, after, alpha, beta, gamma):
-  """When each communication ends; number g starts when it is ready, g − 1 has started and the first after[g] ended."""
+  """When each communication ends; number g starts when it is ready, g − 1 has started and those of after[g] ended."""
   clock, started, begins, left, end = 0.0, 0, [], [], []
   while len(end) < len(ready) or None in end:
-    while started < len(ready) and ready[started] <= clock and None not in end[: after[started]]:
+    while started < len(ready) and ready[started] <= clock and all(end[g] is not None for g in after[started]):
       begins.append(clock + alpha)
       left.append(beta * sizes[started])
       end.append(None)
@@ -31,15 +31,22 @@ def ends(ready, sizes, after, alpha, beta, gamma):
 
 
 def every_plan(count, ways):
-  """(firsts, after) of every plan: a first layer and a number of groups to wait for, group by group."""
+  """(firsts, after) of every plan: a first layer and the groups to wait for, group by group.
+
+  A group waits for what the one before waited for, and for all others but some, fewer than `ways`.
+  """
   for bits in itertools.product((False, True), repeat=count - 1):
     firsts = [layer for layer in reversed(range(count)) if layer == 0 or bits[layer - 1]]
-    choices = (False, True) if ways > 1 else (False,)
-    for waits in itertools.product(choices, repeat=len(firsts) - 1):
-      after = [0]
-      for number, at_once in enumerate(waits, start=1):
-        after.append(max(after[-1], number - ways + 1, 0) if at_once else number)
-      yield firsts, after
+    running = [[()]]
+    for number in range(1, len(firsts)):
+      grown = []
+      for before in running:
+        candidates = [*before[-1], number - 1]
+        for size in range(min(ways, len(candidates) + 1)):
+          grown += [[*before, some] for some in itertools.combinations(candidates, size)]
+      running = grown
+    for plan in running:
+      yield firsts, [sorted({*range(number)} - {*some}) for number, some in enumerate(plan)]
 
 
 def seconds(times, sizes, firsts, after, alpha, beta, gamma):
