@@ -282,7 +282,8 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
   except Exception as error:
     raise RuntimeError(
       f"{what} reads arrays of {len(holders)} processes, and not all of them called it within {timeout:g} s: call it "
-      "on every process, not only where jax.process_index() == 0, and print on one"
+      "on every process, not only where jax.process_index() == 0, and print on one. A process with fewer batches than "
+      "others does not come here either: give all of them as many steps"
     ) from error
 
 

@@ -99,5 +99,6 @@ def make_instance(model: type[Collective] | Collective, config: Mapping[str, Any
 
 def _kind(name: str) -> type[Collective]:
   if name not in _kinds():
-    raise ValueError(f"unknown collective {name!r}, choose one of {', '.join(collective_names())}")
+    names = ", ".join(collective_names())
+    raise ValueError(f"unknown collective {name!r}, choose one of {names}; signs are onebit, plain top-k is topka")
   return _kinds()[name]

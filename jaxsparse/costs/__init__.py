@@ -2,7 +2,7 @@
 
 count, predict          messages and words of one update between workers (counting)
 count_update            the same of any optax chain: of local steps, of a plan, of several transforms
-fit -> Profile          α, β, γ and the seconds of each algorithm's arithmetic, measured (calibration)
+fit -> Profile          α, β, γ and the seconds of each Algorithm's arithmetic, measured (calibration)
 advise                  seconds per step of every algorithm, and the fastest, dense included (advice)
 link_of                 α, β and γ of one update of an algorithm, for `js.overlap.plan` (advice)
 evidence                the steps of methods to dense's loss in trainings, for `advise` (advice)
@@ -11,7 +11,18 @@ label_of                a collective and its options as text, for `fit`
 
 from jaxsparse.collectives._base import label_of
 from jaxsparse.costs.advice import advise, evidence, link_of
-from jaxsparse.costs.calibration import Profile, fit
+from jaxsparse.costs.calibration import Algorithm, Profile, fit
 from jaxsparse.costs.counting import count, count_update, predict
 
-__all__ = ["Profile", "advise", "count", "count_update", "evidence", "fit", "label_of", "link_of", "predict"]
+__all__ = [
+  "Algorithm",
+  "Profile",
+  "advise",
+  "count",
+  "count_update",
+  "evidence",
+  "fit",
+  "label_of",
+  "link_of",
+  "predict",
+]
