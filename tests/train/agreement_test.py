@@ -1,0 +1,58 @@
+"""How far the gradients of workers agree, in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxsparse as js
+from tests.cases import mesh_of, normals, quadratic, sim
+
+N, ROWS = 40, 8
+
+
+def numpy_agreement(grads):
+  return np.sum(grads.mean(0) ** 2) / np.mean(np.sum(grads**2, 1))
+
+
+def batch_of(workers, apart):
+  """Rows around a mean that all workers have, and one of their own that is `apart` times as large."""
+  common, own = normals(0, 1, N), apart * normals(1, workers, N)
+  rows = np.repeat(common + own, ROWS, axis=0) + 0.5 * normals(2, workers * ROWS, N)
+  return rows.astype(np.float32)
+
+
+@pytest.mark.parametrize("apart", [0.0, 2.0])
+@pytest.mark.parametrize("where", [mesh_of(3), sim(4)])
+def test_in_numpy(where, apart):
+  workers = where.members if isinstance(where, js.SimComm) else where.size
+  batch, params = batch_of(workers, apart), {"a": jnp.zeros((4, 5)), "b": jnp.ones(20)}
+  start = np.concatenate([np.zeros(20), np.ones(20)])
+  found = js.agreement(quadratic, params, batch, where)
+  own = start - batch.reshape(workers, ROWS, N).mean(1)
+  dealt = start - np.stack([batch[worker::workers].mean(0) for worker in range(workers)])
+  np.testing.assert_allclose(found, [numpy_agreement(own), numpy_agreement(dealt)], rtol=1e-5)
+  assert (found.own < 0.6 * found.dealt) == (apart > 0)
+
+
+def test_of_workers_of_several_devices_with_a_model_state_and_integers():
+  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("workers", "model"))
+  params = jax.device_put({"w": jnp.asarray(normals(3, 6, 4))}, NamedSharding(mesh, PartitionSpec(None, "model")))
+  batch = {"x": jnp.asarray(normals(4, 8, 6)), "label": jnp.arange(8, dtype=jnp.int32) % 4}
+
+  def loss(params, batch, model_state, scale):
+    scores = batch["x"] @ params["w"] * scale
+    hot = jax.nn.one_hot(batch["label"], 4)
+    return jnp.mean(jnp.sum((scores - hot) ** 2, 1)), model_state
+
+  found = js.agreement(loss, params, batch, mesh, model_state={"mean": jnp.zeros(3)}, scale=jnp.float32(2))
+  alone = js.agreement(loss, params, batch, sim(2), model_state={"mean": jnp.zeros(3)}, scale=jnp.float32(2))
+  np.testing.assert_allclose(found, alone, rtol=1e-5)
+  one = js.agreement(loss, params, batch, sim(1), model_state={"mean": jnp.zeros(3)}, scale=jnp.float32(2))
+  np.testing.assert_allclose(one, 1, rtol=1e-6)
+
+
+def test_a_batch_that_does_not_divide():
+  with pytest.raises(ValueError, match=r"batch has shape \(7, 40\): its leading axis must divide among the 3 workers"):
+    js.agreement(quadratic, jnp.zeros(N), np.zeros((7, N), np.float32), mesh_of(3))
