@@ -82,6 +82,11 @@ def corrected(exchange: _Exchange, momentum: float = 0.9) -> _Exchange:
   return lambda axis, densities: js.momentum_corrected(exchange(axis, densities), momentum)
 
 
+def ef21(exchange: _Exchange, momentum: float = 0.9) -> _Exchange:
+  """Changes of each worker's mean gradient, added up after the exchange (EF21); take an optimizer without momentum."""
+  return lambda axis, densities: js.ef21(exchange(axis, densities), momentum)
+
+
 def warmed_up(exchange: _Exchange, steps: int = 100, density: float = 0.25) -> _Exchange:
   """Another density in the first steps."""
   return lambda axis, densities: js.warmed_up(exchange(axis, densities), {steps: density})
@@ -93,7 +98,9 @@ def leaves(exchange: _Exchange, names: str = "scale|bias", density: float = 1.0)
 
 
 WAYS: dict[str, Callable[..., _Transform]] = {way.__name__: way for way in (gradients, updates, local, demo)}
-CHANGES: dict[str, Callable[..., _Exchange]] = {change.__name__: change for change in (corrected, warmed_up, leaves)}
+CHANGES: dict[str, Callable[..., _Exchange]] = {
+  change.__name__: change for change in (corrected, ef21, warmed_up, leaves)
+}
 _described = "; ".join(f"{name}: {one.__doc__}" for kinds in (WAYS, CHANGES) for name, one in kinds.items())
 HELP = (
   f"as WAY/CHANGES/COLLECTIVE; ways ({', '.join(WAYS)}) and changes ({', '.join(CHANGES)}): {_described} Without a "

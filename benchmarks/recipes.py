@@ -62,6 +62,7 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
   "adam": optax.adam,
   "adamw": optax.adamw,
+  "rmsprop": lambda rate: optax.adam(rate, b1=0.0),
   "lars": optax.lars,
   "window_adam": window_adam,
   "muon": muon,

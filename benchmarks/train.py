@@ -32,6 +32,12 @@ _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that a sparse all-reduce delivers in a step.")
 _TASK = flags.DEFINE_enum("task", "images", ["images", "lm"], "lm: a byte-level language model, see tasks/lm.py.")
+_ALPHA = flags.DEFINE_float(
+  "alpha",
+  None,
+  "Images of each worker's own, classes from Dirichlet(α): 0.1 few classes each, inf all.",
+  lower_bound=0.001,
+)
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Train on CIFAR-10: the folder that holds cifar-10-batches-bin.")
 _STEPS = flags.DEFINE_integer("steps", 1500, "Training steps of each algorithm.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images, or windows of text, of each worker.", lower_bound=1)
@@ -133,11 +139,12 @@ def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
 def _make_tasks() -> list[Task]:
   """The task on each fold."""
   if _TASK.value == "lm":
-    if _DATA_DIR.value:
-      raise ValueError("--data_dir is for --task=images: --task=lm has a text of its own")
+    if _DATA_DIR.value or _ALPHA.value is not None:
+      raise ValueError("--data_dir and --alpha are for --task=images: --task=lm has a text of its own")
     return [lm.small()]
   name, folds = "cifar10" if _DATA_DIR.value else "digits", _FOLDS.value if _FOLDS.value > 1 else data.FOLDS
-  return [images.make_small("cnn", data.load(name, _DATA_DIR.value, fold, folds)) for fold in range(_FOLDS.value)]
+  sets = [data.load(name, _DATA_DIR.value, fold, folds) for fold in range(_FOLDS.value)]
+  return [images.make_small("cnn", one, _ALPHA.value) for one in sets]
 
 
 def main() -> None:

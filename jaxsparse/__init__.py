@@ -74,7 +74,7 @@ from jaxsparse.transform.averaging import average_momentum
 from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.metrics import Metrics, metrics
-from jaxsparse.transform.momentum import momentum_corrected, warmed_up
+from jaxsparse.transform.momentum import ef21, momentum_corrected, warmed_up
 from jaxsparse.transform.named import demo_transform, diloco, sparseloco, streaming_diloco
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.specs import specs
@@ -103,7 +103,7 @@ __all__ = ["costs", "overlap", "partial", "select"]
 __all__ += ["Collective", "SparseCollective", "collective_names", "collective_options", "make_collective"]
 __all__ += ["AxisComm", "Comm", "MpiComm", "SimComm"]
 __all__ += ["Cost", "Counters", "Metrics", "Reduced", "Sparse", "State", "metrics"]
-__all__ += ["atomic", "bucketed_transform", "make_transform", "momentum_corrected", "specs", "warmed_up"]
+__all__ += ["atomic", "bucketed_transform", "ef21", "make_transform", "momentum_corrected", "specs", "warmed_up"]
 __all__ += ["average_momentum", "demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]
 __all__ += ["sparseloco", "streaming_diloco"]
 __all__ += [

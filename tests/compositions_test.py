@@ -66,6 +66,7 @@ COMPOSITIONS: dict[str, Callable[[Transform], Transform]] = {
   "decayed": lambda transform: optax.chain(transform, optax.sgd(1.0)),
   "adamw": lambda transform: optax.chain(transform, optax.adamw(0.1, eps=EPS)),
   "corrected": lambda transform: optax.chain(js.momentum_corrected(transform, MOMENTUM), optax.sgd(1.0)),
+  "tracked": lambda transform: optax.chain(js.ef21(transform, MOMENTUM), optax.sgd(1.0)),
   "warmed up": lambda transform: optax.chain(js.warmed_up(transform, {2: 1.0, 4: 0.5}), optax.sgd(1.0)),
   "corrected warm up": lambda transform: optax.chain(
     js.momentum_corrected(js.warmed_up(transform, {2: 1.0, 4: 0.5}), MOMENTUM), optax.sgd(1.0)
@@ -123,6 +124,8 @@ def refusal(name: str, composition: str) -> str | None:
     return f"{name}: unknown option decay"
   if name == "a2sgd" and composition != "local inner":
     return "a2sgd|A2SGD"
+  if composition == "tracked" and name == "qsgd":
+    return "ef21: qsgd loses a part"
   if composition == "local inner" and name in {*SPARSE, "nbit", "onebit", "powersgd"}:
     return "inner has a jaxsparse transform with a residual"
   if composition in ("warmed up", "corrected warm up") and name not in SPARSE:

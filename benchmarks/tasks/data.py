@@ -46,6 +46,39 @@ def epochs(images: np.ndarray, labels: np.ndarray) -> Callable[[int, int, int], 
   return stream
 
 
+def apart(images: np.ndarray, labels: np.ndarray, alpha: float) -> Callable[..., Iterator[dict[str, np.ndarray]]]:
+  """The stream of a task in which each worker draws from images of its own: of each class a share ~ Dirichlet(α).
+
+  The smaller α, the fewer classes a worker has; with α = ∞ all have the same share of each.
+  """
+
+  def stream(seed: int, workers: int, size: int) -> Iterator[dict[str, np.ndarray]]:
+    rows = _shares(np.random.default_rng([seed, workers]), labels, workers, alpha)
+    return batches([np.random.default_rng([seed, worker]) for worker in range(workers)], rows, size)
+
+  def batches(randoms: list, rows: list[np.ndarray], size: int) -> Iterator[dict[str, np.ndarray]]:
+    while True:
+      drawn = [random.choice(own, size) for random, own in zip(randoms, rows, strict=True)]
+      chosen = np.concatenate(drawn)
+      yield {"input": images[chosen], "label": labels[chosen]}
+
+  return stream
+
+
+def _shares(random: np.random.Generator, labels: np.ndarray, workers: int, alpha: float) -> list[np.ndarray]:
+  """The rows of each worker, drawn again until each has half of its fair number at least."""
+  while True:
+    parts: list[list[np.ndarray]] = [[] for _ in range(workers)]
+    for label in np.unique(labels):
+      share = np.full(workers, 1 / workers) if np.isinf(alpha) else random.dirichlet(np.full(workers, alpha))
+      rows = random.permutation(np.flatnonzero(labels == label))
+      for part, own in zip(parts, np.split(rows, np.round(share.cumsum()[:-1] * len(rows)).astype(int)), strict=True):
+        part.append(own)
+    whole = [np.concatenate(part) for part in parts]
+    if min(map(len, whole)) >= len(labels) / workers / 2:
+      return whole
+
+
 def seed_of(seed: int, worker: int) -> int:
   """A seed of a worker's own."""
   return int(np.random.SeedSequence([seed, worker]).generate_state(1)[0])

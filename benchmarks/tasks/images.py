@@ -16,7 +16,7 @@ from flax import nnx
 
 from benchmarks.tasks import data
 from benchmarks.tasks.base import Arrays, Task, drawn
-from benchmarks.tasks.data import CLASSES, Dataset, epochs
+from benchmarks.tasks.data import CLASSES, Dataset, apart, epochs
 
 
 class CNN(nnx.Module):
@@ -154,8 +154,10 @@ SMALL: dict[str, Callable[[tuple[int, int, int], nnx.Rngs], nnx.Module]] = {
 }
 
 
-def make_small(name: str, images: Dataset) -> Task:
-  """The task of classifying images with the model of that name, in epochs over the training set."""
+def make_small(name: str, images: Dataset, alpha: float | None = None) -> Task:
+  """The task of classifying images with the model of that name: in epochs, or with data of each worker's own."""
   train, test = (images.train_images, images.train_labels), (images.test_images, images.test_labels)
   module = lambda seed: SMALL[name](train[0].shape[1:], nnx.Rngs(seed))
-  return Task(name, images.name, module, epochs(*train), test, train)
+  stream = epochs(*train) if alpha is None else apart(*train, alpha)
+  source = images.name if alpha is None else f"{images.name}, workers' classes from Dirichlet({alpha:g})"
+  return Task(name, source, module, stream, test, train)

@@ -1,4 +1,4 @@
-"""Collectives around another one: momentum before the exchange (Deep Gradient Compression, §3), and rising sparsity."""
+"""Collectives around another one: momentum before the exchange, changes of a mean (EF21), rising sparsity."""
 
 import dataclasses
 import operator
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.collectives._base import Collective, SparseCollective, replace_fields
 from jaxsparse.comm import varying
+from jaxsparse.select.accumulator import materialize
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State, saturated
 
 
@@ -101,6 +102,62 @@ def _mask_momentum(momentum: jax.Array, sent: jax.Array, residual: jax.Array, af
   indices, values = after.entries
   left = values != sparse.read_at(sent, indices) + sparse.read_at(residual, indices)
   return sparse.put(momentum, jnp.where(left, indices, momentum.size), 0.0)
+
+
+class Mean(NamedTuple):
+  """What a worker remembers: its mean gradient f32[n], what of it is not delivered, the memory of the collective."""
+
+  mean: jax.Array
+  undelivered: jax.Array | None
+  memory: Any
+
+
+class Tracked(NamedTuple):
+  """The same on every worker: the sum of the means, as delivered, f32[n]; the steps; and what the collective shares."""
+
+  total: jax.Array
+  step: jax.Array
+  collective: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EF21(Wrapped):
+  """A collective that reduces the changes of each worker's mean gradient, and adds them up; see `js.ef21`.
+
+  What is not delivered belongs to a mean, and is no residual: new workers begin with means of zero, and owe nothing.
+  """
+
+  conserves = False  # it conserves means of gradients
+  momentum: float
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    inner = self.collective
+    if not (inner.conserves and inner.replicates and inner.decay == 1):
+      raise ValueError(
+        f"ef21: {inner.label} loses a part of what it is given, choose a collective that delivers it later"
+      )
+
+  def init(self, n: int, size: int) -> State:
+    state, zeros = self.collective.init(n, size), jnp.zeros(n, jnp.float32)
+    return State(None, Mean(zeros, state.residual, state.worker), Tracked(zeros, jnp.int32(0), state.shared))
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    own, shared = state.worker, state.shared
+    change = (1 - self.momentum) * (grads - own.mean)
+    reduced = self.collective.reduce(comm, change, State(own.undelivered, own.memory, shared.collective)).computed()
+    delivered, left = reduced.total, reduced.state.residual
+    if isinstance(left, Pending):
+      left = materialize(left, jnp.bool_(True), 1.0)
+    if isinstance(delivered, Sparse):
+      total = sparse.add(shared.total, delivered.indices, delivered.values)
+    else:
+      total = shared.total + delivered
+    step = shared.step + 1
+    worker = Mean(own.mean + change, left, reduced.state.worker)
+    after = State(None, worker, Tracked(total, step, reduced.state.shared))
+    bias = 1 - jnp.float32(self.momentum) ** step.astype(jnp.float32)
+    return Reduced(total / bias, after, reduced.counters)
 
 
 class WarmUp(NamedTuple):

@@ -1,4 +1,6 @@
-"""Deep Gradient Compression: momentum of each worker's own before a sparse exchange, none after it (Lin et al., 2018).
+"""Momentum before the exchange: Deep Gradient Compression, EF21, and rising sparsity.
+
+Deep Gradient Compression: momentum of each worker's own before a sparse exchange, none after it (Lin et al., 2018).
 
 Momentum after a sparse exchange sees an entry when it is delivered, with all that has accumulated, and multiplies that
 by 1/(1 − m). Here it is applied to the gradient of each worker before the residual is added, as if each entry were
@@ -17,7 +19,7 @@ import optax
 
 from jaxsparse.collectives import Collective, SparseCollective
 from jaxsparse.collectives._base import check_fraction, check_whole
-from jaxsparse.collectives._wrapped import Corrected, WarmedUp, Wrapped
+from jaxsparse.collectives._wrapped import EF21, Corrected, WarmedUp, Wrapped
 from jaxsparse.transform.update import Transform
 
 
@@ -79,6 +81,56 @@ def momentum_corrected(
     return optax.clip_by_global_norm(largest).update(grads, optax.EmptyState())[0]
 
   return optax.chain(optax.stateless(clip), corrected)
+
+
+def ef21(transform: optax.GradientTransformation, momentum: float = 0.9) -> optax.GradientTransformation:
+  """The transform of changes of each worker's mean gradient, added up behind it (EF21-SGDM; Fatkhullin et al. 2023).
+
+      u_w = (1 − m) (g_w − mean_w),    mean_w ← mean_w + u_w         of each worker
+      total ← total + exchange(u)                                    the same on every worker
+      update = total / (P (1 − m^t))                                 at step t, without bias as in Adam
+
+  What is exchanged becomes small where gradients change slowly, however much the workers' gradients differ, and with it
+  what the exchange leaves out. So workers with data of their own keep the accuracy of dense training with signs
+  (1/32 of the words), where signs of gradients, and optimizers of each worker's own, lose it. Law:
+
+      total = Σ_w (mean_w − what the exchange still owes of it)
+
+  A worker holds `mean` and `owes`, f32[n] each, and `total`. Nothing of these is a residual: after `js.resize` and
+  `js.convert` all begin at 0, and `js.flush` has nothing to deliver. A skipped step keeps them.
+
+  The optimizer that follows has **no momentum of its own**, for that is m: `optax.adam(rate, b1=0.0)`,
+  `optax.sgd(rate)`.
+
+  Args:
+    transform: a jaxsparse transform, `js.onebit_transform(...)` for instance, not a chain.
+    momentum: m in [0, 1); 0 is EF21.
+
+  Returns:
+    An `optax.GradientTransformation`, to be the first of its chain.
+
+  Raises:
+    TypeError: for a transformation that is not a jaxsparse transform.
+    ValueError: for a momentum outside its choices, or a collective that loses a part of what it is given.
+
+  Example:
+    Gradients of two workers whose mean is (0, 1), by signs:
+
+    >>> import jax.numpy as jnp, optax, jaxsparse as js
+    >>> comm = js.SimComm("workers", members=2)
+    >>> tx = optax.chain(js.ef21(js.onebit_transform(comm), momentum=0.5), optax.sgd(1.0))
+    >>> step = js.make_train_step(lambda x, batch: jnp.vdot(x, batch[0]), tx, comm, donate=False)
+    >>> x, state = jnp.zeros(2), js.init(tx, jnp.zeros(2), comm)
+    >>> for _ in range(30):
+    ...   after, state, _ = step(x, state, jnp.array([[5.0, 1.0], [-5.0, 1.0]]))
+    >>> -after.round(3)
+    Array([0., 1.], dtype=float32)
+  """
+  transform = _checked("ef21", transform)
+  if not 0 <= momentum < 1:
+    raise ValueError(f"ef21: momentum={momentum!r}, choose a number from 0 up, below 1")
+  track = lambda collective: EF21(collective=collective, momentum=momentum)
+  return transform.with_collectives(lambda collectives: [track(collective) for collective in collectives])
 
 
 def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, float]) -> optax.GradientTransformation:

@@ -61,7 +61,7 @@ REFUSED = {
   "train": [
     (["--batch_size=1000"], "does not fit in 1437 training images"),
     (["--task=lm", "--folds=5"], "--folds=5 is for the digits: other data come with a test set of their own"),
-    (["--task=lm", "--data_dir=/nowhere"], "--data_dir is for --task=images"),
+    (["--task=lm", "--data_dir=/nowhere"], "--data_dir and --alpha are for --task=images"),
     (["extra"], "unexpected arguments ['extra']"),
   ],
 }

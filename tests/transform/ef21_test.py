@@ -1,0 +1,92 @@
+"""EF21 with momentum, in numpy: means of gradients that workers track by the changes that they exchange."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from tests.cases import CASES, each_case, flat, mesh_of, normals, start, update_program
+
+N, WORKERS, MOMENTUM = 120, 3, 0.75
+TRACKED = [case for case in CASES if case.workers([WORKERS]) and case.make(k=9).conserves and case.make(k=9).replicates]
+
+
+def tracked(case, params, momentum=MOMENTUM):
+  tx = js.ef21(js.make_transform(case.name, "workers", **case.config(k=9)), momentum)
+  state = js.init(tx, params, mesh_of(WORKERS))
+  return update_program(tx, state, WORKERS), state
+
+
+def parts(state):
+  """(means, what is not delivered, [P, N] each, the total) in a state."""
+  worker, shared = state.carried.worker, state.carried.shared
+  owed = np.zeros((WORKERS, N)) if worker.undelivered is None else np.asarray(worker.undelivered, np.float64)
+  return np.asarray(worker.mean).reshape(WORKERS, N), owed.reshape(WORKERS, N), np.asarray(shared.total)
+
+
+@each_case(TRACKED, ["onebit", "spardl"])
+def test_the_total_is_what_is_delivered_of_the_means(case):
+  """Of float16 leaves too: what they round off belongs to no worker. A skipped step changes nothing."""
+  program, state = tracked(case, jnp.zeros(N, jnp.float16))
+  means = np.zeros((WORKERS, N))
+  for step in range(1, 7):
+    grads = normals(step, WORKERS, N).astype(np.float16)
+    if step == 4:
+      bad = grads.copy()
+      bad[1, 7] = np.nan
+      updates, after = program(bad, state)
+      assert not np.any(updates)
+      jax.tree.map(np.testing.assert_array_equal, after.carried, state.carried)
+    updates, state = program(grads, state)
+    means = MOMENTUM * means + (1 - MOMENTUM) * grads.astype(np.float64)
+    found, owed, total = parts(state)
+    np.testing.assert_allclose(found, means, atol=1e-5)
+    np.testing.assert_allclose(total, (means - owed).sum(0), atol=1e-5)
+    expected = (total / (WORKERS * (1 - MOMENTUM**step))).astype(np.float16)
+    np.testing.assert_allclose(updates[0], expected, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["onebit", "topka"])
+def test_gradients_that_stay_as_they_are_arrive_exactly_however_they_differ(name):
+  """Without tracking, what is delivered of them goes on changing by as much as they differ."""
+  options = {"k": 9} if name == "topka" else {}
+  grads = normals(0, 1, N) + 30 * normals(1, WORKERS, N)
+  mean, errors = grads.mean(0), {}
+  for track in (True, False):
+    tx = js.make_transform(name, "workers", **options)
+    tx = js.ef21(tx, 0.0) if track else tx
+    state = js.init(tx, jnp.zeros(N), mesh_of(WORKERS))
+    program = update_program(tx, state, WORKERS)
+    for _ in range(60):
+      updates, state = program(grads, state)
+    errors[track] = np.abs(np.asarray(updates[0]) - mean).max()
+  assert errors[True] < 1e-3 < 1 < errors[False]
+
+
+def test_new_workers_begin_anew_and_owe_nothing():
+  chain = lambda axis: optax.chain(js.ef21(js.onebit_transform(axis), MOMENTUM), optax.sgd(1.0))
+  step, params, state = start(chain("workers"), mesh_of(2), jnp.zeros(N))
+  params, state, _ = step(params, state, normals(0, 2, N))
+  state = js.resize(state, params, mesh_of(WORKERS))
+  step, _, _ = start(chain("workers"), mesh_of(WORKERS), jnp.zeros(N))
+  assert not np.any(flat(jax.tree.leaves(js.flush(state, params, mesh_of(WORKERS))[0])))
+  grads = normals(1, WORKERS, N)
+  _, state, _ = step(params, state, grads)
+  means, owed, total = parts(state[0])
+  np.testing.assert_allclose(means, (1 - MOMENTUM) * grads, rtol=1e-6)
+  np.testing.assert_allclose(total, (means - owed).sum(0), atol=1e-5)
+
+
+def test_what_is_lost_cannot_be_tracked():
+  for make, message in (
+    (lambda: js.ef21(js.qsgd_transform("workers")), "ef21: qsgd.* loses a part of what it is given"),
+    (lambda: js.ef21(js.spardl_transform("workers", k=3, residual="partial")), "ef21: spardl.* loses a part"),
+    (lambda: js.ef21(js.topka_transform("workers", k=3, decay=0.9)), "ef21: topka.* loses a part"),
+    (lambda: js.ef21(js.onebit_transform("workers"), 1.0), "ef21: momentum=1.0, choose a number from 0 up, below 1"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      make()
+  with pytest.raises(TypeError, match="ef21: .* is no jaxsparse transform"):
+    js.ef21(optax.sgd(1.0))
