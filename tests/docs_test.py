@@ -176,8 +176,12 @@ def test_sharded_models(tmp_path):
 def test_local_steps(tmp_path):
   local, momentum, corrected = snippets("docs/how_to/local_steps.md")
   adam, muon, average = snippets("docs/how_to/adam.md")
-  chains = [muon, f"{muon}\n{average}", momentum, corrected]
-  run("\n".join([CONTEXT, local, DATA, adam, MOVED, *(part for tx in chains for part in (DATA, tx, TRAIN))]), tmp_path)
+  measure, tracked = snippets("docs/how_to/different_data.md")
+  chains = [muon, f"{muon}\n{average}", momentum, corrected, tracked]
+  run(
+    "\n".join([CONTEXT, measure, local, DATA, adam, MOVED, *(part for tx in chains for part in (DATA, tx, TRAIN))]),
+    tmp_path,
+  )
 
 
 @pytest.mark.long
