@@ -53,6 +53,7 @@ from jaxsparse.collectives import (
   powersgd,
   qsgd,
   randomk,
+  rows,
   spardl,
   topka,
   topkdsa,
@@ -95,6 +96,7 @@ onebit_transform = factories.transform_function(onebit.OneBit)
 powersgd_transform = factories.transform_function(powersgd.PowerSGD)
 qsgd_transform = factories.transform_function(qsgd.QSGD)
 randomk_transform = factories.transform_function(randomk.RandomK)
+rows_transform = factories.transform_function(rows.Rows)
 spardl_transform = factories.transform_function(spardl.SparDL)
 topka_transform = factories.transform_function(topka.TopkA)
 topkdsa_transform = factories.transform_function(topkdsa.TopkDSA)

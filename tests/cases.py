@@ -35,6 +35,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
   "oktopk": [{"threshold_period": 2, "region_period": 1}],
   "powersgd": [{"rank": 1}],
   "qsgd": [{"levels": 1}],
+  "rows": [{"capacity": 7}],
   "spardl": [
     {"teams": 2},
     {"teams": 3},
@@ -54,7 +55,7 @@ BESIDE: dict[tuple[str, Any], dict[str, Any]] = {
   ("spardl", "recursive"): {"teams": 4},
 }
 LONG = re.compile(
-  "chunktopk-(chunk|wire)|dcttopk-|gaussiank-|gtopk-|nbit-bits=[18]|oktopk-|powersgd-rank=1$|qsgd-levels"
+  "chunktopk-(chunk|wire)|dcttopk-|gaussiank-|gtopk-|nbit-bits=[18]|oktopk-|powersgd-rank=1$|qsgd-levels|rows-"
   "|spardl-(teams=([358]|2-sag)|selector=.*wire|wire=int8)|topka-(wire|selector=(chunked$|reuse))|topkdsa-"
 )
 """Cases with options that `make test` leaves out.

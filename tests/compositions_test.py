@@ -126,7 +126,7 @@ def refusal(name: str, composition: str) -> str | None:
     return "a2sgd|A2SGD"
   if composition == "tracked" and name == "qsgd":
     return "ef21: qsgd loses a part"
-  if composition == "local inner" and name in {*SPARSE, "nbit", "onebit", "powersgd"}:
+  if composition == "local inner" and name in {*SPARSE, "nbit", "onebit", "powersgd", "rows"}:
     return "inner has a jaxsparse transform with a residual"
   if composition in ("warmed up", "corrected warm up") and name not in SPARSE:
     return "warmed_up: .* has no density"

@@ -174,7 +174,9 @@ EXEMPT = {
   what_declares_to_lose_mass_loses_it: {str(case) for case in CASES} - LOSING,
   any_input_is_delivered_or_kept: LOSING,
   law_r_every_worker_has_the_same_bits: {"a2sgd", "a2sgd-means=leaf"},
-  law_1_each_entry_arrives_exactly_once: {str(case) for case in CASES if not case.exact or case.name == "a2sgd"},
+  law_1_each_entry_arrives_exactly_once: {
+    str(case) for case in CASES if not case.exact or str(case) in ("a2sgd", "a2sgd-means=leaf", "rows-capacity=7")
+  },
 }
 """The cases for which a law does not hold, or of which rounding leaves nothing to compare (law 1)."""
 

@@ -1,0 +1,88 @@
+"""Whole rows of leaves, in numpy: exact where no worker has more rows than a message holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from tests.cases import assert_same_bits, mesh_of, normals, start
+
+SHAPES = {"bias": (5,), "embedding": (40, 6), "kernels": (9, 2, 3)}
+
+
+def numpy_step(acc, capacity):
+  """(total, residuals) of a leaf f32[P, rows, width], summed in rank order."""
+  total, left = np.zeros_like(acc[0]), acc.copy()
+  for worker, rows in enumerate(acc):
+    chosen = np.argsort(-np.abs(rows).mean(1), kind="stable")[:capacity]
+    total[chosen] += rows[chosen]
+    left[worker, chosen] = 0
+  return total, left
+
+
+def as_rows(grads):
+  return grads.reshape(*grads.shape[:2], -1)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_equals_numpy(workers):
+  capacity, state = 7, None
+  left = {name: np.zeros((workers, shape[0], int(np.prod(shape[1:]))), np.float32) for name, shape in SHAPES.items()}
+  for step in range(3):
+    grads = {name: normals(10 * step + i, workers, *shape) for i, (name, shape) in enumerate(SHAPES.items())}
+    out = js.simulate("rows", grads, state=state, capacity=capacity)
+    state = out.state
+    for name in SHAPES:
+      total, left[name] = numpy_step(as_rows(grads[name]) + left[name], capacity)
+      np.testing.assert_array_equal(out.total[name].reshape(total.shape), total)
+      np.testing.assert_array_equal(out.residuals[name].reshape(left[name].shape), left[name])
+    assert int(out.metrics.words_sent) == (workers - 1) * (5 * 2 + 7 * 7 + 7 * 7)
+
+
+def test_few_rows_arrive_exactly_and_others_do_not_move():
+  """Also tiny ones, in a model of which the other leaves are dense; 64 rows of 3,000 for what 64 rows take."""
+  workers, width = 4, 8
+  params = {"bias": jnp.ones(5), "embedding": jnp.ones((3000, width))}
+  tx = optax.chain(js.dense_transform("workers", special={"embedding": "rows:capacity=16"}), optax.sgd(1.0))
+  loss = lambda p, batch: jnp.sum(p["embedding"][batch["ids"][0]] * batch["x"][0]) + p["bias"].sum()
+  step, params, state = start(tx, mesh_of(workers), params, loss)
+  touched, expected = set(), np.ones((3000, width), np.float32)
+  for number in range(3):
+    ids = np.random.default_rng(number).integers(0, 3000, (workers, 16))
+    x = normals(number, workers, 16, width) * 10.0 ** np.arange(-25, 7, 2)[:, None]
+    x = x.astype(np.float32)
+    total = np.zeros_like(expected)
+    for worker in range(workers):
+      own = np.zeros_like(expected)
+      np.add.at(own, ids[worker], x[worker])
+      total += own
+    expected -= total / workers
+    params, state, _ = step(params, state, {"ids": ids, "x": x})
+    touched |= set(ids.ravel().tolist())
+    assert not np.any(state[0].carried.residual[1])
+  np.testing.assert_allclose(params["embedding"], expected, rtol=1e-5)
+  still = np.setdiff1d(np.arange(3000), sorted(touched))
+  assert_same_bits(params["embedding"][still], jnp.ones((still.size, width)))
+  assert int(js.metrics(state).words_sent) == (workers - 1) * 16 * (width + 1) + 12  # and those of the bias
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_not_a_number_in_one_row_skips_the_step(value):
+  """Beside rows whose sums are too large for float32."""
+  grads = {"w": np.full((2, 30, 4), 3e38, np.float32)}
+  grads["w"][1, 29, 3] = value
+  out = js.simulate("rows", grads, capacity=2)
+  assert bool(out.metrics.skipped)
+  assert not np.any(out.total["w"])
+
+
+def test_a_state_of_other_leaves():
+  with pytest.raises(ValueError, match=r"rows: n=100 entries, its leaves of shapes .* have 6"):
+    js.costs.count(js.make_collective("rows").for_leaves(((3, 2),)), n=100, workers=4)
+  with pytest.raises(ValueError, match="rows: capacity=0, choose a whole number from 1 up"):
+    js.rows_transform("workers", capacity=0)
+  params = {"w": jnp.zeros((50, 3))}
+  assert js.costs.predict("rows", n=params, workers=3, capacity=9).words == 2 * 9 * 4
+  assert jax.eval_shape(lambda: js.simulate("rows", {"w": jnp.zeros((2, 50, 3))})).total["w"].shape == (50, 3)
