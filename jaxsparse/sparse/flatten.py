@@ -105,6 +105,12 @@ def check_leaves(tree: Any) -> None:
   """
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+      raise TypeError(
+        f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}: put optax.contrib.split_real_and_imaginary "
+        "around the chain, and before it optax.stateless(lambda updates, _: jax.tree.map(jnp.conj, updates)), since "
+        "complex gradients of JAX are conjugate to the direction of ascent"
+      )
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
       raise TypeError(
         f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}, choose a floating-point one of 16 bits or more "

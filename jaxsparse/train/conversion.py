@@ -25,6 +25,7 @@ from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.update import first_state
+from jaxsparse.transform.wrapped import shapes_seen
 from jaxsparse.types import Comm
 
 
@@ -138,9 +139,16 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
       f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
     )
-  residuals = residuals_of(nodes, params, before)
-  homes = [home for node in states.reduce_states(fresh) for group in homes_of(node, params) for home in group]
-  _check_homes(residuals, {number: lies for number, _, lies in homes}, list(leaf_shapes(params)))
+  seen, others = shapes_seen(nodes, params), shapes_seen(states.reduce_states(fresh), params)
+  if leaf_shapes(seen) != leaf_shapes(others):
+    was, now = (", ".join(leaf_shapes(tree)) for tree in (seen, others))
+    raise ValueError(
+      f"the old transform sees parameters{was} and the new one {now}: js.convert keeps the wrappers around it. To "
+      "change them call js.flush, and then js.init"
+    )
+  residuals = residuals_of(nodes, seen, before)
+  homes = [home for node in states.reduce_states(fresh) for group in homes_of(node, seen) for home in group]
+  _check_homes(residuals, {number: lies for number, _, lies in homes}, list(leaf_shapes(seen)))
   if states.local_states(state) and before != after:
     warnings.warn(
       f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "
@@ -154,7 +162,7 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
     if before == after and old.layout[3:] == new.layout[3:] and rows == new.counters.skipped.size:
       # The checksum of the old layout may be that of an earlier version.
       return jax.tree.map(put_like, new, old._replace(layout=new.layout))
-    return carry_over(new, params, residuals, old.counters, engine)
+    return carry_over(new, seen, residuals, old.counters, engine)
 
   old, (new, structure) = (jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh))
   after_state = jax.tree.unflatten(structure, map(carry, old[0], new))  # of `Applied` or without

@@ -123,7 +123,9 @@ def make_train_step(
 
   Args:
     loss_fn: (params, batch) -> f32[], the mean loss of one worker's part of the batch; or (loss, aux) with `has_aux`.
-    tx: a chain whose first transformation is a jaxsparse one over `axis`. Later ones get `value=`, the mean loss.
+      With `optax.LookaheadParams` it gets the fast ones.
+    tx: a chain whose first transformation is a jaxsparse one over `axis`. Later ones get `value=`, the mean loss,
+      if they take it.
     mesh: the mesh, or the comm, that `js.init` was given. Along axes other than `axis`, inside a worker, arrays keep
       the shardings that they come with, and the compiler partitions `loss_fn` as under `jax.jit`. `batch` is the batch
       of all workers, but that of this worker under MPI. On a mesh of many processes each process gives the whole batch,
@@ -283,8 +285,9 @@ class TrainStep:
     known = structure, tuple(jax.tree.leaves(shardings))
     if known not in self._programs:
       step = functools.partial(self._worker.step, engine.comm)
+      instead = functools.partial(self._worker.step_instead, engine.comm)
       checked = replication.checked(
-        step, in_specs, out_specs, engine.axis, LIKELY_MISTAKES, engine.others, commit_early
+        step, in_specs, out_specs, engine.axis, LIKELY_MISTAKES, engine.others, commit_early, instead
       )
       open_: Any = None  # the compiler's choice
       after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, shardings[3].model_state))

@@ -87,7 +87,7 @@ def grouped_transform(
   comm = comm_of(axis)
 
   def init(params: optax.Params) -> ReduceState:
-    flatten.check_leaves(params)
+    checks.check_own_leaves(params)
     check_special(special or {}, params)
     shapes = flatten.leaf_shapes(params)
     method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)), alone)

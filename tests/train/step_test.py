@@ -161,6 +161,9 @@ def test_complex_aux_and_model_states_are_averaged(workers):
   mean = batch.mean() * (1 + 2j)
   np.testing.assert_allclose(metrics.aux, mean, rtol=1e-6)
   np.testing.assert_allclose(metrics.model_state["spectrum"], 1j + mean, rtol=1e-6)
+  step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce="stack")
+  _, _, metrics = step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})
+  np.testing.assert_allclose(metrics.aux, batch[:, 0] * (1 + 2j), rtol=1e-6)
   step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce="max")
   with pytest.raises(ValueError, match="aux is complex: there is no max of it"):
     step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})
