@@ -33,6 +33,7 @@ from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import commit_early
 from jaxsparse.transform.specs import placed
+from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import Comm
 
 
@@ -74,8 +75,9 @@ def init(
     True
   """
   engine = engine_of(mesh, axis)
+  if isinstance(params, PLACEHOLDER):
+    return tx.init(params)
   checks.check_alive({"params": params})
-
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
     return start_workers(engine, tx.init, params)[0]
   replicas.check_processes(engine, params, "params")

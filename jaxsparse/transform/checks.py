@@ -14,7 +14,7 @@ from jaxsparse.comm import AxisComm, varying
 from jaxsparse.sparse.flatten import check_leaves, leaf_shapes, leaves_by_name
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import LocalState, ReduceState, checksums_of, devices_of, local_states, reduce_states
-from jaxsparse.transform.wrapped import shapes_seen
+from jaxsparse.transform.wrapped import PLACEHOLDER, shapes_seen
 from jaxsparse.types import Comm
 
 
@@ -171,6 +171,8 @@ def check_kept_types(before: Any, after: Any) -> None:
 
 def check_local_state(state: LocalState, params: optax.Params) -> None:
   """Raises ValueError for an inner or outer transformation that cannot be one."""
+  if isinstance(params, PLACEHOLDER):
+    return
   for name, leaf in leaves_by_name(params).items():
     if jnp.iscomplexobj(leaf):
       raise TypeError(

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxsparse.transform.wrapped import PLACEHOLDER
+
 
 @dataclasses.dataclass(frozen=True)
 class Fragments:
@@ -38,7 +40,7 @@ class Fragments:
   def part(self, tree: Any, number: int) -> Any:
     """The leaves of a fragment, with `optax.MaskedNode` in place of the others."""
     choose = lambda leaf, one: leaf if one == number else optax.MaskedNode()
-    return tree if self.count == 1 else jax.tree.map(choose, tree, self.numbers(tree))
+    return tree if self.count == 1 or isinstance(tree, PLACEHOLDER) else jax.tree.map(choose, tree, self.numbers(tree))
 
 
 def fill_zeros(tree: Any, part: Any) -> Any:

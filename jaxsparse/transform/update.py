@@ -40,6 +40,7 @@ from jaxsparse.transform.groups import (
 from jaxsparse.transform.metrics import count_idle_step, count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, join_groups, split_groups
+from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import Comm, Counters, Deferred, Pending, Reduced, Sparse, State
 
 
@@ -87,6 +88,8 @@ def grouped_transform(
   comm = comm_of(axis)
 
   def init(params: optax.Params) -> ReduceState:
+    if isinstance(params, PLACEHOLDER):
+      return jnp.int32(0)  # type: ignore[return-value]  # one leaf for all of the state, which has no copy of them
     checks.check_own_leaves(params)
     check_special(special or {}, params)
     shapes = flatten.leaf_shapes(params)

@@ -22,6 +22,16 @@ from jaxsparse.transform.state import ReduceState
 synchronizing = jax.make_user_context(False)
 
 
+def _placeholder() -> type:
+  found: list[type] = []
+  optax.tree_map_params(lambda params: found.append(type(params)) or params, lambda leaf: leaf, ())  # type: ignore[func-returns-value]
+  return found[0]
+
+
+PLACEHOLDER = _placeholder()
+"""The type of what `optax.tree_map_params` gives `init` in place of parameters, to find their copies in a state."""
+
+
 class _Wrapper(NamedTuple):
   """A change of leaves: `see(tree)`, and `restore(tree, see(tree))`, which is like `tree`."""
 

@@ -11,8 +11,9 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.transform.state import reduce_states
+from jaxsparse.transform.state import ReduceState, reduce_states
 from tests.cases import averaged, normals, quick_of, sim, start
+from tests.compositions_test import COMPOSITIONS, SHAPES
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # of dtypes, which the wrappers need
 WORKERS = 3
@@ -176,3 +177,22 @@ def test_stacked_of_a_wrapped_chain():
   _, state, _ = step(params, state, batch)
   expected, _ = step.synchronize(params, state)
   close(jax.tree.map(lambda x, u: (x + u)[1], rows, updates), expected)
+
+
+MAPPED = ["special", "multi_transform", "local 4", "local averaged", "streaming"]
+
+
+@pytest.mark.parametrize("name", [*MAPPED, "stacked"])
+def test_tree_map_params_maps_the_copies_of_parameters_and_keeps_the_rest(name):
+  """The state of a transform, which has none, is one leaf for it."""
+  params, where = {leaf: jnp.ones(shape) for leaf, shape in SHAPES.items()}, sim(2)
+  tx = COMPOSITIONS["adamw" if name == "stacked" else name](SPARSE)
+  tx = js.stacked(tx, where) if name == "stacked" else tx
+  state = tx.init(params) if name == "stacked" else js.init(tx, params, where)
+  found = optax.tree_map_params(tx, lambda _: "copy", state, transform_non_params=lambda x: x)
+  is_copy = lambda x: any(x.shape[-len(shape) :] == shape for shape in SHAPES.values())
+  one = lambda node: isinstance(node, ReduceState)
+  expected = jax.tree.map(lambda x: "copy" if not one(x) and is_copy(x) else x, state, is_leaf=one)
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  assert all(a is b for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+  assert ("copy" in jax.tree.leaves(found)) == (name != "special")
