@@ -1,5 +1,7 @@
 """What a training step takes beside a batch: keys, model state, micro-batches, extra arguments; and any mesh."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +54,21 @@ def test_the_mesh_is_the_users_own(kind):
     assert js.costs.count("spardl", n=100, workers=3, density=0.1).messages == 4
     assert js.simulate("spardl", np.ones((3, 10), np.float32), k=3).total.shape == (10,)
   assert {leaf.sharding.mesh for leaf in jax.tree.leaves((params, state))} == {mesh}
+
+
+@pytest.mark.parametrize("kind", quick_of([AxisType.Auto, AxisType.Explicit], quick=[AxisType.Explicit]), ids=str)
+def test_models_under_vmap_train_as_each_alone(kind):
+  """Two of them on three workers, whose axis the models must not be sharded over; in a jit and without."""
+  mesh = Mesh(np.array(jax.devices()[:3]), ("workers",), axis_types=(kind,))
+  tx, models = optax.chain(js.topka_transform("workers", k=3), optax.sgd(0.1)), {"w": jnp.asarray(normals(1, 2, 5, 4))}
+  step = js.make_train_step(loss_fn, tx, mesh, donate=False)
+  train = jax.vmap(lambda params, state: step(params, state, batch_of(0)))
+  after = train(*train(models, jax.vmap(lambda params: js.init(tx, params, mesh))(models))[:2])
+  assert_same_bits(jax.jit(train)(*after[:2])[0], train(*after[:2])[0])
+  params = {"w": models["w"][1]}
+  alone = step(*step(params, js.init(tx, params, mesh), batch_of(0))[:2], batch_of(0))
+  found = jax.tree.map(lambda x: x[1], after)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, alone)
 
 
 # Arguments that were donated.
