@@ -308,6 +308,13 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
     for use in (js.resize, js.flush, lambda *given: js.convert(given[0], tx, *given[1:])):
       with pytest.raises(ValueError, match=message):
         use(bad, model, where)
+  for use in (js.resize, lambda *given: js.convert(given[0], tx, *given[1:])):
+    for trace in (
+      lambda use=use: jax.jit(lambda state, params: use(state, params, mesh))(state, PARAMS),
+      lambda use=use: jax.eval_shape(lambda: use(state, PARAMS, mesh)),
+    ):
+      with pytest.raises(ValueError, match=r"js.(resize|convert): called under a trace, .* call it outside"):
+        trace()
   with pytest.raises(ValueError, match=r"optimizer state has .*trace.* and keeps all others"):
     js.convert(state, optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), PARAMS, mesh)
   with pytest.raises(ValueError, match="made for 3 workers, the axis has 4: .* js.resize"):
