@@ -15,6 +15,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import SoloComm, replication
 from jaxsparse.comm.one_at_a_time import dispatch
+from jaxsparse.sparse.flatten import check_entries
 from jaxsparse.train import replicas
 from jaxsparse.train.engine import Engine, engine_of, local_shard, shape_of
 from jaxsparse.transform import checks
@@ -179,6 +180,7 @@ def check_state(state: Any, params: optax.Params, engine: Engine | None = None, 
 
 def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tuple[Any], Any]:
   """The arguments of `start`, placed, and the specs of the state that it returns."""
+  check_entries(params)
 
   def checked(params: optax.Params) -> Any:
     replication.check_axes(start, (params,), engine.axis)

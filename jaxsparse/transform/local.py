@@ -201,7 +201,9 @@ class _LocalSteps(NamedTuple):
     check_own_gradients(grads, state)
     inner, moved, finite = self._own_step(grads, state, params, extra)
     tried = state._replace(inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1)
-    exchanges = [functools.partial(self._exchange, number) for number in range(self.fragments.count)]
+    numbers = range(self.fragments.count)
+    exchange = lambda number: functools.partial(self._exchange, number)  # without an entry it would mark no NaN
+    exchanges = [exchange(one) if self.fragments.has_entries(params, one) else self._agree for one in numbers]
     kinds = [self._agree, *exchanges, *([self._apply_flight] if self.delay else [])]
     # The branches return neither what was moved nor the inner state: XLA copies the results of a conditional.
     branches = [lambda tried, kind=kind: kind(tried, params, finite, extra) for kind in kinds]

@@ -111,15 +111,15 @@ def grouped_transform(
     if agree is not None:  # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
       return jax.tree.map(jnp.zeros_like, updates), count_idle_step(state, ~agreed)
-    checks.check_local(comm, updates)
-    checks.warn_of_frozen(state, updates)
     groups = grouped(flatten.leaf_shapes(updates))
+    if groups:
+      checks.check_local(comm, updates)
+    checks.warn_of_frozen(state, updates)
     checks.check_method(state, groups, updates, comm.size, alone)
+    if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
+      return updates, count_idle_step(state, jnp.bool_(False))
     leaves, structure = jax.tree.flatten(updates)
-    for group in groups:
-      if not group.collective.differentiable:
-        for number in group.leaves:
-          leaves[number] = _without_derivative(leaves[number], group.collective.name)
+    leaves = _without_derivatives(groups, leaves)
     # `js.local_steps` with wider updates than parameters: of the mean, by the names of the leaves
     own = [(dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
     divisor = getattr(comm, "divisor", comm.size)  # `PeerComm` has one: what its workers give is weighted already
@@ -130,7 +130,7 @@ def grouped_transform(
   def with_collectives(change: Callable[[list[Collective]], list[Collective]]) -> Transform:
     def changed(shapes: Shapes) -> list[Group]:
       groups = grouped(shapes)
-      collectives = change([group.collective for group in groups])
+      collectives = change([group.collective for group in groups]) if groups else []
       return [group._replace(collective=new) for group, new in zip(groups, collectives, strict=True)]
 
     return grouped_transform(changed, change(collectives), axis, shardings, special, alone)
@@ -138,6 +138,13 @@ def grouped_transform(
   transform = Transform(init, update)
   transform.comm, transform.with_collectives = comm, with_collectives
   return transform
+
+
+def _without_derivatives(groups: Sequence[Group], leaves: Sequence[jax.Array]) -> list[jax.Array]:
+  """The leaves, whose derivative is refused where they have a collective that has none."""
+  without = [group for group in groups if not group.collective.differentiable]
+  names = {leaf: group.collective.name for group in without for leaf in group.leaves}
+  return [_without_derivative(x, names[leaf]) if leaf in names else x for leaf, x in enumerate(leaves)]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
