@@ -1,6 +1,7 @@
 """Gradient pytree <-> one flat f32[n]: float32 inside, the caller's dtypes outside."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ def check_leaves(tree: Any) -> None:
 
 def check_entries(tree: Any) -> None:
   """Raises ValueError if a pytree has no entry."""
-  if not any(map(jnp.size, jax.tree.leaves(tree))):
+  if not any(math.prod(shape) for shape in leaf_shapes(tree).values()):
     raise ValueError(f"{tree!r} hold no entry: give a pytree with at least one non-empty array")
 
 

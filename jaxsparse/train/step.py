@@ -335,7 +335,8 @@ class TrainStep:
       if jnp.shape(leaf)[:1] != (self._engine.held,):
         raise ValueError(
           f"model_state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: with model_state='worker' give it a "
-          f"leading axis of {self._engine.held}, one entry for each worker"
+          f"leading axis of {self._engine.held}, one entry for each worker. Those of other workers, after js.resize: "
+          f"np.resize(x, ({self._engine.held}, *x.shape[1:]))"
         )
     if self._known is None or _identity(state) is not self._known:
       check_state(state, params, self._engine, shapes=True)

@@ -89,7 +89,7 @@ def grouped_transform(
 
   def init(params: optax.Params) -> ReduceState:
     if isinstance(params, PLACEHOLDER):
-      return jnp.int32(0)  # type: ignore[return-value]  # one leaf for all of the state, which has no copy of them
+      return jnp.int32(0)  # one leaf for all of the state, which has no copy of them
     checks.check_own_leaves(params)
     check_special(special or {}, params)
     shapes = flatten.leaf_shapes(params)
