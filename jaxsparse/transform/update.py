@@ -112,12 +112,11 @@ def grouped_transform(
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
       return jax.tree.map(jnp.zeros_like, updates), count_idle_step(state, ~agreed)
     groups = grouped(flatten.leaf_shapes(updates))
-    if groups:
-      checks.check_local(comm, updates)
-    checks.warn_of_frozen(state, updates)
     checks.check_method(state, groups, updates, comm.size, alone)
     if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
       return updates, count_idle_step(state, jnp.bool_(False))
+    checks.check_local(comm, updates)
+    checks.warn_of_frozen(state, updates)
     leaves, structure = jax.tree.flatten(updates)
     leaves = _without_derivatives(groups, leaves)
     # `js.local_steps` with wider updates than parameters: of the mean, by the names of the leaves
