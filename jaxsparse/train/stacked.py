@@ -167,11 +167,6 @@ def _check_rows(grads: optax.Updates, state: Any, params: optax.Params | None, w
   leaves = flatten.leaves_by_name(grads)
   made = [leaf for node in states.reduce_states(state) for leaf in _shapes(node)]
   hint = "optax.MultiSteps goes into the chain, after the transform, not around js.stacked"
-  if made and set(made) <= set(flatten.leaf_shapes(grads).items()):
-    raise ValueError(
-      f"the optimizer state was made for parameters{made[0][0]} of shape {made[0][1]}, a row for each worker: give "
-      f"tx.init shared parameters. {hint}"
-    )
   if params is not None and (others := set(leaves) ^ set(flatten.leaves_by_name(trained(params)))):
     raise ValueError(f"gradients or parameters have no leaf {min(others)}: give both with the same leaves")
   for name, leaf in leaves.items():
@@ -180,3 +175,8 @@ def _check_rows(grads: optax.Updates, state: Any, params: optax.Params | None, w
         f"gradients{name} has shape {np.shape(leaf)}, not a row for each of {workers} workers: take gradients by "
         f"tx.value_and_grad(loss_fn)(params, state, batch), before they are averaged. {hint}"
       )
+  if made and set(made) <= set(flatten.leaf_shapes(grads).items()):
+    raise ValueError(
+      f"gradients{made[0][0]} has shape {made[0][1]}, that of its parameter in the state: give gradients a row for "
+      f"each of {workers} workers, and tx.init shared parameters. {hint}"
+    )

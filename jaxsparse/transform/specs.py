@@ -104,6 +104,11 @@ _WRAPPERS: dict[type, tuple[str, Callable[[Any], list[Any]]]] = {
     "it after, optax.chain(js.spardl_transform(...), optax.contrib.sam(opt, adversary))",
     reduce_states,
   ),
+  optax.contrib.MechanicState: (
+    "optax.contrib.mechanize around a jaxsparse transform tunes its rate by the gradient of one worker: put it after, "
+    "optax.chain(js.spardl_transform(...), optax.contrib.mechanize(opt))",
+    reduce_states,
+  ),
   optax.LookaheadState: (
     "optax.lookahead around js.local_steps: leave it out, the anchor of local steps is its slow parameters. With "
     "outer=optax.chain(js.dense_transform(...), optax.sgd(0.5)) it moves by half",

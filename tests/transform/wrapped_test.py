@@ -101,6 +101,7 @@ def test_complex_parameters_train():
   step, params, state = start(tx, sim(WORKERS), PARAMS, lambda params, _: jnp.sum(jnp.abs(params["w"] - 1j) ** 2))
   for _ in range(40):
     params, state, _ = step(params, state, np.zeros((WORKERS, 1), np.float32))
+  step.check(params, state)
   np.testing.assert_allclose(params["w"], np.full((2, 3), 1j), atol=1e-3)
 
 
@@ -114,6 +115,11 @@ SGD, REAL_LOSS = optax.sgd(0.1), lambda params, batch: jnp.mean((batch @ params[
     (CHAINS["plain"](DENSE), PARAMS, r"\['w'\] has dtype complex64: put optax.contrib.split_real_and_imaginary around"),
     (CHAINS["local"](conjugated(DENSE)), PARAMS, r"\['w'\] is complex: put .* around js.local_steps"),
     (SAM(CHAINS["plain"](DENSE)), REAL, r"optax.contrib.sam around .* put it after, optax.chain\(js.spardl"),
+    (
+      optax.contrib.mechanize(CHAINS["plain"](DENSE)),
+      REAL,
+      r"put it after, optax.chain\(js.spardl_.* optax.contrib.mech",
+    ),
     (optax.lookahead(CHAINS["local"](DENSE), 2, 0.5), REAL, "optax.lookahead around js.local_steps: leave it out"),
     (optax.chain(DENSE, optax.lookahead(SGD, 2, 0.5)), REAL, r"optax.lookahead goes around the chain"),
     (optax.lookahead(CHAINS["plain"](DENSE), 2, 0.5, reset_state=True), REAL, r"lookahead\(reset_state=True\) does"),
