@@ -118,7 +118,7 @@ def test_steps_leaves_and_precision(tmp_path):
   _, step, tokens, accumulate, *_, simulated = snippets("docs/how_to/training_step.md")
   special, _, embedding, frozen, local, adapters = snippets("docs/how_to/leaves.md")
   cast, scaled, wire = snippets("docs/how_to/precision.md")
-  (hyperparameters,) = snippets("docs/sharp_bits.md")
+  conjugated, hyperparameters = snippets("docs/sharp_bits.md")
   still = "assert float(abs(params['bias']).max()) == 0\n"
   parts = [
     CONTEXT,
@@ -138,7 +138,12 @@ def test_steps_leaves_and_precision(tmp_path):
     MOVED,
   ]
   parts += [still, DATA, local, TRAIN, MOVED, still, DATA, adapters, "assert float(abs(params['up']).max()) > 0\n"]
-  run("\n".join([*parts, CONTEXT, cast, MOVED, scaled, DATA, wire, TRAIN, hyperparameters, DATA, TRAIN]), tmp_path)
+  run(
+    "\n".join(
+      [*parts, CONTEXT, conjugated, TRAIN, cast, MOVED, scaled, DATA, wire, TRAIN, hyperparameters, DATA, TRAIN]
+    ),
+    tmp_path,
+  )
 
 
 @pytest.mark.long  # `js.costs` and `js.overlap` have tests of their own

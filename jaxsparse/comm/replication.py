@@ -41,6 +41,7 @@ def checked(
   results: Mapping[str, str],
   others: Iterable[str] = (),
   rewrite: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] = lambda closed: closed,
+  instead: Callable[[TypeError], Callable] | None = None,
 ) -> Callable:
   """`function`, which raises when it is traced if a replicated result would differ between workers.
 
@@ -52,6 +53,7 @@ def checked(
     results: for the error, the name of each result and the likely mistake where it would differ.
     others: further axes that the program is mapped over; devices along them hold copies.
     rewrite: makes of the checked program the one that runs.
+    instead: the function in place of one whose trace ends with a TypeError; raises it, or another, if there is none.
 
   Raises:
     ValueError: when traced: if a transform is over other axes, or if a result that should be equal on all workers
@@ -60,7 +62,12 @@ def checked(
   axes = frozenset(names_of(axis))
 
   def traced(*arguments: Any) -> Any:
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    try:
+      closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    except TypeError as error:
+      if instead is None:
+        raise
+      closed, shapes = jax.make_jaxpr(instead(error), return_shape=True)(*arguments)
     follow = _AxesOfValues(axes, axes.union(others))
     varying = [axes_of_spec(spec) & follow.every for spec in jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))]
     outputs = follow.find_axes(closed.jaxpr, varying)

@@ -149,6 +149,8 @@ def pack(tree: Tree) -> jax.Array:
   words = []
   for leaf in jax.tree.leaves(tree):
     flat = leaf.reshape(-1)
+    if jnp.iscomplexobj(flat):
+      flat = jnp.stack([flat.real, flat.imag], -1).reshape(-1)
     if leaf.dtype == jnp.bool_:
       flat = flat.astype(jnp.uint8)
     per_word = max(1, _WORD // flat.dtype.itemsize)
@@ -165,9 +167,12 @@ def unpack(words: jax.Array, like: Tree) -> Tree:
   parts = []
   for leaf, (start, end) in zip(leaves, itertools.pairwise(ends), strict=True):
     part, dtype = words[start:end], jnp.dtype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf.dtype
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    dtype = jnp.finfo(dtype).dtype if is_complex else dtype  # of pairs of numbers
     if dtype.itemsize > _WORD:
       part = part.reshape(-1, dtype.itemsize // _WORD)
     flat = jax.lax.bitcast_convert_type(part, dtype).reshape(-1)
+    flat = jax.lax.complex(flat[::2], flat[1::2]) if is_complex else flat
     parts.append(flat[: leaf.size].reshape(leaf.shape).astype(leaf.dtype))
   return jax.tree.unflatten(structure, parts)
 

@@ -1,6 +1,7 @@
 """Gradient pytree <-> one flat f32[n]: float32 inside, the caller's dtypes outside."""
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
   """All leaves as one f32[n], in pytree order, and the inverse function, from f32[n] to their shapes and dtypes.
 
   Args:
-    tree: a pytree of floating-point arrays with an entry, as `check_leaves` says.
+    tree: a pytree of floating-point arrays with an entry, as `check_leaves` and `check_entries` say.
 
   Example:
     >>> import jax.numpy as jnp
@@ -100,21 +101,27 @@ def check_leaves(tree: Any) -> None:
   """Checks that a pytree is one of gradients.
 
   Raises:
-    ValueError: if the pytree has no entry.
     TypeError: if a leaf is not floating point, or has less than 16 bits, naming its path.
   """
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+      raise TypeError(
+        f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}: put optax.contrib.split_real_and_imaginary "
+        "around the chain, and before it optax.stateless(lambda updates, _: jax.tree.map(jnp.conj, updates)), since "
+        "complex gradients of JAX are conjugate to the direction of ascent"
+      )
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
       raise TypeError(
         f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}, choose a floating-point one of 16 bits or more "
         "(what is not trained belongs in step(..., shared=); optax.masked keeps other leaves out of a transform)"
       )
-  if not any(map(jnp.size, jax.tree.leaves(tree))):
-    raise ValueError(
-      f"gradients={tree!r} hold no entry: give a pytree with at least one non-empty array, and no label of "
-      "optax.multi_transform without a leaf"
-    )
+
+
+def check_entries(tree: Any) -> None:
+  """Raises ValueError if a pytree has no entry."""
+  if not any(math.prod(shape) for shape in leaf_shapes(tree).values()):
+    raise ValueError(f"{tree!r} hold no entry: give a pytree with at least one non-empty array")
 
 
 def all_finite(tree: Any) -> jax.Array:

@@ -25,6 +25,7 @@ from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.update import first_state
+from jaxsparse.transform.wrapped import shapes_seen
 from jaxsparse.types import Comm
 
 
@@ -57,7 +58,7 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
 
   Raises:
     ValueError: if the state was donated, cut or padded, is not one of these parameters, or not of `js.init`; if the
-      mesh has no workers, or other devices inside a worker.
+      mesh has no workers, or other devices inside a worker; under a trace, as of `jax.jit`.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -68,6 +69,7 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     (4, (32,))
   """
   engine = engine_of(mesh, axis)
+  _check_not_traced("js.resize", state, params)
   check_state(state, params)
 
   def restart(node: states.ReduceState, row: bool) -> Any:
@@ -97,7 +99,8 @@ def convert(
 
   Each leaf keeps its residual, whatever the collective, its options, and the groups of leaves (`special`, plans) are;
   for another number of workers it is scaled as by `js.resize`. All other transformations must be the same; H of
-  `js.local_steps` may be another, 1 too: nothing may be moved then that is not exchanged.
+  `js.local_steps` may be another, 1 too: nothing may be moved then that is not exchanged. Local steps may begin:
+  `inner` is then the optimizer that followed the transform, with its state at each worker, and `outer` is new.
 
   Args:
     state: of the old chain, as for `js.resize`.
@@ -111,7 +114,8 @@ def convert(
 
   Raises:
     ValueError: as `js.resize` and `js.init`; if another transformation of the chain is not the same; if a leaf has a
-      residual and its new collective keeps none: call `js.flush` before; if an update of local steps is in flight.
+      residual, and its new collective keeps none or local steps begin: call `js.flush` before; if an update of local
+      steps is in flight.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -122,9 +126,22 @@ def convert(
     Array(0, dtype=int32)
   """
   engine = engine_of(mesh, axis)
+  _check_not_traced("js.convert", state, params)
   check_state(state, params)
   checks.check_landed("js.convert", state)
-  return _carry_state(engine, state, init(tx, params, mesh, axis=axis), params)
+  fresh = init(tx, params, mesh, axis=axis)
+  if states.local_states(fresh) and not states.local_states(state):
+    state = _start_local(resize(state, params, mesh, axis=axis), fresh)
+  return _carry_state(engine, state, fresh, params)
+
+
+def _check_not_traced(name: str, *trees: Any) -> None:
+  """Raises ValueError under a trace, also of captured arrays: what is computed with them there has no values."""
+  if any(isinstance(leaf, jax.core.Tracer) for leaf in (jnp.int32(0) + 1, *jax.tree.leaves(trees))):
+    raise ValueError(
+      f"{name}: called under a trace, as of jax.jit, jax.vmap or jax.eval_shape, and it computes with values on the "
+      "host: call it outside, between two steps. js.abstract_state(tx, params, mesh) tells shapes"
+    )
 
 
 def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -> Any:
@@ -138,9 +155,16 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
       f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
     )
-  residuals = residuals_of(nodes, params, before)
-  homes = [home for node in states.reduce_states(fresh) for group in homes_of(node, params) for home in group]
-  _check_homes(residuals, {number: lies for number, _, lies in homes}, list(leaf_shapes(params)))
+  seen, others = shapes_seen(nodes, params), shapes_seen(states.reduce_states(fresh), params)
+  if leaf_shapes(seen) != leaf_shapes(others):
+    was, now = (", ".join(leaf_shapes(tree)) for tree in (seen, others))
+    raise ValueError(
+      f"the old transform sees parameters{was} and the new one {now}: js.convert keeps the wrappers around it. To "
+      "change them call js.flush, and then js.init"
+    )
+  residuals = residuals_of(nodes, seen, before)
+  homes = [home for node in states.reduce_states(fresh) for group in homes_of(node, seen) for home in group]
+  _check_homes(residuals, {number: lies for number, _, lies in homes}, list(leaf_shapes(seen)))
   if states.local_states(state) and before != after:
     warnings.warn(
       f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "
@@ -154,7 +178,7 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
     if before == after and old.layout[3:] == new.layout[3:] and rows == new.counters.skipped.size:
       # The checksum of the old layout may be that of an earlier version.
       return jax.tree.map(put_like, new, old._replace(layout=new.layout))
-    return carry_over(new, params, residuals, old.counters, engine)
+    return carry_over(new, seen, residuals, old.counters, engine)
 
   old, (new, structure) = (jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh))
   after_state = jax.tree.unflatten(structure, map(carry, old[0], new))  # of `Applied` or without
@@ -187,6 +211,49 @@ def _mean(rows: Any, like: Any) -> Any:
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
   one = rows.astype(np.float64).mean(axis=0).astype(rows.dtype) if floating else rows.max(axis=0)
   return np.broadcast_to(one, like.shape)
+
+
+def _start_local(state: Any, fresh: Any) -> Any:
+  """A state without local steps as that before the first one: each worker goes on with a copy of the optimizer.
+
+  Args:
+    state: of as many workers as `fresh`.
+    fresh: the state of local steps.
+
+  Raises:
+    ValueError: for a residual that is not zero, or an optimizer that is not the inner one.
+  """
+
+  def begin(new: Any, old: Any) -> Any:
+    if not states.is_local_state(new):
+      return old
+    nodes = states.reduce_states(old)
+    rest = tuple(part for part in old if not states.reduce_states(part)) if type(old) is tuple else ()
+    choices = [rest, *rest] if len(rest) == 1 else [rest]
+    like: Any = jax.tree.structure(new.inner)
+    inner = [one for one in choices if jax.tree.structure(one) == like]
+    if len(nodes) != 1 or not inner:
+      raise ValueError(
+        "js.convert to local steps: inner is not the optimizer that follows the one jaxsparse transform of the old "
+        "chain: from optax.chain(transform, optimizer) to js.local_steps(optimizer, outer, every=…). For another one "
+        "start anew with js.init"
+      )
+    if any(np.any(gather(leaf)) for leaf in jax.tree.leaves(nodes[0].carried.residual)):
+      raise ValueError("js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before")
+    following = iter(nodes)  # with the totals of counters
+    continued = lambda x: next(following, x) if states.is_reduce_state(x) else x
+    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # new ones differ between workers
+    row = lambda leaf, like: like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
+    outer = jax.tree.map(continued, new.outer, is_leaf=states.is_reduce_state)
+    return new._replace(inner=jax.tree.map(row, inner[0], new.inner), outer=outer)
+
+  is_part = lambda node: states.is_local_state(node) or states.is_reduce_state(node)
+  structure: Any = jax.tree.structure(fresh, is_leaf=is_part)
+  try:
+    parts = structure.flatten_up_to(state)
+  except ValueError:
+    return state  # `_check_structure` names what else differs
+  return jax.tree.unflatten(structure, map(begin, jax.tree.leaves(fresh, is_leaf=is_part), parts))
 
 
 def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:

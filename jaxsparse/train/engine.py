@@ -204,7 +204,12 @@ class _OnMesh(Engine):
   def place(self, tree: Any, specs: Any) -> Any:
     shardings = self.shardings(tree, specs) if self._inside else jax.tree.broadcast(self.shardings_of(specs), tree)
     put_array = put_global if self._mesh.is_multi_process else jax.device_put
-    put = lambda leaf, lies: (shape_of if isinstance(leaf, jax.ShapeDtypeStruct) else put_array)(leaf, lies)
+
+    def put(leaf: Any, lies: NamedSharding) -> Any:
+      if isinstance(leaf, jax.core.Tracer):  # `device_put` under vmap would shard the axis that is mapped over
+        return jax.sharding.reshard(leaf, lies) if self._is_explicit else leaf
+      return shape_of(leaf, lies) if isinstance(leaf, jax.ShapeDtypeStruct) else put_array(leaf, lies)
+
     # Runs in every step: comparing shardings is sixty times faster than a device_put that moves nothing.
     keep = lambda leaf, sharding: leaf if getattr(leaf, "sharding", None) == sharding else put(leaf, sharding)
     return jax.tree.map(keep, tree, shardings)

@@ -15,7 +15,8 @@ from jaxsparse.train.starting import check_state
 from jaxsparse.transform import checks
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import has_worker_axis, is_local_state, is_reduce_state
+from jaxsparse.transform.state import has_worker_axis, is_local_state, is_reduce_state, reduce_states
+from jaxsparse.transform.wrapped import view_of
 from jaxsparse.types import Comm
 
 
@@ -69,7 +70,9 @@ def flush(
     return restore(engine.comm.all_reduce(flat) / engine.workers)
 
   def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
-    leaves, moved = flatten.leaves_by_name(params), moved_leaves(state)
+    view = view_of(reduce_states(state), params)
+    seen = view.see(params)
+    leaves, moved = flatten.leaves_by_name(seen), moved_leaves(state)
     updates = {name: jnp.zeros_like(leaf) for name, leaf in leaves.items()}
     left = {name: jnp.zeros_like(leaf, jnp.float32) for name, leaf in leaves.items()}
 
@@ -92,7 +95,8 @@ def flush(
       return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
 
     state = jax.tree.map(deliver, state, has_worker_axis(state), is_leaf=is_reduce_state)
-    update = jax.tree.unflatten(jax.tree.structure(params), updates.values())
+    update = jax.tree.unflatten(jax.tree.structure(seen), updates.values())
+    update = view.restore(jax.tree.map(jnp.zeros_like, params), update)
     return update, jax.tree.map(empty, state, is_leaf=is_local_state)
 
   specs = (PartitionSpec(), placed(state, engine.axis))

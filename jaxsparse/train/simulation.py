@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import SimComm
@@ -110,7 +109,7 @@ def _rows_of(what: str, tree: Any) -> jax.Array:
       raise ValueError(f"simulate: {name} has shape {shape}, give it a leading axis of the same {workers} workers")
     if not jnp.issubdtype(dtype, jnp.floating):
       raise TypeError(f"simulate: {name} has dtype {dtype.name}, give a floating-point one")
-  flatten.check_leaves(jax.tree.map(lambda leaf: np.empty(jnp.shape(leaf)[1:], np.float32), tree))
+  flatten.check_entries(tree)
   return _flat_rows(tree)
 
 

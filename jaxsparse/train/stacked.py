@@ -17,13 +17,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import replication
 from jaxsparse.sparse import flatten
-from jaxsparse.train.engine import check_batch, engine_of
+from jaxsparse.train.engine import check_batch, engine_of, shape_of
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_state
 from jaxsparse.train.step import init
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, commit_early
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.specs import specs
+from jaxsparse.transform.wrapped import shapes_seen, synchronizing, trained
 from jaxsparse.types import Comm
 
 _SAME = PartitionSpec()
@@ -98,14 +99,14 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
   def update(
     grads: optax.Updates, state: Any, params: Any = None, *, synchronize: bool = False, **extra: Any
   ) -> tuple[optax.Updates, Any]:
-    _check_rows(grads, params, engine.held)
+    _check_rows(grads, state, params, engine.held)
     has_rows = params is not None and _has_rows(state, params, engine.held)
     form, own = rows if has_rows else _SAME, specs(state, axis)
     in_specs, out_specs = (rows, own, form, _SAME), (form, own)
 
     def worker(grads: optax.Updates, state: Any, params: Any, extra: dict[str, Any]) -> tuple[optax.Updates, Any]:
-      given = extra | ({"synchronize": True} if synchronize else {})
-      updates, state = atomic(tx).update(first(grads), state, first(params) if has_rows else params, **given)
+      with synchronizing(synchronize):
+        updates, state = atomic(tx).update(first(grads), state, first(params) if has_rows else params, **extra)
       return as_row(updates) if has_rows else updates, state
 
     mistakes = {"updates": LIKELY_MISTAKES["params"], "state": LIKELY_MISTAKES["state"]}
@@ -124,7 +125,7 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
 
   def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, optax.Updates]]:
     def of_worker(params: optax.Params, batch: tuple[Any, ...], shared: Any) -> tuple[Any, Any, optax.Updates]:
-      value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, **shared)
+      value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(trained(params), *batch, **shared)
       loss, aux = value if has_aux else (value, ())
       return engine.comm.all_reduce(loss) / engine.workers, as_row(aux), as_row(grads)
 
@@ -147,10 +148,12 @@ def _has_rows(state: Any, params: optax.Params, workers: int) -> bool:
   Raises:
     ValueError: if they are other ones.
   """
-  known = {name: shape for node in states.reduce_states(state) for name, shape in _shapes(node)}
-  found = flatten.leaf_shapes(params)
-  if known and all(found.get(name) == (workers, *shape) for name, shape in known.items()):
-    return True
+  if all(np.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(params)):
+    nodes = states.reduce_states(state)
+    known = {name: shape for node in nodes for name, shape in _shapes(node)}
+    one = jax.tree.map(lambda x: shape_of(x, shape=np.shape(x)[1:]), params)
+    if known and known.items() <= flatten.leaf_shapes(shapes_seen(nodes, one)).items():
+      return True
   check_state(state, params, shapes=True)
   return False
 
@@ -159,14 +162,21 @@ def _shapes(node: states.ReduceState) -> Any:
   return zip(node.layout.method.names, node.layout.method.shapes, strict=True) if node.layout.method else ()
 
 
-def _check_rows(grads: optax.Updates, params: optax.Params | None, workers: int) -> None:
+def _check_rows(grads: optax.Updates, state: Any, params: optax.Params | None, workers: int) -> None:
   """Raises ValueError for a gradient without a row for each worker, or of no parameters, naming its leaf."""
   leaves = flatten.leaves_by_name(grads)
-  if params is not None and (others := set(leaves) ^ set(flatten.leaves_by_name(params))):
+  made = [leaf for node in states.reduce_states(state) for leaf in _shapes(node)]
+  hint = "optax.MultiSteps goes into the chain, after the transform, not around js.stacked"
+  if params is not None and (others := set(leaves) ^ set(flatten.leaves_by_name(trained(params)))):
     raise ValueError(f"gradients or parameters have no leaf {min(others)}: give both with the same leaves")
   for name, leaf in leaves.items():
     if np.shape(leaf)[:1] != (workers,):
       raise ValueError(
         f"gradients{name} has shape {np.shape(leaf)}, not a row for each of {workers} workers: take gradients by "
-        "tx.value_and_grad(loss_fn)(params, state, batch), before they are averaged"
+        f"tx.value_and_grad(loss_fn)(params, state, batch), before they are averaged. {hint}"
       )
+  if made and set(made) <= set(flatten.leaf_shapes(grads).items()):
+    raise ValueError(
+      f"gradients{made[0][0]} has shape {made[0][1]}, that of its parameter in the state: give gradients a row for "
+      f"each of {workers} workers, and tx.init shared parameters. {hint}"
+    )

@@ -15,12 +15,14 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import SoloComm, replication
 from jaxsparse.comm.one_at_a_time import dispatch
+from jaxsparse.sparse.flatten import check_entries
 from jaxsparse.train import replicas
 from jaxsparse.train.engine import Engine, engine_of, local_shard, shape_of
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.update import first_state
+from jaxsparse.transform.wrapped import shapes_seen, trained
 from jaxsparse.types import Comm
 
 LIKELY_MISTAKES = {
@@ -116,13 +118,14 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
   this is a warning.
   """
   covered = sum(int(np.max(local_shard(node.layout.entries))) for node, row in states.reduce_rows(state) if not row)
-  floating = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
-  uncovered = 0 < covered < sum(map(jnp.size, floating))
+  seen = jax.tree.leaves(shapes_seen(states.reduce_states(state), params))
+  floating = [leaf for leaf in seen if jnp.issubdtype(leaf.dtype, jnp.floating)]
+  uncovered = 0 < covered < sum(leaf.size for leaf in floating)
   if not uncovered and engine.processes == 1:
     return
 
   def updates(like: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates]:
-    grads = jax.tree.map(jnp.negative, like)  # computed here, as gradients are
+    grads = jax.tree.map(jnp.negative, trained(like))  # computed here, as gradients are
     return (optax.with_extra_args_support(tx).update(grads, state, params, value=jnp.float32(0))[0],)
 
   same, split = PartitionSpec(), PartitionSpec(engine.axis)
@@ -142,7 +145,7 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
   except ValueError as error:
     warnings.warn(f"js.init: {error}. Ignore this if your own step averages its gradient", stacklevel=3)
   except TypeError as error:
-    if "keyword-only argument" not in str(error):  # tx needs extra arguments, which only a step has
+    if "keyword" not in str(error):  # tx needs extra arguments, which only a step has, or takes none
       raise
 
 
@@ -177,6 +180,7 @@ def check_state(state: Any, params: optax.Params, engine: Engine | None = None, 
 
 def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tuple[Any], Any]:
   """The arguments of `start`, placed, and the specs of the state that it returns."""
+  check_entries(params)
 
   def checked(params: optax.Params) -> Any:
     replication.check_axes(start, (params,), engine.axis)

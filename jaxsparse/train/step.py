@@ -33,6 +33,7 @@ from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import commit_early
 from jaxsparse.transform.specs import placed
+from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import Comm
 
 
@@ -74,8 +75,9 @@ def init(
     True
   """
   engine = engine_of(mesh, axis)
+  if isinstance(params, PLACEHOLDER):
+    return tx.init(params)
   checks.check_alive({"params": params})
-
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
     return start_workers(engine, tx.init, params)[0]
   replicas.check_processes(engine, params, "params")
@@ -123,7 +125,9 @@ def make_train_step(
 
   Args:
     loss_fn: (params, batch) -> f32[], the mean loss of one worker's part of the batch; or (loss, aux) with `has_aux`.
-    tx: a chain whose first transformation is a jaxsparse one over `axis`. Later ones get `value=`, the mean loss.
+      With `optax.LookaheadParams` it gets the fast ones.
+    tx: a chain whose first transformation is a jaxsparse one over `axis`. Later ones get `value=`, the mean loss,
+      if they take it.
     mesh: the mesh, or the comm, that `js.init` was given. Along axes other than `axis`, inside a worker, arrays keep
       the shardings that they come with, and the compiler partitions `loss_fn` as under `jax.jit`. `batch` is the batch
       of all workers, but that of this worker under MPI. On a mesh of many processes each process gives the whole batch,
@@ -283,8 +287,9 @@ class TrainStep:
     known = structure, tuple(jax.tree.leaves(shardings))
     if known not in self._programs:
       step = functools.partial(self._worker.step, engine.comm)
+      instead = functools.partial(self._worker.step_instead, engine.comm)
       checked = replication.checked(
-        step, in_specs, out_specs, engine.axis, LIKELY_MISTAKES, engine.others, commit_early
+        step, in_specs, out_specs, engine.axis, LIKELY_MISTAKES, engine.others, commit_early, instead
       )
       open_: Any = None  # the compiler's choice
       after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, shardings[3].model_state, open_))
@@ -330,7 +335,8 @@ class TrainStep:
       if jnp.shape(leaf)[:1] != (self._engine.held,):
         raise ValueError(
           f"model_state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: with model_state='worker' give it a "
-          f"leading axis of {self._engine.held}, one entry for each worker"
+          f"leading axis of {self._engine.held}, one entry for each worker. Those of other workers, after js.resize: "
+          f"np.resize(x, ({self._engine.held}, *x.shape[1:]))"
         )
     if self._known is None or _identity(state) is not self._known:
       check_state(state, params, self._engine, shapes=True)

@@ -16,6 +16,7 @@ from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic
 from jaxsparse.transform.residuals import moved_leaves, own_params
+from jaxsparse.transform.wrapped import synchronizing, trained, view_of
 from jaxsparse.types import Comm, saturated
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
@@ -57,17 +58,18 @@ class Worker(NamedTuple):
   accumulate: int
 
   def step(
-    self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: "Given"
+    self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: "Given", gives_value: bool = True
   ) -> tuple[optax.Params, Any, StepMetrics]:
     """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced."""
     own = jax.tree.map(lambda x: x[0], given.model_state) if self.model_state == "worker" else given.model_state
     key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
-    loss, grads, model_state, aux = _gradients(self, own_params(params, state), batch, key, own, given.shared)
+    loss, grads, model_state, aux = _gradients(self, trained(own_params(params, state)), batch, key, own, given.shared)
     if own is not None:  # NaN in it would stay for good: mark the gradient, and all workers skip the step
       finite = flatten.stays_finite(own, model_state)
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
     loss = comm.all_reduce(loss) / comm.size
-    updates, state = atomic(self.tx).update(grads, state, params, **{"value": loss} | given.extra)
+    extra = {"value": loss} | given.extra if gives_value else given.extra
+    updates, state = atomic(self.tx).update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
     skipped = states.is_skipped(state)
     model_state = _next_model_state(self, comm, model_state)
@@ -78,15 +80,32 @@ class Worker(NamedTuple):
     words = _words_beside(self, comm.size, aux, model_state)
     return params, state, StepMetrics(loss, skipped, aux, model_state, words)
 
+  def step_instead(self, comm: Comm, error: TypeError) -> Callable:
+    """The step that gives `tx` no `value=`, where a transformation without extra arguments was given it.
+
+    Which ones of a chain take it cannot be seen, as `optax.contrib.sam` does not.
+    """
+    if "unexpected keyword argument 'value'" in str(error):
+      return functools.partial(self.step, comm, gives_value=False)
+    if "keyword-only argument" in str(error) and "value_fn" in str(error):
+      raise TypeError(
+        f"step: {error}: a line search computes the loss of all workers at several parameters within an update, and a "
+        "step has one gradient: choose a rate in its place, optax.lbfgs(rate, linesearch=None)"
+      ) from error
+    raise error
+
   def synchronize(self, params: optax.Params, state: Any, extra: dict[str, Any]) -> tuple[optax.Params, Any]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
     nothing = jax.tree.map(jnp.zeros_like, params)
-    updates, after = atomic(self.tx).update(nothing, state, params, synchronize=True, **extra)
+    with synchronizing(True):
+      updates, after = atomic(self.tx).update(nothing, state, params, **extra)
     is_local = states.is_local_state
     after = jax.tree.map(lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local)
-    moved, leaves = moved_leaves(state), flatten.leaves_by_name(updates)
+    view = view_of(states.reduce_states(state), params)
+    seen = view.see(updates)
+    moved, leaves = moved_leaves(state), flatten.leaves_by_name(seen)
     own = [u if name in moved else jnp.zeros_like(u) for name, u in leaves.items()]
-    return optax.apply_updates(params, jax.tree.unflatten(jax.tree.structure(updates), own)), after
+    return optax.apply_updates(params, view.restore(nothing, jax.tree.unflatten(jax.tree.structure(seen), own))), after
 
 
 class Given(NamedTuple):

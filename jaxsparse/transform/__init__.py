@@ -8,6 +8,7 @@ The way of a gradient:
     update        init and update; a step with NaN or Inf is skipped
     shards        devices inside a worker, each of which reduces its own pieces of the leaves
     metrics       counters of a step, and `js.metrics`, read from the state
+    wrapped       wrappers of optax that change leaves: the parameters as a transform inside them sees them
     checks        rejects states and gradients that do not fit, before anything is computed
 
 Around it:

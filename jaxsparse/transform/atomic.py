@@ -10,6 +10,7 @@ import optax
 from jax.extend import core
 
 from jaxsparse.transform import state as states
+from jaxsparse.transform.checks import check_kept_types
 
 
 def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -44,6 +45,7 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
   ) -> tuple[optax.Updates, Any]:
     updates, after = tx.update(updates, state, params, **extra)
+    check_kept_types(state, after)
     skipped = states.is_skipped(after)
     updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
     # A transform, or local steps, that is the only one has undone itself already, without a pass over residuals. Of

@@ -15,6 +15,7 @@ from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform.metrics import count_idle_step
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.transform.update import collective_transform
+from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import Comm
 
 _FIELDS = ("mu", "trace")  # of optax's states
@@ -100,5 +101,5 @@ def _momentum_of(state: Any) -> dict[str, Any]:
   """Each momentum in the state of an optimizer, a pytree like the parameters, by its path."""
   is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
   found = [pair for name in _FIELDS for pair in optax.tree.get_all_with_path(state, name, is_field)]
-  has_entries = lambda tree: any(leaf.size for leaf in jax.tree.leaves(tree))
+  has_entries = lambda tree: isinstance(tree, PLACEHOLDER) or any(leaf.size for leaf in jax.tree.leaves(tree))
   return {keystr(path): tree for path, tree in found if has_entries(tree)}

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm, varying
-from jaxsparse.sparse.flatten import leaf_shapes, leaves_by_name
+from jaxsparse.sparse.flatten import check_leaves, leaf_shapes, leaves_by_name
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import LocalState, ReduceState, checksums_of, devices_of, local_states, reduce_states
+from jaxsparse.transform.wrapped import PLACEHOLDER, shapes_seen
 from jaxsparse.types import Comm
 
 
@@ -110,17 +112,31 @@ def check_arrays_of(init: optax.TransformInitFn, state: Any, params: optax.Param
 
 def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
   """Raises ValueError if a state was made for other parameters, naming the first leaf that differs."""
-  shapes = leaf_shapes(params)
+  shapes = leaf_shapes(shapes_seen(nodes, params))
   for node in nodes:
     if node.layout.method is None:
       raise ValueError("the state is one of js.simulate, which does not say of which parameters: give one of js.init")
     for name, shape in zip(node.layout.method.names, node.layout.method.shapes, strict=True):
       if shapes.get(name) != shape:
         found = f"it has shape {shapes[name]}" if name in shapes else f"there are parameters{', '.join(shapes)}"
+        wrapped = (
+          ". Or a wrapper around the jaxsparse transform changes leaves (optax.flatten of a part of them does): put it "
+          "after, optax.chain(transform, wrapper(optimizer))"
+        )
         raise ValueError(
           f"the optimizer state was made for parameters{name} of shape {shape}, here {found}: give the parameters that "
-          "it was made for"
+          f"it was made for{wrapped * (name not in shapes)}"
         )
+
+
+def check_own_leaves(params: optax.Params) -> None:
+  """Raises ValueError or TypeError for parameters of which a transform cannot make its state."""
+  if isinstance(params, optax.LookaheadParams):
+    raise ValueError(
+      "optax.lookahead goes around the chain, whose first transformation is the jaxsparse one: "
+      "optax.lookahead(optax.chain(transform, optimizer), sync_period, slow_step_size)"
+    )
+  check_leaves(params)
 
 
 def check_arrays(state: Any) -> None:
@@ -142,8 +158,26 @@ def check_agreed(before: Any, after: Any) -> None:
     )
 
 
-def check_local_state(state: LocalState) -> None:
+def check_kept_types(before: Any, after: Any) -> None:
+  """Raises TypeError if an update has changed dtypes in the state of a transform: a wrapper has computed with it."""
+  types = lambda state: [jax.tree.map(jnp.result_type, node) for node in reduce_states(state)]
+  if types(before) != types(after):
+    raise TypeError(
+      "a wrapper around the jaxsparse transform computes with its state, and would lose its residuals, as "
+      "optax.lookahead(reset_state=True) does: put the transform first, optax.chain(transform, wrapper(optimizer)); "
+      "optax.lookahead goes around the chain, with reset_state=False"
+    )
+
+
+def check_local_state(state: LocalState, params: optax.Params) -> None:
   """Raises ValueError for an inner or outer transformation that cannot be one."""
+  if isinstance(params, PLACEHOLDER):
+    return
+  for name, leaf in leaves_by_name(params).items():
+    if jnp.iscomplexobj(leaf):
+      raise TypeError(
+        f"local_steps: parameters{name} is complex: put optax.contrib.split_real_and_imaginary around js.local_steps"
+      )
   if local_states((state.inner, state.outer)):
     raise ValueError("local_steps: inner or outer has local steps itself: choose one number of steps")
   if not reduce_states(state.outer):

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxsparse.transform.wrapped import PLACEHOLDER
+
 
 @dataclasses.dataclass(frozen=True)
 class Fragments:
@@ -27,7 +29,7 @@ class Fragments:
       ValueError: for fewer leaves than fragments.
     """
     leaves, structure = jax.tree.flatten(tree)
-    if len(leaves) < self.count:
+    if 1 < self.count > len(leaves):
       raise ValueError(f"local_steps: fragments={self.count}, choose at most the number of leaves, {len(leaves)}")
     sizes, entries, numbers = list(map(jnp.size, leaves)), [0] * self.count, [0] * len(leaves)
     for leaf in sorted(range(len(leaves)), key=lambda leaf: -sizes[leaf]):
@@ -35,10 +37,14 @@ class Fragments:
       entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
     return jax.tree.unflatten(structure, numbers)
 
+  def has_entries(self, tree: Any, number: int) -> bool:
+    """Whether a leaf of a fragment has an entry."""
+    return any(map(jnp.size, jax.tree.leaves(self.part(tree, number))))
+
   def part(self, tree: Any, number: int) -> Any:
     """The leaves of a fragment, with `optax.MaskedNode` in place of the others."""
     choose = lambda leaf, one: leaf if one == number else optax.MaskedNode()
-    return tree if self.count == 1 else jax.tree.map(choose, tree, self.numbers(tree))
+    return tree if self.count == 1 or isinstance(tree, PLACEHOLDER) else jax.tree.map(choose, tree, self.numbers(tree))
 
 
 def fill_zeros(tree: Any, part: Any) -> Any:

@@ -35,6 +35,7 @@ from jaxsparse.transform.checks import (
 from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.state import Applied, Flight, LocalState
+from jaxsparse.transform.wrapped import synchronizing
 
 
 def local_steps(
@@ -185,7 +186,7 @@ class _LocalSteps(NamedTuple):
     outer = outer[0] if self.fragments.count == 1 else outer
     inner, applied = _in_rows(self.inner.init(params)), Applied() if self.apply_residual else ()
     state = LocalState(inner, outer, moved, jnp.int32(0), jnp.int32(0), flight, applied)
-    check_local_state(state)
+    check_local_state(state, params)
     return state
 
   def update(
@@ -195,12 +196,14 @@ class _LocalSteps(NamedTuple):
     if params is None:
       raise ValueError("local_steps: update needs the parameters, give tx.update(grads, state, params)")
     check_arrays_of(self.init, state, params)
-    if synchronize:
+    if synchronize or synchronizing.value:
       return self._synchronize(state, params, extra)
     check_own_gradients(grads, state)
     inner, moved, finite = self._own_step(grads, state, params, extra)
     tried = state._replace(inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1)
-    exchanges = [functools.partial(self._exchange, number) for number in range(self.fragments.count)]
+    numbers = range(self.fragments.count)
+    exchange = lambda number: functools.partial(self._exchange, number)  # without an entry it would mark no NaN
+    exchanges = [exchange(one) if self.fragments.has_entries(params, one) else self._agree for one in numbers]
     kinds = [self._agree, *exchanges, *([self._apply_flight] if self.delay else [])]
     # The branches return neither what was moved nor the inner state: XLA copies the results of a conditional.
     branches = [lambda tried, kind=kind: kind(tried, params, finite, extra) for kind in kinds]

@@ -14,6 +14,7 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import Applied, ReduceState, join_groups, split_groups
 from jaxsparse.transform.update import at_devices
+from jaxsparse.transform.wrapped import view_of
 
 
 def own_params(params: optax.Params, state: Any) -> optax.Params:
@@ -50,9 +51,12 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
     wide = p.dtype if p.dtype.itemsize > 4 else jnp.float32
     return (p.astype(wide) - behind[name].astype(wide)).astype(p.dtype) if name in behind else p
 
-  leaves = [own(name, p) for name, p in flatten.leaves_by_name(params).items()]
-  axes = frozenset().union(*(_compat.axes_of_type(node.counters.skipped) for node in states.reduce_states(state)))
-  return varying.as_varying(jax.tree.unflatten(jax.tree.structure(params), leaves), axes)
+  nodes = states.reduce_states(state)
+  view = view_of(nodes, params)
+  seen = view.see(params)
+  leaves = [own(name, p) for name, p in flatten.leaves_by_name(seen).items()]
+  axes = frozenset().union(*(_compat.axes_of_type(node.counters.skipped) for node in nodes))
+  return varying.as_varying(view.restore(params, jax.tree.unflatten(jax.tree.structure(seen), leaves)), axes)
 
 
 def moved_leaves(state: Any) -> dict[str, jax.Array]:

@@ -1,5 +1,6 @@
 """How an optax state is sharded: `js.specs`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,14 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName, names_of
 from jaxsparse.transform.checks import check_alive, check_layout
-from jaxsparse.transform.state import ReduceState, has_worker_axis, is_reduce_state, reduce_rows, reduce_states
+from jaxsparse.transform.state import (
+  ReduceState,
+  has_worker_axis,
+  is_reduce_state,
+  local_states,
+  reduce_rows,
+  reduce_states,
+)
 
 
 def specs(state: Any, axis: AxisName) -> Any:
@@ -23,8 +31,9 @@ def specs(state: Any, axis: AxisName) -> Any:
     axis: the name of the mesh axis of the workers, or a tuple of names.
 
   Raises:
-    ValueError: if optax.MultiSteps wraps a jaxsparse transform, or a transformation that keeps arrays comes before it
-      in its chain: their states depend on the gradients of one worker and would be stored as if they were replicated.
+    ValueError: if a wrapper that works with the gradients of one worker (optax.MultiSteps, optax.contrib.sam) is around
+      a jaxsparse transform, or a transformation that keeps arrays comes before it in its chain: their states would be
+      stored as if they were replicated.
       If the totals of a collective differ between workers (A2SGD), and what follows it is not inside `js.local_steps`.
       If arrays were cut or padded.
 
@@ -79,20 +88,43 @@ def _check_differing(state: Any) -> None:
     )
 
 
-_WRAPPERS = {
-  optax.MultiStepsState: "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if "
-  "they were those of all: put it after, as in optax.chain(js.spardl_transform(...), optax.MultiSteps(opt, "
-  "every_k_schedule=k))",
-  optax.ApplyIfFiniteState: "optax.apply_if_finite around a jaxsparse transform looks at the gradients of one worker, "
-  "and so workers decide differently: put it after. A step with NaN or Inf is skipped by every worker in any case",
+_WRAPPERS: dict[type, tuple[str, Callable[[Any], list[Any]]]] = {
+  optax.MultiStepsState: (
+    "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if they were those of "
+    "all: put it after, as in optax.chain(js.spardl_transform(...), optax.MultiSteps(opt, every_k_schedule=k))",
+    reduce_states,
+  ),
+  optax.ApplyIfFiniteState: (
+    "optax.apply_if_finite around a jaxsparse transform looks at the gradients of one worker, and so workers decide "
+    "differently: put it after. A step with NaN or Inf is skipped by every worker in any case",
+    reduce_states,
+  ),
+  optax.contrib.SAMState: (
+    "optax.contrib.sam around a jaxsparse transform takes its adversarial steps along the gradient of one worker: put "
+    "it after, optax.chain(js.spardl_transform(...), optax.contrib.sam(opt, adversary))",
+    reduce_states,
+  ),
+  optax.contrib.MechanicState: (
+    "optax.contrib.mechanize around a jaxsparse transform tunes its rate by the gradient of one worker: put it after, "
+    "optax.chain(js.spardl_transform(...), optax.contrib.mechanize(opt))",
+    reduce_states,
+  ),
+  optax.LookaheadState: (
+    "optax.lookahead around js.local_steps: leave it out, the anchor of local steps is its slow parameters. With "
+    "outer=optax.chain(js.dense_transform(...), optax.sgd(0.5)) it moves by half",
+    local_states,
+  ),
 }
 
 
 def _check_wrappers(state: Any) -> None:
   """Refuses wrappers that look at local gradients: what they keep would differ between workers."""
   for node in jax.tree.leaves(state, is_leaf=lambda node: type(node) in _WRAPPERS):
-    if type(node) in _WRAPPERS and reduce_states(tuple(node)):
-      raise ValueError(_WRAPPERS[type(node)])
+    if type(node) in _WRAPPERS:
+      message, refused = _WRAPPERS[type(node)]
+      if refused(tuple(node)):
+        raise ValueError(message)
+      _check_wrappers(tuple(node))
 
 
 def _check_chains(state: Any) -> None:

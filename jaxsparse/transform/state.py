@@ -234,7 +234,8 @@ def devices_of(node: ReduceState) -> int:
 
 def in_groups(state: Any) -> bool:
   """Whether a transform of the state has groups of leaves, with a residual for each: by `special=` or a plan."""
-  return any(isinstance(node.carried.residual, tuple) for node in reduce_states(state))
+  residuals = [node.carried.residual for node in reduce_states(state)]
+  return any(isinstance(residual, tuple) and len(residual) > 0 for residual in residuals)
 
 
 def is_skipped(state: Any) -> jax.Array:
@@ -245,6 +246,8 @@ def is_skipped(state: Any) -> jax.Array:
 
 def join_groups(states: Sequence[State], alone: bool) -> State:
   """The state of a transform from those of its groups: that of the only one if `alone`, else tuples of their parts."""
+  if not states:
+    return State((), (), ())
   return states[0] if alone else State(*map(tuple, zip(*states, strict=True)))
 
 

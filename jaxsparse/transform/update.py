@@ -40,6 +40,7 @@ from jaxsparse.transform.groups import (
 from jaxsparse.transform.metrics import count_idle_step, count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, join_groups, split_groups
+from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import Comm, Counters, Deferred, Pending, Reduced, Sparse, State
 
 
@@ -87,7 +88,9 @@ def grouped_transform(
   comm = comm_of(axis)
 
   def init(params: optax.Params) -> ReduceState:
-    flatten.check_leaves(params)
+    if isinstance(params, PLACEHOLDER):
+      return jnp.int32(0)  # one leaf for all of the state, which has no copy of them
+    checks.check_own_leaves(params)
     check_special(special or {}, params)
     shapes = flatten.leaf_shapes(params)
     method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)), alone)
@@ -108,15 +111,14 @@ def grouped_transform(
     if agree is not None:  # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
       return jax.tree.map(jnp.zeros_like, updates), count_idle_step(state, ~agreed)
-    checks.check_local(comm, updates)
-    checks.warn_of_frozen(state, updates)
     groups = grouped(flatten.leaf_shapes(updates))
     checks.check_method(state, groups, updates, comm.size, alone)
+    if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
+      return updates, count_idle_step(state, jnp.bool_(False))
+    checks.check_local(comm, updates)
+    checks.warn_of_frozen(state, updates)
     leaves, structure = jax.tree.flatten(updates)
-    for group in groups:
-      if not group.collective.differentiable:
-        for number in group.leaves:
-          leaves[number] = _without_derivative(leaves[number], group.collective.name)
+    leaves = _without_derivatives(groups, leaves)
     # `js.local_steps` with wider updates than parameters: of the mean, by the names of the leaves
     own = [(dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
     divisor = getattr(comm, "divisor", comm.size)  # `PeerComm` has one: what its workers give is weighted already
@@ -127,7 +129,7 @@ def grouped_transform(
   def with_collectives(change: Callable[[list[Collective]], list[Collective]]) -> Transform:
     def changed(shapes: Shapes) -> list[Group]:
       groups = grouped(shapes)
-      collectives = change([group.collective for group in groups])
+      collectives = change([group.collective for group in groups]) if groups else []
       return [group._replace(collective=new) for group, new in zip(groups, collectives, strict=True)]
 
     return grouped_transform(changed, change(collectives), axis, shardings, special, alone)
@@ -135,6 +137,13 @@ def grouped_transform(
   transform = Transform(init, update)
   transform.comm, transform.with_collectives = comm, with_collectives
   return transform
+
+
+def _without_derivatives(groups: Sequence[Group], leaves: Sequence[jax.Array]) -> list[jax.Array]:
+  """The leaves, whose derivative is refused where they have a collective that has none."""
+  without = [group for group in groups if not group.collective.differentiable]
+  names = {leaf: group.collective.name for group in without for leaf in group.leaves}
+  return [_without_derivative(x, names[leaf]) if leaf in names else x for leaf, x in enumerate(leaves)]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

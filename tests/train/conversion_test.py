@@ -22,7 +22,7 @@ import jaxsparse as js
 from jaxsparse.sparse.flatten import leaf_shapes
 from jaxsparse.transform.groups import Method, assign_collectives, groups_of
 from jaxsparse.transform.shards import Shards
-from jaxsparse.transform.state import Layout, is_reduce_state
+from jaxsparse.transform.state import Layout, is_reduce_state, local_states
 from tests.cases import (
   REPLICATING,
   assert_same_bits,
@@ -308,6 +308,13 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
     for use in (js.resize, js.flush, lambda *given: js.convert(given[0], tx, *given[1:])):
       with pytest.raises(ValueError, match=message):
         use(bad, model, where)
+  for use in (js.resize, lambda *given: js.convert(given[0], tx, *given[1:])):
+    for trace in (
+      lambda use=use: jax.jit(lambda state, params: use(state, params, mesh))(state, PARAMS),
+      lambda use=use: jax.eval_shape(lambda: use(state, PARAMS, mesh)),
+    ):
+      with pytest.raises(ValueError, match=r"js.(resize|convert): called under a trace, .* call it outside"):
+        trace()
   with pytest.raises(ValueError, match=r"optimizer state has .*trace.* and keeps all others"):
     js.convert(state, optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), PARAMS, mesh)
   with pytest.raises(ValueError, match="made for 3 workers, the axis has 4: .* js.resize"):
@@ -375,3 +382,73 @@ def test_parameters_that_are_one_array_change_between_exchanges_too():
   state = js.convert(js.init(chain(1), params, sim(2)), chain(2), params, sim(2))
   np.testing.assert_array_equal(state.moved, np.zeros((2, 8)))
   assert js.convert(state, chain(1), params, sim(2)).moved == ()
+
+
+def masked_of(one):
+  """`one` for a part of the leaves, whose others are averaged in every step."""
+  kinds = {"one": one, "dense": optax.chain(js.dense_transform("workers"), optax.sgd(0.5))}
+  return optax.multi_transform(kinds, {"bias": "dense", "kernel": "one", "scale": "dense", "table": "one"})
+
+
+@pytest.mark.parametrize(
+  ("inner", "wrap", "workers", "every"),
+  [
+    (optax.sgd(0.25, momentum=0.5), lambda tx: tx, 3, 2),
+    (optax.chain(optax.clip(2.0), optax.trace(0.5)), masked_of, 3, 1),
+    (optax.sgd(lambda count: 1 / (1 + count.astype(jnp.float32))), lambda tx: tx, 4, 4),
+  ],
+  ids=["momentum", "some leaves", "other workers"],
+)
+def test_local_steps_begin_with_the_optimizer_of_a_dense_start(inner, wrap, workers, every):
+  """At each worker its state, what else the chain has, and totals of words; as docs/how_to/migrating.md says."""
+  dense = wrap(optax.chain(js.dense_transform("workers"), inner))
+  local = wrap(js.local_steps(inner, averaged(), every=every))
+  step, params, state = start(dense, sim(3), PARAMS, quadratic)
+  n = sum(x.size for x in PARAMS.values())
+  for number in range(3):
+    params, state, _ = step(params, state, normals(number, 3, n))
+  begun = js.convert(state, local, params, sim(workers))
+  assert jax.tree.structure(begun) == jax.tree.structure(js.init(local, params, sim(workers)))
+  (node,) = local_states(begun)
+  old = [x for x in jax.tree.leaves(state, is_leaf=is_reduce_state) if not is_reduce_state(x)]
+  rows = jax.tree.leaves(node.inner)
+  assert rows
+  for row in rows:
+    assert any(np.array_equal(row, np.broadcast_to(x, row.shape)) for x in old if np.shape(x) == row.shape[1:])
+  assert js.metrics(begun).total_words == js.metrics(state).total_words
+  go_on = js.make_train_step(quadratic, local, sim(workers), donate=False)
+  params, begun, metrics = go_on(params, begun, normals(3, workers, n))
+  assert not metrics.skipped
+  go_on.synchronize(params, begun)
+
+
+def test_a_start_of_local_steps_that_would_lose_something_is_refused():
+  sparse = optax.chain(js.topka_transform("workers", k=3), optax.sgd(0.1))
+  step, params, state = start(sparse, sim(3), PARAMS, quadratic)
+  params, state, _ = step(params, state, normals(0, 3, 64))
+  local = js.local_steps(optax.sgd(0.1), averaged(), every=2)
+  with pytest.raises(ValueError, match="a residual of gradients is not zero, deliver it by js.flush before"):
+    js.convert(state, local, params, sim(3))
+  _, state = js.flush(state, params, sim(3))
+  js.convert(state, local, params, sim(3))
+  other = js.local_steps(optax.sgd(0.1, momentum=0.9), averaged(), every=2)
+  with pytest.raises(ValueError, match=r"inner is not the optimizer that follows .* optax.chain\(transform, opt"):
+    js.convert(state, other, params, sim(3))
+  with pytest.raises(ValueError, match="js.convert replaces jaxsparse transforms and keeps all others"):
+    js.convert(state, optax.chain(optax.clip(1.0), local, optax.clip(1.0)), params, sim(3))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_rows_of_a_model_state_for_other_workers(workers):
+  """Of each worker its own, as the error and docs/how_to/checkpoints.md say."""
+  loss = lambda p, batch, model_state: (quadratic(p, batch), {"mean": 0.5 * model_state["mean"] + batch.mean(0)})
+  tx, n = averaged(), sum(x.size for x in PARAMS.values())
+  step, params, state = start(tx, sim(3), PARAMS, loss, model_state="worker")
+  batch = normals(0, 3, n)
+  params, state, metrics = step(params, state, batch, model_state={"mean": jnp.zeros((3, n))})
+  state, step = js.resize(state, params, sim(workers)), js.make_train_step(loss, tx, sim(workers), model_state="worker")
+  with pytest.raises(ValueError, match=rf"np.resize\(x, \({workers}, \*x.shape\[1:\]\)\)"):
+    step(params, state, normals(1, workers, n), model_state=metrics.model_state)
+  rows = jax.tree.map(lambda x: np.resize(x, (workers, *x.shape[1:])), metrics.model_state)
+  np.testing.assert_array_equal(rows["mean"], batch[np.arange(workers) % 3])
+  step(params, state, normals(1, workers, n), model_state=rows)

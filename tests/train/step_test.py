@@ -57,6 +57,21 @@ def test_the_mesh_is_the_users_own(kind):
   assert {leaf.sharding.mesh for leaf in jax.tree.leaves((params, state))} == {mesh}
 
 
+@pytest.mark.parametrize("kind", quick_of([AxisType.Auto, AxisType.Explicit], quick=[AxisType.Explicit]), ids=str)
+def test_models_under_vmap_train_as_each_alone(kind):
+  """Two of them on three workers, whose axis the models must not be sharded over; in a jit and without."""
+  mesh = Mesh(np.array(jax.devices()[:3]), ("workers",), axis_types=(kind,))
+  tx, models = optax.chain(js.topka_transform("workers", k=3), optax.sgd(0.1)), {"w": jnp.asarray(normals(1, 2, 5, 4))}
+  step = js.make_train_step(loss_fn, tx, mesh, donate=False)
+  train = jax.vmap(lambda params, state: step(params, state, batch_of(0)))
+  after = train(*train(models, jax.vmap(lambda params: js.init(tx, params, mesh))(models))[:2])
+  assert_same_bits(jax.jit(train)(*after[:2])[0], train(*after[:2])[0])
+  params = {"w": models["w"][1]}
+  alone = step(*step(params, js.init(tx, params, mesh), batch_of(0))[:2], batch_of(0))
+  found = jax.tree.map(lambda x: x[1], after)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, alone)
+
+
 # Arguments that were donated.
 
 
@@ -164,6 +179,9 @@ def test_complex_aux_and_model_states_are_averaged(workers):
   mean = batch.mean() * (1 + 2j)
   np.testing.assert_allclose(metrics.aux, mean, rtol=1e-6)
   np.testing.assert_allclose(metrics.model_state["spectrum"], 1j + mean, rtol=1e-6)
+  step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce="stack")
+  _, _, metrics = step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})
+  np.testing.assert_allclose(metrics.aux, batch[:, 0] * (1 + 2j), rtol=1e-6)
   step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce="max")
   with pytest.raises(ValueError, match="aux is complex: there is no max of it"):
     step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})

@@ -5,12 +5,13 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxsparse as js
 from jaxsparse.sparse.flatten import leaf_shapes
 from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of, split_k
-from tests.cases import mesh_of
+from tests.cases import assert_same_bits, averaged, mesh_of, normals, quick_of, sim, start
 
 SHAPES = {"bias": (3,), "embedding": (6, 4), "none": (0, 2), "w": [(8, 5), (5, 3)]}
 PARAMS = jax.tree.map(jnp.zeros, SHAPES, is_leaf=lambda shape: isinstance(shape, tuple))
@@ -84,3 +85,62 @@ def test_each_group_follows_all_that_its_bundle_waits_for_perhaps_through_others
 def test_bad_input(make, error, message):
   with pytest.raises(error, match=message):
     js.init(make(), PARAMS, mesh_of(3))
+
+
+# Transforms without an entry.
+
+EMPTY = {
+  "sparse": js.spardl_transform("workers", k=3),
+  "dense": js.dense_transform("workers"),
+  "groups": js.topka_transform("workers", density=0.5, special={"w": "dense"}),
+  "corrected": js.momentum_corrected(js.warmed_up(js.topka_transform("workers", k=2), {2: 1.0})),
+  "local": js.local_steps(optax.sgd(1.0), averaged(), every=2),
+}
+
+
+@pytest.mark.parametrize(
+  "leaves", [{}, {"none": jnp.zeros((0, 2)), "no": jnp.zeros(0)}], ids=["no leaf", "empty leaves"]
+)
+@pytest.mark.filterwarnings("ignore:js.resize")  # of workers of local steps
+@pytest.mark.parametrize("name", quick_of(EMPTY, quick=["groups", "corrected"]))
+def test_a_label_without_an_entry_sends_nothing(leaves, name):
+  """Parameters are those without it, after a skipped step, with other workers, and when all is delivered."""
+  tx, params = js.topka_transform("workers", k=4), {"w": jnp.ones(9)}
+  labels = {"w": "full"} | dict.fromkeys(leaves, "empty")
+  both = optax.multi_transform({"full": tx, "empty": EMPTY[name]}, labels)
+  step, given, state = start(both, sim(3), params | leaves)
+  alone, params2, state2 = start(tx, sim(3), params)
+  for number in range(4):
+    batch = normals(number, 3, 9)
+    batch[1, 2] = np.nan if number == 2 else 0.0
+    given, state, metrics = step(given, state, batch)
+    params2, state2, _ = alone(params2, state2, batch)
+    assert metrics.skipped == (number == 2)
+  assert_same_bits(given["w"], params2["w"])
+  assert js.metrics(state).total_words == js.metrics(state2).total_words
+  resized, resized2 = (js.resize(*pair, sim(2)) for pair in ((state, given), (state2, params2)))
+  delivered, delivered2 = (js.flush(*pair, sim(2))[0] for pair in ((resized, given), (resized2, params2)))
+  assert_same_bits(delivered["w"], delivered2["w"])
+
+
+def test_parameters_without_an_entry_are_refused():
+  for params in ({}, {"none": jnp.zeros((0, 2))}):
+    with pytest.raises(ValueError, match="hold no entry: give a pytree with at least one non-empty array"):
+      js.init(EMPTY["dense"], params, sim(2))
+
+
+@pytest.mark.parametrize("delay", quick_of([0, 1], quick=[1]))
+def test_a_fragment_without_an_entry_sends_nothing(delay):
+  """In its turn workers agree on NaN all the same, which one of them has."""
+  tx = js.local_steps(optax.sgd(1.0), averaged(), every=6, fragments=3, delay=delay)
+  step, params, state = start(tx, sim(3), {"a": jnp.ones(4), "b": jnp.ones(5), "none": jnp.zeros(0)})
+  batch, faulty = np.ones((3, 9), np.float32), np.ones((3, 9), np.float32)
+  faulty[1, 2] = np.nan
+  for _ in range(12):
+    before, after = (params, state), step(params, state, faulty)
+    assert after[2].skipped
+    assert_same_bits((after[0], after[1].moved), (before[0], before[1].moved))
+    params, state, _ = step(params, state, batch)
+  if not delay:
+    own = jax.tree.map(lambda p, moved: p - moved[0], params, state.moved)
+    np.testing.assert_array_equal(np.concatenate([own["a"], own["b"]]), -11 * np.ones(9))

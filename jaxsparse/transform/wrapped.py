@@ -1,0 +1,126 @@
+"""Parameters as a jaxsparse transform sees them inside wrappers of optax, which change their leaves.
+
+    optax.lookahead                           the fast parameters, `params.fast`
+    optax.contrib.split_real_and_imaginary    the real and the imaginary part of each complex leaf
+    optax.flatten                             one vector of all leaves
+
+The state of a transform has the names and shapes of the leaves that it saw, which tell the wrappers around it. Some
+wrappers pass no extra arguments on, so `synchronizing` tells local steps inside them to exchange.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxsparse.sparse.flatten import leaf_shapes, parts
+from jaxsparse.transform.state import ReduceState
+
+synchronizing = jax.make_user_context(False)
+
+
+def _placeholder() -> type:
+  found: list[type] = []
+  optax.tree_map_params(lambda params: found.append(type(params)) or params, lambda leaf: leaf, ())  # type: ignore[func-returns-value]
+  return found[0]
+
+
+PLACEHOLDER = _placeholder()
+"""The type of what `optax.tree_map_params` gives `init` in place of parameters, to find their copies in a state."""
+
+
+class _Wrapper(NamedTuple):
+  """A change of leaves: `see(tree)`, and `restore(tree, see(tree))`, which is like `tree`."""
+
+  see: Callable[[Any], Any]
+  restore: Callable[[Any, Any], Any]
+
+
+class _Pair(NamedTuple):
+  """A complex leaf, with the names of optax's."""
+
+  real: jax.Array
+  imaginary: jax.Array
+
+
+def _join_pairs(tree: Any, seen: Any) -> Any:
+  join = lambda _, leaf: jax.lax.complex(*leaf) if isinstance(leaf, _Pair) else leaf
+  return jax.tree.map(join, tree, seen)
+
+
+def _concatenate(tree: Any) -> jax.Array:
+  with jax.numpy_dtype_promotion("standard"):
+    return jnp.concatenate([jnp.reshape(leaf, -1) for leaf in jax.tree.leaves(tree)])
+
+
+def _divide(tree: Any, seen: jax.Array) -> Any:
+  leaves, structure = jax.tree.flatten(tree)
+  pieces = zip(parts(seen, [leaf.size for leaf in leaves]), leaves, strict=True)
+  return jax.tree.unflatten(structure, [piece.reshape(leaf.shape).astype(leaf.dtype) for piece, leaf in pieces])
+
+
+_SPLIT = _Wrapper(
+  lambda tree: jax.tree.map(lambda x: _Pair(jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else x, tree), _join_pairs
+)
+_FLAT = _Wrapper(_concatenate, _divide)
+
+
+class View(NamedTuple):
+  """How the wrappers around a transform change the leaves of parameters.
+
+  Attributes:
+    wrappers: from the outermost to the innermost.
+
+  Example:
+    >>> view = View((_SPLIT, _FLAT))
+    >>> view.see({"b": jnp.ones(1), "w": jnp.array([2 + 3j])})
+    Array([1., 2., 3.], dtype=float32)
+  """
+
+  wrappers: tuple[_Wrapper, ...] = ()
+
+  def see(self, tree: Any) -> Any:
+    """A pytree like the parameters as the transform sees it."""
+    tree = trained(tree)
+    for wrapper in self.wrappers:
+      tree = wrapper.see(tree)
+    return tree
+
+  def restore(self, like: Any, seen: Any) -> Any:
+    """`like`, a pytree like the parameters, with the leaves that the transform sees replaced by `seen`."""
+    for number in reversed(range(len(self.wrappers))):
+      seen = self.wrappers[number].restore(View(self.wrappers[:number]).see(like), seen)
+    return like._replace(fast=seen) if isinstance(like, optax.LookaheadParams) else seen
+
+
+_VIEWS = [View(wrappers) for wrappers in ((), (_SPLIT,), (_FLAT,), (_SPLIT, _FLAT), (_FLAT, _SPLIT))]
+
+
+def trained(params: optax.Params) -> optax.Params:
+  """The parameters at which the gradient is taken: the fast ones of `optax.lookahead`, else all."""
+  return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def view_of(nodes: Sequence[ReduceState], params: optax.Params) -> View:
+  """How the transforms with these states see the parameters; as they are, if the states fit none of the wrappers."""
+  methods: list[Any] = [node.layout.method for node in nodes if node.layout.method]
+  made = [leaf for method in methods for leaf in zip(method.names, method.shapes, strict=True)]
+  for view in _VIEWS:
+    shapes = leaf_shapes(_shapes_seen(view, params))
+    if all(shapes.get(name) == shape for name, shape in made):
+      return view
+  return View()
+
+
+def shapes_seen(nodes: Sequence[ReduceState], params: optax.Params) -> Any:
+  """The leaves that the transforms with these states see, as `jax.ShapeDtypeStruct`."""
+  return _shapes_seen(view_of(nodes, params), params)
+
+
+def _shapes_seen(view: View, params: optax.Params) -> Any:
+  dtype_of = lambda x: x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)), params)
+  return jax.eval_shape(view.see, shapes) if view.wrappers else trained(shapes)
