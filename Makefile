@@ -57,7 +57,7 @@ test: lint types  ## lint, types and the quick tests; prints its CPU time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # The site belongs to the first part.
-test-all: lint types $(if $(filter-out 1/%,$(PART)),,docs)  ## all tests with more examples, and the site; PART=1/3: a third
+test-all: lint types $(if $(filter-out 1/%,$(PART)),,docs)  ## all tests with more examples, and the site; PART=5/12: a twelfth
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m '' --hypothesis-profile all $(addprefix --part=,$(PART))
 
 $(ACCELERATORS)/installed: constraints.txt
