@@ -31,11 +31,13 @@ _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["spardl", "dense"], f"What 
 _ENGINE = flags.DEFINE_enum("engine", "devices", list(workers.ENGINES), workers.ENGINE_HELP)
 _WORKERS = flags.DEFINE_integer("workers", 6, "Number of workers.", lower_bound=1)
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries that a sparse all-reduce delivers in a step.")
-_TASK = flags.DEFINE_enum("task", "images", ["images", "lm"], "lm: a byte-level language model, see tasks/lm.py.")
+_TASK = flags.DEFINE_enum(
+  "task", "images", ["images", "lm", "sources"], "lm: a byte-level language model, sources: of four texts; tasks/lm.py."
+)
 _ALPHA = flags.DEFINE_float(
   "alpha",
   None,
-  "Images of each worker's own, classes from Dirichlet(α): 0.1 few classes each, inf all.",
+  "Data of each worker's own: images of classes from Dirichlet(α), inf: of all; of --task=sources one text, if finite.",
   lower_bound=0.001,
 )
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Train on CIFAR-10: the folder that holds cifar-10-batches-bin.")
@@ -138,6 +140,8 @@ def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
 
 def _make_tasks() -> list[Task]:
   """The task on each fold."""
+  if _TASK.value == "sources":
+    return [lm.several(_ALPHA.value is not None and math.isfinite(_ALPHA.value))]
   if _TASK.value == "lm":
     if _DATA_DIR.value or _ALPHA.value is not None:
       raise ValueError("--data_dir and --alpha are for --task=images: --task=lm has a text of its own")

@@ -31,6 +31,25 @@ def small() -> Task:
   return Task("transformer", str(text), lambda seed: Transformer(nnx.Rngs(seed)), stream, test, train)
 
 
+def several(apart: bool) -> Task:
+  """`small` on four sources of text: each worker has one of its own, or each window comes from any of them."""
+  every = texts.sources()
+
+  def stream(seed: int, workers: int, size: int) -> Batches:
+    randoms = [np.random.default_rng([seed, worker]) for worker in range(workers)]
+    while True:
+      rows = []
+      for worker, random in enumerate(randoms):
+        chosen = np.full(size, worker % len(every)) if apart else random.integers(0, len(every), size)
+        rows += [draw(every[source].train, random, 1) for source in chosen]
+      inputs, labels = _predict(np.concatenate(rows))
+      yield {"input": inputs, "label": labels}
+
+  held_out = _predict(np.concatenate([_at(one.held_out, np.arange(0, 9_900, 99)) for one in every]))
+  names = ", ".join(one.name for one in every) + (", one for each worker" if apart else ", mixed")
+  return Task("transformer", names, lambda seed: Transformer(nnx.Rngs(seed)), stream, held_out, held_out)
+
+
 def large() -> Task:
   """A transformer of 4 blocks of width 256: 3,295,232 parameters."""
   return _next_byte("lm", lambda rngs: Transformer(rngs, width=256, blocks=4, bias=False))

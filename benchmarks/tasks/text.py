@@ -18,6 +18,7 @@ import numpy as np
 
 BYTES = 256
 HELD_OUT = 0.1
+_SOURCE = 100_000  # bytes
 _SKIPPED = ("test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages")
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -52,6 +53,26 @@ def library() -> Text:
   train, held_out = map(b"\n\n".join, parts.values())
   whole = hashlib.sha256(train + held_out).hexdigest()
   return Text(np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), whole, "help topics and docstrings")
+
+
+@functools.cache
+def sources() -> tuple[Text, ...]:
+  """Texts that differ: prose, Python, C and tables of numbers; 100,000 bytes each, the last tenth is held out."""
+  import sklearn.datasets
+
+  tables = pathlib.Path(sklearn.datasets.__file__).with_name("data")
+  folders = {
+    "Python": (pathlib.Path(sysconfig.get_path("stdlib")), "*.py"),
+    "C": (pathlib.Path(np.get_include()), "*.h"),
+  }
+  content = {"prose": _topics().encode()}
+  for name, (folder, pattern) in (folders | {"numbers": (tables, "*.csv")}).items():
+    content[name] = b"\n".join(path.read_bytes() for path in sorted(folder.rglob(pattern)))
+  found = []
+  for name, whole in content.items():
+    text, cut = np.frombuffer(whole[:_SOURCE], np.uint8), round(_SOURCE * (1 - HELD_OUT))
+    found.append(Text(text[:cut], text[cut:], hashlib.sha256(text).hexdigest(), name))
+  return tuple(found)
 
 
 def _topics() -> str:
