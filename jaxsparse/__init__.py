@@ -64,7 +64,7 @@ from jaxsparse.overlap.buckets import bucketed_transform
 from jaxsparse.train.agreement import agreement
 from jaxsparse.train.conversion import convert, resize
 from jaxsparse.train.flushing import flush
-from jaxsparse.train.simulation import simulate
+from jaxsparse.train.simulation import contraction, simulate
 from jaxsparse.train.stacked import stacked
 from jaxsparse.train.starting import abstract_state
 from jaxsparse.train.step import init, make_train_step
@@ -108,17 +108,7 @@ __all__ += ["Cost", "Counters", "Metrics", "Reduced", "Sparse", "State", "metric
 __all__ += ["atomic", "bucketed_transform", "ef21", "make_transform", "momentum_corrected", "specs", "warmed_up"]
 __all__ += ["average_momentum", "demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]
 __all__ += ["sparseloco", "streaming_diloco"]
-__all__ += [
-  "abstract_state",
-  "agreement",
-  "convert",
-  "flush",
-  "init",
-  "make_train_step",
-  "resize",
-  "simulate",
-  "stacked",
-]
-__all__ += ["traced_for"]
+__all__ += ["abstract_state", "agreement", "contraction", "convert", "flush", "init", "make_train_step", "resize"]
+__all__ += ["simulate", "stacked", "traced_for"]
 __all__ += [f"{name}_transform" for name in collective_names()]
 __all__.sort()

@@ -164,8 +164,8 @@ class Collective(abc.ABC):
   def cost(self, n: int, size: int) -> Cost:
     """Messages and words of one step by a closed formula; an upper bound where message sizes vary.
 
-    The formulas are those of the papers, rounded up where a size does not divide. Ours are those of the messages of
-    Ok-Topk and TopkDSA, the words of Gaussian-k (a capacity of 5k/4 entries) and of QSGD (levels of fixed width).
+    The formulas are those of the papers, rounded up where a size does not divide. Ours are those of Ok-Topk, of the
+    messages of TopkDSA, and of the words of Gaussian-k (a capacity of 5k/4 entries) and QSGD (levels of fixed width).
     """
 
 

@@ -1,4 +1,7 @@
-"""`js.simulate`: one reduction of any number of workers on one device, bitwise the same as on a mesh."""
+"""`js.simulate`: one reduction of any number of workers on one device, bitwise the same as on a mesh.
+
+`js.contraction`: how much of the gradients of several steps a collective leaves out.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -6,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives import Collective, make_collective
+from jaxsparse.collectives import Collective, SparseCollective, make_collective
 from jaxsparse.comm import SimComm
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import checks
@@ -82,6 +85,56 @@ def simulate(
   totals, state = reduce_all(collective, rows, state)
   total, residuals, metrics = _results(grads, totals, state)
   return Simulated(total, residuals, metrics, state)
+
+
+class Contraction(NamedTuple):
+  """How much steps leave out; with accumulators acc_w = gradient_w + residual_w and the delivered mean d = total / P.
+
+  Attributes:
+    left_out: f32[steps], ‖mean acc − d‖² / ‖mean acc‖². A step of a δ-contraction has at most 1 − δ.
+    xi: f32[steps], ‖top-k(mean acc) − d‖ / ‖mean gradient‖, with all n entries for a collective without k. Ok-Topk
+      converges if these numbers have a small bound ξ (Ok-Topk, Assumption 1).
+  """
+
+  left_out: jax.Array
+  xi: jax.Array
+
+
+def contraction(name: str | Collective, grads: Any, **config: Any) -> Contraction:
+  """How much each step leaves out when a collective reduces recorded gradients, one step after the other.
+
+  Args:
+    name: one of `js.collective_names()`, or a collective of your own.
+    grads: f32[steps, P, n], the gradients of P workers; or a pytree of arrays with these two leading axes. Gradients
+      times the learning rate, where that changes.
+    **config: the options of the collective.
+
+  Example:
+    >>> import jax.numpy as jnp, jaxsparse as js
+    >>> js.contraction("topka", jnp.array([[[4.0, 3.0]], [[0.0, 0.0]]]), k=1).left_out  # 3²/5², then nothing
+    Array([0.36, 0.  ], dtype=float32)
+  """
+  _rows_of("grads", jax.tree.map(lambda leaf: leaf[0], grads))
+  rows = jax.vmap(_flat_rows)(grads)
+  collective = make_collective(name, **config).for_leaves(tuple(jnp.shape(x)[2:] for x in jax.tree.leaves(grads)))
+  _, workers, n = rows.shape
+  k = collective.entries(n) if isinstance(collective, SparseCollective) else n
+
+  def step(state: ReduceState, grads: jax.Array) -> tuple[ReduceState, Contraction]:
+    residual = state.carried.residual
+    mean = jnp.mean(grads if residual is None else grads + residual, axis=0)
+    totals, state = reduce_all(collective, grads, state)
+    delivered, largest = jnp.mean(totals, axis=0) / workers, jax.lax.top_k(jnp.abs(mean), k)[1]
+    missing = jnp.zeros(n).at[largest].set(mean[largest]) - delivered
+    return state, Contraction(_ratio(mean - delivered, mean) ** 2, _ratio(missing, jnp.mean(grads, axis=0)))
+
+  return jax.lax.scan(step, initial(collective, workers, n), rows)[1]
+
+
+def _ratio(x: jax.Array, y: jax.Array) -> jax.Array:
+  """‖x‖ / ‖y‖; 0 if both are 0."""
+  norm = jnp.linalg.norm(x)
+  return jnp.where(norm == 0, 0.0, norm / jnp.linalg.norm(y))
 
 
 @jax.jit

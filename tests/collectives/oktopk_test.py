@@ -52,18 +52,66 @@ def test_equals_the_paper_in_numpy(n, k, regions, periods, nudge, workers):
     np.testing.assert_allclose(state.carried.worker[:, 0], expected.local, rtol=1e-6)
 
 
-@pytest.mark.long
-def test_one_owner_of_everything_is_balanced():
-  """All entries in one region: its owner sends equal shares away, and every block of the all-gather is the same."""
-  grads = np.zeros((8, 160), np.float32)
-  grads[:, :20] = 1 + np.arange(20)
-  expected = OkTopk(8, 160, 16, js.make_collective("oktopk", k=16).sizes(160, 8), balanced_regions=False)
-  total = expected.reduce(grads)
-  assert expected.was_balanced
-  out = js.simulate("oktopk", grads, k=16, regions="even")
+def owning(owned, k, **options):
+  """A first step after which owner r has owned[r] selected sums, each of the entry of one worker, and the oracle."""
+  workers, length = len(owned), 2 * k
+  grads = np.zeros((workers, workers * length), np.float32)
+  for owner, count in enumerate(owned):
+    slot = np.arange(count)
+    grads[slot % workers, owner * length + slot] = 1  # equal magnitudes reach any threshold together
+  options |= {"k": k, "regions": "even"}
+  sizes = js.make_collective("oktopk", **options).sizes(grads.shape[1], workers)
+  oracle = OkTopk(workers, grads.shape[1], k, sizes, balanced_regions=False)
+  oracle.balance = options.get("balance", True)
+  out, total = js.simulate("oktopk", grads, **options), oracle.reduce(grads)
   np.testing.assert_array_equal(out.total, total)
-  assert float(out.metrics.imbalance) == 8
-  assert float(out.metrics.balanced) < 3  # one entry here and none there, of three that came
+  np.testing.assert_array_equal(out.residuals, oracle.residuals)
+  return out, oracle
+
+
+@pytest.mark.parametrize(
+  ("owned", "k", "words"),
+  [
+    row((7, 6), 8, 10 + 14, quick=True),  # imbalance 1.08: by balancing 8 of 13 were delivered, in 22 words
+    row((19, 18), 24, 2 * (13 + 21)),
+    row((10, 9, 9), 18, 4 * (5 + 11)),
+    row((20, 20, 0, 0, 0, 0, 0, 0), 40, 14 * (3 + 20)),  # the largest is 4 times the mean, and not more
+    row((10, 10, 0, 0, 0), 20, 8 * (2 + 11), quick=True),
+    row((7, 0, 0, 0, 0), 20, 8 * (2 + 7), quick=True),  # 5 times the mean: by balancing 8 * (2 + 8)
+  ],
+)
+def test_owners_that_are_not_unbalanced_deliver_all_they_selected(owned, k, words):
+  """In blocks of the smallest sufficient capacity."""
+  out, oracle = owning(owned, k)
+  assert not oracle.was_balanced
+  assert int(out.metrics.delivered) == sum(owned)
+  assert int(out.metrics.overflow) == 0
+  assert int(out.metrics.words_sent) == words
+  assert float(out.metrics.balanced) == float(out.metrics.imbalance) == np.float32(max(owned) / np.mean(owned))
+
+
+@pytest.mark.parametrize("workers", quick_of([5, 8, 13], quick=[5]))
+def test_owners_with_more_than_four_times_the_mean_are_balanced(workers):
+  """Any k entries, of which one owner has so many, are delivered in blocks of one size; without balancing 4 k/P."""
+  each, random = 4, np.random.default_rng(workers)
+  k = each * workers
+  for largest in (k, *random.integers(4 * each + 1, k, 3)):
+    others = random.multinomial(k - largest, np.full(workers - 1, 1 / (workers - 1)))
+    out, oracle = owning(random.permutation([largest, *others]), k)
+    assert oracle.was_balanced
+    assert int(out.metrics.delivered) == k
+    assert float(out.metrics.balanced) == 1
+    assert int(out.metrics.words_sent) <= 2 * (workers - 1) * (6 + 2 * each)
+
+
+@pytest.mark.long
+def test_balancing_can_be_switched_off():
+  """The largest owner then sends a block of 4 k/P entries, and the others stay in the residuals of their senders."""
+  out, _ = owning((20, 0, 0, 0, 0), 20, balance=False)
+  assert float(out.metrics.balanced) == 5
+  assert int(out.metrics.delivered) == 16
+  assert int(out.metrics.overflow) == np.count_nonzero(out.residuals) == 4
+  assert int(out.metrics.words_sent) == 2 * 4 * (5 + 16)
 
 
 @pytest.mark.long
@@ -120,14 +168,17 @@ def test_entries_that_overflow_a_message_are_the_smallest(regions):
   """The second step reuses the threshold of the first, which all entries reach."""
   workers, n, k = 3, 300, 30
   options = {"k": k, "nudge": "none", "regions": regions}
-  first = js.simulate("oktopk", 1e-3 * normals(0, workers, n), **options)
-  grads = normals(1, workers, n)
+  sizes = js.make_collective("oktopk", **options).sizes(n, workers)
+  oracle = OkTopk(workers, n, k, sizes, balanced_regions=regions == "balanced")
+  first, grads = 1e-3 * normals(0, workers, n), normals(1, workers, n)
+  oracle.reduce(first)
+  total, first = oracle.reduce(grads), js.simulate("oktopk", first, **options)
   out = js.simulate("oktopk", grads, state=first.state, **options)
-  bounds, most = (
-    np.asarray(out.state.carried.shared.bounds[0]),
-    js.make_collective("oktopk", k=k).sizes(n, workers).most,
-  )
+  bounds, most = np.asarray(out.state.carried.shared.bounds[0]), sizes.most
   assert int(out.metrics.overflow) > 0
+  assert np.add.reduceat(total != 0, bounds[:-1]).max() == sizes.direct  # of up to 3 times 15 selected sums
+  np.testing.assert_array_equal(out.total, total)
+  np.testing.assert_array_equal(out.residuals, oracle.residuals)
   for own, left in zip(grads + np.asarray(first.residuals), np.asarray(out.residuals), strict=True):
     two_k = np.argsort(-np.abs(own), kind="stable")[: 2 * k]
     for start, end in itertools.pairwise(bounds):

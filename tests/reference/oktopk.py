@@ -12,6 +12,8 @@ from tests.reference import added, dense, largest
 class OkTopk:
   """All workers; `reduce` is one step."""
 
+  balance = True  # owners, as the paper does if one has more than 4 times the mean
+
   def __init__(self, workers, n, k, sizes, threshold_period=32, region_period=64, balanced_regions=True, nudge="none"):
     self.workers, self.n, self.k, self.sizes, self.nudge, self.step = workers, n, k, sizes, nudge, 0
     self.threshold_period, self.region_period, self.balanced_regions = threshold_period, region_period, balanced_regions
@@ -74,7 +76,9 @@ class OkTopk:
     """What arrives everywhere: directly, or after surplus entries went to those with room."""
     fullest, count = max(map(len, owned)), sum(map(len, owned))
     lines = [list(largest(entries, len(entries)).items()) for entries in owned]
-    self.was_balanced = self.workers > 1 and (fullest > 4 * count / self.workers or fullest > self.sizes.direct)
+    # Blocks no larger than the two messages of `even` entries that balance and gather cost no more words directly.
+    block = next((slots for slots in self.sizes.blocks if slots >= fullest), self.sizes.direct)
+    self.was_balanced = self.balance and fullest > 4 * count / self.workers and block > 2 * self.sizes.even
     if not self.was_balanced:
       return [dict(line[: self.sizes.direct]) for line in lines]
     share = min(-(-count // self.workers), self.sizes.even)
@@ -82,9 +86,8 @@ class OkTopk:
     surplus = [(owner, entry) for owner in range(self.workers) for entry in lines[owner][share:]]
     messages = {}
     for (source, (i, value)), destination in zip(surplus, free, strict=False):
-      message = messages.setdefault((source, destination), {})
-      if len(message) < self.sizes.surplus:
-        message[i] = value
+      messages.setdefault((source, destination), {})[i] = value
+    assert all(len(message) <= self.sizes.even for message in messages.values())
     return [*(dict(line[:share]) for line in lines), *messages.values()]
 
   def nudged(self, threshold, count):

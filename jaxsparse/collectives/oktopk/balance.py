@@ -6,27 +6,31 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import Writer, geometric, switch
+from jaxsparse.collectives._messages import Writer, switch
+from jaxsparse.select import threshold as by_threshold
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Sparse, saturated_sum
 
-_TRIGGER = 4  # balance if an owner has more than this many times the mean number of entries (§5.3)
+TRIGGER = 4  # balance if an owner has more than this many times the mean number of entries (§5.3)
 
 
 class Sizes(NamedTuple):
   """The capacities of the messages of a step, in entries.
 
   Attributes:
-    even: L = ⌈k/P⌉, of a block of the all-gather after balancing.
+    even: L = ⌈k/P⌉, of a message that balances, and of a block of the all-gather after balancing.
     most: of a message of the split.
-    direct: of a block of the all-gather without balancing.
-    surplus: of a message that balances.
+    blocks: of a block of the all-gather without balancing, of which the smallest that is sufficient is used.
   """
 
   even: int
   most: int
-  direct: int
-  surplus: int
+  blocks: tuple[int, ...]
+
+  @property
+  def direct(self) -> int:
+    """The largest of `blocks`."""
+    return self.blocks[-1]
 
 
 def even_bounds(n: int, size: int) -> jax.Array:
@@ -76,9 +80,14 @@ def imbalance(owned: jax.Array) -> jax.Array:
 
 
 def balance_and_gather(
-  comm: Comm, writer: Writer, mine: Sparse, owned: jax.Array, sizes: Sizes
+  comm: Comm, writer: Writer, mine: Sparse, owned: jax.Array, sizes: Sizes, balances: bool
 ) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
   """Gathers the selected sums of all owners on every worker, after balancing if an owner has far more than the mean.
+
+  Far more is more than 4 times the mean, as in the paper, and more than fits in blocks of 2 L: balancing sends messages
+  of L and gathers blocks of L, so that blocks of up to 2 L cost no more words directly. The smallest entries of a block
+  that overflows are in no result. Where no owner has more than 4 times the mean, either all entries are delivered, or
+  at least P · L, the most that balancing delivers.
 
   Args:
     comm: the workers.
@@ -86,60 +95,66 @@ def balance_and_gather(
     mine: the selected sums of this worker's region.
     owned: i32[P], the number of selected sums of each worker.
     sizes: the capacities of messages.
+    balances: whether owners may be balanced; if not, no program is compiled for it.
 
   Returns:
     (entries [P · direct], rounding errors of this worker's messages, imbalance of the gathered blocks f32[], words sent
     u32[]).
   """
   n = writer.codec.length
-  block = sparse.compress(mine, mine.indices < n, sizes.direct, n)
+  packed = sparse.compress(mine, mine.indices < n, mine.indices.size, n)
+  region = jnp.stack([jnp.int32(0), owned[comm.rank]])
+  block = by_threshold.read_regions(packed, region, sizes.direct, n)
 
   def gather(block: Sparse) -> tuple[Sparse, list[Sparse], jax.Array]:
     """The blocks of all workers in rows of `direct` slots, concatenated, the rounding errors and the words sent."""
-    rows, lost, words = writer.gather_rows(comm, sparse.as_row(block), 1, sizes.direct)
+    rows, lost, words = writer.gather_rows(comm, block, 1, sizes.direct)
     return jax.tree.map(jnp.ravel, sparse.resize(rows, sizes.direct, n)), lost, words
+
+  shape = comm.size, sizes.even
+  nothing = Sparse(jnp.full(shape, n, jnp.int32), jnp.zeros(shape, jnp.float32))  # of the messages that balance
+  unmoved = [nothing] if balances and writer.codec.rounds else []
 
   def direct(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
     kept, lost, words = gather(sparse.resize(block, capacity, n))
-    shape = comm.size, sizes.surplus
-    nothing = Sparse(jnp.full(shape, n, jnp.int32), jnp.zeros(shape, jnp.float32))  # of the messages that balance
-    return kept, [*lost, nothing] if lost else [], imbalance(owned), words
+    return kept, lost + unmoved, imbalance(owned), words
 
   def balanced() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    even, moved, balance_words = balance(comm, writer, mine, owned, sizes)
-    kept, lost, words = gather(even)
+    even, moved, balance_words = balance(comm, writer, mine, owned, sizes.even)
+    kept, lost, words = gather(sparse.as_row(even))
     counts = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
     return kept, lost + moved, imbalance(counts), saturated_sum(words, balance_words)
 
-  capacities = geometric(-(-sizes.even // 2), sizes.direct, count=4)
-  if comm.size == 1:
-    return switch(capacities, owned.max(), direct)
-  needed = jnp.where(imbalance(owned) > _TRIGGER, sizes.direct + 1, owned.max())
-  return switch(capacities, needed, direct, balanced)
+  if not balances:
+    return switch(sizes.blocks, owned.max(), direct)
+  cheap = max(capacity for capacity in sizes.blocks if capacity <= 2 * sizes.even)
+  unbalanced = (imbalance(owned) > TRIGGER) & (owned.max() > cheap)
+  needed = jnp.where(unbalanced, sizes.direct + 1, jnp.minimum(owned.max(), sizes.direct))
+  return switch(sizes.blocks, needed, direct, balanced)
 
 
 def balance(
-  comm: Comm, writer: Writer, mine: Sparse, owned: jax.Array, sizes: Sizes
+  comm: Comm, writer: Writer, mine: Sparse, owned: jax.Array, even: int
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """Moves entries from workers with more than the mean number to those with fewer, point to point (§3.1.2).
 
   The surplus entries of all workers are numbered by rank, the smallest magnitudes of a worker being its surplus. The
   free slots of all workers are numbered round-robin: the first free slot of each worker, then the second of each, so
   that no pair of workers exchanges many entries. Surplus entry i moves to free slot i. Every worker computes these
-  numbers from `owned` alone.
+  numbers from `owned` alone. A worker has at most `even` free slots, and so receives no longer messages.
 
   Args:
     comm: the workers.
     writer: encodes and decodes messages.
     mine: entries of this worker.
     owned: i32[P], the number of entries of each worker.
-    sizes: the capacities: a worker has at most `even` entries after balancing, and a message `surplus`.
+    even: the largest number of entries of a worker after balancing.
 
   Returns:
-    [even] entries of this worker, the rounding errors [P, surplus] of those it moved, and the words sent; entries
-    without a free slot, or beyond `surplus` in a message, are in no result.
+    [even] entries of this worker, the rounding errors [P, even] of those it moved, and the words sent; entries without
+    a free slot are in no result.
   """
-  n, even = writer.codec.length, sizes.even
+  n = writer.codec.length
   mean = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
   above, below = jnp.maximum(owned - mean, 0), jnp.maximum(mean - owned, 0)
   _, order = jax.lax.top_k(jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0), mine.indices.size)
@@ -152,16 +167,11 @@ def balance(
   turn, worker = slot // comm.size, slot % comm.size
   # The free slots before the first one of this rank are for lower ranks.
   column = turn - jnp.minimum(below[worker], first // comm.size + (worker < first % comm.size).astype(jnp.int32))
-  moves = (
-    (beyond >= 0)
-    & (ordered.indices < n)
-    & (start + beyond < jnp.sum(below, dtype=jnp.int32))
-    & (column < sizes.surplus)
-  )
-  place = jnp.where(moves, worker * sizes.surplus + column, comm.size * sizes.surplus)
-  empty = jnp.full(comm.size * sizes.surplus, n, jnp.int32), jnp.zeros(comm.size * sizes.surplus, jnp.float32)
-  put = lambda row, new: sparse.put(row, place, new).reshape(comm.size, sizes.surplus)
+  moves = (beyond >= 0) & (ordered.indices < n) & (start + beyond < jnp.sum(below, dtype=jnp.int32))
+  place = jnp.where(moves, worker * even + column, comm.size * even)
+  empty = jnp.full(comm.size * even, n, jnp.int32), jnp.zeros(comm.size * even, jnp.float32)
+  put = lambda row, new: sparse.put(row, place, new).reshape(comm.size, even)
   moved = jax.tree.map(put, Sparse(*empty), ordered)
-  received, lost, words = writer.exchange_rows(comm, moved, 2, sizes.surplus)
+  received, lost, words = writer.exchange_rows(comm, moved, 2, even)
   together = sparse.concatenate([sparse.where(beyond < 0, ordered, n), jax.tree.map(jnp.ravel, received)])
   return sparse.compress(together, together.indices < n, even, n), lost, words
