@@ -71,7 +71,7 @@ def sources() -> tuple[Text, ...]:
   found = []
   for name, whole in content.items():
     text, cut = np.frombuffer(whole[:_SOURCE], np.uint8), round(_SOURCE * (1 - HELD_OUT))
-    found.append(Text(text[:cut], text[cut:], hashlib.sha256(text).hexdigest(), name))
+    found.append(Text(text[:cut], text[cut:], hashlib.sha256(whole[:_SOURCE]).hexdigest(), name))
   return tuple(found)
 
 
