@@ -4,6 +4,7 @@ count, predict          messages and words of one update between workers (counti
 count_update            the same of any optax chain: of local steps, of a plan, of several transforms
 fit -> Profile          α, β, γ and the seconds of each Algorithm's arithmetic, measured (calibration)
 advise                  seconds per step of every algorithm, and the fastest, dense included (advice)
+audit                   what crosses an axis of the mesh in a compiled program, with the lines of its source (audit)
 link_of                 α, β and γ of one update of an algorithm, for `js.overlap.plan` (advice)
 evidence                the steps of methods to dense's loss in trainings, for `advise` (advice)
 label_of                a collective and its options as text, for `fit`
@@ -11,6 +12,7 @@ label_of                a collective and its options as text, for `fit`
 
 from jaxsparse.collectives._base import label_of
 from jaxsparse.costs.advice import advise, evidence, link_of
+from jaxsparse.costs.audit import audit
 from jaxsparse.costs.calibration import Algorithm, Profile, fit
 from jaxsparse.costs.counting import count, count_update, predict
 
@@ -18,6 +20,7 @@ __all__ = [
   "Algorithm",
   "Profile",
   "advise",
+  "audit",
   "count",
   "count_update",
   "evidence",

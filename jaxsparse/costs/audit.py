@@ -1,0 +1,272 @@
+"""`js.costs.audit`: the collective operations of a compiled program that cross an axis of the mesh."""
+
+import itertools
+import math
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxsparse._compat import AxisName, names_of
+
+_OPERATION = re.compile(
+  r"%?\S+ = (?P<shape>\(.*?\)|\S+) "
+  r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
+  r"(?P<start>-start)?\("
+)
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}  # of others the bits are in the name
+_OWN = str(pathlib.Path(__file__).parents[1])
+
+
+class Operation(NamedTuple):
+  """A collective operation of a compiled program.
+
+  Attributes:
+    kind: as HLO names it, "all-reduce" for instance.
+    dtype: of its arrays, as HLO names it.
+    entries: of its result on one device.
+    bytes: bytes that a device sends across the axis in one run of the program, all rounds of loops together.
+    source: file and line of the program that made it, outside of JAX and jaxsparse where there is one.
+
+  Example:
+    >>> Operation("all-reduce", "f32", 100, 600, "train.py:7").bytes
+    600
+  """
+
+  kind: str
+  dtype: str
+  entries: int
+  bytes: int
+  source: str
+
+
+class Audit(NamedTuple):
+  """What a compiled program sends across an axis of the mesh.
+
+  Attributes:
+    operations: those that cross the axis, the largest first; of a conditional those of the branch that sends most.
+
+  Example:
+    >>> print(Audit((Operation("all-reduce", "f32", 100, 600, "train.py:7"),)))
+    600 bytes in 1 operations
+             600  all-reduce f32[100]  train.py:7
+  """
+
+  operations: tuple[Operation, ...]
+
+  @property
+  def bytes(self) -> int:
+    """Bytes that a device sends across the axis in one run of the program."""
+    return sum(one.bytes for one in self.operations)
+
+  def __str__(self) -> str:
+    lines = [f"{one.bytes:>12,}  {one.kind} {one.dtype}[{one.entries:,}]  {one.source}" for one in self.operations]
+    return "\n".join([f"{self.bytes:,} bytes in {len(self.operations)} operations", *lines])
+
+
+def audit(
+  program: jax.stages.Lowered | jax.stages.Compiled | str,
+  mesh: Mesh,
+  axis: AxisName = "workers",
+  *,
+  at_most: int | None = None,
+) -> Audit:
+  """The collective operations of a compiled program that cross an axis of the mesh, those that nobody wrote too.
+
+  A compiler adds all-gathers and all-reduces where shardings need them. Bytes are those of the algorithms that send
+  least, over A indices of the axis: an all-reduce of b bytes sends 2 b (A − 1)/A, an all-gather and a reduce-scatter
+  (A − 1)/A of the whole, a permutation its operand. Where groups have several devices of each index, these share the
+  bytes.
+
+  Args:
+    program: `step.lower(...)`, `jax.jit(...).lower(...)`, what either compiles to, or the text of optimized HLO for
+      CPU, GPU or TPU.
+    mesh: the mesh of the program.
+    axis: the axis, or tuple of axes, that should be crossed seldom.
+    at_most: bytes that a device may send across it in one run; None for any number.
+
+  Returns:
+    An `Audit`; `print` it.
+
+  Raises:
+    ValueError: if the program sends more than `at_most` bytes, with its operations; if the mesh has no such axis, or
+      the program runs on other numbers of devices.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
+    >>> tx, params = js.onebit_transform("workers"), jnp.zeros(40_000)
+    >>> step = js.make_train_step(lambda p, batch: jnp.vdot(p, batch[0]), tx, mesh)
+    >>> lowered = step.lower(params, js.init(tx, params, mesh), jnp.ones((step.workers, 40_000)))
+    >>> js.costs.audit(lowered, mesh, at_most=20_000).bytes < 20_000  # a dense exchange sends up to 320,000
+    True
+  """
+  if unknown := [name for name in names_of(axis) if name not in mesh.shape]:
+    raise ValueError(f"audit: axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
+  compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
+  found = _Text(compiled if isinstance(compiled, str) else compiled.as_text() or "", _positions(mesh, axis))
+  operations = sorted(found.operations(), key=lambda one: -one.bytes)
+  result = Audit(tuple(operations))
+  if at_most is not None and result.bytes > at_most:
+    raise ValueError(f"audit: more than at_most={at_most:,} bytes cross axis {axis!r}: {result}")
+  return result
+
+
+def _positions(mesh: Mesh, axis: AxisName) -> np.ndarray:
+  """The index along the axis of each device, in the order of the mesh."""
+  names = mesh.axis_names
+  places = np.indices(mesh.devices.shape).reshape(len(names), -1)
+  chosen = [names.index(name) for name in names_of(axis)]
+  return np.asarray(np.ravel_multi_index(tuple(places[chosen]), [mesh.devices.shape[one] for one in chosen]))
+
+
+class _Text:
+  """The text of a program: its computations by name, and where their instructions come from."""
+
+  def __init__(self, text: str, positions: np.ndarray):
+    self.positions = positions
+    self.computations: dict[str, list[str]] = {}
+    self.entry = ""
+    current: list[str] = []
+    for line in text.splitlines():
+      if head := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line):
+        current = self.computations.setdefault(head[2], [])
+        self.entry = head[2] if head[1] else self.entry
+      elif line.startswith("  "):
+        current.append(line.strip())
+    self.frames = _Frames(text)
+
+  def operations(self) -> list[Operation]:
+    """Those that cross the axis, in one run."""
+    return self._of(self.entry)
+
+  def _of(self, computation: str) -> list[Operation]:
+    found = list[Operation]()
+    for line in self.computations[computation]:
+      if (match := _OPERATION.match(line.removeprefix("ROOT "))) and (own := self._operation(match, line)):
+        found.append(own)
+      inside = [self._of(name) for name in _called(line) if name in self.computations]
+      if " conditional(" in line:
+        found += max(inside, key=lambda branch: sum(one.bytes for one in branch), default=[])
+      else:
+        rounds = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', line)
+        times = int(rounds[1]) if rounds else 1
+        found += [one._replace(bytes=times * one.bytes) for branch in inside for one in branch]
+    return found
+
+  def _operation(self, match: re.Match, line: str) -> Operation | None:
+    shapes = [
+      (kind, math.prod(int(size) for size in sizes.split(",") if size))
+      for kind, sizes in _SHAPE.findall(match["shape"])
+    ]
+    if match["start"] and match["kind"] != "all-reduce" and len(shapes) > 1:  # operands, results, and maybe contexts
+      shapes = shapes[1:2] if match["kind"] == "collective-permute" else shapes[len(shapes) // 2 :]
+    entries = sum(size for _, size in shapes)
+    share = self._share(match["kind"], line, entries)
+    if not share:
+      return None
+    size = sum(count * _itemsize(kind) for kind, count in shapes)
+    return Operation(match["kind"], shapes[0][0], entries, math.ceil(share * size), self.frames.source_of(line))
+
+  def _share(self, kind: str, line: str, entries: int) -> float:
+    """Bytes that a device sends across the axis / those of the result; 0 for an operation that does not cross it."""
+    if kind == "collective-permute":
+      pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
+      crosses = [self.positions[int(source)] != self.positions[int(target)] for source, target in pairs]
+      return float(any(crosses))
+    groups = _groups(line, len(self.positions))
+    if bad := [one for group in groups for one in group if one >= len(self.positions)]:
+      raise ValueError(f"audit: the program has a device {bad[0]}, the mesh has {len(self.positions)}: give its mesh")
+    widest = max(groups, key=lambda group: len(set(self.positions[group])))
+    indices = len(set(self.positions[widest]))
+    if indices == 1:
+      return 0.0
+    beside = len(widest) / indices  # devices of each index, which share the bytes
+    if kind == "reduce-scatter":  # its result is a part
+      return indices - 1
+    if kind == "all-reduce" and entries < indices:  # is not scattered
+      return 1 / beside
+    parts = math.ceil(entries / indices) * (indices - 1) / entries
+    return (2 if kind == "all-reduce" else 1) * parts / beside
+
+
+class _Frames:
+  """The tables of files and lines at the head of a program, or what is written beside each instruction."""
+
+  def __init__(self, text: str):
+    head = text.partition("ENTRY")[0]
+    table = lambda name, row: dict(re.findall(row, head.partition(f"\n{name}\n")[2].partition("\n\n")[0], re.MULTILINE))
+    self.files = table("FileNames", r'^(\d+) "(.*)"$')
+    self.lines = table("FileLocations", r"^(\d+) (\{.*\})$")
+    self.frames = table("StackFrames", r"^(\d+) (\{.*\})$")
+
+  def source_of(self, line: str) -> str:
+    """File and line of the innermost caller outside of JAX and jaxsparse, else of the outermost that is known."""
+    if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
+      return f"{plain[1]}:{plain[2]}"
+    number = re.search(r"stack_frame_id=(\d+)", line)
+    places = list(self._places(number[1])) if number else []
+    users = [place for place in places if "site-packages" not in place and not place.startswith(_OWN)]
+    return next(iter([*users, *reversed(places)]), "added by the compiler")
+
+  def _places(self, frame: str) -> Iterator[str]:
+    while frame in self.frames:
+      place = self.lines.get(_field(self.frames[frame], "file_location_id"), "")
+      yield f"{self.files.get(_field(place, 'file_name_id'), '?')}:{_field(place, 'line')}"
+      parent = _field(self.frames[frame], "parent_frame_id")
+      frame = parent if parent != frame else ""
+
+
+def _field(text: str, name: str) -> str:
+  found = re.search(rf"\b{name}=(\d+)", text)
+  return found[1] if found else ""
+
+
+def _itemsize(kind: str) -> float:
+  bits = re.search(r"\d+", kind)
+  return _BYTES.get(kind) or (int(bits[0]) / 8 if bits else 0)
+
+
+def _called(line: str) -> list[str]:
+  """The names of the computations that an instruction runs."""
+  named = re.findall(r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)", line)
+  return re.findall(r"[\w.-]+", " ".join(named).replace("%", ""))
+
+
+def _groups(line: str, devices: int) -> list[list[int]]:
+  """`replica_groups` in any notation of HLO; all devices where there are none.
+
+  {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'b'}
+  """
+  text = line.partition("replica_groups=")[2]
+  if not text or text.startswith("{}"):
+    return [list(range(devices))]
+  if listed := re.match(r"\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", text):
+    return [_whole(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+  if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+    return _iota(iota[2], iota[3]).reshape(_whole(iota[1])).tolist()
+  if named := re.match(
+    r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)*)\}", text
+  ):
+    axes = [(name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])]
+    sizes = [size for _, size in axes]
+    inside = [name in re.findall(r"\w+", named[4]) for name, _ in axes]
+    ids = _iota(named[2] or ",".join(map(str, sizes)), named[3]).reshape(sizes)
+    order = sorted(range(len(axes)), key=lambda number: inside[number])
+    return ids.transpose(order).reshape(-1, math.prod(itertools.compress(sizes, inside))).tolist()
+  raise NotImplementedError(f"audit: replica_groups={text[:80]!r}: this notation is not known")
+
+
+def _whole(numbers: str) -> list[int]:
+  return [int(one) for one in numbers.split(",")]
+
+
+def _iota(shape: str, order: str | None) -> Any:
+  """The numbers 0, 1, … in an array of this shape, transposed."""
+  ids = np.arange(math.prod(_whole(shape))).reshape(_whole(shape))
+  return ids.transpose(_whole(order)) if order else ids
