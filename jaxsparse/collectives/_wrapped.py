@@ -104,8 +104,11 @@ def _mask_momentum(momentum: jax.Array, sent: jax.Array, residual: jax.Array, af
   return sparse.put(momentum, jnp.where(left, indices, momentum.size), 0.0)
 
 
+_KEPT = 1 - 2.0**-13  # of what is known, in each step: rounding errors of large gradients are forgotten
+
+
 class Mean(NamedTuple):
-  """What a worker remembers: its mean gradient f32[n], what of it is not delivered, the memory of the collective."""
+  """What a worker remembers: its mean gradient, what of it is not delivered, f32[n]; the memory of the collective."""
 
   mean: jax.Array
   undelivered: jax.Array | None
@@ -133,6 +136,8 @@ class EF21(Wrapped):
   def __post_init__(self) -> None:
     super().__post_init__()
     inner = self.collective
+    if isinstance(inner, Corrected | EF21):
+      raise ValueError(f"ef21: {inner.name} has a momentum already, give the transform inside")
     if not (inner.conserves and inner.replicates and inner.decay == 1):
       raise ValueError(
         f"ef21: {inner.label} loses a part of what it is given, choose a collective that delivers it later"
@@ -144,18 +149,19 @@ class EF21(Wrapped):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     own, shared = state.worker, state.shared
-    change = (1 - self.momentum) * (grads - own.mean)
-    reduced = self.collective.reduce(comm, change, State(own.undelivered, own.memory, shared.collective)).computed()
+    mean = own.mean + (1 - self.momentum) * (grads - own.mean)
+    owed = None if own.undelivered is None else _KEPT * own.undelivered
+    inner = State(owed, own.memory, shared.collective)
+    reduced = self.collective.reduce(comm, mean - _KEPT * own.mean, inner).computed()
     delivered, left = reduced.total, reduced.state.residual
     if isinstance(left, Pending):
       left = materialize(left, jnp.bool_(True), 1.0)
     if isinstance(delivered, Sparse):
-      total = sparse.add(shared.total, delivered.indices, delivered.values)
+      total = sparse.add(_KEPT * shared.total, delivered.indices, delivered.values)
     else:
-      total = shared.total + delivered
+      total = _KEPT * shared.total + delivered
     step = shared.step + 1
-    worker = Mean(own.mean + change, left, reduced.state.worker)
-    after = State(None, worker, Tracked(total, step, reduced.state.shared))
+    after = State(None, Mean(mean, left, reduced.state.worker), Tracked(total, step, reduced.state.shared))
     bias = 1 - jnp.float32(self.momentum) ** step.astype(jnp.float32)
     return Reduced(total / bias, after, reduced.counters)
 

@@ -13,6 +13,8 @@ from jaxsparse._compat import AxisName, local_shard
 from jaxsparse.comm import all_gather, in_rank_order
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.engine import Engine, check_batch, engine_of
+from jaxsparse.transform import checks
+from jaxsparse.transform.wrapped import trained
 from jaxsparse.types import Comm
 
 
@@ -21,7 +23,7 @@ class Agreement(NamedTuple):
 
   Attributes:
     own: ‖mean of g_w‖² / mean of ‖g_w‖², with the gradient g_w of each worker's part of the batch.
-    dealt: the same after the rows of the batch were dealt out to the workers, row i to worker i mod P.
+    dealt: the same after the rows of the batch were dealt out to the workers at random.
 
   Example:
     >>> Agreement(own=0.3, dealt=0.9).own
@@ -54,13 +56,15 @@ def agreement(
     batch: the batch of all workers, but that of this worker under MPI; every process must call.
     mesh: the mesh, or the comm, of the workers.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
-    **given: keyword arguments of `loss_fn`, the same for every worker.
+    **given: keyword arguments of `loss_fn`, the same for every worker: a `model_state` is that of one worker. Of a key
+      `rng=` each worker has another one, as in a step.
 
   Returns:
-    An `Agreement`.
+    An `Agreement`; 1 where all gradients are zero.
 
   Raises:
-    ValueError: if the mesh has no such axis, or the batch does not divide among the workers.
+    ValueError: where it is traced, as in `jax.jit`; if the mesh has no such axis, or the batch does not divide among
+      the workers.
 
   Example:
     Two workers that pull into opposite directions:
@@ -68,9 +72,11 @@ def agreement(
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> loss = lambda x, batch: jnp.mean((x - batch) ** 2)
     >>> batch = jnp.array([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0])
-    >>> js.agreement(loss, jnp.float32(0.5), batch, js.SimComm("workers", members=2))
-    Agreement(own=0.20000000298023224, dealt=1.0)
+    >>> found = js.agreement(loss, jnp.float32(0.5), batch, js.SimComm("workers", members=2))
+    >>> round(found.own, 3), found.dealt
+    (0.2, 1.0)
   """
+  checks.check_not_traced("js.agreement", params, batch, given)
   engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
   same, split = PartitionSpec(), PartitionSpec(engine.axis)
@@ -87,23 +93,39 @@ def _agreements(
 ) -> jax.Array:
   """The two numbers, f32[2], at one worker."""
   comm = engine.comm
+  if "rng" in given:
+    given = given | {"rng": jax.random.fold_in(given["rng"], comm.rank)}
 
   def of(batch: Any) -> jax.Array:
     def loss(params: optax.Params) -> jax.Array:
       found = loss_fn(params, batch, **given)
       return found[0] if isinstance(found, tuple) else found
 
+    grads = [grad.astype(_wide(grad)) for grad in jax.tree.leaves(jax.grad(loss)(trained(params))) if grad.size]
+    largest = comm.all_reduce(jnp.max(jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32)), "max")
     mean, each = jnp.float32(0), jnp.float32(0)
-    for grad in map(jnp.ravel, jax.tree.leaves(jax.grad(loss)(params))):
-      wide = grad.astype(jnp.float32)
-      mean += jnp.sum((comm.all_reduce(wide) / comm.size) ** 2)
-      each += jnp.sum(wide**2)
-    return mean / (comm.all_reduce(each) / comm.size)
+    for grad in grads:  # whose squares neither over- nor underflow
+      unit = jnp.ravel(grad) / jnp.where(largest > 0, largest, 1.0).astype(grad.dtype)
+      mean += jnp.sum(jnp.abs(comm.all_reduce(unit) / comm.size) ** 2)
+      each += jnp.sum(jnp.abs(unit) ** 2)
+    return jnp.where(largest == 0, 1.0, mean / (comm.all_reduce(each) / comm.size))
 
   return jnp.stack([of(batch), of(_dealt(comm, batch))])
 
 
+def _wide(grad: jax.Array) -> Any:
+  return jnp.complex64 if jnp.iscomplexobj(grad) else jnp.float32
+
+
 def _dealt(comm: Comm, batch: Any) -> Any:
-  """The rows of the whole batch that are dealt out to this worker."""
-  rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), in_rank_order(comm, all_gather(comm, batch)))
-  return jax.tree.map(lambda x: x.reshape(-1, comm.size, *x.shape[1:])[:, comm.rank], rows)
+  """The rows of the whole batch that are dealt out to this worker, the same for leaves with as many rows."""
+  is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+  def dealt(x: jax.Array) -> jax.Array:
+    own = jax.random.key_data(x) if is_key(x) else x
+    rows = in_rank_order(comm, all_gather(comm, own)).reshape(-1, *own.shape[1:])
+    order = jax.random.permutation(jax.random.key(0), len(rows)).reshape(comm.size, -1)
+    chosen = rows[order[comm.rank]]
+    return jax.random.wrap_key_data(chosen, impl=jax.random.key_impl(x)) if is_key(x) else chosen
+
+  return jax.tree.map(dealt, batch)

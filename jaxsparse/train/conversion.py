@@ -69,7 +69,7 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     (4, (32,))
   """
   engine = engine_of(mesh, axis)
-  _check_not_traced("js.resize", state, params)
+  checks.check_not_traced("js.resize", state, params)
   check_state(state, params)
 
   def restart(node: states.ReduceState, row: bool) -> Any:
@@ -126,22 +126,13 @@ def convert(
     Array(0, dtype=int32)
   """
   engine = engine_of(mesh, axis)
-  _check_not_traced("js.convert", state, params)
+  checks.check_not_traced("js.convert", state, params)
   check_state(state, params)
   checks.check_landed("js.convert", state)
   fresh = init(tx, params, mesh, axis=axis)
   if states.local_states(fresh) and not states.local_states(state):
     state = _start_local(resize(state, params, mesh, axis=axis), fresh)
   return _carry_state(engine, state, fresh, params)
-
-
-def _check_not_traced(name: str, *trees: Any) -> None:
-  """Raises ValueError under a trace, also of captured arrays: what is computed with them there has no values."""
-  if any(isinstance(leaf, jax.core.Tracer) for leaf in (jnp.int32(0) + 1, *jax.tree.leaves(trees))):
-    raise ValueError(
-      f"{name}: called under a trace, as of jax.jit, jax.vmap or jax.eval_shape, and it computes with values on the "
-      "host: call it outside, between two steps. js.abstract_state(tx, params, mesh) tells shapes"
-    )
 
 
 def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -> Any:

@@ -13,12 +13,13 @@ Where mass of a worker has left its residual, its momentum is zero from then on 
 further in the direction of an old gradient.
 """
 
+import numbers
 from collections.abc import Mapping
 
 import optax
 
 from jaxsparse.collectives import Collective, SparseCollective
-from jaxsparse.collectives._base import check_fraction, check_whole
+from jaxsparse.collectives._base import _is_number, check_fraction, check_whole
 from jaxsparse.collectives._wrapped import EF21, Corrected, WarmedUp, Wrapped
 from jaxsparse.transform.update import Transform
 
@@ -86,9 +87,9 @@ def momentum_corrected(
 def ef21(transform: optax.GradientTransformation, momentum: float = 0.9) -> optax.GradientTransformation:
   """The transform of changes of each worker's mean gradient, added up behind it (EF21-SGDM; Fatkhullin et al. 2023).
 
-      u_w = (1 − m) (g_w − mean_w),    mean_w ← mean_w + u_w         of each worker
-      total ← total + exchange(u)                                    the same on every worker
-      update = total / (P (1 − m^t))                                 at step t, without bias as in Adam
+      mean′_w = m mean_w + (1 − m) g_w,    u_w = mean′_w − a mean_w     of each worker
+      total′ = a total + exchange(u)                                    the same on every worker
+      update = total′ / (P (1 − m^t))                                   at step t, without bias as in Adam
 
   What is exchanged becomes small where gradients change slowly, however much the workers' gradients differ, and with it
   what the exchange leaves out. So workers with data of their own keep the accuracy of dense training with signs
@@ -96,8 +97,11 @@ def ef21(transform: optax.GradientTransformation, momentum: float = 0.9) -> opta
 
       total = Σ_w (mean_w − what the exchange still owes of it)
 
-  A worker holds `mean` and `owes`, f32[n] each, and `total`. Nothing of these is a residual: after `js.resize` and
-  `js.convert` all begin at 0, and `js.flush` has nothing to deliver. A skipped step keeps them.
+  EF21 has a = 1. Here a = 1 − 2⁻¹³, so that what sums of large numbers were rounded by is forgotten, once gradients are
+  small: a part of 2⁻¹³ of the means is sent again in each step.
+
+  A worker holds `mean` and what is owed of it, f32[n] each, and `total`. Nothing of these is a residual: after
+  `js.resize` and `js.convert` all begin at 0, and `js.flush` has nothing to deliver. A skipped step keeps them.
 
   The optimizer that follows has **no momentum of its own**, for that is m: `optax.adam(rate, b1=0.0)`,
   `optax.sgd(rate)`.
@@ -127,7 +131,7 @@ def ef21(transform: optax.GradientTransformation, momentum: float = 0.9) -> opta
     Array([0., 1.], dtype=float32)
   """
   transform = _checked("ef21", transform)
-  if not 0 <= momentum < 1:
+  if not (_is_number(momentum, numbers.Real) and 0 <= momentum < 1):
     raise ValueError(f"ef21: momentum={momentum!r}, choose a number from 0 up, below 1")
   track = lambda collective: EF21(collective=collective, momentum=momentum)
   return transform.with_collectives(lambda collectives: [track(collective) for collective in collectives])
@@ -170,7 +174,9 @@ def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, f
   def change(collectives: list[Collective]) -> list[Collective]:
     names = ", ".join(collective.name for collective in collectives)
     if any(isinstance(collective, Wrapped) for collective in collectives):
-      raise ValueError(f"warmed_up: {names} is given, warm up first: js.momentum_corrected(js.warmed_up(...))")
+      raise ValueError(
+        f"warmed_up: {names} is given, warm up first: js.momentum_corrected(js.warmed_up(...)) or js.ef21(the same)"
+      )
     if not any(isinstance(collective, SparseCollective) for collective in collectives):
       raise ValueError(f"warmed_up: {names} has no density, give a transform of a sparse collective")
     warm = lambda sparse: WarmedUp(collective=sparse, steps=steps, densities=tuple(densities.values()))

@@ -184,10 +184,10 @@ def test_the_papers_ending_of_a2sgd_averages_and_takes_a_step_with_the_mean_grad
   [
     ("often/dense", "unknown way 'often', choose one of gradients, updates, local"),
     ("local:steps=2/dense", "local has no option 'steps', choose from every, rate, momentum"),
-    ("warmed_up/often/dense", "unknown change 'often', choose one of corrected, warmed_up, leaves"),
+    ("warmed_up/often/dense", "unknown change 'often', choose one of corrected, ef21, warmed_up, leaves"),
     ("updates/a2sgd", "by a2sgd, whose totals differ between them"),
     ("gradients:ending=9/dense", "ending is for collectives whose totals differ between workers, not dense"),
-    ("lion", "--optimizer=lion, choose one of sgd, momentum, adam, adamw, lars"),
+    ("lion", "--optimizer=lion, choose one of sgd, momentum, adam, adamw, rmsprop, lars"),
     ("sgd:fast", "--optimizer=sgd:fast: .*'fast'; write name:rate:option=value, as in window_adam:0.001:window=4"),
     ("sgd:0", "--optimizer=sgd:0: learning rate 0, choose a positive one"),
     ("muon:rows=0.5", "--optimizer=muon:rows=0.5: "),
