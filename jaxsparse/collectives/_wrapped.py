@@ -138,7 +138,8 @@ class EF21(Wrapped):
     inner = self.collective
     if isinstance(inner, Corrected | EF21):
       raise ValueError(f"ef21: {inner.name} has a momentum already, give the transform inside")
-    if not (inner.conserves and inner.replicates and inner.decay == 1):
+    rounds = getattr(inner, "dtype", "float32") != "float32"  # of dense, without a residual
+    if rounds or not (inner.conserves and inner.replicates and inner.decay == 1):
       raise ValueError(
         f"ef21: {inner.label} loses a part of what it is given, choose a collective that delivers it later"
       )
