@@ -85,6 +85,7 @@ COMPOSITIONS: dict[str, Callable[[Transform], Transform]] = {
   "local corrected": lambda transform: local(
     js.momentum_corrected(transform, MOMENTUM), optax.adam(0.1, eps=EPS), every=2
   ),
+  "local tracked": lambda transform: local(js.ef21(transform, MOMENTUM), optax.adam(0.1, eps=EPS), every=2),
   "local averaged": lambda transform: local(transform, averaging, every=2, apply_residual=True),
   "local mixed": mixed,
   "diloco": lambda transform: js.local_steps(
@@ -124,7 +125,7 @@ def refusal(name: str, composition: str) -> str | None:
     return f"{name}: unknown option decay"
   if name == "a2sgd" and composition != "local inner":
     return "a2sgd|A2SGD"
-  if composition == "tracked" and name == "qsgd":
+  if "tracked" in composition and name == "qsgd":
     return "ef21: qsgd loses a part"
   if composition == "local inner" and name in {*SPARSE, "nbit", "onebit", "powersgd", "rows"}:
     return "inner has a jaxsparse transform with a residual"

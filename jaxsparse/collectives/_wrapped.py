@@ -11,6 +11,7 @@ from jaxsparse import sparse
 from jaxsparse.collectives._base import Collective, SparseCollective, replace_fields
 from jaxsparse.comm import varying
 from jaxsparse.select.accumulator import materialize
+from jaxsparse.sparse import flatten
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State, saturated
 
 
@@ -159,6 +160,7 @@ class EF21(Wrapped):
       left = materialize(left, jnp.bool_(True), 1.0)
     if isinstance(delivered, Sparse):
       total = sparse.add(_KEPT * shared.total, delivered.indices, delivered.values)
+      total = jnp.where(flatten.all_finite(delivered.values), total, jnp.nan)  # NaN may lie in an empty slot
     else:
       total = _KEPT * shared.total + delivered
     step = shared.step + 1
