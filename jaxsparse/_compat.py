@@ -229,6 +229,11 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
   return False
 
 
+def is_key(x: Any) -> bool:
+  """Whether x is an array of typed random keys."""
+  return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
+
+
 def is_zero(x: jax.Array) -> bool:
   """Whether the traced x is zero by its last operations, as the gradient of a leaf that a loss does not use."""
   while isinstance(x, jax.core.Tracer) and (equation := getattr(x, "parent", None)) is not None:
@@ -250,8 +255,7 @@ _SCALINGS = ("div", "mul", "convert_element_type", "reshape", "ravel", "squeeze"
 
 def words_of_keys(x: Any) -> Any:
   """The words of an array of random keys; anything else as it is."""
-  is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return jax.random.key_data(x) if is_key else x
+  return jax.random.key_data(x) if isinstance(x, jax.Array) and is_key(x) else x
 
 
 def local_shard(x: Any) -> np.ndarray:

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from jaxsparse.costs.audit import called_by, computations_of, trip_count
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}  # of others the number in the name
 _NO_KERNEL = {
   *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"),
@@ -44,8 +46,7 @@ class Instruction(NamedTuple):
   @property
   def called(self) -> list[str]:
     """The names of the computations that it runs."""
-    groups = re.findall(r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%[\w.-]+)", self.attributes)
-    return re.findall(r"%([\w.-]+)", " ".join(groups))
+    return called_by(self.attributes)
 
 
 Computation = dict[str, Instruction]
@@ -82,20 +83,20 @@ class _Program:
   """The computations of a program, by name."""
 
   def __init__(self, text: str):
+    computations, entry = computations_of(text)
     self.computations: dict[str, Computation] = {}
-    for line in text.splitlines():
-      if head := re.match(r"(ENTRY )?%([\w.-]+) .*\{$", line):
-        current = self.computations.setdefault(head[2], {})
-        self.entry = current if head[1] else getattr(self, "entry", current)
-      elif line.startswith("  ") and " = " in line:
-        instruction = _parse(line)
-        current[instruction.name] = instruction
+    for name, lines in computations.items():
+      instructions = [_parse(line) for line in lines if " = " in line]
+      self.computations[name] = {one.name: one for one in instructions}
+    self.entry = self.computations[entry]
 
   def summary(self, large: int) -> Summary:
     everywhere = list(self._everywhere(self.entry, "once"))
     places = [place for place, one in everywhere if _is_kernel(one)]
     kinds = [(self._kind(one), one.bytes) for _, one in everywhere]
-    waits = [one.opcode == "conditional" or (one.opcode == "while" and not _rounds(one)) for _, one in everywhere]
+    waits = [
+      one.opcode == "conditional" or (one.opcode == "while" and not trip_count(one.attributes)) for _, one in everywhere
+    ]
     return Summary(
       kernels=places.count("once"),
       in_branches=places.count("branch"),
@@ -127,7 +128,7 @@ class _Program:
       if one.opcode == "conditional":
         total += min(inside(one))
       elif one.opcode in ("while", "call"):
-        total += max(1, _rounds(one)) * sum(inside(one))
+        total += max(1, trip_count(one.attributes)) * sum(inside(one))
       elif _is_kernel(one):
         total += self._moved(one, computation)
     return total
@@ -163,12 +164,6 @@ class _Program:
 
 def _is_kernel(one: Instruction) -> bool:
   return not (one.opcode in _NO_KERNEL or _COLLECTIVE.match(one.opcode) or one.opcode.endswith("-done"))
-
-
-def _rounds(one: Instruction) -> int:
-  """How often the body of a loop runs; 0 if that is not known."""
-  known = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.attributes)
-  return int(known[1]) if known else 0
 
 
 def _used(one: Instruction, body: Computation, known: dict[str, int]) -> int:

@@ -46,8 +46,9 @@ def several(apart: bool) -> Task:
       yield {"input": inputs, "label": labels}
 
   held_out = _predict(np.concatenate([_at(one.held_out, np.arange(0, 9_900, 99)) for one in every]))
+  train = _predict(np.concatenate([windows(one.train) for one in every]))
   names = ", ".join(one.name for one in every) + (", one for each worker" if apart else ", mixed")
-  return Task("transformer", names, lambda seed: Transformer(nnx.Rngs(seed)), stream, held_out, held_out)
+  return Task("transformer", names, lambda seed: Transformer(nnx.Rngs(seed)), stream, held_out, train)
 
 
 def large() -> Task:

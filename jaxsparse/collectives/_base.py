@@ -169,6 +169,29 @@ class Collective(abc.ABC):
     """
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByLeaf(Collective):
+  """A collective whose words depend on the shapes of leaves; without them a gradient is one vector."""
+
+  leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
+
+  @property
+  def needs_shapes(self) -> bool:
+    return not self.leaves
+
+  def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
+    return replace_fields(self, leaves=shapes)
+
+  def init(self, n: int, size: int) -> State:
+    if (found := sum(map(math.prod, self.shapes(n)))) != n:
+      raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {found}")
+    return State(residual=jnp.zeros(n, jnp.float32))
+
+  def shapes(self, n: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the leaves."""
+    return self.leaves or ((n,),)
+
+
 def replace_fields(collective: _Kind, **fields: Any) -> _Kind:
   """The collective with other values of some fields, also of those that are no options."""
   changed = copy.copy(collective)
@@ -218,7 +241,8 @@ def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:
   return {name: get_args(hints[name]) for name in options if get_origin(hints[name]) is Literal}
 
 
-def _is_number(value: Any, kind: type) -> bool:
+def is_number(value: Any, kind: type) -> bool:
+  """Whether a value is a number of a kind of `numbers`, and no boolean."""
   return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -229,7 +253,7 @@ def check_fraction(name: str, **values: Any) -> None:
     ValueError: naming the value and the choices.
   """
   for field, value in values.items():
-    if not (_is_number(value, numbers.Real) and 0 < value <= 1):
+    if not (is_number(value, numbers.Real) and 0 < value <= 1):
       raise ValueError(f"{name}: {field}={value!r}, choose a number in (0, 1]")
 
 
@@ -242,7 +266,7 @@ def check_whole(name: str, low: int, high: int | None = None, *, optional: bool 
   for field, value in values.items():
     if optional and value is None:
       continue
-    if not (_is_number(value, numbers.Integral) and low <= value and (high is None or value <= high)):
+    if not (is_number(value, numbers.Integral) and low <= value and (high is None or value <= high)):
       upper = "up" if high is None else f"to {high}"
       raise ValueError(f"{name}: {field}={value!r}, choose a whole number from {low} {upper}{', or None' * optional}")
 
@@ -287,7 +311,7 @@ class SparseCollective(Collective):
       raise ValueError(f"{self.name}: give exactly one of density and k, got density={density!r} and k={k!r}")
     if density is not None:
       check_fraction(self.name, density=density)
-    if k is not None and not (_is_number(k, numbers.Integral) and k >= 1):
+    if k is not None and not (is_number(k, numbers.Integral) and k >= 1):
       raise ValueError(f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries")
 
   def for_devices(self, devices: int) -> Self:

@@ -9,12 +9,12 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective, replace_fields
+from jaxsparse.collectives._base import ByLeaf
 from jaxsparse.comm import all_reduce_cost, varying
 from jaxsparse.select import ordering
 from jaxsparse.sparse import flatten, low_rank, noise
@@ -53,7 +53,7 @@ class _Leaf(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PowerSGD(Collective):
+class PowerSGD(ByLeaf):
   """Averages the projection of each matrix of the gradient on r directions, the same on every worker (PowerSGD).
 
   A leaf with two axes or more is a matrix of a × b entries, cut between the two axes for which a + b is least; a stack
@@ -98,28 +98,18 @@ class PowerSGD(Collective):
   alternate: Literal[False, True] = False
   seed: int = 0
   decay: float = 1.0
-  leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
   ranges = (("rank", 1, None), ("seed", 0, 2**32 - 1))
 
   @property
   def sizes_vary(self) -> bool:
     return self.alternate
 
-  @property
-  def needs_shapes(self) -> bool:
-    return not self.leaves
-
-  def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
-    return replace_fields(self, leaves=shapes)
-
   def init(self, n: int, size: int) -> State:
-    layout = self._layout(n)
-    if (found := sum(entries for entries, _ in layout)) != n:
-      raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {found}")
-    shapes = [matrix for _, matrix in layout if matrix]
+    start = super().init(n, size)
+    shapes = [matrix for _, matrix in self._layout(n) if matrix]
     right = tuple(_drawn(jax.random.key(self.seed), [(b, self.rank) for _, b in shapes]))
     left = tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes) if self.alternate else ()
-    return State(residual=jnp.zeros(n, jnp.float32), shared=Factors(left, right, jnp.int32(0)))
+    return start._replace(shared=Factors(left, right, jnp.int32(0)))
 
   def cost(self, n: int, size: int) -> Cost:
     costs = self._costs(n, size)
@@ -162,7 +152,7 @@ class PowerSGD(Collective):
 
   def _layout(self, n: int) -> list[tuple[int, tuple[int, int] | None]]:
     """The entries of each leaf, and its matrix (a, b), None for a leaf that is sent as it is."""
-    shapes = [matrix_of(shape) for shape in self.leaves or ((n,),)]
+    shapes = [matrix_of(shape) for shape in self.shapes(n)]
     return [(a * b, (a, b) if self.rank * (a + b) < a * b else None) for a, b in shapes]
 
   def _costs(self, n: int, size: int) -> list[Cost]:

@@ -3,12 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective, replace_fields
+from jaxsparse.collectives._base import ByLeaf
 from jaxsparse.comm import all_gather, in_rank_order, schedules, varying
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
@@ -23,7 +23,7 @@ class _Leaf(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows(Collective):
+class Rows(ByLeaf):
   """Sends whole rows of each leaf, one index for a row: for gradients of embeddings, most rows of which are zero.
 
   A leaf of shape (a, ...) has a rows; of a vector each entry is one. With `acc_w = gradient_w + residual_w`, each
@@ -54,23 +54,10 @@ class Rows(Collective):
 
   capacity: int = 4096
   decay: float = 1.0
-  leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
   ranges = (("capacity", 1, None),)
-
-  @property
-  def needs_shapes(self) -> bool:
-    return not self.leaves
-
-  def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
-    return replace_fields(self, leaves=shapes)
 
   def selects(self, n: int, state: State) -> bool:
     return any(leaf.sent < leaf.rows for leaf in self._leaves(n))
-
-  def init(self, n: int, size: int) -> State:
-    if (found := sum(leaf.rows * leaf.width for leaf in self._leaves(n))) != n:
-      raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {found}")
-    return State(residual=jnp.zeros(n, jnp.float32))
 
   def cost(self, n: int, size: int) -> Cost:
     words = sum(leaf.sent * (leaf.width + 1) for leaf in self._leaves(n))
@@ -99,7 +86,7 @@ class Rows(Collective):
   def _leaves(self, n: int) -> Iterator[_Leaf]:
     """The leaves that have entries."""
     start = 0
-    for shape in self.leaves or ((n,),):
+    for shape in self.shapes(n):
       count, width = (shape or (1,))[0], math.prod(shape[1:])
       if count * width:
         yield _Leaf(start, count, width, min(self.capacity, count))

@@ -130,15 +130,7 @@ class _Text:
 
   def __init__(self, text: str, positions: np.ndarray):
     self.positions = positions
-    self.computations: dict[str, list[str]] = {}
-    self.entry = ""
-    current: list[str] = []
-    for line in text.splitlines():
-      if head := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line):
-        current = self.computations.setdefault(head[2], [])
-        self.entry = head[2] if head[1] else self.entry
-      elif line.startswith("  "):
-        current.append(line.strip())
+    self.computations, self.entry = computations_of(text)
     self.frames = _Frames(text)
 
   def operations(self) -> list[Operation]:
@@ -150,12 +142,11 @@ class _Text:
     for line in self.computations[computation]:
       if (match := _OPERATION.match(line.removeprefix("ROOT "))) and (own := self._operation(match, line)):
         found.append(own)
-      inside = [self._of(name) for name in _called(line) if name in self.computations]
+      inside = [self._of(name) for name in called_by(line) if name in self.computations]
       if " conditional(" in line:
         found += max(inside, key=lambda branch: sum(one.bytes for one in branch), default=[])
       else:
-        rounds = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', line)
-        times = int(rounds[1]) if rounds else 1
+        times = trip_count(line) or 1
         found += [one._replace(bytes=times * one.bytes) for branch in inside for one in branch]
     return found
 
@@ -232,7 +223,27 @@ def _itemsize(kind: str) -> float:
   return _BYTES.get(kind) or (int(bits[0]) / 8 if bits else 0)
 
 
-def _called(line: str) -> list[str]:
+def computations_of(text: str) -> tuple[dict[str, list[str]], str]:
+  """The instructions of each computation of HLO text by its name, and the name of the one that the program enters."""
+  computations: dict[str, list[str]] = {}
+  current: list[str] = []
+  entry = ""
+  for line in text.splitlines():
+    if head := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line):
+      current = computations.setdefault(head[2], [])
+      entry = head[2] if head[1] else entry
+    elif line.startswith("  "):
+      current.append(line.strip())
+  return computations, entry
+
+
+def trip_count(line: str) -> int:
+  """How often the body of a loop runs; 0 if that is not known."""
+  known = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', line)
+  return int(known[1]) if known else 0
+
+
+def called_by(line: str) -> list[str]:
   """The names of the computations that an instruction runs."""
   named = re.findall(r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)", line)
   return re.findall(r"[\w.-]+", " ".join(named).replace("%", ""))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxsparse._compat import AxisName, local_shard
+from jaxsparse._compat import AxisName, is_key, local_shard, words_of_keys
 from jaxsparse.comm import all_gather, in_rank_order
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.engine import Engine, check_batch, engine_of
@@ -119,10 +119,9 @@ def _wide(grad: jax.Array) -> Any:
 
 def _dealt(comm: Comm, batch: Any) -> Any:
   """The rows of the whole batch that are dealt out to this worker, the same for leaves with as many rows."""
-  is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
   def dealt(x: jax.Array) -> jax.Array:
-    own = jax.random.key_data(x) if is_key(x) else x
+    own = words_of_keys(x)
     rows = in_rank_order(comm, all_gather(comm, own)).reshape(-1, *own.shape[1:])
     order = jax.random.permutation(jax.random.key(0), len(rows)).reshape(comm.size, -1)
     chosen = rows[order[comm.rank]]

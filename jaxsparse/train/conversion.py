@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsparse._compat import AxisName
+from jaxsparse._compat import AxisName, is_key
 from jaxsparse.sparse.flatten import leaf_shapes
 from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of, put_like, residuals_of
@@ -193,7 +193,7 @@ def _mean(rows: Any, like: Any) -> Any:
 
   Of random keys those of the first workers; what else there is of workers has these folded with a number of its own.
   """
-  if jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
+  if is_key(rows):
     again, first = np.divmod(np.arange(like.shape[0]), len(rows))
     words = jnp.asarray(np.asarray(jax.random.key_data(rows))[first])
     keys = jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
@@ -233,7 +233,7 @@ def _start_local(state: Any, fresh: Any) -> Any:
       raise ValueError("js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before")
     following = iter(nodes)  # with the totals of counters
     continued = lambda x: next(following, x) if states.is_reduce_state(x) else x
-    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # new ones differ between workers
+    # Of random keys new ones, which differ between workers.
     row = lambda leaf, like: like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
     outer = jax.tree.map(continued, new.outer, is_leaf=states.is_reduce_state)
     return new._replace(inner=jax.tree.map(row, inner[0], new.inner), outer=outer)

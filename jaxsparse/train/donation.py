@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxsparse._compat import is_key
+
 
 def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:
   """The arguments of a step, with a copy of each array that shares memory with a donated one.
@@ -22,7 +24,7 @@ def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, .
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
     own = {id(leaf)}
-    if by_buffer and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if by_buffer and not is_key(leaf):
       own.update(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size)
     if not donated.isdisjoint(own):
       leaves[number] = jnp.copy(leaf)

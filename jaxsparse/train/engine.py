@@ -325,7 +325,7 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
   """A global array over all processes, from the same whole array on each of them."""
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return jax.device_put(x, sharding)
-  if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+  if _compat.is_key(x):
     words = put_global(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
   whole = np.asarray(x)

@@ -181,7 +181,7 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
   if worker.model_state == "worker":
     return jax.tree.map(lambda x: x[None], model_state)
   for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if _compat.is_key(leaf):
       raise TypeError(
         f"model_state{jax.tree_util.keystr(path)} is a random key, which workers cannot average: keep keys out of the "
         "model state and give the step rng=key"

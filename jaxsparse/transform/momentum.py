@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import optax
 
 from jaxsparse.collectives import Collective, SparseCollective
-from jaxsparse.collectives._base import _is_number, check_fraction, check_whole
+from jaxsparse.collectives._base import check_fraction, check_whole, is_number
 from jaxsparse.collectives._wrapped import EF21, Corrected, WarmedUp, Wrapped
 from jaxsparse.transform.update import Transform
 
@@ -131,7 +131,7 @@ def ef21(transform: optax.GradientTransformation, momentum: float = 0.9) -> opta
     Array([0., 1.], dtype=float32)
   """
   transform = _checked("ef21", transform)
-  if not (_is_number(momentum, numbers.Real) and 0 <= momentum < 1):
+  if not (is_number(momentum, numbers.Real) and 0 <= momentum < 1):
     raise ValueError(f"ef21: momentum={momentum!r}, choose a number from 0 up, below 1")
   track = lambda collective: EF21(collective=collective, momentum=momentum)
   return transform.with_collectives(lambda collectives: [track(collective) for collective in collectives])

@@ -156,8 +156,7 @@ def reduce_states(state: Any) -> list[ReduceState]:
 
 def with_own_keys(state: Any, rank: jax.Array) -> Any:
   """The state of a worker before the first step, with the random keys of its own optimizers folded with its number."""
-  is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-  fold = lambda leaf: jax.vmap(lambda key: jax.random.fold_in(key, rank))(leaf) if is_key(leaf) else leaf
+  fold = lambda leaf: jax.vmap(lambda key: jax.random.fold_in(key, rank))(leaf) if _compat.is_key(leaf) else leaf
   own = lambda node: node._replace(inner=jax.tree.map(fold, node.inner)) if is_local_state(node) else node
   return jax.tree.map(own, state, is_leaf=is_local_state)
 
