@@ -83,12 +83,10 @@ def two_means(grads: jax.Array) -> jax.Array:
     >>> two_means(jnp.array([1.0, 2.0, -1.0]))
     Array([1.5, 1. ], dtype=float32)
   """
-
-  def mean_of_sign(positive: bool) -> jax.Array:
-    count = jnp.maximum(bitset.count_true((grads >= 0) == positive), 1).astype(jnp.float32)
-    return ordered_sum(grads, term=lambda part: jnp.where((part >= 0) == positive, jnp.abs(part), 0.0)) / count
-
-  return jnp.stack([mean_of_sign(True), mean_of_sign(False)])
+  positive = bitset.count_true(grads >= 0)
+  counts = jnp.maximum(jnp.stack([positive, grads.size - positive]), 1).astype(jnp.float32)
+  magnitudes = [lambda part: jnp.maximum(part, 0.0), lambda part: jnp.maximum(-part, 0.0)]
+  return jnp.stack([ordered_sum(grads, term=term) for term in magnitudes]) / counts
 
 
 def shift_entries(grads: jax.Array, own: jax.Array, mean: jax.Array) -> jax.Array:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, all_reduce_cost, in_rank_order, schedules
 from jaxsparse.select.accumulator import pending_zeros
-from jaxsparse.select.blocks import Blocks, LazySum
-from jaxsparse.select.selectors import Exact
+from jaxsparse.select.blocks import LazySum
+from jaxsparse.select.exact import top_k
 from jaxsparse.sparse.flatten import all_finite
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
@@ -51,10 +51,10 @@ class Micro(SparseCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, each = grads.size, self.each(grads.size, comm.size)
     acc = LazySum((grads, state.residual))
-    part = (state.shared + comm.rank) % comm.size
-    blocks = Blocks(acc, part.reshape(1), length=-(-n // comm.size), k=each)
-    chosen = blocks.flat_indices(Exact().start(blocks, ()).largest(0, 1).indices)
-    indices = jnp.sort(in_rank_order(comm, all_gather(comm, chosen.reshape(-1))).reshape(-1))  # n in slots of padding
+    length = -(-n // comm.size)
+    start = (state.shared + comm.rank) % comm.size * length
+    chosen = jnp.minimum(start + top_k(acc.window(start, length), each).indices, n)
+    indices = jnp.sort(in_rank_order(comm, all_gather(comm, chosen)).reshape(-1))  # n in slots of padding
     # A NaN or Inf that no worker selects would stay in the residual, so the worker then sends NaN only.
     values = jnp.where(indices < n, acc.read_at(indices), 0.0)
     values = comm.all_reduce(jnp.where(all_finite(acc.values), values, jnp.nan))

@@ -55,6 +55,13 @@ class LazySum:
     """The entries start … start + length − 1, f32[length]; all of them must exist."""
     return functools.reduce(jnp.add, [jax.lax.dynamic_slice(part, (start,), (length,)) for part in self.parts])
 
+  def window(self, start: jax.Array, length: int) -> "LazySum":
+    """The entries start … start + length − 1 ≤ n of a lazily summed vector of their own; zeros beyond the end."""
+    inside = jnp.minimum(start, self.size - length)
+    cut = lambda x, start: jax.lax.dynamic_slice(x, (start,), (length,))
+    ends_late = lambda part: cut(jnp.pad(cut(part, inside), (0, length)), jnp.minimum(start - inside, length))
+    return LazySum(tuple(jax.lax.optimization_barrier([ends_late(part) for part in self.parts])))
+
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:

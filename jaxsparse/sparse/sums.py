@@ -58,15 +58,18 @@ def _fold(parts: Sequence[jax.Array], term: Callable[[jax.Array], jax.Array], co
   """Combines the terms of the sum of `parts` to one, f32[]; zeros fill the last piece."""
   size = parts[0].size
   length = -(-size // _PIECES)
-  # Behind a barrier: of known slices, XLA for GPUs adds the whole parts, which stores n entries, and slices the sum.
-  starts = jax.lax.optimization_barrier([jnp.uint32(start) for start in range(0, size, length)])
+  count = -(-size // length)
+  shorter = size - (count - 1) * length  # entries of the last piece
 
-  def piece(number: int, start: jax.Array) -> jax.Array:
-    here = min(length, size - number * length)
-    values = [jax.lax.dynamic_slice(part, (start,), (here,)) for part in parts]
-    return jnp.pad(term(functools.reduce(jnp.add, values)), (0, length - here))
+  def fold(first: int, end: int, pieces: int) -> jax.Array:
+    """Entries first … end − 1 of so many pieces, none of which is compared with an end: a GPU is four times as fast."""
+    cut = lambda start: functools.reduce(jnp.add, [part[start + first : start + end] for part in parts])
+    return functools.reduce(combine, [term(cut(number * length)) for number in range(pieces)])
 
-  folded = functools.reduce(combine, [piece(*start) for start in enumerate(starts)])
+  folded = fold(0, shorter, count)
+  if shorter < length:
+    rest = combine(fold(shorter, length, count - 1), jnp.zeros(length - shorter, folded.dtype))
+    folded = jnp.concatenate(jax.lax.optimization_barrier((folded, rest)))
   return folded[0] if length == 1 else _fold((folded,), lambda x: x, combine)
 
 

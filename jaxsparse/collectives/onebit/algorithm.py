@@ -7,6 +7,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import _compat
 from jaxsparse.collectives._base import Collective
 from jaxsparse.collectives.onebit.blocks import CHUNK, Blocks, Exchanged
 from jaxsparse.comm import all_gather, in_rank_order, schedules
@@ -66,6 +67,8 @@ class OneBit(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, size, rank = grads.size, comm.size, comm.rank
+    # A GPU stores the vector of all leaves: the passes over it would look for the leaf of each entry.
+    grads = _compat.by_platform(grads, gpu=jax.lax.optimization_barrier, default=lambda grads: grads)
     blocks, acc = self._blocks(n, size), (grads, state.residual)
     own = blocks.encode(acc, jnp.int32(0), blocks.count)
     messages = blocks.pack(*own)

@@ -106,8 +106,7 @@ class Blocks:
 
     def columns_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array, ...]:
       x = self._read(parts, skip + start, count)
-      square = lambda unit: lambda x, _: _truncate(x * unit) ** 2
-      squares = lambda unit: fold_rows(x, range(_ROWS), square(unit), jnp.add, self.n >= _LONG)
+      squares = lambda unit: fold_rows(x, range(_ROWS), lambda x, _: _truncate(x * unit) ** 2, jnp.add, self.n >= _LONG)
       means = _root_mean(squares, jnp.float32(1 / _ROWS))
       return (self._codes(x), means) if self.bits == 1 else (means,)  # signs need no scale, so one pass is enough
 
@@ -117,9 +116,8 @@ class Blocks:
     whole = min(count, parts[0].size // self.block)
     kinds = (jnp.uint32, jnp.float32)[self.bits > 1 :]
     empty = tuple(jnp.zeros(count * self.columns, kind) for kind in kinds)
-    found = _by_chunks(columns_of, whole, count, empty, (self.columns,) * len(kinds))
-    # One kernel of a GPU writes both.
-    *signs, means = jax.lax.optimization_barrier([x.reshape(count, -1) for x in found])
+    found = _by_chunks(columns_of, whole, count, empty, (self.columns,) * len(kinds), padded_apart=True)
+    *signs, means = jax.lax.optimization_barrier([x.reshape(count, -1) for x in found])  # by one kernel of a GPU
     entries = self._entries(first + jnp.arange(count, dtype=jnp.int32))
     squares = lambda unit: row_sums(round_mantissa(round_mantissa(means * unit) ** 2))
     halves = _root_mean(squares, _ROWS / jnp.maximum(entries, 1).astype(jnp.float32))
@@ -131,7 +129,7 @@ class Blocks:
     # Read again behind a barrier: XLA for GPUs would store the sum for both passes.
     *again, halves = jax.lax.optimization_barrier((*parts, halves))
     empty = (jnp.zeros(count * self.width, jnp.uint32),)
-    (codes,) = _by_chunks(codes_of, whole, count, empty, (self.width,))
+    (codes,) = _by_chunks(codes_of, whole, count, empty, (self.width,), padded_apart=True)
     return codes.reshape(count, -1), halves
 
   def _codes(self, x: jax.Array, halves: jax.Array | None = None) -> jax.Array:
@@ -163,9 +161,8 @@ class Blocks:
       block = rank * self.region + start
       x = self._read_padded(parts, block, count)
       for message in received:
-        cut = functools.partial(_cut, message)
-        codes = cut(start * self.width, count * self.width).reshape(count, -1)
-        halves = cut(self.region * self.width + start, count)
+        codes = _cut(message, start * self.width, count * self.width).reshape(count, -1)
+        halves = _cut(message, self.region * self.width + start, count)
         x = x + self.decode(codes, jax.lax.bitcast_convert_type(halves, jnp.float32))
       entries = self._entries(block + jnp.arange(count, dtype=jnp.int32))
       position = jnp.arange(self.block, dtype=jnp.int32).reshape(1, _ROWS, self.columns)
@@ -276,12 +273,12 @@ def _by_chunks(
   results: tuple[jax.Array, ...],
   sizes: tuple[int, ...],
   skip: int = 0,
+  padded_apart: bool = False,
 ) -> tuple[jax.Array, ...]:
   """`results`, flat, with what `compute(start, count, results)` returns of some blocks in place of theirs.
 
-  A GPU computes all blocks at once. Others take eight at a time, and write them in the next step of the loop: XLA then
-  stores them in the cache, and does not compute them entry by entry in the order of a flat vector, which does not
-  vectorize.
+  A GPU computes all blocks at once. Others take eight at a time, and write them in the next step of the loop, so that
+  XLA stores them in the cache: in the order of a flat vector it would not vectorize.
 
   Args:
     compute: `start` is an int where blocks may be padded.
@@ -290,6 +287,8 @@ def _by_chunks(
     results: f32[...] or u32[...] each.
     sizes: entries of a block in each of the results.
     skip: blocks before the first in each of the results.
+    padded_apart: whether a GPU computes blocks that may be padded apart, and copies the results: a pass that compares
+      each entry with the end of the vector takes it four times as long.
   """
 
   def write(
@@ -321,8 +320,14 @@ def _by_chunks(
     rest = count - steps * chunk
     return write(results, steps * chunk, compute(steps * chunk, rest, results)) if rest else results
 
-  at_once, by_chunks = functools.partial(run, count + 1), functools.partial(run, CHUNK)
-  return _compat.by_platform(*results, gpu=at_once, default=by_chunks)
+  def at_once(*results: jax.Array) -> tuple[jax.Array, ...]:
+    apart = padded_apart and 0 < whole < count
+    for start, end in ((0, whole), (whole, count)) if apart else ((0, count),):
+      new = compute(start, end - start, results)
+      results = write(results, start, jax.lax.optimization_barrier(new) if apart else new)
+    return results
+
+  return _compat.by_platform(*results, gpu=at_once, default=functools.partial(run, CHUNK))
 
 
 def _cut(x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
