@@ -22,6 +22,7 @@ from benchmarks import papers as cells_of_papers
 from benchmarks import report
 from benchmarks.compiled import hlo
 from benchmarks.compiled.rows import HEADS, Row
+from benchmarks.device import speed, step, worth
 from benchmarks.heterogeneous import report as in_virtual_time
 from benchmarks.heterogeneous import virtual
 from benchmarks.overlap import contention as contention_of
@@ -111,6 +112,17 @@ def compiled(part: str, *topologies: str) -> str:
       exchanges = [hlo.Exchange(**exchange) for exchange in one["exchanges"]]
       rows.append([topology.replace("_", " "), *Row(**one | {"exchanges": exchanges}).cells])
   return markdown(["devices", *HEADS], rows)
+
+
+def device(part: str, name: str) -> str:
+  """What was measured on a device: the "speed" of updates, the "step" of a transformer, or what they are "worth"."""
+  found = json.loads((RESULTS / f"device_{name}.json").read_text())
+  tables = {
+    "speed": lambda: speed.table(found["speed"], found["launches"], ""),
+    "step": lambda: step.table(found["step"], ""),
+    "worth": lambda: worth.table([row for row in found["worth"] if "predictions" in row]),
+  }
+  return _of_rich("", {"": tables[part]()}, ["program", "algorithm"])
 
 
 @functools.cache
@@ -290,7 +302,8 @@ def wire() -> str:
 
 _SIMPLE = (kept, race, paces, wholes, losses, runs, papers, trainers, verdicts, summary, wire)
 TABLES = {
-  function.__name__: function for function in (*_SIMPLE, elastic, late, rounds, heterogeneous, contention, compiled)
+  function.__name__: function
+  for function in (*_SIMPLE, elastic, late, rounds, heterogeneous, contention, compiled, device)
 }
 
 

@@ -148,12 +148,13 @@ def test_steps_leaves_and_precision(tmp_path):
 
 @pytest.mark.long  # `js.costs` and `js.overlap` have tests of their own
 def test_costs_and_overlap(tmp_path):
-  wire, costs, kept, known = snippets("docs/how_to/measure_network.md")
+  wire, costs, kept, machine, known = snippets("docs/how_to/measure_network.md")
   overlap, planners = snippets("docs/how_to/overlap.md")
   # Two algorithms, few entries and repetitions; the calls are those of the pages.
   few = 'n=2**16, algorithms=["dense", "spardl"], repetitions=1'
   quick = f"import functools; js.costs.fit = functools.partial(js.costs.fit, {few})\n"
-  out = run("\n".join([CONTEXT, quick, wire, costs, kept, overlap, TRAIN, planners, known]), tmp_path)
+  out = run("\n".join([CONTEXT, quick, wire, costs, kept, machine, overlap, TRAIN, planners, known]), tmp_path)
+  assert "times as fast as dense:dtype=bfloat16" in out
   assert "0.786 s" in out
   assert "0.016 s" in out
   assert "exchanged as one" in out

@@ -160,7 +160,7 @@ def table(rows: Sequence[Row], launches: Sequence[Row], title: str) -> rich.tabl
   Kernels of a short program take less time than the host needs to start it, which calls in a queue show.
   """
   ms = report.milliseconds
-  profiled = {(row["n"], row["row"]): row for row in launches if row["kernels"]}
+  profiled = {(row["n"], row["row"]): row for row in launches if row["kernels"] is not None}
   lines = []
   for row in rows:
     seen = profiled.get((row["n"], row["row"]), {})

@@ -1,6 +1,5 @@
 """What is it worth? A profile of `js.costs` from what was measured, and its advice for hosts of eight such devices."""
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -50,8 +49,7 @@ def profile_of(run: Run, setting: Setting) -> js.costs.Profile:
 
 def over(profile: js.costs.Profile, gigabits: float, alpha: float) -> js.costs.Profile:
   """The profile over links of hosts that all devices of a host share; the all-reduce is taken to use all of them."""
-  beta = 8 * DEVICES / (gigabits * 1e9)
-  return dataclasses.replace(profile, alpha=alpha, beta=beta, reduce_alpha=alpha, reduce_beta=beta)
+  return profile.over(js.overlap.Link(alpha, beta=8 * DEVICES / (gigabits * 1e9), gamma=1.0))
 
 
 def advise(profile: js.costs.Profile, gigabits: int, setting: Setting, compute: float | None) -> Row:

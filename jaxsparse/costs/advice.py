@@ -3,11 +3,13 @@
 import importlib.resources
 import json
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from jaxsparse.collectives import make_plain
 from jaxsparse.collectives._base import check_whole, collective_of, label_of
 from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import count_entries, count_inside, predict
@@ -197,8 +199,9 @@ def advise(
   of one method the one that took most steps counts.
 
   Args:
-    params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, or their number n.
-    profile: from `js.costs.fit`.
+    params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, or their number n: then without algorithms
+      whose words depend on shapes, PowerSGD for instance.
+    profile: from `js.costs.fit`, or `js.costs.Profile.of`.
     every: the numbers H of steps between exchanges to choose from (`js.local_steps`); with evidence it names them.
     evidence: of the methods to choose from, `js.costs.evidence("adam")` or rows of your own like these.
     compute: seconds of the rest of your step, forward and backward; with evidence.
@@ -235,13 +238,15 @@ def advise(
     raise ValueError(f"advise: every={every!r}, give a list of numbers of steps, as in (1, 30)")
   for steps in every:
     check_whole("advise", 1, every=steps)
-  updates = [_predict(label, params, profile)._replace(compute=compute) for label in profile.algorithms]
+  needs_shapes = lambda label: make_plain(collective_of(label)[0]).needs_shapes
+  known = [label for label in profile.algorithms if not (isinstance(params, numbers.Integral) and needs_shapes(label))]
+  updates = [_predict(one, params, profile)._replace(compute=compute) for one in known or profile.algorithms]
   without_evidence = [update.rarely(steps) for steps in every for update in updates]
   found = _with_evidence(updates, rows) if (rows := list(evidence)) else without_evidence
   dense = min((one.to_loss for one in found if rows and not one.evidence), default=math.inf)
   # A gain that is not outside of the deviation is none.
-  known = lambda one: one.to_loss if one.latest < dense else max(one.to_loss, dense)
-  predictions = sorted(found, key=lambda one: (known(one), bool(one.evidence), one.to_loss))
+  sure = lambda one: one.to_loss if one.latest < dense else max(one.to_loss, dense)
+  predictions = sorted(found, key=lambda one: (sure(one), bool(one.evidence), one.to_loss))
   return Advice(predictions, _explain(predictions))
 
 

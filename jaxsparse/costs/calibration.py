@@ -1,6 +1,7 @@
 """Measures the parameters of the cost model, on the workers and the network of the training run."""
 
 import dataclasses
+import importlib.resources
 import json
 import math
 import numbers
@@ -9,6 +10,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.resources.abc import Traversable
 from typing import Any, Self
 
 import jax
@@ -18,18 +20,19 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective, make_plain
-from jaxsparse.collectives._base import collective_of, label_of
+from jaxsparse.collectives._base import check_whole, collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.counting import count_agreements, count_entries, make_sized, schedule, uses_all_reduce
 from jaxsparse.train import timing
 from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.transform.metrics import metrics
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, Link
 
 _LONG = 0.3  # seconds of a message that is long enough to measure β
 _SHORTEST = 2**18  # words; the longest message of a measurement of β has at least so many
 _CHAIN = 8  # messages of a chain, which makes the overhead of the clock and of the call small
 _FIRST = "dense", "onebit", "spardl", "powersgd"  # what the documents recommend; `fit` may have no time for others
+_MACHINES = ("h100",)  # whose measurements are beside this module
 _SHAPE = 2**16  # entries of the gradients that `fill` is measured with
 
 
@@ -62,6 +65,8 @@ class Algorithm:
 @dataclasses.dataclass(frozen=True)
 class Profile:
   """Measurements of a machine and its network, by `fit` for `advise`.
+
+  `Profile.of` has those of a GPU, to which you give your link.
 
   Attributes:
     workers: number of workers P.
@@ -101,7 +106,48 @@ class Profile:
   @classmethod
   def load(cls, path: str | pathlib.Path) -> Self:
     """Reads a profile that `save` wrote."""
-    read = json.loads(pathlib.Path(path).read_text())
+    return cls._read(pathlib.Path(path))
+
+  @classmethod
+  def of(cls, machine: str, link: Link, *, workers: int, devices: int = 1) -> Self:
+    """The arithmetic that was measured on a GPU, over a link that was not.
+
+    On one H100, with JAX 0.11.2: updates of 14,728,266 entries of one of 8 workers, in a queue, and each collective at
+    a density of 0.01.
+
+    Args:
+      machine: "h100".
+      link: of a device of a worker: α and β of a message. The platform's all-reduce is taken to be as good.
+      workers: number of workers P.
+      devices: number of devices of a worker, S. If they share a link of b bytes a second, β is S/b.
+
+    Raises:
+      ValueError: for another machine, or a number of workers or devices that is not positive.
+
+    Example:
+      Two hosts of 8 GPUs, between them 100 Gbit/s and 5 µs a message, and 124 million parameters:
+
+      >>> import jaxsparse as js
+      >>> link = js.overlap.Link(alpha=5e-6, beta=8 * 8 / 100e9, gamma=1.0)
+      >>> profile = js.costs.Profile.of("h100", link, workers=2, devices=8)
+      >>> advice = js.costs.advise(124_373_760, profile)
+      >>> {one.label: round(1000 * one.seconds, 1) for one in advice.predictions if one.label in ("dense", "onebit")}
+      {'onebit': 1.5, 'dense': 40.0}
+    """
+    path = importlib.resources.files("jaxsparse.costs") / f"{machine}.json"
+    if machine not in _MACHINES:
+      raise ValueError(f"Profile.of: machine={machine!r}, choose one of {', '.join(map(repr, _MACHINES))}")
+    check_whole("Profile.of", 1, workers=workers, devices=devices)
+    return dataclasses.replace(cls._read(path).over(link), workers=workers, devices=devices)
+
+  def over(self, link: Link) -> Self:
+    """The profile with α, β and γ of another link, for the platform's all-reduce, too."""
+    found = dataclasses.replace(self, alpha=link.alpha, beta=link.beta, gamma=link.gamma)
+    return dataclasses.replace(found, reduce_alpha=link.alpha, reduce_beta=link.beta)
+
+  @classmethod
+  def _read(cls, path: Traversable) -> Self:
+    read = json.loads(path.read_text())
     return cls(**read | {"algorithms": {label: Algorithm(**one) for label, one in read["algorithms"].items()}})
 
 

@@ -56,7 +56,12 @@ class LazySum:
     return functools.reduce(jnp.add, [jax.lax.dynamic_slice(part, (start,), (length,)) for part in self.parts])
 
   def window(self, start: jax.Array, length: int) -> "LazySum":
-    """The entries start … start + length − 1 ≤ n of a lazily summed vector of their own; zeros beyond the end."""
+    """The entries start … start + length − 1 as a vector, f32[length ≤ n]; zeros beyond the end.
+
+    Example:
+      >>> LazySum((jnp.array([1.0, 2.0, 3.0]),)).window(jnp.int32(2), 2).values
+      Array([3., 0.], dtype=float32)
+    """
     inside = jnp.minimum(start, self.size - length)
     cut = lambda x, start: jax.lax.dynamic_slice(x, (start,), (length,))
     ends_late = lambda part: cut(jnp.pad(cut(part, inside), (0, length)), jnp.minimum(start - inside, length))
@@ -69,7 +74,7 @@ class Blocks:
 
   Attributes:
     x: the vector.
-    order: i32[rows], the block of each row.
+    order: i32[rows], the block of each row; each block once.
     length: entries of a block.
     k: entries to choose of each block.
 

@@ -27,6 +27,23 @@ ALGORITHMS = {"dense": Algorithm(1e-9, reduces=True), SPARDL: Algorithm(2e-8)}
 PROFILE = Profile(6, 1e-4, 8e-9, 1.5, reduce_alpha=2e-4, reduce_beta=9e-9, entries=10_000, algorithms=ALGORITHMS)
 
 
+def test_the_profile_of_a_machine_has_what_was_measured_there_and_the_given_link():
+  link = js.overlap.Link(alpha=1e-5, beta=1e-9, gamma=1.5)
+  found = Profile.of("h100", link, workers=3, devices=2)
+  assert (found.workers, found.devices, found.entries) == (3, 2, 14_728_266)
+  assert (found.alpha, found.beta, found.gamma) == link
+  assert (found.reduce_alpha, found.reduce_beta) == link[:2]
+  names = {collective_of(label)[0] for label in found.algorithms}
+  assert names == set(js.collective_names()) - {"a2sgd"}  # which averages no gradients
+  n = 14_728_266
+  advice = js.costs.advise(n, found)
+  assert {"powersgd", "rows"} == set(found.algorithms) - {one.label for one in advice.predictions}  # they need shapes
+  for one in advice.predictions:
+    measured = found.algorithms[one.label]
+    assert one.arithmetic == pytest.approx(measured.arithmetic * n / 2)
+    assert 1e-5 < measured.arithmetic * n < 1e-2  # a GPU reads as many entries in 27 µs
+
+
 def test_seconds_are_arithmetic_and_the_alpha_beta_model():
   n = 1_000_000
   dense, sparse = sorted(js.costs.advise(n, PROFILE).predictions, key=lambda one: one.label)
@@ -202,6 +219,8 @@ BAD = [
   (lambda: js.costs.fit(mesh_of(2), algorithms=["powersgd"]), "powersgd: the words of n=.* give the parameters as n"),
   (lambda: js.costs.advise(0, PROFILE), "n=0, choose a whole number from 1 up"),
   (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile has no algorithm"),
+  (lambda: Profile.of("a100", js.overlap.Link(0, 0, 1), workers=2), "machine='a100', choose one of 'h100'"),
+  (lambda: Profile.of("h100", js.overlap.Link(0, 0, 1), workers=0), "Profile.of: workers=0"),
   (lambda: js.costs.advise(5, PROFILE, every=(0,)), "advise: every=0, choose a whole number from 1 up"),
   (lambda: js.costs.advise(5, PROFILE, every=4), r"every=4, give a list of numbers of steps, as in \(1, 30\)"),
   (lambda: js.costs.advise(5, PROFILE, every=()), r"every=\(\), give a list of numbers of steps"),
