@@ -12,8 +12,9 @@ DOCS_STAMP := $(VENV)/docs
 SITE := out/site
 ACCELERATORS := .venv-accelerators
 TRAINERS := .venv-trainers
+PEERS := .venv-peers
 
-.PHONY: help install demo docs tables test test-all accelerators trainers lint types format clean
+.PHONY: help install demo docs tables test test-all accelerators trainers peers lint types format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -85,6 +86,14 @@ $(TRAINERS)/installed: pyproject.toml constraints.txt
 trainers: $(TRAINERS)/installed  ## run inside other people's trainers, in an environment of its own: Ray, DrJAX, Tunix, MaxText
 	$(TRAINERS)/bin/python -m pytest -m '' tests/trainers
 
+$(PEERS)/installed: constraints.txt
+	$(PYTHON) -m venv --clear $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt numpy torch
+	@touch $@
+
+peers: $(PEERS)/installed install  ## updates of PyTorch's DistributedDataParallel beside ours, in the network lab: needs root
+	$(BIN)/python -m benchmarks.peers --python=$(PEERS)/bin/python
+
 lint: install  ## ruff, and whether the formatting is its own
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -97,4 +106,4 @@ format: install  ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 clean:  ## removes the environment and everything built
-	rm -rf $(VENV) $(ACCELERATORS) $(TRAINERS) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ACCELERATORS) $(TRAINERS) $(PEERS) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -51,6 +51,9 @@ class Comm(Protocol):
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` to rank + by, modulo `size`, and returns the tree that rank − by sent: one message."""
 
+  def shifts(self, trees: Sequence[Tree]) -> list[Tree]:
+    """`shift` of each tree, by 1, 2, 3, …: as many messages, none of which waits for another."""
+
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     """Sends `tree` along (source, destination) pairs: one message; returns zeros at workers that receive none."""
 

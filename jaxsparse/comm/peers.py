@@ -1,19 +1,20 @@
-"""The verbs of `types.Comm` between processes of any kind: each message is a callback to the host."""
+"""The verbs of `types.Comm` between processes of any kind: messages are callbacks to the host."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse.comm.schedules import all_reduce_in_order
-from jaxsparse.comm.verbs import View, mark_total
-from jaxsparse.types import Reduction
+from jaxsparse.comm.schedules import all_reduce_in_order, ring
+from jaxsparse.comm.verbs import View, mark_total, pack, unpack
+from jaxsparse.types import Reduction, Tree
 
 PEERS = "peers"  # name of the axis of the workers of a round
 
-Send = Callable[[np.ndarray, int | None, int | None], np.ndarray]
+Message = tuple[np.ndarray, int | None, int | None]  # u32[m] words, their destination, and the source of others
+Send = Callable[[Sequence[Message]], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,14 +30,14 @@ class PeerComm(View):
   Attributes:
     workers: their number.
     number: i32[], the rank of this worker.
-    send: `send(words, destination, source)` sends u32[m] words to a rank and returns those that it receives from
-      another one; either may be None, and without a source the result is zeros. Called in the order of the program.
+    send: sends u32[m] words of each message to its destination, then returns those that come from its source; either
+      may be None, and without a source the result is zeros. Called in the order of the program.
     divisor: 1, of a total for an update; the number of workers for any other comm.
     stride, members: as of `js.comm.View`.
 
   Example:
     >>> import jax.numpy as jnp
-    >>> alone = PeerComm(1, jnp.int32(0), send=lambda words, destination, source: words)
+    >>> alone = PeerComm(1, jnp.int32(0), send=lambda messages: [words for words, *_ in messages])
     >>> alone.all_reduce(jnp.arange(3.0))
     Array([0., 1., 2.], dtype=float32)
   """
@@ -61,11 +62,21 @@ class PeerComm(View):
   def _engine_rank(self) -> jax.Array:
     return self.number
 
+  def shifts(self, trees: Sequence[Tree]) -> list[Tree]:
+    """`shift` of each tree, by 1, 2, 3, …: all are sent before one is received, so that they take one delay."""
+    moves = [self._moves(ring(self.size, by)) for by in range(1, len(trees) + 1)]
+    received = self._send_all(list(map(pack, trees)), moves) if trees else []
+    return list(map(unpack, received, trees))
+
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    destinations, sources = dict(pairs), {destination: source for source, destination in pairs}
+    return self._send_all([buffer], [pairs])[0]
 
-    def message(words: np.ndarray, rank: np.ndarray) -> np.ndarray:
-      return self.send(np.asarray(words), destinations.get(int(rank)), sources.get(int(rank)))
+  def _send_all(self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]) -> list[jax.Array]:
+    to, origin = [dict(pairs) for pairs in moves], [{end: start for start, end in pairs} for pairs in moves]
 
-    like = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)
-    return io_callback(message, like, buffer, self.number, ordered=True)
+    def send(buffers: list[np.ndarray], rank: np.ndarray) -> list[np.ndarray]:
+      ends = [(of.get(int(rank)), back.get(int(rank))) for of, back in zip(to, origin, strict=True)]
+      return self.send([(np.asarray(words), *both) for words, both in zip(buffers, ends, strict=True)])
+
+    like = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in buffers]
+    return io_callback(send, like, buffers, self.number, ordered=True)

@@ -39,6 +39,16 @@ def team_size(size: int, teams: int) -> int:
   return size // teams
 
 
+def ring(size: int, by: int) -> Pairs:
+  """Each worker sends to the one `by` after it.
+
+  Example:
+    >>> ring(3, 1)
+    ((0, 1), (1, 2), (2, 0))
+  """
+  return tuple((source, (source + by) % size) for source in range(size))
+
+
 def checked_pairs(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
   """`pairs` if each worker sends at most once and receives at most once, else a ValueError that names the worker.
 
@@ -140,7 +150,7 @@ def in_rank_order(comm: Comm, rows: Tree) -> Tree:
 def exchange(comm: Comm, rows: Tree) -> Tree:
   """Sends row r to worker r, as MPI_Alltoall: P − 1 messages, in each of which every worker receives one.
 
-  The messages do not depend on each other, so a runtime may send several at once. Worker 2 of six sends:
+  The messages do not wait for each other (`Comm.shifts`). Worker 2 of six sends:
 
       row 3 -> worker 3, row 4 -> worker 4, row 5 -> worker 5, row 0 -> worker 0, row 1 -> worker 1;   it keeps row 2
 
@@ -153,6 +163,6 @@ def exchange(comm: Comm, rows: Tree) -> Tree:
   home_frame, numbers = jax.lax.optimization_barrier((home_frame, [jnp.uint32(row) for row in range(comm.size)]))
   row_of = lambda number: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number, 1), home_frame)
   own, *others = map(row_of, numbers)
-  sent = [comm.shift(row, by) for by, row in enumerate(others, start=1)]
+  sent = comm.shifts(others)
   # The row of worker rank − b is row P − b of the home frame.
   return in_rank_order(comm, jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *reversed(sent)))

@@ -98,9 +98,11 @@ class View:
 
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` to worker (rank + by) mod size and returns that of worker (rank − by) mod size: one message."""
-    size = self.size
-    pairs = tuple((source, (source + by) % size) for source in range(size))
-    return self._send(tree, pairs) if by % size else tree
+    return self._send(tree, schedules.ring(self.size, by)) if by % self.size else tree
+
+  def shifts(self, trees: Sequence[Tree]) -> list[Tree]:
+    """`shift` of each tree, by 1, 2, 3, …: as many messages, none of which waits for another."""
+    return [self.shift(tree, by) for by, tree in enumerate(trees, start=1)]
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     """Sends `tree` along (source, destination) pairs: one message; a worker that is no destination gets zeros.
@@ -122,8 +124,10 @@ class View:
 
   def _send(self, tree: Tree, pairs: schedules.Pairs) -> Tree:
     """Sends `tree` along pairs of this view, and along the same pairs of all views that tile the engine."""
-    moves = [(view[source], view[destination]) for view in self._views() for source, destination in pairs]
-    return unpack(self._ppermute(pack(tree), moves), tree)
+    return unpack(self._ppermute(pack(tree), self._moves(pairs)), tree)
+
+  def _moves(self, pairs: schedules.Pairs) -> list[tuple[int, int]]:
+    return [(view[source], view[destination]) for view in self._views() for source, destination in pairs]
 
   def _views(self) -> list[range]:
     """The workers of each of the views that tile the engine."""

@@ -3,16 +3,14 @@
 import importlib.resources
 import json
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxsparse.collectives import make_plain
 from jaxsparse.collectives._base import check_whole, collective_of, label_of
 from jaxsparse.costs.calibration import Profile
-from jaxsparse.costs.counting import count_entries, count_inside, predict
+from jaxsparse.costs.counting import count_entries, count_inside, lacks_shapes, predict
 from jaxsparse.types import Link
 
 _EVIDENCE = importlib.resources.files("jaxsparse.costs") / "evidence.json"
@@ -199,8 +197,7 @@ def advise(
   of one method the one that took most steps counts.
 
   Args:
-    params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, or their number n: then without algorithms
-      whose words depend on shapes, PowerSGD for instance.
+    params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`; or n, which leaves PowerSGD and rows out.
     profile: from `js.costs.fit`, or `js.costs.Profile.of`.
     every: the numbers H of steps between exchanges to choose from (`js.local_steps`); with evidence it names them.
     evidence: of the methods to choose from, `js.costs.evidence("adam")` or rows of your own like these.
@@ -238,9 +235,8 @@ def advise(
     raise ValueError(f"advise: every={every!r}, give a list of numbers of steps, as in (1, 30)")
   for steps in every:
     check_whole("advise", 1, every=steps)
-  needs_shapes = lambda label: make_plain(collective_of(label)[0]).needs_shapes
-  known = [label for label in profile.algorithms if not (isinstance(params, numbers.Integral) and needs_shapes(label))]
-  updates = [_predict(one, params, profile)._replace(compute=compute) for one in known or profile.algorithms]
+  labels = [label for label in profile.algorithms if not lacks_shapes(label, params)] or profile.algorithms
+  updates = [_predict(label, params, profile)._replace(compute=compute) for label in labels]
   without_evidence = [update.rarely(steps) for steps in every for update in updates]
   found = _with_evidence(updates, rows) if (rows := list(evidence)) else without_evidence
   dense = min((one.to_loss for one in found if rows and not one.evidence), default=math.inf)

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.resources
 import json
 import math
-import numbers
 import pathlib
 import statistics
 import time
@@ -22,7 +21,14 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective, make_plain
 from jaxsparse.collectives._base import check_whole, collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.costs.counting import count_agreements, count_entries, make_sized, schedule, uses_all_reduce
+from jaxsparse.costs.counting import (
+  count_agreements,
+  count_entries,
+  lacks_shapes,
+  make_sized,
+  schedule,
+  uses_all_reduce,
+)
 from jaxsparse.train import timing
 from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.transform.metrics import metrics
@@ -234,9 +240,9 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
     >>> candidates(4, [0.01])[-3:]
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
-  fits = lambda one: one.replicates and not (one.needs_shapes and isinstance(n, numbers.Integral))
-  recommended = [*(name for name in _FIRST if fits(make_plain(name))), "spardl:selector=chunked"]
-  averaging = [name for name in collective_names() if fits(make_plain(name)) and name not in recommended]
+  fits = lambda name: make_plain(name).replicates and not lacks_shapes(name, n)
+  recommended = [*filter(fits, _FIRST), "spardl:selector=chunked"]
+  averaging = [name for name in collective_names() if fits(name) and name not in recommended]
   teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]
   return _add_densities([*recommended, *averaging, *teams, "dense:dtype=bfloat16"], densities)
 

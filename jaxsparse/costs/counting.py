@@ -15,8 +15,8 @@ import optax
 from jax.extend import core
 
 from jaxsparse._compat import inner_jaxprs
-from jaxsparse.collectives import Collective, make_collective
-from jaxsparse.collectives._base import check_whole
+from jaxsparse.collectives import Collective, make_collective, make_plain
+from jaxsparse.collectives._base import check_whole, collective_of
 from jaxsparse.comm import AxisComm, all_reduce_cost
 from jaxsparse.transform.shards import share_of
 from jaxsparse.transform.update import init_state, reduce_step
@@ -99,6 +99,11 @@ def count_update(tx: optax.GradientTransformation, params: Any, *, workers: int,
 
   # All fragments are exchanged by a synchronization, which exchanges nothing in local steps with `every=1`.
   return max(counted(), counted(synchronize=True), key=lambda cost: cost.words)
+
+
+def lacks_shapes(label: str, n: Any) -> bool:
+  """Whether the words of an algorithm depend on the shapes of leaves, and n is a number of entries."""
+  return isinstance(n, numbers.Integral) and make_plain(collective_of(label)[0]).needs_shapes
 
 
 def count_inside(params: Any, *, devices: int) -> Cost:

@@ -3,13 +3,14 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxsparse.comm.peers import Message
 from jaxsparse.partial.controller import Group
 from jaxsparse.partial.messages import Kind, Piece, Stand
 from jaxsparse.partial.outer_step import Anchor, OuterStep, Result
@@ -63,25 +64,32 @@ class Run:
       self.failed = True
       self._changed.notify()
 
-  def exchange(self, words: np.ndarray, destination: int | None, source: int | None) -> np.ndarray:
-    """One message of the program, as `PeerComm.send`; messages are numbered alike at all members."""
-    self._tag, members = self._tag + 1, self.group.members
-    if destination is not None and members[destination] == self._me:
+  def exchange(self, messages: Sequence[Message]) -> list[np.ndarray]:
+    """Messages of the program, as `PeerComm.send`; they are numbered alike at all members."""
+    first, members = self._tag + 1, self.group.members
+    self._tag += len(messages)
+    for tag, (words, destination, _) in enumerate(messages, start=first):
+      if destination is not None and members[destination] != self._me and not self.failed:
+        values = np.array(words).view(np.float32)  # XLA reuses the buffer of a callback
+        self._post(Send(members[destination], Piece(Kind.MESSAGE, self.group.number, self._me, values, tag)))
+    return [self._receive(words, source, tag) for tag, (words, _, source) in enumerate(messages, start=first)]
+
+  def _receive(self, words: np.ndarray, source: int | None, tag: int) -> np.ndarray:
+    """As many words from a member; those given where that is this one, zeros where there are none."""
+    if source is None:
+      return np.zeros_like(words)
+    key = self.group.members[source], tag
+    if key[0] == self._me:
       return words
-    if destination is not None and not self.failed:
-      values = np.array(words).view(np.float32)  # XLA reuses the buffer of a callback
-      self._post(Send(members[destination], Piece(Kind.MESSAGE, self.group.number, self._me, values, self._tag)))
-    if source is not None:
-      key = members[source], self._tag
-      with self._changed:
-        self._changed.wait_for(lambda: self.failed or key in self._received)
-        received = self._received.pop(key, None)
-      if received is not None and received.size == words.size:
-        return received.view(np.uint32)
-      if received is not None:
-        unlike = f"worker {members[source]} sent {received.size} words instead of {words.size} in a round"
-        logging.getLogger(__name__).warning(f"{unlike}: have all workers the same outer chain and the same version?")
-      self.failed = True
+    with self._changed:
+      self._changed.wait_for(lambda: self.failed or key in self._received)
+      received = self._received.pop(key, None)
+    if received is not None and received.size == words.size:
+      return received.view(np.uint32)
+    if received is not None:
+      unlike = f"worker {key[0]} sent {received.size} words instead of {words.size} in a round"
+      logging.getLogger(__name__).warning(f"{unlike}: have all workers the same outer chain and the same version?")
+    self.failed = True
     return np.zeros_like(words)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse.comm.peers import PeerComm
+from jaxsparse.comm.peers import PeerComm, Send
 from jaxsparse.comm.program_text import ProgramText
 from jaxsparse.partial.messages import Stand
 from jaxsparse.sparse import flatten
@@ -81,7 +81,7 @@ class OuterStep:
   ):
     self._chain, self._fragments = chain, Fragments(fragments)
     self._cpu = device or _first_cpu()
-    self._send: Callable[..., np.ndarray] = lambda words, *_: words  # of the exchange that runs
+    self._send: Send = lambda messages: [words for words, *_ in messages]  # of the exchange that runs
     self._programs: dict[tuple[int, int], Any] = {}
 
   def start(self, params: Any) -> Anchor:
@@ -92,7 +92,7 @@ class OuterStep:
     """A pytree in float32 on the CPU."""
     return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf, np.float32), self._cpu), tree)
 
-  def run(self, anchor: Anchor, given: Any, weight: float, size: int, rank: int, number: int, send: Callable) -> Result:
+  def run(self, anchor: Anchor, given: Any, weight: float, size: int, rank: int, number: int, send: Send) -> Result:
     """The outer step of a round with `size` workers; blocks until all messages have come.
 
     Args:
@@ -147,7 +147,7 @@ class OuterStep:
       self.program(size, fragment, self._operands(fragment, *zeros, outer[fragment], anchor.params))
 
   def _comm(self, size: int, rank: jax.Array) -> PeerComm:
-    return PeerComm(size, rank, lambda *message: self._send(*message))
+    return PeerComm(size, rank, lambda messages: self._send(messages))
 
   def _step(
     self, size: int, fragment: int, rank: jax.Array, weight: jax.Array, given: Any, before: Any, params: Any

@@ -56,7 +56,16 @@ def subtract(x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: 
   """
   starts = _starts(x)
 
-  def at_once(x: Sequence[Piece], grads: jax.Array, residual: jax.Array) -> jax.Array:
+  def by_pieces(x: Sequence[Piece], grads: jax.Array, residual: jax.Array) -> jax.Array:
+    for start, piece in zip(starts, x, strict=True):
+      entries = _matrix(piece).reshape(-1)
+      own, old = (part[start : start + entries.size] for part in (grads, residual))
+      new = jnp.where(finite, decay * (own + old - entries), old)
+      residual = jax.lax.dynamic_update_slice(residual, new, (start,))
+    return residual
+
+  def on_gpu(x: Sequence[Piece], grads: jax.Array, residual: jax.Array) -> jax.Array:
+    """At once: there each piece that is written copies the vector."""
     return jnp.where(finite, decay * (grads + residual - dense(x)), residual)
 
   def on_cpu(x: Sequence[Piece], grads: jax.Array, residual: jax.Array) -> jax.Array:
@@ -68,7 +77,7 @@ def subtract(x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: 
     new = lambda: [decay * (one - _matrix(piece)) for one, piece in zip(sums, x, strict=True)]
     return _put_at(starts, varying.cond(finite, new, lambda: shaped(cut(residual))), residual)
 
-  return _compat.by_platform(x, grads, residual, cpu=on_cpu, default=at_once)
+  return _compat.by_platform(x, grads, residual, cpu=on_cpu, gpu=on_gpu, default=by_pieces)
 
 
 def _starts(x: Sequence[Piece]) -> list[int]:

@@ -150,11 +150,12 @@ def test_an_exchange_ends_without_a_result_when_it_fails_or_a_message_is_unlike(
   events = queue.Queue()
   run = Run(Group((0, 1), (0.5, 0.5), 0, number=3), 0, events.put)
   run.receive(Piece(Kind.MESSAGE, 3, 1, np.ones(2, np.float32), tag=1))
-  assert run.exchange(np.zeros(3, np.uint32), 1, 1).tolist() == [0, 0, 0]
+  message = np.zeros(3, np.uint32), 1, 1
+  assert run.exchange([message])[0].tolist() == [0, 0, 0]
   assert isinstance(events.get(), Send)
   assert run.failed
   assert "worker 1 sent 2 words instead of 3" in caplog.text
-  assert run.exchange(np.zeros(3, np.uint32), 1, 1).tolist() == [0, 0, 0]
+  assert run.exchange([message, message])[1].tolist() == [0, 0, 0]
   assert events.empty()
 
 

@@ -22,17 +22,17 @@ N = 49
 class Team:
   """Workers in threads, a device each, whose messages are those of `Run`."""
 
-  def __init__(self, chain, workers, fragments=1):
+  def __init__(self, chain, workers, fragments=1, run=Run):
+    self.run, self.number = run, 0
     self.steps = [OuterStep(chain, fragments, device=jax.devices()[worker]) for worker in range(workers)]
     self.anchors = [step.start(PARAMS) for step in self.steps]
-    self.number = 0
 
   def round(self, members, given, weights=None):
     """The results of a round of these workers, each of whom has given its row."""
     self.number, weights = self.number + 1, [1 / len(members)] * len(members) if weights is None else weights
     group, runs = Group(tuple(members), tuple(weights), 0, number=self.number), {}
     post = lambda send: runs[send.member].receive(send.piece)
-    runs.update({worker: Run(group, worker, post) for worker in members})
+    runs.update({worker: self.run(group, worker, post) for worker in members})
 
     def run(rank, worker):
       operands = given[worker], weights[rank], len(members), rank, self.number, runs[worker].exchange
@@ -85,6 +85,41 @@ def test_bits_are_those_of_the_simulator(case):
     params = jax.tree.map(lambda p, u: p + u[0], params, updates)
   # P is a power of two: a weight of 1/P changes no bit but the exponent. Compilers may fuse otherwise.
   np.testing.assert_allclose(group.flat(0), flat(params), rtol=1e-6, atol=1e-7)
+
+
+class Late(Run):
+  """A run in virtual time: a message arrives one delay after it was sent, and computing takes none."""
+
+  def __init__(self, group, number, post, arrivals):
+    super().__init__(group, number, post)
+    self.arrivals, self.now, self.me = arrivals, 0, number
+
+  def exchange(self, messages):
+    for tag, (_, destination, _) in enumerate(messages, start=self._tag + 1):
+      if destination is not None:
+        self.arrivals[self.me, self.group.members[destination], tag] = self.now + 1
+    return super().exchange(messages)
+
+  def _receive(self, words, source, tag):
+    received = super()._receive(words, source, tag)
+    if source is not None:
+      self.now = max(self.now, self.arrivals[self.group.members[source], self.me, tag])
+    return received
+
+
+@pytest.mark.parametrize(
+  ("name", "workers", "most"),
+  quick_of(
+    [("onebit", 4, 3), ("onebit", 16, 5), ("nbit", 8, 4), ("qsgd", 4, 2), ("dense", 8, 4)], quick=[("onebit", 4, 3)]
+  ),
+)
+def test_messages_that_do_not_depend_on_each_other_take_one_delay(name, workers, most):
+  """One to the owners, and ⌈log₂P⌉ of the all-gather; of P − 1 messages one after the other 19 for 16 workers."""
+  arrivals, runs = {}, []
+  make = lambda *arguments: runs.append(Late(*arguments, arrivals)) or runs[-1]
+  team = Team(lambda comm: optax.chain(js.make_transform(name, comm), optax.sgd(1.0)), workers, run=make)
+  team.round(range(workers), trees(0, workers))
+  assert {run.now for run in runs} == {most}
 
 
 PLAN = js.overlap.plan("wfbp", [1.0, 1.0], [4 * 9, 4 * 40], alpha=0.5, beta=0.25, gamma=2.0)

@@ -22,7 +22,7 @@ def test_every_platform_writes_the_same(finite):
     keep = jnp.bool_(finite)
     return low_rank.put(x, grads, keep), low_rank.subtract(x, grads, residual, keep, decay=0.5)
 
-  for platform in ("cpu", "tpu"):
+  for platform in ("cpu", "cuda", "tpu"):
     with js.traced_for(platform):
       found = jax.jit(both)(x)
     for one, other in zip(found, expected, strict=True):

@@ -72,7 +72,7 @@ class OneBit(Collective):
     blocks, acc = self._blocks(n, size), (grads, state.residual)
     own = blocks.encode(acc, jnp.int32(0), blocks.count)
     messages = blocks.pack(*own)
-    received = [comm.shift(messages[(rank + by) % size], by) for by in range(1, size)]
+    received = comm.shifts([messages[(rank + by) % size] for by in range(1, size)])
     sums = blocks.sum_region(acc, rank, received)
     summed = blocks.encode((sums,), rank * blocks.region, blocks.region, skip=CHUNK)
     codes, halves = blocks.unpack(in_rank_order(comm, all_gather(comm, blocks.pack(*summed)[0])))

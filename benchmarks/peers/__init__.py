@@ -1,0 +1,1 @@
+"""Updates of PyTorch's DistributedDataParallel beside ours: `python -m benchmarks.peers --help`."""

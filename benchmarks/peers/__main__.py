@@ -1,0 +1,145 @@
+r"""Milliseconds and bytes of an update: PyTorch's DistributedDataParallel with its hooks, and ours, in one run.
+
+Both run in the hosts of the network lab (needs root), a rank on each, one after the other and again: same links, same
+shapes, the seconds of the slowest rank from a barrier on, the bytes that the interface of a host has sent, headers
+included, and every result checked. PyTorch has an environment of its own, of `make peers`. DistributedDataParallel is
+measured with every size of buckets, and the fastest counts. Rows go to peers.json; the exit status is 1 where a goal is
+missed.
+
+Examples:
+  python -m benchmarks.peers
+  python -m benchmarks.peers --hosts=2 --rate=100mbit --model=gpt2 --ddp=powersgd:rank=4 --algorithms=powersgd,onebit
+"""
+
+import itertools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from absl import flags
+
+from benchmarks import entry, netlab, report, specs, workers
+from benchmarks.compiled.transformer import Transformer
+from benchmarks.peers import ours
+from benchmarks.peers import rows as rows_of
+from jaxsparse import launch
+from jaxsparse.launch.start import Host
+
+MODELS = {
+  "vgg16": lambda: specs.VGG16.values(),
+  "gpt2": lambda: [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(Transformer().parameters))],
+}
+_PORT = 29533  # of the store of PyTorch's ranks, in a lab of their own
+_PATIENCE = 900.0  # seconds that PyTorch's ranks may take
+
+_RATE = flags.DEFINE_list("rate", ["1gbit", "100mbit", "10mbit"], "Rates of the lab's links, as tc writes them.")
+_HOSTS = entry.define_numbers("hosts", [2, 4], "Numbers of hosts, a rank on each.")
+_MODEL = flags.DEFINE_list("model", ["vgg16"], f"Whose shapes the gradients have: {', '.join(MODELS)}.")
+_DDP = flags.DEFINE_list(
+  "ddp", ["dense", "fp16", *(f"powersgd:rank={rank}" for rank in (1, 4, 16))], "Methods of DistributedDataParallel."
+)
+_BUCKET = entry.define_numbers("bucket", [25, 1000], "MB of the buckets of DistributedDataParallel.")
+_ALGORITHMS = flags.DEFINE_list(
+  "algorithms",
+  [
+    *("dense", "dense:dtype=bfloat16", *(f"powersgd:rank={rank}" for rank in (1, 4, 16)), "onebit"),
+    *("nbit:bits=4", "nbit:bits=8", "spardl", "spardl:selector=chunked:wire=bf16"),
+  ],
+  specs.HELP,
+)
+_ENGINE = flags.DEFINE_list("engine", ["processes", "mpi"], "Of our ranks: JAX's own processes (gloo), or MPI.")
+_DENSITY = flags.DEFINE_float("density", 0.01, "Of the entries that a sparse algorithm delivers.")
+_ROUNDS = flags.DEFINE_integer("rounds", 2, "How often the programs alternate.", lower_bound=1)
+_REPETITIONS = flags.DEFINE_integer("repetitions", 5, "Timed updates of a method in each round.", lower_bound=1)
+_PYTHON = flags.DEFINE_string("python", ".venv-peers/bin/python", "The Python of PyTorch's environment.")
+_CACHE_DIR = entry.define_cache_dir()
+_REPORT_DIR = entry.define_report_dir("peers.json")
+_SETTING = flags.DEFINE_string("setting", None, "Internal: what a rank of ours measures, as JSON.")
+entry.require_choices(_MODEL, list(MODELS), empty=False)
+entry.require_choices(_ENGINE, ["processes", "mpi"], empty=False)
+
+
+def in_buckets(methods: Sequence[str], sizes: Sequence[int]) -> list[str]:
+  """Labels of methods with every size of buckets.
+
+  Over gloo PowerSGD takes one bucket: the all-reduces of several begin in another order on each rank, and fail.
+  """
+  buckets = lambda method: [max(sizes)] if method.startswith("powersgd") else sizes
+  return [f"{method}:bucket={size}" for method in methods for size in buckets(method)]
+
+
+def run_ddp(hosts: Sequence[Host], python: str, setting: dict[str, Any]) -> None:
+  """Runs PyTorch's ranks, which append their rows; raises RuntimeError if one fails."""
+  program = pathlib.Path(__file__).with_name("torch_ddp.py")
+  threads = max(1, len(os.sched_getaffinity(0)) // len(hosts))
+  own = {"address": hosts[0].address, "port": _PORT, "threads": threads}
+  command = lambda rank: [python, str(program), json.dumps(setting | own | {"rank": rank})]
+  ranks = [subprocess.Popen([*host.enter, *command(rank)]) for rank, host in enumerate(hosts)]
+  try:
+    statuses = [rank.wait(_PATIENCE) for rank in ranks]
+  finally:
+    for rank in ranks:
+      rank.kill()
+  if any(statuses):
+    raise RuntimeError(f"PyTorch's ranks ended with {statuses}")
+
+
+def _measure(model: str, hosts: int, rate: str) -> list[rows_of.Row]:
+  """All methods in one network."""
+  shapes = [list(shape) for shape in MODELS[model]()]
+  n = sum(map(math.prod, shapes))
+  setting: dict[str, Any] = {
+    "size": hosts,
+    "n": n,
+    "repetitions": _REPETITIONS.value,
+    "warm_up": 3,
+    "density": _DENSITY.value,
+  }
+  found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+  with netlab.lab(hosts, rate) as team, tempfile.TemporaryDirectory() as folder:
+    for number, program in itertools.product(range(_ROUNDS.value), ("ddp", *_ENGINE.value)):
+      rows = pathlib.Path(folder) / f"{number}_{program}.jsonl"
+      given = setting | {"rows": str(rows), "cache": _CACHE_DIR.value}
+      if program == "ddp":  # whose matrices are (outputs, inputs)
+        given |= {"methods": in_buckets(_DDP.value, _BUCKET.value), "shapes": [shape[::-1] for shape in shapes]}
+        run_ddp(team, _PYTHON.value, given)
+      else:
+        given |= {"engine": program, "methods": _ALGORITHMS.value, "shapes": shapes}
+        workers.start_again(hosts, program, f"--setting={json.dumps(given)}", hosts=team)
+      for line in map(json.loads, rows.read_text().splitlines()):
+        found.setdefault((program, line["method"]), []).append(line)
+  return rows_of.fastest(rows_of.row_of((model, hosts, rate), *key, lines) for key, lines in found.items())
+
+
+def main() -> None:
+  """Measures every network, and reports."""
+  if _SETTING.value:
+    ours.measure(json.loads(_SETTING.value))
+    return
+  if launch.is_rank():
+    raise ValueError("the lab starts its own ranks: run this as one program")
+  if not pathlib.Path(_PYTHON.value).exists():
+    raise ValueError(f"--python={_PYTHON.value}: there is none, `make peers` makes an environment with PyTorch")
+  for hosts in _HOSTS.value:
+    specs.parse(_ALGORITHMS.value, hosts, density=_DENSITY.value)
+  console, rows = workers.make_console(), list[rows_of.Row]()
+  path = pathlib.Path(_REPORT_DIR.value) / "peers.json"
+  for network in itertools.product(_MODEL.value, _HOSTS.value, _RATE.value):
+    rows += _measure(*network)
+    console.print(rows_of.table([row for row in rows if rows_of.network_of(row) == network]))
+    report.keep(path, {"command": sys.argv[1:], "bucket": _BUCKET.value}, {"rows": [row._asdict() for row in rows]})
+  found = rows_of.goals(rows)
+  report.say(found, console)
+  console.print(f"rows: {path}", soft_wrap=True)
+  sys.exit(any(goal.met is False for goal in found))
+
+
+if __name__ == "__main__":
+  entry.run(main)

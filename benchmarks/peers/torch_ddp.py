@@ -1,0 +1,153 @@
+"""Updates of PyTorch's DistributedDataParallel over gloo, in a rank: `python torch_ddp.py SETTING`, a JSON object.
+
+It imports PyTorch and nothing of this project: PyTorch has an environment of its own. Rank 0 appends a JSON line for
+each method to the file `rows`. Backward gives the gradients at once, so that nothing but their exchange is timed.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+MOST = 20.0  # seconds of the untimed updates of a method, and of the timed ones, after which fewer have to do
+
+
+class Given(torch.autograd.Function):
+  """A loss whose gradients are given."""
+
+  @staticmethod
+  def forward(ctx: Any, grads: Any, *params: Any) -> Any:
+    """Keeps the gradients for backward."""
+    ctx.grads = grads
+    return params[0].new_zeros(())
+
+  @staticmethod
+  def backward(ctx: Any, *_: Any) -> Any:
+    """Gives them."""
+    return None, *ctx.grads
+
+
+class Model(torch.nn.Module):
+  """Parameters of these shapes, whose gradients are the argument."""
+
+  def __init__(self, shapes: list[list[int]]):
+    super().__init__()
+    self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes])
+
+  def forward(self, grads: Any) -> Any:
+    """The loss whose gradients these are."""
+    return Given.apply(grads, *self.weights)
+
+
+def sent_bytes() -> int:
+  """Bytes that the network interfaces of this host have sent, but for the one to itself."""
+  lines = pathlib.Path("/proc/self/net/dev").read_text().splitlines()[2:]
+  found = [line.partition(":") for line in lines]
+  return sum(int(counts.split()[8]) for name, _, counts in found if name.strip() != "lo")
+
+
+def gradients(shapes: list[list[int]], rank: int) -> list[torch.Tensor]:
+  """Those of a rank, the same in every step; each rank can make those of all others."""
+  generator = torch.Generator().manual_seed(rank)
+  return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def most(value: float) -> float:
+  """The largest of all ranks."""
+  found = torch.tensor([value], dtype=torch.float64)
+  dist.all_reduce(found, op=dist.ReduceOp.MAX)
+  return float(found)
+
+
+class Method:
+  """A method "dense", "fp16" or "powersgd:rank=4", with `bucket=25`, the MB of a bucket."""
+
+  def __init__(self, label: str, shapes: list[list[int]]):
+    name, *options = label.split(":")
+    self.options = dict(option.split("=") for option in options)
+    self.model = DistributedDataParallel(
+      Model(shapes), bucket_cap_mb=int(self.options.get("bucket", 25)), gradient_as_bucket_view=True
+    )
+    self.state = None
+    if name == "powersgd":
+      rank = int(self.options.get("rank", 4))
+      self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+      self.model.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
+    elif name == "fp16":  # that of bfloat16 needs NCCL
+      self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+  def update(self, grads: list[torch.Tensor]) -> None:
+    """One exchange; the parameters' `grad` are the mean."""
+    self.model(grads).backward()
+
+  def clear(self) -> None:
+    """Keeps the buckets that gradients are views of."""
+    self.model.zero_grad(set_to_none=False)
+
+  def delivered(self) -> torch.Tensor:
+    """The last mean, one vector."""
+    return torch.cat([weight.grad.flatten() for weight in self.model.parameters()])
+
+  def residual_norm(self, left: torch.Tensor) -> tuple[float, float]:
+    """The norm of what steps have left out, `left`, without the mean of the ranks' residuals, which must be all of it.
+
+    Parts of buckets have another order than the parameters, so that norms are compared: that of the residuals too.
+    """
+    if self.state is None:
+      return float(left.norm()), 0.0
+    total = torch.cat([error.flatten() for _, error in sorted(self.state.error_dict.items())])
+    dist.all_reduce(total)
+    return float(left.norm()), float((total / dist.get_world_size()).norm())
+
+
+def measure(label: str, setting: dict[str, Any], grads: list[torch.Tensor], mean: torch.Tensor) -> dict[str, Any]:
+  """The row of a method: seconds and bytes of each timed update, and how far the result is from the mean."""
+  method = Method(label, setting["shapes"])
+  seconds, sent = list[float](), list[float]()
+  delivered, steps, warming = torch.zeros_like(mean), 0, 0.0
+  while len(seconds) < setting["repetitions"] and sum(seconds) < MOST:
+    dist.barrier()
+    before, start = sent_bytes(), time.perf_counter()
+    method.update(grads)
+    took = time.perf_counter() - start
+    time.sleep(0.05)  # what is under way
+    took, count = most(took), most(sent_bytes() - before)
+    if steps >= setting["warm_up"] or warming > MOST:
+      seconds.append(took)
+      sent.append(count)
+    else:
+      warming += took
+    delivered += method.delivered()
+    steps += 1
+    method.clear()
+  left, kept = method.residual_norm(steps * mean - delivered)
+  wrong = abs(left - kept) / float(mean.norm()) / steps
+  return {"method": label, "seconds": seconds, "bytes": sent, "wrong": wrong}
+
+
+def main() -> None:
+  """Measures all methods of the setting."""
+  setting = json.loads(sys.argv[1])
+  os.environ.update(MASTER_ADDR=setting["address"], MASTER_PORT=str(setting["port"]))
+  torch.set_num_threads(setting["threads"])
+  dist.init_process_group("gloo", rank=setting["rank"], world_size=setting["size"])
+  grads = gradients(setting["shapes"], setting["rank"])
+  mean = sum(torch.cat([x.flatten() for x in gradients(setting["shapes"], rank)]) for rank in range(setting["size"]))
+  mean /= setting["size"]
+  for label in setting["methods"]:
+    row = measure(label, setting, grads, mean)
+    if setting["rank"] == 0:
+      with open(setting["rows"], "a") as file:
+        file.write(json.dumps(row) + "\n")
+  dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+  main()
