@@ -28,6 +28,7 @@ from benchmarks.heterogeneous import virtual
 from benchmarks.overlap import contention as contention_of
 from benchmarks.overlap import report as overlap_report
 from benchmarks.overlap.iterations import WORKERS
+from benchmarks.peers import rows as rows_of_peers
 from benchmarks.race import report as race_report
 from benchmarks.race.report import name_of, rate_text, slow_first
 from benchmarks.race.results import Results
@@ -123,6 +124,12 @@ def device(part: str, name: str) -> str:
     "worth": lambda: worth.table([row for row in found["worth"] if "predictions" in row]),
   }
   return _of_rich("", {"": tables[part]()}, ["program", "algorithm"])
+
+
+def peers() -> str:
+  """Updates of PyTorch's DistributedDataParallel beside ours."""
+  found = json.loads((RESULTS / "peers.json").read_text())
+  return _of_rich("", {"": rows_of_peers.table([rows_of_peers.Row(**row) for row in found["rows"]])}, ["method"])
 
 
 @functools.cache
@@ -300,7 +307,7 @@ def wire() -> str:
   return markdown(["model", "n", *(f"{name}: {one}" for name in networks for one in ("dense", "SparDL 1 %"))], rows)
 
 
-_SIMPLE = (kept, race, paces, wholes, losses, runs, papers, trainers, verdicts, summary, wire)
+_SIMPLE = (kept, race, paces, wholes, losses, runs, papers, trainers, verdicts, summary, wire, peers)
 TABLES = {
   function.__name__: function
   for function in (*_SIMPLE, elastic, late, rounds, heterogeneous, contention, compiled, device)

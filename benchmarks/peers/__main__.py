@@ -14,12 +14,9 @@ Examples:
 import itertools
 import json
 import math
-import os
 import pathlib
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,17 +24,14 @@ from absl import flags
 
 from benchmarks import entry, netlab, report, specs, workers
 from benchmarks.compiled.transformer import Transformer
-from benchmarks.peers import ours
+from benchmarks.peers import ddp, ours
 from benchmarks.peers import rows as rows_of
 from jaxsparse import launch
-from jaxsparse.launch.start import Host
 
 MODELS = {
   "vgg16": lambda: specs.VGG16.values(),
   "gpt2": lambda: [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(Transformer().parameters))],
 }
-_PORT = 29533  # of the store of PyTorch's ranks, in a lab of their own
-_PATIENCE = 900.0  # seconds that PyTorch's ranks may take
 
 _RATE = flags.DEFINE_list("rate", ["1gbit", "100mbit", "10mbit"], "Rates of the lab's links, as tc writes them.")
 _HOSTS = entry.define_numbers("hosts", [2, 4], "Numbers of hosts, a rank on each.")
@@ -66,31 +60,6 @@ entry.require_choices(_MODEL, list(MODELS), empty=False)
 entry.require_choices(_ENGINE, ["processes", "mpi"], empty=False)
 
 
-def in_buckets(methods: Sequence[str], sizes: Sequence[int]) -> list[str]:
-  """Labels of methods with every size of buckets.
-
-  Over gloo PowerSGD takes one bucket: the all-reduces of several begin in another order on each rank, and fail.
-  """
-  buckets = lambda method: [max(sizes)] if method.startswith("powersgd") else sizes
-  return [f"{method}:bucket={size}" for method in methods for size in buckets(method)]
-
-
-def run_ddp(hosts: Sequence[Host], python: str, setting: dict[str, Any]) -> None:
-  """Runs PyTorch's ranks, which append their rows; raises RuntimeError if one fails."""
-  program = pathlib.Path(__file__).with_name("torch_ddp.py")
-  threads = max(1, len(os.sched_getaffinity(0)) // len(hosts))
-  own = {"address": hosts[0].address, "port": _PORT, "threads": threads}
-  command = lambda rank: [python, str(program), json.dumps(setting | own | {"rank": rank})]
-  ranks = [subprocess.Popen([*host.enter, *command(rank)]) for rank, host in enumerate(hosts)]
-  try:
-    statuses = [rank.wait(_PATIENCE) for rank in ranks]
-  finally:
-    for rank in ranks:
-      rank.kill()
-  if any(statuses):
-    raise RuntimeError(f"PyTorch's ranks ended with {statuses}")
-
-
 def _measure(model: str, hosts: int, rate: str) -> list[rows_of.Row]:
   """All methods in one network."""
   shapes = [list(shape) for shape in MODELS[model]()]
@@ -108,8 +77,8 @@ def _measure(model: str, hosts: int, rate: str) -> list[rows_of.Row]:
       rows = pathlib.Path(folder) / f"{number}_{program}.jsonl"
       given = setting | {"rows": str(rows), "cache": _CACHE_DIR.value}
       if program == "ddp":  # whose matrices are (outputs, inputs)
-        given |= {"methods": in_buckets(_DDP.value, _BUCKET.value), "shapes": [shape[::-1] for shape in shapes]}
-        run_ddp(team, _PYTHON.value, given)
+        given |= {"methods": ddp.in_buckets(_DDP.value, _BUCKET.value), "shapes": [shape[::-1] for shape in shapes]}
+        ddp.run(team, _PYTHON.value, given)
       else:
         given |= {"engine": program, "methods": _ALGORITHMS.value, "shapes": shapes}
         workers.start_again(hosts, program, f"--setting={json.dumps(given)}", hosts=team)

@@ -5,8 +5,6 @@ import pathlib
 import time
 from typing import Any
 
-import jax
-
 from benchmarks import netlab, specs, workers
 from benchmarks.collectives.laws import Laws
 from jaxsparse.collectives import Collective
@@ -52,4 +50,3 @@ def measure(setting: dict[str, Any]) -> None:
       row = {"method": spec.label, "seconds": seconds, "bytes": sent, "wrong": float(wrong)}
       with pathlib.Path(setting["rows"]).open("a") as file:
         file.write(json.dumps(row) + "\n")
-    jax.block_until_ready(state)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.peers import __main__ as peers
+from benchmarks.peers import ddp
 from benchmarks.peers import rows as rows_of
 from jaxsparse.launch.start import Host
 
@@ -29,12 +29,12 @@ def run(tmp_path: pathlib.Path, methods: list[str]) -> list[str]:
   python, rows = tmp_path / "python", tmp_path / "rows.jsonl"
   python.write_text(STAND_IN.format(python=sys.executable))
   python.chmod(0o755)
-  peers.run_ddp(HOSTS, str(python), {"size": 2, "shapes": [[3]], "rows": str(rows), "methods": methods})
+  ddp.run(HOSTS, str(python), {"size": 2, "shapes": [[3]], "rows": str(rows), "methods": methods})
   return [json.loads(line)["method"] for line in rows.read_text().splitlines()]
 
 
 def test_every_rank_gets_the_setting_and_the_first_one_writes_a_line_for_each_method(tmp_path):
-  labels = peers.in_buckets(["dense", "powersgd:rank=4"], [25, 1000])
+  labels = ddp.in_buckets(["dense", "powersgd:rank=4"], [25, 1000])
   assert labels == ["dense:bucket=25", "dense:bucket=1000", "powersgd:rank=4:bucket=1000"]
   assert run(tmp_path, labels) == labels
 
