@@ -23,6 +23,11 @@ class Row(NamedTuple):
   bytes: float  # that the host that sent most has sent, median
   wrong: float  # of ours the parts of results that break a law; of a peer the error / its bound, at most 1 allowed
 
+  @property
+  def plain(self) -> str:
+    """The method without the size of buckets."""
+    return self.method.partition(":bucket")[0]
+
 
 def network_of(row: Row) -> tuple[str, int, str]:
   """Its model, hosts and rate."""
@@ -33,7 +38,7 @@ def fastest(rows: Iterable[Row]) -> list[Row]:
   """The fastest size of buckets of each method."""
   found: dict[tuple[str, str], Row] = {}
   for row in sorted(rows, key=lambda row: row.seconds):
-    found.setdefault((row.program, row.method.partition(":bucket")[0]), row)
+    found.setdefault((row.program, row.plain), row)
   return list(found.values())
 
 
@@ -48,16 +53,8 @@ def row_of(network: tuple[str, int, str], program: str, method: str, lines: Sequ
 
 def _peer(row: Row, rows: Sequence[Row]) -> Row | None:
   """Theirs of the same method in the same network."""
-  return next(
-    (
-      one
-      for one in rows
-      if one.program == "ddp"
-      and network_of(one) == network_of(row)
-      and one.method.partition(":bucket")[0] == row.method
-    ),
-    None,
-  )
+  here = (one for one in rows if one.program == "ddp" and network_of(one) == network_of(row))
+  return next((one for one in here if one.plain == row.method), None)
 
 
 def table(rows: Sequence[Row]) -> rich.table.Table:

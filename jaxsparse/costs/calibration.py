@@ -110,9 +110,10 @@ class Profile:
     pathlib.Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2))
 
   @classmethod
-  def load(cls, path: str | pathlib.Path) -> Self:
+  def load(cls, path: str | Traversable) -> Self:
     """Reads a profile that `save` wrote."""
-    return cls._read(pathlib.Path(path))
+    read = json.loads((pathlib.Path(path) if isinstance(path, str) else path).read_text())
+    return cls(**read | {"algorithms": {label: Algorithm(**one) for label, one in read["algorithms"].items()}})
 
   @classmethod
   def of(cls, machine: str, link: Link, *, workers: int, devices: int = 1) -> Self:
@@ -140,21 +141,16 @@ class Profile:
       >>> {one.label: round(1000 * one.seconds, 1) for one in advice.predictions if one.label in ("dense", "onebit")}
       {'onebit': 1.5, 'dense': 40.0}
     """
-    path = importlib.resources.files("jaxsparse.costs") / f"{machine}.json"
     if machine not in _MACHINES:
       raise ValueError(f"Profile.of: machine={machine!r}, choose one of {', '.join(map(repr, _MACHINES))}")
     check_whole("Profile.of", 1, workers=workers, devices=devices)
-    return dataclasses.replace(cls._read(path).over(link), workers=workers, devices=devices)
+    measured = cls.load(importlib.resources.files("jaxsparse.costs") / f"{machine}.json")
+    return dataclasses.replace(measured.over(link), workers=workers, devices=devices)
 
   def over(self, link: Link) -> Self:
     """The profile with α, β and γ of another link, for the platform's all-reduce, too."""
     found = dataclasses.replace(self, alpha=link.alpha, beta=link.beta, gamma=link.gamma)
     return dataclasses.replace(found, reduce_alpha=link.alpha, reduce_beta=link.beta)
-
-  @classmethod
-  def _read(cls, path: Traversable) -> Self:
-    read = json.loads(path.read_text())
-    return cls(**read | {"algorithms": {label: Algorithm(**one) for label, one in read["algorithms"].items()}})
 
 
 def fit(
