@@ -21,7 +21,7 @@ from benchmarks.workers import AXIS
 from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
 from jaxsparse.train.starting import start_workers
-from jaxsparse.train.worker import Given, Worker
+from jaxsparse.train.worker import Worker
 
 _REPETITIONS = 9  # of the parts of a step
 
@@ -149,7 +149,7 @@ def _parts(trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
   state, own = start_workers(engine, worker.tx.init, trainer.params)
 
   def alone(params: Any, state: Any, batch: Any, running: Any) -> tuple[Any, Any]:
-    return worker.step(comm, params, state, batch, Given(None, running, {}))[:2]
+    return worker.step(comm, params, state, batch, {"model_state": running})[:2]
 
   step = engine.jit(alone, (same, own, split, split), (same, own), donate=(0, 1))
   params, times = trainer.params, []

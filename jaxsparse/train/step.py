@@ -28,13 +28,15 @@ from jaxsparse.train.starting import (
   start_workers,
   warn_of_selection,
 )
-from jaxsparse.train.worker import AuxReduce, Given, ModelState, StepMetrics, Worker
+from jaxsparse.train.worker import AuxReduce, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import commit_early
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import Comm
+
+_TO_LOSS = ("rng", "model_state", "shared")  # keyword arguments of a step that `loss_fn` gets, and `tx` does not
 
 
 def init(
@@ -199,24 +201,14 @@ class TrainStep:
     self._alike: set[Any] = set()  # programs that all processes have, with the shapes of their batches
     self._known: Any = None  # identifies the state that was returned last, which needs no check
 
-  def __call__(
-    self,
-    params: optax.Params,
-    state: Any,
-    batch: Any,
-    *,
-    rng: Any = None,
-    model_state: Any = None,
-    shared: Any = None,
-    **extra: Any,
-  ) -> tuple[Any, Any, StepMetrics]:
-    """One step; see `make_train_step`."""
-    given, state = Given(rng, model_state, extra, shared), states.with_rows(state, self._engine.held)
-    program, specs = self._program(params, state, batch, given)
+  def __call__(self, params: optax.Params, state: Any, batch: Any, **named: Any) -> tuple[Any, Any, StepMetrics]:
+    """One step; see `make_train_step` for `rng=`, `model_state=`, `shared=` and others."""
+    arguments = _arguments(params, states.with_rows(state, self._engine.held), batch, named)
+    program, specs = self._program(*arguments)
     count_step(self._engine.processes)
     first = _identity(state) is not self._known
-    self._compare_processes(program, (params, state, batch, given), specs)
-    arguments = self._engine.place((params, state, batch, given), specs)
+    self._compare_processes(program, arguments, specs)
+    arguments = self._engine.place(arguments, specs)
     if self._donate:
       arguments = without_aliases(arguments, by_buffer=first)
     params, state, metrics = dispatch(program, *arguments, follow=lambda results: results[2].loss)
@@ -255,32 +247,29 @@ class TrainStep:
     specs = (PartitionSpec(), placed(state, self._axis))
     replicas.check_replicas(self._engine, (params, state), specs)
 
-  def lower(
-    self,
-    params: optax.Params,
-    state: Any,
-    batch: Any,
-    *,
-    rng: Any = None,
-    model_state: Any = None,
-    shared: Any = None,
-    **extra: Any,
-  ) -> jax.stages.Lowered:
-    """The lowered step, to inspect its HLO; the arguments may be `jax.ShapeDtypeStruct`."""
-    arguments = params, state, batch, Given(rng, model_state, extra, shared)
+  def lower(self, params: optax.Params, state: Any, batch: Any, **named: Any) -> jax.stages.Lowered:
+    """The lowered step, to inspect its HLO or to compile ahead; the arguments may be `jax.ShapeDtypeStruct`.
+
+    `compiled = step.lower(params, state, batch).compile()` is called as `compiled(params, state, batch)`, with arrays
+    that have the step's shardings. Keyword arguments, where there are some, are a dict in the fourth place:
+    `compiled(params, state, batch, {"rng": key})`.
+    """
+    arguments = _arguments(params, state, batch, named)
     program, specs = self._program(*arguments)
     return program.lower(*self._engine.place(jax.tree.map(shape_of, arguments), specs))
 
-  def _program(self, params: optax.Params, state: Any, batch: Any, given: Given) -> tuple[Any, Any]:
-    """The jitted step for arguments of this structure and these shardings, and their specs."""
-    self._check(params, state, batch, given)
-    engine, arguments = self._engine, (params, state, batch, given)
-    structure = jax.tree.structure((state, given))
+  def _program(self, *arguments: Any) -> tuple[Any, Any]:
+    """The jitted step for `_arguments` of this structure and these shardings, and their specs."""
+    self._check(*arguments)
+    engine = self._engine
+    state, given = arguments[1], _by_name(arguments)
+    structure = jax.tree.structure(arguments[1::2])
     if structure not in self._specs:
       same: Any = PartitionSpec()
       own, split = placed(state, self._axis), PartitionSpec(self._axis)
       model_state = split if self._worker.model_state == "worker" else same
-      in_specs = (same, own, split, Given(same, model_state, dict.fromkeys(given.extra, same), same))
+      named = {name: model_state if name == "model_state" else same for name in given}
+      in_specs = _arguments(same, own, split, named)
       self._specs[structure] = in_specs, (same, own, StepMetrics(same, same, same, model_state, same))
     in_specs, out_specs = self._specs[structure]
     shardings = engine.shardings(arguments, in_specs)
@@ -292,7 +281,8 @@ class TrainStep:
         step, in_specs, out_specs, engine.axis, LIKELY_MISTAKES, engine.others, commit_early, instead
       )
       open_: Any = None  # the compiler's choice
-      after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, shardings[3].model_state, open_))
+      model_state = shardings and _by_name(shardings).get("model_state")
+      after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, model_state, open_))
       donated = (0, 1) if self._donate else ()
       options = compiler_options(engine.platform) if states.in_groups(state) else None
       program = engine.jit(checked, in_specs, out_specs, donated, options, shardings and (shardings, after))
@@ -301,7 +291,7 @@ class TrainStep:
 
   def _compare_processes(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> None:
     """Compares a program and its arguments between all processes, where either is new."""
-    engine, worker, given = self._engine, self._worker, arguments[3]
+    engine, worker = self._engine, self._worker
     # Only some ranks of MPI may come here again, and their messages would be taken for others: they compare once.
     if engine.processes == 1 or (self._alike and isinstance(engine.comm, MpiComm)):
       return
@@ -316,21 +306,21 @@ class TrainStep:
       new = replicas.described((None, None, *arguments[2:]), shardings and (None, None, *shardings[2:]))
       replicas.wait_for_all(arguments[:2], "the training step", "\n".join(new))
     replicas.check_same(engine, "the training step", head)
-    shared = given._replace(model_state=None) if worker.model_state == "worker" else given
-    replicas.check_processes(engine, shared._asdict(), "step: argument ")
+    own = "model_state" if worker.model_state == "worker" else None
+    alike = {name: value for name, value in _by_name(arguments).items() if name != own}
+    replicas.check_processes(engine, alike, "step: argument ")
     replicas.check_traced(engine, "the training step", program, engine.place(arguments, specs))
     self._alike.add(known)
 
-  def _check(self, params: optax.Params, state: Any, batch: Any, given: Given) -> None:
-    checks.check_alive(
-      {"params": params, "state": state, "batch": batch, "model_state": given.model_state, "shared": given.shared}
-    )
+  def _check(self, params: optax.Params, state: Any, batch: Any, given: Any = None) -> None:
+    given = given or {}
+    checks.check_alive({"params": params, "state": state, "batch": batch} | given)
     numbers = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float)
-    for name, value in given.extra.items():
-      if not all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value)):
+    for name, value in given.items():
+      if name not in _TO_LOSS and not all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value)):
         raise TypeError(f"step: extra argument {name}={value!r}: give arrays or numbers, which can be traced")
     check_batch(batch, self._engine, self._axis, self._worker.accumulate)
-    rows = given.model_state if self._worker.model_state == "worker" else None
+    rows = given.get("model_state") if self._worker.model_state == "worker" else None
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
       if jnp.shape(leaf)[:1] != (self._engine.held,):
         raise ValueError(
@@ -340,6 +330,16 @@ class TrainStep:
         )
     if self._known is None or _identity(state) is not self._known:
       check_state(state, params, self._engine, shapes=True)
+
+
+def _arguments(params: Any, state: Any, batch: Any, named: dict[str, Any]) -> tuple[Any, ...]:
+  """The arguments of the program: what a step is given by name is a dict in the fourth place, where there is any."""
+  named = {name: value for name, value in named.items() if value is not None or name not in _TO_LOSS}
+  return (params, state, batch, named) if named else (params, state, batch)
+
+
+def _by_name(arguments: Any) -> dict[str, Any]:
+  return arguments[3] if len(arguments) > 3 else {}
 
 
 def _identity(state: Any) -> Any:

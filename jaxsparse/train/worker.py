@@ -58,24 +58,29 @@ class Worker(NamedTuple):
   accumulate: int
 
   def step(
-    self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: "Given", gives_value: bool = True
+    self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: Any = None, gives_value: bool = True
   ) -> tuple[optax.Params, Any, StepMetrics]:
-    """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced."""
-    own = jax.tree.map(lambda x: x[0], given.model_state) if self.model_state == "worker" else given.model_state
-    key = None if given.rng is None else jax.random.fold_in(given.rng, comm.rank)
-    loss, grads, model_state, aux = _gradients(self, trained(own_params(params, state)), batch, key, own, given.shared)
+    """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced.
+
+    `given` are the keyword arguments of the step, by name.
+    """
+    extra = dict(given or {})
+    rng, before, shared = (extra.pop(name, None) for name in ("rng", "model_state", "shared"))
+    own = jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
+    key = None if rng is None else jax.random.fold_in(rng, comm.rank)
+    loss, grads, model_state, aux = _gradients(self, trained(own_params(params, state)), batch, key, own, shared)
     if own is not None:  # NaN in it would stay for good: mark the gradient, and all workers skip the step
       finite = flatten.stays_finite(own, model_state)
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
     loss = comm.all_reduce(loss) / comm.size
-    extra = {"value": loss} | given.extra if gives_value else given.extra
+    extra = {"value": loss} | extra if gives_value else extra
     updates, state = atomic(self.tx).update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
     skipped = states.is_skipped(state)
     model_state = _next_model_state(self, comm, model_state)
     # Running statistics never recover from NaN, which optax.zero_nans may have hidden.
-    keep = functools.partial(jnp.where, skipped | ~flatten.stays_finite(given.model_state, model_state))
-    model_state = jax.tree.map(keep, given.model_state, model_state)
+    keep = functools.partial(jnp.where, skipped | ~flatten.stays_finite(before, model_state))
+    model_state = jax.tree.map(keep, before, model_state)
     aux = _reduced(aux, self.aux_reduce, functools.partial(_over_workers, comm))
     words = _words_beside(self, comm.size, aux, model_state)
     return params, state, StepMetrics(loss, skipped, aux, model_state, words)
@@ -106,15 +111,6 @@ class Worker(NamedTuple):
     moved, leaves = moved_leaves(state), flatten.leaves_by_name(seen)
     own = [u if name in moved else jnp.zeros_like(u) for name, u in leaves.items()]
     return optax.apply_updates(params, view.restore(nothing, jax.tree.unflatten(jax.tree.structure(seen), own))), after
-
-
-class Given(NamedTuple):
-  """The keyword arguments of a step; None, or empty, if not given."""
-
-  rng: Any
-  model_state: Any
-  extra: dict[str, Any]
-  shared: Any = None
 
 
 def _gradients(

@@ -18,7 +18,6 @@ import functools
 import jax, jax.numpy as jnp, numpy as np, optax
 import jaxsparse as js
 from jaxsparse.comm.program_text import ProgramText
-from jaxsparse.train.worker import Given
 
 @jax.custom_vjp
 def halved(x):
@@ -44,8 +43,8 @@ comm = js.SimComm("workers", members=2)
 for transform in (js.spardl_transform, js.oktopk_transform):
   tx = optax.chain(transform(comm, density=0.5), optax.adam(0.1))
   step = js.make_train_step(lambda params, x: (params["w"] * x.mean()).sum(), tx, comm)
-  program, _ = step._program(params, js.init(tx, params, comm), batch, Given(None, None, {}))
-  traced = program.trace(params, js.init(tx, params, comm), batch, Given(None, None, {}))
+  program, _ = step._program(params, js.init(tx, params, comm), batch)
+  traced = program.trace(params, js.init(tx, params, comm), batch)
   print(ProgramText(traced.jaxpr).digest)
 """
 

@@ -15,7 +15,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse.train.worker import Given
 from tests.cases import AS_USERS, FEWER, assert_same_bits, averaged, each_case, integers, normals, quick_of
 from tests.ranks import run, train_sharded
 
@@ -456,7 +455,7 @@ def test_hosts_of_several_processes_and_devices(tmp_path):
 def test_it_lowers_for_gpus(kind):
   """The compiler of GPUs gets the same program: two maps, and between hosts one buffer for each message."""
   step, params, state = sparse_model(kind)
-  arguments = params, state, batch_of(0), Given(None, None, {})
+  arguments = params, state, batch_of(0)
   program, specs = step._program(*arguments)
   with js.traced_for("cuda"):
     text = program.trace(*step._engine.place(arguments, specs)).lower(lowering_platforms=("cuda",)).as_text()

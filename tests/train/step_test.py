@@ -45,8 +45,8 @@ def test_the_mesh_is_the_users_own(kind):
   mesh = Mesh(np.array(jax.devices()[:3]), ("workers",), axis_types=(kind,))
   with jax.set_mesh(mesh):
     step, params, state = make(SPARSE, mesh=mesh)
-    assert step.lower(params, state, batch_of(0)).as_text()
-    params, state, _ = step(params, state, batch_of(0))
+    compiled = step.lower(params, state, batch_of(0)).compile()
+    params, state, _ = compiled(params, state, batch_of(0))
     assert_same_bits(params, expected)
     params, state, _ = step(params, state, batch_of(0))
     step.check(params, state)
@@ -442,7 +442,10 @@ def test_a_teacher_is_neither_trained_nor_averaged(where, accumulate):
   params, state, _ = step(params, state, batch_of(0), shared=shared)
   expected = 1 + 0.25 * np.arange(4) * np.ones((5, 1))
   np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
-  assert step.lower(params, state, batch_of(0), shared=shared | {"first": params}).as_text()
+  lowered = step.lower(params, state, batch_of(0), shared=shared)
+  expected = step(*jax.tree.map(jnp.copy, (params, state)), batch_of(1), shared=shared)[0]
+  compiled = lowered.compile()
+  assert_same_bits(compiled(params, state, batch_of(1), {"shared": shared})[0], expected)
 
 
 # Under a trace.
