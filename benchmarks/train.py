@@ -127,14 +127,14 @@ def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
   groups: dict[str, list[Run]] = {}
   for run in runs:
     groups.setdefault(f"{run.optimizer}, {run.algorithm}", []).append(run)
-  plot, (over_steps, over_words) = report.pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+  plot, (over_steps, over_words) = report.pyplot.subplots(1, 2, figsize=(9, 4.5), sharey=True, layout="constrained")
   for label, group in groups.items():
     words = statistics.mean(run.words_per_step for run in group)
     report.band(over_steps, group[0].steps, [run.accuracy for run in group], label)
     report.band(over_words, [max(1, step * words) for step in group[0].steps], [run.accuracy for run in group], label)
   over_steps.set(xlabel="step", ylabel="test accuracy")
   over_words.set(xlabel="words sent by each worker (4 bytes each)", xscale="log")
-  over_words.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
+  plot.legend(*over_words.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
   report.save(plot, title, path)
 
 

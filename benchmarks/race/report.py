@@ -194,13 +194,13 @@ def draw_bars(results: Results, rates: Sequence[str], target: Target, path: path
 def draw_frontier(results: Results, steps: int, path: pathlib.Path) -> None:
   """Loss after equal steps over the bits that a worker sends a parameter and step, and a line of the lowest loss."""
   found, colours = points(results, steps), _colours_of(results)
-  markers = dict(zip(dict.fromkeys(one.optimizer.split(":")[0] for one in found), "os^Dvp*X", strict=False))
+  markers = dict(zip(dict.fromkeys(_recipe(one.optimizer) for one in found), "os^Dvp*X", strict=False))
   plot, panel = report.pyplot.subplots(figsize=(8, 6), layout="constrained")
   lowest: list[Point] = []
   for one in sorted(found, key=lambda one: (one.bits, one.loss)):
     style: dict[str, Any] = {"color": colours[one.method], "markersize": 6, "capsize": 2}
     deviation = one.losses[-1].deviation if one.losses[-1] else 0
-    panel.errorbar(one.bits, one.loss, deviation, marker=markers[one.optimizer.split(":")[0]], **style)
+    panel.errorbar(one.bits, one.loss, deviation, marker=markers[_recipe(one.optimizer)], **style)
     lowest += [one] if not lowest or one.loss < lowest[-1].loss else []
   line = [one.bits for one in lowest], [one.loss for one in lowest]
   panel.step(*line, where="post", color="black", linewidth=0.8, zorder=1)
@@ -214,6 +214,12 @@ def draw_frontier(results: Results, steps: int, path: pathlib.Path) -> None:
   handles += [mark(color="black", fillstyle="none", marker=one, label=kind) for kind, one in markers.items()]
   plot.legend(handles=handles, loc="outside lower center", ncols=2, fontsize="small")
   report.save(plot, f"{title(results)}\nline: the lowest loss for so many bits", path)
+
+
+def _recipe(optimizer: str) -> str:
+  """An optimizer without what is tuned for each method, its rate and its window."""
+  name, _, *options = optimizer.split(":")
+  return ":".join([name, *(option for option in options if not option.startswith("window="))])
 
 
 def _colours_of(results: Results) -> dict[str, Any]:
