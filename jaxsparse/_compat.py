@@ -25,14 +25,29 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
   Over a tuple of axes `axis_index` counts in the order of the tuple and `ppermute` in that of the mesh; newer versions
   reject tuples in another order.
   """
+  inner, number = _in_mesh_order(axis)
+  if number is not None:
+    pairs = [(int(number[source]), int(number[destination])) for source, destination in pairs]
+  return jax.lax.ppermute(x, inner, pairs)
+
+
+def all_to_all(rows: jax.Array, axis: AxisName) -> jax.Array:
+  """`jax.lax.all_to_all` of rows [P, ...], in the numbering of `jax.lax.axis_index`."""
+  inner, number = _in_mesh_order(axis)
+  if number is None:
+    return jax.lax.all_to_all(rows, inner, 0, 0, tiled=True)
+  return jax.lax.all_to_all(rows[np.argsort(number)], inner, 0, 0, tiled=True)[number]
+
+
+def _in_mesh_order(axis: AxisName) -> tuple[AxisName, np.ndarray | None]:
+  """The names of `axis` in the order of the mesh and the numbers there of workers 0, 1, ...; None for equal ones."""
   names, order = names_of(axis), jax.sharding.get_abstract_mesh().axis_names
   inner = tuple(sorted(names, key=order.index)) if set(names) <= set(order) else names
-  if inner != names:
-    sizes = [jax.lax.axis_size(name) for name in inner]
-    in_mesh_order = np.arange(math.prod(sizes)).reshape(sizes)
-    number = in_mesh_order.transpose([inner.index(name) for name in names]).ravel().tolist()
-    axis, pairs = inner, [(number[source], number[destination]) for source, destination in pairs]
-  return jax.lax.ppermute(x, axis, pairs)
+  if inner == names:
+    return axis, None
+  sizes = [jax.lax.axis_size(name) for name in inner]
+  numbers = np.arange(math.prod(sizes)).reshape(sizes)
+  return inner, numbers.transpose([inner.index(name) for name in names]).ravel()
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

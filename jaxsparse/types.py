@@ -51,8 +51,8 @@ class Comm(Protocol):
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` to rank + by, modulo `size`, and returns the tree that rank − by sent: one message."""
 
-  def shifts(self, trees: Sequence[Tree]) -> list[Tree]:
-    """`shift` of each tree, by 1, 2, 3, …: as many messages, none of which waits for another."""
+  def all_to_all(self, rows: Tree) -> Tree:
+    """Sends row d of each leaf to worker d; row w is then that of worker w: P − 1 messages, none waits for another."""
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     """Sends `tree` along (source, destination) pairs: one message; returns zeros at workers that receive none."""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective
-from jaxsparse.comm import all_gather, exchange, schedules, varying
+from jaxsparse.comm import all_gather, schedules, varying
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse.codec import Codec, codec_of
@@ -74,7 +74,7 @@ class Writer(NamedTuple):
     message, errors = self.encode(rows, number)
     words = saturated_product(self.codec.words(1, rows.indices.shape[1]), comm.size - 1)
     lost = [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
-    return self.codec.decode(exchange(comm, message)), lost, words
+    return self.codec.decode(comm.all_to_all(message)), lost, words
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
     """Words of `entries` i32[] entries, u32[]: their share of a message of `capacity` slots."""

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse.comm.schedules import all_reduce_in_order, ring
-from jaxsparse.comm.verbs import View, mark_total, pack, unpack
-from jaxsparse.types import Reduction, Tree
+from jaxsparse.comm.schedules import all_reduce_in_order
+from jaxsparse.comm.verbs import View, mark_total
+from jaxsparse.types import Reduction
 
 PEERS = "peers"  # name of the axis of the workers of a round
 
@@ -62,16 +62,11 @@ class PeerComm(View):
   def _engine_rank(self) -> jax.Array:
     return self.number
 
-  def shifts(self, trees: Sequence[Tree]) -> list[Tree]:
-    """`shift` of each tree, by 1, 2, 3, …: all are sent before one is received, so that they take one delay."""
-    moves = [self._moves(ring(self.size, by)) for by in range(1, len(trees) + 1)]
-    received = self._send_all(list(map(pack, trees)), moves) if trees else []
-    return list(map(unpack, received, trees))
-
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    return self._send_all([buffer], [pairs])[0]
+    return self._ppermutes([buffer], [pairs])[0]
 
-  def _send_all(self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]) -> list[jax.Array]:
+  def _ppermutes(self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]) -> list[jax.Array]:
+    # All are sent before one is received, so that they take one delay.
     to, origin = [dict(pairs) for pairs in moves], [{end: start for start, end in pairs} for pairs in moves]
 
     def send(buffers: list[np.ndarray], rank: np.ndarray) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Schedules of messages: who sends to whom in each round, and the exchanges that are built from the verb `shift`.
+"""Schedules of messages: who sends to whom in each round, and the exchanges that are built from the verbs.
 
 Pairs are (source, destination) workers of one round, static Python data that is equal on all workers.
 """
@@ -109,7 +109,7 @@ def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:
 
 
 def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-  """An all-reduce over `shift` alone that adds in rank order, for engines without an all-reduce.
+  """An all-reduce over the other verbs that adds in rank order, for engines without one.
 
   With fewer than P entries, every worker gathers and combines all of them: ⌈log₂ P⌉ messages. Otherwise each worker
   combines one of P blocks, after P − 1 messages, and gathers the results: 2n(P − 1)/P words in all, the optimum.
@@ -117,7 +117,7 @@ def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.
   if x.size < comm.size:
     return combine_rows(in_rank_order(comm, all_gather(comm, x)), op)
   blocks = jnp.pad(x.reshape(-1), (0, -x.size % comm.size)).reshape(comm.size, -1)
-  own = combine_rows(exchange(comm, blocks), op)
+  own = combine_rows(comm.all_to_all(blocks), op)
   return in_rank_order(comm, all_gather(comm, own)).reshape(-1)[: x.size].reshape(x.shape)
 
 
@@ -145,24 +145,3 @@ def in_rank_order(comm: Comm, rows: Tree) -> Tree:
   """Reorders rows of the home frame, row b of worker (rank + b) mod P, by worker: row w of worker w."""
   order = (jnp.arange(comm.size, dtype=jnp.int32) - comm.rank) % comm.size
   return jax.tree.map(lambda x: x[order], rows)
-
-
-def exchange(comm: Comm, rows: Tree) -> Tree:
-  """Sends row r to worker r, as MPI_Alltoall: P − 1 messages, in each of which every worker receives one.
-
-  The messages do not wait for each other (`Comm.shifts`). Worker 2 of six sends:
-
-      row 3 -> worker 3, row 4 -> worker 4, row 5 -> worker 5, row 0 -> worker 0, row 1 -> worker 1;   it keeps row 2
-
-  Returns:
-    Row w is the one that worker w sent to this worker.
-  """
-  away = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
-  home_frame = jax.tree.map(lambda x: x[away], rows)
-  # Behind a barrier, XLA for GPUs compiles one kernel that copies a row; else P − 1 that compute a row each.
-  home_frame, numbers = jax.lax.optimization_barrier((home_frame, [jnp.uint32(row) for row in range(comm.size)]))
-  row_of = lambda number: jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, number, 1), home_frame)
-  own, *others = map(row_of, numbers)
-  sent = comm.shifts(others)
-  # The row of worker rank − b is row P − b of the home frame.
-  return in_rank_order(comm, jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *reversed(sent)))

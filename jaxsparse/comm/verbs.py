@@ -100,9 +100,14 @@ class View:
     """Sends `tree` to worker (rank + by) mod size and returns that of worker (rank − by) mod size: one message."""
     return self._send(tree, schedules.ring(self.size, by)) if by % self.size else tree
 
-  def shifts(self, trees: Sequence[Tree]) -> list[Tree]:
-    """`shift` of each tree, by 1, 2, 3, …: as many messages, none of which waits for another."""
-    return [self.shift(tree, by) for by, tree in enumerate(trees, start=1)]
+  def all_to_all(self, rows: Tree) -> Tree:
+    """Sends row d of each leaf to worker d and returns the rows that workers 0 … P − 1 sent to this one.
+
+    As MPI_Alltoall: P − 1 messages, none of which waits for another.
+    """
+    row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
+    received = self._all_to_all(jax.vmap(pack)(rows)) if self.size > 1 else jax.vmap(pack)(rows)
+    return jax.vmap(functools.partial(unpack, like=row))(received)
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     """Sends `tree` along (source, destination) pairs: one message; a worker that is no destination gets zeros.
@@ -134,6 +139,18 @@ class View:
     span, engine = self.stride * self.size, self._engine_size()
     starts = (first + offset for first in range(0, engine, span) for offset in range(self.stride))
     return [range(start, start + span, self.stride) for start in starts]
+
+  def _all_to_all(self, buffer: jax.Array) -> jax.Array:
+    """`all_to_all` of u32[P, words], by messages to the next worker, the one after it, and so on."""
+    numbers = jnp.arange(self.size, dtype=jnp.int32)
+    own, *others = buffer[(self.rank + numbers) % self.size]
+    sent = self._ppermutes(others, [self._moves(schedules.ring(self.size, by)) for by in range(1, self.size)])
+    # The row of worker rank − b is row P − b of the home frame.
+    return jnp.stack([own, *reversed(sent)])[(numbers - self.rank) % self.size]
+
+  def _ppermutes(self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]) -> list[jax.Array]:
+    """`_ppermute` of several buffers, each along pairs of its own."""
+    return list(map(self._ppermute, buffers, moves))
 
   def _engine_size(self) -> int:
     """Number of workers of the engine."""
@@ -259,6 +276,11 @@ class AxisComm(View):
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     return _compat.ppermute(buffer, self.axis, pairs)
 
+  def _all_to_all(self, buffer: jax.Array) -> jax.Array:
+    if self.size < self._engine_size():  # under vmap JAX has none of groups
+      return super()._all_to_all(buffer)
+    return _compat.all_to_all(buffer, self.axis)
+
 
 @dataclasses.dataclass(frozen=True)
 class SimComm(AxisComm):
@@ -320,4 +342,7 @@ class SoloComm(View):
     return jnp.int32(0)
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    return message_p.bind(buffer)
+
+  def _all_to_all(self, buffer: jax.Array) -> jax.Array:
     return message_p.bind(buffer)

@@ -6,6 +6,7 @@ or devices.
 
 import math
 import numbers
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -195,7 +196,7 @@ def uses_all_reduce(jaxpr: core.Jaxpr, workers: int) -> bool:
     >>> uses_all_reduce(schedule(js.make_collective("dense"), n=64, workers=4), workers=4)
     True
   """
-  return "ppermute" not in str(jaxpr) and count_jaxpr(jaxpr, workers).messages > 0
+  return not re.search("ppermute|all_to_all", str(jaxpr)) and count_jaxpr(jaxpr, workers).messages > 0
 
 
 def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
@@ -204,6 +205,9 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
   operands: list[Any] = [var.aval for var in equation.invars]
   if primitive == "ppermute":
     return Cost(1, math.ceil(operands[0].size * operands[0].dtype.itemsize / 4))
+  if primitive == "all_to_all":
+    size = operands[0].shape[params["split_axis"]]
+    return Cost(size - 1, (size - 1) * math.ceil(operands[0].size // size * operands[0].dtype.itemsize / 4))
   if primitive in _ALL_REDUCES:
     groups = params.get("axis_index_groups")
     size = len(groups[0]) if groups else workers

@@ -62,8 +62,8 @@ class _Following:
   def shift(self, tree: Tree, by: int) -> Tree:
     return self.comm.shift(self._dependent(tree), by) if by % self.size else tree
 
-  def shifts(self, trees: Sequence[Tree]) -> list[Tree]:
-    return self.comm.shifts([self._dependent(tree) for tree in trees])
+  def all_to_all(self, rows: Tree) -> Tree:
+    return self.comm.all_to_all(self._dependent(rows))
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     return self.comm.permute(self._dependent(tree), pairs)

@@ -40,6 +40,21 @@ def test_rank_and_shift(run, workers):
 
 
 @engines
+@each_size
+def test_all_to_all_sends_row_d_to_worker_d(run, workers):
+  """Of all workers, and within teams, of leaves of other dtypes."""
+  rows = jnp.arange(workers * workers).reshape(workers, workers)
+  got = run(lambda comm, *trees: comm.all_to_all(trees), rows, rows % 3 == 0)
+  np.testing.assert_array_equal(got[0], rows.T)
+  np.testing.assert_array_equal(got[1], rows.T % 3 == 0)
+  if workers % 2 == 0:
+    half = rows[:, : workers // 2]
+    got = run(lambda comm, x: comm.split(2)[0].all_to_all(x), half)
+    teams = [x.reshape(2, workers // 2, workers // 2) for x in (got, half)]
+    np.testing.assert_array_equal(teams[0], teams[1].swapaxes(1, 2))
+
+
+@engines
 def test_permute_leaves_zeros_where_nobody_sends(run):
   got = run(lambda comm, x: comm.permute(x, [(0, 3), (3, 1)]), jnp.arange(10.0, 15.0))
   np.testing.assert_array_equal(got, [0, 13, 0, 10, 0])
@@ -171,7 +186,8 @@ def test_a_tuple_of_axes_is_one_row_of_workers_in_its_own_order(axis, shape):
     comm = AxisComm(axis)
     team, member = comm.split(2)
     sums = team.all_reduce(x), member.all_reduce(x)
-    return comm.rank[None], comm.shift(x, 1), comm.permute(x, [(0, 4), (4, 5)]), team.shift(x, 1), *sums
+    rows = comm.all_to_all(x + 10 * jnp.arange(6.0))[4:5]  # that of worker 4
+    return comm.rank[None], comm.shift(x, 1), comm.permute(x, [(0, 4), (4, 5)]), team.shift(x, 1), *sums, rows
 
   got = jax.jit(_compat.shard_map(verbs, mesh, P(axis), P(axis)))(jnp.arange(6.0))
   expected = [
@@ -181,6 +197,7 @@ def test_a_tuple_of_axes_is_one_row_of_workers_in_its_own_order(axis, shape):
     [2, 0, 1, 5, 3, 4],
     [3, 3, 3, 12, 12, 12],
     [3, 5, 7, 3, 5, 7],
+    [4, 14, 24, 34, 44, 54],
   ]
   for found, wanted in zip(got, expected, strict=True):
     np.testing.assert_array_equal(found, wanted)

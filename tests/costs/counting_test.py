@@ -32,8 +32,9 @@ def test_programs():
   endless = lambda comm, x: jax.lax.while_loop(lambda y: y[0] > 0, lambda y: comm.shift(y, 1), x)
   with pytest.raises(NotImplementedError, match="unknown length"):
     counted(endless, 4)
-  other = lambda comm, x: jax.lax.all_to_all(x.reshape(2, 5), comm.axis, 0, 0).reshape(-1)
-  with pytest.raises(NotImplementedError, match="all_to_all is not known"):
+  assert counted(lambda comm, x: comm.all_to_all(x.reshape(5, 2)).reshape(-1), 5) == js.Cost(4, 8)
+  other = lambda comm, x: jax.lax.all_gather(x, comm.axis)[0]
+  with pytest.raises(NotImplementedError, match="all_gather is not known"):
     counted(other, 2)
 
 

@@ -18,6 +18,7 @@ _ROWS = 32  # of a block, the bits of a word
 _COLUMNS = 128  # at most, the lanes of a TPU
 _HALF_STEPS = {1: 1.0, 2: 0.49785, 4: 0.1676, 8: 0.0154}  # by bits, as a share of the root of the mean square
 _LONG = 1 << 16  # entries of a vector whose blocks are folded row by row
+_UNROLLED = 8  # messages that are added without a loop
 CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
 
 
@@ -154,16 +155,21 @@ class Blocks:
     magnitudes = halves if self.bits == 1 else halves * (2 * self._steps(x, halves) + 1).astype(jnp.float32)
     return jnp.where(x < 0, -magnitudes, magnitudes)
 
-  def sum_region(self, parts: Sequence[jax.Array], rank: jax.Array, received: Sequence[jax.Array]) -> jax.Array:
-    """The sums of a region, f32[margin + region + margin], of own entries and messages; 0 where padded."""
+  def sum_region(self, parts: Sequence[jax.Array], rank: jax.Array, received: jax.Array) -> jax.Array:
+    """The sums of a region, f32[margin + region + margin], of own entries and messages [P, words]; 0 where padded."""
+    size = len(received)
 
     def add(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array]:
       block = rank * self.region + start
+
+      def add_message(by: jax.Array, x: jax.Array) -> jax.Array:
+        row = (rank - by) % size
+        cut = lambda first, words: jax.lax.dynamic_slice(received, (row, first), (1, words)).reshape(count, -1)
+        halves = jax.lax.bitcast_convert_type(cut(self.region * self.width + start, count), jnp.float32)
+        return x + self.decode(cut(start * self.width, count * self.width), halves[:, 0])
+
       x = self._read_padded(parts, block, count)
-      for message in received:
-        codes = _cut(message, start * self.width, count * self.width).reshape(count, -1)
-        halves = _cut(message, self.region * self.width + start, count)
-        x = x + self.decode(codes, jax.lax.bitcast_convert_type(halves, jnp.float32))
+      x = varying.fori_loop(1, size, add_message, x, unroll=_UNROLLED)  # of 63 messages XLA would compile half a minute
       entries = self._entries(block + jnp.arange(count, dtype=jnp.int32))
       position = jnp.arange(self.block, dtype=jnp.int32).reshape(1, _ROWS, self.columns)
       return (jnp.where(position < entries[:, None, None], x, 0.0),)
