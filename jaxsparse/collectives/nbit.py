@@ -8,19 +8,27 @@ from jaxsparse.collectives.onebit.algorithm import OneBit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NBit(OneBit):
-  """Sends b bits for every entry and a step for each block, and keeps the rounding errors in residuals.
+  """Sends b bits for every entry and a step for every 32, and keeps the rounding errors in residuals.
 
   Between signs (`js.onebit_transform`, which is `bits=1`) and bfloat16. As there, regions of workers are divided into
   blocks of at most 4,096 entries, all messages and sums are rounded by Q, and `total + Σ_w residual_w` is what entered,
-  to rounding. Over a block with a step of 2h:
+  to rounding. A block is 32 rows; its columns, of 32 entries each, have steps that follow their largest magnitudes.
+  Let m be the largest magnitude of a column, H the mean of m over the columns of its block, and r the largest of a few
+  ratios with `r · H ≤ m`, or the smallest one:
 
-      Q(x) = sgn(x) · h · (2 · min(⌊|x| / 2h⌋, 2ᵇ⁻¹ − 1) + 1),    h = c · √(mean x²)
+      ratios  0.84 · √2ʲ,   j = −4 … 11;   of 2 bits  j = −2, −1, 0, 1, 2, 4, 6, 8
+      Δ       c · r · H,    c = 0.19, 0.175 and 1/90 for 2, 4 and 8 bits;  24 − b significant bits
+      Q(x)    sgn(x) · Δ · min(⌊|x|/Δ + 1/2⌋, 2ᵇ⁻¹ − 1);   of 2 bits  ±Δ where |x| < 2.5 Δ, else ±4 Δ
 
-  h has 24 − b significant bits, and c is 1, 0.498, 0.168 and 0.0154 for 1, 2, 4 and 8 bits. Normal entries lose 40, 12,
-  1.2 and 0.01 % of their energy, with 2 bits and more the least that they can. An entry of more than 2ᵇ − 1 times h
-  arrives in several steps.
+  With 4 and 8 bits zeros stay zeros. What exceeds the largest magnitude arrives in several steps. The energy lost:
 
-  A step sends P − 1 + ⌈log₂P⌉ messages of b bits for each entry and a word for each block, both `2 (P − 1)/P` times.
+      bits   normal   Student's t, 3 degrees   gradients of a CNN and a transformer
+      2      12 %     24 to 26 %               17 to 35 %
+      4      1.1 %    2.5 %                    0.6 to 1.6 %
+      8      0.004 %  0.01 %                   0.005 %
+
+  A step sends P − 1 + ⌈log₂P⌉ messages of b bits for each entry, 4 bits (of 2 bits 3) for each column and a word for
+  each block, all `2 (P − 1)/P` times: 1.06, 1.03 and 1.02 times b bits an entry for large n.
 
   Args:
     bits: b, of an entry.
@@ -28,9 +36,9 @@ class NBit(OneBit):
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
-    >>> out = js.simulate("nbit", jnp.array([[1.0, -7.0], [0.0, 0.0]]), bits=4)
-    >>> out.total.round(1), out.residuals[0].round(1)
-    (Array([ 0.8, -7.5], dtype=float32), Array([0.2, 0.5], dtype=float32))
+    >>> out = js.simulate("nbit", jnp.array([[2.0, 0.0, -5.0]]), bits=4)
+    >>> jnp.allclose(out.total + out.residuals[0], jnp.array([2.0, 0.0, -5.0])), out.total[1]
+    (Array(True, dtype=bool), Array(0., dtype=float32))
   """
 
   bits: Literal[1, 2, 4, 8] = 4  # type: ignore[misc]

@@ -53,7 +53,7 @@ class OneBit(Collective):
 
   @property
   def moves_zeros(self) -> bool:
-    return self.bits <= 2  # with more by a small part of a step, back and forth
+    return self.bits <= 2  # with more, 0 is among the magnitudes
 
   def init(self, n: int, size: int) -> State:
     return State(residual=jnp.zeros(n, jnp.float32))
@@ -70,15 +70,15 @@ class OneBit(Collective):
     # A GPU stores the vector of all leaves: the passes over it would look for the leaf of each entry.
     grads = _compat.by_platform(grads, gpu=jax.lax.optimization_barrier, default=lambda grads: grads)
     blocks, acc = self._blocks(n, size), (grads, state.residual)
-    own = blocks.encode(acc, jnp.int32(0), blocks.count)
-    received = comm.all_to_all(blocks.pack(*own))
+    codes, scales, steps = blocks.encode(acc, jnp.int32(0), blocks.count)
+    received = comm.all_to_all(blocks.pack(codes, scales))
     sums = blocks.sum_region(acc, rank, received)
-    summed = blocks.encode((sums,), rank * blocks.region, blocks.region, skip=CHUNK)
-    codes, halves = blocks.unpack(in_rank_order(comm, all_gather(comm, blocks.pack(*summed)[0])))
-    kept = jax.lax.dynamic_update_slice(own[1], summed[1], (rank * blocks.region,))
+    *summed, steps_of_sums = blocks.encode((sums,), rank * blocks.region, blocks.region, skip=CHUNK)
+    kept = jax.lax.dynamic_update_slice(steps, steps_of_sums, (rank * blocks.region, jnp.int32(0)))
+    codes, steps = blocks.unpack(in_rank_order(comm, all_gather(comm, blocks.pack(*summed)[0])))
     words = self.cost(n, size).words
     finish = functools.partial(blocks.finish, acc, Exchanged(rank, sums, kept, codes))
-    total = Deferred(halves, finish, are_magnitudes=self.bits == 1)
+    total = Deferred(steps, finish, are_magnitudes=self.bits == 1)
     return Reduced(total, state, Counters(words, words, selected=n, delivered=n))
 
   def _blocks(self, n: int, size: int) -> Blocks:

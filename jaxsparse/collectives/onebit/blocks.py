@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat
+from jaxsparse.collectives.onebit import scales as scaling
 from jaxsparse.comm import varying
 from jaxsparse.select import ordering
-from jaxsparse.sparse.sums import fold_rows, round_mantissa, row_sums
+from jaxsparse.sparse.sums import fold_rows
 
 _ROWS = 32  # of a block, the bits of a word
 _COLUMNS = 128  # at most, the lanes of a TPU
-_HALF_STEPS = {1: 1.0, 2: 0.49785, 4: 0.1676, 8: 0.0154}  # by bits, as a share of the root of the mean square
 _LONG = 1 << 16  # entries of a vector whose blocks are folded row by row
 _UNROLLED = 8  # messages that are added without a loop
 CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
@@ -28,7 +28,8 @@ class Exchanged(NamedTuple):
   Attributes:
     rank: of the worker.
     sums: of its region, as `Blocks.sum_region` returns them.
-    kept: f32[blocks], the half steps of all blocks that it delivered: of its own entries, in its region of the sums.
+    kept: the steps of all blocks that it delivered, like those of `Blocks.encode`: of its own entries, in its region of
+      the sums.
     codes: of the total, u32[blocks, width].
   """
 
@@ -42,8 +43,8 @@ class Exchanged(NamedTuple):
 class Blocks:
   """The blocks of a vector: 32 rows of up to 128 consecutive entries each; the last ones are padded.
 
-  The code of an entry has its sign as the highest of b bits, and as the others the number of whole steps in its
-  magnitude, at most 2ᵇ⁻¹ − 1. A column has b words: the first has the codes of the first 32/b rows, and so on. So the
+  The code of an entry has its sign as the highest of b bits, and as the others the number of its magnitude, as
+  `scales.levels` returns it. A column has b words: the first has the codes of the first 32/b rows, and so on. So the
   entries of a word are far apart, and neighbours have neighbouring words: all is done to whole rows, which suits the
   vector units of CPUs and the lanes of TPUs.
 
@@ -63,8 +64,10 @@ class Blocks:
 
   @classmethod
   def of(cls, n: int, size: int, bits: int = 1) -> Self:
-    columns = min(_COLUMNS, -(-n // (size * _ROWS)))
-    region = -(-n // (size * _ROWS * columns))
+    needed = -(-n // (size * _ROWS))  # columns of a region
+    region = -(-needed // _COLUMNS)
+    # Even blocks need less padding. Those of signs are as they always were, for the same bits.
+    columns = -(-needed // region) if bits > 1 else min(_COLUMNS, needed)
     return cls(n, bits, columns, region, size * region)
 
   @property
@@ -85,88 +88,84 @@ class Blocks:
   @property
   def words(self) -> int:
     """Words of a message: those of the blocks of a region, and their scales."""
-    return self.region * (self.width + 1)
+    return self.region * (self.width + scaling.words_of_block(self.bits, self.columns))
 
   def pack(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """The messages of regions, u32[regions, words], of u32[blocks, width] and f32[blocks]."""
-    scales = jax.lax.bitcast_convert_type(scales, jnp.uint32).reshape(-1, self.region)
-    return jnp.concatenate([codes.reshape(len(scales), -1), scales], axis=1)
+    """The messages of regions, u32[regions, words], of codes and scales as `encode` returns them."""
+    regions = len(codes) // self.region
+    return jnp.concatenate([codes.reshape(regions, -1), scales.reshape(regions, -1)], axis=1)
 
   def unpack(self, messages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The inverse of `pack`."""
+    """The codes u32[blocks, width] and the steps of blocks that are in messages of regions."""
     codes, scales = jnp.split(messages, [self.region * self.width], axis=1)
-    return codes.reshape(-1, self.width), jax.lax.bitcast_convert_type(scales, jnp.float32).reshape(-1)
+    codes = codes.reshape(-1, self.width)
+    return codes, scaling.steps(scales.reshape(len(codes), -1), self.bits, self.columns)
 
   def encode(
     self, parts: Sequence[jax.Array], first: jax.Array, count: int, skip: int = 0
-  ) -> tuple[jax.Array, jax.Array]:
-    """The codes u32[count, width] and the half steps f32[count] of the sum of `parts` after `skip` blocks.
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Codes u32[count, width], scales u32[count, words], steps f32[count, columns] of the sum of `parts`.
 
-    Their blocks are blocks `first` and following of the vector.
+    Their blocks are those after `skip` blocks of it, and blocks `first` and following of the vector. Signs have one
+    step for a block, f32[count, 1].
     """
 
     def columns_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array, ...]:
       x = self._read(parts, skip + start, count)
-      squares = lambda unit: fold_rows(x, range(_ROWS), lambda x, _: _truncate(x * unit) ** 2, jnp.add, self.n >= _LONG)
-      means = _root_mean(squares, jnp.float32(1 / _ROWS))
-      return (self._codes(x), means) if self.bits == 1 else (means,)  # signs need no scale, so one pass is enough
+      fold = lambda term, combine: fold_rows(x, range(_ROWS), lambda x, _: term(x), combine, self.n >= _LONG)
+      if self.bits > 1:
+        return (fold(jnp.abs, jnp.maximum),)
+      squares = lambda unit: fold(lambda x: scaling.truncate(x * unit) ** 2, jnp.add)
+      return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / _ROWS))  # signs need no scale: one pass
 
     def codes_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array]:
-      return (self._codes(self._read(again, skip + start, count), _cut(halves, start, count)),)
+      return (self._codes(self._read(again, skip + start, count), _cut(inverses, start, count)),)
 
     whole = min(count, parts[0].size // self.block)
     kinds = (jnp.uint32, jnp.float32)[self.bits > 1 :]
     empty = tuple(jnp.zeros(count * self.columns, kind) for kind in kinds)
     found = _by_chunks(columns_of, whole, count, empty, (self.columns,) * len(kinds), padded_apart=True)
-    *signs, means = jax.lax.optimization_barrier([x.reshape(count, -1) for x in found])  # by one kernel of a GPU
+    *signs, sizes = jax.lax.optimization_barrier([x.reshape(count, -1) for x in found])  # by one kernel of a GPU
     entries = self._entries(first + jnp.arange(count, dtype=jnp.int32))
-    squares = lambda unit: row_sums(round_mantissa(round_mantissa(means * unit) ** 2))
-    halves = _root_mean(squares, _ROWS / jnp.maximum(entries, 1).astype(jnp.float32))
     if self.bits == 1:
-      return signs[0], halves
-    # Of so few bits that all multiples are exact, and not finite where a multiple is not.
-    halves = jax.lax.reduce_precision(_HALF_STEPS[self.bits] * halves, 8, 23 - self.bits)
-    halves = jnp.where(jnp.isfinite(halves * 2.0**self.bits), halves, jnp.inf)
+      scales = scaling.of_signs(sizes, _ROWS / jnp.maximum(entries, 1).astype(jnp.float32))
+      return signs[0], scales, scaling.steps(scales, 1, 1)
+    scales = scaling.of_columns(sizes, jnp.minimum(entries, self.columns), self.bits)
+    steps = scaling.steps(scales, self.bits, self.columns)
     # Read again behind a barrier: XLA for GPUs would store the sum for both passes.
-    *again, halves = jax.lax.optimization_barrier((*parts, halves))
+    *again, scales, steps = jax.lax.optimization_barrier((*parts, scales, steps))
+    inverses = scaling.inverses(steps, self.bits)
     empty = (jnp.zeros(count * self.width, jnp.uint32),)
     (codes,) = _by_chunks(codes_of, whole, count, empty, (self.width,), padded_apart=True)
-    return codes.reshape(count, -1), halves
+    return codes.reshape(count, -1), scales, steps
 
-  def _codes(self, x: jax.Array, halves: jax.Array | None = None) -> jax.Array:
-    """The words of the codes of f32[blocks, 32, columns], u32[blocks, width]; the half steps of blocks if bits > 1."""
+  def _codes(self, x: jax.Array, inverses: jax.Array | None = None) -> jax.Array:
+    """The words of the codes of f32[blocks, 32, columns], u32[blocks, width]; `inverses` of the steps if bits > 1."""
     rows = _ROWS // self.bits
 
     def code(x: jax.Array, row: np.ndarray) -> jax.Array:
       bit = (self.bits * (row % rows)).astype(np.uint32)
       sign = jnp.where(x < 0, np.uint32(1 << self.bits - 1) << bit, np.uint32(0))
-      return sign if halves is None else sign | self._steps(x, halves.reshape(-1, *[1] * (x.ndim - 1))) << bit
+      if inverses is None:
+        return sign
+      of_row = inverses if x.ndim == 2 else inverses[:, None]
+      return sign | scaling.levels(x, of_row, self.bits) << bit
 
     each = [range(first, first + rows) for first in range(0, _ROWS, rows)]
     words = [fold_rows(x, of_word, code, jnp.bitwise_or, self.n >= _LONG) for of_word in each]
     return words[0] if self.bits == 1 else jnp.concatenate(words, axis=1)
 
-  def _steps(self, x: jax.Array, halves: jax.Array) -> jax.Array:
-    """The whole steps in the magnitude of each entry that its code has, u32 like x."""
-    return jnp.minimum(jnp.abs(x) * jnp.where(halves > 0, 0.5 / halves, 0.0), 2 ** (self.bits - 1) - 1).astype("uint32")
-
-  def _round(self, x: jax.Array, halves: jax.Array) -> jax.Array:
-    """Q(x), as `decode` returns it, with the half steps of the entries."""
-    magnitudes = halves if self.bits == 1 else halves * (2 * self._steps(x, halves) + 1).astype(jnp.float32)
-    return jnp.where(x < 0, -magnitudes, magnitudes)
-
   def sum_region(self, parts: Sequence[jax.Array], rank: jax.Array, received: jax.Array) -> jax.Array:
     """The sums of a region, f32[margin + region + margin], of own entries and messages [P, words]; 0 where padded."""
     size = len(received)
+    codes, steps = self.unpack(received)
 
     def add(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array]:
       block = rank * self.region + start
 
       def add_message(by: jax.Array, x: jax.Array) -> jax.Array:
-        row = (rank - by) % size
-        cut = lambda first, words: jax.lax.dynamic_slice(received, (row, first), (1, words)).reshape(count, -1)
-        halves = jax.lax.bitcast_convert_type(cut(self.region * self.width + start, count), jnp.float32)
-        return x + self.decode(cut(start * self.width, count * self.width), halves[:, 0])
+        first = (rank - by) % size * self.region + start
+        return x + self.decode(_cut(codes, first, count), _cut(steps, first, count))
 
       x = self._read_padded(parts, block, count)
       x = varying.fori_loop(1, size, add_message, x, unroll=_UNROLLED)  # of 63 messages XLA would compile half a minute
@@ -189,6 +188,7 @@ class Blocks:
     """The update and the next residual, as `Deferred.finish`, in one pass over the vector."""
     rank, sums, kept, codes = exchanged
     used = -(-self.n // self.block)  # blocks; with few entries a worker the regions of the last workers may have none
+    inverses = kept if self.bits == 1 else scaling.inverses(kept, self.bits)
 
     def finish(start: jax.Array | int, count: int, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
       cut = lambda x: _cut(x, start, count)
@@ -213,7 +213,8 @@ class Blocks:
       number = start - rank * self.region + jnp.arange(count, dtype=jnp.int32)
       owner = jnp.broadcast_to(((number >= 0) & (number < self.region))[:, None, None], region.shape)
       entered = jnp.where(shape(owner), shape(region), grads + residual)
-      after = entered - self._round(entered, shape(jnp.broadcast_to(cut(kept)[:, None, None], region.shape)))
+      of_entries = lambda x: shape(jnp.broadcast_to(cut(x)[:, None], region.shape))
+      after = entered - self._round(entered, of_entries(kept), of_entries(inverses))
       if error is not None:
         after = after + shape(self.decode(cut(codes), cut(error)))
       after = jnp.where(finite, after if decay == 1 else decay * after, residual)
@@ -227,26 +228,31 @@ class Blocks:
     after, update = _by_chunks(finish, self.n // self.block, used, (residual, grads), (self.block,) * 2)
     return update, after
 
-  def decode(self, codes: jax.Array, halves: jax.Array) -> jax.Array:
-    """Q: ± an odd multiple of half a step of its block for each code, f32[blocks, 32, columns].
+  def decode(self, codes: jax.Array, steps: jax.Array) -> jax.Array:
+    """Q: ± the magnitude of each code, a multiple of the step of its column, f32[blocks, 32, columns].
 
     Args:
       codes: u32[blocks, width].
-      halves: f32[blocks].
+      steps: f32[blocks, columns], or f32[blocks, 1] of signs.
 
     Example:
-      >>> Blocks.of(64, 1).decode(jnp.array([[1, 0]], jnp.uint32), jnp.array([5.0]))[0, :2]
+      >>> Blocks.of(64, 1).decode(jnp.array([[1, 0]], jnp.uint32), jnp.array([[5.0]]))[0, :2]
       Array([[-5.,  5.],
              [ 5.,  5.]], dtype=float32)
     """
     rows = _ROWS // self.bits
     bit = self.bits * jnp.arange(rows, dtype=jnp.uint32).reshape(1, 1, rows, 1)
     code = (codes.reshape(-1, self.bits, 1, self.columns) >> bit).reshape(-1, _ROWS, self.columns)
-    magnitudes = halves.reshape(-1, 1, 1)
+    magnitudes = steps[:, None]
     if self.bits > 1:
-      magnitudes = magnitudes * (2 * (code & (1 << self.bits - 1) - 1) + 1).astype(jnp.float32)
+      magnitudes = scaling.magnitudes(code & (1 << self.bits - 1) - 1, magnitudes, self.bits)
     words = jax.lax.bitcast_convert_type(magnitudes, jnp.uint32)
     return jax.lax.bitcast_convert_type(words ^ (code >> self.bits - 1 << 31), jnp.float32)
+
+  def _round(self, x: jax.Array, steps: jax.Array, inverses: jax.Array) -> jax.Array:
+    """Q(x), as `decode` returns it, with the steps of the entries."""
+    found = steps if self.bits == 1 else scaling.magnitudes(scaling.levels(x, inverses, self.bits), steps, self.bits)
+    return jnp.where(x < 0, -found, found)
 
   def _entries(self, block: jax.Array) -> jax.Array:
     """The entries of blocks that are no padding."""
@@ -339,18 +345,3 @@ def _by_chunks(
 def _cut(x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
   """`size` rows of x from `start` on."""
   return jax.lax.dynamic_slice_in_dim(x, start, size)
-
-
-def _truncate(x: jax.Array) -> jax.Array:
-  """Truncates x to 12 significant bits. Its square is exact, so that a fused multiply-add gives the same bits."""
-  words = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
-  return jax.lax.bitcast_convert_type(words, jnp.float32)
-
-
-def _root_mean(squares: Callable[[float], jax.Array], share: jax.Array) -> jax.Array:
-  """√(share · Σ x²) of `squares(unit) = Σ (unit · x)²`, with the unit at which squares neither over- nor underflow."""
-  # `squares` rounds products with the unit: XLA may square the unit alone, which overflows.
-  low, middle, high = (squares(2.0**-unit) for unit in (-80, 0, 80))
-  root = lambda squares, unit: unit * jnp.sqrt(share * squares)
-  few = jnp.where(middle < 2.0**-80, root(low, 2.0**-80), root(middle, 1.0))
-  return jnp.where(middle > 2.0**100, root(high, 2.0**80), few)

@@ -1,0 +1,151 @@
+"""Scales of blocks: of signs the root of the mean square, of 2, 4 or 8 bits a step for each column of 32 entries."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse.sparse.sums import round_mantissa, row_sums
+
+_BASE = 0.84  # puts columns of normal entries, whose maxima are near their mean, between two ratios
+
+
+class _Code(NamedTuple):
+  """How 2, 4 or 8 bits say an entry.
+
+  Attributes:
+    smallest: magnitude, in steps.
+    spacing: of the magnitudes, in steps.
+    share: of a step in the ratio of its column, times the mean of the maxima.
+    exponents: of √2 in the ratios, the possible maxima of a column over the mean of those of its block.
+  """
+
+  smallest: int
+  spacing: int
+  share: float
+  exponents: tuple[int, ...]
+
+  @property
+  def ratios(self) -> list[float]:
+    return [_BASE * 2 ** (exponent / 2) for exponent in self.exponents]
+
+  @property
+  def ratios_per_word(self) -> int:
+    """How many numbers of ratios a word has, of 3 or 4 bits each."""
+    return 32 // (len(self.exponents) - 1).bit_length()
+
+
+_HALF_OCTAVES = tuple(range(-4, 12))
+# The shares lose least of normal entries and gradients; with 8 bits the largest entry of a column must not be clipped.
+# Beside columns of 64 bits, ratios of 2 bits an entry have only 3 bits, so the larger ones are further apart.
+_CODES = {
+  2: _Code(1, 3, 0.19, (-2, -1, 0, 1, 2, 4, 6, 8)),
+  4: _Code(0, 1, 0.175, _HALF_OCTAVES),
+  8: _Code(0, 1, 1 / 90, _HALF_OCTAVES),
+}
+
+
+def words_of_block(bits: int, columns: int) -> int:
+  """The words that scales of a block take."""
+  return 1 if bits == 1 else 1 - (-columns // _CODES[bits].ratios_per_word)
+
+
+def of_signs(means: jax.Array, share: jax.Array) -> jax.Array:
+  """Scales u32[blocks, 1] of the roots of the mean squares of columns, f32[blocks, columns].
+
+  Args:
+    means: the roots, 0 of padding.
+    share: of a column in the entries of its block, f32[blocks].
+  """
+  squares = lambda unit: row_sums(round_mantissa(round_mantissa(means * unit) ** 2))
+  return _words(root_mean(squares, share))[:, None]
+
+
+def of_columns(maxima: jax.Array, used: jax.Array, bits: int) -> jax.Array:
+  """Scales u32[blocks, words] of the largest magnitudes of columns, f32[blocks, columns].
+
+  A block has the mean of the maxima of its columns, and each column the number of the largest ratio to that mean that
+  its maximum reaches, or of the smallest ratio.
+
+  Args:
+    maxima: 0 of columns that are padding.
+    used: the number of columns that are not, i32[blocks].
+    bits: 2, 4 or 8.
+  """
+  mean = row_sums(maxima) / jnp.maximum(used, 1).astype(jnp.float32)
+  code = _CODES[bits]
+  reached = [(maxima >= mean[:, None] * ratio).astype(jnp.uint32) for ratio in code.ratios[1:]]
+  numbers = functools.reduce(jnp.add, reached)
+  words = words_of_block(bits, maxima.shape[1]) - 1
+  numbers = jnp.pad(numbers, ((0, 0), (0, words * code.ratios_per_word - maxima.shape[1])))
+  fields = numbers.reshape(-1, code.ratios_per_word, words) << _shifts(code)
+  packed = functools.reduce(jnp.bitwise_or, [fields[:, number] for number in range(code.ratios_per_word)])
+  return jnp.concatenate([_words(mean)[:, None], packed], axis=1)
+
+
+def steps(scales: jax.Array, bits: int, columns: int) -> jax.Array:
+  """The steps of the columns of blocks f32[blocks, columns] with these scales; of signs f32[blocks, 1].
+
+  Example:
+    >>> steps(of_columns(jnp.array([[1.0, 3.0]]), jnp.array([2]), bits=4), 4, 2).round(3)
+    Array([[0.147, 0.416]], dtype=float32)
+  """
+  mean = jax.lax.bitcast_convert_type(scales[:, :1], jnp.float32)
+  if bits == 1:
+    return mean
+  code = _CODES[bits]
+  fields = scales[:, None, 1:] >> _shifts(code) & jnp.uint32((1 << 32 // code.ratios_per_word) - 1)
+  numbers = fields.reshape(len(scales), -1)[:, :columns]
+  factors = functools.reduce(
+    lambda found, number: jnp.where(numbers == number, code.share * code.ratios[number], found),
+    range(1, len(code.ratios)),
+    jnp.full(numbers.shape, code.share * code.ratios[0], jnp.float32),
+  )
+  # Of so few bits that all multiples are exact, and not finite where a multiple is not.
+  found = jax.lax.reduce_precision(mean * factors, 8, 23 - bits)
+  return jnp.where(jnp.isfinite(found * 2.0**bits), found, jnp.inf)
+
+
+def inverses(steps: jax.Array, bits: int) -> jax.Array:
+  """What `levels` multiplies magnitudes by: 1 over the boundary between the two smallest ones; 0 if the step is 0."""
+  code = _CODES[bits]
+  # Of subnormal steps the quotient may be infinite.
+  return jnp.where(steps >= 2.0**-126, 1 / (code.smallest + code.spacing / 2) / steps, 0.0)
+
+
+def levels(x: jax.Array, inverses: jax.Array, bits: int) -> jax.Array:
+  """The number of the magnitude to which each entry is rounded, u32 like x."""
+  # Rounded as whole numbers: a half added to the product might become a fused multiply-add, in some programs only.
+  return jnp.minimum(jnp.abs(x) * inverses, 2**bits - 2).astype(jnp.uint32) + 1 >> 1
+
+
+def magnitudes(levels: jax.Array, steps: jax.Array, bits: int) -> jax.Array:
+  """The magnitudes with these numbers, f32 like levels."""
+  code = _CODES[bits]
+  return steps * (code.smallest + code.spacing * levels).astype(jnp.float32)
+
+
+def truncate(x: jax.Array) -> jax.Array:
+  """Truncates x to 12 significant bits. Its square is exact, so that a fused multiply-add gives the same bits."""
+  words = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
+  return jax.lax.bitcast_convert_type(words, jnp.float32)
+
+
+def root_mean(squares: Callable[[float], jax.Array], share: jax.Array) -> jax.Array:
+  """√(share · Σ x²) of `squares(unit) = Σ (unit · x)²`, with the unit at which squares neither over- nor underflow."""
+  # `squares` rounds products with the unit: XLA may square the unit alone, which overflows.
+  low, middle, high = (squares(2.0**-unit) for unit in (-80, 0, 80))
+  root = lambda squares, unit: unit * jnp.sqrt(share * squares)
+  few = jnp.where(middle < 2.0**-80, root(low, 2.0**-80), root(middle, 1.0))
+  return jnp.where(middle > 2.0**100, root(high, 2.0**80), few)
+
+
+def _shifts(code: _Code) -> jax.Array:
+  """Of the numbers of ratios in a word, u32[1, numbers, 1]."""
+  return (32 // code.ratios_per_word * jnp.arange(code.ratios_per_word, dtype=jnp.uint32)).reshape(1, -1, 1)
+
+
+def _words(x: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(x, jnp.uint32)
