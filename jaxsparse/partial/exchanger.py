@@ -17,6 +17,7 @@ from jaxsparse.partial.outer_step import Anchor, OuterStep, Result
 from jaxsparse.partial.round_protocol import Done, Send
 from jaxsparse.sparse.flatten import all_finite
 
+_LOG = logging.getLogger(__name__)
 _FIRST = 3  # sizes of groups for which a worker compiles before the first round
 _all_finite = jax.jit(all_finite)
 
@@ -88,7 +89,7 @@ class Run:
       return received.view(np.uint32)
     if received is not None:
       unlike = f"worker {key[0]} sent {received.size} words instead of {words.size} in a round"
-      logging.getLogger(__name__).warning(f"{unlike}: have all workers the same outer chain and the same version?")
+      _LOG.warning(f"{unlike}: have all workers the same outer chain and the same version?")
     self.failed = True
     return np.zeros_like(words)
 
@@ -144,6 +145,9 @@ class Exchanger:
     run = self._run
     assert run is not None
     assert run.result is not None
+    if run.result.skipped:
+      skipped = f"round {run.group.iteration + 1} of {run.group.names} is skipped"
+      _LOG.warning(f"worker {self._number}: {skipped}: the sum of what they gave, or the outer step, is not finite")
     self._before = self.anchor, self.given
     self.anchor, self.delivered, self.group = run.result.anchor, run.result, run.group
     for residual in self._inherited or ():
@@ -175,7 +179,7 @@ class Exchanger:
     try:
       return self.outer.unpack(model.values.tobytes(), self.anchor)
     except (ValueError, TypeError) as error:
-      logging.getLogger(__name__).warning(f"refuses the anchor of another worker: {error}")
+      _LOG.warning(f"worker {self._number} refuses the anchor of another worker: {error}")
       return None
 
   def adopt(self, model: Piece, base: int, digest: int) -> Stand | None:

@@ -13,6 +13,7 @@ also tries the next address when its server has too few workers for a round, sin
 It waits longest at the first address, so that workers meet there.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from jaxsparse.partial.controller import Group
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Stand
 from jaxsparse.partial.worker_protocol import _MEMBERS, _RETRY, Event, Request, Unreachable, WorkerProtocol
 
+_LOG = logging.getLogger(__name__)
 _GOLDEN = 0.618  # the fractional parts of its multiples are well spread: each worker waits for another time
 
 
@@ -141,7 +143,7 @@ class RoundProtocol(WorkerProtocol):
 
   def _take_result(self, number: int, digest: int | None) -> None:
     if digest is None:  # with a pause: members with other outer chains would fail again at once
-      self._settle(counts=False)
+      self._drop("the exchange of this worker has failed")
       self._tell(Says.FAILED, number)
       self._join_again(_RETRY)
     else:
@@ -172,7 +174,7 @@ class RoundProtocol(WorkerProtocol):
       if self._average and content["number"] == self.stand.last:
         self._commit(content)
       elif self._average and content["base"] == self.stand.base:
-        self._settle(counts=False)
+        self._drop("the server has not heard that all members have the result")
     if "base" in content:
       self._last = content["base"], content["digest"]
     super()._take_server_message(message)
@@ -184,6 +186,8 @@ class RoundProtocol(WorkerProtocol):
         self._begin_request()
     elif kind == Answer.BEHIND and self._awaits_group:
       self._donor = content["donor"]
+      behind = f"is behind, with the anchor of round {self.stand.round} in place of {content['round']}"
+      _LOG.warning(f"worker {self._number} {behind}, and fetches it from {self._donor}")
       if self._donor:
         self._begin_request()
       else:
@@ -210,7 +214,7 @@ class RoundProtocol(WorkerProtocol):
     """Says goodbye, and gives the residual to the first worker that takes it, of the last round if one is there."""
     if self.state != "leaving":
       if self._average:
-        self._settle(counts=False)
+        self._drop("this worker leaves")
       self._tell(Says.BYE, self._settled)
       self.state, self._residual = "leaving", self._exchange.hand_over()
       others = [address for member, address in self._known.items() if member != self._number]
@@ -231,6 +235,12 @@ class RoundProtocol(WorkerProtocol):
     else:
       super()._begin_request()
 
+  def _drop(self, reason: str) -> None:
+    """The round of the exchange counts for nobody."""
+    group = self._average.group
+    _LOG.warning(f"worker {self._number}: round {group.iteration + 1} of {group.names} counts for nobody: {reason}")
+    self._settle(counts=False)
+
   def _settle(self, counts: bool) -> None:
     """The exchange has a result that counts, or is dropped."""
     number, self._average = self._average.group.number, None
@@ -243,15 +253,18 @@ class RoundProtocol(WorkerProtocol):
       self._exchange.drop()
       self.stand = self.stand._replace(last=0)
 
-  def _fail(self, average: Any) -> None:
-    self._settle(counts=False)
+  def _fail(self, average: Any, reason: str) -> None:
+    self._drop(reason)
     if self.state == "joined":
       self._tell(Says.FAILED, average.group.number)
       self._begin_request()
 
   def _take_model(self, piece: Piece) -> None:
     if self._average and (counts := self._exchange.counts(piece, self.stand)) is not None:
-      self._settle(counts)
+      if counts:
+        self._settle(counts=True)
+      else:
+        self._drop("another worker has an anchor without it")
     if not self._average and (stand := self._exchange.adopt(piece, *self._last)):
       self.stand, self._donor, self.state = stand, None, "joined"
       self._patience = self._now + self._timeout
@@ -262,7 +275,7 @@ class RoundProtocol(WorkerProtocol):
   def _lose_place(self) -> None:
     """Keeps a result that may count."""
     if self._average and not self.stand.last:
-      self._settle(counts=False)
+      self._drop("the server does not count on this worker any more, or cannot be reached")
 
   def _miss_server(self) -> None:
     self._deadline, self._visits = self._now + self._limit, self._visits + 1
@@ -275,7 +288,7 @@ class RoundProtocol(WorkerProtocol):
     if self._leaves:
       self.state = "ended"
     elif self._average and not self.stand.last:
-      self._fail(self._average)
+      self._fail(self._average, self._silence)
     elif self.state == "joining" and not self.stand.round and self._waits_for(Says.HELLO):
       super()._give_up()
     else:  # a server knows, or a donor, also whether the last round counts

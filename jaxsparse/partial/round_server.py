@@ -17,6 +17,7 @@ from jaxsparse.partial.messages import Answer, Says, Signal, Stand
 from jaxsparse.partial.quorum import Behind, Quorum, Verdict
 from jaxsparse.partial.server_protocol import Member, ServerProtocol
 
+_LOG = logging.getLogger(__name__)
 _RETURN = 4  # times `limit`, in which a worker that looks for others at another server comes back
 
 
@@ -53,7 +54,7 @@ class RoundServerProtocol(ServerProtocol):
       if verdict := self._controller.done(worker, value, digest=stand.last):
         self._commit(verdict)
     elif says == Says.FAILED:
-      self._abort_group(self._controller.failed(worker, value), worker)
+      self._abort_group(self._controller.failed(worker, value), worker, "could not finish its exchange")
     else:
       raise Rejected(f"unknown: {says!r} in rounds")
 
@@ -70,14 +71,18 @@ class RoundServerProtocol(ServerProtocol):
     self._tell_behind(behind, donor.address)
 
   def _tell_behind(self, workers: Iterable[int], donor: str | None) -> None:
+    last = self._controller.stand.round
     for worker in workers:
+      was = self._members[worker].stand.round
+      _LOG.warning(f"worker {worker} is behind, with the anchor of round {was} in place of {last}: it fetches it")
       content = {"donor": donor, **self._last}
       self._send(self._members[worker].connection, messages.pack_answer(Answer.BEHIND, **content))
 
   @property
   def _last(self) -> dict[str, int]:
     """The last round, for a worker that checks the anchor of a donor."""
-    return {"base": self._controller.stand.base, "digest": self._controller.digest}
+    stand = self._controller.stand
+    return {"round": stand.round, "base": stand.base, "digest": self._controller.digest}
 
   @property
   def _has_trained(self) -> bool:
@@ -91,7 +96,7 @@ class RoundServerProtocol(ServerProtocol):
       if quorum.paused or len(asking.union(quorum.alive)) < quorum.quorum:
         raise Rejected(f"duplicate: whether round {stand.last} counts is known when others are there")
     waiting = quorum.waiting
-    self._abort_group(quorum.join(signal.worker, stand), signal.worker)
+    self._abort_group(quorum.join(signal.worker, stand), signal.worker, "has joined again")
     self._tell_behind(set(waiting) - {*quorum.waiting, signal.worker}, signal.address)
 
   def _welcome(self, signal: Signal, member: Member) -> None:
@@ -126,15 +131,25 @@ class RoundServerProtocol(ServerProtocol):
       return
     weight = member.weight if settled is None else None
     if weight is not None:
-      logging.getLogger(__name__).warning(f"worker {worker} is lost, with what it had trained for {weight} steps")
+      _LOG.warning(f"worker {worker} is lost, with what it had trained for {weight} steps")
     group, begun = self._controller.leave(worker, weight)
     self._forget(worker)
-    self._abort_group(group, worker)
+    self._abort_group(group, worker, "is lost" if settled is None else "has left")
     self._announce(begun)
 
-  def _abort_group(self, group: Group | None, worker: int) -> None:
-    """Tells the members that the result of a group counts for nobody, also one that joins again and did not know it."""
-    for other in group.members if group else ():
+  def _abort_group(self, group: Group | None, worker: int, what: str) -> None:
+    """Tells the members that the result of a group counts for nobody, also one that joins again and did not know it.
+
+    Args:
+      group: None for no group.
+      worker: the member that is the reason.
+      what: has happened to it.
+    """
+    if group is None:
+      return
+    reason = f"worker {worker} {what}"
+    _LOG.warning(f"round {group.iteration + 1} of {group.names} counts for nobody: {reason}")
+    frame = messages.pack_answer(Answer.ABORT, number=group.number, worker=worker, reason=reason)
+    for other in group.members:
       if other in self._members:
-        frame = messages.pack_answer(Answer.ABORT, number=group.number, worker=worker)  # type: ignore[union-attr]
         self._send(self._members[other].connection, frame)

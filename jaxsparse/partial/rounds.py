@@ -276,7 +276,8 @@ class Rounds:
     self._refused += 1
     if self._refused >= REFUSALS:
       raise FloatingPointError(f"the parameters are not finite, {REFUSALS} times in succession")
-    logging.getLogger(__name__).warning("the parameters are not finite: training goes on from the anchor")
+    not_finite = "the parameters are not finite, and enter no round: training goes on from the anchor"
+    logging.getLogger(__name__).warning(f"worker {self._number}: {not_finite}")
     self._base = self._make_base()
     self._moved = jax.tree.map(jnp.zeros_like, self._base)
     self._flight, self._since = None, 0

@@ -11,6 +11,7 @@ are delivered. An anchor is the sequence of the rounds that it has been through.
 """
 
 import collections
+import re
 from random import Random
 
 import numpy as np
@@ -222,6 +223,8 @@ class Network(protocols_test.Network):
     self.heirs = collections.defaultdict(list)  # who has taken over the residual of a process
     self.members = collections.defaultdict(list)  # processes, by the number of the group
     self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
+    self.numbers = {Answer.GROUP: set(), Answer.COMMIT: set()}  # of rounds that began, and of those that count
+    self.behind = 0  # how often workers were told so
     self.servers = [None] * servers  # a controller and its server each
     super().__init__(random, workers, quorum, entries=1000)
 
@@ -236,7 +239,11 @@ class Network(protocols_test.Network):
     process = self.processes[serial]
     if not process.lives or visit != process.visits:
       return self.arrivals[process, server] > self.now  # a closed connection is noticed after its last message
-    self.post((server, process), process, process.hear, visit, messages.parse_answer(frame))
+    answer = messages.parse_answer(frame)
+    if answer.kind in (Answer.GROUP, Answer.COMMIT):
+      self.numbers[answer.kind].add(answer.content["number"])
+    self.behind += answer.kind == Answer.BEHIND
+    self.post((server, process), process, process.hear, visit, answer)
     return True
 
   def hear(self, connection, frame):
@@ -301,6 +308,39 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbed
   for length, number in enumerate(anchor, start=1):
     members = [process for process in network.members[number] if knows(process) and len(process.anchor) >= length]
     assert all(anchor[:length] in process.delivered for process in members)
+
+
+def run_until(network, happened, seconds=60):
+  """Time passes until something has happened."""
+  end = network.now + seconds
+  while not happened():
+    network.advance()
+    assert network.now < end
+  return network.now
+
+
+@pytest.mark.parametrize("disturbance", ["dead", "suspended", "leaves", "restart"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_behind(seed, disturbance, caplog):
+  network = Network(Random(seed), 4, 2, servers=1)
+  for time in (10, 20, 30, 40):
+    network.at(time, None, network.disturb, disturbance if disturbance != "restart" else "dead")
+    network.at(time + 8, None, network.disturb, "restart" if disturbance == "restart" else "resume")
+  run_until(network, lambda: network.now > 60 and not network.servers[0][0]._under_way, 100)
+  logged = lambda name, text: [
+    line for *where, line in caplog.record_tuples if where[0].endswith(name) and text in line
+  ]
+  aborted = [line for line in logged("round_server", "counts for nobody") if "could not" not in line]
+  assert len(network.numbers[Answer.GROUP] - network.numbers[Answer.COMMIT]) == len(
+    logged("round_server", "counts for nobody")
+  )
+  assert all(
+    re.fullmatch(r"round \d+ of workers [\d, ]+ counts for nobody: worker \d (is lost|has .*)", x) for x in aborted
+  )
+  assert network.behind == len(logged("round_server", "is behind"))
+  if disturbance == "dead":  # the members that live all say so
+    assert aborted
+    assert {line.partition(": ")[2] for line in logged("round_protocol", "counts for nobody")} == set(aborted)
 
 
 class Pieces:

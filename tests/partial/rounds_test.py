@@ -212,7 +212,7 @@ def poisoned(monkeypatch):
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_one(dtype):
+def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_one(dtype, caplog):
   """With outer momentum and parameters of 16 bits: what SGD in numpy gives."""
   outer = lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.5))
 
@@ -228,6 +228,7 @@ def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_
       assert (found.dtype, rounds) == (dtype, 3)
       # 2 steps of 1 and of 3 a round: 4, nothing, and 8 of two rounds with the momentum of the first
       np.testing.assert_array_equal(np.asarray(found, np.float32), 4 + (8 + 0.5 * 4))
+  assert all(f"worker {number}: round 2 of workers 0, 1 is skipped" in caplog.text for number in range(2))
 
 
 @pytest.mark.usefixtures("poisoned")
