@@ -31,6 +31,7 @@ class Run:
     digest: of the result, 0 until the exchange is done.
     result: of the outer step, None until it is done.
     failed: whether the exchange has ended without a result.
+    missing: the member whose message it waits for, None for none.
   """
 
   done = False  # of the average; whether a round counts is said by the server
@@ -38,6 +39,7 @@ class Run:
   def __init__(self, group: Group, number: int, post: Callable[[Any], object]):
     self.group, self.digest = group, 0
     self.result: Result | None = None
+    self.missing: int | None = None
     self._me, self._post = number, post
     self._changed, self.failed = threading.Condition(), False
     self._received: dict[tuple[int, int], np.ndarray] = {}  # by sender and tag
@@ -83,7 +85,9 @@ class Run:
     if key[0] == self._me:
       return words
     with self._changed:
+      self.missing = key[0]
       self._changed.wait_for(lambda: self.failed or key in self._received)
+      self.missing = None
       received = self._received.pop(key, None)
     if received is not None and received.size == words.size:
       return received.view(np.uint32)

@@ -2,7 +2,8 @@
 
     Request(READY, weight) ──> READY ──> GROUP: the exchange runs ──> Done(digest) ──> DONE ──> COMMIT: adopt, reply
                                   └────> BEHIND: fetch the anchor of a donor, then READY again
-    ABORT, or no message for `timeout` seconds ──> drop what the exchange has computed, then READY again
+    ABORT, a member that cannot be reached, or no message for `timeout` seconds
+                  └────> drop what the exchange has computed, FAILED with the missing member, READY again
     Request(BYE) ──> BYE ──> Piece(RESIDUAL) to a worker of an earlier round ──> Piece(TAKEN): the end
 
 Between DONE and COMMIT a worker does not know whether the round counts. If the server is gone then, it says so to the
@@ -120,6 +121,9 @@ class RoundProtocol(WorkerProtocol):
         super().handle(event, now)
       case Exception():
         raise event
+      case Unreachable(address) if self._average and address in self._members.values():
+        self._now = now
+        self._miss_member(next(member for member, other in self._members.items() if other == address))
       case Done(number, digest):
         self._now = now
         if self._runs(number):
@@ -140,6 +144,13 @@ class RoundProtocol(WorkerProtocol):
         self._miss_server()
     elif now > self._patience:
       self.state = "ended"
+
+  def _miss_member(self, member: int) -> None:
+    """A member cannot be reached: it misses messages of this worker, which may have the result already."""
+    if not self.stand.last:
+      self._fail(self._average, f"worker {member} cannot be reached at {self._members[member]}", member)
+    elif self.state == "joined":
+      self._tell(Says.FAILED, self._average.group.number, stand=Stand(last=1 + member))
 
   def _take_result(self, number: int, digest: int | None) -> None:
     if digest is None:  # with a pause: members with other outer chains would fail again at once
@@ -253,10 +264,10 @@ class RoundProtocol(WorkerProtocol):
       self._exchange.drop()
       self.stand = self.stand._replace(last=0)
 
-  def _fail(self, average: Any, reason: str) -> None:
+  def _fail(self, average: Any, reason: str, missing: int | None = None) -> None:
     self._drop(reason)
     if self.state == "joined":
-      self._tell(Says.FAILED, average.group.number)
+      self._tell(Says.FAILED, average.group.number, stand=Stand(last=0 if missing is None else 1 + missing))
       self._begin_request()
 
   def _take_model(self, piece: Piece) -> None:
@@ -288,7 +299,9 @@ class RoundProtocol(WorkerProtocol):
     if self._leaves:
       self.state = "ended"
     elif self._average and not self.stand.last:
-      self._fail(self._average, self._silence)
+      missing = self._average.missing
+      silence = "no message" if missing is None else f"no message of worker {missing}"
+      self._fail(self._average, f"{silence} for {self._timeout:g} s", missing)
     elif self.state == "joining" and not self.stand.round and self._waits_for(Says.HELLO):
       super()._give_up()
     else:  # a server knows, or a donor, also whether the last round counts

@@ -49,30 +49,46 @@ class RoundServerProtocol(ServerProtocol):
       try:
         self._announce(self._controller.ready(worker, value, stand))
       except Behind:
-        self._tell_behind([worker], self._donor(member))
+        self._tell_behind([worker])
     elif says == Says.DONE:
       if verdict := self._controller.done(worker, value, digest=stand.last):
         self._commit(verdict)
     elif says == Says.FAILED:
-      self._abort_group(self._controller.failed(worker, value), worker, "could not finish its exchange")
+      self._take_failure(worker, value, None if stand.last == 0 else stand.last - 1)
     else:
       raise Rejected(f"unknown: {says!r} in rounds")
+
+  def _take_failure(self, worker: int, number: int, missing: int | None) -> None:
+    what = "could not finish its exchange" if missing is None else f"misses a message of worker {missing}"
+    self._abort_group(self._controller.failed(worker, number, missing), worker, what)
+
+  def _announce(self, groups: list[Group]) -> None:
+    """Also says which workers a round leaves out."""
+    for group in groups:
+      for worker in self._controller.waiting:
+        others = [str(member) for member in group.members if self._controller.have_failed(worker, member)]
+        missed = f"it and worker {', '.join(others)} have missed messages of each other"
+        _LOG.warning(f"round {group.iteration + 1} leaves out worker {worker}: {missed}")
+    super()._announce(groups)
 
   def _commit(self, verdict: Verdict) -> None:
     """All members have the result of a round; those that are ready for it meanwhile are behind."""
     group, _, differing, behind = verdict
     self._sought = None
-    donor = next(self._members[worker] for worker in group.members if worker not in differing)
-    content = {"number": group.number, "donor": donor.address, **self._last}
     for worker in group.members:
-      member = self._members[worker]
-      member.stand, member.weight = self._controller.stand, 0
-      self._send(member.connection, messages.pack_answer(Answer.COMMIT, **content))
-    self._tell_behind(behind, donor.address)
+      self._members[worker].weight = 0
+      if worker not in differing:
+        self._members[worker].stand = self._controller.stand
+    for worker in group.members:
+      content = {"number": group.number, "donor": self._find_donor(worker), **self._last}
+      self._send(self._members[worker].connection, messages.pack_answer(Answer.COMMIT, **content))
+    self._tell_behind(behind)
 
-  def _tell_behind(self, workers: Iterable[int], donor: str | None) -> None:
+  def _tell_behind(self, workers: Iterable[int], newest: str | None = None) -> None:
+    """Tells workers that they are behind, with a donor: the one at the address `newest` if only that can be one."""
     last = self._controller.stand.round
     for worker in workers:
+      donor = newest or self._find_donor(worker)
       was = self._members[worker].stand.round
       _LOG.warning(f"worker {worker} is behind, with the anchor of round {was} in place of {last}: it fetches it")
       content = {"donor": donor, **self._last}
@@ -103,24 +119,26 @@ class RoundServerProtocol(ServerProtocol):
     stand, last = signal.stand, self._controller.stand
     counts = stand.last != 0 and stand.last == last.base
     member.stand = last if counts else Stand(stand.round, stand.base)
-    donor = None if member.stand == last else self._donor(member)
+    donor = None if member.stand == last else self._find_donor(signal.worker)
     content = {"limit": self._limit, "donor": donor, "number": stand.last if counts else 0, **self._last}
     quorum = self._controller
     options = {"grace": quorum.grace, "sizes": [quorum.quorum, quorum.workers]}
     self._send(member.connection, messages.pack_answer(Answer.WELCOME, **content, **options))
 
-  def _donor(self, member: Member) -> str | None:
-    """The address of a worker with the anchor of the last round; another one each time that a worker joins.
+  def _find_donor(self, worker: int) -> str | None:
+    """The address of one with the anchor of the last round, for a worker; another one each time that it joins.
 
     If there is none for a while, and it is not at another server either, the last round is that of the newest anchor.
     """
-    donors = [other.address for other in self._members.values() if other.stand == self._controller.stand]
+    quorum = self._controller
+    donors = [other for other, member in self._members.items() if member.stand == quorum.stand]
     if donors:
       self._sought = None
-      return donors[member.hellos % len(donors)]
+      donors = [other for other in donors if not quorum.have_failed(worker, other)] or donors
+      return self._members[donors[(self._members[worker].hellos + worker) % len(donors)]].address
     self._sought = self._sought or self._now
-    if not self._controller.paused and self._now > self._sought + _RETURN * self._limit:
-      self._controller.go_back(max(other.stand for other in self._members.values()))
+    if not quorum.paused and self._now > self._sought + _RETURN * self._limit:
+      quorum.go_back(max(other.stand for other in self._members.values()))
       self._sought = None
     return None
 
@@ -153,3 +171,5 @@ class RoundServerProtocol(ServerProtocol):
     for other in group.members:
       if other in self._members:
         self._send(self._members[other].connection, frame)
+    for other in self._controller.waiting:  # or the first member that is ready again would begin with them alone
+      self._members[other].patience = self._now + self._controller.grace

@@ -28,7 +28,7 @@ from jaxsparse.partial.worker_protocol import Request, Unreachable
 from tests.partial import protocols_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
 
-ROUNDS, GRACE, CUT = 6, 2.0, 3 * LIMIT
+ROUNDS, GRACE, CUT, STALLED = 6, 2.0, 3 * LIMIT, 5.0
 PASSING = ["suspended", "resume", "serve", "cut"]
 LASTING = ["dead", "restart", "leaves"]
 ONE_SERVER = st.lists(st.sampled_from(PASSING + LASTING), max_size=10) | st.lists(st.just("diverges"), max_size=8)
@@ -47,6 +47,10 @@ class Run:
     self.is_quiet = bool(process.network.goal)
     self.parts = {process.number: process.offered + process.residual}
     self.anchor, self.residual = process.anchor, process.residual
+
+  @property
+  def missing(self):
+    return next((member for member in self.group.members if member not in self.parts), None)
 
   def needs(self, number, _):
     return number == self.group.number
@@ -101,6 +105,13 @@ class Process(protocols_test.Process):
   def tell(self, signal):
     server = self.visits % len(self.network.servers)
     self.network.post((self, server), None, self.network.hear, (server, self.serial, self.visits), signal.pack())
+
+  def send(self, address, piece):
+    to = int(address.rpartition(":")[2]) - 1
+    if (self.serial, to) in self.network.severed:
+      self.network.at(self.network.now + STALLED, self, self.handle, Unreachable(address))
+    else:
+      super().send(address, piece)
 
   def hear(self, visit, answer):
     if visit == self.visits:
@@ -224,6 +235,7 @@ class Network(protocols_test.Network):
     self.members = collections.defaultdict(list)  # processes, by the number of the group
     self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
     self.numbers = {Answer.GROUP: set(), Answer.COMMIT: set()}  # of rounds that began, and of those that count
+    self.severed = set()  # pairs of processes, by serial, of which the first one does not reach the second one
     self.behind = 0  # how often workers were told so
     self.servers = [None] * servers  # a controller and its server each
     super().__init__(random, workers, quorum, entries=1000)
@@ -335,12 +347,44 @@ def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_beh
     logged("round_server", "counts for nobody")
   )
   assert all(
-    re.fullmatch(r"round \d+ of workers [\d, ]+ counts for nobody: worker \d (is lost|has .*)", x) for x in aborted
+    re.fullmatch(r"round \d+ of workers [\d, ]+ counts for nobody: worker \d (is lost|has .*|misses .* worker \d)", x)
+    for x in aborted
   )
   assert network.behind == len(logged("round_server", "is behind"))
   if disturbance == "dead":  # the members that live all say so
     assert aborted
-    assert {line.partition(": ")[2] for line in logged("round_protocol", "counts for nobody")} == set(aborted)
+    what = lambda lines: {re.search("round .* nobody", line)[0] for line in lines}
+    assert what(aborted) == what(logged("round_protocol", "counts for nobody"))
+
+
+@pytest.mark.parametrize("severed", ["pair", "address", "two pairs"])
+@settings(max_examples=settings().max_examples // 2)
+@given(st.integers(0, 2**32 - 1), st.integers(3, 6))
+def test_workers_that_do_not_reach_each_other_stop_no_round_of_the_others(severed, seed, workers):
+  """A round counts each `seconds`, with each worker that reaches most others twice to three times as late at most."""
+  random, seconds = Random(seed), 2 * (STALLED + GRACE + 6 * LATENCY)
+  network = Network(random, workers, max(2, workers // 2), servers=1)
+  run_until(network, lambda: network.now > 10)
+  first, second, third, *_ = order = random.sample(range(workers), workers)
+  if severed == "address":  # nobody reaches the first one, which reaches the others
+    network.severed = {(other, first) for other in order[1:]}
+  else:
+    cut = [{first, second}, {first, third}][: 1 + (severed == "two pairs")]
+    network.severed = {(one, other) for one in order for other in order if {one, other} in cut}
+  until = {None: seconds} | {number: (3 if {number, first} <= {first, second} else 2) * seconds for number in order}
+  if severed != "pair":
+    del until[first]
+  last, counted = dict.fromkeys(until, network.now), dict.fromkeys(until, 0)
+  while network.now < 100:
+    network.advance()
+    for number in until:
+      rounds = len(network.numbers[Answer.COMMIT] if number is None else network.processes[number].delivered)
+      if rounds > counted[number]:
+        last[number], counted[number] = network.now, rounds
+      assert network.now < last[number] + until[number]
+  for process in network.processes:
+    assert process.lives
+    process.check()
 
 
 class Pieces:

@@ -11,6 +11,7 @@ import orbax.checkpoint
 import pytest
 
 import jaxsparse as js
+from jaxsparse.partial import rounds
 from jaxsparse.partial.outer_step import OuterStep
 from tests.cases import averaged, row
 from tests.launch_test import soon
@@ -177,6 +178,32 @@ def test_a_late_worker_keeps_what_it_moved_and_a_new_one_gets_the_anchor():
     jax.tree.map(np.testing.assert_array_equal, other, anchor)
   moved = np.concatenate([np.ravel(anchor["b"]), np.ravel(anchor["w"]) - 1])
   np.testing.assert_allclose(moved, moved[0], rtol=1e-6)  # all entries alike
+
+
+def test_a_worker_that_nobody_reaches_is_left_out_and_named(monkeypatch, caplog):
+  """It gives the others an address at which nobody listens."""
+  endpoint = rounds.Endpoint
+
+  def unreached(addresses, bind, *options):
+    made = endpoint(addresses, bind, *options)
+    made.address = "tcp://127.0.0.1:9" if bind == "tcp://127.0.0.2:*" else made.address
+    return made
+
+  def train(number):
+    with join(server, number, every=1, bind="tcp://127.0.0.2:*" if number == 2 else "tcp://127.0.0.1:*") as worker:
+      assert soon(lambda: server._controller.alive == (0, 1, 2) or ended.is_set())
+      own, end = worker.params, time.monotonic() + 60
+      while time.monotonic() < end and (worker.round < 5 if number < 2 else not ended.is_set()):
+        own = worker.step(plus(own, 1.0))
+      ended.set()
+      return worker.round
+
+  monkeypatch.setattr(rounds, "Endpoint", unreached)
+  ended = threading.Event()
+  with serve(3, quorum=2, grace=1.0) as server:
+    assert min(in_threads(3, train)[:2]) >= 5
+  assert "leaves out worker 2: it and worker 0" in caplog.text
+  assert "cannot be reached at tcp://127.0.0.1:9" in caplog.text
 
 
 def test_parameters_that_are_not_finite_enter_no_round(caplog):
