@@ -77,7 +77,7 @@ class Kind(enum.IntEnum):
   """The kinds of pieces, from a worker to another one.
 
   Attributes:
-    FETCH: asks for the receiver's model; number 0, without values.
+    FETCH: asks for the receiver's model, without values; in rounds number is that of the rounds it has been through.
     MODEL: answers FETCH; number is the model's iteration, values are f32[n].
     PART: the receiver's shard of the sender's model, for the average of group `number`.
     MEAN: the sender's shard of that average.

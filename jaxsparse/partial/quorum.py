@@ -65,7 +65,8 @@ class Quorum:
   Attributes:
     stand: the last round whose result counted, as `Stand` says, and `digest` of its result; 0 if another server knew.
     lost: how many workers were lost, and `lost_weight` the sum of what they had trained and not delivered.
-    paused: whether no round begins: after its start a server waits for workers that know more than others.
+    paused: whether no round begins: after its start a server waits for workers that know more than others, and later
+      for one that fetches the anchor.
     over: whether all workers have left, the last one in good order.
 
   Raises:
@@ -104,6 +105,11 @@ class Quorum:
   def alive(self) -> tuple[int, ...]:
     """The workers that are there, ascending."""
     return tuple(sorted(self._present))
+
+  @property
+  def under_way(self) -> Group | None:
+    """The group whose round is under way."""
+    return self._under_way
 
   @property
   def waiting(self) -> tuple[int, ...]:

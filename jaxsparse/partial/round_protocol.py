@@ -25,6 +25,7 @@ from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage,
 from jaxsparse.partial.worker_protocol import _MEMBERS, _RETRY, Event, Request, Unreachable, WorkerProtocol
 
 _LOG = logging.getLogger(__name__)
+_MOST_DOUBLINGS = 10
 _GOLDEN = 0.618  # the fractional parts of its multiples are well spread: each worker waits for another time
 
 
@@ -78,7 +79,6 @@ class RoundProtocol(WorkerProtocol):
     servers: how many there are. At the start each is tried for its part of `timeout`.
 
   Attributes:
-    stand: where the worker stands.
     grace: seconds for which workers wait for each other, as the server says.
     sizes: the smallest and the largest group.
     undelivered: what it has trained for since it last delivered, for the server to count if it is lost.
@@ -101,7 +101,8 @@ class RoundProtocol(WorkerProtocol):
     self._exchange, self._switch = exchange, switch
     self._limit, self._servers, self._visits = timeout / servers, servers, 0
     self._deadline = self._quorum_until = now + self._limit
-    self.stand, self.grace, self.sizes, self.undelivered, self._weight = Stand(), 0.0, (1, 1), 0, 0
+    self.grace, self.sizes, self.undelivered, self._weight = 0.0, (1, 1), 0, 0
+    self._doublings = 0  # of the time that the transfer of an anchor may take
     self._leaves, self._heir, self._heirs = False, "", list[str]()  # addresses of who may take over the residual
     self._known: dict[int, str] = {}  # addresses of the members of all rounds so far, those of the last one at the end
     self._after = 0  # the number of rounds after the last one of this worker
@@ -187,7 +188,7 @@ class RoundProtocol(WorkerProtocol):
       elif self._average and content["base"] == self.stand.base:
         self._drop("the server has not heard that all members have the result")
     if "base" in content:
-      self._last = content["base"], content["digest"]
+      self._last, self._last_round = (content["base"], content["digest"]), content["round"]
     super()._take_server_message(message)
     if kind == Answer.WELCOME or content.get("alive", 0) >= self.sizes[0]:
       self._await_quorum()
@@ -245,6 +246,9 @@ class RoundProtocol(WorkerProtocol):
       self._join_again(_RETRY)  # for the anchor of its last round
     else:
       super()._begin_request()
+      if self.state == "fetching":  # one that does not end in time is begun again with twice as long
+        self._patience = self._now + self._timeout * 2**self._doublings
+        self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
 
   def _drop(self, reason: str) -> None:
     """The round of the exchange counts for nobody."""
@@ -278,6 +282,7 @@ class RoundProtocol(WorkerProtocol):
         self._drop("another worker has an anchor without it")
     if not self._average and (stand := self._exchange.adopt(piece, *self._last)):
       self.stand, self._donor, self.state = stand, None, "joined"
+      self._doublings -= 1
       self._patience = self._now + self._timeout
       self._begin_request()
     else:  # the donor may not have heard that the round counts

@@ -95,6 +95,7 @@ class WorkerProtocol:
     model: the newest model, for those who fetch it and for the file that is saved when the controller is lost.
     alike: what all workers need alike.
     state: see above.
+    stand: in rounds where the worker stands.
     lost: once the controller is lost, which message has not come for how many seconds.
 
   Example:
@@ -121,6 +122,7 @@ class WorkerProtocol:
     reply: Callable[[Model | Exception], None],
   ):
     self.model, self.lost, self.alike = Model(initial, 0), ("", 0.0), Alike()
+    self.stand, self._last_round = Stand(), 0  # in rounds: where the worker stands, and the last round of all
     self.state: Literal["joining", "fetching", "joined", "leaving", "ended"] = "joining"
     self._number, self._initial, self._address = number, initial, address
     self._timeout = self._limit = timeout  # the server states its own limit in WELCOME
@@ -225,7 +227,7 @@ class WorkerProtocol:
     self.state = "joined"
     if self._donor and self._request != Says.SYNCHRONIZE:  # in the average of all it takes part with its own model
       self.state = "fetching"
-      self._send(self._donor, Piece(Kind.FETCH, 0, self._number))
+      self._send(self._donor, Piece(Kind.FETCH, self._last_round, self._number))
     elif self._request == Says.HELLO:
       self._reply(self.model)
     elif self._request == Says.NOT_FINITE:

@@ -24,6 +24,7 @@ from jaxsparse.partial import messages
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Stand
 from jaxsparse.partial.round_protocol import Done, RoundProtocol
 from jaxsparse.partial.round_server import RoundServerProtocol
+from jaxsparse.partial.transfers import Transfers
 from jaxsparse.partial.worker_protocol import Request, Unreachable
 from tests.partial import protocols_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
@@ -90,6 +91,7 @@ class Process(protocols_test.Process):
     self.made = self.moved = self.offered = self.residual = 0
     self.anchor, self.run, self.before, self.inherited = (), None, None, 0
     self.delivered = {}  # by the anchor after the round
+    self.transfers, self.busy_until = Transfers(), 0.0  # of the anchor to other processes, one after the other
     self.visits = 0  # of servers, one after the other
     outlets = self.tell, self.send, self.take
     options = {"exchange": self, "switch": self.switch, "servers": len(network.servers)}
@@ -125,15 +127,29 @@ class Process(protocols_test.Process):
     if not self.lives:
       sender.handle(Unreachable(self.address))
     elif piece.kind == Kind.FETCH:
-      model = self.anchor
-      self.network.models.append(model)
-      values = np.array([len(self.network.models) - 1], np.float32)
-      self.network.post((self, sender), sender, sender.handle, Piece(Kind.MODEL, 0, self.number, values))
+      self.transfers.ask(sender, piece, self.network.now)
+      self.send_model()
     elif piece.kind == Kind.RESIDUAL:
       answer = Piece(Kind.TAKEN, int(self.inherit(sender, int(piece.values[0]))), self.number)
       self.network.post((self, sender), sender, sender.handle, answer)
     else:
       self.handle(piece)
+
+  def send_model(self):
+    """Begins the next transfer, as an `Endpoint` does."""
+    now = self.network.now
+    if now >= self.busy_until and (peer := self.transfers.next(self.protocol.stand.round, now)):
+      self.network.models.append(self.anchor)
+      self.network.fetched[peer.serial].append(now)
+      values = np.array([len(self.network.models) - 1], np.float32)
+      self.busy_until = now + self.network.transfer
+      self.network.at(self.busy_until, self, self.end_transfer, peer, Piece(Kind.MODEL, 0, self.number, values))
+
+  def end_transfer(self, peer, model):
+    if self.lives:
+      self.network.post((self, peer), peer, peer.handle, model)
+    else:
+      peer.handle(Unreachable(self.address))
 
   # What an `Exchanger` does.
 
@@ -211,6 +227,7 @@ class Process(protocols_test.Process):
   def tick(self):
     if self.leaves and not self.protocol._leaves:
       self.handle(Request(Says.BYE))
+    self.send_model()
     run = self.protocol._average
     self.protocol.tick(self.network.now)
     assert not run or self.protocol._average is run or not run.is_quiet  # else it has waited for its timeout
@@ -235,6 +252,8 @@ class Network(protocols_test.Network):
     self.members = collections.defaultdict(list)  # processes, by the number of the group
     self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
     self.numbers = {Answer.GROUP: set(), Answer.COMMIT: set()}  # of rounds that began, and of those that count
+    self.transfer = 0.0  # seconds that an anchor takes on its way to another process
+    self.fetched = collections.defaultdict(list)  # by the serial number of a process, when anchors were sent to it
     self.severed = set()  # pairs of processes, by serial, of which the first one does not reach the second one
     self.behind = 0  # how often workers were told so
     self.servers = [None] * servers  # a controller and its server each
@@ -387,6 +406,42 @@ def test_workers_that_do_not_reach_each_other_stop_no_round_of_the_others(severe
     process.check()
 
 
+@pytest.mark.parametrize("transfer", [0.5, 5.0, 15.0, 1.5 * TIMEOUT])
+@pytest.mark.parametrize("event", ["joins", "stopped", "two join"])
+@settings(max_examples=settings().max_examples // 3)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4))
+def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of_the_anchor(
+  event, transfer, seed, workers
+):
+  """Also where it takes longer than a round, and some transfers more where it takes longer than the timeout.
+
+  The rounds of the others wait for it for a stated time at most.
+  """
+  network = Network(Random(seed), workers + 2, 2, servers=1)
+  network.transfer = transfer
+  new = [network.processes.pop() for _ in range(2)]
+  run_until(network, lambda: network.now > 20)
+  if event == "stopped":
+    new = network.processes[-1:]
+    network.processes[-1].suspended = True
+    run_until(network, lambda: network.now > 28)
+    network.disturb("resume")
+  else:
+    for number in range(1 + (event == "two join")):
+      network.processes.append(Process(network, workers + number))
+    new = network.processes[workers:]
+  end = network.now + (10 if transfer > TIMEOUT else 2) * transfer + 3 * LIMIT + 30 * LATENCY
+  before, last, rounds = [set(process.delivered) for process in new], network.now, 0
+  while any(set(process.delivered) <= known for process, known in zip(new, before, strict=True)):
+    network.advance()
+    assert network.now < end
+    if len(network.numbers[Answer.COMMIT]) > rounds:
+      rounds, last = len(network.numbers[Answer.COMMIT]), network.now
+    assert network.now < last + 4 * transfer + 15 * LATENCY
+  for process in network.processes:
+    process.check()
+
+
 class Pieces:
   """An exchange that takes pieces, and an anchor that no round changes."""
 
@@ -415,7 +470,7 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
   signals, quiet = [], lambda *_: None
   options = {"exchange": Pieces(), "switch": quiet}
   protocol = RoundProtocol(0, 4, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, **options)
-  options = {"grace": GRACE, "sizes": [1, 2], "base": 0, "digest": 0}
+  options = {"grace": GRACE, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0}
   group = {"members": [0, 1], "weights": [0.5, 0.5], "iteration": 0, "initial": 0.0, "number": 5}
   for event in (
     ServerMessage(Answer.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}),
@@ -443,7 +498,7 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
     protocol.handle(ServerMessage(kind, content), protocol._now)
 
   def join(number):
-    options = {"grace": GRACE, "sizes": [3, 4], "base": number, "digest": 0}
+    options = {"grace": GRACE, "sizes": [3, 4], "round": 0, "base": number, "digest": 0}
     answer(Answer.WELCOME, limit=LIMIT, donor=None, number=number, **options)
 
   def begin(number):
@@ -458,7 +513,7 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
   begin(2000)
   protocol.handle(Done(2000, 7), protocol._now)
   if committed:
-    answer(Answer.COMMIT, number=2000, digest=7, base=2000, donor=None)
+    answer(Answer.COMMIT, number=2000, digest=7, round=1, base=2000, donor=None)
   if rejected:
     answer(Answer.REJECTED, reason="absent: worker 0 has to join")
   else:

@@ -9,9 +9,11 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+import zmq
 
 import jaxsparse as js
 from jaxsparse.partial import rounds
+from jaxsparse.partial.messages import Kind, Piece
 from jaxsparse.partial.outer_step import OuterStep
 from tests.cases import averaged, row
 from tests.launch_test import soon
@@ -204,6 +206,21 @@ def test_a_worker_that_nobody_reaches_is_left_out_and_named(monkeypatch, caplog)
     assert min(in_threads(3, train)[:2]) >= 5
   assert "leaves out worker 2: it and worker 0" in caplog.text
   assert "cannot be reached at tcp://127.0.0.1:9" in caplog.text
+
+
+def test_a_worker_answers_one_request_of_a_peer_for_its_anchor_at_a_time():
+  """400 of 17 bytes were answered by 400 copies of the model, which stayed in memory."""
+  with serve(1) as server, join(server, 0, jnp.zeros(10**6)) as worker, zmq.Context() as context:
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    peer.connect(worker._endpoint.address)
+    for _ in range(400):
+      peer.send_multipart(Piece(Kind.FETCH, 0, 1).pack())
+    answers = 0
+    while peer.poll(2000):
+      answers += len(peer.recv_multipart()[1]) >= 4 * 10**6
+    peer.close()
+  assert 1 <= answers < 40
 
 
 def test_parameters_that_are_not_finite_enter_no_round(caplog):
