@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 import jaxsparse as js
-from jaxsparse.partial import rounds
+from jaxsparse.partial import round_state, rounds
 from jaxsparse.partial.messages import Kind, Piece
 from jaxsparse.partial.outer_step import OuterStep
 from tests.cases import averaged, row
@@ -585,6 +585,15 @@ def test_a_step_of_little_weight_does_not_throw_a_worker_off():
   assert max(far) < 2 * sorted(far)[-2]
 
 
+def make_state(params):
+  step = OuterStep(averaging)
+  content = np.frombuffer(step.pack(step.start(params)), np.uint8)
+  arrays = {"anchor": content, "residual": np.zeros(12, np.float32), "moved": np.zeros(12, np.float32)}
+  return round_state.seal(arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1}, number=0)
+
+
+STATE = make_state(START)
+NOT_FINITE = make_state(START | {"b": jnp.full(4, jnp.inf)})
 WRONG = [
   ({"outer": lambda _: optax.sgd(1.0)}, ValueError, "outer has no jaxsparse transform"),
   ({"outer": lambda comm: js.spardl_transform(comm, density=2.0)}, ValueError, "density=2.0"),
@@ -594,7 +603,12 @@ WRONG = [
   ({"address": "localhost:2900"}, ValueError, "choose tcp://HOST:PORT"),
   ({"address": []}, ValueError, "choose tcp://HOST:PORT"),
   ({"params": {"count": jnp.zeros(3, jnp.int32)}}, TypeError, r"params\['count'\] has dtype int32"),
-  ({"state": {"fragments": np.int64(2)}}, ValueError, "fragments=1, but the state was saved with 2"),
+  ({"state": STATE | {"fragments": np.int64(2)}}, ValueError, "fragments=1, but the state was saved with 2"),
+  ({"state": {"fragments": np.int64(1)}}, ValueError, "the state has no anchor, digest, moved, number, residual"),
+  ({"state": round_state.seal(STATE, 1)}, ValueError, "number=0, but the state was saved by worker 1"),
+  ({"state": STATE | {"residual": np.full(12, np.nan)}}, ValueError, "the residual in the state has NaN or Inf"),
+  ({"state": STATE | {"moved": np.full(12, 2.0)}}, ValueError, "the state has changed since it was saved, its digest"),
+  ({"state": NOT_FINITE}, ValueError, "the parameters of the anchor have NaN or Inf"),
 ]
 
 
