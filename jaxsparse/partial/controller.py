@@ -64,6 +64,11 @@ class Group(NamedTuple):
   initial: float = 0.0
   number: int = 0
 
+  @property
+  def names(self) -> str:
+    """The members in words."""
+    return f"workers {', '.join(map(str, self.members))}"
+
 
 class Controller:
   """Forms groups of workers that are ready.

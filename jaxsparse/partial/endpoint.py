@@ -18,6 +18,7 @@ from typing import Any
 from jaxsparse.partial import messages, sockets
 from jaxsparse.partial.messages import Kind, Piece, Signal
 from jaxsparse.partial.sockets import Keys, zmq
+from jaxsparse.partial.transfers import Transfers
 from jaxsparse.partial.worker_protocol import Unreachable, WorkerProtocol
 
 _LAST_WORDS = 1000  # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
@@ -44,7 +45,9 @@ class Endpoint:
     self._last_answer: Exception = RuntimeError("this worker has left")  # to every request after the end
     self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._network = sockets.Network(keys)
-    self._data, self.address = self._network.bind(bind, longest, self._from_worker)
+    self._data, self.address = self._network.bind(bind, longest, self._from_worker, closes_stalled=True)
+    self._transfers = Transfers()
+    self._transfer: zmq.MessageTracker | None = None  # of the model that was sent last
     self._servers = itertools.cycle(servers)
     self._connect()
     self._lock, self._closing = threading.Lock(), False  # of `_wake_up`, which other threads use
@@ -142,6 +145,7 @@ class Endpoint:
       while self._protocol.state != "ended":
         self._protocol.tick(time.monotonic())
         self._network.wait(self._protocol.interval)
+        self._send_model()
       awaited, seconds = self._protocol.lost
       if awaited:
         self._last_answer = self._lose(f"no {awaited} from the controller at {self._connected} for {seconds:g} s")
@@ -162,13 +166,23 @@ class Endpoint:
     finally:
       self._network.close(_LAST_WORDS)
 
+  def _send_model(self) -> None:
+    """Sends the model to the next worker that has asked for it, after the one before has it."""
+    if self._transfer is None or self._transfer.done:
+      self._transfer, peer = None, self._transfers.next(self._protocol.stand.round, time.monotonic())
+      if peer is not None:
+        frames = self._answer[Kind.FETCH](Piece(Kind.FETCH, 0, 0)).pack()
+        self._transfer = self._data.send_multipart([peer, *frames], copy=False, track=True)
+
   def _handle(self, event: Any) -> None:
     self._protocol.handle(event, time.monotonic())
 
   def _from_worker(self, frames: list[bytes]) -> None:
     connection, *content = frames
     piece = messages.parse_piece(content)
-    if piece and piece.kind in self._answer:
+    if piece and piece.kind == Kind.FETCH:
+      self._transfers.ask(connection, piece, time.monotonic())
+    elif piece and piece.kind in self._answer:
       self._data.send_multipart([connection, *self._answer[piece.kind](piece).pack()], copy=False)
     elif piece:
       self._handle(piece)

@@ -17,6 +17,7 @@ from jaxsparse.partial.outer_step import Anchor, OuterStep, Result
 from jaxsparse.partial.round_protocol import Done, Send
 from jaxsparse.sparse.flatten import all_finite
 
+_LOG = logging.getLogger(__name__)
 _FIRST = 3  # sizes of groups for which a worker compiles before the first round
 _all_finite = jax.jit(all_finite)
 
@@ -30,6 +31,7 @@ class Run:
     digest: of the result, 0 until the exchange is done.
     result: of the outer step, None until it is done.
     failed: whether the exchange has ended without a result.
+    missing: the member whose message it waits for, None for none.
   """
 
   done = False  # of the average; whether a round counts is said by the server
@@ -37,6 +39,7 @@ class Run:
   def __init__(self, group: Group, number: int, post: Callable[[Any], object]):
     self.group, self.digest = group, 0
     self.result: Result | None = None
+    self.missing: int | None = None
     self._me, self._post = number, post
     self._changed, self.failed = threading.Condition(), False
     self._received: dict[tuple[int, int], np.ndarray] = {}  # by sender and tag
@@ -82,13 +85,15 @@ class Run:
     if key[0] == self._me:
       return words
     with self._changed:
+      self.missing = key[0]
       self._changed.wait_for(lambda: self.failed or key in self._received)
+      self.missing = None
       received = self._received.pop(key, None)
     if received is not None and received.size == words.size:
       return received.view(np.uint32)
     if received is not None:
       unlike = f"worker {key[0]} sent {received.size} words instead of {words.size} in a round"
-      logging.getLogger(__name__).warning(f"{unlike}: have all workers the same outer chain and the same version?")
+      _LOG.warning(f"{unlike}: have all workers the same outer chain and the same version?")
     self.failed = True
     return np.zeros_like(words)
 
@@ -144,6 +149,9 @@ class Exchanger:
     run = self._run
     assert run is not None
     assert run.result is not None
+    if run.result.skipped:
+      skipped = f"round {run.group.iteration + 1} of {run.group.names} is skipped"
+      _LOG.warning(f"worker {self._number}: {skipped}: the sum of what they gave, or the outer step, is not finite")
     self._before = self.anchor, self.given
     self.anchor, self.delivered, self.group = run.result.anchor, run.result, run.group
     for residual in self._inherited or ():
@@ -175,7 +183,7 @@ class Exchanger:
     try:
       return self.outer.unpack(model.values.tobytes(), self.anchor)
     except (ValueError, TypeError) as error:
-      logging.getLogger(__name__).warning(f"refuses the anchor of another worker: {error}")
+      _LOG.warning(f"worker {self._number} refuses the anchor of another worker: {error}")
       return None
 
   def adopt(self, model: Piece, base: int, digest: int) -> Stand | None:

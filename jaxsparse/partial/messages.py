@@ -33,7 +33,7 @@ class Says(enum.IntEnum):
     HELLO: the worker joins; the address for other workers follows, and what all workers need alike.
     READY: it has done `value` iterations and is ready to average with a group. In rounds `value` is the weight of a
       step.
-    FAILED: it could not average with group `value`.
+    FAILED: it could not average with group `value`. In rounds with the member whose message is missing.
     BYE: it leaves, and owes no piece to groups up to number `value`.
     BEAT: heartbeat.
     SYNCHRONIZE: it has done `value` iterations and waits for the average of all workers.
@@ -77,7 +77,7 @@ class Kind(enum.IntEnum):
   """The kinds of pieces, from a worker to another one.
 
   Attributes:
-    FETCH: asks for the receiver's model; number 0, without values.
+    FETCH: asks for the receiver's model, without values; in rounds number is that of the rounds it has been through.
     MODEL: answers FETCH; number is the model's iteration, values are f32[n].
     PART: the receiver's shard of the sender's model, for the average of group `number`.
     MEAN: the sender's shard of that average.
@@ -102,7 +102,7 @@ class Stand(NamedTuple):
     round: the number of rounds that its anchor has been through.
     base: the number of the group of the last one; 0 before the first.
     last: the number of a group whose result the worker has, without knowing whether it counts, 0 for none. In DONE the
-      digest of the result.
+      digest of the result. In FAILED 1 + the number of the member whose message is missing, 0 for none.
   """
 
   round: int = 0

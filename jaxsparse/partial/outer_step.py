@@ -237,7 +237,7 @@ class OuterStep:
     """The anchor of another worker, with the residuals of this one.
 
     Raises:
-      ValueError: for bytes that are not those of such an anchor.
+      ValueError: for bytes that are not those of such an anchor, or parameters that are not finite.
     """
     length = int.from_bytes(content[:4])
     shapes, round_, base, last, size, *lineage = json.loads(content[4 : 4 + length])
@@ -251,6 +251,8 @@ class OuterStep:
       at += like.nbytes
     if not 0 <= len(content) - at < 4:
       raise ValueError(f"{len(content)} bytes, those of an anchor of this model are {at}")
+    if not all(np.isfinite(leaf).all() for leaf in arrays[: len(leaves)]):
+      raise ValueError("Rounds: the parameters of the anchor have NaN or Inf")
     params = self.on_cpu(jax.tree.unflatten(structure, arrays[: len(leaves)]))
     outer = _with_alike(outer, jax.device_put(arrays[len(leaves) :], self._cpu))
     found = Anchor(params, outer, size, Stand(round_, base, last), tuple(lineage))

@@ -19,6 +19,8 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.partial.controller import Group, Rejected
 from jaxsparse.partial.messages import Stand
 
+_MOST_DOUBLINGS = 6  # of the rounds that two workers are apart
+
 
 class Behind(Exception):
   """A worker is ready whose anchor is not that of the last round."""
@@ -47,6 +49,9 @@ class Quorum:
     the server calls when the worker that has waited longest has done so for `grace` seconds: with all that are ready,
     if they are K or more.
   - Its members have the same anchor, that of the last round whose result counted.
+  - Two workers that have missed messages of each other in a round are not together in the next 2 rounds, after the next
+    failure not in 4, then in 8, up to 64. Of the two that one takes part that was in a round longer ago; if that leaves
+    fewer than K of all workers, both are tried again.
   - Its result counts when all members have it, and for nobody if one of them is lost before.
   - All steps count alike, whether they are delivered early or late: with M workers that are there, each with the same
     batch, the weight of a member is 1/M, and the weights of a round without all M sum to less than 1.
@@ -60,7 +65,8 @@ class Quorum:
   Attributes:
     stand: the last round whose result counted, as `Stand` says, and `digest` of its result; 0 if another server knew.
     lost: how many workers were lost, and `lost_weight` the sum of what they had trained and not delivered.
-    paused: whether no round begins: after its start a server waits for workers that know more than others.
+    paused: whether no round begins: after its start a server waits for workers that know more than others, and later
+      for one that fetches the anchor.
     over: whether all workers have left, the last one in good order.
 
   Raises:
@@ -90,12 +96,20 @@ class Quorum:
     self._expected: dict[int, int] = {}  # weights of those who have been ready since they joined
     self._ready: list[int] = []  # the longest-waiting first
     self._under_way: Group | None = None
+    self._failed: Group | None = None  # the last one whose result counts for nobody
+    self._apart: dict[frozenset[int], tuple[int, int]] = {}  # pairs: how often they failed, and in which group last
+    self._counted: dict[int, int] = {}  # by worker, the group of its last round
     self._digests: dict[int, int] = {}  # of the members of the group under way that are done
 
   @property
   def alive(self) -> tuple[int, ...]:
     """The workers that are there, ascending."""
     return tuple(sorted(self._present))
+
+  @property
+  def under_way(self) -> Group | None:
+    """The group whose round is under way."""
+    return self._under_way
 
   @property
   def waiting(self) -> tuple[int, ...]:
@@ -147,14 +161,40 @@ class Quorum:
 
   def release(self) -> list[Group]:
     """The round of those that are ready, if they are enough."""
-    if self.paused or self._under_way or len(self._ready) < self.quorum:
+    chosen = self._choose()
+    if self.paused or self._under_way or len(chosen) < self.quorum:
       return []
     self._number += 1
-    members, total = tuple(sorted(self._ready)), sum(self._expected.values())
+    members = tuple(sorted(chosen))
+    total = sum(self._expected.values())
     weights = tuple(self._expected[worker] / total if total else 1 / len(members) for worker in members)
     self._under_way, self._digests = Group(members, weights, self.stand.round, number=self._number), {}
-    self._ready.clear()
+    self._ready = [worker for worker in self._ready if worker not in members]
     return [self._under_way]
+
+  def _choose(self) -> list[int]:
+    """Of the workers that are ready as many as reach each other; all if not enough of those that are there do."""
+    chosen = self._without_pairs(self._ready)
+    too_few = max(len(chosen), len(self._without_pairs([*self._expected]))) < self.quorum
+    return self._ready if too_few else chosen
+
+  def _without_pairs(self, workers: list[int]) -> list[int]:
+    """Of these workers as many as are not apart: first who is apart from few, then who was in a round longest ago."""
+    chosen = list[int]()
+    partners = {worker: sum(self._are_apart(worker, other) for other in workers) for worker in workers}
+    for worker in sorted(workers, key=lambda worker: (partners[worker], self._counted.get(worker, 0))):
+      if not any(self._are_apart(worker, other) for other in chosen):
+        chosen.append(worker)
+    return chosen
+
+  def have_failed(self, worker: int, other: int) -> bool:
+    """Whether the two have missed messages of each other, and no round with both has counted since."""
+    return frozenset((worker, other)) in self._apart
+
+  def _are_apart(self, worker: int, other: int) -> bool:
+    """Whether the next round has not both workers."""
+    failures, number = self._apart.get(frozenset((worker, other)), (0, 0))
+    return failures > 0 and self._number < number + 2 ** min(failures, _MOST_DOUBLINGS)
 
   def go_back(self, stand: Stand) -> None:
     """Nobody has the anchor of the last round any more: the last one is that of this stand."""
@@ -174,13 +214,28 @@ class Quorum:
     verdict = Verdict(group, agreed, differing, self.waiting)
     self.stand, self.digest, self._under_way = Stand(self.stand.round + 1, number), agreed, None
     self._ready.clear()
+    self._counted |= dict.fromkeys(group.members, number)
+    self._apart = {pair: failures for pair, failures in self._apart.items() if not pair.issubset(group.members)}
     return verdict
 
-  def failed(self, worker: int, number: int) -> Group | None:
-    """A member cannot take part in a round to its end: the group whose result counts for nobody, if it has not yet."""
+  def failed(self, worker: int, number: int, missing: int | None = None) -> Group | None:
+    """A member cannot take part in a round to its end: the group whose result counts for nobody, if it has not yet.
+
+    Args:
+      worker: its number.
+      number: of the group.
+      missing: the member whose message it misses, or that it cannot reach. Other members may say so after the first.
+    """
     self._check(worker)
     group = self._round_of(worker)
-    return self._drop_round_of(worker) if group and group.number == number else None
+    dropped = self._drop_round_of(worker) if group and group.number == number else None
+    members = self._failed.members if self._failed and self._failed.number == number else ()
+    if worker in members and missing in members and worker != missing:
+      self._apart.setdefault(frozenset((worker, missing)), (0, 0))
+      for pair, (failures, last) in self._apart.items():  # also those that were tried again in vain
+        if last != number and pair.issubset(members):
+          self._apart[pair] = failures + 1, number
+    return dropped
 
   def leave(self, worker: int, weight: int | None = None) -> tuple[Group | None, list[Group]]:
     """A worker ends, or is lost with what it had trained for `weight` steps or tokens.
@@ -192,6 +247,7 @@ class Quorum:
     group = self._drop_round_of(worker)
     self._present.discard(worker)
     self._forget(worker)
+    self._apart = {pair: failures for pair, failures in self._apart.items() if worker not in pair}
     if weight is not None:
       self.lost, self.lost_weight = self.lost + 1, self.lost_weight + weight
     self.over = not self._present and weight is None
@@ -214,5 +270,5 @@ class Quorum:
   def _drop_round_of(self, worker: int) -> Group | None:
     """The same, whose result counts for nobody from now on."""
     if group := self._round_of(worker):
-      self._under_way = None
+      self._under_way, self._failed = None, group
     return group

@@ -2,7 +2,8 @@
 
     Request(READY, weight) ──> READY ──> GROUP: the exchange runs ──> Done(digest) ──> DONE ──> COMMIT: adopt, reply
                                   └────> BEHIND: fetch the anchor of a donor, then READY again
-    ABORT, or no message for `timeout` seconds ──> drop what the exchange has computed, then READY again
+    ABORT, a member that cannot be reached, or no message for `timeout` seconds
+                  └────> drop what the exchange has computed, FAILED with the missing member, READY again
     Request(BYE) ──> BYE ──> Piece(RESIDUAL) to a worker of an earlier round ──> Piece(TAKEN): the end
 
 Between DONE and COMMIT a worker does not know whether the round counts. If the server is gone then, it says so to the
@@ -13,6 +14,7 @@ also tries the next address when its server has too few workers for a round, sin
 It waits longest at the first address, so that workers meet there.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +24,8 @@ from jaxsparse.partial.controller import Group
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Stand
 from jaxsparse.partial.worker_protocol import _MEMBERS, _RETRY, Event, Request, Unreachable, WorkerProtocol
 
+_LOG = logging.getLogger(__name__)
+_MOST_DOUBLINGS = 10
 _GOLDEN = 0.618  # the fractional parts of its multiples are well spread: each worker waits for another time
 
 
@@ -75,7 +79,6 @@ class RoundProtocol(WorkerProtocol):
     servers: how many there are. At the start each is tried for its part of `timeout`.
 
   Attributes:
-    stand: where the worker stands.
     grace: seconds for which workers wait for each other, as the server says.
     sizes: the smallest and the largest group.
     undelivered: what it has trained for since it last delivered, for the server to count if it is lost.
@@ -98,7 +101,8 @@ class RoundProtocol(WorkerProtocol):
     self._exchange, self._switch = exchange, switch
     self._limit, self._servers, self._visits = timeout / servers, servers, 0
     self._deadline = self._quorum_until = now + self._limit
-    self.stand, self.grace, self.sizes, self.undelivered, self._weight = Stand(), 0.0, (1, 1), 0, 0
+    self.grace, self.sizes, self.undelivered, self._weight = 0.0, (1, 1), 0, 0
+    self._doublings = 0  # of the time that the transfer of an anchor may take
     self._leaves, self._heir, self._heirs = False, "", list[str]()  # addresses of who may take over the residual
     self._known: dict[int, str] = {}  # addresses of the members of all rounds so far, those of the last one at the end
     self._after = 0  # the number of rounds after the last one of this worker
@@ -118,6 +122,9 @@ class RoundProtocol(WorkerProtocol):
         super().handle(event, now)
       case Exception():
         raise event
+      case Unreachable(address) if self._average and address in self._members.values():
+        self._now = now
+        self._miss_member(next(member for member, other in self._members.items() if other == address))
       case Done(number, digest):
         self._now = now
         if self._runs(number):
@@ -139,9 +146,16 @@ class RoundProtocol(WorkerProtocol):
     elif now > self._patience:
       self.state = "ended"
 
+  def _miss_member(self, member: int) -> None:
+    """A member cannot be reached: it misses messages of this worker, which may have the result already."""
+    if not self.stand.last:
+      self._fail(self._average, f"worker {member} cannot be reached at {self._members[member]}", member)
+    elif self.state == "joined":
+      self._tell(Says.FAILED, self._average.group.number, stand=Stand(last=1 + member))
+
   def _take_result(self, number: int, digest: int | None) -> None:
     if digest is None:  # with a pause: members with other outer chains would fail again at once
-      self._settle(counts=False)
+      self._drop("the exchange of this worker has failed")
       self._tell(Says.FAILED, number)
       self._join_again(_RETRY)
     else:
@@ -172,9 +186,9 @@ class RoundProtocol(WorkerProtocol):
       if self._average and content["number"] == self.stand.last:
         self._commit(content)
       elif self._average and content["base"] == self.stand.base:
-        self._settle(counts=False)
+        self._drop("the server has not heard that all members have the result")
     if "base" in content:
-      self._last = content["base"], content["digest"]
+      self._last, self._last_round = (content["base"], content["digest"]), content["round"]
     super()._take_server_message(message)
     if kind == Answer.WELCOME or content.get("alive", 0) >= self.sizes[0]:
       self._await_quorum()
@@ -184,6 +198,8 @@ class RoundProtocol(WorkerProtocol):
         self._begin_request()
     elif kind == Answer.BEHIND and self._awaits_group:
       self._donor = content["donor"]
+      behind = f"is behind, with the anchor of round {self.stand.round} in place of {content['round']}"
+      _LOG.warning(f"worker {self._number} {behind}, and fetches it from {self._donor}")
       if self._donor:
         self._begin_request()
       else:
@@ -210,7 +226,7 @@ class RoundProtocol(WorkerProtocol):
     """Says goodbye, and gives the residual to the first worker that takes it, of the last round if one is there."""
     if self.state != "leaving":
       if self._average:
-        self._settle(counts=False)
+        self._drop("this worker leaves")
       self._tell(Says.BYE, self._settled)
       self.state, self._residual = "leaving", self._exchange.hand_over()
       others = [address for member, address in self._known.items() if member != self._number]
@@ -230,6 +246,15 @@ class RoundProtocol(WorkerProtocol):
       self._join_again(_RETRY)  # for the anchor of its last round
     else:
       super()._begin_request()
+      if self.state == "fetching":  # one that does not end in time is begun again with twice as long
+        self._patience = self._now + self._timeout * 2**self._doublings
+        self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
+
+  def _drop(self, reason: str) -> None:
+    """The round of the exchange counts for nobody."""
+    group = self._average.group
+    _LOG.warning(f"worker {self._number}: round {group.iteration + 1} of {group.names} counts for nobody: {reason}")
+    self._settle(counts=False)
 
   def _settle(self, counts: bool) -> None:
     """The exchange has a result that counts, or is dropped."""
@@ -243,17 +268,21 @@ class RoundProtocol(WorkerProtocol):
       self._exchange.drop()
       self.stand = self.stand._replace(last=0)
 
-  def _fail(self, average: Any) -> None:
-    self._settle(counts=False)
+  def _fail(self, average: Any, reason: str, missing: int | None = None) -> None:
+    self._drop(reason)
     if self.state == "joined":
-      self._tell(Says.FAILED, average.group.number)
+      self._tell(Says.FAILED, average.group.number, stand=Stand(last=0 if missing is None else 1 + missing))
       self._begin_request()
 
   def _take_model(self, piece: Piece) -> None:
     if self._average and (counts := self._exchange.counts(piece, self.stand)) is not None:
-      self._settle(counts)
+      if counts:
+        self._settle(counts=True)
+      else:
+        self._drop("another worker has an anchor without it")
     if not self._average and (stand := self._exchange.adopt(piece, *self._last)):
       self.stand, self._donor, self.state = stand, None, "joined"
+      self._doublings -= 1
       self._patience = self._now + self._timeout
       self._begin_request()
     else:  # the donor may not have heard that the round counts
@@ -262,7 +291,7 @@ class RoundProtocol(WorkerProtocol):
   def _lose_place(self) -> None:
     """Keeps a result that may count."""
     if self._average and not self.stand.last:
-      self._settle(counts=False)
+      self._drop("the server does not count on this worker any more, or cannot be reached")
 
   def _miss_server(self) -> None:
     self._deadline, self._visits = self._now + self._limit, self._visits + 1
@@ -275,7 +304,9 @@ class RoundProtocol(WorkerProtocol):
     if self._leaves:
       self.state = "ended"
     elif self._average and not self.stand.last:
-      self._fail(self._average)
+      missing = self._average.missing
+      silence = "no message" if missing is None else f"no message of worker {missing}"
+      self._fail(self._average, f"{silence} for {self._timeout:g} s", missing)
     elif self.state == "joining" and not self.stand.round and self._waits_for(Says.HELLO):
       super()._give_up()
     else:  # a server knows, or a donor, also whether the last round counts

@@ -15,7 +15,7 @@ import optax
 
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.launch.rank import START_TIMEOUT
-from jaxsparse.partial import messages, moving, sockets
+from jaxsparse.partial import messages, moving, round_state, sockets
 from jaxsparse.partial.alike import Alike
 from jaxsparse.partial.base import REFUSALS, check_start
 from jaxsparse.partial.endpoint import Endpoint
@@ -85,8 +85,8 @@ class Rounds:
 
   Raises:
     ValueError: for arguments outside these choices, an address that requires keys without them, a number that a living
-      worker has, parameters that are not finite, or leaves, values at the start, `fragments` or an outer chain
-      unlike those of other workers.
+      worker has, parameters or a state that are not finite, a state of another number or that has changed, or
+      leaves, values at the start, `fragments` or an outer chain unlike those of other workers.
     ControllerLost: if no server answers at the start.
 
   Example:
@@ -172,7 +172,8 @@ class Rounds:
     anchor, outer = self._exchanger.anchor, self._exchanger.outer
     content, moved = np.frombuffer(outer.pack(anchor), np.uint8), np.asarray(flatten(self._moved)[0])
     own = {"moved": moved, "trained": self._trained.copy(), "share": np.float64(self._share)}
-    return {"anchor": content, "residual": outer.residual(anchor), "fragments": np.int64(len(self._trained))} | own
+    shared = {"anchor": content, "residual": outer.residual(anchor), "fragments": np.int64(len(self._trained))}
+    return round_state.seal(shared | own, self._number)
 
   def step(self, params: Any, weight: int = 1) -> Any:
     """To be called after each local step: begins an exchange or applies a round where it is time.
@@ -276,7 +277,8 @@ class Rounds:
     self._refused += 1
     if self._refused >= REFUSALS:
       raise FloatingPointError(f"the parameters are not finite, {REFUSALS} times in succession")
-    logging.getLogger(__name__).warning("the parameters are not finite: training goes on from the anchor")
+    not_finite = "the parameters are not finite, and enter no round: training goes on from the anchor"
+    logging.getLogger(__name__).warning(f"worker {self._number}: {not_finite}")
     self._base = self._make_base()
     self._moved = jax.tree.map(jnp.zeros_like, self._base)
     self._flight, self._since = None, 0
@@ -330,8 +332,8 @@ def _check_worker(
   addresses = [address] if isinstance(address, str) else list(address)
   for one in addresses or [""]:
     sockets.check_address(one, keys)
-  if state and int(state["fragments"]) != fragments:
-    raise ValueError(f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}")
+  if state:
+    round_state.check(state, number, fragments)
   return addresses
 
 

@@ -158,10 +158,14 @@ class Network:
       socket.curve_serverkey = self._keys.public
     return socket
 
-  def bind(self, address: str, longest: int, handler: Handler) -> tuple[zmq.Socket, str]:
+  def bind(
+    self, address: str, longest: int, handler: Handler, *, closes_stalled: bool = False
+  ) -> tuple[zmq.Socket, str]:
     """A ROUTER, and the address that it is bound to; a connection that sends more than `longest` bytes is closed."""
     socket = self.context.socket(zmq.ROUTER)
     socket.maxmsgsize = longest
+    if closes_stalled:
+      socket.tcp_maxrt = _STALLED
     if self._keys:
       socket.curve_publickey, socket.curve_secretkey = self._keys[:2]
       socket.curve_server, socket.zap_domain = True, _DOMAIN.encode()

@@ -30,6 +30,7 @@ and are dropped, so that they cannot fill the memory.
 """
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -40,6 +41,7 @@ from jaxsparse.partial.controller import Group
 from jaxsparse.partial.exchange import Average
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal, Stand
 
+_LOG = logging.getLogger(__name__)
 _RETRY = 0.2  # seconds between two HELLO, or two NOT_FINITE
 _BEATS = 5  # heartbeats in the time after which the server drops a silent worker
 _MEMBERS = 2**16  # in a group at most: numbers of workers have 16 bits
@@ -93,6 +95,7 @@ class WorkerProtocol:
     model: the newest model, for those who fetch it and for the file that is saved when the controller is lost.
     alike: what all workers need alike.
     state: see above.
+    stand: in rounds where the worker stands.
     lost: once the controller is lost, which message has not come for how many seconds.
 
   Example:
@@ -119,6 +122,7 @@ class WorkerProtocol:
     reply: Callable[[Model | Exception], None],
   ):
     self.model, self.lost, self.alike = Model(initial, 0), ("", 0.0), Alike()
+    self.stand, self._last_round = Stand(), 0  # in rounds: where the worker stands, and the last round of all
     self.state: Literal["joining", "fetching", "joined", "leaving", "ended"] = "joining"
     self._number, self._initial, self._address = number, initial, address
     self._timeout = self._limit = timeout  # the server states its own limit in WELCOME
@@ -191,7 +195,7 @@ class WorkerProtocol:
   def _give_up(self) -> None:
     """Goes on without the message that has not come for `timeout` seconds, if possible."""
     if self._average:
-      self._fail(self._average)
+      self._fail(self._average, self._silence)
     elif self._waits_for(Says.NOT_FINITE):
       self._reply(FloatingPointError(f"no model from another worker for {self._timeout:g} s"))
     elif self.state == "joining":
@@ -202,6 +206,10 @@ class WorkerProtocol:
     else:
       self._donor = None
       self._begin_request()
+
+  @property
+  def _silence(self) -> str:
+    return f"no message of a member for {self._timeout:g} s"
 
   def _waits_for(self, says: Says) -> bool:
     return self._waiting and self._request == says
@@ -219,7 +227,7 @@ class WorkerProtocol:
     self.state = "joined"
     if self._donor and self._request != Says.SYNCHRONIZE:  # in the average of all it takes part with its own model
       self.state = "fetching"
-      self._send(self._donor, Piece(Kind.FETCH, 0, self._number))
+      self._send(self._donor, Piece(Kind.FETCH, self._last_round, self._number))
     elif self._request == Says.HELLO:
       self._reply(self.model)
     elif self._request == Says.NOT_FINITE:
@@ -260,7 +268,7 @@ class WorkerProtocol:
     elif kind == Answer.GROUP and self._awaits_group:
       self._start_average(content)
     elif kind == Answer.ABORT and self._average and self._average.needs(content["number"], content["worker"]):
-      self._fail(self._average)
+      self._fail(self._average, content.get("reason", f"worker {content['worker']} is lost"))
     elif kind == Answer.REJECTED:
       self._take_rejection(content["reason"])
     self._deadline = self._now + self._limit + self._reconnect
@@ -326,8 +334,9 @@ class WorkerProtocol:
       self._settled, self._average = average.group.number, None
       self._reply(Model(average.result, average.group.iteration))
 
-  def _fail(self, average: Any) -> None:
+  def _fail(self, average: Any, reason: str) -> None:
     """Keeps the own model and asks for another group."""
+    _LOG.warning(f"worker {self._number}: no average of {average.group.names}: {reason}")
     self._settled, self._average = average.group.number, None
     self._tell(Says.FAILED, self._settled)
     self._begin_request()

@@ -71,6 +71,9 @@ def test_the_anchor_of_a_donor_with_the_residual_of_this_worker(worker):
   assert (worker.anchor, worker.residual) == ([-4, -7, 0], [0, 2, 1])
   assert donor.exchanger.adopt(Worker().exchanger.model(), 0, 0) is None  # an older one
   assert donor.exchanger.adopt(Piece(Kind.MODEL, 0, 0, np.ones(7, np.float32)), 0, 0) is None
+  broken = Worker()
+  broken.exchanger.anchor = donor.exchanger.anchor._replace(params=jnp.full(3, jnp.nan))
+  assert worker.exchanger.adopt(broken.exchanger.model(), 0, 0) is None
   assert donor.anchor == worker.anchor
   digest = donor.exchanger.outer.digest(donor.exchanger.anchor)
   assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest + 1) is None

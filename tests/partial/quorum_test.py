@@ -112,6 +112,52 @@ def test_workers_that_are_ready_while_a_round_is_under_way_are_behind_when_it_co
   assert quorum.waiting == ()
 
 
+def begin(quorum, *workers):
+  (group,) = ready(quorum, *workers) or quorum.release()
+  return group
+
+
+def count(quorum, group):
+  for worker in group.members:
+    quorum.done(worker, group.number, digest=5)
+
+
+def test_two_that_miss_messages_of_each_other_take_turns_for_2_rounds_then_for_4_until_they_succeed(quorum):
+  for turns in (2, 4):
+    group = begin(quorum, 0, 1, 3)
+    assert group.members == (0, 1, 3)
+    quorum.failed(1, group.number, missing=3)
+    quorum.failed(3, group.number, missing=1)  # the same failure
+    quorum.failed(0, group.number)
+    assert quorum.have_failed(3, 1)
+    quorum.ready(0, 1, quorum.stand)
+    found = []
+    while len(found) < turns:
+      waiting = quorum.waiting
+      group = begin(quorum, *[worker for worker in (0, 1, 3) if worker not in waiting])
+      found.append(group.members)
+      assert len(quorum.waiting) == 1
+      count(quorum, group)
+    assert found == [(0, 1), (0, 3)] * (turns // 2)
+  group = begin(quorum, 0, 1, 3)
+  count(quorum, group)
+  assert not quorum.have_failed(3, 1)
+  assert begin(quorum, 0, 1, 3).members == (0, 1, 3)
+
+
+def test_one_that_misses_messages_of_many_is_left_out_and_nobody_if_the_others_are_too_few(quorum):
+  group = begin(quorum, 0, 1, 3)
+  assert quorum.failed(0, group.number, missing=3) == group
+  assert quorum.failed(1, group.number, missing=3) is quorum.failed(1, group.number, missing=4) is None
+  assert begin(quorum, 0, 1, 3).members == (0, 1)
+  quorum.failed(0, group.number + 1)
+  quorum.leave(1)
+  assert begin(quorum, 0).members == (0, 3)  # else there would be no round at all
+  quorum.leave(3)
+  quorum.join(3, START)
+  assert not quorum.have_failed(0, 3)
+
+
 def test_a_new_controller_learns_where_rounds_are_from_the_most_trained_worker():
   quorum = js.partial.Quorum(3, quorum=2)
   quorum.join(0, START)

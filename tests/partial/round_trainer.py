@@ -15,13 +15,13 @@ from tests.partial.trainer import START
 
 
 def die_in_a_round(after: int) -> None:
-  """Kills this process after it has sent the first message of a round, after so many others."""
+  """Kills this process after it has sent the first messages of a round, after so many others."""
   exchange = Run.exchange
 
-  def exchange_and_die(self, words, destination, source):
-    received = exchange(self, words, destination, source)
-    if self.group.iteration >= after and self._tag == 1:
-      time.sleep(0.1)  # for the message to be sent
+  def exchange_and_die(self, messages):
+    received = exchange(self, messages)
+    if self.group.iteration >= after:
+      time.sleep(0.1)  # for the messages to be sent
       os.kill(os.getpid(), signal.SIGKILL)
     return received
 

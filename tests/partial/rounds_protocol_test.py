@@ -11,6 +11,7 @@ are delivered. An anchor is the sequence of the rounds that it has been through.
 """
 
 import collections
+import re
 from random import Random
 
 import numpy as np
@@ -23,11 +24,12 @@ from jaxsparse.partial import messages
 from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Stand
 from jaxsparse.partial.round_protocol import Done, RoundProtocol
 from jaxsparse.partial.round_server import RoundServerProtocol
+from jaxsparse.partial.transfers import Transfers
 from jaxsparse.partial.worker_protocol import Request, Unreachable
 from tests.partial import protocols_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
 
-ROUNDS, GRACE, CUT = 6, 2.0, 3 * LIMIT
+ROUNDS, GRACE, CUT, STALLED = 6, 2.0, 3 * LIMIT, 5.0
 PASSING = ["suspended", "resume", "serve", "cut"]
 LASTING = ["dead", "restart", "leaves"]
 ONE_SERVER = st.lists(st.sampled_from(PASSING + LASTING), max_size=10) | st.lists(st.just("diverges"), max_size=8)
@@ -46,6 +48,10 @@ class Run:
     self.is_quiet = bool(process.network.goal)
     self.parts = {process.number: process.offered + process.residual}
     self.anchor, self.residual = process.anchor, process.residual
+
+  @property
+  def missing(self):
+    return next((member for member in self.group.members if member not in self.parts), None)
 
   def needs(self, number, _):
     return number == self.group.number
@@ -85,6 +91,7 @@ class Process(protocols_test.Process):
     self.made = self.moved = self.offered = self.residual = 0
     self.anchor, self.run, self.before, self.inherited = (), None, None, 0
     self.delivered = {}  # by the anchor after the round
+    self.transfers, self.busy_until = Transfers(), 0.0  # of the anchor to other processes, one after the other
     self.visits = 0  # of servers, one after the other
     outlets = self.tell, self.send, self.take
     options = {"exchange": self, "switch": self.switch, "servers": len(network.servers)}
@@ -101,6 +108,13 @@ class Process(protocols_test.Process):
     server = self.visits % len(self.network.servers)
     self.network.post((self, server), None, self.network.hear, (server, self.serial, self.visits), signal.pack())
 
+  def send(self, address, piece):
+    to = int(address.rpartition(":")[2]) - 1
+    if (self.serial, to) in self.network.severed:
+      self.network.at(self.network.now + STALLED, self, self.handle, Unreachable(address))
+    else:
+      super().send(address, piece)
+
   def hear(self, visit, answer):
     if visit == self.visits:
       self.handle(answer)
@@ -113,15 +127,29 @@ class Process(protocols_test.Process):
     if not self.lives:
       sender.handle(Unreachable(self.address))
     elif piece.kind == Kind.FETCH:
-      model = self.anchor
-      self.network.models.append(model)
-      values = np.array([len(self.network.models) - 1], np.float32)
-      self.network.post((self, sender), sender, sender.handle, Piece(Kind.MODEL, 0, self.number, values))
+      self.transfers.ask(sender, piece, self.network.now)
+      self.send_model()
     elif piece.kind == Kind.RESIDUAL:
       answer = Piece(Kind.TAKEN, int(self.inherit(sender, int(piece.values[0]))), self.number)
       self.network.post((self, sender), sender, sender.handle, answer)
     else:
       self.handle(piece)
+
+  def send_model(self):
+    """Begins the next transfer, as an `Endpoint` does."""
+    now = self.network.now
+    if now >= self.busy_until and (peer := self.transfers.next(self.protocol.stand.round, now)):
+      self.network.models.append(self.anchor)
+      self.network.fetched[peer.serial].append(now)
+      values = np.array([len(self.network.models) - 1], np.float32)
+      self.busy_until = now + self.network.transfer
+      self.network.at(self.busy_until, self, self.end_transfer, peer, Piece(Kind.MODEL, 0, self.number, values))
+
+  def end_transfer(self, peer, model):
+    if self.lives:
+      self.network.post((self, peer), peer, peer.handle, model)
+    else:
+      peer.handle(Unreachable(self.address))
 
   # What an `Exchanger` does.
 
@@ -199,6 +227,7 @@ class Process(protocols_test.Process):
   def tick(self):
     if self.leaves and not self.protocol._leaves:
       self.handle(Request(Says.BYE))
+    self.send_model()
     run = self.protocol._average
     self.protocol.tick(self.network.now)
     assert not run or self.protocol._average is run or not run.is_quiet  # else it has waited for its timeout
@@ -222,6 +251,11 @@ class Network(protocols_test.Network):
     self.heirs = collections.defaultdict(list)  # who has taken over the residual of a process
     self.members = collections.defaultdict(list)  # processes, by the number of the group
     self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
+    self.numbers = {Answer.GROUP: set(), Answer.COMMIT: set()}  # of rounds that began, and of those that count
+    self.transfer = 0.0  # seconds that an anchor takes on its way to another process
+    self.fetched = collections.defaultdict(list)  # by the serial number of a process, when anchors were sent to it
+    self.severed = set()  # pairs of processes, by serial, of which the first one does not reach the second one
+    self.behind = 0  # how often workers were told so
     self.servers = [None] * servers  # a controller and its server each
     super().__init__(random, workers, quorum, entries=1000)
 
@@ -236,7 +270,11 @@ class Network(protocols_test.Network):
     process = self.processes[serial]
     if not process.lives or visit != process.visits:
       return self.arrivals[process, server] > self.now  # a closed connection is noticed after its last message
-    self.post((server, process), process, process.hear, visit, messages.parse_answer(frame))
+    answer = messages.parse_answer(frame)
+    if answer.kind in (Answer.GROUP, Answer.COMMIT):
+      self.numbers[answer.kind].add(answer.content["number"])
+    self.behind += answer.kind == Answer.BEHIND
+    self.post((server, process), process, process.hear, visit, answer)
     return True
 
   def hear(self, connection, frame):
@@ -303,6 +341,107 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbed
     assert all(anchor[:length] in process.delivered for process in members)
 
 
+def run_until(network, happened, seconds=60):
+  """Time passes until something has happened."""
+  end = network.now + seconds
+  while not happened():
+    network.advance()
+    assert network.now < end
+  return network.now
+
+
+@pytest.mark.parametrize("disturbance", ["dead", "suspended", "leaves", "restart"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_behind(seed, disturbance, caplog):
+  network = Network(Random(seed), 4, 2, servers=1)
+  for time in (10, 20, 30, 40):
+    network.at(time, None, network.disturb, disturbance if disturbance != "restart" else "dead")
+    network.at(time + 8, None, network.disturb, "restart" if disturbance == "restart" else "resume")
+  run_until(network, lambda: network.now > 60 and not network.servers[0][0]._under_way, 100)
+  logged = lambda name, text: [
+    line for *where, line in caplog.record_tuples if where[0].endswith(name) and text in line
+  ]
+  aborted = [line for line in logged("round_server", "counts for nobody") if "could not" not in line]
+  assert len(network.numbers[Answer.GROUP] - network.numbers[Answer.COMMIT]) == len(
+    logged("round_server", "counts for nobody")
+  )
+  assert all(
+    re.fullmatch(r"round \d+ of workers [\d, ]+ counts for nobody: worker \d (is lost|has .*|misses .* worker \d)", x)
+    for x in aborted
+  )
+  assert network.behind == len(logged("round_server", "is behind"))
+  if disturbance == "dead":  # the members that live all say so
+    assert aborted
+    what = lambda lines: {re.search("round .* nobody", line)[0] for line in lines}
+    assert what(aborted) == what(logged("round_protocol", "counts for nobody"))
+
+
+@pytest.mark.parametrize("severed", ["pair", "address", "two pairs"])
+@settings(max_examples=settings().max_examples // 2)
+@given(st.integers(0, 2**32 - 1), st.integers(3, 6))
+def test_workers_that_do_not_reach_each_other_stop_no_round_of_the_others(severed, seed, workers):
+  """A round counts each `seconds`, with each worker that reaches most others twice to three times as late at most."""
+  random, seconds = Random(seed), 2 * (STALLED + GRACE + 6 * LATENCY)
+  network = Network(random, workers, max(2, workers // 2), servers=1)
+  run_until(network, lambda: network.now > 10)
+  first, second, third, *_ = order = random.sample(range(workers), workers)
+  if severed == "address":  # nobody reaches the first one, which reaches the others
+    network.severed = {(other, first) for other in order[1:]}
+  else:
+    cut = [{first, second}, {first, third}][: 1 + (severed == "two pairs")]
+    network.severed = {(one, other) for one in order for other in order if {one, other} in cut}
+  until = {None: seconds} | {number: (3 if {number, first} <= {first, second} else 2) * seconds for number in order}
+  if severed != "pair":
+    del until[first]
+  last, counted = dict.fromkeys(until, network.now), dict.fromkeys(until, 0)
+  while network.now < 100:
+    network.advance()
+    for number in until:
+      rounds = len(network.numbers[Answer.COMMIT] if number is None else network.processes[number].delivered)
+      if rounds > counted[number]:
+        last[number], counted[number] = network.now, rounds
+      assert network.now < last[number] + until[number]
+  for process in network.processes:
+    assert process.lives
+    process.check()
+
+
+@pytest.mark.parametrize("transfer", [0.5, 5.0, 15.0, 1.5 * TIMEOUT])
+@pytest.mark.parametrize("event", ["joins", "stopped", "two join"])
+@settings(max_examples=settings().max_examples // 3)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4))
+def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of_the_anchor(
+  event, transfer, seed, workers
+):
+  """Also where it takes longer than a round, and some transfers more where it takes longer than the timeout.
+
+  The rounds of the others wait for it for a stated time at most.
+  """
+  network = Network(Random(seed), workers + 2, 2, servers=1)
+  network.transfer = transfer
+  new = [network.processes.pop() for _ in range(2)]
+  run_until(network, lambda: network.now > 20)
+  if event == "stopped":
+    new = network.processes[-1:]
+    network.processes[-1].suspended = True
+    run_until(network, lambda: network.now > 28)
+    network.disturb("resume")
+  else:
+    for number in range(1 + (event == "two join")):
+      network.processes.append(Process(network, workers + number))
+    new = network.processes[workers:]
+  end = network.now + (10 if transfer > TIMEOUT else 2) * transfer + 3 * LIMIT + 30 * LATENCY
+  before, last, rounds = [set(process.delivered) for process in new], network.now, 0
+  while any(set(process.delivered) <= known for process, known in zip(new, before, strict=True)):
+    network.advance()
+    assert network.now < end
+    if len(network.numbers[Answer.COMMIT]) > rounds:
+      rounds, last = len(network.numbers[Answer.COMMIT]), network.now
+    assert network.now < last + 4 * transfer + 15 * LATENCY
+  for process in network.processes:
+    process.check()
+
+
 class Pieces:
   """An exchange that takes pieces, and an anchor that no round changes."""
 
@@ -331,7 +470,7 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
   signals, quiet = [], lambda *_: None
   options = {"exchange": Pieces(), "switch": quiet}
   protocol = RoundProtocol(0, 4, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, **options)
-  options = {"grace": GRACE, "sizes": [1, 2], "base": 0, "digest": 0}
+  options = {"grace": GRACE, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0}
   group = {"members": [0, 1], "weights": [0.5, 0.5], "iteration": 0, "initial": 0.0, "number": 5}
   for event in (
     ServerMessage(Answer.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}),
@@ -359,7 +498,7 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
     protocol.handle(ServerMessage(kind, content), protocol._now)
 
   def join(number):
-    options = {"grace": GRACE, "sizes": [3, 4], "base": number, "digest": 0}
+    options = {"grace": GRACE, "sizes": [3, 4], "round": 0, "base": number, "digest": 0}
     answer(Answer.WELCOME, limit=LIMIT, donor=None, number=number, **options)
 
   def begin(number):
@@ -374,7 +513,7 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
   begin(2000)
   protocol.handle(Done(2000, 7), protocol._now)
   if committed:
-    answer(Answer.COMMIT, number=2000, digest=7, base=2000, donor=None)
+    answer(Answer.COMMIT, number=2000, digest=7, round=1, base=2000, donor=None)
   if rejected:
     answer(Answer.REJECTED, reason="absent: worker 0 has to join")
   else:

@@ -9,8 +9,11 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+import zmq
 
 import jaxsparse as js
+from jaxsparse.partial import round_state, rounds
+from jaxsparse.partial.messages import Kind, Piece
 from jaxsparse.partial.outer_step import OuterStep
 from tests.cases import averaged, row
 from tests.launch_test import soon
@@ -179,6 +182,47 @@ def test_a_late_worker_keeps_what_it_moved_and_a_new_one_gets_the_anchor():
   np.testing.assert_allclose(moved, moved[0], rtol=1e-6)  # all entries alike
 
 
+def test_a_worker_that_nobody_reaches_is_left_out_and_named(monkeypatch, caplog):
+  """It gives the others an address at which nobody listens."""
+  endpoint = rounds.Endpoint
+
+  def unreached(addresses, bind, *options):
+    made = endpoint(addresses, bind, *options)
+    made.address = "tcp://127.0.0.1:9" if bind == "tcp://127.0.0.2:*" else made.address
+    return made
+
+  def train(number):
+    with join(server, number, every=1, bind="tcp://127.0.0.2:*" if number == 2 else "tcp://127.0.0.1:*") as worker:
+      assert soon(lambda: server._controller.alive == (0, 1, 2) or ended.is_set())
+      own, end = worker.params, time.monotonic() + 60
+      while time.monotonic() < end and (worker.round < 5 if number < 2 else not ended.is_set()):
+        own = worker.step(plus(own, 1.0))
+      ended.set()
+      return worker.round
+
+  monkeypatch.setattr(rounds, "Endpoint", unreached)
+  ended = threading.Event()
+  with serve(3, quorum=2, grace=1.0) as server:
+    assert min(in_threads(3, train)[:2]) >= 5
+  assert "leaves out worker 2: it and worker 0" in caplog.text
+  assert "cannot be reached at tcp://127.0.0.1:9" in caplog.text
+
+
+def test_a_worker_answers_one_request_of_a_peer_for_its_anchor_at_a_time():
+  """400 of 17 bytes were answered by 400 copies of the model, which stayed in memory."""
+  with serve(1) as server, join(server, 0, jnp.zeros(10**6)) as worker, zmq.Context() as context:
+    peer = context.socket(zmq.DEALER)
+    peer.linger = 0
+    peer.connect(worker._endpoint.address)
+    for _ in range(400):
+      peer.send_multipart(Piece(Kind.FETCH, 0, 1).pack())
+    answers = 0
+    while peer.poll(2000):
+      answers += len(peer.recv_multipart()[1]) >= 4 * 10**6
+    peer.close()
+  assert 1 <= answers < 40
+
+
 def test_parameters_that_are_not_finite_enter_no_round(caplog):
   """The worker goes on from the anchor; the others do without it."""
 
@@ -212,7 +256,7 @@ def poisoned(monkeypatch):
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_one(dtype):
+def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_one(dtype, caplog):
   """With outer momentum and parameters of 16 bits: what SGD in numpy gives."""
   outer = lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.5))
 
@@ -228,6 +272,7 @@ def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_
       assert (found.dtype, rounds) == (dtype, 3)
       # 2 steps of 1 and of 3 a round: 4, nothing, and 8 of two rounds with the momentum of the first
       np.testing.assert_array_equal(np.asarray(found, np.float32), 4 + (8 + 0.5 * 4))
+  assert all(f"worker {number}: round 2 of workers 0, 1 is skipped" in caplog.text for number in range(2))
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -540,6 +585,15 @@ def test_a_step_of_little_weight_does_not_throw_a_worker_off():
   assert max(far) < 2 * sorted(far)[-2]
 
 
+def make_state(params):
+  step = OuterStep(averaging)
+  content = np.frombuffer(step.pack(step.start(params)), np.uint8)
+  arrays = {"anchor": content, "residual": np.zeros(12, np.float32), "moved": np.zeros(12, np.float32)}
+  return round_state.seal(arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1}, number=0)
+
+
+STATE = make_state(START)
+NOT_FINITE = make_state(START | {"b": jnp.full(4, jnp.inf)})
 WRONG = [
   ({"outer": lambda _: optax.sgd(1.0)}, ValueError, "outer has no jaxsparse transform"),
   ({"outer": lambda comm: js.spardl_transform(comm, density=2.0)}, ValueError, "density=2.0"),
@@ -549,7 +603,12 @@ WRONG = [
   ({"address": "localhost:2900"}, ValueError, "choose tcp://HOST:PORT"),
   ({"address": []}, ValueError, "choose tcp://HOST:PORT"),
   ({"params": {"count": jnp.zeros(3, jnp.int32)}}, TypeError, r"params\['count'\] has dtype int32"),
-  ({"state": {"fragments": np.int64(2)}}, ValueError, "fragments=1, but the state was saved with 2"),
+  ({"state": STATE | {"fragments": np.int64(2)}}, ValueError, "fragments=1, but the state was saved with 2"),
+  ({"state": {"fragments": np.int64(1)}}, ValueError, "the state has no anchor, digest, moved, number, residual"),
+  ({"state": round_state.seal(STATE, 1)}, ValueError, "number=0, but the state was saved by worker 1"),
+  ({"state": STATE | {"residual": np.full(12, np.nan)}}, ValueError, "the residual in the state has NaN or Inf"),
+  ({"state": STATE | {"moved": np.full(12, 2.0)}}, ValueError, "the state has changed since it was saved, its digest"),
+  ({"state": NOT_FINITE}, ValueError, "the parameters of the anchor have NaN or Inf"),
 ]
 
 
