@@ -39,7 +39,7 @@ class Team:
       return self.steps[worker].run(self.anchors[worker], *operands)
 
     with futures.ThreadPoolExecutor(len(members)) as pool:
-      for worker, result in zip(members, pool.map(run, range(len(members)), members, timeout=120), strict=True):
+      for worker, result in zip(members, pool.map(run, range(len(members)), members, timeout=280), strict=True):
         self.anchors[worker] = result.anchor
     packs = {self.steps[worker].pack(self.anchors[worker]) for worker in members}
     assert len(packs) == 1  # what all have alike
