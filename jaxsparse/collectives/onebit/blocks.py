@@ -130,8 +130,7 @@ class Blocks:
     if self.bits == 1:
       scales = scaling.of_signs(sizes, _ROWS / jnp.maximum(entries, 1).astype(jnp.float32))
       return signs[0], scales, scaling.steps(scales, 1, 1)
-    scales = scaling.of_columns(sizes, jnp.minimum(entries, self.columns), self.bits)
-    steps = scaling.steps(scales, self.bits, self.columns)
+    scales, steps = scaling.of_columns(sizes, jnp.minimum(entries, self.columns), self.bits)
     # Read again behind a barrier: XLA for GPUs would store the sum for both passes.
     *again, scales, steps = jax.lax.optimization_barrier((*parts, scales, steps))
     inverses = scaling.inverses(steps, self.bits)
@@ -167,8 +166,12 @@ class Blocks:
         first = (rank - by) % size * self.region + start
         return x + self.decode(_cut(codes, first, count), _cut(steps, first, count))
 
-      x = self._read_padded(parts, block, count)
-      x = varying.fori_loop(1, size, add_message, x, unroll=_UNROLLED)  # of 63 messages XLA would compile half a minute
+      x = self._read_padded(parts, block, count)  # the loop: XLA would compile 63 messages for half a minute
+      if size <= _UNROLLED:
+        for by in range(1, size):
+          x = add_message(jnp.int32(by), x)
+      else:
+        x = varying.fori_loop(1, size, add_message, x, unroll=_UNROLLED)
       entries = self._entries(block + jnp.arange(count, dtype=jnp.int32))
       position = jnp.arange(self.block, dtype=jnp.int32).reshape(1, _ROWS, self.columns)
       return (jnp.where(position < entries[:, None, None], x, 0.0),)

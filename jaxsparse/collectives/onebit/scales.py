@@ -1,6 +1,7 @@
 """Scales of blocks: of signs the root of the mean square, of 2, 4 or 8 bits a step for each column of 32 entries."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,31 +20,36 @@ class _Code(NamedTuple):
     smallest: magnitude, in steps.
     spacing: of the magnitudes, in steps.
     share: of a step in the ratio of its column, times the mean of the maxima.
-    exponents: of √2 in the ratios, the possible maxima of a column over the mean of those of its block.
+    first: the lowest exponent of √2 in the ratios, the possible maxima of a column over the mean of those of its block.
+    single: the number of ratios whose exponents are 1 apart, less 1; those of others are 2 apart.
+    ratio_count: number of ratios.
   """
 
   smallest: int
   spacing: int
   share: float
-  exponents: tuple[int, ...]
+  first: int
+  single: int
+  ratio_count: int
 
   @property
   def ratios(self) -> list[float]:
-    return [_BASE * 2 ** (exponent / 2) for exponent in self.exponents]
+    return [
+      _BASE * 2 ** ((self.first + number + max(number - self.single, 0)) / 2) for number in range(self.ratio_count)
+    ]
 
   @property
   def ratios_per_word(self) -> int:
     """How many numbers of ratios a word has, of 3 or 4 bits each."""
-    return 32 // (len(self.exponents) - 1).bit_length()
+    return 32 // (self.ratio_count - 1).bit_length()
 
 
-_HALF_OCTAVES = tuple(range(-4, 12))
 # The shares lose least of normal entries and gradients; with 8 bits the largest entry of a column must not be clipped.
 # Beside columns of 64 bits, ratios of 2 bits an entry have only 3 bits, so the larger ones are further apart.
 _CODES = {
-  2: _Code(1, 3, 0.19, (-2, -1, 0, 1, 2, 4, 6, 8)),
-  4: _Code(0, 1, 0.175, _HALF_OCTAVES),
-  8: _Code(0, 1, 1 / 90, _HALF_OCTAVES),
+  2: _Code(1, 3, 0.19, first=-2, single=4, ratio_count=8),
+  4: _Code(0, 1, 0.175, first=-4, single=15, ratio_count=16),
+  8: _Code(0, 1, 1 / 90, first=-4, single=15, ratio_count=16),
 }
 
 
@@ -63,8 +69,8 @@ def of_signs(means: jax.Array, share: jax.Array) -> jax.Array:
   return _words(root_mean(squares, share))[:, None]
 
 
-def of_columns(maxima: jax.Array, used: jax.Array, bits: int) -> jax.Array:
-  """Scales u32[blocks, words] of the largest magnitudes of columns, f32[blocks, columns].
+def of_columns(maxima: jax.Array, used: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
+  """Scales u32[blocks, words] and steps of the largest magnitudes of columns, f32[blocks, columns] both.
 
   A block has the mean of the maxima of its columns, and each column the number of the largest ratio to that mean that
   its maximum reaches, or of the smallest ratio.
@@ -79,17 +85,18 @@ def of_columns(maxima: jax.Array, used: jax.Array, bits: int) -> jax.Array:
   reached = [(maxima >= mean[:, None] * ratio).astype(jnp.uint32) for ratio in code.ratios[1:]]
   numbers = functools.reduce(jnp.add, reached)
   words = words_of_block(bits, maxima.shape[1]) - 1
-  numbers = jnp.pad(numbers, ((0, 0), (0, words * code.ratios_per_word - maxima.shape[1])))
-  fields = numbers.reshape(-1, code.ratios_per_word, words) << _shifts(code)
+  padded = jnp.pad(numbers, ((0, 0), (0, words * code.ratios_per_word - maxima.shape[1])))
+  fields = padded.reshape(-1, code.ratios_per_word, words) << _shifts(code)
   packed = functools.reduce(jnp.bitwise_or, [fields[:, number] for number in range(code.ratios_per_word)])
-  return jnp.concatenate([_words(mean)[:, None], packed], axis=1)
+  # The steps of the numbers, not of the words: XLA for CPUs would compute all numbers of a word for each of them.
+  return jnp.concatenate([_words(mean)[:, None], packed], axis=1), _steps(mean[:, None], numbers, bits)
 
 
 def steps(scales: jax.Array, bits: int, columns: int) -> jax.Array:
   """The steps of the columns of blocks f32[blocks, columns] with these scales; of signs f32[blocks, 1].
 
   Example:
-    >>> steps(of_columns(jnp.array([[1.0, 3.0]]), jnp.array([2]), bits=4), 4, 2).round(3)
+    >>> steps(of_columns(jnp.array([[1.0, 3.0]]), jnp.array([2]), bits=4)[0], 4, 2).round(3)
     Array([[0.147, 0.416]], dtype=float32)
   """
   mean = jax.lax.bitcast_convert_type(scales[:, :1], jnp.float32)
@@ -97,12 +104,15 @@ def steps(scales: jax.Array, bits: int, columns: int) -> jax.Array:
     return mean
   code = _CODES[bits]
   fields = scales[:, None, 1:] >> _shifts(code) & jnp.uint32((1 << 32 // code.ratios_per_word) - 1)
-  numbers = fields.reshape(len(scales), -1)[:, :columns]
-  factors = functools.reduce(
-    lambda found, number: jnp.where(numbers == number, code.share * code.ratios[number], found),
-    range(1, len(code.ratios)),
-    jnp.full(numbers.shape, code.share * code.ratios[0], jnp.float32),
-  )
+  return _steps(mean, fields.reshape(len(scales), -1)[:, :columns], bits)
+
+
+def _steps(mean: jax.Array, numbers: jax.Array, bits: int) -> jax.Array:
+  """The steps of columns with the ratios of these numbers, of blocks with these means, f32[blocks, 1]."""
+  code = _CODES[bits]
+  exponents = code.first + (numbers + jnp.maximum(numbers, code.single) - code.single).astype(jnp.int32)
+  halves = jnp.where(exponents % 2 == 1, code.share * _BASE * math.sqrt(2), code.share * _BASE).astype(jnp.float32)
+  factors = halves * jax.lax.bitcast_convert_type(127 + (exponents >> 1) << 23, jnp.float32)  # by a power of 2
   # Of so few bits that all multiples are exact, and not finite where a multiple is not.
   found = jax.lax.reduce_precision(mean * factors, 8, 23 - bits)
   return jnp.where(jnp.isfinite(found * 2.0**bits), found, jnp.inf)
