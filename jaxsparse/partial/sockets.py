@@ -9,7 +9,9 @@ import contextlib
 import ipaddress
 import os
 import pathlib
+import stat
 import types
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
@@ -78,7 +80,12 @@ class Keys(NamedTuple):
 
     Raises:
       ValueError: if the file holds anything else.
+
+    Warns:
+      UserWarning: if other users of the machine can read the file.
     """
+    if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
+      warnings.warn(f"{path}: other users can read the keys of the run: chmod 600 {path}", stacklevel=2)
     public, secret, *others = words = pathlib.Path(path).read_bytes().split() or [b"", b""]
     if {len(word) for word in words} != {40} or len(others) in (1, 2):
       raise ValueError(f"{path} holds no keys, python -m jaxsparse.partial --keys=FILE writes some to a new file")
@@ -110,10 +117,12 @@ def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -
   host, colon, port = address.removeprefix("tcp://").rpartition(":")
   if not address.startswith("tcp://") or not colon or not (port == "*" or port.isdecimal()):
     raise ValueError(f"address={address!r}, choose tcp://HOST:PORT, where PORT may be * for any")
-  if reachable and host in ("*", "0.0.0.0", "[::]"):
+  if ":" in host:
+    raise ValueError(f"address={address!r} is one of IPv6: give the name of the host or an address of IPv4")
+  if reachable and host in ("*", "0.0.0.0"):
     raise ValueError(f"address={address!r}: name the address of this machine that the other workers reach")
   try:
-    local = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    local = host == "localhost" or ipaddress.ip_address(host).is_loopback
   except ValueError:
     local = False
   if not local and keys is None:

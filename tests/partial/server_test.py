@@ -118,6 +118,7 @@ def test_only_workers_with_the_keys_can_join(socket):
     ("tcp://node7:2900", "can be reached from other machines"),
     ("ipc://here", "choose tcp://HOST:PORT"),
     ("tcp://127.0.0.1:x", "choose tcp://HOST:PORT"),
+    ("tcp://[::1]:2900", "is one of IPv6"),
   ],
 )
 def test_bad_addresses(address, message):
@@ -232,9 +233,12 @@ def test_keys_of_each_worker_are_read_as_they_were_written(tmp_path):
   for number, keys in enumerate(js.partial.Keys.make_own(2)):
     keys.write(tmp_path / str(number))
     assert js.partial.Keys.read(tmp_path / str(number)) == keys
-  (tmp_path / "cut").write_bytes(b"\n".join([b"x" * 40] * 3))
+  (tmp_path / "0").chmod(0o640)
+  with pytest.warns(UserWarning, match="other users can read the keys of the run: chmod 600"):
+    js.partial.Keys.read(tmp_path / "0")
+  (tmp_path / "1").write_bytes(b"\n".join([b"x" * 40] * 3))
   with pytest.raises(ValueError, match="holds no keys"):
-    js.partial.Keys.read(tmp_path / "cut")
+    js.partial.Keys.read(tmp_path / "1")
 
 
 @pytest.mark.parametrize(
