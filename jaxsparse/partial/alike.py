@@ -20,14 +20,16 @@ class Alike(NamedTuple):
   Attributes:
     layout: the names, dtypes and shapes of all leaves, and options.
     start: checksums of the values that training starts from.
+    run: in rounds a number of the run, that of its first server; 0 before a worker has joined.
 
   Example:
     >>> Alike.of({"w": np.zeros((2, 3), np.float32)}, every=4)
-    Alike(layout=("params['w'] of float32[2, 3]", 'every=4'), start=("params['w'] with the checksum a3c1ca20",))
+    Alike(layout=("params['w'] of float32[2, 3]", 'every=4'), start=("params['w'] with the checksum a3c1ca20",), run=0)
   """
 
   layout: tuple[str, ...] = ()
   start: tuple[str, ...] = ()
+  run: int = 0
 
   @classmethod
   def of(cls, params: Any, **options: Any) -> Self:
@@ -43,10 +45,10 @@ class Alike(NamedTuple):
   @classmethod
   def parse(cls, text: str) -> Self:
     """The inverse of `str`; raises ValueError for any other text."""
-    parts = json.loads(text)
-    if not (isinstance(parts, list) and len(parts) == 2 and all(_is_lines(part) for part in parts)):
-      raise ValueError("no two lists of strings")
-    return cls(*map(tuple, parts))
+    match json.loads(text):
+      case [[*layout], [*start], int(run)] if all(isinstance(line, str) for line in layout + start):
+        return cls(tuple(layout), tuple(start), run)
+    raise ValueError("no two lists of strings and a number")
 
   def __str__(self) -> str:
     return json.dumps(self)
@@ -62,13 +64,9 @@ class Alike(NamedTuple):
       >>> Alike.of(np.zeros(2)).difference(Alike.of(np.zeros(3)), at_start=True)
       'params of float32[2], the others have params of float32[3]'
     """
-    parts = zip(self, others, strict=True) if at_start else [(self.layout, others.layout)]
+    parts = [(self.layout, others.layout), *[(self.start, others.start)] * at_start]
     pairs = itertools.chain(*(itertools.zip_longest(*part, fillvalue="nothing") for part in parts))
     return next((f"{own}, the others have {other}" for own, other in pairs if own != other), None)
-
-
-def _is_lines(part: Any) -> bool:
-  return isinstance(part, list) and all(isinstance(line, str) for line in part)
 
 
 def _shortened(lines: list[str]) -> tuple[str, ...]:

@@ -189,6 +189,7 @@ class RoundProtocol(WorkerProtocol):
         self._drop("the server has not heard that all members have the result")
     if "base" in content:
       self._last, self._last_round = (content["base"], content["digest"]), content["round"]
+      self.alike = self.alike._replace(run=content["run"])
     super()._take_server_message(message)
     if kind == Answer.WELCOME or content.get("alive", 0) >= self.sizes[0]:
       self._await_quorum()

@@ -9,6 +9,7 @@ that joins where it stands, since a server before it may have told only some of 
 
 import collections
 import logging
+import secrets
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,6 +39,7 @@ class RoundServerProtocol(ServerProtocol):
     self._awaits_since = self._next_wait = now
     self._undecided: dict[int, float] = {}  # when workers last asked whether a round counts that is not known here
     self._sought: float | None = None  # since when nobody has had the anchor of the last round
+    self._run = secrets.randbits(62)  # a number of the run, of that which goes on if there was a server before
 
   def tick(self, now: float) -> None:
     """Also begins the rounds after the first `limit` seconds; a heartbeat says how many workers are there."""
@@ -144,7 +146,7 @@ class RoundServerProtocol(ServerProtocol):
   def _last(self) -> dict[str, int]:
     """The last round, for a worker that checks the anchor of a donor."""
     stand = self._controller.stand
-    return {"round": stand.round, "base": stand.base, "digest": self._controller.digest}
+    return {"round": stand.round, "base": stand.base, "digest": self._controller.digest, "run": self._run}
 
   @property
   def _has_trained(self) -> bool:
@@ -157,6 +159,11 @@ class RoundServerProtocol(ServerProtocol):
       asking = {worker for worker, at in self._undecided.items() if self._now < at + self._limit}
       if not self._started or len(asking.union(quorum.alive)) < quorum.quorum:
         raise Rejected(f"duplicate: whether round {stand.last} counts is known when others are there")
+    if stand.round:
+      run = signal.alike.run
+      if quorum.stand.round and run != self._run:
+        raise Rejected(f"unlike: worker {signal.worker} has been in the run {run:x}, the others are in {self._run:x}")
+      self._run = run
     waiting = quorum.waiting
     self._late = [worker for worker in self._late if worker != signal.worker]
     self._abort_group(quorum.join(signal.worker, stand), signal.worker, "has joined again")

@@ -8,9 +8,9 @@ import numpy as np
 _SEALED = {"anchor": np.uint8, "residual": np.float32, "moved": np.float32}
 
 
-def seal(state: dict[str, Any], number: int) -> dict[str, Any]:
-  """`state` with the number of its worker, and a digest of its large arrays."""
-  return state | {"number": np.int64(number), "digest": np.int64(_digest(state))}
+def seal(state: dict[str, Any], number: int, run: int) -> dict[str, Any]:
+  """`state` with the numbers of its worker and of the run, and a digest of its large arrays."""
+  return state | {"number": np.int64(number), "run": np.int64(run), "digest": np.int64(_digest(state))}
 
 
 def check(state: dict[str, Any], number: int, fragments: int) -> None:
@@ -18,12 +18,12 @@ def check(state: dict[str, Any], number: int, fragments: int) -> None:
 
   Example:
     >>> arrays = {"anchor": np.zeros(4, np.uint8), "residual": np.zeros(2, np.float32), "moved": np.ones(2, np.float32)}
-    >>> check(seal(arrays | {"fragments": 1}, number=3), number=2, fragments=1)
+    >>> check(seal(arrays | {"fragments": 1}, number=3, run=1), number=2, fragments=1)
     Traceback (most recent call last):
     ...
     ValueError: Rounds: number=2, but the state was saved by worker 3
   """
-  if missing := {*_SEALED, "fragments", "number", "digest"} - state.keys():
+  if missing := {*_SEALED, "fragments", "number", "run", "digest"} - state.keys():
     raise ValueError(f"Rounds: the state has no {', '.join(sorted(missing))}: give what `Rounds.state` was, whole")
   if int(state["fragments"]) != fragments:
     raise ValueError(f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}")

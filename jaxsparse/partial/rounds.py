@@ -144,7 +144,7 @@ class Rounds:
     facts = number, vector.size, endpoint.address, timeout, time.monotonic()
     outlets = endpoint.tell, endpoint.send, endpoint.reply
     self._protocol = RoundProtocol(*facts, *outlets, exchange=exchanger, switch=endpoint.switch, servers=len(addresses))
-    self._protocol.stand, self._protocol.alike = anchor.stand, alike
+    self._protocol.stand, self._protocol.alike = anchor.stand, alike._replace(run=int(state["run"]) if state else 0)
     answers = {Kind.FETCH: lambda _: exchanger.model(), Kind.RESIDUAL: exchanger.inherit}
     endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
     with endpoint.ended_by_errors():
@@ -173,7 +173,7 @@ class Rounds:
     content, moved = np.frombuffer(outer.pack(anchor), np.uint8), np.asarray(flatten(self._moved)[0])
     own = {"moved": moved, "trained": self._trained.copy(), "share": np.float64(self._share)}
     shared = {"anchor": content, "residual": outer.residual(anchor), "fragments": np.int64(len(self._trained))}
-    return round_state.seal(shared | own, self._number)
+    return round_state.seal(shared | own, self._number, self._protocol.alike.run)
 
   def step(self, params: Any, weight: int = 1) -> Any:
     """To be called after each local step: begins an exchange or applies a round where it is time.

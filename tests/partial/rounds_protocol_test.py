@@ -470,7 +470,7 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
   signals, quiet = [], lambda *_: None
   options = {"exchange": Pieces(), "switch": quiet}
   protocol = RoundProtocol(0, 4, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, **options)
-  options = {"grace": GRACE, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0}
+  options = {"grace": GRACE, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0, "run": 7}
   group = {"members": [0, 1], "weights": [0.5, 0.5], "iteration": 0, "initial": 0.0, "number": 5}
   for event in (
     ServerMessage(Answer.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}),
@@ -498,7 +498,7 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
     protocol.handle(ServerMessage(kind, content), protocol._now)
 
   def join(number):
-    options = {"grace": GRACE, "sizes": [3, 4], "round": 0, "base": number, "digest": 0}
+    options = {"grace": GRACE, "sizes": [3, 4], "round": 0, "base": number, "digest": 0, "run": 7}
     answer(Answer.WELCOME, limit=LIMIT, donor=None, number=number, **options)
 
   def begin(number):
@@ -513,7 +513,7 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
   begin(2000)
   protocol.handle(Done(2000, 7), protocol._now)
   if committed:
-    answer(Answer.COMMIT, number=2000, digest=7, round=1, base=2000, donor=None)
+    answer(Answer.COMMIT, number=2000, digest=7, round=1, base=2000, run=7, donor=None)
   if rejected:
     answer(Answer.REJECTED, reason="absent: worker 0 has to join")
   else:

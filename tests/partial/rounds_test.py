@@ -465,6 +465,26 @@ def test_what_is_not_alike_is_refused(params, options, message):
     join(server, 1, LAYERS, every=2).leave()  # a slow worker
 
 
+def test_a_state_of_another_run_does_not_take_over_the_one_under_way():
+  """It has been through more rounds; at a server that knows of none its run goes on."""
+
+  def train(worker, rounds):
+    own = worker.params
+    while worker.round < rounds:
+      own = worker.step(plus(own, 1.0))
+    return worker.state
+
+  with serve(2, quorum=1, grace=0.1) as server, join(server, 1, every=2) as worker:
+    other = train(worker, 3)
+  with serve(2, quorum=1, grace=0.1) as server, join(server, 0, every=2) as worker:
+    state = train(worker, 1)
+    with pytest.raises(ValueError, match="unlike: worker 1 has been in the run [0-9a-f]+, the others are in [0-9a-f]+"):
+      join(server, 1, every=2, state=other)
+    assert train(worker, 2)["run"] == state["run"] != other["run"]
+  with serve(2, quorum=1, grace=0.1) as server, join(server, 1, every=2, state=other) as worker:
+    assert worker.state["run"] == other["run"]
+
+
 def plus(tree, more):
   return jax.tree.map(lambda leaf: leaf + more, tree)
 
@@ -589,7 +609,7 @@ def make_state(params):
   step = OuterStep(averaging)
   content = np.frombuffer(step.pack(step.start(params)), np.uint8)
   arrays = {"anchor": content, "residual": np.zeros(12, np.float32), "moved": np.zeros(12, np.float32)}
-  return round_state.seal(arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1}, number=0)
+  return round_state.seal(arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1}, number=0, run=1)
 
 
 STATE = make_state(START)
@@ -605,7 +625,7 @@ WRONG = [
   ({"params": {"count": jnp.zeros(3, jnp.int32)}}, TypeError, r"params\['count'\] has dtype int32"),
   ({"state": STATE | {"fragments": np.int64(2)}}, ValueError, "fragments=1, but the state was saved with 2"),
   ({"state": {"fragments": np.int64(1)}}, ValueError, "the state has no anchor, digest, moved, number, residual"),
-  ({"state": round_state.seal(STATE, 1)}, ValueError, "number=0, but the state was saved by worker 1"),
+  ({"state": round_state.seal(STATE, 1, run=1)}, ValueError, "number=0, but the state was saved by worker 1"),
   ({"state": STATE | {"residual": np.full(12, np.nan)}}, ValueError, "the residual in the state has NaN or Inf"),
   ({"state": STATE | {"moved": np.full(12, 2.0)}}, ValueError, "the state has changed since it was saved, its digest"),
   ({"state": NOT_FINITE}, ValueError, "the parameters of the anchor have NaN or Inf"),
