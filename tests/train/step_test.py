@@ -442,6 +442,7 @@ def test_a_teacher_is_neither_trained_nor_averaged(where, accumulate):
   params, state, _ = step(params, state, batch_of(0), shared=shared)
   expected = 1 + 0.25 * np.arange(4) * np.ones((5, 1))
   np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
+  shared["first"] = jax.tree.map(jnp.copy, params)  # what it had was donated
   lowered = step.lower(params, state, batch_of(0), shared=shared)
   expected = step(*jax.tree.map(jnp.copy, (params, state)), batch_of(1), shared=shared)[0]
   compiled = lowered.compile()
