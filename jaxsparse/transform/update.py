@@ -12,7 +12,7 @@ to the next step. What follows in a chain is undone by `atomic`.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def grouped_transform(
 
   def init(params: optax.Params) -> ReduceState:
     if isinstance(params, PLACEHOLDER):
-      return jnp.int32(0)  # one leaf for all of the state, which has no copy of them
+      return cast(Any, jnp.int32(0))  # one leaf for all of the state, which has no copy of them
     checks.check_own_leaves(params)
     check_special(special or {}, params)
     shapes = flatten.leaf_shapes(params)
