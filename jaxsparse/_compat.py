@@ -40,7 +40,7 @@ def all_to_all(rows: jax.Array, axis: AxisName) -> jax.Array:
 
 
 def _in_mesh_order(axis: AxisName) -> tuple[AxisName, np.ndarray | None]:
-  """The names of `axis` in the order of the mesh and the numbers there of workers 0, 1, ...; None for equal ones."""
+  """The names of `axis` in the order of the mesh and the numbers there of workers 0, 1, ...; None if they are equal."""
   names, order = names_of(axis), jax.sharding.get_abstract_mesh().axis_names
   inner = tuple(sorted(names, key=order.index)) if set(names) <= set(order) else names
   if inner == names:

@@ -106,8 +106,8 @@ class View:
     As MPI_Alltoall: P − 1 messages, none of which waits for another.
     """
     row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
-    received = self._all_to_all(jax.vmap(pack)(rows)) if self.size > 1 else jax.vmap(pack)(rows)
-    return jax.vmap(functools.partial(unpack, like=row))(received)
+    buffer = jax.vmap(pack)(rows)
+    return jax.vmap(functools.partial(unpack, like=row))(self._all_to_all(buffer) if self.size > 1 else buffer)
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     """Sends `tree` along (source, destination) pairs: one message; a worker that is no destination gets zeros.

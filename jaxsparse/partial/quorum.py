@@ -161,8 +161,7 @@ class Quorum:
 
   def release(self) -> list[Group]:
     """The round of those that are ready, if they are enough."""
-    chosen = self._choose()
-    if self.paused or self._under_way or len(chosen) < self.quorum:
+    if self.paused or self._under_way or len(chosen := self._choose()) < self.quorum:
       return []
     self._number += 1
     members = tuple(sorted(chosen))
@@ -174,6 +173,8 @@ class Quorum:
 
   def _choose(self) -> list[int]:
     """Of the workers that are ready as many as reach each other; all if not enough of those that are there do."""
+    if not self._apart:
+      return self._ready
     chosen = self._without_pairs(self._ready)
     too_few = max(len(chosen), len(self._without_pairs([*self._expected]))) < self.quorum
     return self._ready if too_few else chosen

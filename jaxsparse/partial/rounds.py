@@ -85,8 +85,8 @@ class Rounds:
 
   Raises:
     ValueError: for arguments outside these choices, an address that requires keys without them, a number that a living
-      worker has, parameters or a state that are not finite, a state of another number or that has changed, or
-      leaves, values at the start, `fragments` or an outer chain unlike those of other workers.
+      worker has, parameters or a state that are not finite, a state of another number or run, or one that has changed,
+      or leaves, values at the start, `fragments` or an outer chain unlike those of other workers.
     ControllerLost: if no server answers at the start.
 
   Example:

@@ -195,7 +195,7 @@ class WorkerProtocol:
   def _give_up(self) -> None:
     """Goes on without the message that has not come for `timeout` seconds, if possible."""
     if self._average:
-      self._fail(self._average, self._silence)
+      self._fail(self._average, f"no message of a member for {self._timeout:g} s")
     elif self._waits_for(Says.NOT_FINITE):
       self._reply(FloatingPointError(f"no model from another worker for {self._timeout:g} s"))
     elif self.state == "joining":
@@ -206,10 +206,6 @@ class WorkerProtocol:
     else:
       self._donor = None
       self._begin_request()
-
-  @property
-  def _silence(self) -> str:
-    return f"no message of a member for {self._timeout:g} s"
 
   def _waits_for(self, says: Says) -> bool:
     return self._waiting and self._request == says

@@ -28,15 +28,13 @@ from jaxsparse.train.starting import (
   start_workers,
   warn_of_selection,
 )
-from jaxsparse.train.worker import AuxReduce, ModelState, StepMetrics, Worker
+from jaxsparse.train.worker import TO_LOSS, AuxReduce, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import commit_early
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import Comm
-
-_TO_LOSS = ("rng", "model_state", "shared")  # keyword arguments of a step that `loss_fn` gets, and `tx` does not
 
 
 def init(
@@ -263,7 +261,7 @@ class TrainStep:
     self._check(*arguments)
     engine = self._engine
     state, given = arguments[1], _by_name(arguments)
-    structure = jax.tree.structure(arguments[1::2])
+    structure = jax.tree.structure((state, given))
     if structure not in self._specs:
       same: Any = PartitionSpec()
       own, split = placed(state, self._axis), PartitionSpec(self._axis)
@@ -317,7 +315,7 @@ class TrainStep:
     checks.check_alive({"params": params, "state": state, "batch": batch} | given)
     numbers = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float)
     for name, value in given.items():
-      if name not in _TO_LOSS and not all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value)):
+      if name not in TO_LOSS and not all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value)):
         raise TypeError(f"step: extra argument {name}={value!r}: give arrays or numbers, which can be traced")
     check_batch(batch, self._engine, self._axis, self._worker.accumulate)
     rows = given.get("model_state") if self._worker.model_state == "worker" else None
@@ -334,11 +332,12 @@ class TrainStep:
 
 def _arguments(params: Any, state: Any, batch: Any, named: dict[str, Any]) -> tuple[Any, ...]:
   """The arguments of the program: what a step is given by name is a dict in the fourth place, where there is any."""
-  named = {name: value for name, value in named.items() if value is not None or name not in _TO_LOSS}
+  named = {name: value for name, value in named.items() if value is not None or name not in TO_LOSS}
   return (params, state, batch, named) if named else (params, state, batch)
 
 
 def _by_name(arguments: Any) -> dict[str, Any]:
+  """What `_arguments` have in the fourth place."""
   return arguments[3] if len(arguments) > 3 else {}
 
 

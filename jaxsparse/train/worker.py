@@ -21,6 +21,7 @@ from jaxsparse.types import Comm, saturated
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
 ModelState = Literal["mean", "worker"]
+TO_LOSS = ("rng", "model_state", "shared")  # keyword arguments of a step that `loss_fn` gets, and `tx` does not
 
 
 class StepMetrics(NamedTuple):
@@ -65,7 +66,7 @@ class Worker(NamedTuple):
     `given` are the keyword arguments of the step, by name.
     """
     extra = dict(given or {})
-    rng, before, shared = (extra.pop(name, None) for name in ("rng", "model_state", "shared"))
+    rng, before, shared = (extra.pop(name, None) for name in TO_LOSS)
     own = jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
     key = None if rng is None else jax.random.fold_in(rng, comm.rank)
     loss, grads, model_state, aux = _gradients(self, trained(own_params(params, state)), batch, key, own, shared)

@@ -17,12 +17,12 @@ class _Code(NamedTuple):
   """How 2, 4 or 8 bits say an entry.
 
   Attributes:
-    smallest: magnitude, in steps.
-    spacing: of the magnitudes, in steps.
-    share: of a step in the ratio of its column, times the mean of the maxima.
-    first: the lowest exponent of √2 in the ratios, the possible maxima of a column over the mean of those of its block.
-    single: the number of ratios whose exponents are 1 apart, less 1; those of others are 2 apart.
-    ratio_count: number of ratios.
+    smallest: the smallest magnitude, in steps.
+    spacing: the distance of neighbouring magnitudes, in steps.
+    share: c, a step over the product of its column's ratio and the mean of its block's maxima.
+    first: the exponent of √2 in the smallest ratio.
+    single: ratios up to this number have exponents 1 apart, later ones 2 apart.
+    ratio_count: the number of ratios, which approximate the maximum of a column over the mean of its block's maxima.
   """
 
   smallest: int
@@ -45,7 +45,7 @@ class _Code(NamedTuple):
 
 
 # The shares lose least of normal entries and gradients; with 8 bits the largest entry of a column must not be clipped.
-# Beside columns of 64 bits, ratios of 2 bits an entry have only 3 bits, so the larger ones are further apart.
+# With 2 bits an entry a column has only 64 bits, and the number of its ratio 3, so larger ratios are further apart.
 _CODES = {
   2: _Code(1, 3, 0.19, first=-2, single=4, ratio_count=8),
   4: _Code(0, 1, 0.175, first=-4, single=15, ratio_count=16),
@@ -110,6 +110,7 @@ def steps(scales: jax.Array, bits: int, columns: int) -> jax.Array:
 def _steps(mean: jax.Array, numbers: jax.Array, bits: int) -> jax.Array:
   """The steps of columns with the ratios of these numbers, of blocks with these means, f32[blocks, 1]."""
   code = _CODES[bits]
+  # As in `_Code.ratios`.
   exponents = code.first + (numbers + jnp.maximum(numbers, code.single) - code.single).astype(jnp.int32)
   halves = jnp.where(exponents % 2 == 1, code.share * _BASE * math.sqrt(2), code.share * _BASE).astype(jnp.float32)
   factors = halves * jax.lax.bitcast_convert_type(127 + (exponents >> 1) << 23, jnp.float32)  # by a power of 2
