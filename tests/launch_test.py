@@ -297,6 +297,14 @@ def test_lines_are_marked_with_their_rank(engine):
   assert sorted(done.stderr.splitlines()) == sorted([*own, *own, "out"])
 
 
+def test_long_lines_of_several_ranks_are_not_mixed():
+  """A pipe takes more than 4,096 bytes in pieces."""
+  line = "i=0; while [ $i -lt 100 ]; do printf '%09000d\\n' $JAXSPARSE_RANK >&2; i=$((i + 1)); done"
+  done = launched("--ranks=3", "--", "sh", "-c", JOINED + line)
+  expected = [f"[rank {rank}] {rank:09000d}" for rank in range(3) for _ in range(100)]
+  assert sorted(done.stderr.splitlines()) == expected
+
+
 def test_lines_of_gloo_from_several_threads():
   """As two devices of a process write them at once, before a line of the program that looks alike."""
   mixed = "[Gloo] Rank [Gloo] Rank 1 is connected to 01 is connected to  peer ranks. 1Expected number of connected peer"

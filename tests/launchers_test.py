@@ -65,6 +65,8 @@ def known(address, ranks, rank, gpu=None):
   """What JAX is told where it shall detect nothing."""
   own = {} if gpu is None else {"local_device_ids": gpu}
   place = {"coordinator_address": address, "num_processes": ranks, "process_id": rank}
+  if address.startswith(("127.", "[::1]")):
+    place["coordinator_bind_address"] = address
   return {"cluster_detection_method": "deactivate"} | place | own
 
 
@@ -289,6 +291,16 @@ def test_hosts_of_a_cloud_tpu_ask_its_metadata(known):
     else:
       assert status == 1
       assert "RuntimeError: jaxsparse.launch.join(): JAX does not find the run of Cloud TPU: HTTPConn" in error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract names of sockets")
+def test_a_second_run_on_one_port_is_refused():
+  """Also coordinators of JAX that would share the port: ranks of both would train together."""
+  address = f"node-0:{free_port()}"
+  claim = launchers._claim.__wrapped__
+  with claim(address), pytest.raises(RuntimeError, match=rf"rank 0 of another run .* port of {address}: give each run"):
+    claim(address)
+  claim(address).close()
 
 
 def test_mpirun_by_itself(tmp_path):

@@ -228,6 +228,7 @@ OPTIONS = {
   "values of params": ({}, {"bias": {"b": np.ones(4, np.float32)}}),
   "names of params": ({}, {"bias": {"c": np.zeros(4, np.float32)}}),
   "random key": ({"seed": 0}, {"seed": 1}),
+  "random bits": ({"partitionable": True}, {"partitionable": False}),
 }
 """What two ranks do differently; each is told by an error of `js.init` or of the first step."""
 FEW = ["table of rates", "no momentum", "density", "constant", "batch type", "values of params", "random key"]
@@ -246,7 +247,8 @@ def different(engine_name: str, file: str) -> None:
     if name == "not compared":
       replicas.check_same = lambda *_: None
     try:
-      _trained_alike(where, axis, me, engine_name, **options)
+      with jax.threefry_partitionable(options.pop("partitionable", True)):
+        _trained_alike(where, axis, me, engine_name, **options)
     except ValueError as error:
       told[name] = str(error).partition("; on this process they are ")[0]
   pathlib.Path(file, f"{me}.json").write_text(json.dumps(told))

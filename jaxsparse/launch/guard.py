@@ -17,6 +17,7 @@ of a rank records when the rank stops, continues and ends, and prefixes the rank
 import collections
 import contextlib
 import ctypes
+import fcntl
 import json
 import math
 import os
@@ -182,14 +183,19 @@ def _relay(source: int, last: collections.deque[str]) -> None:
     last: receives the last line that is not blank.
   """
   prefix = f"[rank {rank()}] " if os.environ.get(PREFIX) else ""
+  # A pipe takes a line of more than 4,096 bytes in pieces: the guards of a run write one after the other.
+  folder = os.environ.get(RECORDS, "")
+  turn = open(os.path.join(folder, "turn") if os.path.isdir(folder) else os.devnull, "w")  # noqa: SIM115
   with open(source, encoding="utf-8", errors="replace", newline="") as output:  # a line may end with "\r", too
     for line in drop_gloo_lines(iter(lambda: output.readline(_LONGEST_OUTPUT), "")):
       if line.strip():
         last.append(shorten(line))
       text = (prefix + line + ("" if line.endswith(("\n", "\r")) else "\n")).encode()
+      fcntl.flock(turn, fcntl.LOCK_EX)
       with contextlib.suppress(OSError):  # standard error is closed; the pipe must be read all the same
         while text:
           text = text[os.write(2, text) :]
+      fcntl.flock(turn, fcntl.LOCK_UN)
 
 
 def _end_children(kill_after: float, process: subprocess.Popen) -> None:

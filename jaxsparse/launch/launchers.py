@@ -4,9 +4,11 @@ What JAX detects is left to it: Slurm, Open MPI before 5, mpi4py, TPUs, Kubernet
 one: `LAUNCHERS` has the inner ones first.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
+import socket
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -72,9 +74,32 @@ def _need(counts: Sequence[RankCount], names: Sequence[str], advice: str) -> lis
 def _connect(address: str, ranks: int | str, rank: int | str, gpu: str = "") -> dict[str, Any]:
   """All that JAX must know; `gpu` is the variable for the number of the GPU of this rank, if each rank has one."""
   told: dict[str, Any] = {"cluster_detection_method": "deactivate", "coordinator_address": address}
+  if address.startswith(("127.", "localhost:", "[::1]:")):  # JAX would listen on all interfaces
+    told["coordinator_bind_address"] = address
+  if int(rank) == 0:
+    _claim(address)
   if gpu in os.environ and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
     told["local_device_ids"] = int(os.environ[gpu])
   return told | {"num_processes": int(ranks), "process_id": int(rank)}
+
+
+@functools.cache
+def _claim(address: str) -> socket.socket | None:
+  """Raises RuntimeError if another process of this machine has claimed the port of an address; holds it until the end.
+
+  Several coordinators of JAX may listen on one port (SO_REUSEPORT): ranks of two runs would then train together.
+  """
+  if sys.platform != "linux":
+    return None
+  claim = socket.socket(socket.AF_UNIX)
+  try:
+    claim.bind(f"\0{JOIN} {address.rpartition(':')[2]}")  # an abstract name, which the kernel frees with the process
+  except OSError as error:
+    claim.close()
+    raise RuntimeError(
+      f"{JOIN}: rank 0 of another run on this machine listens on the port of {address}: give each run a port of its own"
+    ) from error
+  return claim
 
 
 def _join_own(_: Sequence[RankCount]) -> dict[str, Any]:

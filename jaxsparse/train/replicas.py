@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -30,6 +31,14 @@ from jaxsparse.train.engine import Engine, local_shard, name_argument, rows_of
 from jaxsparse.transform.state import is_reduce_state
 
 _PATIENCE = 300.0  # seconds; one process may evaluate before a step
+# Settings of JAX, and flags of XLA, with which one jaxpr has other results, and flags that change none.
+_SETTINGS = (
+  "jax_disable_most_optimizations",
+  "jax_random_seed_offset",
+  "jax_threefry_gpu_kernel_lowering",
+  "jax_threefry_partitionable",
+)
+_HARMLESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
 def check_processes(engine: Engine, tree: Any, name: str) -> None:
@@ -123,7 +132,7 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
   """
   if engine.processes == 1:
     return
-  head = [f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}", *head]
+  head = [f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}", *_settings(), *head]
   text = ProgramText(jaxpr) if jaxpr else None
   lines = lambda: [list(map(Line, head)), text.lines() if text else []]
   every = gather_where_different(engine, [head, text and text.digest], lines)
@@ -141,6 +150,14 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
         )
   if every:
     raise ValueError(f"{what} is not the same on all processes, but its text is: give every process the same code")
+
+
+def _settings() -> list[str]:
+  """What this process has set that changes results and stands in no jaxpr."""
+  flags = os.environ.get("XLA_FLAGS", "").split()
+  flags = sorted(flag for flag in flags if not flag.startswith(_HARMLESS_FLAGS))
+  settings = {name: getattr(jax.config, name, jax.config.values.get(name)) for name in _SETTINGS}
+  return [f"XLA_FLAGS={' '.join(flags)}", *(f"{name}={value}" for name, value in settings.items())]
 
 
 def described(arguments: tuple[Any, ...], shardings: Any = None) -> list[str]:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse as js
 from jaxsparse import launch
+from jaxsparse.train import replicas
 from jaxsparse.train.replicas import hashed
 from tests.cases import mesh_of, normals, row
 from tests.ranks import FEW, OPTIONS, TRANSFORMS, run
@@ -76,6 +77,7 @@ NAMED = {  # what the error says of each difference, on both ranks
   "donate": r"donate': True.* on process 0, and .*donate': False.* on process 1",
   "values of params": r"params\['b'\] differs between processes: process 1 and process 0 give other values",
   "names of params": r"params: those of process 1 have other names, shapes or dtypes than those of process 0",
+  "random bits": r"initial state .*`jax_threefry_partitionable=True` on process 0, and `jax_\w+=False` on process 1",
   "random key": r"argument \['rng'\] differs between processes: process 1 and process 0",
 }
 
@@ -104,6 +106,13 @@ def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine,
   assert {*told} == {*(FEW if which == "few" else NAMED)}  # the same programs run
   for name, error in told.items():
     assert re.search(NAMED[name], error), (name, error)
+
+
+def test_only_flags_of_xla_that_change_results_are_compared(monkeypatch):
+  monkeypatch.setenv(
+    "XLA_FLAGS", "--xla_dump_to=/tmp/0 --xla_cpu_max_isa=AVX2 --xla_force_host_platform_device_count=3"
+  )
+  assert replicas._settings()[0] == "XLA_FLAGS=--xla_cpu_max_isa=AVX2"
 
 
 @pytest.mark.long
