@@ -69,13 +69,32 @@ def plan(collective: js.Collective, warm_up: int, repetitions: int) -> tuple[int
   return warm_up if period == 1 else max(warm_up, LEAST_STEPS - timed), timed, period
 
 
-class Bench:
-  """The workers, and what measures them."""
+class Timed(NamedTuple):
+  """The timed updates of one algorithm."""
 
-  def __init__(self, workers: Workers, engine: str, n: int, warm_up: int, repetitions: int, gradients: Any = None):
+  seconds: list[float]
+  words: list[float]  # of the worker that sent most
+  warm_up: int  # untimed updates before them
+  checked: str  # as of `Row`
+  wrong: int
+
+
+class Bench:
+  """The workers, and what measures them; a `watch` may measure more than the time of an update."""
+
+  def __init__(
+    self,
+    workers: Workers,
+    engine: str,
+    n: int,
+    warm_up: int,
+    repetitions: int,
+    gradients: Any = None,
+    watch: timing.Stopwatch | None = None,
+  ):
     self._workers, self._name, self._n, self._warm_up, self._repetitions = workers, engine, n, warm_up, repetitions
     self._engine = engine_of(workers.where, "workers")
-    self._watch = timing.Stopwatch(self._engine)
+    self._watch = watch or timing.Stopwatch(self._engine)
     self._kind = "normal" if gradients is None else "recorded"
     self._gradients = gradients or timing.gradients(self._engine, n)
 
@@ -85,11 +104,24 @@ class Bench:
     arithmetic, _ = timing.alone(self._engine, self._watch, collective, self._gradients(0), self._repetitions)
     messages = js.costs.count(collective, n=self._n, workers=self._workers.size).messages
     setting = (spec.label, self._name, self._workers.size, self._n, density, rate, self._kind, pinned)
-    return Row(*setting, arithmetic=arithmetic, messages=messages, **self._updates(spec))
+    timed = self.updates(spec, collective)
+    return Row(
+      *setting,
+      seconds=statistics.median(timed.seconds),
+      mean=statistics.mean(timed.seconds),
+      p90=float(np.quantile(timed.seconds, 0.9)),
+      steps=len(timed.seconds),
+      warm_up=timed.warm_up,
+      arithmetic=arithmetic,
+      words=statistics.mean(timed.words),
+      messages=messages,
+      checked=timed.checked,
+      wrong=timed.wrong,
+    )
 
-  def _updates(self, spec: Spec) -> dict[str, Any]:
-    """What the warm-up and the timed steps say of a row."""
-    update = timing.Update(self._engine, spec.sized(self._n), self._engine.comm, self._n)
+  def updates(self, spec: Spec, collective: js.Collective) -> Timed:
+    """Times updates, after a warm-up, and checks each."""
+    update = timing.Update(self._engine, collective, self._engine.comm, self._n)
     untimed, timed, period = plan(spec.collective, self._warm_up, self._repetitions)
     warm_up = 1 if update.state.carried.residual is None else untimed  # nothing grows
     read, laws = jax.jit(self._workers.metrics), Laws(self._engine, spec, update.specs)
@@ -106,16 +138,7 @@ class Bench:
       wrong += laws.wrong(mean, state, before)
       times.append(seconds)
       words.append(float(local_shard(read(state).words_sent)))
-    return {
-      "seconds": statistics.median(times),
-      "mean": statistics.mean(times),
-      "p90": float(np.quantile(times, 0.9)),
-      "steps": len(times),
-      "warm_up": number,
-      "words": statistics.mean(words),
-      "checked": laws.names,
-      "wrong": wrong,
-    }
+    return Timed(times, words, number, laws.names, wrong)
 
 
 class Kept:

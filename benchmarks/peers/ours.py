@@ -3,20 +3,30 @@
 import json
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import netlab, specs, workers
-from benchmarks.collectives.laws import Laws
-from jaxsparse.collectives import Collective
+from benchmarks.collectives.updates import Bench
 from jaxsparse.train import timing
-from jaxsparse.train.engine import engine_of
-
-_MOST = 20.0  # seconds of the untimed updates of a method, and of the timed ones, after which fewer have to do
+from jaxsparse.train.engine import Engine, engine_of
 
 
-def _sized(spec: specs.Spec, shapes: list[list[int]]) -> Collective:
-  collective = spec.collective
-  return collective.for_leaves(tuple(map(tuple, shapes))) if collective.needs_shapes else collective
+class Counter(timing.Stopwatch):
+  """Also counts the bytes that the interface of a rank sends in each program: the most of all ranks."""
+
+  def __init__(self, engine: Engine):
+    super().__init__(engine)
+    self.sent: list[float] = []
+
+  def time(self, program: Callable, *arguments: Any) -> tuple[float, Any]:
+    """Seconds of one call, and its result."""
+    self.gather(0.0)
+    before = netlab.sent_bytes()
+    timed = super().time(program, *arguments)
+    time.sleep(0.05)  # what is under way
+    self.sent.append(float(self.gather(float(netlab.sent_bytes() - before)).max()))
+    return timed
 
 
 def measure(setting: dict[str, Any]) -> None:
@@ -24,29 +34,17 @@ def measure(setting: dict[str, Any]) -> None:
   workers.share_programs(pathlib.Path(setting["cache"]) / "programs")
   place = workers.here(setting["engine"], setting["size"])
   engine = engine_of(place.where, "workers")
-  watch = timing.Stopwatch(engine)
-  make = timing.gradients(engine, setting["n"])
+  counter, make = Counter(engine), timing.gradients(engine, setting["n"])
+  bench = Bench(
+    place, setting["engine"], setting["n"], setting["warm_up"], setting["repetitions"], lambda _: make(0), counter
+  )
   for spec in specs.parse(setting["methods"], setting["size"], density=setting["density"]):
-    update = timing.Update(engine, _sized(spec, setting["shapes"]), engine.comm, setting["n"])
-    laws, state = Laws(engine, spec, update.specs), update.state
-    seconds, sent = list[float](), list[float]()
-    wrong, steps, warming = 0, 0, 0.0
-    while len(seconds) < setting["repetitions"] and sum(seconds) < _MOST:
-      grads = make(0)
-      before = laws.before(grads, state)
-      watch.gather(0.0)
-      counted = netlab.sent_bytes()
-      took, (mean, state) = watch.time(update.program, grads, state)
-      time.sleep(0.05)  # what is under way
-      count = float(watch.gather(float(netlab.sent_bytes() - counted)).max())
-      wrong += laws.wrong(mean, state, before)
-      if steps >= setting["warm_up"] or warming > _MOST:
-        seconds.append(took)
-        sent.append(count)
-      else:
-        warming += took
-      steps += 1
+    collective = spec.collective
+    if collective.needs_shapes:
+      collective = collective.for_leaves(tuple(map(tuple, setting["shapes"])))
+    timed = bench.updates(spec, collective)
+    sent = counter.sent[-len(timed.seconds) :]
     if place.reports:
-      row = {"method": spec.label, "seconds": seconds, "bytes": sent, "wrong": float(wrong)}
+      row = {"method": spec.label, "seconds": timed.seconds, "bytes": sent, "wrong": float(timed.wrong)}
       with pathlib.Path(setting["rows"]).open("a") as file:
         file.write(json.dumps(row) + "\n")

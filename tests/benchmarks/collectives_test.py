@@ -70,7 +70,7 @@ def test_wrong_entries_are_counted(monkeypatch):
     wrong += int((jnp.abs(grads.sum(0) - total) > 1e-5).sum())
   assert wrong > 1000
   monkeypatch.setattr(kind, "reduce", forgets)
-  assert bench()._updates(spec)["wrong"] == wrong
+  assert bench().updates(spec, spec.sized(600)).wrong == wrong
 
   def differs(self, comm, grads, state):
     reduced = reduce(self, comm, grads, state)
@@ -79,7 +79,7 @@ def test_wrong_entries_are_counted(monkeypatch):
     return reduced._replace(total=reduced.total._replace(values=jax.lax.bitcast_convert_type(bits, jnp.float32)))
 
   monkeypatch.setattr(kind, "reduce", differs)
-  assert bench(601)._updates(spec)["wrong"] == 2 * 3
+  assert bench(601).updates(spec, spec.sized(601)).wrong == 2 * 3
 
 
 def test_what_bfloat16_rounds_is_not_wrong(monkeypatch):
@@ -87,7 +87,7 @@ def test_what_bfloat16_rounds_is_not_wrong(monkeypatch):
   (spec,) = specs.parse(["dense:dtype=bfloat16"], 3, density=1)
   grads = jnp.tile(jnp.array([1 + 2**-8, 2**-8, 0]), (600, 1)).T.ravel()
   monkeypatch.setattr(timing, "gradients", lambda *_: lambda _: jnp.copy(grads))
-  assert bench()._updates(spec)["wrong"] == 0
+  assert bench().updates(spec, spec.sized(600)).wrong == 0
 
 
 def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):

@@ -109,9 +109,7 @@ def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine,
 
 
 def test_only_flags_of_xla_that_change_results_are_compared(monkeypatch):
-  monkeypatch.setenv(
-    "XLA_FLAGS", "--xla_dump_to=/0 --xla_cpu_max_isa=AVX2 --xla_force_host_platform_device_count=3"
-  )
+  monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/0 --xla_cpu_max_isa=AVX2 --xla_force_host_platform_device_count=3")
   assert replicas._settings()[0] == "XLA_FLAGS=--xla_cpu_max_isa=AVX2"
 
 
