@@ -64,8 +64,6 @@ class LinkNames(sphinx.transforms.SphinxTransform):
 
   def apply(self, **_: Any) -> None:
     """Replaces the literals of one document."""
-    if self.env.docname == "CHANGELOG":  # names of the past
-      return
     for literal in list(self.document.findall(docutils.nodes.literal)):
       inside = isinstance(literal.parent, sphinx.addnodes.pending_xref | docutils.nodes.reference)
       if inside or not (match := _NAME.fullmatch(literal.astext())):
