@@ -71,7 +71,7 @@ def init(
     >>> import jax, jax.numpy as jnp, jaxsparse as js
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
     >>> state = js.init(js.spardl_transform("workers", k=3), jnp.zeros(8), mesh, axis="workers")
-    >>> state.carried.residual.size == 8 * len(jax.devices())
+    >>> state.carried.residual[0].size == 8 * len(jax.devices())
     True
   """
   engine = engine_of(mesh, axis)
@@ -281,8 +281,9 @@ class TrainStep:
       open_: Any = None  # the compiler's choice
       model_state = shardings and _by_name(shardings).get("model_state")
       after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, model_state, open_))
+      grouped = any(len(node.groups) > 1 for node in states.reduce_states(state))
       donated = (0, 1) if self._donate else ()
-      options = compiler_options(engine.platform) if states.in_groups(state) else None
+      options = compiler_options(engine.platform) if grouped else None
       program = engine.jit(checked, in_specs, out_specs, donated, options, shardings and (shardings, after))
       self._programs[known] = program
     return self._programs[known], in_specs

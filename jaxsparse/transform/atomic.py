@@ -1,7 +1,6 @@
 """`js.atomic`: a step that is skipped leaves everything as it was, in all transformations of a chain."""
 
 import collections
-import functools
 from typing import Any
 
 import jax
@@ -51,8 +50,8 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     # A transform, or local steps, that is the only one has undone itself already, without a pass over residuals. Of
     # several one may skip while another one does not, so then all of their states are chosen here.
     is_part = lambda node: states.is_reduce_state(node) or states.is_local_state(node)
-    alone = sum(map(is_part, jax.tree.leaves(after, is_leaf=is_part))) == 1
-    keep = lambda old, new: new if alone and is_part(old) else select_state(skipped, old, new)
+    is_only = sum(map(is_part, jax.tree.leaves(after, is_leaf=is_part))) == 1
+    keep = lambda old, new: new if is_only and is_part(old) else select_state(skipped, old, new)
     return updates, jax.tree.map(keep, state, after, is_leaf=is_part)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
@@ -60,18 +59,9 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 
 def select_state(skipped: jax.Array, before: Any, after: Any) -> Any:
   """`jnp.where(skipped, before, after)` of every array; counters are those of the skipped step."""
-
-  def keep(old: Any, new: Any) -> Any:
-    if not states.is_reduce_state(old):
-      return _old_if(skipped, old, new)
-    counters = new.counters._replace(
-      skipped=jnp.full_like(new.counters.skipped, skipped),
-      skipped_steps=old.counters.skipped_steps + skipped.astype(jnp.int32),
-    )
-    carried = jax.tree.map(functools.partial(jnp.where, skipped), old.carried, new.carried)
-    return new._replace(carried=carried, counters=counters)
-
-  return jax.tree.map(keep, before, after, is_leaf=states.is_reduce_state)
+  is_node = states.is_reduce_state
+  keep = lambda old, new: new.undo_if(skipped, old) if is_node(old) else _old_if(skipped, old, new)
+  return jax.tree.map(keep, before, after, is_leaf=is_node)
 
 
 @jax.jit
