@@ -170,8 +170,7 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
     if not states.is_reduce_state(old):
       return put_like(new, old if np.shape(old) == new.shape else _mean(gather(old), new))
     if before == after and old.layout[3:] == new.layout[3:] and rows == new.counters.skipped.size:
-      # The checksum of the old layout may be that of an earlier version.
-      return jax.tree.map(put_like, new, old._replace(layout=new.layout))
+      return jax.tree.map(put_like, new, old)
     return carry_over(new, seen, residuals, old.counters, engine)
 
   old, (new, structure) = (jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh))

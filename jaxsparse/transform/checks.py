@@ -13,7 +13,7 @@ from jaxsparse import _compat
 from jaxsparse.comm import AxisComm, varying
 from jaxsparse.sparse.flatten import check_leaves, leaf_shapes, leaves_by_name
 from jaxsparse.transform.groups import Group
-from jaxsparse.transform.state import LocalState, ReduceState, checksums_of, local_states, reduce_states
+from jaxsparse.transform.state import LocalState, ReduceState, checksum_of, local_states, reduce_states
 from jaxsparse.transform.wrapped import PLACEHOLDER, shapes_seen
 from jaxsparse.types import Comm
 
@@ -70,7 +70,7 @@ def check_layout(state: Any, workers: int | None = None) -> None:
     found, entries = (int(np.max(_compat.local_shard(number))) for number in node.layout[:2])
     shards, rows = node.layout.shards, node.counters.skipped.size
     checksum = int(np.max(_compat.local_shard(node.layout.checksum)))
-    if checksum not in checksums_of(*node.layout[3:]):
+    if checksum != checksum_of(*node.layout[3:]):
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "

@@ -8,7 +8,6 @@ The state of a wrapper is a NamedTuple whose `per_worker()` lists the fields wit
 `js.init`, `js.specs`, `js.resize`, `js.convert`, checkpoints and `js.atomic` need to know no more of it.
 """
 
-import dataclasses
 import functools
 import json
 import sys
@@ -23,7 +22,6 @@ from jax.sharding import PartitionSpec
 from jaxsparse import _compat
 from jaxsparse.collectives import Collective
 from jaxsparse.comm.verbs import mark_total
-from jaxsparse.sparse import flatten
 from jaxsparse.transform.groups import Method
 from jaxsparse.transform.shards import Shards
 from jaxsparse.types import Counters, State
@@ -61,24 +59,17 @@ class Layout(NamedTuple):
     return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), checksum, shards, method)
 
 
-def checksum_of(shards: Shards | None, method: Method | None, earlier: bool = False) -> int:
-  """The checksum of a layout: of its JSON, or as version 0.1.0 computed it `earlier`, of a `repr`."""
-  layout, grouping = None, None
-  groups = [(group.leaves, group.collective.label) for group in method.groups] if method else []
-  if earlier:
-    return zlib.crc32(repr((shards, method and (method.names, method.shapes), groups)).encode())
+def checksum_of(shards: Shards | None, method: Method | None) -> int:
+  """The checksum of a layout: of its JSON."""
+  layout = {}
+  grouping = {}
   if shards:
     specs = [[_compat.names_of(part or ()) for part in spec] for spec in shards.specs]
     layout = {"axes": shards.axes, "shapes": shards.shapes, "specs": specs}
   if method:
+    groups = [(group.leaves, group.collective.label) for group in method.groups]
     grouping = {"names": method.names, "shapes": method.shapes, "groups": groups}
   return zlib.crc32(json.dumps({"shards": layout, "method": grouping}).encode())
-
-
-def checksums_of(shards: Shards | None, method: Method | None) -> list[int]:
-  """The checksums of a layout in this version and before, when names of `flax.nnx` variables ended differently."""
-  named = method and dataclasses.replace(method, names=tuple(name + flatten.VALUE for name in method.names))
-  return [checksum_of(shards, one, earlier) for one in (method, named) for earlier in (False, True)]
 
 
 class ReduceState(NamedTuple):

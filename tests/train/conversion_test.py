@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import pickle
-import zlib
 
 import flax.serialization
 import hypothesis
@@ -234,19 +233,6 @@ def test_a_checkpoint_of_the_same_sizes_and_another_method_is_refused(one, other
   for use in (js.resize, js.flush, step):
     with pytest.raises(ValueError, match=message):
       use(restored, params, mesh_of(3))
-
-
-def test_a_checkpoint_of_an_earlier_version_is_accepted_and_written_anew():
-  """Version 0.1.0 made checksums of a `repr`."""
-  tx = chain(js.spardl_transform("workers", {"bias": "dense"}, density=0.2))
-  params, state = trained(tx, mesh_of(3))
-  layout = state[0].layout
-  groups = [(group.leaves, group.collective.label) for group in layout.method.groups]
-  earlier = zlib.crc32(repr((layout.shards, (layout.method.names, layout.method.shapes), groups)).encode())
-  assert int(layout.checksum) != earlier
-  before = state[0]._replace(layout=layout._replace(checksum=jnp.full_like(layout.checksum, earlier))), *state[1:]
-  js.make_train_step(quadratic, tx, mesh_of(3), donate=False)(params, before, normals(0, 24, 64))
-  assert_same_bits(js.resize(before, params, mesh_of(3)), state)
 
 
 def test_checksums_do_not_depend_on_how_jax_prints(monkeypatch):
