@@ -141,7 +141,8 @@ def convert(
 def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -> Any:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
   nodes = states.reduce_states(state)
-  before, after, rows = int(np.max(gather(nodes[0].layout.workers))), engine.workers, nodes[0].counters.skipped.size
+  before, after = int(np.max(gather(nodes[0].layout.workers))), engine.workers
+  rows = nodes[0].counters.skipped.size
   state = _fit_moved(state, fresh, before)
   _check_structure(state, fresh)
   if rows == 1 < before != after:

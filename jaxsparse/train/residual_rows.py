@@ -50,14 +50,13 @@ class Residual(NamedTuple):
 
 def residuals_of(nodes: Sequence[ReduceState], params: optax.Params, workers: int) -> dict[int, Residual]:
   """The residual of each leaf of the parameters that has one, by the number of the leaf."""
-  found = {}
+  found: dict[int, Residual] = {}
   for node in nodes:
     for part, homes in zip(node.groups, homes_of(node, params), strict=True):
       if homes:
-        rows, start = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1), 0
-        for number, size, lies in homes:
-          found[number] = Residual(rows[:, start : start + size], workers, lies)
-          start += size
+        rows = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1)
+        leaves = np.split(rows, np.cumsum([size for _, size, _ in homes])[:-1], axis=1)
+        found |= {number: Residual(leaf, workers, lies) for leaf, (number, _, lies) in zip(leaves, homes, strict=True)}
   return found
 
 
@@ -73,7 +72,8 @@ def carry_over(
     counters: of the same workers.
     engine: the workers of `fresh`.
   """
-  devices, first = fresh.devices, engine.process if fresh.counters.skipped.size == 1 else 0
+  devices = fresh.devices
+  first = engine.process if fresh.counters.skipped.size == 1 else 0
 
   def residual_of(homes: Sequence[tuple[int, int, Any]], like: jax.Array) -> jax.Array:
     leaves = [residuals.get(number) or Residual(np.zeros((1, size), np.float32)) for number, size, _ in homes]
@@ -129,7 +129,8 @@ def homes_of(node: ReduceState, params: optax.Params) -> list[list[tuple[int, in
   """
   method, shards = node.layout.method, node.layout.shards
   assert method is not None
-  numbers, sizes = _leaf_numbers(method.names, params), shards.sizes if shards else list(map(math.prod, method.shapes))
+  numbers = _leaf_numbers(method.names, params)
+  sizes = shards.sizes if shards else list(map(math.prod, method.shapes))
   home = lambda leaf: (numbers[leaf], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None)
   parts = zip(method.groups, node.groups, strict=True)
   return [[] if part.residual is None else list(map(home, group.leaves)) for group, part in parts]

@@ -294,7 +294,7 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   if not varying.checked_axes() and all(_compat.is_argument_of_shard_map(leaf) for _, leaf in leaves):
     warnings.warn(
       "gradients come into a shard_map with check_vma=False as they are: if they are averaged already, or every worker "
-      "has the same batch, nothing is saved, and no error tells; take them inside it, or by "
+      "has the same batch, no word is saved, and jaxsparse cannot tell; take them inside it, or by "
       "js.stacked(tx, mesh).value_and_grad",
       stacklevel=2,
     )

@@ -182,8 +182,8 @@ class _LocalSteps(NamedTuple):
     moved = () if self.every == 1 else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
     flight = Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0), jnp.int32(0)) if self.delay else ()
     outer = tuple(self.outer.init(self.fragments.part(params, number)) for number in range(self.fragments.count))
-    inner, applied = _in_rows(self.inner.init(params)), Applied() if self.apply_residual else ()
-    state = LocalState(inner, outer, moved, jnp.int32(0), jnp.int32(0), flight, applied)
+    applied = Applied() if self.apply_residual else ()
+    state = LocalState(_in_rows(self.inner.init(params)), outer, moved, jnp.int32(0), jnp.int32(0), flight, applied)
     check_local_state(state, params)
     return state
 
@@ -200,7 +200,7 @@ class _LocalSteps(NamedTuple):
     inner, moved, finite = self._own_step(grads, state, params, extra)
     tried = state._replace(inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1)
     numbers = range(self.fragments.count)
-    exchange = lambda number: functools.partial(self._exchange, number)  # without an entry it would mark no NaN
+    exchange = lambda number: functools.partial(self._exchange, number)  # without entries an exchange marks no NaN
     exchanges = [exchange(one) if self.fragments.has_entries(params, one) else self._agree for one in numbers]
     kinds = [self._agree, *exchanges, *([self._apply_flight] if self.delay else [])]
     # The branches return neither what was moved nor the inner state: XLA copies the results of a conditional.
@@ -255,7 +255,7 @@ class _LocalSteps(NamedTuple):
     return _in_rows(after), moved, finite
 
   def _keep_moved(self, applied: jax.Array, moved: Any, updates: optax.Updates, params: optax.Params) -> Any:
-    """θ − θ_w after an update of the anchor, of the fragment of number `applied`, from 1."""
+    """θ − θ_w after an update of the anchor; `applied`: 1 + the updated fragment, 0 for none."""
 
     def keep(was: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
       if self.mixing or self.delay:  # θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u
@@ -268,9 +268,9 @@ class _LocalSteps(NamedTuple):
   def _agree(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
     """No update of the anchor; the workers agree on whether all of them are finite."""
     zeros = jax.tree.map(jnp.zeros_like, params)
-    first, sent, own = state.outer[0], self.fragments.part(zeros, 0), self.fragments.part(params, 0)
-    _, agreed = self.outer.update(sent, first, own, agree=finite, **extra)
-    check_agreed(first, agreed)
+    sent, own = (self.fragments.part(tree, 0) for tree in (zeros, params))
+    _, agreed = self.outer.update(sent, state.outer[0], own, agree=finite, **extra)
+    check_agreed(state.outer[0], agreed)
     skipped = states.is_skipped(agreed)
     flight = state.flight._replace(left=jnp.maximum(state.flight.left - 1, 0)) if self.delay else ()
     return _Stepped(zeros, states.idle_step(state.outer, skipped), flight, skipped)
@@ -288,8 +288,8 @@ class _LocalSteps(NamedTuple):
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
     skipped = states.is_skipped(outer)
     updates = fill_zeros(params, updates)
-    others = states.idle_step(state.outer, skipped)
-    outer = (*others[:number], outer, *others[number + 1 :])
+    idle = functools.partial(states.idle_step, skipped=skipped)
+    outer = tuple(outer if one == number else idle(before) for one, before in enumerate(state.outer))
     if self.delay:
       zeros = jax.tree.map(jnp.zeros_like, updates)
       return _Stepped(zeros, outer, Flight(updates, jnp.int32(self.delay), jnp.int32(number)), skipped)
@@ -315,7 +315,8 @@ class _LocalSteps(NamedTuple):
   def _exchange_all(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
     """The exchanges of all fragments; of one in flight its update is applied instead."""
     total = jax.tree.map(jnp.zeros_like, params)
-    after, skipped, finite = state._replace(inner=()), jnp.bool_(False), jnp.bool_(True)
+    after = state._replace(inner=())
+    skipped, finite = jnp.bool_(False), jnp.bool_(True)
     is_flying = lambda number: (state.flight.left > 0) & (state.flight.fragment == number)
     for number in range(self.fragments.count):
       exchange = lambda state, number=number: self._replace(delay=0)._exchange(number, state, params, finite, extra)
@@ -325,7 +326,8 @@ class _LocalSteps(NamedTuple):
         done = varying.cond(is_flying(number), apply, others, after)
       else:
         done = exchange(after)
-      total, skipped = jax.tree.map(jnp.add, total, done.updates), skipped | done.skipped
+      total = jax.tree.map(jnp.add, total, done.updates)
+      skipped |= done.skipped
       after = after._replace(outer=done.outer, flight=done.flight)
 
     def keep(number: int, was: jax.Array, p: jax.Array) -> jax.Array:

@@ -251,13 +251,13 @@ def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: ja
     total_wraps=before.total_wraps + (total < step.words_sent).astype(jnp.uint32),
     skipped=~finite.reshape(1),
   )
-  # On GPUs one kernel, in place, in place of a copy of each constant: all read `never`, which no compiler of programs
-  # knows to be false, and which is there of an array, since XLA would copy scalars.
+  # A run-time false keeps the update of all counters in one kernel of a GPU; XLA would copy each constant. There it
+  # depends on an array, since XLA would copy scalars, too.
   bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
-  never = _compat.by_platform(
+  always_false = _compat.by_platform(
     update,
     before.skipped_steps,
     gpu=lambda update, steps: (bits(update[:1]) < 0) & (steps >= 0),
     default=lambda _, steps: steps < 0,
   )
-  return jax.tree.map(functools.partial(jnp.where, never), before, step)
+  return jax.tree.map(functools.partial(jnp.where, always_false), before, step)

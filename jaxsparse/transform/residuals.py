@@ -1,4 +1,4 @@
-"""What a worker owes, as leaves like the parameters: its residuals, and with local steps what it has moved."""
+"""Residuals, and the movement of local steps, in the shapes of the parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,7 +91,8 @@ def take_residuals(
 
   def step(groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: Any = ()) -> Any:
     del inside
-    parts, leaves = state.groups, list(leaves)
+    parts = state.groups
+    leaves = list(leaves)
     owing: dict[int, jax.Array] = {}
     for group, part in zip(groups, parts, strict=True):
       own = {leaf: leaves[leaf].astype(jnp.float32) for leaf in group.leaves}

@@ -61,14 +61,10 @@ class Layout(NamedTuple):
 
 def checksum_of(shards: Shards | None, method: Method | None) -> int:
   """The checksum of a layout: of its JSON."""
-  layout = {}
-  grouping = {}
-  if shards:
-    specs = [[_compat.names_of(part or ()) for part in spec] for spec in shards.specs]
-    layout = {"axes": shards.axes, "shapes": shards.shapes, "specs": specs}
-  if method:
-    groups = [(group.leaves, group.collective.label) for group in method.groups]
-    grouping = {"names": method.names, "shapes": method.shapes, "groups": groups}
+  names_of_spec = lambda spec: [_compat.names_of(part or ()) for part in spec]
+  layout = shards and {"axes": shards.axes, "shapes": shards.shapes, "specs": list(map(names_of_spec, shards.specs))}
+  groups = method and [(group.leaves, group.collective.label) for group in method.groups]
+  grouping = method and {"names": method.names, "shapes": method.shapes, "groups": groups}
   return zlib.crc32(json.dumps({"shards": layout, "method": grouping}).encode())
 
 
@@ -243,10 +239,11 @@ def with_rows(state: Any, workers: int) -> Any:
       f"{workers} workers"
     )
 
-  rows = worker_rows(state)
-  if not any(jax.tree.leaves(rows)):
+  nodes = filter(_has_rows, jax.tree.leaves(state, is_leaf=_has_rows))
+  own = [getattr(node, name) for node in nodes for name in node.per_worker()]
+  if all(jnp.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(own)):  # quick, as it runs in every step
     return state
-  return jax.tree_util.tree_map_with_path(fit, state, jax.tree.broadcast(rows, state))
+  return jax.tree_util.tree_map_with_path(fit, state, jax.tree.broadcast(worker_rows(state), state))
 
 
 def local_states(state: Any) -> list[LocalState]:
@@ -288,7 +285,7 @@ def worker_rows(state: Any, within: bool = False) -> Any:
 
 
 def _has_rows(node: Any) -> bool:
-  return hasattr(type(node), "per_worker")
+  return isinstance(node, tuple) and hasattr(node, "per_worker")
 
 
 def reduce_rows(state: Any) -> list[tuple[ReduceState, bool]]:

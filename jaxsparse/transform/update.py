@@ -116,10 +116,12 @@ def grouped_transform(
     checks.warn_of_frozen(state, updates)
     leaves, structure = jax.tree.flatten(updates)
     leaves = _without_derivatives(groups, leaves)
-    # `js.local_steps` with wider updates than parameters: of the mean, by the names of the leaves
-    own = [(dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
+    # Dtypes to round the mean to, by leaf: `js.local_steps` gives those of parameters where its updates are wider.
+    rounded = [
+      (dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()
+    ]
     divisor = getattr(comm, "divisor", comm.size)  # `PeerComm` has one: what its workers give is weighted already
-    step = functools.partial(reduce_groups, comm, divisor=divisor, dtypes=own)
+    step = functools.partial(reduce_groups, comm, divisor=divisor, dtypes=rounded)
     leaves, state = at_devices(step, groups, leaves, state)
     return jax.tree.unflatten(structure, leaves), state
 
@@ -174,8 +176,7 @@ def _start_groups(groups: Sequence[Group], size: int) -> tuple[State, Counters]:
   """What one device carries before the first step."""
   for group in groups:
     group.collective.check_size(group.entries, size)
-  starts = [group.collective.init(group.entries, size) for group in groups]
-  return join_groups(starts), Counters.zeros()
+  return join_groups([group.collective.init(group.entries, size) for group in groups]), Counters.zeros()
 
 
 def init_state(collective: Collective, n: int, size: int) -> ReduceState:
@@ -197,12 +198,13 @@ def at_devices(
   layout, shards = state.layout, state.layout.shards
   if not shards:
     return step(groups, leaves, state)
-  own, specs, split = shards.groups(groups), list(shards.specs), PartitionSpec(shards.names)
+  groups_of_device = shards.groups(groups)
+  specs, split = list(shards.specs), PartitionSpec(shards.names)
 
   def device(leaves: list[jax.Array], carried: State, counters: Counters) -> tuple[list[jax.Array], State, Counters]:
     shared = jax.tree.map(lambda x: x[0], carried.shared)
     one = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
-    pieces, after = step(own, shards.cut(leaves), one, inside=shards.names)
+    pieces, after = step(groups_of_device, shards.cut(leaves), one, inside=shards.names)
     return shards.join(pieces, leaves), *add_device_axis(after.carried, after.counters)
 
   program = _compat.shard_map(device, None, (specs, split, split), (specs, split, split), shards.names)
@@ -268,16 +270,19 @@ def reduce_groups(
     The sums of the leaves over the workers, divided by `divisor` and rounded to `dtypes`; and the next state. What is
     rounded off stays in the residuals, the same share at each worker.
   """
-  means, states = list(leaves), state.groups
+  means = list(leaves)
+  states = state.groups
   dtypes = list(map(jnp.result_type, leaves)) if dtypes is None else dtypes
   grads, restore = zip(*(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups), strict=True)
-  axes, delivered = axes_of(comm), list[_Delivered]()
+  axes = axes_of(comm)
+  delivered = list[_Delivered]()
   for group, flat, before in zip(groups, grads, states, strict=True):
     earlier = [delivered[number].finite for number in group.waits_for]
     reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, flat, before)
-    error, own = None, [dtypes[leaf] for leaf in group.leaves]
-    rounding = flatten.rounding([leaves[leaf].size for leaf in group.leaves], own)
-    are_magnitudes = isinstance(reduced.total, Deferred) and reduced.total.are_magnitudes and len(set(own)) == 1
+    error = None
+    rounded = [dtypes[leaf] for leaf in group.leaves]
+    rounding = flatten.rounding([leaves[leaf].size for leaf in group.leaves], rounded)
+    are_magnitudes = isinstance(reduced.total, Deferred) and reduced.total.are_magnitudes and len(set(rounded)) == 1
     if rounding and not are_magnitudes:
       reduced = reduced.computed()
     total = reduced.total
