@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
 
 def checksum_of(shards: Shards | None, method: Method | None) -> int:
-  """The checksum of a layout: of its JSON."""
+  """The checksum of the JSON of a layout."""
   names_of_spec = lambda spec: [_compat.names_of(part or ()) for part in spec]
   layout = shards and {"axes": shards.axes, "shapes": shards.shapes, "specs": list(map(names_of_spec, shards.specs))}
   groups = method and [(group.leaves, group.collective.label) for group in method.groups]
@@ -124,14 +124,14 @@ class ReduceState(NamedTuple):
     return type(self)(carried, counters, jax.tree.map(layout, self.layout))
 
   def idle(self, skipped: jax.Array) -> Self:
-    """The state after a step without messages, whose counters it has, and whether the workers skip it, bool[]."""
+    """The state after a step without messages; `skipped`, bool[], says whether the workers skip it."""
     before = self.counters
     step = Counters(skipped=skipped, total_words=before.total_words, total_wraps=before.total_wraps)
     step = step._replace(skipped_steps=before.skipped_steps + skipped.astype(jnp.int32))
     return self._replace(counters=jax.tree.map(jnp.full_like, before, step))
 
   def undo_if(self, skipped: jax.Array, before: Self) -> Self:
-    """The state after a step, or where all transforms skip it, that `before` it with the counters of a skipped step."""
+    """The state after a step; where the step is skipped, that `before` it, with the counters of the skipped step."""
     counters = self.counters._replace(
       skipped=jnp.full_like(self.counters.skipped, skipped),
       skipped_steps=before.counters.skipped_steps + skipped.astype(jnp.int32),
