@@ -157,7 +157,7 @@ def update_alone(size: int, n: int, density: float, repetitions: int) -> Update:
     mean, state = jax.block_until_ready(compiled(grads, state))
     times["seconds"].append(time.perf_counter() - start)
   medians = {name: statistics.median(seconds[3:]) for name, seconds in times.items()}
-  residual = state.carried.residual
+  residual = state.carried.residual[0]
   if not mean.shape == residual.shape == (n,) or not bool(jnp.isfinite(mean).all() & jnp.isfinite(residual).all()):
     raise RuntimeError(f"the update of one of {size} workers is not finite, or not of {n} entries")
   memory = compiled.memory_analysis()

@@ -68,9 +68,8 @@ class State(NamedTuple):
   """What a collective carries from step to step. Arrays only, the same shapes and dtypes after every step.
 
   Attributes:
-    residual: f32[n] at this worker, the entries not yet delivered; None for a collective without error feedback. With
-      `special=` and for `js.bucketed_transform` this, `worker` and `shared` are tuples with a part for each group of
-      leaves.
+    residual: f32[n] at this worker, the entries not yet delivered; None for a collective without error feedback. In the
+      state of a transform this, `worker` and `shared` are tuples with a part for each group of leaves.
     worker: any pytree that differs between workers; every leaf has a leading axis (it is sharded along it).
     shared: any pytree that is bitwise the same on every worker.
 

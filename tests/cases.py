@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse.collectives import Collective, SparseCollective, _base, _kinds, make_collective
-from jaxsparse.transform.state import reduce_states, split_groups
+from jaxsparse.transform.state import reduce_states
 
 WORKERS = (1, 2, 3, 4, 5, 6, 8, 13, 16)
 QUICK = (1, 3, 4)
@@ -226,7 +226,7 @@ def residuals_by_leaf(state: Any, workers: int) -> dict[str, np.ndarray]:
   found = {}
   for node in reduce_states(state):
     method = node.layout.method
-    for group, part in zip(method.groups, split_groups(node.carried), strict=True):
+    for group, part in zip(method.groups, node.groups, strict=True):
       if part.residual is not None:
         ends = np.cumsum([math.prod(method.shapes[leaf]) for leaf in group.leaves])[:-1]
         each = np.split(np.asarray(part.residual, np.float64).reshape(workers, -1), ends, axis=1)

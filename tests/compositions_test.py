@@ -181,7 +181,7 @@ def entered(cell: Cell, composition: str, grads: np.ndarray) -> np.ndarray:
     rounded = WIDENING * rounded
   if composition not in ("corrected", "corrected warm up"):
     return rounded.sum(0)
-  momentum = np.asarray(cell.state[0].carried.worker.momentum, np.float64).reshape(WORKERS, N)
+  momentum = np.asarray(cell.state[0].carried.worker[0].momentum, np.float64).reshape(WORKERS, N)
   return (MOMENTUM * momentum + rounded).sum(0)
 
 

@@ -46,7 +46,7 @@ FLUSHED = 2.0**-126  # smaller numbers are 0 on this hardware
 
 
 def residuals_of(state, workers, n):
-  kept = state.carried.residual
+  kept = state.carried.residual[0]
   return np.zeros((workers, n), np.float32) if kept is None else np.asarray(kept).reshape(workers, n)
 
 
@@ -80,7 +80,7 @@ def law_r_every_worker_has_the_same_bits(_, collective, workers, n):
   for step in range(3):
     totals, state = simulation.reduce_all(collective, jnp.asarray(normals(step, workers, n)), state)
     assert_same_bits(totals, np.broadcast_to(totals[0], totals.shape))
-    for leaf in jax.tree.leaves(state.carried.shared):
+    for leaf in jax.tree.leaves(state.carried.shared[0]):
       np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
 
 

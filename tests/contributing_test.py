@@ -13,10 +13,12 @@ import jaxsparse
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(jaxsparse.__file__).parent
-SECTIONS = ["a collective", "a metric", "a selector", "a format of values", "an engine"]
+SECTIONS = ["a collective", "a metric", "a selector", "a format of values", "an engine", "a wrapper of an optimizer"]
 USE = """
 import sys
+import warnings
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -50,6 +52,18 @@ params = jnp.zeros(3)
 step = js.make_train_step(lambda params, batch: jnp.mean((params - batch) ** 2), tx, comm)
 params, state, metrics = step(params, js.init(tx, params, comm), jnp.ones((4, 3)))
 assert float(metrics.loss) > 0
+
+comm, params = js.SimComm("workers", members=4), jnp.zeros(3)
+tx = js.clip_to_recent(optax.chain(js.spardl_transform(comm, k=2), optax.sgd(0.1)))
+step = js.make_train_step(lambda params, batch: jnp.vdot(params, batch[0]), tx, comm)
+state = js.init(tx, params, comm)
+for factor, norms in ((1, [1, 2, 3, 4]), (10, [1.1, 2.2, 3.3, 4.4]), (jnp.nan, [1.1, 2.2, 3.3, 4.4])):
+  batch = factor * jnp.diag(jnp.arange(1.0, 5.0))[:, :3].at[3].set(jnp.array([0.0, 0.0, 4.0]))
+  params, state, metrics = step(params, state, batch)
+  assert jnp.allclose(state.norm, jnp.array(norms)), state.norm
+assert js.specs(state, "workers").norm == jax.sharding.PartitionSpec("workers")
+with warnings.catch_warnings(record=True):
+  assert jnp.allclose(js.resize(state, params, js.SimComm("workers", members=2)).norm, jnp.full(2, 2.75))
 """
 
 

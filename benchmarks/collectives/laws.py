@@ -60,7 +60,7 @@ class Laws:
 
 def _held(grads: jax.Array | None, state: ReduceState) -> jax.Array:
   """Sums of one worker's gradient + residual, or of its residual alone."""
-  sums = [_sum_parts(x) for x in (grads, state.carried.residual) if x is not None]
+  sums = [_sum_parts(x) for x in (grads, state.carried.residual[0]) if x is not None]
   return sum(sums, jnp.zeros((2, _PARTS)))
 
 

@@ -123,7 +123,7 @@ class Bench:
     """Times updates, after a warm-up, and checks each."""
     update = timing.Update(self._engine, collective, self._engine.comm, self._n)
     untimed, timed, period = plan(spec.collective, self._warm_up, self._repetitions)
-    warm_up = 1 if update.state.carried.residual is None else untimed  # nothing grows
+    warm_up = 1 if update.state.carried.residual[0] is None else untimed  # nothing grows
     read, laws = jax.jit(self._workers.metrics), Laws(self._engine, spec, update.specs)
     state, number, wrong, warming = update.state, 0, 0, 0.0
     times: list[float] = []

@@ -50,7 +50,7 @@ def simulate(label: str, n: int, workers: int, density: float) -> Trajectory:
     grads = np.random.default_rng(step).standard_normal((workers, n), np.float32)
     total, state = simulation.reduce_all(collective, jax.numpy.asarray(grads), state)
     totals.append(np.asarray(total))
-  residual = state.carried.residual
+  residual = state.carried.residual[0]
   sent = int(np.max(state.counters.words_sent))
   fill = sent / max(1, collective.cost(n, workers).words)
   return Trajectory(np.stack(totals), None if residual is None else np.asarray(residual), fill)

@@ -104,7 +104,7 @@ def update(spec: Spec, n: int, setting: Setting) -> Program:
   compiled = jax.jit(program, donate_argnums=(0, 1)).lower(*shapes).compile()
 
   def check(_: np.ndarray, mean: jax.Array, state: Any) -> Row:
-    for x in (mean, state.carried.residual):
+    for x in (mean, state.carried.residual[0]):
       if x is not None and not (x.shape == (n,) and bool(jnp.isfinite(x).all())):
         raise RuntimeError(f"the update of one of {workers} workers is not finite, or not of {n} entries")
     return {}

@@ -104,7 +104,7 @@ def simulated(seed: int) -> tuple[list[Run], Lost]:
   def copy(number: int, params: Any, state: Any, gradients: Any) -> None:
     del params, gradients
     if number in (_KILL_AT.value // _SAVE_EVERY.value * _SAVE_EVERY.value, _KILL_AT.value - 1, _KILL_AT.value):
-      copies[number] = np.asarray(state[0].carried.residual).reshape(first, -1)[DYING], phases.delivered(state)
+      copies[number] = np.asarray(state[0].carried.residual[0]).reshape(first, -1)[DYING], phases.delivered(state)
 
   start = own[first].train(*own[first].first(), np.zeros(1), range(_KILL_AT.value), copy)
 
@@ -112,8 +112,8 @@ def simulated(seed: int) -> tuple[list[Run], Lost]:
     params, state, gradients = jax.tree.map(jnp.copy, start[:2]) + start[2:]
     if dropped:
       node = state[0]
-      rows = node.carried.residual.reshape(first, -1).at[DYING].set(0.0)
-      state = (node._replace(carried=node.carried._replace(residual=rows.ravel())), *state[1:])
+      rows = node.carried.residual[0].reshape(first, -1).at[DYING].set(0.0)
+      state = (node._replace(carried=node.carried._replace(residual=(rows.ravel(),))), *state[1:])
     for size, steps in ((left, range(_KILL_AT.value, _JOIN_AT.value)), (last, range(_JOIN_AT.value, _STEPS.value))):
       state = js.resize(state, params, own[size].place.where)
       params, state, gradients = own[size].train(params, state, gradients, steps)

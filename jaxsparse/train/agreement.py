@@ -101,7 +101,8 @@ def _agreements(
       found = loss_fn(params, batch, **given)
       return found[0] if isinstance(found, tuple) else found
 
-    grads = [grad.astype(_wide(grad)) for grad in jax.tree.leaves(jax.grad(loss)(trained(params))) if grad.size]
+    wide = lambda grad: jnp.complex64 if jnp.iscomplexobj(grad) else jnp.float32
+    grads = [grad.astype(wide(grad)) for grad in jax.tree.leaves(jax.grad(loss)(trained(params))) if grad.size]
     largest = comm.all_reduce(jnp.max(jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32)), "max")
     mean, each = jnp.float32(0), jnp.float32(0)
     for grad in grads:  # whose squares neither over- nor underflow
@@ -111,10 +112,6 @@ def _agreements(
     return jnp.where(largest == 0, 1.0, mean / (comm.all_reduce(each) / comm.size))
 
   return jnp.stack([of(batch), of(_dealt(comm, batch))])
-
-
-def _wide(grad: jax.Array) -> Any:
-  return jnp.complex64 if jnp.iscomplexobj(grad) else jnp.float32
 
 
 def _dealt(comm: Comm, batch: Any) -> Any:

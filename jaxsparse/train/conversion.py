@@ -65,18 +65,21 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     >>> six, four = (js.SimComm("workers", members=workers) for workers in (6, 4))
     >>> tx, params = js.spardl_transform(six, k=3), jnp.zeros(8)
     >>> state = js.resize(js.init(tx, params, six), params, four)
-    >>> int(state.layout.workers), state.carried.residual.shape
+    >>> int(state.layout.workers), state.carried.residual[0].shape
     (4, (32,))
   """
   engine = engine_of(mesh, axis)
   checks.check_not_traced("js.resize", state, params)
   check_state(state, params)
 
-  def restart(node: states.ReduceState, row: bool) -> Any:
-    fresh, zero = first_state(engine.comm, node.layout.method, node.layout.shards), jnp.int32(0)  # type: ignore[arg-type]
-    return states.LocalState(jax.tree.map(lambda x: x[None], fresh), (), (), zero, zero) if row else fresh
+  def restart(row: bool, node: Any) -> Any:
+    if not states.is_reduce_state(node):
+      return ()
+    fresh = first_state(engine.comm, node.layout.method, node.layout.shards)
+    return jax.tree.map(lambda x: x[None], fresh) if row else fresh
 
-  start = lambda _: [restart(*one) for one in states.reduce_rows(state)]
+  every_row = states.worker_rows(state)
+  start = lambda _: jax.tree.map(restart, every_row, state)
   following = iter(states.reduce_states(place_state(engine, start, params)[0]))
 
   def begin(path: Any, x: Any, row: bool) -> Any:
@@ -88,7 +91,7 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     sharding = None if spec is None else engine.shardings_of(PartitionSpec(*axes, *spec))
     return jax.ShapeDtypeStruct((*rows, *shape), x.dtype, sharding=sharding)
 
-  fresh = jax.tree_util.tree_map_with_path(begin, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
+  fresh = jax.tree_util.tree_map_with_path(begin, state, every_row, is_leaf=states.is_reduce_state)
   return _carry_state(engine, state, fresh, params)
 
 
@@ -122,7 +125,7 @@ def convert(
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
     >>> state = js.init(js.spardl_transform("workers", density=0.5), jnp.zeros(8), mesh)
     >>> state = js.convert(state, js.oktopk_transform("workers", density=0.25), jnp.zeros(8), mesh)
-    >>> state.carried.shared.step
+    >>> state.carried.shared[0].step
     Array(0, dtype=int32)
   """
   engine = engine_of(mesh, axis)
@@ -138,7 +141,8 @@ def convert(
 def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -> Any:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
   nodes = states.reduce_states(state)
-  before, after, rows = int(np.max(gather(nodes[0].layout.workers))), engine.workers, nodes[0].counters.skipped.size
+  before, after = int(np.max(gather(nodes[0].layout.workers))), engine.workers
+  rows = nodes[0].counters.skipped.size
   state = _fit_moved(state, fresh, before)
   _check_structure(state, fresh)
   if rows == 1 < before != after:
@@ -156,7 +160,7 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
   residuals = residuals_of(nodes, seen, before)
   homes = [home for node in states.reduce_states(fresh) for group in homes_of(node, seen) for home in group]
   _check_homes(residuals, {number: lies for number, _, lies in homes}, list(leaf_shapes(seen)))
-  if states.local_states(state) and before != after:
+  if before != after and any(jax.tree.leaves(states.worker_rows(state))):
     warnings.warn(
       f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "
       f"those of the {before} workers",
@@ -167,8 +171,7 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
     if not states.is_reduce_state(old):
       return put_like(new, old if np.shape(old) == new.shape else _mean(gather(old), new))
     if before == after and old.layout[3:] == new.layout[3:] and rows == new.counters.skipped.size:
-      # The checksum of the old layout may be that of an earlier version.
-      return jax.tree.map(put_like, new, old._replace(layout=new.layout))
+      return jax.tree.map(put_like, new, old)
     return carry_over(new, seen, residuals, old.counters, engine)
 
   old, (new, structure) = (jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh))
@@ -255,9 +258,7 @@ def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
   """
   following = iter(states.local_states(fresh))
 
-  def fit(node: Any) -> Any:
-    if not states.is_local_state(node):
-      return node
+  def fit(node: states.LocalState) -> states.LocalState:
     new = next(following, node)
     moved = jax.tree.leaves(node.moved)
     if bool(moved) == bool(jax.tree.leaves(new.moved)):
@@ -266,7 +267,7 @@ def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
       raise ValueError("workers have moved since the last exchange: call step.synchronize(params, state) before")
     return node._replace(moved=jax.tree.map(lambda x: np.zeros((workers, *x.shape[1:]), x.dtype), new.moved))
 
-  return jax.tree.map(fit, state, is_leaf=states.is_local_state)
+  return states.map_states(fit, state, states.LocalState)
 
 
 def _check_structure(state: Any, fresh: Any) -> None:
@@ -276,7 +277,7 @@ def _check_structure(state: Any, fresh: Any) -> None:
     """The path of each array, with its type and its shape at a worker."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
     shape = lambda x, row: "" if states.is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
-    rows = jax.tree.leaves(states.has_worker_axis(tree))
+    rows = jax.tree.leaves(states.worker_rows(tree))
     return {jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)}
 
   old, new = described(state), described(fresh)

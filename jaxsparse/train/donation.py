@@ -19,7 +19,8 @@ def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, .
       enough to compare the arrays.
   """
   leaves, structure = jax.tree.flatten(arguments)
-  given, donated = len(jax.tree.leaves(arguments[:2])), set[int]()
+  given = len(jax.tree.leaves(arguments[:2]))
+  donated = set[int]()
   for number, leaf in enumerate(leaves):
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue

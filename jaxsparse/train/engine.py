@@ -80,8 +80,8 @@ class Engine:
 
     Arguments and results are sharded as their specs say, or as `shardings` of both do, where workers have devices.
     """
-    program, own = self.map(worker, in_specs, out_specs), (self.shardings_of(in_specs), self.shardings_of(out_specs))
-    given, results = (self._inside and shardings) or own
+    program = self.map(worker, in_specs, out_specs)
+    given, results = (self._inside and shardings) or (self.shardings_of(in_specs), self.shardings_of(out_specs))
     return jax.jit(program, in_shardings=given, out_shardings=results, donate_argnums=donate, compiler_options=options)
 
   def place(self, tree: Any, specs: Any) -> Any:
@@ -165,7 +165,8 @@ class _OnMesh(Engine):
     self.axes = {name: size for name, size in mesh.shape.items() if name not in inside}
     self.others = tuple(name for name in self.axes if name not in names)
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
-    self.processes, me = len(taking_part), jax.process_index()
+    self.processes = len(taking_part)
+    me = jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
     # Where axes are Explicit, as with `jax.make_mesh`, the types of arrays have shardings.
     self._mesh, self._inside, self._is_explicit = mesh, inside, AxisType.Explicit in mesh.axis_types

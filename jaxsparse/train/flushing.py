@@ -15,7 +15,7 @@ from jaxsparse.train.starting import check_state
 from jaxsparse.transform import checks
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import has_worker_axis, is_local_state, is_reduce_state, reduce_states
+from jaxsparse.transform.state import LocalState, is_reduce_state, map_states, reduce_states, worker_rows
 from jaxsparse.transform.wrapped import view_of
 from jaxsparse.types import Comm
 
@@ -88,16 +88,16 @@ def flush(
         updates[name] = sent.astype(leaves[name].dtype)
       return node
 
-    def empty(node: Any) -> Any:
-      if not is_local_state(node) or not jax.tree.leaves(node.moved):
+    def empty(node: LocalState) -> LocalState:
+      if not jax.tree.leaves(node.moved):
         return node
       rest = [left[name][None] for name in flatten.leaves_by_name(node.moved)]
       return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
 
-    state = jax.tree.map(deliver, state, has_worker_axis(state), is_leaf=is_reduce_state)
+    state = jax.tree.map(deliver, state, worker_rows(state), is_leaf=is_reduce_state)
     update = jax.tree.unflatten(jax.tree.structure(seen), updates.values())
     update = view.restore(jax.tree.map(jnp.zeros_like, params), update)
-    return update, jax.tree.map(empty, state, is_leaf=is_local_state)
+    return update, map_states(empty, state, LocalState)
 
   specs = (PartitionSpec(), placed(state, engine.axis))
   kept = engine.shardings((params, state), specs)

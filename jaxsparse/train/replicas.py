@@ -169,7 +169,7 @@ def described(arguments: tuple[Any, ...], shardings: Any = None) -> list[str]:
     lines.append(f"{name_argument(path)} is {jnp.result_type(x).name}{list(np.shape(x))}{of}")
   for path, node in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_reduce_state):
     if is_reduce_state(node) and node.layout.method:
-      labels = ", ".join(group.collective.label for group in node.layout.method.groups)
+      labels = ", ".join(collective.label for collective in node.collectives)
       lines.insert(0, f"{name_argument(path)} is that of {labels}")
   return lines
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsparse.sparse.flatten import leaf_shapes
 from jaxsparse.train.engine import Engine, put_global
-from jaxsparse.transform.state import ReduceState, devices_of, join_groups, split_groups
+from jaxsparse.transform.state import ReduceState
 from jaxsparse.types import Counters
 
 
@@ -50,14 +50,13 @@ class Residual(NamedTuple):
 
 def residuals_of(nodes: Sequence[ReduceState], params: optax.Params, workers: int) -> dict[int, Residual]:
   """The residual of each leaf of the parameters that has one, by the number of the leaf."""
-  found = {}
+  found: dict[int, Residual] = {}
   for node in nodes:
-    for part, homes in zip(split_groups(node.carried), homes_of(node, params), strict=True):
+    for part, homes in zip(node.groups, homes_of(node, params), strict=True):
       if homes:
-        rows, start = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1), 0
-        for number, size, lies in homes:
-          found[number] = Residual(rows[:, start : start + size], workers, lies)
-          start += size
+        rows = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1)
+        leaves = np.split(rows, np.cumsum([size for _, size, _ in homes])[:-1], axis=1)
+        found |= {number: Residual(leaf, workers, lies) for leaf, (number, _, lies) in zip(leaves, homes, strict=True)}
   return found
 
 
@@ -73,7 +72,8 @@ def carry_over(
     counters: of the same workers.
     engine: the workers of `fresh`.
   """
-  devices, first = devices_of(fresh), engine.process if fresh.counters.skipped.size == 1 else 0
+  devices = fresh.devices
+  first = engine.process if fresh.counters.skipped.size == 1 else 0
 
   def residual_of(homes: Sequence[tuple[int, int, Any]], like: jax.Array) -> jax.Array:
     leaves = [residuals.get(number) or Residual(np.zeros((1, size), np.float32)) for number, size, _ in homes]
@@ -88,14 +88,13 @@ def carry_over(
 
   parts = [
     part._replace(residual=residual_of(homes, part.residual)) if homes else part
-    for part, homes in zip(split_groups(fresh.carried), homes_of(fresh, params), strict=True)
+    for part, homes in zip(fresh.groups, homes_of(fresh, params), strict=True)
   ]
   new = fresh.counters
   for name, row in _totals(counters, devices).items():
     like = getattr(new, name)
     new = new._replace(**{name: put_like(like, np.tile(row, like.size // devices).reshape(like.shape))})
-  carried = join_groups(parts, alone=not isinstance(fresh.carried.residual, tuple))
-  return fresh._replace(carried=carried, counters=new)
+  return fresh.with_groups(parts)._replace(counters=new)
 
 
 def gather(x: Any) -> Any:
@@ -130,9 +129,10 @@ def homes_of(node: ReduceState, params: optax.Params) -> list[list[tuple[int, in
   """
   method, shards = node.layout.method, node.layout.shards
   assert method is not None
-  numbers, sizes = _leaf_numbers(method.names, params), shards.sizes if shards else list(map(math.prod, method.shapes))
+  numbers = _leaf_numbers(method.names, params)
+  sizes = shards.sizes if shards else list(map(math.prod, method.shapes))
   home = lambda leaf: (numbers[leaf], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None)
-  parts = zip(method.groups, split_groups(node.carried), strict=True)
+  parts = zip(method.groups, node.groups, strict=True)
   return [[] if part.residual is None else list(map(home, group.leaves)) for group, part in parts]
 
 

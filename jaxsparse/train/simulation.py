@@ -121,7 +121,7 @@ def contraction(name: str | Collective, grads: Any, **config: Any) -> Contractio
   k = collective.entries(n) if isinstance(collective, SparseCollective) else n
 
   def step(state: ReduceState, grads: jax.Array) -> tuple[ReduceState, Contraction]:
-    residual = state.carried.residual
+    residual = state.carried.residual[0]
     mean = jnp.mean(grads if residual is None else grads + residual, axis=0)
     totals, state = reduce_all(collective, grads, state)
     delivered, largest = jnp.mean(totals, axis=0) / workers, jax.lax.top_k(jnp.abs(mean), k)[1]
@@ -141,7 +141,8 @@ def _ratio(x: jax.Array, y: jax.Array) -> jax.Array:
 def _results(grads: Any, totals: jax.Array, state: ReduceState) -> tuple[Any, Any, Metrics]:
   """The total and the residuals in the shapes of `grads`, and the metrics."""
   _, restore = flatten.flatten(jax.tree.map(lambda leaf: leaf[0].astype(jnp.float32), grads))
-  residuals = jnp.zeros_like(totals) if state.carried.residual is None else state.carried.residual
+  residual = state.groups[0].residual
+  residuals = jnp.zeros_like(totals) if residual is None else residual
   return restore(totals[0]), jax.vmap(restore)(residuals), summary([state])
 
 
@@ -187,9 +188,9 @@ def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> 
 
 
 def _with_residuals(state: ReduceState, residuals: jax.Array, collective: Collective) -> ReduceState:
-  expected = state.carried.residual
+  expected = state.carried.residual[0]
   if expected is None:
     raise ValueError(f"simulate: {collective.name} keeps no residual, leave residuals out")
   if residuals.shape != expected.shape:
     raise ValueError(f"simulate: residuals have shape {residuals.shape}, the gradients {expected.shape}")
-  return state._replace(carried=state.carried._replace(residual=residuals))
+  return state._replace(carried=state.carried._replace(residual=(residuals,)))

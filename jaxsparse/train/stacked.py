@@ -150,7 +150,7 @@ def _has_rows(state: Any, params: optax.Params, workers: int) -> bool:
   """
   if all(np.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(params)):
     nodes = states.reduce_states(state)
-    known = {name: shape for node in nodes for name, shape in _shapes(node)}
+    known = {name: shape for node in nodes for name, shape in node.leaves}
     one = jax.tree.map(lambda x: shape_of(x, shape=np.shape(x)[1:]), params)
     if known and known.items() <= flatten.leaf_shapes(shapes_seen(nodes, one)).items():
       return True
@@ -158,14 +158,10 @@ def _has_rows(state: Any, params: optax.Params, workers: int) -> bool:
   return False
 
 
-def _shapes(node: states.ReduceState) -> Any:
-  return zip(node.layout.method.names, node.layout.method.shapes, strict=True) if node.layout.method else ()
-
-
 def _check_rows(grads: optax.Updates, state: Any, params: optax.Params | None, workers: int) -> None:
   """Raises ValueError for a gradient without a row for each worker, or of no parameters, naming its leaf."""
   leaves = flatten.leaves_by_name(grads)
-  made = [leaf for node in states.reduce_states(state) for leaf in _shapes(node)]
+  made = [leaf for node in states.reduce_states(state) for leaf in node.leaves]
   hint = "optax.MultiSteps goes into the chain, after the transform, not around js.stacked"
   if params is not None and (others := set(leaves) ^ set(flatten.leaves_by_name(trained(params)))):
     raise ValueError(f"gradients or parameters have no leaf {min(others)}: give both with the same leaves")

@@ -70,7 +70,7 @@ def abstract_state(
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
     >>> tx, params = js.spardl_transform("workers", density=0.5), jnp.zeros(8)
     >>> like = js.abstract_state(tx, params, mesh, workers=6)
-    >>> like.carried.residual.shape
+    >>> like.carried.residual[0].shape
     (48,)
     >>> params, state = saver.restore(folder, (params, like))  # doctest: +SKIP
     >>> state = js.resize(state, params, mesh)  # doctest: +SKIP
@@ -91,7 +91,7 @@ def abstract_state(
       return jax.tree.map(lambda x: shape_of(x, host, (workers, *x.shape[1:])), node)
     return _resize_node(node, workers, host) if states.is_reduce_state(node) else node
 
-  return jax.tree.map(resize, state, states.has_worker_axis(state), is_leaf=states.is_reduce_state)
+  return jax.tree.map(resize, state, states.worker_rows(state), is_leaf=states.is_reduce_state)
 
 
 def place_state(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
@@ -151,8 +151,7 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
 
 def warn_of_selection(platform: str, state: Any) -> None:
   """Warns of collectives whose selection compiles for minutes on a TPU."""
-  methods = [node.layout.method for node in states.reduce_states(state) if node.layout.method]
-  collectives = [group.collective for method in methods for group in method.groups]
+  collectives = [collective for node in states.reduce_states(state) for collective in node.collectives]
   slow = [one.label for one in collectives if getattr(one, "selector", "chunked") != "chunked"]
   if platform == "tpu" and slow:
     warnings.warn(
@@ -201,12 +200,10 @@ def _host() -> SingleDeviceSharding:
 
 def _resize_node(node: states.ReduceState, workers: int, sharding: Any) -> states.ReduceState:
   """The shapes of a state as those of a state of another number of workers."""
-  method, shards, devices = node.layout.method, node.layout.shards, states.devices_of(node)
+  method, shards, devices = node.layout.method, node.layout.shards, node.devices
   assert method is not None
   own = dataclasses.replace(method, groups=tuple(shards.groups(method.groups))) if shards else method
   one = jax.eval_shape(lambda: first_state(SoloComm(workers), own, None))
   rows = lambda x: shape_of(x, sharding, (workers * devices * x.shape[0], *x.shape[1:]))
   same = lambda x: shape_of(x, sharding, (devices, *x.shape) if shards else x.shape)
-  carried, counters = jax.tree.map(rows, (one.carried._replace(shared=()), one.counters))
-  carried = carried._replace(shared=jax.tree.map(same, one.carried.shared))
-  return states.ReduceState(carried, counters, jax.tree.map(lambda x: shape_of(x, sharding), node.layout))
+  return one._replace(layout=node.layout).map_arrays(rows, same, lambda x: shape_of(x, sharding))

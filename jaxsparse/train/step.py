@@ -16,18 +16,10 @@ from jaxsparse.comm import replication
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
-from jaxsparse.train import replicas
+from jaxsparse.train import replicas, starting
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
 from jaxsparse.train.engine import check_batch, engine_of, shape_of
-from jaxsparse.train.starting import (
-  LIKELY_MISTAKES,
-  check_state,
-  check_update,
-  place_state,
-  start_workers,
-  warn_of_selection,
-)
 from jaxsparse.train.worker import TO_LOSS, AuxReduce, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -71,7 +63,7 @@ def init(
     >>> import jax, jax.numpy as jnp, jaxsparse as js
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
     >>> state = js.init(js.spardl_transform("workers", k=3), jnp.zeros(8), mesh, axis="workers")
-    >>> state.carried.residual.size == 8 * len(jax.devices())
+    >>> state.carried.residual[0].size == 8 * len(jax.devices())
     True
   """
   engine = engine_of(mesh, axis)
@@ -79,11 +71,11 @@ def init(
     return tx.init(params)
   checks.check_alive({"params": params})
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
-    return start_workers(engine, tx.init, params)[0]
+    return starting.start_workers(engine, tx.init, params)[0]
   replicas.check_processes(engine, params, "params")
-  state, specs = place_state(engine, tx.init, params)
-  check_update(engine, tx, params, state, specs)
-  warn_of_selection(engine.platform, state)
+  state, specs = starting.place_state(engine, tx.init, params)
+  starting.check_update(engine, tx, params, state, specs)
+  starting.warn_of_selection(engine.platform, state)
   return state
 
 
@@ -193,9 +185,7 @@ class TrainStep:
     self._engine = engine_of(mesh, axis)
     self.workers = self._engine.workers
     self._axis, self._worker, self._donate = self._engine.axis, worker, donate
-    self._specs: dict[Any, tuple[Any, Any]] = {}
-    self._programs: dict[Any, Any] = {}
-    self._exchanges: dict[tuple[str, ...], Any] = {}
+    self._made: dict[Any, Any] = {}  # the specs of steps, the programs of steps and exchanges
     self._alike: set[Any] = set()  # programs that all processes have, with the shapes of their batches
     self._known: Any = None  # identifies the state that was returned last, which needs no check
 
@@ -220,15 +210,16 @@ class TrainStep:
     """
     if not states.local_states(state):
       return params, state
-    check_state(state, params, self._engine)
-    if (names := tuple(extra)) not in self._exchanges:
+    starting.check_state(state, params, self._engine)
+
+    def exchange() -> Any:
       specs = (PartitionSpec(), placed(state, self._axis))
-      arguments = (*specs, dict.fromkeys(extra, PartitionSpec()))
-      kept = self._engine.shardings((params, state, extra), arguments)
-      shardings = kept and (kept, kept[:2])
-      self._exchanges[names] = self._engine.jit(self._worker.synchronize, arguments, specs, shardings=shardings)
+      in_specs = (*specs, dict.fromkeys(extra, PartitionSpec()))
+      kept = self._engine.shardings((params, state, extra), in_specs)
+      return self._engine.jit(self._worker.synchronize, in_specs, specs, shardings=kept and (kept, kept[:2]))
+
     try:
-      return dispatch(self._exchanges[names], params, state, extra)
+      return dispatch(self._once(("exchange", *extra), exchange), params, state, extra)
     except TypeError as error:
       if "keyword-only argument" not in str(error):
         raise
@@ -259,33 +250,42 @@ class TrainStep:
   def _program(self, *arguments: Any) -> tuple[Any, Any]:
     """The jitted step for `_arguments` of this structure and these shardings, and their specs."""
     self._check(*arguments)
+    structure = jax.tree.structure(arguments[1:2] + arguments[3:])
+    in_specs, out_specs = self._once(structure, lambda: self._specs(arguments[1], _by_name(arguments)))
+    shardings = self._engine.shardings(arguments, in_specs)
+    key = structure, tuple(jax.tree.leaves(shardings))
+    return self._once(key, lambda: self._jitted(arguments[1], in_specs, out_specs, shardings)), in_specs
+
+  def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+    """The result of the first `make()` with this key."""
+    if key not in self._made:
+      self._made[key] = make()
+    return self._made[key]
+
+  def _specs(self, state: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    """The specs of the arguments and results of a step."""
+    same: Any = PartitionSpec()
+    own = placed(state, self._axis)
+    split = PartitionSpec(self._axis)
+    model_state = split if self._worker.model_state == "worker" else same
+    named = {name: model_state if name == "model_state" else same for name in given}
+    return _arguments(same, own, split, named), (same, own, StepMetrics(same, same, same, model_state, same))
+
+  def _jitted(self, state: Any, in_specs: Any, out_specs: Any, shardings: Any) -> Any:
+    """The jitted step for arguments that lie so inside a worker."""
     engine = self._engine
-    state, given = arguments[1], _by_name(arguments)
-    structure = jax.tree.structure((state, given))
-    if structure not in self._specs:
-      same: Any = PartitionSpec()
-      own, split = placed(state, self._axis), PartitionSpec(self._axis)
-      model_state = split if self._worker.model_state == "worker" else same
-      named = {name: model_state if name == "model_state" else same for name in given}
-      in_specs = _arguments(same, own, split, named)
-      self._specs[structure] = in_specs, (same, own, StepMetrics(same, same, same, model_state, same))
-    in_specs, out_specs = self._specs[structure]
-    shardings = engine.shardings(arguments, in_specs)
-    known = structure, tuple(jax.tree.leaves(shardings))
-    if known not in self._programs:
-      step = functools.partial(self._worker.step, engine.comm)
-      instead = functools.partial(self._worker.step_instead, engine.comm)
-      checked = replication.checked(
-        step, in_specs, out_specs, engine.axis, LIKELY_MISTAKES, engine.others, commit_early, instead
-      )
-      open_: Any = None  # the compiler's choice
-      model_state = shardings and _by_name(shardings).get("model_state")
-      after = shardings and (*shardings[:2], StepMetrics(open_, open_, open_, model_state, open_))
-      donated = (0, 1) if self._donate else ()
-      options = compiler_options(engine.platform) if states.in_groups(state) else None
-      program = engine.jit(checked, in_specs, out_specs, donated, options, shardings and (shardings, after))
-      self._programs[known] = program
-    return self._programs[known], in_specs
+    step = functools.partial(self._worker.step, engine.comm)
+    instead = functools.partial(self._worker.step_instead, engine.comm)
+    checked = replication.checked(
+      step, in_specs, out_specs, engine.axis, starting.LIKELY_MISTAKES, engine.others, commit_early, instead
+    )
+    unspecified: Any = None  # the compiler's choice
+    model_state = shardings and _by_name(shardings).get("model_state")
+    metrics = StepMetrics(unspecified, unspecified, unspecified, model_state, unspecified)
+    lies = shardings and (shardings, (*shardings[:2], metrics))
+    has_groups = any(len(node.groups) > 1 for node in states.reduce_states(state))
+    options = compiler_options(engine.platform) if has_groups else None
+    return engine.jit(checked, in_specs, out_specs, (0, 1) if self._donate else (), options, lies)
 
   def _compare_processes(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> None:
     """Compares a program and its arguments between all processes, where either is new."""
@@ -327,7 +327,7 @@ class TrainStep:
           f"np.resize(x, ({self._engine.held}, *x.shape[1:]))"
         )
     if self._known is None or _identity(state) is not self._known:
-      check_state(state, params, self._engine, shapes=True)
+      starting.check_state(state, params, self._engine, shapes=True)
 
 
 def _arguments(params: Any, state: Any, batch: Any, named: dict[str, Any]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ The way of a gradient:
 Around it:
 
     atomic        `js.atomic`: a skipped step leaves everything as it was
-    residuals     what a worker owes, as leaves: residuals, and what it has moved
+    residuals     residuals, and the movement of local steps, in the shapes of the parameters
     local         `js.local_steps`: parameters that differ between workers, and their exchange; `fragments` of leaves
     momentum      `js.momentum_corrected`, `js.warmed_up`: Deep Gradient Compression
     named         `js.diloco`, `js.sparseloco`, `js.demo_transform`: chains with the defaults of their papers

@@ -12,8 +12,7 @@ from jaxsparse.collectives import make_collective
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import axes_of, varying
 from jaxsparse.comm.replication import mark_total
-from jaxsparse.transform.metrics import count_idle_step
-from jaxsparse.transform.state import ReduceState
+from jaxsparse.transform.state import ReduceState, idle_step
 from jaxsparse.transform.update import collective_transform
 from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import Comm
@@ -87,7 +86,7 @@ def average_momentum(
     grads: optax.Updates, state: AveragedState, params: Any = None, **extra: Any
   ) -> tuple[optax.Updates, AveragedState]:
     updates, after = inner.update(grads, state.inner, params, **extra)
-    keep = lambda momentum, means: (momentum, count_idle_step(means, jnp.bool_(False)))
+    keep = lambda momentum, means: (momentum, idle_step(means, jnp.bool_(False)))
     due = mark_total(state.since + 1 >= every, axes_of(mean.comm))  # workers skip the same steps
     momentum, means = varying.cond(due, exchange, keep, _momentum_of(after), state.means)
     for path, tree in momentum.items():

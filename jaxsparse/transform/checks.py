@@ -13,7 +13,7 @@ from jaxsparse import _compat
 from jaxsparse.comm import AxisComm, varying
 from jaxsparse.sparse.flatten import check_leaves, leaf_shapes, leaves_by_name
 from jaxsparse.transform.groups import Group
-from jaxsparse.transform.state import LocalState, ReduceState, checksums_of, devices_of, local_states, reduce_states
+from jaxsparse.transform.state import LocalState, ReduceState, checksum_of, local_states, reduce_states
 from jaxsparse.transform.wrapped import PLACEHOLDER, shapes_seen
 from jaxsparse.types import Comm
 
@@ -46,8 +46,7 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
   Raises:
     ValueError: naming the number of workers it was made for.
   """
-  shards = state.layout.shards
-  found = state.counters.skipped.size // (shards.devices if shards else 1) * workers // held
+  found = state.counters.skipped.size // state.devices * workers // held
   if found != workers:
     raise ValueError(
       f"the optimizer state was made for {found} workers, the axis has {workers}: make one of it for these with "
@@ -71,17 +70,16 @@ def check_layout(state: Any, workers: int | None = None) -> None:
     found, entries = (int(np.max(_compat.local_shard(number))) for number in node.layout[:2])
     shards, rows = node.layout.shards, node.counters.skipped.size
     checksum = int(np.max(_compat.local_shard(node.layout.checksum)))
-    if checksum not in checksums_of(*node.layout[3:]):
+    if checksum != checksum_of(*node.layout[3:]):
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
         "js.convert"
       )
-    expected = workers or (rows // devices_of(node) if rows > 1 else found)
+    expected = workers or (rows // node.devices if rows > 1 else found)
     entries = sum(shards.sizes) if shards else entries
-    residuals = node.carried.residual if isinstance(node.carried.residual, tuple) else (node.carried.residual,)
-    sizes = [residual.size for residual in residuals if residual is not None]
-    if found != expected or (len(sizes) == len(residuals) and sum(sizes) != rows * entries):
+    sizes = [residual.size for residual in node.carried.residual if residual is not None]
+    if found != expected or (len(sizes) == len(node.groups) and sum(sizes) != rows * entries):
       raise ValueError(
         f"the optimizer state was made for {found} workers and {entries} gradient entries, its arrays are those of "
         f"{expected} workers and {sum(sizes) // rows or entries} entries: they were cut or padded, as Orbax does "
@@ -116,7 +114,7 @@ def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
   for node in nodes:
     if node.layout.method is None:
       raise ValueError("the state is one of js.simulate, which does not say of which parameters: give one of js.init")
-    for name, shape in zip(node.layout.method.names, node.layout.method.shapes, strict=True):
+    for name, shape in node.leaves:
       if shapes.get(name) != shape:
         found = f"it has shape {shapes[name]}" if name in shapes else f"there are parameters{', '.join(shapes)}"
         wrapped = (
@@ -210,7 +208,7 @@ def check_alive(trees: dict[str, Any]) -> None:
       )
 
 
-def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updates, workers: int, alone: bool) -> None:
+def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updates, workers: int) -> None:
   """Checks, when an update is traced, that a state was made for these gradients and this transform.
 
   Args:
@@ -218,7 +216,6 @@ def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updat
     groups: the groups of the gradients.
     grads: the gradients.
     workers: the workers of the axis.
-    alone: whether the transform has one group, and its state is not a tuple of states.
 
   Raises:
     ValueError: if the state is one of other workers, shapes, groups of leaves, collectives or options.
@@ -229,7 +226,7 @@ def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updat
   if method is None or method.shapes != shapes:
     check_params([state], grads)
   was, now = ({group.leaves: group.collective.label for group in found} for found in (method.groups, groups))
-  if (was, method.alone, method.shapes) != (now, alone, shapes):
+  if (was, method.shapes) != (now, shapes):
     labels = [", ".join(dict.fromkeys(found.values())) for found in (was, now)]
     others = " for other groups of leaves" if labels[0] == labels[1] else ""
     raise ValueError(
@@ -297,7 +294,7 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   if not varying.checked_axes() and all(_compat.is_argument_of_shard_map(leaf) for _, leaf in leaves):
     warnings.warn(
       "gradients come into a shard_map with check_vma=False as they are: if they are averaged already, or every worker "
-      "has the same batch, nothing is saved, and no error tells; take them inside it, or by "
+      "has the same batch, no word is saved, and jaxsparse cannot tell; take them inside it, or by "
       "js.stacked(tx, mesh).value_and_grad",
       stacklevel=2,
     )

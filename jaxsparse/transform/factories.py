@@ -107,8 +107,7 @@ def make_transform(
     **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
 
   Returns:
-    An `optax.GradientTransformation` whose state is a `ReduceState`. With `special` its residual is a tuple, one for
-    each collective.
+    An `optax.GradientTransformation` whose state is a `ReduceState`.
 
   Raises:
     ValueError: for an unknown name, a rejected option or a label in `special`, with the choices; with `special`, for a

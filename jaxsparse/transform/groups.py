@@ -49,13 +49,11 @@ class Method:
     names: of the leaves in the parameters, in pytree order.
     shapes: of the leaves.
     groups: of the leaves, in the order in which they are sent.
-    alone: whether the state is that of the only group, and not a tuple with a part for each.
   """
 
   names: tuple[str, ...]
   shapes: tuple[tuple[int, ...], ...]
   groups: tuple[Group, ...]
-  alone: bool
 
 
 class Bundle(NamedTuple):

@@ -22,7 +22,6 @@ import optax
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import varying
 from jaxsparse.sparse import flatten
-from jaxsparse.transform import metrics
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
 from jaxsparse.transform.checks import (
@@ -156,7 +155,7 @@ class _Stepped(NamedTuple):
 
   Attributes:
     updates: of the anchor.
-    outer: the next state of the outer chain; of a skipped step that before it, but for its counters.
+    outer: the next states of the outer chain; of a skipped step those before it, but for their counters.
     flight: the next one.
     skipped: bool[], whether the workers skip the step.
   """
@@ -182,10 +181,9 @@ class _LocalSteps(NamedTuple):
     """The state of one worker before the first step."""
     moved = () if self.every == 1 else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
     flight = Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0), jnp.int32(0)) if self.delay else ()
-    outer = {number: self.outer.init(self.fragments.part(params, number)) for number in range(self.fragments.count)}
-    outer = outer[0] if self.fragments.count == 1 else outer
-    inner, applied = _in_rows(self.inner.init(params)), Applied() if self.apply_residual else ()
-    state = LocalState(inner, outer, moved, jnp.int32(0), jnp.int32(0), flight, applied)
+    outer = tuple(self.outer.init(self.fragments.part(params, number)) for number in range(self.fragments.count))
+    applied = Applied() if self.apply_residual else ()
+    state = LocalState(_in_rows(self.inner.init(params)), outer, moved, jnp.int32(0), jnp.int32(0), flight, applied)
     check_local_state(state, params)
     return state
 
@@ -202,7 +200,7 @@ class _LocalSteps(NamedTuple):
     inner, moved, finite = self._own_step(grads, state, params, extra)
     tried = state._replace(inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1)
     numbers = range(self.fragments.count)
-    exchange = lambda number: functools.partial(self._exchange, number)  # without an entry it would mark no NaN
+    exchange = lambda number: functools.partial(self._exchange, number)  # without entries an exchange marks no NaN
     exchanges = [exchange(one) if self.fragments.has_entries(params, one) else self._agree for one in numbers]
     kinds = [self._agree, *exchanges, *([self._apply_flight] if self.delay else [])]
     # The branches return neither what was moved nor the inner state: XLA copies the results of a conditional.
@@ -257,7 +255,7 @@ class _LocalSteps(NamedTuple):
     return _in_rows(after), moved, finite
 
   def _keep_moved(self, applied: jax.Array, moved: Any, updates: optax.Updates, params: optax.Params) -> Any:
-    """θ − θ_w after an update of the anchor, of the fragment of number `applied`, from 1."""
+    """θ − θ_w after an update of the anchor; `applied`: 1 + the updated fragment, 0 for none."""
 
     def keep(was: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
       if self.mixing or self.delay:  # θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u
@@ -270,12 +268,12 @@ class _LocalSteps(NamedTuple):
   def _agree(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
     """No update of the anchor; the workers agree on whether all of them are finite."""
     zeros = jax.tree.map(jnp.zeros_like, params)
-    first, sent, own = self._outer(state, 0), self.fragments.part(zeros, 0), self.fragments.part(params, 0)
-    _, agreed = self.outer.update(sent, first, own, agree=finite, **extra)
-    check_agreed(first, agreed)
+    sent, own = (self.fragments.part(tree, 0) for tree in (zeros, params))
+    _, agreed = self.outer.update(sent, state.outer[0], own, agree=finite, **extra)
+    check_agreed(state.outer[0], agreed)
     skipped = states.is_skipped(agreed)
     flight = state.flight._replace(left=jnp.maximum(state.flight.left - 1, 0)) if self.delay else ()
-    return _Stepped(zeros, metrics.count_idle_step(state.outer, skipped), flight, skipped)
+    return _Stepped(zeros, states.idle_step(state.outer, skipped), flight, skipped)
 
   def _exchange(self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
     """The exchange of what was moved in a fragment; with a delay its update is in flight from then on."""
@@ -286,12 +284,12 @@ class _LocalSteps(NamedTuple):
     sent = jax.tree.map(lambda moved, p: mark(moved[0] if self.every == 1 else held(moved[0], p)), moved, own)
     # With every=1 no `moved` stays: sums are rounded to these dtypes, what that leaves is in the residual.
     dtypes = {name: p.dtype for name, p in flatten.leaves_by_name(own).items()}
-    updates, outer = atomic(self.outer).update(sent, self._outer(state, number), own, dtypes=dtypes, **extra)
+    updates, outer = atomic(self.outer).update(sent, state.outer[number], own, dtypes=dtypes, **extra)
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
     skipped = states.is_skipped(outer)
-    if self.fragments.count > 1:
-      outer = metrics.count_idle_step(state.outer, skipped) | {number: outer}
-      updates = fill_zeros(params, updates)
+    updates = fill_zeros(params, updates)
+    idle = functools.partial(states.idle_step, skipped=skipped)
+    outer = tuple(outer if one == number else idle(before) for one, before in enumerate(state.outer))
     if self.delay:
       zeros = jax.tree.map(jnp.zeros_like, updates)
       return _Stepped(zeros, outer, Flight(updates, jnp.int32(self.delay), jnp.int32(number)), skipped)
@@ -317,7 +315,8 @@ class _LocalSteps(NamedTuple):
   def _exchange_all(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
     """The exchanges of all fragments; of one in flight its update is applied instead."""
     total = jax.tree.map(jnp.zeros_like, params)
-    after, skipped, finite = state._replace(inner=()), jnp.bool_(False), jnp.bool_(True)
+    after = state._replace(inner=())
+    skipped, finite = jnp.bool_(False), jnp.bool_(True)
     is_flying = lambda number: (state.flight.left > 0) & (state.flight.fragment == number)
     for number in range(self.fragments.count):
       exchange = lambda state, number=number: self._replace(delay=0)._exchange(number, state, params, finite, extra)
@@ -327,7 +326,8 @@ class _LocalSteps(NamedTuple):
         done = varying.cond(is_flying(number), apply, others, after)
       else:
         done = exchange(after)
-      total, skipped = jax.tree.map(jnp.add, total, done.updates), skipped | done.skipped
+      total = jax.tree.map(jnp.add, total, done.updates)
+      skipped |= done.skipped
       after = after._replace(outer=done.outer, flight=done.flight)
 
     def keep(number: int, was: jax.Array, p: jax.Array) -> jax.Array:
@@ -338,10 +338,6 @@ class _LocalSteps(NamedTuple):
     moved = jax.tree.map(keep, self.fragments.numbers(params), state.moved, params)
     after = after._replace(inner=state.inner, moved=moved, since=jnp.int32(0))
     return jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total), select_state(skipped, state, after)
-
-  def _outer(self, state: LocalState, number: int) -> Any:
-    """The outer state of a fragment."""
-    return state.outer if self.fragments.count == 1 else state.outer[number]
 
 
 def _in_rows(state: Any) -> Any:

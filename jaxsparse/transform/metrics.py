@@ -13,7 +13,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.comm import SoloComm, comm_of
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
-from jaxsparse.transform.state import LocalState, ReduceState, devices_of, is_reduce_state, labelled, local_states
+from jaxsparse.transform.state import LocalState, ReduceState, labelled, local_states
 from jaxsparse.types import Comm, Counters, saturated, saturated_sum
 
 _SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
@@ -181,7 +181,7 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
 
   entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0))
   # Those of inner optimizers are [P, 1].
-  workers = [_of_workers(jax.tree.map(jnp.ravel, node.counters), devices_of(node)) for node in nodes]
+  workers = [_of_workers(jax.tree.map(jnp.ravel, node.counters), node.devices) for node in nodes]
   counters = [of_each for of_each, _ in workers]
   whole = combine_counters(counters, entries) if len(counters) > 1 else counters[0]
   whole = whole._replace(skipped=whole.skipped.astype(jnp.int32), total_words=sum(words for _, words in workers))
@@ -251,26 +251,13 @@ def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: ja
     total_wraps=before.total_wraps + (total < step.words_sent).astype(jnp.uint32),
     skipped=~finite.reshape(1),
   )
-  # On GPUs one kernel, in place, in place of a copy of each constant: all read `never`, which no compiler of programs
-  # knows to be false, and which is there of an array, since XLA would copy scalars.
+  # A run-time false keeps the update of all counters in one kernel of a GPU; XLA would copy each constant. There it
+  # depends on an array, since XLA would copy scalars, too.
   bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
-  never = _compat.by_platform(
+  always_false = _compat.by_platform(
     update,
     before.skipped_steps,
     gpu=lambda update, steps: (bits(update[:1]) < 0) & (steps >= 0),
     default=lambda _, steps: steps < 0,
   )
-  return jax.tree.map(functools.partial(jnp.where, never), before, step)
-
-
-def count_idle_step(state: Any, skipped: jax.Array) -> Any:
-  """A state after a step without messages, which the workers skip or do not, bool[]: its counters are those of it."""
-
-  def idle(node: Any) -> Any:
-    if not is_reduce_state(node):
-      return node
-    step = Counters(skipped=skipped, total_words=node.counters.total_words, total_wraps=node.counters.total_wraps)
-    step = step._replace(skipped_steps=node.counters.skipped_steps + skipped.astype(jnp.int32))
-    return node._replace(counters=jax.tree.map(jnp.full_like, node.counters, step))
-
-  return jax.tree.map(idle, state, is_leaf=is_reduce_state)
+  return jax.tree.map(functools.partial(jnp.where, always_false), before, step)

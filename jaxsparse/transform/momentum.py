@@ -64,7 +64,7 @@ def momentum_corrected(
     >>> tx = optax.chain(js.momentum_corrected(js.spardl_transform("workers", density=0.01)), optax.sgd(0.1))
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
     >>> state = js.init(tx, jnp.zeros(300), mesh)
-    >>> state[0].carried.worker.momentum.size == 300 * len(jax.devices())
+    >>> state[0].carried.worker[0].momentum.size == 300 * len(jax.devices())
     True
   """
   transform = _checked("momentum_corrected", transform)

@@ -1,4 +1,4 @@
-"""What a worker owes, as leaves like the parameters: its residuals, and with local steps what it has moved."""
+"""Residuals, and the movement of local steps, in the shapes of the parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from jaxsparse.comm import varying
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.groups import Group
-from jaxsparse.transform.state import Applied, ReduceState, join_groups, split_groups
+from jaxsparse.transform.state import Applied, ReduceState
 from jaxsparse.transform.update import at_devices
 from jaxsparse.transform.wrapped import view_of
 
@@ -91,7 +91,8 @@ def take_residuals(
 
   def step(groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: Any = ()) -> Any:
     del inside
-    parts, leaves = split_groups(state.carried), list(leaves)
+    parts = state.groups
+    leaves = list(leaves)
     owing: dict[int, jax.Array] = {}
     for group, part in zip(groups, parts, strict=True):
       own = {leaf: leaves[leaf].astype(jnp.float32) for leaf in group.leaves}
@@ -108,7 +109,7 @@ def take_residuals(
       if part.residual is not None:
         rest, _ = flatten.flatten([left[leaf] for leaf in group.leaves])
         parts[number] = part._replace(residual=rest)
-    return leaves, state._replace(carried=join_groups(parts, method.alone))
+    return leaves, state.with_groups(parts)
 
   method: Any = node.layout.method
   return at_devices(step, method.groups, [jnp.zeros_like(x) for x in leaves] if moved is None else list(moved), node)

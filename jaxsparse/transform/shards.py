@@ -86,7 +86,8 @@ class Shards:
 
     Other pieces are vectors, with padding.
     """
-    axes, pieces = dict(self.axes), []
+    axes = dict(self.axes)
+    pieces = []
     for shape, spec in zip(self.shapes, self.specs, strict=True):
       ways = [_ways(part, axes) for part in spec] + [1] * (len(shape) - len(spec))
       shard = tuple(size // one for size, one in zip(shape, ways, strict=True))
@@ -100,18 +101,21 @@ class Shards:
 
   def groups(self, groups: Sequence[Group]) -> list[Group]:
     """The groups of one device: a density means the same as for the whole, k is divided by S and rounded up."""
-    pieces, own = self.pieces, []
-    for group in groups:
+    pieces = self.pieces
+
+    def of_device(group: Group) -> Group:
       shapes = tuple(pieces[leaf] for leaf in group.leaves)
       collective = group.collective.for_devices(self.devices).for_leaves(shapes)
-      own.append(group._replace(entries=sum(map(math.prod, shapes)), collective=collective))
-    return own
+      return group._replace(entries=sum(map(math.prod, shapes)), collective=collective)
+
+    return list(map(of_device, groups))
 
   def cut(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """The pieces of this device, of the shards that it holds: vectors."""
     pieces = []
     for shard, spec in zip(leaves, self.specs, strict=True):
-      flat, alike = shard.reshape(-1), self._replicated(spec)
+      flat = shard.reshape(-1)
+      alike = self._replicated(spec)
       if alike and flat.size:
         copies = math.prod(map(jax.lax.axis_size, alike))
         flat = jnp.pad(flat, (0, -flat.size % copies)).reshape(copies, -1)[jax.lax.axis_index(alike)]

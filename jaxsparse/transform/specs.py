@@ -10,14 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName, names_of
 from jaxsparse.transform.checks import check_alive, check_layout
-from jaxsparse.transform.state import (
-  ReduceState,
-  has_worker_axis,
-  is_reduce_state,
-  local_states,
-  reduce_rows,
-  reduce_states,
-)
+from jaxsparse.transform.state import is_reduce_state, local_states, reduce_rows, reduce_states, worker_rows
 
 
 def specs(state: Any, axis: AxisName) -> Any:
@@ -43,7 +36,7 @@ def specs(state: Any, axis: AxisName) -> Any:
     >>> tx = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.1, momentum=0.9))
     >>> spec = js.specs(js.init(tx, jnp.zeros(8), mesh, axis="workers"), axis="workers")
     >>> spec[0].carried.residual, spec[1][0].trace
-    (P('workers',), P())
+    ((P('workers',),), P())
   """
   return placed(state, axis, inside=False)
 
@@ -67,17 +60,15 @@ def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
       return replicated
     devices = node.layout.shards.names if inside and node.layout.shards else ()
     own, same = PartitionSpec((*names_of(axis), *devices)), PartitionSpec(devices) if devices else replicated
-    carried, counters = jax.tree.map(lambda _: own, (node.carried, node.counters))
-    shared = jax.tree.map(lambda _: same, node.carried.shared)
-    return ReduceState(carried._replace(shared=shared), counters, jax.tree.map(lambda _: replicated, node.layout))
+    return node.map_arrays(lambda _: own, lambda _: same, lambda _: replicated)
 
-  return jax.tree.map(spec_of, state, has_worker_axis(state), is_leaf=is_reduce_state)
+  return jax.tree.map(spec_of, state, worker_rows(state), is_leaf=is_reduce_state)
 
 
 def _check_differing(state: Any) -> None:
   """Raises ValueError where arrays of other transformations would be computed from totals that differ."""
-  methods = [node.layout.method for node, row in reduce_rows(state) if node.layout.method and not row]
-  differing = [group.collective for method in methods for group in method.groups if not group.collective.replicates]
+  collectives = [collective for node, row in reduce_rows(state) if not row for collective in node.collectives]
+  differing = [collective for collective in collectives if not collective.replicates]
   others = [node for node in jax.tree.leaves(state, is_leaf=is_reduce_state) if not is_reduce_state(node)]
   if differing and any(jnp.ndim(leaf) for leaf in others):
     name = differing[0].name

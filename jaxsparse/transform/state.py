@@ -3,13 +3,16 @@
 The state consists of arrays only. Inside shard_map a worker sees its own part. Outside, per-worker arrays are
 concatenated over workers along their leading axis, which is sharded; shared arrays are replicated. The devices inside
 a worker (`shards`) have a part each in the same way.
+
+The state of a wrapper is a NamedTuple whose `per_worker()` lists the fields with a row for each worker, [1, …] at one.
+`js.init`, `js.specs`, `js.resize`, `js.convert`, checkpoints and `js.atomic` need to know no more of it.
 """
 
-import dataclasses
+import functools
 import json
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -17,8 +20,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
+from jaxsparse.collectives import Collective
 from jaxsparse.comm.verbs import mark_total
-from jaxsparse.sparse import flatten
 from jaxsparse.transform.groups import Method
 from jaxsparse.transform.shards import Shards
 from jaxsparse.types import Counters, State
@@ -56,32 +59,21 @@ class Layout(NamedTuple):
     return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), checksum, shards, method)
 
 
-def checksum_of(shards: Shards | None, method: Method | None, earlier: bool = False) -> int:
-  """The checksum of a layout: of its JSON, or as version 0.1.0 computed it `earlier`, of a `repr`."""
-  layout, grouping = None, None
-  groups = [(group.leaves, group.collective.label) for group in method.groups] if method else []
-  if earlier:
-    return zlib.crc32(repr((shards, method and (method.names, method.shapes), groups)).encode())
-  if shards:
-    specs = [[_compat.names_of(part or ()) for part in spec] for spec in shards.specs]
-    layout = {"axes": shards.axes, "shapes": shards.shapes, "specs": specs}
-  if method:
-    grouping = {"names": method.names, "shapes": method.shapes, "groups": groups}
+def checksum_of(shards: Shards | None, method: Method | None) -> int:
+  """The checksum of the JSON of a layout."""
+  names_of_spec = lambda spec: [_compat.names_of(part or ()) for part in spec]
+  layout = shards and {"axes": shards.axes, "shapes": shards.shapes, "specs": list(map(names_of_spec, shards.specs))}
+  groups = method and [(group.leaves, group.collective.label) for group in method.groups]
+  grouping = method and {"names": method.names, "shapes": method.shapes, "groups": groups}
   return zlib.crc32(json.dumps({"shards": layout, "method": grouping}).encode())
-
-
-def checksums_of(shards: Shards | None, method: Method | None) -> list[int]:
-  """The checksums of a layout in this version and before, when names of `flax.nnx` variables ended differently."""
-  named = method and dataclasses.replace(method, names=tuple(name + flatten.VALUE for name in method.names))
-  return [checksum_of(shards, one, earlier) for one in (method, named) for earlier in (False, True)]
 
 
 class ReduceState(NamedTuple):
   """The optax state of a jaxsparse transform.
 
   Attributes:
-    carried: the `State` of the collective. With `special=` and for `js.bucketed_transform` its residual, worker and
-      shared parts are tuples, one part for each group of leaves.
+    carried: the `State`s of the collectives: its residual, worker and shared parts are tuples, one part for each group
+      of leaves; `special=` and `js.bucketed_transform` have several groups.
     counters: `Counters` of the last step, [1] at each worker and [P] outside shard_map.
     layout: the `Layout` that the state was made for, the same on every worker.
 
@@ -93,6 +85,59 @@ class ReduceState(NamedTuple):
   carried: State
   counters: Counters
   layout: Layout
+
+  @property
+  def devices(self) -> int:
+    """Number of devices of a worker, S."""
+    return self.layout.shards.devices if self.layout.shards else 1
+
+  @property
+  def leaves(self) -> list[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of the leaves that the transform covers; none in a state of `js.simulate`."""
+    method = self.layout.method
+    return list(zip(method.names, method.shapes, strict=True)) if method else []
+
+  @property
+  def collectives(self) -> list[Collective]:
+    """The collective of each group of leaves; none in a state of `js.simulate`."""
+    return [group.collective for group in self.layout.method.groups] if self.layout.method else []
+
+  @property
+  def groups(self) -> list[State]:
+    """The state of the collective of each group of leaves."""
+    return [State(*parts) for parts in zip(*self.carried, strict=True)]
+
+  def with_groups(self, groups: Sequence[State]) -> Self:
+    """The same with other `groups`."""
+    return self._replace(carried=join_groups(groups))
+
+  def map_arrays(self, own: Callable, shared: Callable, layout: Callable) -> Self:
+    """The same with `own(x)`, `shared(x)` or `layout(x)` of each array.
+
+    Args:
+      own: of arrays that differ between workers: all that is carried but the shared parts, and the counters.
+      shared: of the shared parts of what is carried, which differ between the devices of a worker.
+      layout: of the layout, the same on all devices.
+    """
+    carried, counters = jax.tree.map(own, (self.carried._replace(shared=()), self.counters))
+    carried = carried._replace(shared=jax.tree.map(shared, self.carried.shared))
+    return type(self)(carried, counters, jax.tree.map(layout, self.layout))
+
+  def idle(self, skipped: jax.Array) -> Self:
+    """The state after a step without messages; `skipped`, bool[], says whether the workers skip it."""
+    before = self.counters
+    step = Counters(skipped=skipped, total_words=before.total_words, total_wraps=before.total_wraps)
+    step = step._replace(skipped_steps=before.skipped_steps + skipped.astype(jnp.int32))
+    return self._replace(counters=jax.tree.map(jnp.full_like, before, step))
+
+  def undo_if(self, skipped: jax.Array, before: Self) -> Self:
+    """The state after a step; where the step is skipped, that `before` it, with the counters of the skipped step."""
+    counters = self.counters._replace(
+      skipped=jnp.full_like(self.counters.skipped, skipped),
+      skipped_steps=before.counters.skipped_steps + skipped.astype(jnp.int32),
+    )
+    carried = jax.tree.map(functools.partial(jnp.where, skipped), before.carried, self.carried)
+    return self._replace(carried=carried, counters=counters)
 
 
 class Flight(NamedTuple):
@@ -119,8 +164,8 @@ class LocalState(NamedTuple):
   Attributes:
     inner: the state of the inner optimizer; every leaf has a leading worker axis, [1, …] at a worker and [P, …] outside
       shard_map.
-    outer: the state of the outer chain: residuals as in a `ReduceState`, everything else the same on every worker. With
-      fragments a dict with the state of each by its number.
+    outer: the state of the outer chain for each fragment: residuals as in a `ReduceState`, everything else the same on
+      every worker.
     moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a worker, θ − θ_w, but for an applied
       residual; () with `every=1`, which leaves nothing moved.
     since: i32[], steps since the last exchange, with a delay since it was applied; with fragments since that of the
@@ -131,12 +176,17 @@ class LocalState(NamedTuple):
   """
 
   inner: Any
-  outer: Any
+  outer: tuple[Any, ...]
   moved: Any
   since: jax.Array
   steps: jax.Array
   flight: Any = ()
   applied: Any = ()
+
+  @classmethod
+  def per_worker(cls) -> tuple[str, ...]:
+    """The fields whose arrays have a row for each worker."""
+    return "inner", "moved"
 
 
 def is_reduce_state(node: Any) -> bool:
@@ -154,11 +204,22 @@ def reduce_states(state: Any) -> list[ReduceState]:
   return [node for node in jax.tree.leaves(state, is_leaf=is_reduce_state) if is_reduce_state(node)]
 
 
+def map_states(function: Callable[[Any], Any], state: Any, kind: type = ReduceState) -> Any:
+  """The state with `function(node)` in place of each node of that kind."""
+  is_kind = lambda node: isinstance(node, kind)
+  return jax.tree.map(lambda node: function(node) if is_kind(node) else node, state, is_leaf=is_kind)
+
+
+def idle_step(state: Any, skipped: jax.Array) -> Any:
+  """A state after a step without messages: `ReduceState.idle` of each."""
+  return map_states(lambda node: node.idle(skipped), state)
+
+
 def with_own_keys(state: Any, rank: jax.Array) -> Any:
   """The state of a worker before the first step, with the random keys of its own optimizers folded with its number."""
-  fold = lambda leaf: jax.vmap(lambda key: jax.random.fold_in(key, rank))(leaf) if _compat.is_key(leaf) else leaf
-  own = lambda node: node._replace(inner=jax.tree.map(fold, node.inner)) if is_local_state(node) else node
-  return jax.tree.map(own, state, is_leaf=is_local_state)
+  fold = lambda key: jax.random.fold_in(key, rank)
+  own = lambda row, leaf: jax.vmap(fold)(leaf) if row and _compat.is_key(leaf) else leaf
+  return jax.tree.map(own, jax.tree.broadcast(worker_rows(state), state), state)
 
 
 def with_rows(state: Any, workers: int) -> Any:
@@ -168,22 +229,21 @@ def with_rows(state: Any, workers: int) -> Any:
     ValueError: for arrays without a row for each worker, by their names.
   """
 
-  def fit(path: Any, leaf: Any) -> Any:
-    if jnp.shape(leaf)[:1] == (workers,):
+  def fit(path: Any, leaf: Any, row: bool) -> Any:
+    if not row or jnp.shape(leaf)[:1] == (workers,):
       return leaf
     if jnp.ndim(leaf) == 0 and not isinstance(leaf, jax.ShapeDtypeStruct):
       return jnp.full(workers, leaf)
     raise ValueError(
-      f"inner{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: give a number, or a row for each of the "
+      f"state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}: give a number, or a row for each of the "
       f"{workers} workers"
     )
 
-  own = [node.inner for node in local_states(state)]
-  if all(jnp.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(own)):
+  nodes = filter(_has_rows, jax.tree.leaves(state, is_leaf=_has_rows))
+  own = [getattr(node, name) for node in nodes for name in node.per_worker()]
+  if all(jnp.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(own)):  # quick, as it runs in every step
     return state
-  rows = lambda node: node._replace(inner=jax.tree_util.tree_map_with_path(fit, node.inner))
-  fitted = lambda node: rows(node) if is_local_state(node) else node
-  return jax.tree.map(fitted, state, is_leaf=is_local_state)
+  return jax.tree_util.tree_map_with_path(fit, state, jax.tree.broadcast(worker_rows(state), state))
 
 
 def local_states(state: Any) -> list[LocalState]:
@@ -201,40 +261,37 @@ def labelled(state: Any) -> dict[str, ReduceState]:
   return dict(zip(labels, (node for _, node in found), strict=True))
 
 
-def has_worker_axis(state: Any) -> Any:
+def worker_rows(state: Any, within: bool = False) -> Any:
   """A state with booleans in place of arrays and of `ReduceState`s: whether they have a row for each worker.
 
-  Those of the inner optimizers of local steps have; others are the same on every worker, but for a `ReduceState`.
+  The fields that `per_worker` of a state lists have; all others are the same on every worker, but for a
+  `ReduceState`, which has arrays of both kinds.
+
+  Args:
+    state: an optax state.
+    within: whether it is a part of such a field.
 
   Example:
-    >>> has_worker_axis((LocalState([jnp.zeros(2)], [jnp.zeros(2)], (), jnp.int32(0), jnp.int32(0)), jnp.zeros(3)))
+    >>> worker_rows((LocalState([jnp.zeros(2)], [jnp.zeros(2)], (), jnp.int32(0), jnp.int32(0)), jnp.zeros(3)))
     (LocalState(inner=[True], outer=[False], moved=(), since=False, steps=False, flight=(), applied=()), False)
   """
 
   def rows_of(node: Any) -> Any:
-    if not is_local_state(node):
-      return False
-    inner, moved = jax.tree.map(lambda _: True, (node.inner, node.moved), is_leaf=is_reduce_state)
-    return LocalState(inner, has_worker_axis(node.outer), moved, *jax.tree.map(lambda _: False, node[3:]))
+    if not _has_rows(node) or within:
+      return within
+    return type(node)(**{name: worker_rows(part, name in node.per_worker()) for name, part in node._asdict().items()})
 
-  return jax.tree.map(rows_of, state, is_leaf=lambda node: is_local_state(node) or is_reduce_state(node))
+  return jax.tree.map(rows_of, state, is_leaf=lambda node: is_reduce_state(node) or (_has_rows(node) and not within))
+
+
+def _has_rows(node: Any) -> bool:
+  return isinstance(node, tuple) and hasattr(node, "per_worker")
 
 
 def reduce_rows(state: Any) -> list[tuple[ReduceState, bool]]:
   """Every `ReduceState`, and whether it is that of an inner optimizer of local steps."""
-  every, rows = jax.tree.leaves(state, is_leaf=is_reduce_state), jax.tree.leaves(has_worker_axis(state))
+  every, rows = jax.tree.leaves(state, is_leaf=is_reduce_state), jax.tree.leaves(worker_rows(state))
   return [(node, row) for node, row in zip(every, rows, strict=True) if is_reduce_state(node)]
-
-
-def devices_of(node: ReduceState) -> int:
-  """Number of devices of a worker, S."""
-  return node.layout.shards.devices if node.layout.shards else 1
-
-
-def in_groups(state: Any) -> bool:
-  """Whether a transform of the state has groups of leaves, with a residual for each: by `special=` or a plan."""
-  residuals = [node.carried.residual for node in reduce_states(state)]
-  return any(isinstance(residual, tuple) and len(residual) > 0 for residual in residuals)
 
 
 def is_skipped(state: Any) -> jax.Array:
@@ -243,15 +300,6 @@ def is_skipped(state: Any) -> jax.Array:
   return mark_total(jnp.any(jnp.array([flag.reshape(-1)[0] for flag in flags])), None)
 
 
-def join_groups(states: Sequence[State], alone: bool) -> State:
-  """The state of a transform from those of its groups: that of the only one if `alone`, else tuples of their parts."""
-  if not states:
-    return State((), (), ())
-  return states[0] if alone else State(*map(tuple, zip(*states, strict=True)))
-
-
-def split_groups(carried: State) -> list[State]:
-  """The state of each group of a transform."""
-  if not isinstance(carried.residual, tuple):
-    return [carried]
-  return [State(*parts) for parts in zip(*carried, strict=True)]
+def join_groups(groups: Sequence[State]) -> State:
+  """What a transform carries, from the states of its groups: tuples of their parts."""
+  return State(*(tuple(getattr(group, name) for group in groups) for name in State._fields))

@@ -37,9 +37,9 @@ from jaxsparse.transform.groups import (
   check_special,
   groups_of,
 )
-from jaxsparse.transform.metrics import count_idle_step, count_step
+from jaxsparse.transform.metrics import count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
-from jaxsparse.transform.state import Layout, ReduceState, join_groups, split_groups
+from jaxsparse.transform.state import Layout, ReduceState, join_groups
 from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import Comm, Counters, Deferred, Pending, Reduced, Sparse, State
 
@@ -63,7 +63,7 @@ def collective_transform(
   """The transform that averages gradients with `collective` over the workers of `axis`; see `js.make_transform`."""
   assignment = assign_collectives(collective, special) if special else Assignment([collective])
   grouped = functools.partial(groups_of, assignment=assignment)
-  return grouped_transform(grouped, assignment.collectives, axis, shardings, special, alone=not special)
+  return grouped_transform(grouped, assignment.collectives, axis, shardings, special)
 
 
 def grouped_transform(
@@ -72,7 +72,6 @@ def grouped_transform(
   axis: _compat.AxisName | Comm,
   shardings: Any,
   special: Special | None,
-  alone: bool = False,
 ) -> Transform:
   """The transform that reduces the groups of a gradient over the workers of `axis`.
 
@@ -82,8 +81,6 @@ def grouped_transform(
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
     shardings: of the parameters inside a worker, where neither their types nor `js.init` tell them.
     special: by expressions, each of which the name of a leaf must match.
-    alone: whether there is always one group. Its state is then that of the collective, otherwise a tuple with the state
-      of each group.
   """
   comm = comm_of(axis)
 
@@ -93,7 +90,7 @@ def grouped_transform(
     checks.check_own_leaves(params)
     check_special(special or {}, params)
     shapes = flatten.leaf_shapes(params)
-    method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)), alone)
+    method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)))
     return first_state(comm, method, shards_of(comm, params, shardings))
 
   def update(
@@ -110,19 +107,21 @@ def grouped_transform(
     check_inside(comm, state.layout.shards)
     if agree is not None:  # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
-      return jax.tree.map(jnp.zeros_like, updates), count_idle_step(state, ~agreed)
+      return jax.tree.map(jnp.zeros_like, updates), state.idle(~agreed)
     groups = grouped(flatten.leaf_shapes(updates))
-    checks.check_method(state, groups, updates, comm.size, alone)
+    checks.check_method(state, groups, updates, comm.size)
     if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
-      return updates, count_idle_step(state, jnp.bool_(False))
+      return updates, state.idle(jnp.bool_(False))
     checks.check_local(comm, updates)
     checks.warn_of_frozen(state, updates)
     leaves, structure = jax.tree.flatten(updates)
     leaves = _without_derivatives(groups, leaves)
-    # `js.local_steps` with wider updates than parameters: of the mean, by the names of the leaves
-    own = [(dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
+    # Dtypes to round the mean to, by leaf: `js.local_steps` gives those of parameters where its updates are wider.
+    rounded = [
+      (dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()
+    ]
     divisor = getattr(comm, "divisor", comm.size)  # `PeerComm` has one: what its workers give is weighted already
-    step = functools.partial(reduce_groups, comm, divisor=divisor, dtypes=own)
+    step = functools.partial(reduce_groups, comm, divisor=divisor, dtypes=rounded)
     leaves, state = at_devices(step, groups, leaves, state)
     return jax.tree.unflatten(structure, leaves), state
 
@@ -132,7 +131,7 @@ def grouped_transform(
       collectives = change([group.collective for group in groups]) if groups else []
       return [group._replace(collective=new) for group, new in zip(groups, collectives, strict=True)]
 
-    return grouped_transform(changed, change(collectives), axis, shardings, special, alone)
+    return grouped_transform(changed, change(collectives), axis, shardings, special)
 
   transform = Transform(init, update)
   transform.comm, transform.with_collectives = comm, with_collectives
@@ -162,7 +161,7 @@ def _refuse_derivative(name: str, *_: Any) -> Any:
 def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceState:
   """The state of one worker before the first step."""
   check_inside(comm, shards)
-  start = functools.partial(_start_groups, size=comm.size, alone=method.alone)
+  start = functools.partial(_start_groups, size=comm.size)
   if shards:
     own = shards.groups(method.groups)
     device = lambda: add_device_axis(*start(own))
@@ -173,12 +172,11 @@ def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceStat
   return ReduceState(carried, counters, mark_total(layout, axes_of(comm)))
 
 
-def _start_groups(groups: Sequence[Group], size: int, alone: bool) -> tuple[State, Counters]:
+def _start_groups(groups: Sequence[Group], size: int) -> tuple[State, Counters]:
   """What one device carries before the first step."""
   for group in groups:
     group.collective.check_size(group.entries, size)
-  starts = [group.collective.init(group.entries, size) for group in groups]
-  return join_groups(starts, alone), Counters.zeros()
+  return join_groups([group.collective.init(group.entries, size) for group in groups]), Counters.zeros()
 
 
 def init_state(collective: Collective, n: int, size: int) -> ReduceState:
@@ -187,7 +185,7 @@ def init_state(collective: Collective, n: int, size: int) -> ReduceState:
   Raises:
     ValueError: for a number of entries that the collective cannot index, or that its options do not fit.
   """
-  return ReduceState(*_start_groups([Group((0,), n, collective)], size, alone=True), Layout.of_workers(size, n))
+  return ReduceState(*_start_groups([Group((0,), n, collective)], size), Layout.of_workers(size, n))
 
 
 def at_devices(
@@ -200,12 +198,13 @@ def at_devices(
   layout, shards = state.layout, state.layout.shards
   if not shards:
     return step(groups, leaves, state)
-  own, specs, split = shards.groups(groups), list(shards.specs), PartitionSpec(shards.names)
+  groups_of_device = shards.groups(groups)
+  specs, split = list(shards.specs), PartitionSpec(shards.names)
 
   def device(leaves: list[jax.Array], carried: State, counters: Counters) -> tuple[list[jax.Array], State, Counters]:
     shared = jax.tree.map(lambda x: x[0], carried.shared)
-    alone = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
-    pieces, after = step(own, shards.cut(leaves), alone, inside=shards.names)
+    one = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
+    pieces, after = step(groups_of_device, shards.cut(leaves), one, inside=shards.names)
     return shards.join(pieces, leaves), *add_device_axis(after.carried, after.counters)
 
   program = _compat.shard_map(device, None, (specs, split, split), (specs, split, split), shards.names)
@@ -271,16 +270,19 @@ def reduce_groups(
     The sums of the leaves over the workers, divided by `divisor` and rounded to `dtypes`; and the next state. What is
     rounded off stays in the residuals, the same share at each worker.
   """
-  means, states = list(leaves), split_groups(state.carried)
+  means = list(leaves)
+  states = state.groups
   dtypes = list(map(jnp.result_type, leaves)) if dtypes is None else dtypes
   grads, restore = zip(*(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups), strict=True)
-  axes, delivered = axes_of(comm), list[_Delivered]()
+  axes = axes_of(comm)
+  delivered = list[_Delivered]()
   for group, flat, before in zip(groups, grads, states, strict=True):
     earlier = [delivered[number].finite for number in group.waits_for]
     reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, flat, before)
-    error, own = None, [dtypes[leaf] for leaf in group.leaves]
-    rounding = flatten.rounding([leaves[leaf].size for leaf in group.leaves], own)
-    are_magnitudes = isinstance(reduced.total, Deferred) and reduced.total.are_magnitudes and len(set(own)) == 1
+    error = None
+    rounded = [dtypes[leaf] for leaf in group.leaves]
+    rounding = flatten.rounding([leaves[leaf].size for leaf in group.leaves], rounded)
+    are_magnitudes = isinstance(reduced.total, Deferred) and reduced.total.are_magnitudes and len(set(rounded)) == 1
     if rounding and not are_magnitudes:
       reduced = reduced.computed()
     total = reduced.total
@@ -304,8 +306,7 @@ def reduce_groups(
   for group, unflatten, update in zip(groups, restore, updates, strict=True):
     for leaf, mean in zip(group.leaves, unflatten(update), strict=True):
       means[leaf] = mean.astype(dtypes[leaf])
-  carried = join_groups(states, alone=not isinstance(state.carried.residual, tuple))
-  return means, state._replace(carried=carried, counters=counters)
+  return means, state.with_groups(states)._replace(counters=counters)
 
 
 def _commit(

@@ -106,8 +106,7 @@ def trained(params: optax.Params) -> optax.Params:
 
 def view_of(nodes: Sequence[ReduceState], params: optax.Params) -> View:
   """How the transforms with these states see the parameters; as they are, if the states fit none of the wrappers."""
-  methods: list[Any] = [node.layout.method for node in nodes if node.layout.method]
-  made = [leaf for method in methods for leaf in zip(method.names, method.shapes, strict=True)]
+  made = [leaf for node in nodes for leaf in node.leaves]
   for view in _VIEWS:
     shapes = leaf_shapes(_shapes_seen(view, params))
     if all(shapes.get(name) == shape for name, shape in made):

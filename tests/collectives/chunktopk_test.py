@@ -99,7 +99,7 @@ def test_three_workers_and_steps_in_numpy(wire):
     sent = np.array([compressed(row, length, k, wire == "2bit") for row in home])
     kept = decay * (home - sent)
     np.testing.assert_allclose(totals[0], sent.sum(0), atol=1e-5)
-    np.testing.assert_allclose(state.carried.residual, kept, atol=1e-5)
+    np.testing.assert_allclose(state.carried.residual[0], kept, atol=1e-5)
     np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
 
 

@@ -93,7 +93,7 @@ def test_demo_in_scipy(combine):
     assert clear.mean() > 0.9
     theta = found
     kept = decay * (home - np.array([inverse(row) for row in sent]))
-    np.testing.assert_allclose(np.reshape(state[0].carried.residual, (workers, n)), kept, atol=1e-5)
+    np.testing.assert_allclose(np.reshape(state[0].carried.residual[0], (workers, n)), kept, atol=1e-5)
   step.check(params, state)
 
 

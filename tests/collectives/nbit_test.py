@@ -48,7 +48,7 @@ def test_equals_the_formulas_in_numpy(bits, workers, n):
     before = np.asarray(params, np.float64)
     params, state, _ = step(params, state, jnp.asarray(grads))
     total = workers * (before - np.asarray(params, np.float64))
-    residual = np.asarray(state[0].carried.residual, np.float64).reshape(workers, n)
+    residual = np.asarray(state[0].carried.residual[0], np.float64).reshape(workers, n)
     np.testing.assert_allclose(total + residual.sum(0), entered.sum(0), atol=5e-5)
     # An entry on the boundary of two steps may go either way, and so what its sum is rounded to.
     most = 0 if bits == 1 else 2e-3
@@ -69,7 +69,7 @@ def test_one_magnitude_arrives_whole(workers, n):
   collective = js.make_collective("onebit")
   totals, state = simulation.reduce_all(collective, jnp.asarray(grads), simulation.initial(collective, workers, n))
   np.testing.assert_allclose(totals, np.broadcast_to(workers * grads[0], totals.shape), rtol=2e-7)
-  np.testing.assert_allclose(state.carried.residual, np.zeros((workers, n)), atol=1e-6)
+  np.testing.assert_allclose(state.carried.residual[0], np.zeros((workers, n)), atol=1e-6)
 
 
 @pytest.mark.parametrize("constant", quick_of([True, False], quick=[True]))
@@ -86,7 +86,7 @@ def test_residuals_stay_as_small_as_gradients(constant):
 
   keys = jax.random.split(jax.random.key(0), steps)
   state, totals = jax.lax.scan(step, simulation.initial(collective, workers, n), keys)
-  assert np.linalg.norm(state.carried.residual) < 6 * np.linalg.norm(first)
+  assert np.linalg.norm(state.carried.residual[0]) < 6 * np.linalg.norm(first)
   if constant:
     sums = np.asarray(first, np.float64).sum(0)
     assert np.linalg.norm(np.asarray(totals, np.float64).mean(0) - sums) < 0.05 * np.linalg.norm(sums)

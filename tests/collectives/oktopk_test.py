@@ -47,9 +47,9 @@ def test_equals_the_paper_in_numpy(n, k, regions, periods, nudge, workers):
     state = out.state
     np.testing.assert_array_equal(out.total, total)
     np.testing.assert_array_equal(out.residuals, expected.residuals)
-    np.testing.assert_array_equal(state.carried.shared.bounds[0], expected.bounds)
-    np.testing.assert_allclose(state.carried.shared.threshold, [expected.threshold] * workers, rtol=1e-6)
-    np.testing.assert_allclose(state.carried.worker[:, 0], expected.local, rtol=1e-6)
+    np.testing.assert_array_equal(state.carried.shared[0].bounds[0], expected.bounds)
+    np.testing.assert_allclose(state.carried.shared[0].threshold, [expected.threshold] * workers, rtol=1e-6)
+    np.testing.assert_allclose(state.carried.worker[0][:, 0], expected.local, rtol=1e-6)
 
 
 def owning(owned, k, **options):
@@ -174,7 +174,7 @@ def test_entries_that_overflow_a_message_are_the_smallest(regions):
   oracle.reduce(first)
   total, first = oracle.reduce(grads), js.simulate("oktopk", first, **options)
   out = js.simulate("oktopk", grads, state=first.state, **options)
-  bounds, most = np.asarray(out.state.carried.shared.bounds[0]), sizes.most
+  bounds, most = np.asarray(out.state.carried.shared[0].bounds[0]), sizes.most
   assert int(out.metrics.overflow) > 0
   assert np.add.reduceat(total != 0, bounds[:-1]).max() == sizes.direct  # of up to 3 times 15 selected sums
   np.testing.assert_array_equal(out.total, total)

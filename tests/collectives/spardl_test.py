@@ -74,7 +74,7 @@ def test_selectors_and_a_rounding_wire_equal_numpy(workers, n, k, selector, wire
   out = check_steps("spardl", normals(0, 5, workers, n), reference, k=k, selector=selector, wire=wire)
   if selector == "reuse":
     by_row = (np.arange(workers)[:, None] + np.arange(workers)) % workers
-    bounds = np.reshape(out.state.carried.worker.bounds, (workers, workers))
+    bounds = np.reshape(out.state.carried.worker[0].bounds, (workers, workers))
     np.testing.assert_allclose(bounds, np.take_along_axis(reuse.bounds, by_row, 1), rtol=1e-6)
 
 
@@ -114,7 +114,7 @@ def test_teams_equal_the_paper_in_numpy(workers, teams, sag, n, k):
   out = check_steps("spardl", normals(0, 6, workers, n), reference, k=k, teams=teams, sag=sag)
   assert (int(out.metrics.merged) > 0) == bruck  # only B-SAG counts the indices of a sum
   if bruck:
-    assert tuple(int(value[0]) for value in out.state.carried.shared.adaptive) == adaptive
+    assert tuple(int(value[0]) for value in out.state.carried.shared[0].adaptive) == adaptive
 
 
 @pytest.mark.long
@@ -129,7 +129,7 @@ def test_h_grows_where_teams_agree_and_shrinks_where_they_do_not():
     for _ in range(40):
       out = js.simulate("spardl", grads, state=state, k=80, teams=3)  # L = 40 in two blocks, h = 14 … 40
       state = out.state
-    assert abs(int(state.carried.shared.adaptive.h[0]) - h) <= 2
+    assert abs(int(state.carried.shared[0].adaptive.h[0]) - h) <= 2
     assert abs(int(out.metrics.merged) - merged) <= 4
 
 
@@ -174,6 +174,6 @@ def test_a_reused_threshold_recovers_from_a_spike(spike):
     state = out.state
     selected.append(int(out.metrics.selected))
     skipped.append(bool(out.metrics.skipped))
-    assert np.isfinite(state.carried.worker.bounds).all()
+    assert np.isfinite(state.carried.worker[0].bounds).all()
   assert not any(skipped)
   assert min(selected[5:]) > k / 2

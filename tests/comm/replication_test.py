@@ -59,7 +59,7 @@ def test_an_axis_tuple_in_any_order_trains_as_one_axis_does(name, alone, shape):
   expected, expected_state, _ = train(make("workers"), grid_of(alone))
   for axis in itertools.permutations(["hosts", "devices"]):
     found = train(make(axis), grid_of(shape), axis)
-    pairs = (found[0], expected), (found[1][0].carried.residual, expected_state[0].carried.residual)
+    pairs = (found[0], expected), (found[1][0].carried.residual[0], expected_state[0].carried.residual[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *zip(*pairs, strict=True))
 
 
@@ -283,6 +283,6 @@ def test_a_checkpoint_that_orbax_fits_to_other_shapes_is_refused(tmp_path):
 def test_a_restored_state_without_a_target_is_explained():
   tx, params = optax.chain(SPARSE, optax.sgd(0.1)), jax.tree.map(jnp.asarray, PARAMS)
   state = js.init(tx, params, mesh_of(3))
-  plain = [{"carried": {"residual": state[0].carried.residual}, "counters": {}, "layout": {}}, None]
+  plain = [{"carried": {"residual": state[0].carried.residual[0]}, "counters": {}, "layout": {}}, None]
   with pytest.raises(ValueError, match="made of plain dicts and lists, as a checkpoint is when Orbax"):
     js.make_train_step(loss_fn, tx, mesh_of(3))(params, plain, batch_of(0))

@@ -114,7 +114,7 @@ def check_against_the_simulator(name, sizes, leaves, kind=AxisType.Auto, steps=2
       expected = np.asarray(mean(jnp.concatenate([leaf.reshape(-1) for leaf in out.total]), workers))
       for worker in range(workers) if js.make_collective(name, **config).replicates else [0]:
         same(*(kept(one, leaves, inside, device) for one in (got[device, worker], expected)))
-      if (residual := state.carried.residual) is not None:
+      if (residual := state.carried.residual[0]) is not None:
         mine = np.asarray(residual).reshape(workers, devices, -1)[:, device]
         residuals = np.concatenate([leaf.reshape(workers, -1) for leaf in out.residuals], axis=1)
         same(mine, residuals)
@@ -247,13 +247,13 @@ def test_a_step_keeps_shardings_donates_and_compiles_once(kind, sizes):
   listen = lambda event, _, **__: compiled.append(event) if "backend_compile" in event else None
   step, params, state = model_of(SPARSE, kind, sizes, donate=True)
   first = jax.tree.map(jnp.copy, (params, state))
-  n, residual = sum(x.size for x in jax.tree.leaves(params)), state[0].carried.residual
+  n, residual = sum(x.size for x in jax.tree.leaves(params)), state[0].carried.residual[0]
   assert lie_alike(state[2][0].trace, params)
   assert residual.addressable_shards[0].data.size == (sum(state[0].layout.shards.sizes) if "x" in sizes else n)
   jax.monitoring.register_event_duration_secs_listener(listen)
   try:
     for i in range(4):
-      old = params["up"], state[0].carried.residual
+      old = params["up"], state[0].carried.residual[0]
       params, state, metrics = step(params, state, batch_of(i))
       counts.append(len(compiled))
       losses.append(float(metrics.loss))
@@ -470,7 +470,7 @@ def test_a_state_of_the_host_goes_on_bit_for_bit():
   expected, expected_state, _ = step(params, state, batch_of(1))
   after, after_state, _ = step(params, jax.tree.map(np.asarray, state), batch_of(1))
   assert_same_bits(after, expected)
-  assert after_state[0].carried.residual.sharding == expected_state[0].carried.residual.sharding
+  assert after_state[0].carried.residual[0].sharding == expected_state[0].carried.residual[0].sharding
 
 
 @pytest.mark.parametrize("kind", quick_of(KINDS, quick=[AxisType.Explicit]), ids=str)
@@ -480,10 +480,10 @@ def test_a_state_of_other_hosts(kind):
   mesh = mesh_of(TWO_HOSTS, kind)
   other, fresh, like = model_of(SPARSE, kind, TWO_HOSTS)
   fresh = jax.tree.map(lambda x, new: jax.device_put(np.asarray(x), new.sharding), params, fresh)
-  rows = np.asarray(state[0].carried.residual).reshape(2, 2, 2, -1)  # [worker // 2, worker % 2, device, entry]
+  rows = np.asarray(state[0].carried.residual[0]).reshape(2, 2, 2, -1)  # [worker // 2, worker % 2, device, entry]
   for given in (jax.tree.map(np.asarray, state), state):
     resized = js.resize(given, fresh, mesh, axis="hosts")
-    np.testing.assert_array_equal(np.asarray(resized[0].carried.residual), rows.sum(0).reshape(-1) / 2)
+    np.testing.assert_array_equal(np.asarray(resized[0].carried.residual[0]), rows.sum(0).reshape(-1) / 2)
     assert jax.tree.structure(resized) == jax.tree.structure(like)
     assert lie_alike(resized, like)
   assert lie_alike(js.abstract_state(SPARSE, fresh, mesh, axis="hosts"), like)

@@ -362,7 +362,7 @@ def test_what_is_wrong_is_said_before_anything_is_donated():
     with pytest.raises(ValueError, match=message):
       step(*given)
     assert not params["w"].is_deleted()
-    assert not state[0].carried.residual.is_deleted()
+    assert not state[0].carried.residual[0].is_deleted()
 
 
 # Flax.

@@ -37,7 +37,7 @@ def tracked(case, params, momentum=MOMENTUM):
 
 def parts(state):
   """(means, what is not delivered, [P, N] each, the total) in a state."""
-  worker, shared = state.carried.worker, state.carried.shared
+  worker, shared = state.carried.worker[0], state.carried.shared[0]
   owed = np.zeros((WORKERS, N)) if worker.undelivered is None else np.asarray(worker.undelivered, np.float64)
   return np.asarray(worker.mean).reshape(WORKERS, N), owed.reshape(WORKERS, N), np.asarray(shared.total)
 

@@ -38,7 +38,7 @@ def start(tx, where, loss=linear):
 
 
 def residual_of(state, workers):
-  return rows(state.outer[0].carried.residual, workers)
+  return rows(state.outer[0][0].carried.residual[0], workers)
 
 
 def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain():
@@ -53,7 +53,7 @@ def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain():
     params, state, metrics = step(params, state, batch)
     params2, state2, metrics2 = step2(params2, state2, batch)
     assert bool(metrics.skipped) == bool(metrics2.skipped) == (number == 2)
-    assert_same_bits((params2, state2.outer[0].carried, state2.outer[1]), (params, state[0].carried, state[1]))
+    assert_same_bits((params2, state2.outer[0][0].carried, state2.outer[0][1]), (params, state[0].carried, state[1]))
 
 
 @pytest.mark.parametrize("applied", [False, True], ids=["hidden", "applied"])

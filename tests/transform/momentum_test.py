@@ -41,8 +41,8 @@ def test_deep_gradient_compression_in_numpy(nesterov, masking):
       if masking:
         u[sent] = 0
     np.testing.assert_allclose(totals[0], total, atol=1e-5)
-    np.testing.assert_allclose(state.carried.worker.momentum, momenta, atol=1e-5)
-    np.testing.assert_allclose(state.carried.residual, residuals, atol=1e-5)
+    np.testing.assert_allclose(state.carried.worker[0].momentum, momenta, atol=1e-5)
+    np.testing.assert_allclose(state.carried.residual[0], residuals, atol=1e-5)
 
 
 @cases.each_case(EXACT, ["spardl"])
@@ -53,11 +53,11 @@ def test_momentum_is_zero_where_mass_has_left(case):
   state = simulation.initial(collective, workers, N)
   for step in range(4):
     grads = 16 * integers(step, workers, N)
-    momentum = np.asarray(state.carried.worker.momentum, np.float64) / 2 + grads
-    home = momentum + np.asarray(state.carried.residual, np.float64)
+    momentum = np.asarray(state.carried.worker[0].momentum, np.float64) / 2 + grads
+    home = momentum + np.asarray(state.carried.residual[0], np.float64)
     _, state = simulation.reduce_all(collective, jnp.asarray(grads), state)
-    expected = np.where(np.asarray(state.carried.residual, np.float64) == home, momentum, 0)
-    np.testing.assert_array_equal(state.carried.worker.momentum, expected)
+    expected = np.where(np.asarray(state.carried.residual[0], np.float64) == home, momentum, 0)
+    np.testing.assert_array_equal(state.carried.worker[0].momentum, expected)
 
 
 @pytest.mark.parametrize("name", ["dense", "spardl", "ladder"])
@@ -103,15 +103,15 @@ def test_a_ladder_of_densities_keeps_the_laws_and_is_each_of_them_in_turn(collec
   plain = [*[js.make_collective("topka", density=d) for d in (0.5, 0.5, 0.2)], collective.collective]
   state = simulation.initial(collective, workers, N)
   for step in range(5):
-    grads, before = integers(step, workers, N), np.asarray(state.carried.residual)
+    grads, before = integers(step, workers, N), np.asarray(state.carried.residual[0])
     same = simulation.initial(one := plain[min(step, 3)], workers, N)
     same = same._replace(carried=same.carried._replace(residual=state.carried.residual))
     totals, state = simulation.reduce_all(collective, jnp.asarray(grads), state)
     np.testing.assert_array_equal(
-      totals[0] + np.asarray(state.carried.residual).sum(0), grads.sum(0) + before.sum(0), err_msg=str(step)
+      totals[0] + np.asarray(state.carried.residual[0]).sum(0), grads.sum(0) + before.sum(0), err_msg=str(step)
     )
     assert_same_bits(totals, np.broadcast_to(totals[0], totals.shape))
-    assert np.all(state.carried.shared.step == step + 1)
+    assert np.all(state.carried.shared[0].step == step + 1)
     if collective.collective.name == "topka":  # whose choice depends on residuals alone
       expected, _ = simulation.reduce_all(one, jnp.asarray(grads), same)
       np.testing.assert_array_equal(totals, expected)

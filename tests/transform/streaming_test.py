@@ -134,5 +134,5 @@ def test_leaves_of_their_own_collective_in_one_fragment_of_two():
       own[:, LARGEST] = 0
   np.testing.assert_allclose(flat(params)[~LARGEST], own.mean(0)[~LARGEST], atol=1e-5)
   parts = js.metrics(state).as_dict()
-  assert sum(parts[f"{fragment}/words_per_step"] for fragment in (0, 1)) == parts["words_per_step"]
-  assert "0/drift" not in parts
+  assert sum(parts[f".outer[{fragment}][0]/words_per_step"] for fragment in (0, 1)) == parts["words_per_step"]
+  assert ".outer[0][0]/drift" not in parts

@@ -179,7 +179,7 @@ def test_words_of_all_steps_are_counted_beyond_32_bits():
   counters, step = js.Counters.zeros(), js.Counters(words_sent=3_000_000_000)
   for _ in range(3):
     counters = telemetry.count_step([step], 10, counters, jnp.bool_(True), jnp.zeros(10))
-  state = states.ReduceState(js.State(), counters, states.Layout.of_workers(1, 10))
+  state = states.ReduceState(js.State((None,), ((),), ((),)), counters, states.Layout.of_workers(1, 10))
   assert float(js.metrics(state).total_words) == np.float32(9e9)
 
 

@@ -51,7 +51,7 @@ def close(found, expected):
 
 
 def mean_residual(state, workers):
-  return [np.asarray(node.carried.residual).reshape(workers, -1).mean(0) for node in reduce_states(state)]
+  return [np.asarray(node.carried.residual[0]).reshape(workers, -1).mean(0) for node in reduce_states(state)]
 
 
 @pytest.mark.parametrize(
