@@ -22,13 +22,14 @@ have the same anchor afterwards.
     devices                       `Devices`: partial reduce in threads of one process, averages are JAX collectives
 """
 
-from jaxsparse.partial.controller import Controller
-from jaxsparse.partial.devices import Devices
-from jaxsparse.partial.quorum import Quorum
-from jaxsparse.partial.rounds import Rounds
-from jaxsparse.partial.saving import restore
+from jaxsparse.partial.groups.controller import Controller
+from jaxsparse.partial.groups.devices import Devices
+from jaxsparse.partial.groups.saving import restore
+from jaxsparse.partial.groups.worker import Worker
+from jaxsparse.partial.net.endpoint import ControllerLost
+from jaxsparse.partial.net.sockets import Keys
+from jaxsparse.partial.rounds.quorum import Quorum
+from jaxsparse.partial.rounds.worker import Rounds
 from jaxsparse.partial.server import Server
-from jaxsparse.partial.sockets import Keys
-from jaxsparse.partial.worker import ControllerLost, Worker
 
 __all__ = ["Controller", "ControllerLost", "Devices", "Keys", "Quorum", "Rounds", "Server", "Worker", "restore"]

@@ -5,11 +5,11 @@ import pathlib
 import sys
 
 from jaxsparse.launch.rank import START_TIMEOUT
-from jaxsparse.partial import sockets
-from jaxsparse.partial.controller import Controller
-from jaxsparse.partial.quorum import Quorum
+from jaxsparse.partial.groups.controller import Controller
+from jaxsparse.partial.net import sockets
+from jaxsparse.partial.net.sockets import Keys, zmq
+from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.server import LIMIT, Server
-from jaxsparse.partial.sockets import Keys, zmq
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from jaxsparse.partial.messages import Piece, sender_of
+from jaxsparse.partial.net.messages import Piece, sender_of
 
 
 class _Missing:

@@ -17,7 +17,7 @@ import optax
 
 from jaxsparse.comm.peers import PeerComm, Send
 from jaxsparse.comm.program_text import ProgramText
-from jaxsparse.partial.messages import Stand
+from jaxsparse.partial.net.messages import RoundPosition
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
@@ -36,20 +36,20 @@ class Anchor(NamedTuple):
     params: θ, f32, a pytree of arrays of the CPU.
     outer: the state of the outer chain for a group of `size` workers, by the number of the fragment.
     size: the number of workers that the state of the outer chain is for; 0, without a state, before the first round.
-    stand: the last round.
+    position: the last round.
     lineage: the numbers of the groups of the last rounds, oldest first.
   """
 
   params: Any
   outer: dict[int, Any]
   size: int = 0
-  stand: Stand = Stand()
+  position: RoundPosition = RoundPosition()
   lineage: tuple[int, ...] = ()
 
-  def follows(self, stand: Stand) -> bool:
+  def follows(self, position: RoundPosition) -> bool:
     """Whether it has been through that round; taken for granted if it is too long ago."""
-    later = self.stand.round - stand.round
-    return later >= len(self.lineage) or (later >= 0 and self.lineage[-1 - later] == stand.base)
+    later = self.position.round - position.round
+    return later >= len(self.lineage) or (later >= 0 and self.lineage[-1 - later] == position.base)
 
 
 class Result(NamedTuple):
@@ -104,14 +104,14 @@ class OuterStep:
       number: of the group.
       send: sends and receives messages, as of `PeerComm`.
     """
-    fragment = anchor.stand.round % self._fragments.count
+    fragment = anchor.position.round % self._fragments.count
     outer = self._carry(anchor, size)
     self._send = send
     operands = self._operands(fragment, np.int32(rank), np.float32(weight), given, outer[fragment], anchor.params)
     params, after, skipped = self.program(size, fragment, operands)(*operands)
-    stand = Stand(anchor.stand.round + 1, number)
+    position = RoundPosition(anchor.position.round + 1, number)
     lineage = (*anchor.lineage, number)[-_LINEAGE:]
-    return Result(Anchor(params, outer | {fragment: after}, size, stand, lineage), fragment, bool(skipped))
+    return Result(Anchor(params, outer | {fragment: after}, size, position, lineage), fragment, bool(skipped))
 
   def _operands(self, fragment: int, rank: np.int32, weight: np.float32, given: Any, outer: Any, params: Any) -> Any:
     return jax.device_put((rank, weight, self._fragments.part(given, fragment), outer, params), self._cpu)
@@ -216,7 +216,7 @@ class OuterStep:
 
   def _parts(self, anchor: Anchor) -> Iterable[Any]:
     """The buffers of what all workers have alike, without copies."""
-    header = json.dumps([_shapes(anchor.params), *anchor.stand, anchor.size, *anchor.lineage]).encode()
+    header = json.dumps([_shapes(anchor.params), *anchor.position, anchor.size, *anchor.lineage]).encode()
     yield from (len(header).to_bytes(4), header)
     for leaf in (*jax.tree.leaves(anchor.params), *_alike(anchor.outer)):
       yield np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
@@ -255,7 +255,7 @@ class OuterStep:
       raise ValueError("Rounds: the parameters of the anchor have NaN or Inf")
     params = self.on_cpu(jax.tree.unflatten(structure, arrays[: len(leaves)]))
     outer = _with_alike(outer, jax.device_put(arrays[len(leaves) :], self._cpu))
-    found = Anchor(params, outer, size, Stand(round_, base, last), tuple(lineage))
+    found = Anchor(params, outer, size, RoundPosition(round_, base, last), tuple(lineage))
     return found if size else self.with_residual(found, own)
 
   def with_residual(self, anchor: Anchor, own: Anchor) -> Anchor:

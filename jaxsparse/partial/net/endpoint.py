@@ -13,15 +13,38 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from jaxsparse.partial import messages, sockets
-from jaxsparse.partial.messages import Kind, Piece, Signal
-from jaxsparse.partial.sockets import Keys, zmq
-from jaxsparse.partial.transfers import Transfers
-from jaxsparse.partial.worker_protocol import Unreachable, WorkerProtocol
+from jaxsparse.partial.net import messages, sockets
+from jaxsparse.partial.net.membership import Membership, Unreachable
+from jaxsparse.partial.net.messages import Piece, PieceKind, Signal
+from jaxsparse.partial.net.sockets import Keys, zmq
+from jaxsparse.partial.net.transfers import Transfers
 
 _LAST_WORDS = 1000  # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
+
+
+class ControllerLost(RuntimeError):
+  """The server did not come back, or never answered; the message says where the parameters are saved.
+
+  Example:
+    >>> raise ControllerLost("no sign of life from the controller for 65 s")
+    Traceback (most recent call last):
+    ...
+    jaxsparse.partial.net.endpoint.ControllerLost: no sign of life from the controller for 65 s
+  """
+
+
+class WorkerProtocol(Protocol):
+  """The decisions of a worker, as `GroupProtocol` and `RoundProtocol` make them."""
+
+  membership: Membership
+
+  def handle(self, event: Any, now: float) -> None:
+    """Does what an event asks for."""
+
+  def tick(self, now: float) -> None:
+    """Time has passed."""
 
 
 class Endpoint:
@@ -62,7 +85,7 @@ class Endpoint:
   def start(
     self,
     protocol: WorkerProtocol,
-    answers: Mapping[Kind, Callable[[Piece], Piece]],
+    answers: Mapping[PieceKind, Callable[[Piece], Piece]],
     lose: Callable[[str], Exception],
     name: str,
   ) -> None:
@@ -142,11 +165,12 @@ class Endpoint:
   def _run(self) -> None:
     """Runs the protocol until the worker leaves or the server is lost."""
     try:
-      while self._protocol.state != "ended":
+      membership = self._protocol.membership
+      while membership.state != "ended":
         self._protocol.tick(time.monotonic())
-        self._network.wait(self._protocol.interval)
+        self._network.wait(membership.interval)
         self._send_model()
-      awaited, seconds = self._protocol.lost
+      awaited, seconds = membership.lost
       if awaited:
         self._last_answer = self._lose(f"no {awaited} from the controller at {self._connected} for {seconds:g} s")
     except Exception as error:  # or the training loop would wait for ever
@@ -169,9 +193,9 @@ class Endpoint:
   def _send_model(self) -> None:
     """Sends the model to the next worker that has asked for it, after the one before has it."""
     if self._transfer is None or self._transfer.done:
-      self._transfer, peer = None, self._transfers.next(self._protocol.stand.round, time.monotonic())
+      self._transfer, peer = None, self._transfers.next(self._protocol.membership.position.round, time.monotonic())
       if peer is not None:
-        frames = self._answer[Kind.FETCH](Piece(Kind.FETCH, 0, 0)).pack()
+        frames = self._answer[PieceKind.FETCH](Piece(PieceKind.FETCH, 0, 0)).pack()
         self._transfer = self._data.send_multipart([peer, *frames], copy=False, track=True)
 
   def _handle(self, event: Any) -> None:
@@ -180,7 +204,7 @@ class Endpoint:
   def _from_worker(self, frames: list[bytes]) -> None:
     connection, *content = frames
     piece = messages.parse_piece(content)
-    if piece and piece.kind == Kind.FETCH:
+    if piece and piece.kind == PieceKind.FETCH:
       self._transfers.ask(connection, piece, time.monotonic())
     elif piece and piece.kind in self._answer:
       self._data.send_multipart([connection, *self._answer[piece.kind](piece).pack()], copy=False)

@@ -31,9 +31,10 @@ iterations, with α = 1/2:
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from jaxsparse.collectives._base import check_whole
+from jaxsparse.partial.net.messages import Group, Rejected
 
 Missing = Literal["initial", "closest"]
 Weigh = Callable[[Sequence[int]], tuple[tuple[float, ...], float]]  # iterations to weights, and the initial model's
@@ -41,33 +42,6 @@ PATIENCE = 10  # a worker may be about this many times slower than the others be
 MAX_ITERATION = 2**63 - 1
 
 _ABSENT = -1  # the component of all workers that are absent
-
-
-class Rejected(ValueError):
-  """A call that the controller rejects, with the reason; its state has not changed."""
-
-
-class Group(NamedTuple):
-  """Workers that average their models: each continues with Σ weights[i] · model[i] + initial · (initial model).
-
-  Attributes:
-    members: numbers of the workers, ascending.
-    weights: of the members' models, in the order of `members`.
-    iteration: the largest iteration of the members; all of them continue from it.
-    initial: weight of the model that training started from; 0 except for dynamic weights with `missing="initial"`.
-    number: 1 for the first group, 2 for the second, and so on.
-  """
-
-  members: tuple[int, ...]
-  weights: tuple[float, ...]
-  iteration: int
-  initial: float = 0.0
-  number: int = 0
-
-  @property
-  def names(self) -> str:
-    """The members in words."""
-    return f"workers {', '.join(map(str, self.members))}"
 
 
 class Controller:

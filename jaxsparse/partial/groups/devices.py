@@ -26,9 +26,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
-from jaxsparse.partial.base import BaseWorker, check_start
-from jaxsparse.partial.controller import Controller, Group
-from jaxsparse.partial.messages import Says
+from jaxsparse.partial.groups.base import BaseWorker
+from jaxsparse.partial.groups.controller import Controller
+from jaxsparse.partial.net.alike import check_start
+from jaxsparse.partial.net.messages import Group, WorkerMessage
 from jaxsparse.sparse.flatten import flatten
 
 _AXIS = "group"
@@ -98,15 +99,17 @@ class Devices:
       self._program(members)
     return len(groups)
 
-  def _ask(self, number: int, says: Says, model: _Model, patience: float | None) -> _Model:
+  def _ask(self, number: int, kind: WorkerMessage, model: _Model, patience: float | None) -> _Model:
     """The answer to a worker's signal; ready workers are released each time that it has waited for `patience`."""
     answer, groups, (vector, iteration) = futures.Future[_Model](), list[Group](), model
     with self._lock:
-      if says == Says.NOT_FINITE:
+      if kind == WorkerMessage.NOT_FINITE:
         self.controller.replaced(number)
         self._seeking[number] = answer
       else:
-        groups = (self.controller.ready if says == Says.READY else self.controller.synchronize)(number, iteration)
+        groups = (self.controller.ready if kind == WorkerMessage.READY else self.controller.synchronize)(
+          number, iteration
+        )
         self._waiting[number] = jax.device_put(vector, self.devices[number]), iteration, answer
       self._answer_seekers()
     self._average(groups)
@@ -192,8 +195,10 @@ class DeviceWorker(BaseWorker):
     """Leaves: the other workers continue without this one."""
     self._workers._leave(self.number)
 
-  def _ask(self, says: Says, vector: jax.Array, iteration: int) -> _Model:
+  def _ask(self, kind: WorkerMessage, vector: jax.Array, iteration: int) -> _Model:
     took = max(time.monotonic() - self._step_began, _LEAST_PATIENCE)
-    model = self._workers._ask(self.number, says, (vector, iteration), None if says == Says.NOT_FINITE else took)
+    model = self._workers._ask(
+      self.number, kind, (vector, iteration), None if kind == WorkerMessage.NOT_FINITE else took
+    )
     self._step_began = time.monotonic()
     return model

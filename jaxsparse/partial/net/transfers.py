@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxsparse.partial.messages import Piece
+from jaxsparse.partial.net.messages import Piece
 
 _PATIENCE = 5.0  # seconds that a request waits for the anchor of a round that this worker may hear of soon
 
@@ -14,9 +14,9 @@ class Transfers:
   arrives before the donor knows it waits a little, since the anchor before that round would be useless.
 
   Example:
-    >>> from jaxsparse.partial.messages import Kind
+    >>> from jaxsparse.partial.net.messages import PieceKind
     >>> transfers = Transfers()
-    >>> transfers.ask("peer", Piece(Kind.FETCH, 3, 0), now=0.0)
+    >>> transfers.ask("peer", Piece(PieceKind.FETCH, 3, 0), now=0.0)
     >>> transfers.next(round_=2, now=1.0), transfers.next(round_=3, now=2.0), transfers.next(round_=3, now=3.0)
     (None, 'peer', None)
   """
@@ -25,7 +25,7 @@ class Transfers:
     self._waiting: dict[Any, tuple[int, float]] = {}  # by peer: the round, and until when the request waits for it
 
   def ask(self, peer: Any, request: Piece, now: float) -> None:
-    """A peer asks for a model that has been through as many rounds as the number of its request says, or more."""
+    """A peer asks for a model that has been through as many rounds as the number of its request kind, or more."""
     self._waiting[peer] = request.number, now + _PATIENCE
 
   def next(self, round_: int, now: float) -> Any:
