@@ -41,8 +41,8 @@ def main() -> None:
     controller: Controller | Quorum = (Quorum if "quorum" in options else Controller)(**options)
     if folder and not folder.exists():
       folder.mkdir(mode=0o700)
-      *own, last = Keys.make_own(controller.workers)
-      for name, keys in zip([*map(str, range(len(own))), "server"], [*own, last], strict=True):
+      *of_workers, of_server = Keys.make_own(controller.workers)
+      for name, keys in zip([*map(str, range(len(of_workers))), "server"], [*of_workers, of_server], strict=True):
         keys.write(folder / name)
     if path and not path.exists():
       Keys.make().write(path)

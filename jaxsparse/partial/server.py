@@ -11,11 +11,12 @@ from typing import Self
 
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial.groups.controller import Controller
-from jaxsparse.partial.groups.server import GroupServer
+from jaxsparse.partial.groups.server import GroupMember, GroupServer
 from jaxsparse.partial.net import messages, sockets
+from jaxsparse.partial.net.membership import Members
 from jaxsparse.partial.net.sockets import Keys, zmq
 from jaxsparse.partial.rounds.quorum import Quorum
-from jaxsparse.partial.rounds.server import RoundServer
+from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 
 LIMIT = 5.0  # seconds without a heartbeat after which the server drops a worker, or a worker misses the controller
 
@@ -58,18 +59,21 @@ class Server:
     for name, value in (("limit", limit), ("start_timeout", start_timeout)):
       if not value > 0:
         raise ValueError(f"{name}={value!r}, choose more than 0 seconds")
-    self._controller, self._limit = controller, limit
+    self._controller = controller
+    self._limit = limit
     self._network = sockets.Network(keys)
-    times = {"limit": limit, "start_timeout": start_timeout, "now": time.monotonic()}
+    now = time.monotonic()
+    times = limit, now, dict.fromkeys(controller.alive, now + start_timeout)
     self._protocol: GroupServer | RoundServer
     if isinstance(controller, Quorum):
-      self._protocol = RoundServer(controller, self._send, **times)
+      self._protocol = RoundServer(controller, Members(RoundMember, self._send, *times))
     else:
-      self._protocol = GroupServer(controller, self._send, **times, first=secrets.randbits(62))
+      self._protocol = GroupServer(controller, Members(GroupMember, self._send, *times), first=secrets.randbits(62))
     receive = lambda frames: self._protocol.receive(frames[0], frames[1:], time.monotonic())
     self._socket, self.address = self._network.bind(address, messages.LONGEST, receive)
     self._socket.router_mandatory = True  # a message to a connection that is gone raises an error
-    self._stop, self._thread = threading.Event(), threading.Thread(target=self.serve, daemon=True)
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self.serve, daemon=True)
 
   @property
   def rejected(self) -> int:

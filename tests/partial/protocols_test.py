@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.partial.groups.protocol import GroupProtocol, Model, Request
-from jaxsparse.partial.groups.server import GroupServer
+from jaxsparse.partial.groups.server import GroupMember, GroupServer
 from jaxsparse.partial.net import messages
-from jaxsparse.partial.net.membership import Unreachable
+from jaxsparse.partial.net.membership import Members, Membership, Unreachable
 from jaxsparse.partial.net.messages import Piece, PieceKind, WorkerMessage
 
 ITERATIONS = 4
@@ -31,9 +31,10 @@ class Process:
     self.address = f"tcp://127.0.0.1:{self.serial + 1}"
     self.dead = self.failed = self.suspended = self.diverges = self.leaves = False
     self.held, self.found = [], []  # what has come while it is suspended, and the models that it has trained with
-    outlets = {"tell": self.tell, "send": self.send, "reply": self.take}
     start = np.zeros(network.entries, np.float32)
-    self.protocol = GroupProtocol(number, start, self.address, TIMEOUT, RECONNECT, network.now, **outlets)
+    outlets = self.tell, self.send, self.take
+    place = Membership(number, self.address, TIMEOUT, network.now, *outlets, limit=TIMEOUT, reconnect=RECONNECT)
+    self.protocol = GroupProtocol(place, start)
 
   @property
   def lives(self):
@@ -147,8 +148,9 @@ class Network:
   def serve(self):
     """Starts the server, or starts it again: it knows nobody."""
     self.controller = js.partial.Controller(self.workers, self.size)
-    options = {"limit": LIMIT, "start_timeout": TIMEOUT, "first": self.random.getrandbits(30)}
-    self.server = GroupServer(self.controller, self.send, **options, now=self.now)
+    expected = dict.fromkeys(self.controller.alive, self.now + TIMEOUT)
+    members = Members(GroupMember, self.send, LIMIT, self.now, expected)
+    self.server = GroupServer(self.controller, members, first=self.random.getrandbits(30))
 
   def disturb(self, kind):
     """A worker crashes, is restarted, suspended, resumed, or diverges; one always runs. Or the server is restarted."""

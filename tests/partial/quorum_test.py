@@ -182,7 +182,7 @@ def test_it_is_over_when_the_last_worker_has_left_in_good_order(quorum):
   [
     (lambda quorum: quorum.join(5, START), "unknown: worker 5, there are 0 … 4"),
     (lambda quorum: quorum.ready(2, 1, START), "absent: worker 2"),
-    (lambda quorum: quorum.ready(0, -1, START), "weight -1 of worker 0 is malformed"),
+    (lambda quorum: quorum.ready(0, -1, START), "weight -1 of worker 0 must be >= 0"),
     (lambda quorum: ready(quorum, 0, 0), "duplicate: worker 0 is ready already"),
     (lambda quorum: quorum.done(2, 10, 1), "absent: worker 2"),
   ],

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.partial.net import messages
-from jaxsparse.partial.net.membership import Unreachable
+from jaxsparse.partial.net.endpoint import Transfers
+from jaxsparse.partial.net.membership import Members, Membership, Unreachable
 from jaxsparse.partial.net.messages import Answer, Piece, PieceKind, RoundPosition, ServerMessage, WorkerMessage
-from jaxsparse.partial.net.transfers import Transfers
 from jaxsparse.partial.rounds.exchanger import Done, Send
 from jaxsparse.partial.rounds.protocol import Request, RoundProtocol
-from jaxsparse.partial.rounds.server import RoundServer
+from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 from tests.partial import protocols_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
 
@@ -90,8 +90,9 @@ class Process(protocols_test.Process):
     self.transfers, self.busy_until = Transfers(), 0.0  # of the anchor to other processes, one after the other
     self.visits = 0  # of servers, one after the other
     outlets = self.tell, self.send, self.take
-    options = {"exchange": self, "switch": self.switch, "servers": len(network.servers)}
-    self.protocol = RoundProtocol(number, 1000, self.address, TIMEOUT, network.now, *outlets, **options)
+    limit = TIMEOUT / len(network.servers)
+    place = Membership(number, self.address, TIMEOUT, network.now, *outlets, limit=limit)
+    self.protocol = RoundProtocol(place, self, 1000, self.switch, len(network.servers))
 
   def handle(self, event):
     super().handle(event)
@@ -305,8 +306,7 @@ class Network(protocols_test.Network):
   def start(self, number):
     """A server that knows nobody."""
     controller = js.partial.Quorum(self.workers, self.size, grace=GRACE, first=self.random.getrandbits(40))
-    options = {"limit": LIMIT, "start_timeout": TIMEOUT}
-    self.servers[number] = controller, RoundServer(controller, self.send, **options, now=self.now)
+    self.servers[number] = controller, RoundServer(controller, Members(RoundMember, self.send, LIMIT, self.now))
 
 
 @settings(max_examples=4 * settings().max_examples)
@@ -464,8 +464,8 @@ class Pieces:
 def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
   """The stand in a signal names a last round only while the worker does not know whether it counts."""
   signals, quiet = [], lambda *_: None
-  options = {"exchange": Pieces(), "switch": quiet}
-  protocol = RoundProtocol(0, 4, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, **options)
+  place = Membership(0, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, TIMEOUT)
+  protocol = RoundProtocol(place, Pieces(), 4, quiet)
   options = {"grace": GRACE, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0, "run": 7}
   group = {"members": [0, 1], "weights": [0.5, 0.5], "iteration": 0, "initial": 0.0, "number": 5}
   for event in (
@@ -490,9 +490,9 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
 def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_smaller_number(rejected, committed):
   """They send as soon as they hear of the round; a worker without it would wait for its timeout."""
   exchange, replies, switched, entries, members = Pieces(), [], [], 10**5, [0, 1, 2, 3]
-  outlets = {"exchange": exchange, "switch": lambda: switched.append(True)}
   quiet = lambda *_: None
-  protocol = RoundProtocol(0, entries, "tcp://a", TIMEOUT, 0.0, quiet, quiet, replies.append, **outlets)
+  place = Membership(0, "tcp://a", TIMEOUT, 0.0, quiet, quiet, replies.append, TIMEOUT)
+  protocol = RoundProtocol(place, exchange, entries, lambda: switched.append(True))
 
   def answer(kind, **content):
     protocol.handle(Answer(kind, content), protocol.membership.now)

@@ -13,7 +13,7 @@ import zmq
 
 import jaxsparse as js
 from jaxsparse.partial.net.messages import Piece, PieceKind
-from jaxsparse.partial.rounds import saved
+from jaxsparse.partial.rounds import checks
 from jaxsparse.partial.rounds import worker as rounds
 from jaxsparse.partial.rounds.outer_step import OuterStep
 from tests.cases import averaged, row
@@ -612,7 +612,7 @@ def make_state(params):
   step = OuterStep(averaging)
   content = np.frombuffer(step.pack(step.start(params)), np.uint8)
   arrays = {"anchor": content, "residual": np.zeros(12, np.float32), "moved": np.zeros(12, np.float32)}
-  return saved.seal(arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1}, number=0, run=1)
+  return checks.seal(arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1}, number=0, run=1)
 
 
 STATE = make_state(START)
@@ -628,7 +628,7 @@ WRONG = [
   ({"params": {"count": jnp.zeros(3, jnp.int32)}}, TypeError, r"params\['count'\] has dtype int32"),
   ({"state": STATE | {"fragments": np.int64(2)}}, ValueError, "fragments=1, but the state was saved with 2"),
   ({"state": {"fragments": np.int64(1)}}, ValueError, "the state has no anchor, digest, moved, number, residual"),
-  ({"state": saved.seal(STATE, 1, run=1)}, ValueError, "number=0, but the state was saved by worker 1"),
+  ({"state": checks.seal(STATE, 1, run=1)}, ValueError, "number=0, but the state was saved by worker 1"),
   ({"state": STATE | {"residual": np.full(12, np.nan)}}, ValueError, "the residual in the state has NaN or Inf"),
   ({"state": STATE | {"moved": np.full(12, 2.0)}}, ValueError, "the state has changed since it was saved, its digest"),
   ({"state": NOT_FINITE}, ValueError, "the parameters of the anchor have NaN or Inf"),

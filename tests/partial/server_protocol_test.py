@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from jaxsparse.partial.groups.server import GroupServer
+from jaxsparse.partial.groups.server import GroupMember, GroupServer
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.alike import Alike
+from jaxsparse.partial.net.membership import Members
 from jaxsparse.partial.net.messages import Rejected, ServerMessage, Signal, WorkerMessage
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9, 10)]
@@ -33,8 +34,8 @@ class Wire:
   def __init__(self, workers=4, size=2, joined=None):
     self.controller, self.now = js.partial.Controller(workers, size), 0.0
     self.sent, self.gone = {}, set()
-    times = {"limit": LIMIT, "start_timeout": START, "now": 0.0}
-    self.protocol = GroupServer(self.controller, self.send, **times, first=FIRST)
+    expected = dict.fromkeys(self.controller.alive, START)
+    self.protocol = GroupServer(self.controller, Members(GroupMember, self.send, LIMIT, 0.0, expected), first=FIRST)
     for worker in range(workers) if joined is None else joined:
       assert self.say(hello(worker)) == welcome()
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxsparse.partial.groups.protocol import GroupProtocol, Model, Request
-from jaxsparse.partial.net.membership import Unreachable
+from jaxsparse.partial.net.membership import Membership, Unreachable
 from jaxsparse.partial.net.messages import Answer, Piece, PieceKind, ServerMessage, Signal, WorkerMessage
 
 ME, LIMIT, TIMEOUT, RECONNECT = 1, 5.0, 20.0, 7.0
@@ -66,9 +66,10 @@ class Subject:
 
   def __init__(self):
     self.now, self.actions, self.broken = 100.0, [], False
-    outlets = {"tell": lambda signal: self.actions.append(signal), "send": self.send, "reply": self.reply}
+    outlets = lambda signal: self.actions.append(signal), self.send, self.reply
     start = np.zeros(4, np.float32)
-    self.protocol = GroupProtocol(ME, start, ADDRESSES[ME], TIMEOUT, RECONNECT, self.now, **outlets)
+    place = Membership(ME, ADDRESSES[ME], TIMEOUT, self.now, *outlets, limit=TIMEOUT, reconnect=RECONNECT)
+    self.protocol = GroupProtocol(place, start)
 
   def send(self, address, piece):
     assert piece.sender == ME

@@ -41,11 +41,14 @@ class Average:
   """
 
   def __init__(self, group: Group, me: int, model: np.ndarray, initial: np.ndarray):
-    self.group, self._me, self._model = group, me, model
+    self.group = group
+    self._me = me
+    self._model = model
     bounds = np.linspace(0, model.size, len(group.members) + 1).astype(int)
     self._shards = {member: slice(*bounds[i : i + 2]) for i, member in enumerate(group.members)}
-    own = self._shards[me]
-    self._initial, self._parts = initial[own], {me: model[own]}
+    shard = self._shards[me]
+    self._initial = initial[shard]
+    self._parts = {me: model[shard]}
     self.result = np.empty_like(model)
     self._missing = set(group.members)  # owners of the shards that `result` lacks
 
@@ -71,7 +74,8 @@ class Average:
 
     Ignores one that does not belong to this average: not from another member, a duplicate, or of another size.
     """
-    sender, shape = piece.sender, piece.values.shape
+    sender = piece.sender
+    shape = piece.values.shape
     if piece.kind == PieceKind.PART:
       if sender in self._shards and sender not in self._parts and shape == self._initial.shape:
         self._parts[sender] = piece.values

@@ -24,7 +24,9 @@ class Refusals:
   """Checks the models of one worker; `count` is how many in succession were not finite, 0 after a finite one."""
 
   def __init__(self, worker: int):
-    self._worker, self.count, self.last = worker, 0, ""
+    self._worker = worker
+    self.count = 0
+    self.last = ""
 
   def refuse(self, vector: jax.Array, iteration: int, unflatten: Callable[[jax.Array], Any]) -> bool:
     """Returns whether a model is not finite; `last` names its first such leaf then, and is logged.
@@ -51,7 +53,9 @@ class BaseWorker(abc.ABC):
   """A worker; it leaves when its `with` block ends."""
 
   def __init__(self, number: int, entries: int, unflatten: Callable[[jax.Array], Any]):
-    self.number, self._entries, self._unflatten = number, entries, unflatten
+    self.number = number
+    self._entries = entries
+    self._unflatten = unflatten
     self._refusals = Refusals(number)
 
   @property

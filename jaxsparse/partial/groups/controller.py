@@ -92,14 +92,15 @@ class Controller:
     check_whole("controller", 2, workers=workers)
     check_whole("controller", 2, workers, group_size=group_size)
     choices = {"weights": (weights, "constant", "dynamic"), "missing": (missing, "initial", "closest")}
-    for name, (value, one, other) in choices.items():
-      if value not in (one, other):
-        raise ValueError(f"{name}={value!r}, choose {one!r} or {other!r}")
+    for name, (value, *names) in choices.items():
+      if value not in names:
+        raise ValueError(f"{name}={value!r}, choose {names[0]!r} or {names[1]!r}")
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
       raise ValueError(f"decay={decay!r}, choose a number in [0, 1)")
     least = -(-(workers - 1) // (group_size - 1))
     check_whole("controller", least, optional=True, history=history)
-    self.workers, self.group_size = workers, group_size
+    self.workers = workers
+    self.group_size = group_size
     self.window = PATIENCE * least if history is None else history
     dynamic = functools.partial(dynamic_weights, decay=float(decay), missing=missing)
     self._weigh = dynamic if weights == "dynamic" else constant_weights
@@ -209,7 +210,8 @@ class Controller:
     if not isinstance(iteration, int) or not 0 <= iteration <= MAX_ITERATION:
       raise Rejected(f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1")
     self._check_not_ready(worker)
-    last, again = self._last[worker], queue is self._for_all and worker in self._group
+    last = self._last[worker]
+    again = queue is self._for_all and worker in self._group
     if iteration <= last - again:
       raise Rejected(f"stale: iteration {iteration} of worker {worker}, which has signalled {last} before")
     self._last[worker] = queue[worker] = iteration

@@ -51,10 +51,10 @@ class Devices:
 
   Example:
     >>> import threading, jax, jax.numpy as jnp, jaxsparse as js
-    >>> found = {}
+    >>> averages = {}
     >>> def train(worker):
     ...   with worker:
-    ...     found[worker.number] = worker.reduce(worker.params + worker.number, 1)
+    ...     averages[worker.number] = worker.reduce(worker.params + worker.number, 1)
     >>> workers = js.partial.Devices(js.partial.Controller(2, 2), jax.devices()[:1] * 2, jnp.zeros(2))
     Traceback (most recent call last):
     ...
@@ -64,7 +64,7 @@ class Devices:
     ...   threads = [threading.Thread(target=train, args=(workers.worker(number),)) for number in range(2)]
     ...   for thread in threads: thread.start()
     ...   for thread in threads: thread.join()
-    ...   assert found[0][0].tolist() == found[1][0].tolist() == [0.5, 0.5]
+    ...   assert averages[0][0].tolist() == averages[1][0].tolist() == [0.5, 0.5]
   """
 
   def __init__(self, controller: Controller, devices: Sequence[jax.Device], params: Any):
@@ -73,8 +73,11 @@ class Devices:
       raise ValueError(f"{workers}: give each worker a device of its own")
     check_start(params)
     vector, self.unflatten = flatten(params)
-    self.controller, self.devices, self.params = controller, tuple(devices), params
-    self.entries, self._initial = vector.size, [jax.device_put(vector, device) for device in devices]
+    self.controller = controller
+    self.devices = tuple(devices)
+    self.params = params
+    self.entries = vector.size
+    self._initial = [jax.device_put(vector, device) for device in devices]
     self._lock = threading.Lock()  # of the controller, and of the two that follow
     self._waiting: dict[int, tuple[jax.Array, int, futures.Future]] = {}  # for a group: model, iteration, and answer
     self._seeking: dict[int, futures.Future] = {}  # answers of workers that wait for the model of another worker
@@ -101,7 +104,9 @@ class Devices:
 
   def _ask(self, number: int, kind: WorkerMessage, model: _Model, patience: float | None) -> _Model:
     """The answer to a worker's signal; ready workers are released each time that it has waited for `patience`."""
-    answer, groups, (vector, iteration) = futures.Future[_Model](), list[Group](), model
+    answer = futures.Future[_Model]()
+    groups = list[Group]()
+    (vector, iteration) = model
     with self._lock:
       if kind == WorkerMessage.NOT_FINITE:
         self.controller.replaced(number)
@@ -187,8 +192,10 @@ class DeviceWorker(BaseWorker):
 
   def __init__(self, workers: Devices, number: int):
     super().__init__(number, workers.entries, workers.unflatten)
-    self._workers, self.device = workers, workers.devices[number]
-    self.params, self.iteration = jax.device_put(workers.params, self.device), 0
+    self._workers = workers
+    self.device = workers.devices[number]
+    self.params = jax.device_put(workers.params, self.device)
+    self.iteration = 0
     self._step_began = time.monotonic()
 
   def leave(self) -> None:

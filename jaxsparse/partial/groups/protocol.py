@@ -20,16 +20,17 @@ can be early, since a mean needs the parts of all members; each member sends one
 So the early parts of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries.
 """
 
+import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxsparse.partial.groups.average import Average
-from jaxsparse.partial.net.membership import RETRY, EarlyPieces, Membership, Unreachable
-from jaxsparse.partial.net.messages import MOST_MEMBERS, Answer, Group, Piece, PieceKind, ServerMessage, WorkerMessage
+from jaxsparse.partial.net.membership import EarlyPieces, Membership, Unreachable
+from jaxsparse.partial.net.messages import Answer, Group, Piece, PieceKind, ServerMessage, WorkerMessage
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,25 +56,14 @@ class Request(NamedTuple):
 Event = Request | Answer | Piece | Unreachable
 
 
+@dataclasses.dataclass(eq=False)
 class GroupProtocol:
   """The protocol of one worker.
 
-  Args:
-    number: this worker's.
-    initial: f32[n], the model that training starts from.
-    address: where other workers reach this one.
-    timeout: seconds to wait for WELCOME, and for each message of another worker.
-    reconnect: seconds to wait for a server that has been silent for its limit.
-    now: the time, in seconds.
-    tell, send, reply: as of `Membership`; answers to the training loop are models.
-
-  Attributes:
-    membership: the worker's place at its server.
-    model: the newest model, for those who fetch it and for the file that is saved when the server is lost.
-
   Example:
-    >>> outlets = {"tell": print, "send": print, "reply": print}
-    >>> protocol = GroupProtocol(3, np.zeros(2, np.float32), "tcp://127.0.0.1:9", 5.0, 60.0, now=0.0, **outlets)
+    >>> outlets = {"tell_server": print, "send": print, "answer_loop": print}
+    >>> place = Membership(3, "tcp://127.0.0.1:9", 5.0, 0.0, **outlets, limit=5.0, reconnect=60.0)
+    >>> protocol = GroupProtocol(place, np.zeros(2, np.float32))
     >>> protocol.tick(0.1)
     Signal(kind=<WorkerMessage.HELLO: 1>, worker=3, value=0, address='tcp://127.0.0.1:9', position=...)
     >>> protocol.handle(Answer(ServerMessage.WELCOME, {"limit": 5.0, "donor": None}), 0.2)
@@ -82,26 +72,16 @@ class GroupProtocol:
     Signal(kind=<WorkerMessage.READY: 2>, worker=3, value=1, address='', position=...)
   """
 
-  def __init__(
-    self,
-    number: int,
-    initial: np.ndarray,
-    address: str,
-    timeout: float,
-    reconnect: float,
-    now: float,
-    tell: Callable[[Any], None],
-    send: Callable[[str, Piece], None],
-    reply: Callable[[Any], None],
-  ):
-    self.membership = Membership(number, address, timeout, timeout, now, tell, send, reply, reconnect)
-    self.model = Model(initial, 0)
-    self._initial = initial
+  membership: Membership
+  initial: np.ndarray  # f32[n], the model that training starts from
+
+  def __post_init__(self) -> None:
+    self.model = Model(self.initial, 0)  # the newest, for those who fetch it and for the file of a lost server
     self._request = WorkerMessage.HELLO  # the last one
     self._average: Average | None = None  # in progress; the request is open
     self._addresses: dict[int, str] = {}  # of the current group's members
     self._settled = 0  # no piece is owed to, or expected from, groups up to this number
-    self._early = EarlyPieces(initial.size + MOST_MEMBERS)
+    self._early = EarlyPieces(self.initial.size)
 
   def handle(self, event: Event, now: float) -> None:
     """Does what an event asks for; nothing after the end."""
@@ -117,7 +97,7 @@ class GroupProtocol:
       case Answer():
         self._take_answer(event)
       case Piece(PieceKind.MODEL):
-        if membership.state == "fetching" and event.values.size == self._initial.size:
+        if membership.state == "fetching" and event.values.size == self.initial.size:
           self._reply(Model(event.values, event.number))
       case Piece():
         self._take_piece(event)
@@ -208,19 +188,12 @@ class GroupProtocol:
     membership.hear()
 
   def _take_rejection(self, reason: str) -> None:
-    membership = self.membership
-    kind = reason.partition(":")[0]
-    if kind == "absent":  # the server has dropped this worker and aborted its group, or is another server
-      self._settled = 0
-      if membership.state != "joining":
-        self._average = None
-        membership.wait()
-        membership.join_again(RETRY)
-    elif kind == "nobody":
+    if reason.startswith("nobody:"):
       if self._waits_for_a_finite_model:
-        membership.reply(FloatingPointError(reason))
-    elif kind != "duplicate" and (self._awaits_group or membership.state == "joining"):
-      membership.refuse(reason)
+        self.membership.reply(FloatingPointError(reason))
+    elif self.membership.take_rejection(reason, awaits_group=self._awaits_group):
+      self._average = None
+      self._settled = 0
 
   # The average of a group.
 
@@ -231,7 +204,7 @@ class GroupProtocol:
 
   def _start_average(self, content: dict[str, Any]) -> None:
     group, self._addresses = Group.parse(content)
-    average = self._average = Average(group, self.membership.number, self.model.vector, self._initial)
+    average = self._average = Average(group, self.membership.number, self.model.vector, self.initial)
     early = [average.receive(part) for part in self._early.take(group.number)]
     self._progress(average, itertools.chain(average.begin(), *early))
 

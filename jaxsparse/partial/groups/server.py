@@ -6,7 +6,6 @@ ready wait for others no longer than its own last step took.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 from jaxsparse.partial.groups.controller import Controller
 from jaxsparse.partial.net.membership import Member, Members
@@ -33,33 +32,20 @@ class GroupServer:
 
   Args:
     controller: the state machine that forms groups; over when none of its workers is alive.
-    send, limit, start_timeout, now: as of `Members`.
+    members: the workers that are there.
     first: what is added to the numbers of groups in messages. Another one for each server at an address, or pieces for
       a group of a server before it could be taken for those of a group of this one.
-
-  Attributes:
-    members: the workers that are there.
 
   Example:
     >>> from jaxsparse.partial.net import messages
     >>> send = lambda connection, frame: print(connection, messages.parse_answer(frame)) or True
-    >>> server = GroupServer(Controller(2, 2), send, limit=5.0, start_timeout=60.0, now=0.0)
+    >>> server = GroupServer(Controller(2, 2), Members(GroupMember, send, limit=5.0, now=0.0))
     >>> server.receive(b"one", [Signal(WorkerMessage.HELLO, 1, 3, "tcp://127.0.0.1:9").pack()], now=0.1)
     b'one' Answer(kind=<ServerMessage.WELCOME: 1>, content={'limit': 5.0, 'donor': None})
   """
 
-  def __init__(
-    self,
-    controller: Controller,
-    send: Callable[[bytes, bytes], bool],
-    *,
-    limit: float,
-    start_timeout: float,
-    now: float,
-    first: int = 0,
-  ):
-    times = {"limit": limit, "start_timeout": start_timeout, "now": now}
-    self.members = Members(GroupMember, controller.alive, send, **times)
+  def __init__(self, controller: Controller, members: Members[GroupMember], first: int = 0):
+    self.members = members
     self._controller = controller
     self._first = first
 

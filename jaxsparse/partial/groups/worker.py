@@ -7,7 +7,6 @@ collectives are not used: a process that dies inside one ends or blocks all othe
 
 import os
 import pathlib
-import time
 from typing import Any
 
 import jax
@@ -85,10 +84,8 @@ class Worker(BaseWorker):
     if self._file:
       saving.remove_temporary(self._file)
     endpoint = self._endpoint = Endpoint([address], bind, keys, initial.nbytes + messages.LONGEST, timeout)
-    outlets = endpoint.tell, endpoint.send, endpoint.reply
-    times = timeout, reconnect, time.monotonic()
-    self._protocol = GroupProtocol(number, np.asarray(initial), endpoint.address, *times, *outlets)
-    self._protocol.membership.alike = Alike.of(params)
+    membership = endpoint.make_membership(number, limit=timeout, reconnect=reconnect, alike=Alike.of(params))
+    self._protocol = GroupProtocol(membership, np.asarray(initial))
     endpoint.start(self._protocol, {PieceKind.FETCH: self._model}, self._lose, f"partial reduce, worker {number}")
     vector, self.iteration = self._take()
     self.params = unflatten(vector)

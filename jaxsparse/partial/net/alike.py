@@ -69,7 +69,8 @@ class Alike(NamedTuple):
   @classmethod
   def of(cls, params: Any, **options: Any) -> Self:
     """That of a worker that starts from `params`, and has options with short representations."""
-    layout, start = list[str](), list[str]()
+    layout = list[str]()
+    start = list[str]()
     for name, leaf in leaves_by_name(params).items():
       checksum = zlib.crc32(np.ascontiguousarray(np.asarray(leaf, np.float32)).data)
       layout.append(f"params{name} of {jnp.result_type(leaf).name}{list(jnp.shape(leaf))}")

@@ -19,8 +19,8 @@ from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.membership import Membership, Unreachable
 from jaxsparse.partial.net.messages import Piece, PieceKind, Signal
 from jaxsparse.partial.net.sockets import Keys, zmq
-from jaxsparse.partial.net.transfers import Transfers
 
+_PATIENCE = 5.0  # seconds that a request waits for the anchor of a round that this worker may hear of soon
 _LAST_WORDS = 1000  # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
 
 
@@ -33,6 +33,29 @@ class ControllerLost(RuntimeError):
     ...
     jaxsparse.partial.net.endpoint.ControllerLost: no sign of life from the controller for 65 s
   """
+
+
+class Transfers:
+  """Requests of other workers for the model of this one: one is answered at a time, so that they share its uplink.
+
+  At most one of each peer waits. A server that tells a worker that it is behind tells the donors at the same time that
+  the round counts: a request that arrives before the donor knows it waits a little for the anchor of that round.
+  """
+
+  def __init__(self) -> None:
+    self._waiting: dict[Any, tuple[int, float]] = {}  # by peer: the round, and until when the request waits for it
+
+  def ask(self, peer: Any, request: Piece, now: float) -> None:
+    """A peer asks for a model that has been through as many rounds as the number of its request says, or more."""
+    self._waiting[peer] = request.number, now + _PATIENCE
+
+  def next(self, round_: int, now: float) -> Any:
+    """The peer to send the model to, which has been through so many rounds, once the last one has it; None for none."""
+    for peer, (wanted, until) in self._waiting.items():
+      if wanted <= round_ or now > until:
+        del self._waiting[peer]
+        return peer
+    return None
 
 
 class WorkerProtocol(Protocol):
@@ -73,7 +96,8 @@ class Endpoint:
     self._transfer: zmq.MessageTracker | None = None  # of the model that was sent last
     self._servers = itertools.cycle(servers)
     self._connect()
-    self._lock, self._closing = threading.Lock(), False  # of `_wake_up`, which other threads use
+    self._lock = threading.Lock()
+    self._closing = False  # of `_wake_up`, which other threads use
     self._wake_up, posted = (self._network.context.socket(zmq.PAIR) for _ in range(2))
     posted.bind("inproc://events")
     self._wake_up.connect("inproc://events")
@@ -97,9 +121,16 @@ class Endpoint:
       lose: saves what is to be saved after the server was lost, as the message says; every request raises the result.
       name: of the thread.
     """
-    self._protocol, self._answer, self._lose = protocol, answers, lose
+    self._protocol = protocol
+    self._answer = answers
+    self._lose = lose
     self._thread = threading.Thread(target=self._run, daemon=True, name=name)
     self._thread.start()
+
+  def make_membership(self, number: int, **options: Any) -> Membership:
+    """The place of a worker that uses this endpoint, with the options of `Membership`."""
+    outlets = self.tell, self.send, self.reply
+    return Membership(number, self.address, self.timeout, time.monotonic(), *outlets, **options)
 
   # In other threads.
 
@@ -158,7 +189,8 @@ class Endpoint:
 
   def _connect(self) -> None:
     """Connects to the next server."""
-    self._server, self._connected = self._network.client(), next(self._servers)
+    self._server = self._network.client()
+    self._connected = next(self._servers)
     self._server.connect(self._connected)
     self._network.listen(self._server, lambda frames: self._handle(messages.parse_answer(frames[0])))
 
@@ -193,7 +225,8 @@ class Endpoint:
   def _send_model(self) -> None:
     """Sends the model to the next worker that has asked for it, after the one before has it."""
     if self._transfer is None or self._transfer.done:
-      self._transfer, peer = None, self._transfers.next(self._protocol.membership.position.round, time.monotonic())
+      self._transfer = None
+      peer = self._transfers.next(self._protocol.membership.position.round, time.monotonic())
       if peer is not None:
         frames = self._answer[PieceKind.FETCH](Piece(PieceKind.FETCH, 0, 0)).pack()
         self._transfer = self._data.send_multipart([peer, *frames], copy=False, track=True)

@@ -31,6 +31,8 @@ RETRY = 0.2  # seconds between two HELLO, or two NOT_FINITE
 _BEATS = 5  # heartbeats in the time after which the server drops a silent worker
 _PULSE = 1.0  # seconds between two heartbeats at most: the next one proves that a second worker has the same number
 _PROBES = 10  # heartbeats of the server to each worker in `limit` seconds
+_START = RoundPosition()
+_UNKNOWN = Alike()
 
 
 class Unreachable(NamedTuple):
@@ -39,66 +41,38 @@ class Unreachable(NamedTuple):
   address: str
 
 
+@dataclasses.dataclass(eq=False)
 class Membership:
   """The place of one worker at its server, which is in one of several states.
 
-    joining     sends HELLO until the server answers WELCOME; again if the server has dropped this worker
-    fetching    waits for the model of the donor, another worker, that the server has named
-    joined      serves requests of the training loop
-    leaving     in rounds: has said goodbye, and waits for another worker to take over its residual
-    ended       the worker has left, was rejected, or has lost the server; nothing happens any more
-
-  Args:
-    number: this worker's.
-    address: where other workers reach this one.
-    timeout: how long to wait for WELCOME, and for each message of another worker.
-    limit: how long the server may be silent, until it states its own limit in WELCOME.
-    now: the time.
-    tell, send, reply: send a signal to the server, a piece to the worker at an address (which may handle `Unreachable`
-      before it returns), and an answer to the training loop, which raises exceptions.
-    reconnect: how long to wait for a server that has been silent for its limit.
-
-  Attributes:
-    position: in rounds.
-    alike: what all workers need alike.
-    donor: the address of the worker whose model has to replace that of this one, None for none.
-    waits: whether a request of the training loop has not been answered yet; the first one is that for a start.
-    deadline: for the next message of the server.
-    patience: for WELCOME, and for the next message of another worker.
-    lost: once the server is lost, which message has not come for how many seconds.
+  joining     sends HELLO until the server answers WELCOME; again if the server has dropped this worker
+  fetching    waits for the model of the donor, another worker, that the server has named
+  joined      serves requests of the training loop
+  leaving     in rounds: has said goodbye, and waits for another worker to take over its residual
+  ended       the worker has left, was rejected, or has lost the server; nothing happens any more
   """
 
-  def __init__(
-    self,
-    number: int,
-    address: str,
-    timeout: float,
-    limit: float,
-    now: float,
-    tell: Callable[[Signal], None],
-    send: Callable[[str, Piece], None],
-    reply: Callable[[Any], None],
-    reconnect: float = 0.0,
-  ):
-    self.state: Literal["joining", "fetching", "joined", "leaving", "ended"] = "joining"
-    self.number = number
-    self.timeout = timeout
-    self.limit = limit
-    self.now = now
-    self.send = send
-    self.position = RoundPosition()
-    self.alike = Alike()
-    self.donor: str | None = None
-    self.waits = True
-    self.deadline = now + limit
-    self.patience = now + timeout
-    self.lost = "", 0.0
-    self._address = address
-    self._reconnect = reconnect
-    self._tell = tell
-    self._reply_to_loop = reply
-    self._last_tick = now
-    self._next_signal = now  # when HELLO, NOT_FINITE or BEAT is sent
+  number: int  # of this worker
+  address: str  # where other workers reach this one
+  timeout: float  # how long to wait for WELCOME, and for each message of another worker
+  now: float
+  tell_server: Callable[[Signal], None]
+  send: Callable[[str, Piece], None]  # to the worker at an address; may handle `Unreachable` before it returns
+  answer_loop: Callable[[Any], None]  # the training loop raises exceptions
+  limit: float  # how long the server may be silent; it states its own limit in WELCOME
+  reconnect: float = 0.0  # how long to wait for a server that has been silent for its limit
+  state: Literal["joining", "fetching", "joined", "leaving", "ended"] = "joining"
+  position: RoundPosition = _START  # in rounds
+  alike: Alike = _UNKNOWN  # what all workers need alike
+  donor: str | None = None  # the address of the worker whose model has to replace that of this one
+  waits: bool = True  # whether a request of the training loop is open; the first one is that for a start
+  lost: tuple[str, float] = ("", 0.0)  # once the server is lost, which message has not come for how many seconds
+
+  def __post_init__(self) -> None:
+    self.deadline = self.now + self.limit  # for the next message of the server
+    self.patience = self.now + self.timeout  # for WELCOME, and for the next message of another worker
+    self._last_tick = self.now
+    self._next_signal = self.now  # when HELLO, NOT_FINITE or BEAT is sent
 
   @property
   def interval(self) -> float:
@@ -115,14 +89,14 @@ class Membership:
 
   def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
     """Sends a signal to the server."""
-    self._tell(Signal(kind, self.number, value, position=self.position, **facts))
+    self.tell_server(Signal(kind, self.number, value, position=self.position, **facts))
 
   def repeat_signal(self, hello: WorkerMessage = WorkerMessage.HELLO, undelivered: int = 0) -> None:
     """Sends HELLO, or NOT_FINITE, while joining, and heartbeats with what is not delivered later, when it is time."""
     if self.now < self._next_signal:
       return
     if self.state == "joining":
-      self.tell(hello, address=self._address, alike=self.alike)
+      self.tell(hello, address=self.address, alike=self.alike)
       self._next_signal = self.now + RETRY
     else:
       self.tell(WorkerMessage.BEAT, undelivered)
@@ -130,7 +104,7 @@ class Membership:
 
   def hear(self) -> None:
     """The server has sent something."""
-    self.deadline = self.now + self.limit + self._reconnect
+    self.deadline = self.now + self.limit + self.reconnect
 
   def enter(self, limit: float, donor: str | None) -> None:
     """The server has answered WELCOME."""
@@ -163,13 +137,20 @@ class Membership:
     self.state = "joined"
     self.waits = False
     self.donor = None
-    self._reply_to_loop(answer)
+    self.answer_loop(answer)
 
-  def refuse(self, reason: str) -> None:
-    """The server has rejected the open request, or this worker for good; without a request the next one raises it."""
-    state = "ended" if self.state == "joining" else "joined"
-    self.reply(ValueError(f"worker {self.number}: {reason}"))
-    self.state = state  # type: ignore[assignment]
+  def take_rejection(self, reason: str, *, awaits_group: bool) -> bool:
+    """Whether the server does not know this worker, which joins again; other reasons answer the open request."""
+    kind = reason.partition(":")[0]
+    if kind != "absent":
+      if kind != "duplicate" and (awaits_group or self.state == "joining"):
+        state = "ended" if self.state == "joining" else "joined"
+        self.reply(ValueError(f"worker {self.number}: {reason}"))  # if no request is open, the next one raises it
+        self.state = state  # type: ignore[assignment]
+    elif self.state != "joining":  # the server has dropped this worker and aborted its group, or is another server
+      self.wait()
+      self.join_again(RETRY)
+    return kind == "absent"
 
   def lose(self, awaited: str, seconds: float) -> None:
     """Ends without the server."""
@@ -178,25 +159,23 @@ class Membership:
 
   def lose_server(self) -> None:
     """Ends because the server is silent."""
-    self.lose("sign of life", self.limit + self._reconnect)
+    self.lose("sign of life", self.limit + self.reconnect)
 
 
+@dataclasses.dataclass(eq=False)
 class EarlyPieces:
-  """Pieces of a group that the server has not named yet: a member sends as soon as it hears of the group.
+  """Pieces of a group that the server has not named yet: a member sends as soon as it hears of the group."""
 
-  Args:
-    most: entries that the members of one group may send before all have heard of it. More are forged, and are dropped,
-      so that they cannot fill the memory.
-  """
-
-  def __init__(self, most: int):
-    self._most = most
-    self.pieces: dict[tuple[int, int], Piece] = {}  # by sender and tag
+  entries: int  # that all members may send before this one hears of it; more are forged, and could fill the memory
+  pieces: dict[tuple[int, int], Piece] = dataclasses.field(default_factory=dict)  # by sender and tag
 
   def keep(self, piece: Piece) -> None:
     """Keeps a piece in place of that with the same sender and tag."""
     self.pieces.pop((piece.sender, piece.tag), None)
-    if piece.values.size + sum(other.values.size for other in self.pieces.values()) <= self._most:
+    if (
+      piece.values.size + sum(other.values.size for other in self.pieces.values())
+      <= self.entries + messages.MOST_MEMBERS
+    ):
       self.pieces[piece.sender, piece.tag] = piece
 
   def take(self, number: int) -> list[Piece]:
@@ -219,42 +198,22 @@ class Member:
 M = TypeVar("M", bound=Member)
 
 
+@dataclasses.dataclass(eq=False)
 class Members(Generic[M]):
-  """The workers at a server: who has joined by which connection, and who is dead.
+  """The workers at a server: who has joined by which connection, and who is dead."""
 
-  Args:
-    record: makes what the server knows of a worker, a `Member` with what the product adds.
-    expected: numbers of the workers that may come.
-    send: sends a frame to a connection without waiting; returns False if the connection is gone.
-    limit: seconds of silence after which a worker is dropped.
-    start_timeout: seconds after which a worker that has never sent HELLO is dropped.
-    now: the time.
+  record: Callable[[], M]  # makes what the server knows of a worker: a `Member` with what the product adds
+  send: Callable[[bytes, bytes], bool]  # a frame to a connection without waiting; False if the connection is gone
+  limit: float  # seconds of silence after which a worker is dropped
+  now: float
+  dead_at: dict[int, float] = dataclasses.field(default_factory=dict)  # who is dropped when, if no message comes
+  rejected: int = 0  # messages
+  known: dict[int, M] = dataclasses.field(default_factory=dict)  # by the number of the worker
+  alike: Alike = _UNKNOWN  # what the workers that are there have alike
 
-  Attributes:
-    known: what the server knows, by the number of the worker.
-    rejected: how many messages were rejected.
-  """
-
-  def __init__(
-    self,
-    record: Callable[[], M],
-    expected: Iterable[int],
-    send: Callable[[bytes, bytes], bool],
-    *,
-    limit: float,
-    start_timeout: float,
-    now: float,
-  ):
-    self.known: dict[int, M] = {}
-    self.rejected = 0
-    self.now = now
-    self.limit = limit
-    self._record = record
-    self._send = send
-    self._alike = Alike()  # what the workers that are there have alike
-    self._last_tick = now
-    self._next_probe = now
-    self._dead_at = dict.fromkeys(expected, now + start_timeout)  # when each is dropped if no message comes
+  def __post_init__(self) -> None:
+    self._last_tick = self.now
+    self._next_probe = self.now
 
   def receive(
     self, connection: bytes, frames: list[bytes], now: float, handle: Callable[[bytes, Signal], None]
@@ -266,32 +225,32 @@ class Members(Generic[M]):
       handle(connection, signal)
     except Rejected as error:
       self.rejected += 1
-      self._send(connection, messages.pack_answer(ServerMessage.REJECTED, reason=str(error)))
+      self.send(connection, messages.pack_answer(ServerMessage.REJECTED, reason=str(error)))
       return
     if member := self.known.get(signal.worker):
       member.heard = now
-      self._dead_at[signal.worker] = now + self.limit
+      self.dead_at[signal.worker] = now + self.limit
 
   def tick(self, now: float, **beat: Any) -> list[int]:
     """Sends heartbeats, with these facts, and returns who is dead; to be called several times in `limit` seconds."""
     self.now = now
     if now - self._last_tick > self.limit / 2:  # this process was suspended, messages of workers may be unread
-      self._dead_at = {worker: max(end, now + self.limit) for worker, end in self._dead_at.items()}
+      self.dead_at = {worker: max(end, now + self.limit) for worker, end in self.dead_at.items()}
     self._last_tick = now
     if now > self._next_probe:
       self._next_probe = now + self.limit / _PROBES
       frame = messages.pack_answer(ServerMessage.BEAT, **beat)
       for worker, member in self.known.items():
-        if not self._send(member.connection, frame):  # dropped a little later, after its last messages
-          self._dead_at[worker] = min(self._dead_at[worker], self._next_probe)
-    return [worker for worker, end in self._dead_at.items() if end < now]
+        if not self.send(member.connection, frame):  # dropped a little later, after its last messages
+          self.dead_at[worker] = min(self.dead_at[worker], self._next_probe)
+    return [worker for worker, end in self.dead_at.items() if end < now]
 
   def tell(self, workers: Iterable[int], kind: ServerMessage, **content: Any) -> None:
     """Sends an answer to those of the workers that are there."""
     frame = messages.pack_answer(kind, **content)
     for worker in workers:
       if worker in self.known:
-        self._send(self.known[worker].connection, frame)
+        self.send(self.known[worker].connection, frame)
 
   def tell_group(self, group: messages.Group) -> None:
     """Tells the members that they are a group."""
@@ -311,24 +270,24 @@ class Members(Generic[M]):
     member = self.known.get(worker)
     if member and member.connection != connection:
       asked = member.rivals.setdefault(connection, self.now)
-      if member.heard > asked and self._send(member.connection, messages.pack_answer(ServerMessage.BEAT)):
+      if member.heard > asked and self.send(member.connection, messages.pack_answer(ServerMessage.BEAT)):
         del member.rivals[connection]
         raise Rejected(f"taken: a living worker has the number {worker}, choose another one or end that worker first")
       raise Rejected(f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s")
-    if self.known.keys() - {worker} and (unlike := signal.alike.difference(self._alike, at_start=at_start)):
+    if self.known.keys() - {worker} and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
       raise Rejected(f"unlike: worker {worker} has {unlike}")
 
   def join(self, connection: bytes, signal: Signal) -> M:
     """What is known of a worker that is there from now on, or is there again."""
-    member = self.known.setdefault(signal.worker, self._record())
+    member = self.known.setdefault(signal.worker, self.record())
     member.connection = connection
     member.address = signal.address
     member.heard = self.now
     member.rivals.clear()
-    self._alike = signal.alike
+    self.alike = signal.alike
     return member
 
   def forget(self, worker: int) -> M | None:
     """A worker is not there any more; what was known of it."""
-    self._dead_at.pop(worker, None)
+    self.dead_at.pop(worker, None)
     return self.known.pop(worker, None)

@@ -20,7 +20,8 @@ import numpy as np
 
 from jaxsparse.partial.net.alike import Alike
 
-_SIGNAL, _PIECE = struct.Struct("!BHqqqqqi"), struct.Struct("!BqHI")
+_SIGNAL = struct.Struct("!BHqqqqqi")
+_PIECE = struct.Struct("!BqHI")
 _ADDRESS = re.compile(r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII)
 LONGEST = 1 << 21  # bytes of a signal or a handshake; a connection that sends a longer message is closed
 MOST_MEMBERS = 2**16  # of a group: numbers of workers have 16 bits
@@ -58,6 +59,11 @@ class Group(NamedTuple):
   def names(self) -> str:
     """The members in words."""
     return f"workers {', '.join(map(str, self.members))}"
+
+  @property
+  def round(self) -> str:
+    """The group of a round in words."""
+    return f"round {self.iteration + 1} of {self.names}"
 
 
 class WorkerMessage(enum.IntEnum):

@@ -73,7 +73,8 @@ class Run:
 
   def exchange(self, messages: Sequence[Message]) -> list[np.ndarray]:
     """Messages of the program, as `PeerComm.send`; they are numbered alike at all members."""
-    first, members = self._tag + 1, self.group.members
+    first = self._tag + 1
+    members = self.group.members
     self._tag += len(messages)
     for tag, (words, destination, _) in enumerate(messages, start=first):
       if destination is not None and members[destination] != self._me and not self.failed:
@@ -144,7 +145,8 @@ class Exchanger:
     return run
 
   def _exchange(self, run: Run, anchor: Anchor, given: Any) -> None:
-    group, rank = run.group, run.group.members.index(self._number)
+    group = run.group
+    rank = run.group.members.index(self._number)
     try:
       facts = group.weights[rank], len(group.members), rank, group.number
       run.result = self.outer.run(anchor, given, *facts, run.exchange)
@@ -159,10 +161,12 @@ class Exchanger:
     assert run is not None
     assert run.result is not None
     if run.result.skipped:
-      skipped = f"round {run.group.iteration + 1} of {run.group.names} is skipped"
-      _LOG.warning(f"worker {self._number}: {skipped}: the sum of what they gave, or the outer step, is not finite")
+      reason = "the sum of what they gave, or the outer step, is not finite"
+      _LOG.warning(f"worker {self._number}: {run.group.round} is skipped: {reason}")
     self._before = self.anchor, self.given
-    self.anchor, self.delivered, self.group = run.result.anchor, run.result, run.group
+    self.anchor = run.result.anchor
+    self.delivered = run.result
+    self.group = run.group
     for residual in self._inherited or ():
       self.anchor = self.outer.add_residual(self.anchor, residual)
     for size in (self.anchor.size - 1, self.anchor.size + 1):  # of the group if a worker is lost, or joins
@@ -244,7 +248,8 @@ class Exchanger:
       sizes: the smallest and the largest group.
     """
     self._sizes = sizes
-    last, (_, most) = self.anchor.size, sizes
+    last = self.anchor.size
+    (_, most) = sizes
     for size in (last, last + 1) if last else range(most, most - _FIRST, -1):
       self._compile(size)
 

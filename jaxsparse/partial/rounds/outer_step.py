@@ -79,7 +79,8 @@ class OuterStep:
   def __init__(
     self, chain: Callable[[Comm], optax.GradientTransformation], fragments: int = 1, device: jax.Device | None = None
   ):
-    self._chain, self._fragments = chain, Fragments(fragments)
+    self._chain = chain
+    self._fragments = Fragments(fragments)
     self._cpu = device or _first_cpu()
     self._send: Send = lambda messages: [words for words, *_ in messages]  # of the exchange that runs
     self._programs: dict[tuple[int, int], Any] = {}
@@ -152,9 +153,9 @@ class OuterStep:
   def _step(
     self, size: int, fragment: int, rank: jax.Array, weight: jax.Array, given: Any, before: Any, params: Any
   ) -> tuple[Any, Any, jax.Array]:
-    own = self._fragments.part(params, fragment)
+    part = self._fragments.part(params, fragment)
     weighted = jax.tree.map(lambda leaf: weight * leaf, given)
-    updates, outer = atomic(self._chain(self._comm(size, rank))).update(weighted, before, own)
+    updates, outer = atomic(self._chain(self._comm(size, rank))).update(weighted, before, part)
     if self._fragments.count > 1:
       updates = fill_zeros(params, updates)
     after = optax.apply_updates(params, updates)
@@ -187,7 +188,7 @@ class OuterStep:
     return _less_residual(anchor.params, anchor.outer, np.float32(weight))
 
   def residual(self, anchor: Anchor) -> np.ndarray:
-    """f32[m], the residuals of this worker in the unit of an update, those of all fragments and transforms in a row."""
+    """f32[m], the residuals of this worker in the unit of an update, of all fragments and transforms, concatenated."""
     return np.concatenate([np.empty(0, np.float32), *map(np.ravel, _residuals(anchor.outer))], dtype=np.float32)
 
   def add_residual(self, anchor: Anchor, more: np.ndarray) -> Anchor:
@@ -228,12 +229,12 @@ class OuterStep:
 
   def digest(self, anchor: Anchor) -> int:
     """62 bits of a hash of what all workers have alike."""
-    found = hashlib.sha256()  # many processors have instructions for it
+    sha256 = hashlib.sha256()  # many processors have instructions for it
     for part in self._parts(anchor):
-      found.update(part)
-    return int.from_bytes(found.digest()[:8]) >> 2
+      sha256.update(part)
+    return int.from_bytes(sha256.digest()[:8]) >> 2
 
-  def unpack(self, content: bytes, own: Anchor) -> Anchor:
+  def unpack(self, content: bytes, mine: Anchor) -> Anchor:
     """The anchor of another worker, with the residuals of this one.
 
     Raises:
@@ -241,11 +242,12 @@ class OuterStep:
     """
     length = int.from_bytes(content[:4])
     shapes, round_, base, last, size, *lineage = json.loads(content[4 : 4 + length])
-    if shapes != _shapes(own.params):
+    if shapes != _shapes(mine.params):
       raise ValueError("Rounds: the anchor is one of parameters with other shapes")
-    at, arrays = 4 + length, list[np.ndarray]()
-    outer = self._carry(own, size) if size else {}
-    leaves, structure = jax.tree.flatten(own.params)
+    at = 4 + length
+    arrays = list[np.ndarray]()
+    outer = self._carry(mine, size) if size else {}
+    leaves, structure = jax.tree.flatten(mine.params)
     for like in (*leaves, *_alike(outer)):
       arrays.append(np.frombuffer(content, like.dtype, like.size, at).reshape(like.shape))
       at += like.nbytes
@@ -255,14 +257,14 @@ class OuterStep:
       raise ValueError("Rounds: the parameters of the anchor have NaN or Inf")
     params = self.on_cpu(jax.tree.unflatten(structure, arrays[: len(leaves)]))
     outer = _with_alike(outer, jax.device_put(arrays[len(leaves) :], self._cpu))
-    found = Anchor(params, outer, size, RoundPosition(round_, base, last), tuple(lineage))
-    return found if size else self.with_residual(found, own)
+    anchor = Anchor(params, outer, size, RoundPosition(round_, base, last), tuple(lineage))
+    return anchor if size else self.with_residual(anchor, mine)
 
-  def with_residual(self, anchor: Anchor, own: Anchor) -> Anchor:
-    """`anchor` with what another one, `own`, has of this worker alone: residuals above all."""
-    size = anchor.size or own.size
+  def with_residual(self, anchor: Anchor, mine: Anchor) -> Anchor:
+    """`anchor` with what another one, `mine`, has of this worker alone: residuals above all."""
+    size = anchor.size or mine.size
     alike = _alike(self._carry(anchor, size))
-    return anchor._replace(outer=_with_alike(self._carry(own, size), alike), size=size)
+    return anchor._replace(outer=_with_alike(self._carry(mine, size), alike), size=size)
 
 
 def _first_cpu() -> jax.Device:
@@ -279,10 +281,11 @@ def _carry_node(old: Any, new: Any) -> Any:
   keep = lambda old, new: old if old.shape == new.shape else new
 
   def carry(old: Any, new: Any) -> Any:
-    structures: Any = [jax.tree.structure(one) for one in (old, new)]
+    structures: Any = [jax.tree.structure(state) for state in (old, new)]
     return jax.tree.map(keep, old, new) if structures[0] == structures[1] else new
 
-  was, fresh = old.carried, new.carried
+  was = old.carried
+  fresh = new.carried
   carried = fresh._replace(residual=was.residual, worker=carry(was.worker, fresh.worker))
   return new._replace(carried=carried._replace(shared=carry(was.shared, fresh.shared)), counters=old.counters)
 

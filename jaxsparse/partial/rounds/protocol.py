@@ -14,22 +14,13 @@ also tries the next address when its server has too few workers for a round, sin
 It waits longest at the first address, so that workers meet there.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxsparse.partial.net.membership import RETRY, EarlyPieces, Membership, Unreachable
-from jaxsparse.partial.net.messages import (
-  MOST_MEMBERS,
-  Answer,
-  Group,
-  Piece,
-  PieceKind,
-  RoundPosition,
-  ServerMessage,
-  Signal,
-  WorkerMessage,
-)
+from jaxsparse.partial.net.messages import Answer, Group, Piece, PieceKind, RoundPosition, ServerMessage, WorkerMessage
 from jaxsparse.partial.rounds.exchanger import Done, Exchanger, Run, Send
 
 _LOG = logging.getLogger(__name__)
@@ -38,66 +29,29 @@ _GOLDEN = 0.618  # the fractional parts of its multiples are well spread: each w
 
 
 class Request(NamedTuple):
-  """Event: the training loop asks for a round (READY), which has one reply, or leaves (BYE).
-
-  From the beginning HELLO is open: it has a reply when the worker has joined.
-  """
+  """Event: the training loop asks for a place (HELLO, open at first) or a round (READY), or leaves (BYE)."""
 
   kind: WorkerMessage
   weight: int = 0  # of a step
 
 
-Event = Request | Answer | Piece | Unreachable | Done | Send | Exception
-
-
+@dataclasses.dataclass(eq=False)
 class RoundProtocol:
-  """The protocol of one worker.
+  """The protocol of one worker; answers to the training loop are the positions reached."""
 
-  Args:
-    number: this worker's.
-    entries: of the model.
-    address: where other workers reach this one.
-    timeout: seconds to wait for the server at the start, and for each message of another worker.
-    now: the time, in seconds.
-    tell, send, reply: as of `Membership`; answers to the training loop are the positions reached.
-    exchange: runs the exchanges.
-    switch: connects to the next server.
-    servers: how many there are. At the start each is tried for its part of `timeout`.
+  membership: Membership
+  exchange: Exchanger  # runs the exchanges
+  entries: int  # of the model
+  switch: Callable[[], None]  # connects to the next server
+  servers: int = 1  # how many there are
+  grace: float = 0.0  # seconds for which workers wait for each other, as the server says
+  sizes: tuple[int, int] = (1, 1)  # the smallest and the largest group
+  undelivered: int = 0  # what it has trained for since it last delivered, for the server to count if it is lost
 
-  Attributes:
-    membership: the worker's place at its server.
-    grace: seconds for which workers wait for each other, as the server says.
-    sizes: the smallest and the largest group.
-    undelivered: what it has trained for since it last delivered, for the server to count if it is lost.
-  """
-
-  def __init__(
-    self,
-    number: int,
-    entries: int,
-    address: str,
-    timeout: float,
-    now: float,
-    tell: Callable[[Signal], None],
-    send: Callable[[str, Piece], None],
-    reply: Callable[[Any], None],
-    *,
-    exchange: Exchanger,
-    switch: Callable[[], None],
-    servers: int = 1,
-  ):
-    self.membership = Membership(number, address, timeout, timeout / servers, now, tell, send, reply)
-    self.grace = 0.0
-    self.sizes = 1, 1
-    self.undelivered = 0
-    self._entries = entries
-    self._exchange = exchange
-    self._switch = switch
-    self._servers = servers
-    self._visits = 0
+  def __post_init__(self) -> None:
+    self._request = Request(WorkerMessage.HELLO)  # the last one
+    self._visits = 0  # of servers
     self._quorum_until = self.membership.deadline
-    self._request = WorkerMessage.HELLO  # the last one
-    self._weight = 0
     self._run: Run | None = None  # the exchange under way, or whose result is not known to count
     self._settled = 0  # the number of the last group whose round counts, or does not; each server has random numbers
     self._early = EarlyPieces(0)
@@ -111,7 +65,7 @@ class RoundProtocol:
     self._last = RoundPosition()  # the last round of all, as the server says
     self._digest = 0  # of its result
 
-  def handle(self, event: Event, now: float) -> None:
+  def handle(self, event: Request | Answer | Piece | Unreachable | Done | Send | Exception, now: float) -> None:
     """Does what an event asks for, nothing after the end; raises one that is an error of an exchange."""
     membership = self.membership
     if membership.state == "ended":
@@ -163,21 +117,20 @@ class RoundProtocol:
     else:
       membership.repeat_signal(undelivered=self.undelivered)
     is_idle = membership.state == "joining" or (membership.state == "joined" and not self._run)
-    if self._servers > 1 and is_idle and now > self._quorum_until:
+    if self.servers > 1 and is_idle and now > self._quorum_until:
       self._miss_server()
-
-  # What does not come.
 
   def _give_up(self) -> None:
     """Goes on without the message that has not come for `timeout` seconds."""
     membership = self.membership
+    is_new = membership.waits and self._request.kind == WorkerMessage.HELLO and not membership.position.round
     if self._leaves:
       membership.state = "ended"
     elif self._run and not membership.position.last:
       missing = self._run.missing
       silence = "no message" if missing is None else f"no message of worker {missing}"
       self._fail(f"{silence} for {membership.timeout:g} s", missing)
-    elif membership.state == "joining" and not membership.position.round and self._waits_for_a_start:
+    elif membership.state == "joining" and is_new:
       membership.lose("WELCOME", membership.timeout)
     else:  # a server knows, or a donor, also whether the last round counts
       membership.wait()
@@ -195,17 +148,15 @@ class RoundProtocol:
     """The server has been silent for too long, or has too few workers."""
     self.membership.deadline = self.membership.now + self.membership.limit
     self._visits += 1
-    self._switch()
+    self.switch()
     self._await_quorum()
     self._lose_place()
     self.membership.join_again(0)
 
   def _await_quorum(self) -> None:
     """From now on; workers differ in how long, or they could miss each other again and again."""
-    membership = self.membership
-    at_first = self._visits % self._servers == 0
-    limits = (2 + membership.number * _GOLDEN % 1) * (2 if at_first else 1)
-    self._quorum_until = membership.now + membership.limit * limits
+    limits = (2 + self.membership.number * _GOLDEN % 1) * (1 if self._visits % self.servers else 2)
+    self._quorum_until = self.membership.now + self.membership.limit * limits
 
   def _lose_place(self) -> None:
     """Keeps a result that may count."""
@@ -214,13 +165,8 @@ class RoundProtocol:
 
   # Requests of the training loop.
 
-  @property
-  def _waits_for_a_start(self) -> bool:
-    return self.membership.waits and self._request == WorkerMessage.HELLO
-
   def _take_request(self, request: Request) -> None:
-    self._request = request.kind
-    self._weight = request.weight
+    self._request = request
     self.membership.waits = True
     if self.membership.state == "joined":
       self.membership.wait()
@@ -229,7 +175,7 @@ class RoundProtocol:
   def _begin_request(self) -> None:
     """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
     membership = self.membership
-    has_anchor = self._request != WorkerMessage.HELLO or membership.position.round >= self._own_round
+    has_anchor = self._request.kind != WorkerMessage.HELLO or membership.position.round >= self._own_round
     if not membership.donor and (self._run or (not self._leaves and not has_anchor)):
       membership.join_again(RETRY)  # who has the anchor of the last round will know whether this one counts
     elif self._leaves and not self._run:
@@ -238,11 +184,11 @@ class RoundProtocol:
       membership.fetch(self._last.round)
       membership.wait(membership.timeout * 2**self._doublings)
       self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
-    elif self._request == WorkerMessage.HELLO:
+    elif self._request.kind == WorkerMessage.HELLO:
       membership.reply(membership.position)
     else:
       membership.state = "joined"
-      membership.tell(self._request, self._weight)
+      membership.tell(*self._request)
 
   def _leave(self) -> None:
     self._leaves = True
@@ -258,7 +204,7 @@ class RoundProtocol:
         self._drop("this worker leaves")
       membership.tell(WorkerMessage.BYE, self._settled)
       membership.state = "leaving"
-      self._residual = self._exchange.hand_over()
+      self._residual = self.exchange.hand_over()
       others = [address for member, address in self._known.items() if member != membership.number]
       self._heirs = others if self._residual.any() else []
     if self._heirs:
@@ -283,12 +229,13 @@ class RoundProtocol:
     elif kind == ServerMessage.ABORT and self._runs(content["number"]):
       self._fail(content["reason"])
     elif kind == ServerMessage.REJECTED:
-      self._take_rejection(content["reason"])
-    elif kind == ServerMessage.COMMIT and self._runs(content["number"]):
-      if membership.position.last == content["number"]:
-        self._commit(content)
-        if membership.state == "joined":
-          self._begin_request()
+      if membership.take_rejection(content["reason"], awaits_group=self._awaits_group):
+        self._lose_place()
+        self._settled = 0
+    elif kind == ServerMessage.COMMIT and self._runs(content["number"]) and membership.position.last:
+      self._commit(content)
+      if membership.state == "joined":
+        self._begin_request()
     elif kind == ServerMessage.BEHIND and self._awaits_group:
       self._fall_behind(content)
     membership.hear()
@@ -299,7 +246,7 @@ class RoundProtocol:
     position = self.membership.position
     self.grace = content["grace"]
     self.sizes = tuple(content["sizes"])
-    self._early = EarlyPieces(2 * self.sizes[1] * self._entries + MOST_MEMBERS)  # an index and a value of each entry
+    self._early = EarlyPieces(2 * self.sizes[1] * self.entries)  # an index and a value of each entry
     if self._run and content["number"] == position.last:
       self._commit(content)
     elif self._run and content["base"] == position.base:
@@ -308,36 +255,17 @@ class RoundProtocol:
     if self.membership.waits:
       self._begin_request()
 
-  def _take_rejection(self, reason: str) -> None:
-    membership = self.membership
-    kind = reason.partition(":")[0]
-    if kind == "absent":  # the server has dropped this worker and aborted its group, or is another server
-      self._settled = 0
-      if membership.state != "joining":
-        self._lose_place()
-        membership.wait()
-        membership.join_again(RETRY)
-    elif kind != "duplicate" and (self._awaits_group or membership.state == "joining"):
-      membership.refuse(reason)
-
   def _fall_behind(self, content: dict[str, Any]) -> None:
-    membership = self.membership
-    membership.donor = content["donor"]
-    behind = f"is behind, with the anchor of round {membership.position.round} in place of {content['round']}"
-    _LOG.warning(f"worker {membership.number} {behind}, and fetches it from {membership.donor}")
-    if membership.donor:
-      self._begin_request()
-    else:
-      membership.join_again(RETRY)
+    donor = self.membership.donor = content["donor"]
+    behind = f"is behind, with the anchor of round {self.membership.position.round} in place of {content['round']}"
+    _LOG.warning(f"worker {self.membership.number} {behind}, and fetches it from {donor}")
+    self._begin_request() if donor else self.membership.join_again(RETRY)
 
   def _take_model(self, piece: Piece) -> None:
     membership = self.membership
-    if self._run and (committed := self._exchange.was_committed(piece, membership.position)) is not None:
-      if committed:
-        self._settle(counts=True)
-      else:
-        self._drop("another worker has an anchor without it")
-    if not self._run and (position := self._exchange.adopt(piece, self._last.base, self._digest)):
+    if self._run and (committed := self.exchange.was_committed(piece, membership.position)) is not None:
+      self._settle(counts=True) if committed else self._drop("another worker has an anchor without it")
+    if not self._run and (position := self.exchange.adopt(piece, self._last.base, self._digest)):
       membership.position = position
       membership.donor = None
       membership.state = "joined"
@@ -362,15 +290,15 @@ class RoundProtocol:
     group, self._addresses = Group.parse(content)
     earlier = {member: address for member, address in self._known.items() if member not in group.members}
     self._known = earlier | self._addresses
-    self._run = self._exchange.begin(group)
+    self._run = self.exchange.begin(group)
     for piece in self._early.take(group.number):
       self._run.receive(piece)
     self.membership.wait()
 
   def _take_piece(self, piece: Piece) -> None:
-    if self._run and self._run.group.number == piece.number:
-      self.membership.wait()
+    if self._run and self._runs(piece.number):
       self._run.receive(piece)
+      self.membership.wait()
     elif piece.number != self._settled and self._awaits_group:
       self._early.keep(piece)
 
@@ -391,15 +319,13 @@ class RoundProtocol:
     differs = content["digest"] not in (0, self._run.digest)
     self._settle(counts=True)
     if differs:
-      self.membership.position = self._exchange.go_back()
+      self.membership.position = self.exchange.go_back()
       self.membership.donor = content["donor"]
 
   def _drop(self, reason: str) -> None:
     """The round of the exchange counts for nobody."""
     assert self._run
-    group = self._run.group
-    about = f"worker {self.membership.number}: round {group.iteration + 1} of {group.names}"
-    _LOG.warning(f"{about} counts for nobody: {reason}")
+    _LOG.warning(f"worker {self.membership.number}: {self._run.group.round} counts for nobody: {reason}")
     self._settle(counts=False)
 
   def _settle(self, counts: bool) -> None:
@@ -408,11 +334,11 @@ class RoundProtocol:
     self._settled = self._run.group.number
     self._run = None
     if counts:
-      self.membership.position = self._exchange.commit()
+      self.membership.position = self.exchange.commit()
       self._own_round = self.membership.position.round
-      self._request = WorkerMessage.HELLO  # of what the training loop waits for only the anchor is left
+      self._request = Request(WorkerMessage.HELLO)  # of what the training loop waits for only the anchor is left
     else:
-      self._exchange.drop()
+      self.exchange.drop()
       self.membership.position = self.membership.position._replace(last=0)
 
   def _fail(self, reason: str, missing: int | None = None) -> None:

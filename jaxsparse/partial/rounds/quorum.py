@@ -86,8 +86,13 @@ class Quorum:
     check_whole("quorum", 1, workers, quorum=quorum)
     if not isinstance(grace, int | float) or not grace >= 0:
       raise ValueError(f"grace={grace!r}, choose 0 seconds or more")
-    self.workers, self.quorum, self.grace = workers, quorum, float(grace)
-    self.position, self.digest, self.lost, self.lost_weight = RoundPosition(), 0, 0, 0
+    self.workers = workers
+    self.quorum = quorum
+    self.grace = float(grace)
+    self.position = RoundPosition()
+    self.digest = 0
+    self.lost = 0
+    self.lost_weight = 0
     self.over = self.paused = False
     # Another number for each server, or pieces of a group of one before could be taken for those of a later one.
     self._number = secrets.randbits(61) if first is None else first
@@ -127,7 +132,8 @@ class Quorum:
     self._present.add(worker)
     self.over = False
     if self._under_way is None and position.round > self.position.round:
-      self.position, self.digest = RoundPosition(position.round, position.base), 0
+      self.position = RoundPosition(position.round, position.base)
+      self.digest = 0
       self._ready.clear()  # they are behind
     return group
 
@@ -146,7 +152,7 @@ class Quorum:
     if worker in self._ready or self._round_of(worker):
       raise Rejected(f"duplicate: worker {worker} is ready already")
     if weight < 0:
-      raise Rejected(f"weight {weight} of worker {worker} is malformed, send 0 or more")
+      raise Rejected(f"weight {weight} of worker {worker} must be >= 0")
     if (position.round, position.base) != self.position[:2]:
       raise Behind
     self._ready.append(worker)
@@ -154,7 +160,7 @@ class Quorum:
     return self.begin_if_all_ready()
 
   def begin_if_all_ready(self) -> list[Group]:
-    """The round of all workers that are there, if all are ready; after the first one without those that are new."""
+    """The round of all workers that are there, if all are ready. After round 1, newcomers need not be ready."""
     expected = set(self._expected) if self.position.round else self._present
     return self.release() if expected == set(self._ready) else []
 
@@ -166,7 +172,8 @@ class Quorum:
     members = tuple(sorted(chosen))
     total = sum(self._expected.values())
     weights = tuple(self._expected[worker] / total if total else 1 / len(members) for worker in members)
-    self._under_way, self._digests = Group(members, weights, self.position.round, number=self._number), {}
+    self._under_way = Group(members, weights, self.position.round, number=self._number)
+    self._digests = {}
     self._ready = [worker for worker in self._ready if worker not in members]
     return [self._under_way]
 
@@ -198,7 +205,8 @@ class Quorum:
 
   def go_back(self, position: RoundPosition) -> None:
     """Nobody has the anchor of the last round any more: the last one is that of this position."""
-    self.position, self.digest = RoundPosition(position.round, position.base), 0
+    self.position = RoundPosition(position.round, position.base)
+    self.digest = 0
 
   def done(self, worker: int, number: int, digest: int) -> Verdict | None:
     """A member has the result of a round, which counts if all of them have it."""
@@ -212,7 +220,9 @@ class Quorum:
     (agreed, _), *_ = collections.Counter(self._digests.values()).most_common(1)
     differing = tuple(worker for worker in group.members if self._digests[worker] != agreed)
     verdict = Verdict(group, agreed, differing, self.waiting)
-    self.position, self.digest, self._under_way = RoundPosition(self.position.round + 1, number), agreed, None
+    self.position = RoundPosition(self.position.round + 1, number)
+    self.digest = agreed
+    self._under_way = None
     self._ready.clear()
     self._counted |= dict.fromkeys(group.members, number)
     self._apart = {pair: failures for pair, failures in self._apart.items() if not pair.issubset(group.members)}
@@ -249,7 +259,8 @@ class Quorum:
     self._forget(worker)
     self._apart = {pair: failures for pair, failures in self._apart.items() if worker not in pair}
     if weight is not None:
-      self.lost, self.lost_weight = self.lost + 1, self.lost_weight + weight
+      self.lost = self.lost + 1
+      self.lost_weight = self.lost_weight + weight
     self.over = not self._present and weight is None
     return group, self.begin_if_all_ready()
 
@@ -270,5 +281,6 @@ class Quorum:
   def _drop_round_of(self, worker: int) -> Group | None:
     """The same, whose result counts for nobody from now on."""
     if group := self._round_of(worker):
-      self._under_way, self._failed = None, group
+      self._under_way = None
+      self._failed = group
     return group

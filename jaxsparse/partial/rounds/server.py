@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from jaxsparse.partial.net.membership import Member, Members
 from jaxsparse.partial.net.messages import Group, Rejected, RoundPosition, ServerMessage, Signal, WorkerMessage
@@ -38,30 +38,14 @@ class RoundMember(Member):
 
 
 class RoundServer:
-  """The server's protocol.
+  """The server's protocol: a `Quorum` decides which rounds begin, and count."""
 
-  Args:
-    quorum: decides which rounds begin, and count.
-    send, limit, start_timeout, now: as of `Members`.
-
-  Attributes:
-    members: the workers that are there.
-  """
-
-  def __init__(
-    self,
-    quorum: Quorum,
-    send: Callable[[bytes, bytes], bool],
-    *,
-    limit: float,
-    start_timeout: float,
-    now: float,
-  ):
-    times = {"limit": limit, "start_timeout": start_timeout, "now": now}
-    self.members = Members(RoundMember, quorum.alive, send, **times)
+  def __init__(self, quorum: Quorum, members: Members[RoundMember]):
+    now = members.now
+    self.members = members
     self._quorum = quorum
     self._quorum.paused = True
-    self._resumes = now + limit
+    self._resumes = now + members.limit
     self._started = False
     self._awaits_since = now
     self._next_wait = now
@@ -243,7 +227,7 @@ class RoundServer:
     if group is None:
       return
     reason = f"worker {worker} {what}"
-    _LOG.warning(f"round {group.iteration + 1} of {group.names} counts for nobody: {reason}")
+    _LOG.warning(f"{group.round} counts for nobody: {reason}")
     self.members.tell(group.members, ServerMessage.ABORT, number=group.number, worker=worker, reason=reason)
     for other in self._quorum.waiting:  # or the first member that is ready again would begin with them alone
       self.members.known[other].patience = self.members.now + self._quorum.grace
@@ -275,7 +259,8 @@ class RoundServer:
 
   def _check_round(self, signal: Signal) -> None:
     """Raises Rejected for a worker whose last round nobody here can judge yet, or of another run."""
-    worker, position = signal.worker, signal.position
+    worker = signal.worker
+    position = signal.position
     if position.last and position.last != self._quorum.position.base:
       now = self.members.now
       self._undecided[worker] = now
