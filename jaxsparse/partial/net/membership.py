@@ -121,11 +121,12 @@ class Membership:
     """Waits for so long, or `timeout`, for the next message of another worker."""
     self.patience = self.now + (self.timeout if seconds is None else seconds)
 
-  def fetch(self, round_: int = 0) -> None:
-    """Asks the donor for its model, in rounds once it has been through that round."""
+  def fetch(self, round_: int = 0) -> bool:
+    """Asks the donor for its model, in rounds once it has been through that round; whether it can be reached."""
     assert self.donor
     self.state = "fetching"
     self.send(self.donor, Piece(PieceKind.FETCH, round_, self.number))
+    return self.state == "fetching"
 
   def miss_donor(self, address: str) -> None:
     """The worker at an address cannot be reached: the server names another donor, if that is this one's."""
@@ -172,10 +173,8 @@ class EarlyPieces:
   def keep(self, piece: Piece) -> None:
     """Keeps a piece in place of that with the same sender and tag."""
     self.pieces.pop((piece.sender, piece.tag), None)
-    if (
-      piece.values.size + sum(other.values.size for other in self.pieces.values())
-      <= self.entries + messages.MOST_MEMBERS
-    ):
+    kept = sum(other.values.size for other in self.pieces.values())
+    if kept + piece.values.size <= self.entries + messages.MOST_MEMBERS:
       self.pieces[piece.sender, piece.tag] = piece
 
   def take(self, number: int) -> list[Piece]:

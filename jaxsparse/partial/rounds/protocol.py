@@ -181,9 +181,9 @@ class RoundProtocol:
     elif self._leaves and not self._run:
       self._hand_over()
     elif membership.donor:  # a transfer that does not end in time is begun again with twice as long
-      membership.fetch(self._last.round)
-      membership.wait(membership.timeout * 2**self._doublings)
-      self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
+      if membership.fetch(self._last.round):
+        membership.wait(membership.timeout * 2**self._doublings)
+        self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
     elif self._request.kind == WorkerMessage.HELLO:
       membership.reply(membership.position)
     else:
