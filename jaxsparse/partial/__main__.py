@@ -1,4 +1,7 @@
-"""Runs the controller of partial reduce (--group_size), or of rounds (--quorum), until all workers leave."""
+"""Runs the controller of partial reduce (--group_size), or of rounds (--quorum), until all workers leave.
+
+`python -m jaxsparse.partial status ADDRESS` says what a server of rounds knows.
+"""
 
 import argparse
 import pathlib
@@ -8,12 +11,16 @@ from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial.groups.controller import Controller
 from jaxsparse.partial.net import sockets
 from jaxsparse.partial.net.sockets import Keys, zmq
+from jaxsparse.partial.rounds import status
 from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.server import LIMIT, Server
 
 
 def main() -> None:
   """The command line; prints the address for `js.partial.Worker` as the first line of standard output."""
+  if sys.argv[1:2] == ["status"]:
+    status.main(sys.argv[2:])
+    return
   defaults = argparse.ArgumentDefaultsHelpFormatter
   parser = argparse.ArgumentParser(prog="python -m jaxsparse.partial", description=__doc__, formatter_class=defaults)
   add = parser.add_argument

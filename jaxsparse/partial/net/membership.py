@@ -226,7 +226,8 @@ class Members(Generic[M]):
       self.rejected += 1
       self.send(connection, messages.pack_answer(ServerMessage.REJECTED, reason=str(error)))
       return
-    if member := self.known.get(signal.worker):
+    member = self.known.get(signal.worker)
+    if member and member.connection == connection:
       member.heard = now
       self.dead_at[signal.worker] = now + self.limit
 

@@ -77,6 +77,7 @@ class WorkerMessage(enum.IntEnum):
   SYNCHRONIZE = 6  # has done `value` iterations and waits for the average of all workers
   NOT_FINITE = 7  # HELLO of a worker whose model is not finite: welcome once another worker has a model for it
   DONE = 8  # has the result of round `value`, with this `digest`
+  STATUS = 9  # asks a server of rounds what it knows of the run; the sender need not be a worker
 
 
 class ServerMessage(enum.IntEnum):
@@ -89,6 +90,7 @@ class ServerMessage(enum.IntEnum):
   REJECTED = 5  # to a signal that is rejected; with the reason
   COMMIT = 6  # all members have the result of a round; with its number and digest, and a donor for another digest
   BEHIND = 7  # to READY of a worker that has missed a round; with the address of a donor
+  STATUS = 8  # to STATUS
 
 
 class PieceKind(enum.IntEnum):

@@ -12,13 +12,23 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Iterable
+from typing import Any
 
 from jaxsparse.partial.net.membership import Member, Members
-from jaxsparse.partial.net.messages import Group, Rejected, RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Group,
+  Rejected,
+  RoundPosition,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+  pack_answer,
+)
 from jaxsparse.partial.rounds.quorum import Behind, Quorum, Verdict
 
 _LOG = logging.getLogger(__name__)
 _START = RoundPosition()
+_RECENT = 20  # rounds whose seconds are averaged in a status
 _RETURN = 4  # times `limit`, in which a worker that looks for others at another server comes back
 
 
@@ -52,6 +62,10 @@ class RoundServer:
     self._undecided: dict[int, float] = {}  # when workers last asked whether a round counts that is not known here
     self._sought: float | None = None  # since when nobody has had the anchor of the last round
     self._run = secrets.randbits(62)  # a number of the run, of that which goes on if there was a server before
+    self._ended = collections.deque[float](maxlen=_RECENT)  # when the last rounds that counted ended
+    self._counted = 0  # rounds
+    self._failed = 0  # rounds
+    self._delivered = 0  # the weight of steps
 
   def receive(self, connection: bytes, frames: list[bytes], now: float) -> None:
     """Handles a message of a connection."""
@@ -71,10 +85,48 @@ class RoundServer:
     if any(known[worker].patience < now for worker in self._quorum.waiting):
       self._announce(self._quorum.release())
 
+  def status(self) -> dict[str, Any]:
+    """What `jaxsparse.partial.rounds.status` shows: of this server, and of each worker in ascending order."""
+    now = self.members.now
+    seconds = (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1) if len(self._ended) > 1 else None
+    return {
+      "run": f"{self._run:x}",
+      "round": self._quorum.position.round,
+      "since": now - self._ended[-1] if self._ended else None,
+      "seconds": seconds,
+      "counted": self._counted,
+      "failed": self._failed,
+      "delivered": self._delivered,
+      "lost": self._quorum.lost_weight,
+      "workers": [
+        {
+          "worker": worker,
+          "doing": self._doing_of(worker, member),
+          "round": member.position.round,
+          "undelivered": member.weight,
+          "silent": now - member.heard,
+          "address": member.address,
+        }
+        for worker, member in sorted(self.members.known.items())
+      ],
+    }
+
+  def _doing_of(self, worker: int, member: RoundMember) -> str:
+    if self._quorum.under_way and worker in self._quorum.under_way.members:
+      return "exchanges"
+    if worker in self._quorum.waiting:
+      return "waits for others"
+    if member.fetches_since is not None:
+      return "fetches the anchor"
+    return "is behind" if member.is_late else "trains"
+
   def _handle(self, connection: bytes, signal: Signal) -> None:
     kind, worker, value = signal[:3]
     if kind == WorkerMessage.HELLO:
       self._take_hello(connection, signal)
+      return
+    if kind == WorkerMessage.STATUS:
+      self.members.send(connection, pack_answer(ServerMessage.STATUS, **self.status()))
       return
     member = self.members.find(connection, worker)
     if member.fetches_since is not None and signal.position.round > member.position.round:
@@ -206,7 +258,10 @@ class RoundServer:
     """All members have the result of a round; those that are ready for it meanwhile are behind."""
     self._sought = None
     known = self.members.known
+    self._counted += 1
+    self._ended.append(self.members.now)
     for worker in verdict.group.members:
+      self._delivered += known[worker].weight
       known[worker].weight = 0
       if worker not in verdict.differing:
         known[worker].position = self._quorum.position
@@ -226,6 +281,7 @@ class RoundServer:
     """
     if group is None:
       return
+    self._failed += 1
     reason = f"worker {worker} {what}"
     _LOG.warning(f"{group.round} counts for nobody: {reason}")
     self.members.tell(group.members, ServerMessage.ABORT, number=group.number, worker=worker, reason=reason)
