@@ -21,6 +21,9 @@ def dense(comm):
   return optax.chain(js.dense_transform(comm), optax.sgd(1.0))
 
 
+COUNTS = ("round", "since", "seconds", "rounds_counted", "rounds_failed", "steps_delivered", "steps_lost")
+
+
 class Hub:
   """A server of three workers whose last answer to each connection is kept."""
 
@@ -54,8 +57,9 @@ def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delive
   hub.tell(WorkerMessage.BEAT, 2, 12, now=4.5)
   hub.server.tick(4.75)
   found = hub.server.status()
-  assert {name: found[name] for name in ("round", "since", "seconds", "counted", "failed", "delivered", "lost")} == {
-    "round": 1, "since": 0.75, "seconds": None, "counted": 1, "failed": 0, "delivered": 8, "lost": 0
+  assert {name: found[name] for name in COUNTS} == {
+    "round": 1, "since": 0.75, "seconds": None, "rounds_counted": 1, "rounds_failed": 0, "steps_delivered": 8,
+    "steps_lost": 0,
   }  # fmt: skip
   late = {"worker": 2, "doing": "fetches the anchor", "round": 0, "undelivered": 12, "silent": 0.25}
   assert found["workers"][2] == late | {"address": "tcp://h:3"}
@@ -63,7 +67,7 @@ def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delive
   hub.tell(WorkerMessage.READY, 1, 1, now=5.0, position=RoundPosition(1, 1))
   hub.server.tick(6.5)
   hub.tell(WorkerMessage.FAILED, 0, 2, missing=1, now=6.6)
-  assert hub.server.status()["failed"] == 1
+  assert hub.server.status()["rounds_failed"] == 1
 
 
 def test_who_asks_is_no_worker():
@@ -95,12 +99,12 @@ def test_over_sockets_as_text_and_as_metrics(capsys, monkeypatch, tmp_path):
       monkeypatch.setattr("sys.argv", ["partial", "status", serving.address, f"--keys={tmp_path / '0'}"])
       command.main()
       shown = capsys.readouterr().out
-      assert re.search(r"round \d+ ended [\d.]+ s ago, one every [\d.]+ s; \d+ counted and 0 failed", shown)
+      assert re.search(r"round \d+, ended [\d.]+ s ago, one every [\d.]+ s; \d+ counted and 0 failed", shown)
       assert re.search(r"^0 +(trains|exchanges|waits for others) +\d+ +\d+ +[\d.]+ s +tcp://127", shown, re.MULTILINE)
       registry = prometheus_client.CollectorRegistry()
       registry.register(status.Exporter(serving.address, run))
       text = prometheus_client.generate_latest(registry).decode()
-  assert re.search(r"^jaxsparse_counted_total [3-9]", text, re.MULTILINE)
+  assert re.search(r"^jaxsparse_rounds_counted_total [3-9]", text, re.MULTILINE)
   assert re.search(r'^jaxsparse_worker_round\{worker="0"\} [3-9]', text, re.MULTILINE)
   assert "# TYPE jaxsparse_round gauge" in text
 

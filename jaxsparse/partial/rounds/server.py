@@ -94,10 +94,10 @@ class RoundServer:
       "round": self._quorum.position.round,
       "since": now - self._ended[-1] if self._ended else None,
       "seconds": seconds,
-      "counted": self._counted,
-      "failed": self._failed,
-      "delivered": self._delivered,
-      "lost": self._quorum.lost_weight,
+      "rounds_counted": self._counted,
+      "rounds_failed": self._failed,
+      "steps_delivered": self._delivered,
+      "steps_lost": self._quorum.lost_weight,
       "workers": [
         {
           "worker": worker,

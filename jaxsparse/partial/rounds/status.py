@@ -14,10 +14,10 @@ from jaxsparse.partial.net.sockets import Keys
 
 _TIMEOUT = 5.0  # seconds
 _TOTALS = {
-  "counted": "rounds that counted since the server started",
-  "failed": "rounds that counted for nobody since the server started",
-  "delivered": "weight of the steps that were delivered, as of the workers' last heartbeats",
-  "lost": "weight of the steps that lost workers had not delivered",
+  "rounds_counted": "rounds that counted since the server started",
+  "rounds_failed": "rounds that counted for nobody since the server started",
+  "steps_delivered": "weight of the steps that were delivered, as of the workers' last heartbeats",
+  "steps_lost": "weight of the steps that lost workers had not delivered",
 }
 _GAUGES = {"round": "number of the last round", "seconds": "mean seconds between the last rounds"}
 _OF_WORKER = {
@@ -56,19 +56,20 @@ def describe(status: dict[str, Any]) -> str:
 
   Example:
     >>> worker = {"worker": 3, "doing": "trains", "round": 7, "undelivered": 16, "silent": 0.2, "address": "tcp://h:1"}
-    >>> totals = {"counted": 7, "failed": 1, "delivered": 90, "lost": 10}
+    >>> totals = {"rounds_counted": 7, "rounds_failed": 1, "steps_delivered": 90, "steps_lost": 10}
     >>> print(describe({"run": "3f", "round": 7, "seconds": 2.5, "since": 1.0, **totals, "workers": [worker]}))
-    run 3f: round 7 ended 1.0 s ago, one every 2.5 s; 7 counted and 1 failed at this server
+    run 3f: round 7, ended 1.0 s ago, one every 2.5 s; 7 counted and 1 failed at this server
     goodput 90.0 %: steps of the weight 90 delivered, 10 lost
     worker  doing                  round  undelivered  silent  address
     3       trains                     7           16   0.2 s  tcp://h:1
   """
-  last = f"round {status['round']} ended {_seconds(status['since'])} ago, one every {_seconds(status['seconds'])}"
-  made = status["delivered"] + status["lost"]
-  goodput = f"{100 * status['delivered'] / made:.1f} %" if made else "unknown"
+  last = f"round {status['round']}, ended {_seconds(status['since'])} ago, one every {_seconds(status['seconds'])}"
+  made = status["steps_delivered"] + status["steps_lost"]
+  counts = f"{status['rounds_counted']} counted and {status['rounds_failed']} failed at this server"
+  goodput = f"{100 * status['steps_delivered'] / made:.1f} %" if made else "unknown"
   lines = [
-    f"run {status['run']}: {last}; {status['counted']} counted and {status['failed']} failed at this server",
-    f"goodput {goodput}: steps of the weight {status['delivered']} delivered, {status['lost']} lost",
+    f"run {status['run']}: {last}; {counts}",
+    f"goodput {goodput}: steps of the weight {status['steps_delivered']} delivered, {status['steps_lost']} lost",
     f"{'worker':6}  {'doing':21}  round  undelivered  silent  address",
   ]
   row = "{worker:<6}  {doing:21}  {round:5}  {undelivered:11}  {silent:4.1f} s  {address}"
@@ -76,7 +77,7 @@ def describe(status: dict[str, Any]) -> str:
 
 
 def _seconds(value: float | None) -> str:
-  return "?" if value is None else f"{value:.1f} s"
+  return "unknown seconds" if value is None else f"{value:.1f} s"
 
 
 class Exporter:
