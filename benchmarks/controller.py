@@ -21,9 +21,9 @@ from absl import flags
 
 import jaxsparse as js
 from benchmarks import entry, report, workers
-from jaxsparse.partial import messages
-from jaxsparse.partial.messages import Answer, Says, Signal
-from jaxsparse.partial.sockets import Keys, Network
+from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.messages import ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.sockets import Keys, Network
 
 _WORKERS = flags.DEFINE_integer("workers", 32, "Number of workers.")
 _GROUP_SIZE = flags.DEFINE_integer("group_size", 4, "Workers in a group.")
@@ -64,14 +64,14 @@ def measure(address: str, keys: Keys | None) -> Result:
 
   def ready(worker: int) -> None:
     iterations[worker] += 1
-    sockets[worker].send(Signal(Says.READY, worker, iterations[worker]).pack())
+    sockets[worker].send(Signal(WorkerMessage.READY, worker, iterations[worker]).pack())
 
   def heard(worker: int) -> int:
-    kind, content, frame = Answer.BEAT, dict[str, Any](), b""
-    while kind == Answer.BEAT:  # comes from time to time
+    kind, content, frame = ServerMessage.BEAT, dict[str, Any](), b""
+    while kind == ServerMessage.BEAT:  # comes from time to time
       frame = sockets[worker].recv()
       kind, content = messages.parse_answer(frame)
-    if kind != Answer.GROUP:
+    if kind != ServerMessage.GROUP:
       raise RuntimeError(f"worker {worker} heard {kind.name} {content}")
     iterations[worker] = content["iteration"]
     return len(frame)
@@ -79,7 +79,7 @@ def measure(address: str, keys: Keys | None) -> Result:
   try:
     for worker, socket in enumerate(sockets):
       socket.connect(address)
-      socket.send(Signal(Says.HELLO, worker, 0, "tcp://127.0.0.1:9").pack())
+      socket.send(Signal(WorkerMessage.HELLO, worker, 0, "tcp://127.0.0.1:9").pack())
       socket.recv()
     latencies = []
     for number in range(_GROUPS.value):  # each has one member of the one before: the sync-graph stays connected
@@ -95,9 +95,9 @@ def measure(address: str, keys: Keys | None) -> Result:
         heard(worker)
     rate, group_bytes = _throughput(sockets, ready, heard)
     for worker, socket in enumerate(sockets):
-      socket.send(Signal(Says.BYE, worker).pack())
+      socket.send(Signal(WorkerMessage.BYE, worker).pack())
     quantiles = statistics.quantiles(latencies, n=100)
-    signal = len(Signal(Says.READY, 0, 1).pack())
+    signal = len(Signal(WorkerMessage.READY, 0, 1).pack())
     return Result(rate, rate / size, statistics.median(latencies), quantiles[98], signal, group_bytes, 0)
   finally:
     network.close(linger=1000)

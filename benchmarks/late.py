@@ -22,9 +22,9 @@ from absl import flags
 from benchmarks import entry, methods, recipes, report, workers
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task, model_of
-from jaxsparse.partial.controller import Group
-from jaxsparse.partial.exchanger import Run
-from jaxsparse.partial.outer_step import OuterStep
+from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.rounds.exchanger import Run
+from jaxsparse.partial.rounds.outer_step import OuterStep
 
 _MUON = "muon:0.01:adam=0.003:only=blocks:rows=64:steps=3:beta=0.9"
 _WORKERS = flags.DEFINE_integer("workers", 6, "M, the number of workers.", lower_bound=2)

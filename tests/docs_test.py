@@ -227,7 +227,11 @@ def test_stragglers(tmp_path):
 def test_rounds(tmp_path):
   (worker,) = snippets("docs/how_to/rounds.md")
   assert "range(40 * 16)" in worker
-  run_workers(tmp_path, worker.replace("range(40 * 16)", "range(3 * 16)"), ["--quorum=2", "--grace=0.5"])
+  worker = worker.replace("range(40 * 16)", "range(1_000_000 if number == 2 else 6 * 16)")
+  step = "params = worker.step(params)"
+  assert step in worker
+  worker = worker.replace(step, f"{step}\n    number == 2 and worker.round > 1 and signal.raise_signal(signal.SIGTERM)")
+  run_workers(tmp_path, worker, ["--quorum=2", "--grace=0.5"])
 
 
 def run_workers(tmp_path, worker, options):

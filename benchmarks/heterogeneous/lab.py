@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxsparse.collectives import make_collective
-from jaxsparse.partial.controller import Group
+from jaxsparse.partial.net.messages import Group
 from jaxsparse.sparse.flatten import flatten
 from jaxsparse.types import Cost
 

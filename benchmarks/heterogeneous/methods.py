@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import jaxsparse as js
 from benchmarks.heterogeneous.lab import Lab, Method
-from jaxsparse.partial.controller import Group
+from jaxsparse.partial.net.messages import Group
 
 NAMES = ("allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup")
 

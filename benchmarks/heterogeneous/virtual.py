@@ -14,7 +14,7 @@ from benchmarks.heterogeneous import methods
 from benchmarks.heterogeneous.lab import Lab, Simulation, shared_paces
 from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
-from jaxsparse.partial.controller import Group
+from jaxsparse.partial.net.messages import Group
 
 
 class Method(NamedTuple):

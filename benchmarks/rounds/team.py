@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.rounds.worker import Settings
 from jaxsparse.launch.start import MALLOC, Host
-from jaxsparse.partial.sockets import Keys
+from jaxsparse.partial.net.sockets import Keys
 
 # Seconds, of the controller. A grace window of H steps: workers that have fallen out of step meet again.
 LIMIT, GRACE = 3.0, 1.0

@@ -15,8 +15,8 @@ import jaxsparse as js
 from benchmarks import recipes
 from benchmarks.tasks import data, images, registry
 from benchmarks.tasks.base import Task, model_of
-from jaxsparse.partial import messages
-from jaxsparse.partial.sockets import Keys, zmq
+from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.sockets import Keys, zmq
 
 
 class Settings(NamedTuple):
@@ -101,17 +101,17 @@ def _train(one: Settings, worker: Any, step: Any, state: Any, batches: Any, aske
     if signal.SIGUSR2 in asked:
       asked.discard(signal.SIGUSR2)
       _poison(exchanger)
-    given = worker._flight[1] if worker._flight else worker._trained + 1  # of the one fragment
+    given = worker._flight[1] if worker._flight else worker._undelivered + 1  # of the one fragment
     steps, start = int(given[0, 1]), time.monotonic()
     params = worker.step(params)
     say("step", loss=float(loss), trained=trained, waited=time.monotonic() - start, flying=flying)
     if worker._flight is None and worker.group.number != last:
-      group, stand, last = worker.group, exchanger.anchor.stand, worker.group.number
+      group, position, last = worker.group, exchanger.anchor.position, worker.group.number
       digest = None if one.keep else exchanger.outer.digest(exchanger.anchor)  # not on the clock of a race
-      if one.keep and not one.number and stand.round % one.keep == 0:
-        np.savez(pathlib.Path(one.folder, f"anchor{stand.round}"), *jax.tree.leaves(exchanger.anchor.params))
+      if one.keep and not one.number and position.round % one.keep == 0:
+        np.savez(pathlib.Path(one.folder, f"anchor{position.round}"), *jax.tree.leaves(exchanger.anchor.params))
       facts = {"digest": digest, "skipped": exchanger.delivered.skipped}
-      say("round", number=group.number, members=group.members, steps=steps, stand=stand, **facts)
+      say("round", number=group.number, members=group.members, steps=steps, stand=position, **facts)
 
 
 def _poison(exchanger: Any) -> None:

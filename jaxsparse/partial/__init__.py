@@ -9,26 +9,33 @@ change all the time, so every worker's progress reaches every other worker after
 Rounds: workers exchange what they have moved from a common anchor with those that are there, by any collective, and all
 have the same anchor afterwards.
 
-                      partial reduce                         rounds
-    who               `Controller`, pure state machines      `Quorum`
-    server            `Server`, over TCP, with the decisions of
-                      server_protocol                        round_server
-    worker            `Worker`                               `Rounds`
-    its decisions     worker_protocol                        round_protocol
-    what is computed  exchange: an average as messages       exchanger, outer_step: an optax chain
+                      partial reduce, groups/                      rounds/
+    worker            worker: `Worker`; devices: `Devices`         worker: `Rounds`
+    its decisions     protocol, a state machine                    protocol, a state machine
+    what is computed  average: sums as messages, or collectives    exchanger, outer_step: an optax chain
+    server            server                                       server
+    its decisions     controller: `Controller`                     quorum: `Quorum`
+    besides           base: NaN enters no average; saving          moving, checks: what was moved, saved states
 
-    endpoint, messages, sockets   thread and sockets of a worker, messages as bytes, ZeroMQ and `Keys`; with pyzmq
-    base, saving                  models with NaN or Inf enter no average; `restore`: after the server was lost
-    devices                       `Devices`: partial reduce in threads of one process, averages are JAX collectives
+Neither has anything to do with the other. Both have these parts, net/:
+
+    membership   who is there: HELLO, heartbeats, donors; `Membership` of a worker, `Members` of a server
+    endpoint     the thread and the sockets of a worker in a process of its own
+    messages     signals, answers and pieces as bytes
+    sockets      ZeroMQ, and `Keys`; with pyzmq
+    alike        what training may start from
+
+`Server` serves either of them over TCP.
 """
 
-from jaxsparse.partial.controller import Controller
-from jaxsparse.partial.devices import Devices
-from jaxsparse.partial.quorum import Quorum
-from jaxsparse.partial.rounds import Rounds
-from jaxsparse.partial.saving import restore
+from jaxsparse.partial.groups.controller import Controller
+from jaxsparse.partial.groups.devices import Devices
+from jaxsparse.partial.groups.saving import restore
+from jaxsparse.partial.groups.worker import Worker
+from jaxsparse.partial.net.endpoint import ControllerLost
+from jaxsparse.partial.net.sockets import Keys
+from jaxsparse.partial.rounds.quorum import Quorum
+from jaxsparse.partial.rounds.worker import Rounds
 from jaxsparse.partial.server import Server
-from jaxsparse.partial.sockets import Keys
-from jaxsparse.partial.worker import ControllerLost, Worker
 
 __all__ = ["Controller", "ControllerLost", "Devices", "Keys", "Quorum", "Rounds", "Server", "Worker", "restore"]

@@ -1,19 +1,26 @@
-"""Runs the controller of partial reduce (--group_size), or of rounds (--quorum), until all workers leave."""
+"""Runs the controller of partial reduce (--group_size), or of rounds (--quorum), until all workers leave.
+
+`python -m jaxsparse.partial status ADDRESS` says what a server of rounds knows.
+"""
 
 import argparse
 import pathlib
 import sys
 
 from jaxsparse.launch.rank import START_TIMEOUT
-from jaxsparse.partial import sockets
-from jaxsparse.partial.controller import Controller
-from jaxsparse.partial.quorum import Quorum
+from jaxsparse.partial.groups.controller import Controller
+from jaxsparse.partial.net import sockets
+from jaxsparse.partial.net.sockets import Keys, zmq
+from jaxsparse.partial.rounds import status
+from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.server import LIMIT, Server
-from jaxsparse.partial.sockets import Keys, zmq
 
 
 def main() -> None:
   """The command line; prints the address for `js.partial.Worker` as the first line of standard output."""
+  if sys.argv[1:2] == ["status"]:
+    status.main(sys.argv[2:])
+    return
   defaults = argparse.ArgumentDefaultsHelpFormatter
   parser = argparse.ArgumentParser(prog="python -m jaxsparse.partial", description=__doc__, formatter_class=defaults)
   add = parser.add_argument
@@ -41,8 +48,8 @@ def main() -> None:
     controller: Controller | Quorum = (Quorum if "quorum" in options else Controller)(**options)
     if folder and not folder.exists():
       folder.mkdir(mode=0o700)
-      *own, last = Keys.make_own(controller.workers)
-      for name, keys in zip([*map(str, range(len(own))), "server"], [*own, last], strict=True):
+      *of_workers, of_server = Keys.make_own(controller.workers)
+      for name, keys in zip([*map(str, range(len(of_workers))), "server"], [*of_workers, of_server], strict=True):
         keys.write(folder / name)
     if path and not path.exists():
       Keys.make().write(path)

@@ -1,9 +1,7 @@
 """The controller over TCP: a small server that accepts signals of a few bytes and never receives a model.
 
-    worker 3 ── READY 17 ──────────> ROUTER ──> ServerProtocol ──> Controller.ready(3, 17)
-    workers 0, 3, 5 <── GROUP … ──── ROUTER <── ServerProtocol <── Group((0, 3, 5), …)
-
-All decisions are those of `server_protocol`.
+worker 3 ── READY 17 ──────────> ROUTER ──> GroupServer or ──> Controller or Quorum.ready(3, 17)
+workers 0, 3, 5 <── GROUP … ──── ROUTER <── RoundServer    <── Group((0, 3, 5), …)
 """
 
 import secrets
@@ -12,12 +10,13 @@ import time
 from typing import Self
 
 from jaxsparse.launch.rank import START_TIMEOUT
-from jaxsparse.partial import messages, sockets
-from jaxsparse.partial.controller import Controller
-from jaxsparse.partial.quorum import Quorum
-from jaxsparse.partial.round_server import RoundServerProtocol
-from jaxsparse.partial.server_protocol import ServerProtocol
-from jaxsparse.partial.sockets import Keys, zmq
+from jaxsparse.partial.groups.controller import Controller
+from jaxsparse.partial.groups.server import GroupMember, GroupServer
+from jaxsparse.partial.net import messages, sockets
+from jaxsparse.partial.net.membership import Members
+from jaxsparse.partial.net.sockets import Keys, zmq
+from jaxsparse.partial.rounds.quorum import Quorum
+from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 
 LIMIT = 5.0  # seconds without a heartbeat after which the server drops a worker, or a worker misses the controller
 
@@ -60,22 +59,26 @@ class Server:
     for name, value in (("limit", limit), ("start_timeout", start_timeout)):
       if not value > 0:
         raise ValueError(f"{name}={value!r}, choose more than 0 seconds")
-    self._controller, self._limit = controller, limit
+    self._controller = controller
+    self._limit = limit
     self._network = sockets.Network(keys)
-    times = {"limit": limit, "start_timeout": start_timeout, "now": time.monotonic()}
+    now = time.monotonic()
+    times = limit, now, dict.fromkeys(controller.alive, now + start_timeout)
+    self._protocol: GroupServer | RoundServer
     if isinstance(controller, Quorum):
-      self._protocol: ServerProtocol = RoundServerProtocol(controller, self._send, **times)
+      self._protocol = RoundServer(controller, Members(RoundMember, self._send, *times))
     else:
-      self._protocol = ServerProtocol(controller, self._send, **times, first=secrets.randbits(62))
+      self._protocol = GroupServer(controller, Members(GroupMember, self._send, *times), first=secrets.randbits(62))
     receive = lambda frames: self._protocol.receive(frames[0], frames[1:], time.monotonic())
     self._socket, self.address = self._network.bind(address, messages.LONGEST, receive)
     self._socket.router_mandatory = True  # a message to a connection that is gone raises an error
-    self._stop, self._thread = threading.Event(), threading.Thread(target=self.serve, daemon=True)
+    self._stop = threading.Event()
+    self._thread = threading.Thread(target=self.serve, daemon=True)
 
   @property
   def rejected(self) -> int:
     """How many messages were rejected."""
-    return self._protocol.rejected
+    return self._protocol.members.rejected
 
   def __enter__(self) -> Self:
     """Serves in a thread."""

@@ -14,7 +14,7 @@ from benchmarks.heterogeneous import report as tables
 from benchmarks.heterogeneous import virtual
 from benchmarks.heterogeneous.lab import Lab, shared_paces
 from benchmarks.heterogeneous.methods import make_method
-from jaxsparse.partial.controller import Group
+from jaxsparse.partial.net.messages import Group
 from tests.benchmarks.commands import result_of
 
 RATE = 0.25

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy.sparse import csgraph
 
 import jaxsparse as js
-from jaxsparse.partial.controller import Rejected, dynamic_weights
+from jaxsparse.partial.groups.controller import dynamic_weights
+from jaxsparse.partial.net.messages import Rejected
 
 
 def components(workers, groups):

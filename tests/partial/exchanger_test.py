@@ -9,11 +9,10 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.partial.controller import Group
-from jaxsparse.partial.exchanger import Exchanger, Run
-from jaxsparse.partial.messages import Kind, Piece, Stand
-from jaxsparse.partial.outer_step import OuterStep
-from jaxsparse.partial.round_protocol import Done, Send
+from jaxsparse.partial.net.messages import Group, Piece, PieceKind, RoundPosition
+from jaxsparse.partial.rounds.exchanger import Exchanger, Run
+from jaxsparse.partial.rounds.outer_step import OuterStep
+from jaxsparse.partial.rounds.protocol import Done, Send
 
 
 def outer(comm):
@@ -67,18 +66,18 @@ def test_the_anchor_of_a_donor_with_the_residual_of_this_worker(worker):
   worker.round(5, 4.0, 2.0, 1.0)
   donor.round(5, 4.0, 0.0, 1.0)
   donor.round(6, 0.0, 7.0, 0.0)
-  assert worker.exchanger.adopt(donor.exchanger.model(), 0, 0) == Stand(2, 6)
+  assert worker.exchanger.adopt(donor.exchanger.model(), 0, 0) == RoundPosition(2, 6)
   assert (worker.anchor, worker.residual) == ([-4, -7, 0], [0, 2, 1])
   assert donor.exchanger.adopt(Worker().exchanger.model(), 0, 0) is None  # an older one
-  assert donor.exchanger.adopt(Piece(Kind.MODEL, 0, 0, np.ones(7, np.float32)), 0, 0) is None
+  assert donor.exchanger.adopt(Piece(PieceKind.MODEL, 0, 0, np.ones(7, np.float32)), 0, 0) is None
   broken = Worker()
   broken.exchanger.anchor = donor.exchanger.anchor._replace(params=jnp.full(3, jnp.nan))
   assert worker.exchanger.adopt(broken.exchanger.model(), 0, 0) is None
   assert donor.anchor == worker.anchor
   digest = donor.exchanger.outer.digest(donor.exchanger.anchor)
   assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest + 1) is None
-  assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest) == Stand(2, 6)
-  assert worker.exchanger.adopt(donor.exchanger.model(), 5, digest + 1) == Stand(2, 6)  # of a round before
+  assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest) == RoundPosition(2, 6)
+  assert worker.exchanger.adopt(donor.exchanger.model(), 5, digest + 1) == RoundPosition(2, 6)  # of a round before
   assert worker.exchanger.returned is None
 
 
@@ -103,14 +102,14 @@ def test_a_donor_knows_whether_a_round_counts_of_which_the_worker_was_not_told(w
   worker.round(5, 4.0, 2.0, 1.0)
   for number in rounds:
     donor.round(number, 1.0, 0.0, 0.0)
-  assert worker.exchanger.counts(donor.exchanger.model(), Stand(1, 5, last=6)) is counts
+  assert worker.exchanger.was_committed(donor.exchanger.model(), RoundPosition(1, 5, last=6)) is counts
 
 
 def test_a_donor_of_another_history_knows_nothing_of_a_round(worker):
   donor = Worker()
   worker.round(5, 4.0, 2.0, 1.0)
   donor.round(15, 1.0, 0.0, 0.0)
-  assert worker.exchanger.counts(donor.exchanger.model(), Stand(1, 5, last=6)) is False
+  assert worker.exchanger.was_committed(donor.exchanger.model(), RoundPosition(1, 5, last=6)) is False
 
 
 def test_a_last_round_that_was_long_ago_counts(worker):
@@ -126,12 +125,14 @@ def test_a_last_round_that_was_long_ago_counts(worker):
 def test_a_result_unlike_that_of_the_others_is_taken_back_but_what_was_given_is_not(worker):
   worker.round(5, 4.0, 2.0, 1.0)
   worker.round(6, 8.0, 0.0, 0.0)
-  assert worker.exchanger.go_back() == Stand(1, 5)
+  assert worker.exchanger.go_back() == RoundPosition(1, 5)
   assert (worker.anchor, worker.residual) == ([-4, 0, 0], [0, 2, 1])
 
 
 def test_a_residual_that_is_taken_over_during_an_exchange_outlives_it(worker):
-  take_over = lambda *values: worker.exchanger.inherit(Piece(Kind.RESIDUAL, 0, 1, np.array(values, np.float32))).number
+  take_over = lambda *values: (
+    worker.exchanger.inherit(Piece(PieceKind.RESIDUAL, 0, 1, np.array(values, np.float32))).number
+  )
   worker.round(5, 4.0, 2.0, 1.0)
   worker.round(6, 0.0, 0.0, 0.0)
   worker.round(7, 0.0, 0.0, 9.0, commit=None)
@@ -144,7 +145,7 @@ def test_a_residual_that_is_taken_over_during_an_exchange_outlives_it(worker):
 def test_a_worker_takes_a_residual_over_after_its_first_round(worker):
   worker.round(5, 4.0, 2.0, 1.0)
   before = worker.residual
-  assert worker.exchanger.inherit(Piece(Kind.RESIDUAL, 0, 1, np.ones(3, np.float32))).number
+  assert worker.exchanger.inherit(Piece(PieceKind.RESIDUAL, 0, 1, np.ones(3, np.float32))).number
   assert worker.residual == [value + 1 for value in before]
 
 
@@ -152,7 +153,7 @@ def test_an_exchange_ends_without_a_result_when_it_fails_or_a_message_is_unlike(
   """No thread waits for ever, and nothing more is sent."""
   events = queue.Queue()
   run = Run(Group((0, 1), (0.5, 0.5), 0, number=3), 0, events.put)
-  run.receive(Piece(Kind.MESSAGE, 3, 1, np.ones(2, np.float32), tag=1))
+  run.receive(Piece(PieceKind.MESSAGE, 3, 1, np.ones(2, np.float32), tag=1))
   message = np.zeros(3, np.uint32), 1, 1
   assert run.exchange([message])[0].tolist() == [0, 0, 0]
   assert isinstance(events.get(), Send)

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.partial.controller import Group
-from jaxsparse.partial.exchanger import Run
-from jaxsparse.partial.outer_step import OuterStep
+from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.rounds.exchanger import Run
+from jaxsparse.partial.rounds.outer_step import OuterStep
 from jaxsparse.transform import state as states
 from tests.cases import FEWER, each_case, normals, quick_of
 

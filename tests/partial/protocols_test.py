@@ -1,6 +1,6 @@
 """Workers, the server and the controller together, in virtual time, over a network that delays, crashes and suspends.
 
-Real `WorkerProtocol`s and a real `ServerProtocol` exchange real bytes with the server; only sockets and clocks are
+Real `GroupProtocol`s and a real `GroupServer` exchange real bytes with the server; only sockets and clocks are
 simulated. Whatever the schedule: every living worker ends its training, and no average mixes pieces of two groups.
 """
 
@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from jaxsparse.partial import messages
-from jaxsparse.partial.messages import Kind, Piece, Says
-from jaxsparse.partial.server_protocol import ServerProtocol
-from jaxsparse.partial.worker_protocol import Model, Request, Unreachable, WorkerProtocol
+from jaxsparse.partial.groups.protocol import GroupProtocol, Model, Request
+from jaxsparse.partial.groups.server import GroupMember, GroupServer
+from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.membership import Members, Membership, Unreachable
+from jaxsparse.partial.net.messages import Piece, PieceKind, WorkerMessage
 
 ITERATIONS = 4
 LIMIT, TIMEOUT, RECONNECT, LATENCY, STEP = 5.0, 20.0, 10.0, 1.0, 0.2
@@ -30,13 +31,14 @@ class Process:
     self.address = f"tcp://127.0.0.1:{self.serial + 1}"
     self.dead = self.failed = self.suspended = self.diverges = self.leaves = False
     self.held, self.found = [], []  # what has come while it is suspended, and the models that it has trained with
-    outlets = {"tell": self.tell, "send": self.send, "reply": self.take}
     start = np.zeros(network.entries, np.float32)
-    self.protocol = WorkerProtocol(number, start, self.address, TIMEOUT, RECONNECT, network.now, **outlets)
+    outlets = self.tell, self.send, self.take
+    place = Membership(number, self.address, TIMEOUT, network.now, *outlets, limit=TIMEOUT, reconnect=RECONNECT)
+    self.protocol = GroupProtocol(place, start)
 
   @property
   def lives(self):
-    return not self.dead and self.protocol.state != "ended"
+    return not self.dead and self.protocol.membership.state != "ended"
 
   def handle(self, event):
     if self.lives:
@@ -52,9 +54,9 @@ class Process:
   def receive(self, sender, piece):
     if not self.lives:
       sender.handle(Unreachable(self.address))
-    elif piece.kind == Kind.FETCH:
+    elif piece.kind == PieceKind.FETCH:
       vector, iteration = self.protocol.model
-      self.network.post((self, sender), sender, sender.handle, Piece(Kind.MODEL, iteration, self.number, vector))
+      self.network.post((self, sender), sender, sender.handle, Piece(PieceKind.MODEL, iteration, self.number, vector))
     else:
       self.handle(piece)
 
@@ -73,15 +75,19 @@ class Process:
     """A step of a tenth of the way to the own number, which may diverge; the average of all, and the end."""
     diverges, self.diverges = self.diverges, False
     if self.failed or len(self.found) == ITERATIONS + 2:
-      return Request(Says.BYE)
+      return Request(WorkerMessage.BYE)
     if len(self.found) == ITERATIONS + 1:
-      return Request(Says.SYNCHRONIZE, Model(vector, iteration))
+      return Request(WorkerMessage.SYNCHRONIZE, Model(vector, iteration))
     step = np.float32(0.1) * (np.float32(self.number + 1) - vector)
-    return Request(Says.NOT_FINITE) if diverges else Request(Says.READY, Model(vector + step, iteration + 1))
+    return (
+      Request(WorkerMessage.NOT_FINITE)
+      if diverges
+      else Request(WorkerMessage.READY, Model(vector + step, iteration + 1))
+    )
 
   def tick(self):
     self.protocol.tick(self.network.now)
-    if self.protocol.lost[0]:
+    if self.protocol.membership.lost[0]:
       assert not self.network.controller.alive  # all others have left: the server has ended
       self.failed = True
 
@@ -142,13 +148,16 @@ class Network:
   def serve(self):
     """Starts the server, or starts it again: it knows nobody."""
     self.controller = js.partial.Controller(self.workers, self.size)
-    options = {"limit": LIMIT, "start_timeout": TIMEOUT, "first": self.random.getrandbits(30)}
-    self.server = ServerProtocol(self.controller, self.send, **options, now=self.now)
+    expected = dict.fromkeys(self.controller.alive, self.now + TIMEOUT)
+    members = Members(GroupMember, self.send, LIMIT, self.now, expected)
+    self.server = GroupServer(self.controller, members, first=self.random.getrandbits(30))
 
   def disturb(self, kind):
     """A worker crashes, is restarted, suspended, resumed, or diverges; one always runs. Or the server is restarted."""
     living = self.living()
-    stays = lambda process: not process.suspended and not process.leaves and process.protocol.state == "joined"
+    stays = lambda process: (
+      not process.suspended and not process.leaves and process.protocol.membership.state == "joined"
+    )
     running = [process for process in living if stays(process)]
     if kind == "serve":
       if not self.controller.over:
@@ -182,4 +191,4 @@ def test_no_lost_worker_holds_up_another_and_without_a_loss_all_end_with_one_mod
   if not disturbances:
     assert len({process.found[-1].vector.tobytes() for process in network.processes}) == 1
     assert not any(process.dead or process.failed for process in network.processes)
-    assert network.server.rejected == 0
+    assert network.server.members.rejected == 0

@@ -3,11 +3,10 @@
 import pytest
 
 import jaxsparse as js
-from jaxsparse.partial.controller import Rejected
-from jaxsparse.partial.messages import Stand
-from jaxsparse.partial.quorum import Behind
+from jaxsparse.partial.net.messages import Rejected, RoundPosition
+from jaxsparse.partial.rounds.quorum import Behind
 
-START = Stand()
+START = RoundPosition()
 
 
 @pytest.fixture
@@ -20,7 +19,7 @@ def quorum():
 
 
 def ready(quorum, *workers):
-  return [group for worker in workers for group in quorum.ready(worker, 1, quorum.stand)]
+  return [group for worker in workers for group in quorum.ready(worker, 1, quorum.position)]
 
 
 def test_a_round_begins_with_all_that_are_there_or_at_a_release_with_enough(quorum):
@@ -63,26 +62,26 @@ def test_weights_are_of_all_that_are_there_and_not_new(quorum):
   for worker in (0, 1, 3):
     quorum.done(worker, groups[0].number, digest=5)
   for worker in (0, 1):
-    quorum.ready(worker, 1, quorum.stand)
+    quorum.ready(worker, 1, quorum.position)
   assert quorum.release()[0].weights == (0.5, 0.5)  # what 3 trains weighs nothing
   quorum.failed(0, groups[0].number + 1)
-  quorum.ready(0, 2, quorum.stand)
-  quorum.ready(3, 5, quorum.stand)
+  quorum.ready(0, 2, quorum.position)
+  quorum.ready(3, 5, quorum.position)
   assert quorum.release()[0].weights == (0.25, 0.625)  # 1 is late
   quorum.leave(1, weight=4)
   quorum.failed(0, groups[0].number + 2)
-  quorum.ready(0, 2, quorum.stand)
-  (group,) = quorum.ready(3, 2, quorum.stand)
+  quorum.ready(0, 2, quorum.position)
+  (group,) = quorum.ready(3, 2, quorum.position)
   assert group.weights == (0.5, 0.5)
 
 
 def test_a_result_counts_when_all_members_have_it(quorum):
   (group,) = ready(quorum, 0, 1, 3)
   assert quorum.done(0, 10, digest=5) is quorum.done(3, 10, digest=6) is None
-  assert quorum.stand == START
+  assert quorum.position == START
   verdict = quorum.done(1, 10, digest=5)
   assert (verdict.group, verdict.digest, verdict.differing) == (group, 5, (3,))
-  assert quorum.stand == Stand(1, 10)
+  assert quorum.position == RoundPosition(1, 10)
   with pytest.raises(Behind):
     quorum.ready(0, 1, START)
 
@@ -92,7 +91,7 @@ def test_a_member_that_is_lost_or_joins_again_ends_its_round_for_all(quorum):
   quorum.done(0, 10, digest=5)
   assert quorum.leave(3, weight=7) == (group, [])
   assert quorum.done(1, 10, digest=5) is None
-  assert (quorum.stand, quorum.lost, quorum.lost_weight) == (START, 1, 7)
+  assert (quorum.position, quorum.lost, quorum.lost_weight) == (START, 1, 7)
   (group,) = ready(quorum, 0, 1)
   assert quorum.join(1, START) == group
 
@@ -130,7 +129,7 @@ def test_two_that_miss_messages_of_each_other_take_turns_for_2_rounds_then_for_4
     quorum.failed(3, group.number, missing=1)  # the same failure
     quorum.failed(0, group.number)
     assert quorum.have_failed(3, 1)
-    quorum.ready(0, 1, quorum.stand)
+    quorum.ready(0, 1, quorum.position)
     found = []
     while len(found) < turns:
       waiting = quorum.waiting
@@ -162,10 +161,10 @@ def test_a_new_controller_learns_where_rounds_are_from_the_most_trained_worker()
   quorum = js.partial.Quorum(3, quorum=2)
   quorum.join(0, START)
   ready(quorum, 0)
-  quorum.join(1, Stand(4, 44, last=45))
-  assert (quorum.stand, quorum.waiting) == (Stand(4, 44), ())
-  quorum.join(2, Stand(3, 33))
-  assert quorum.stand == Stand(4, 44)
+  quorum.join(1, RoundPosition(4, 44, last=45))
+  assert (quorum.position, quorum.waiting) == (RoundPosition(4, 44), ())
+  quorum.join(2, RoundPosition(3, 33))
+  assert quorum.position == RoundPosition(4, 44)
 
 
 def test_it_is_over_when_the_last_worker_has_left_in_good_order(quorum):
@@ -183,7 +182,7 @@ def test_it_is_over_when_the_last_worker_has_left_in_good_order(quorum):
   [
     (lambda quorum: quorum.join(5, START), "unknown: worker 5, there are 0 … 4"),
     (lambda quorum: quorum.ready(2, 1, START), "absent: worker 2"),
-    (lambda quorum: quorum.ready(0, -1, START), "weight -1 of worker 0 is malformed"),
+    (lambda quorum: quorum.ready(0, -1, START), "weight -1 of worker 0 must be >= 0"),
     (lambda quorum: ready(quorum, 0, 0), "duplicate: worker 0 is ready already"),
     (lambda quorum: quorum.done(2, 10, 1), "absent: worker 2"),
   ],

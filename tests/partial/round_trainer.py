@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxsparse as js
-from jaxsparse.partial.exchanger import Run
+from jaxsparse.partial.rounds.exchanger import Run
 from tests.partial.trainer import START
 
 
@@ -38,10 +38,10 @@ def train(what: str, address: str, number: int) -> None:
     commit = exchanger.commit
 
     def report():
-      stand, anchor = commit(), exchanger.anchor
+      position, anchor = commit(), exchanger.anchor
       members = ",".join(map(str, exchanger.group.members))
-      print("round", stand.base, exchanger.outer.digest(anchor), members, flush=True)
-      return stand
+      print("round", position.base, exchanger.outer.digest(anchor), members, flush=True)
+      return position
 
     exchanger.commit = report
     while True:

@@ -20,12 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from jaxsparse.partial import messages
-from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Stand
-from jaxsparse.partial.round_protocol import Done, RoundProtocol
-from jaxsparse.partial.round_server import RoundServerProtocol
-from jaxsparse.partial.transfers import Transfers
-from jaxsparse.partial.worker_protocol import Request, Unreachable
+from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.endpoint import Transfers
+from jaxsparse.partial.net.membership import Members, Membership, Unreachable
+from jaxsparse.partial.net.messages import Answer, Piece, PieceKind, RoundPosition, ServerMessage, WorkerMessage
+from jaxsparse.partial.rounds.exchanger import Done, Send
+from jaxsparse.partial.rounds.protocol import Request, RoundProtocol
+from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 from tests.partial import protocols_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
 
@@ -41,8 +42,6 @@ DISTURBED = st.tuples(st.just(1), ONE_SERVER) | st.tuples(st.just(2), TWO_SERVER
 class Run:
   """An exchange: each member sends what it gives to all others."""
 
-  done = False
-
   def __init__(self, process, group):
     self.process, self.group, self.digest, self.active = process, group, 0, True
     self.is_quiet = bool(process.network.goal)
@@ -53,20 +52,17 @@ class Run:
   def missing(self):
     return next((member for member in self.group.members if member not in self.parts), None)
 
-  def needs(self, number, _):
-    return number == self.group.number
-
   def begin(self):
     for member in self.group.members:
       if member != self.process.number:
         values = np.array([self.parts[self.process.number]], np.float32)
-        yield member, Piece(Kind.MESSAGE, self.group.number, self.process.number, values, tag=1)
+        piece = Piece(PieceKind.MESSAGE, self.group.number, self.process.number, values, tag=1)
+        self.process.network.at(self.process.network.now, self.process, self.process.finish, self, Send(member, piece))
     self.finish()
 
   def receive(self, piece):
     self.parts.setdefault(piece.sender, int(piece.values[0]))
     self.finish()
-    return ()
 
   def finish(self):
     if len(self.parts) == len(self.group.members) and not self.digest:
@@ -94,12 +90,13 @@ class Process(protocols_test.Process):
     self.transfers, self.busy_until = Transfers(), 0.0  # of the anchor to other processes, one after the other
     self.visits = 0  # of servers, one after the other
     outlets = self.tell, self.send, self.take
-    options = {"exchange": self, "switch": self.switch, "servers": len(network.servers)}
-    self.protocol = RoundProtocol(number, 1000, self.address, TIMEOUT, network.now, *outlets, **options)
+    limit = TIMEOUT / len(network.servers)
+    place = Membership(number, self.address, TIMEOUT, network.now, *outlets, limit=limit)
+    self.protocol = RoundProtocol(place, self, 1000, self.switch, len(network.servers))
 
   def handle(self, event):
     super().handle(event)
-    self.dead = self.dead or self.protocol.state == "ended"
+    self.dead = self.dead or self.protocol.membership.state == "ended"
 
   def switch(self):
     self.visits += 1
@@ -126,11 +123,11 @@ class Process(protocols_test.Process):
   def receive(self, sender, piece):
     if not self.lives:
       sender.handle(Unreachable(self.address))
-    elif piece.kind == Kind.FETCH:
+    elif piece.kind == PieceKind.FETCH:
       self.transfers.ask(sender, piece, self.network.now)
       self.send_model()
-    elif piece.kind == Kind.RESIDUAL:
-      answer = Piece(Kind.TAKEN, int(self.inherit(sender, int(piece.values[0]))), self.number)
+    elif piece.kind == PieceKind.RESIDUAL:
+      answer = Piece(PieceKind.TAKEN, int(self.inherit(sender, int(piece.values[0]))), self.number)
       self.network.post((self, sender), sender, sender.handle, answer)
     else:
       self.handle(piece)
@@ -138,12 +135,12 @@ class Process(protocols_test.Process):
   def send_model(self):
     """Begins the next transfer, as an `Endpoint` does."""
     now = self.network.now
-    if now >= self.busy_until and (peer := self.transfers.next(self.protocol.stand.round, now)):
+    if now >= self.busy_until and (peer := self.transfers.next(self.protocol.membership.position.round, now)):
       self.network.models.append(self.anchor)
       self.network.fetched[peer.serial].append(now)
       values = np.array([len(self.network.models) - 1], np.float32)
       self.busy_until = now + self.network.transfer
-      self.network.at(self.busy_until, self, self.end_transfer, peer, Piece(Kind.MODEL, 0, self.number, values))
+      self.network.at(self.busy_until, self, self.end_transfer, peer, Piece(PieceKind.MODEL, 0, self.number, values))
 
   def end_transfer(self, peer, model):
     if self.lives:
@@ -156,6 +153,7 @@ class Process(protocols_test.Process):
   def begin(self, group):
     self.run, self.inherited = Run(self, group), 0
     self.network.members[group.number].append(self)
+    self.run.begin()
     return self.run
 
   def commit(self):
@@ -163,21 +161,21 @@ class Process(protocols_test.Process):
     own, self.before = run.parts[self.number], (self.anchor, self.moved, self.offered, self.residual)
     self.anchor, self.residual, self.offered = (*run.anchor, run.group.number), own // 2 + self.inherited, 0
     self.delivered[self.anchor], self.wrong = own - own // 2, run.wrong
-    return Stand(len(self.anchor), self.anchor[-1])
+    return RoundPosition(len(self.anchor), self.anchor[-1])
 
   def go_back(self):
     self.anchor = self.anchor[:-1]
-    return Stand(len(self.anchor), self.anchor[-1] if self.anchor else 0)
+    return RoundPosition(len(self.anchor), self.anchor[-1] if self.anchor else 0)
 
   def drop(self):
     if self.run:
       self.run.active = False
 
-  def counts(self, piece, stand):
+  def was_committed(self, piece, position):
     anchor = self.network.models[int(piece.values[0])]
-    if len(anchor) < stand.round or anchor == self.anchor:
+    if len(anchor) < position.round or anchor == self.anchor:
       return None
-    return stand.last in anchor[stand.round :][:1]
+    return position.last in anchor[position.round :][:1]
 
   def adopt(self, piece, base, digest):
     anchor = self.network.models[int(piece.values[0])]
@@ -190,7 +188,7 @@ class Process(protocols_test.Process):
       self.moved, self.residual = self.moved + offered, residual
       del self.delivered[self.anchor]
     self.anchor = anchor
-    return Stand(len(anchor), anchor[-1] if anchor else 0)
+    return RoundPosition(len(anchor), anchor[-1] if anchor else 0)
 
   def hand_over(self):
     self.left = True
@@ -222,15 +220,15 @@ class Process(protocols_test.Process):
     made = self.network.random.randint(1, 100)
     self.made, self.moved = self.made + made, self.moved + made
     self.offered, self.moved = self.moved, 0
-    self.handle(Request(Says.READY, weight=1))
+    self.handle(Request(WorkerMessage.READY, weight=1))
 
   def tick(self):
     if self.leaves and not self.protocol._leaves:
-      self.handle(Request(Says.BYE))
+      self.handle(Request(WorkerMessage.BYE))
     self.send_model()
-    run = self.protocol._average
+    run = self.protocol._run
     self.protocol.tick(self.network.now)
-    assert not run or self.protocol._average is run or not run.is_quiet  # else it has waited for its timeout
+    assert not run or self.protocol._run is run or not run.is_quiet  # else it has waited for its timeout
     self.check()
 
   def check(self):
@@ -251,7 +249,10 @@ class Network(protocols_test.Network):
     self.heirs = collections.defaultdict(list)  # who has taken over the residual of a process
     self.members = collections.defaultdict(list)  # processes, by the number of the group
     self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
-    self.numbers = {Answer.GROUP: set(), Answer.COMMIT: set()}  # of rounds that began, and of those that count
+    self.numbers = {
+      ServerMessage.GROUP: set(),
+      ServerMessage.COMMIT: set(),
+    }  # of rounds that began, and of those that count
     self.transfer = 0.0  # seconds that an anchor takes on its way to another process
     self.fetched = collections.defaultdict(list)  # by the serial number of a process, when anchors were sent to it
     self.severed = set()  # pairs of processes, by serial, of which the first one does not reach the second one
@@ -271,9 +272,9 @@ class Network(protocols_test.Network):
     if not process.lives or visit != process.visits:
       return self.arrivals[process, server] > self.now  # a closed connection is noticed after its last message
     answer = messages.parse_answer(frame)
-    if answer.kind in (Answer.GROUP, Answer.COMMIT):
+    if answer.kind in (ServerMessage.GROUP, ServerMessage.COMMIT):
       self.numbers[answer.kind].add(answer.content["number"])
-    self.behind += answer.kind == Answer.BEHIND
+    self.behind += answer.kind == ServerMessage.BEHIND
     self.post((server, process), process, process.hear, visit, answer)
     return True
 
@@ -305,8 +306,7 @@ class Network(protocols_test.Network):
   def start(self, number):
     """A server that knows nobody."""
     controller = js.partial.Quorum(self.workers, self.size, grace=GRACE, first=self.random.getrandbits(40))
-    options = {"limit": LIMIT, "start_timeout": TIMEOUT}
-    self.servers[number] = controller, RoundServerProtocol(controller, self.send, **options, now=self.now)
+    self.servers[number] = controller, RoundServer(controller, Members(RoundMember, self.send, LIMIT, self.now))
 
 
 @settings(max_examples=4 * settings().max_examples)
@@ -361,19 +361,19 @@ def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_beh
   logged = lambda name, text: [
     line for *where, line in caplog.record_tuples if where[0].endswith(name) and text in line
   ]
-  aborted = [line for line in logged("round_server", "counts for nobody") if "could not" not in line]
-  assert len(network.numbers[Answer.GROUP] - network.numbers[Answer.COMMIT]) == len(
-    logged("round_server", "counts for nobody")
+  aborted = [line for line in logged("rounds.server", "counts for nobody") if "could not" not in line]
+  assert len(network.numbers[ServerMessage.GROUP] - network.numbers[ServerMessage.COMMIT]) == len(
+    logged("rounds.server", "counts for nobody")
   )
   assert all(
     re.fullmatch(r"round \d+ of workers [\d, ]+ counts for nobody: worker \d (is lost|has .*|misses .* worker \d)", x)
     for x in aborted
   )
-  assert network.behind == len(logged("round_server", "is behind"))
+  assert network.behind == len(logged("rounds.server", "is behind"))
   if disturbance == "dead":  # the members that live all say so
     assert aborted
     what = lambda lines: {re.search("round .* nobody", line)[0] for line in lines}
-    assert what(aborted) == what(logged("round_protocol", "counts for nobody"))
+    assert what(aborted) == what(logged("rounds.protocol", "counts for nobody"))
 
 
 @pytest.mark.parametrize("severed", ["pair", "address", "two pairs"])
@@ -397,7 +397,7 @@ def test_workers_that_do_not_reach_each_other_stop_no_round_of_the_others(severe
   while network.now < 100:
     network.advance()
     for number in until:
-      rounds = len(network.numbers[Answer.COMMIT] if number is None else network.processes[number].delivered)
+      rounds = len(network.numbers[ServerMessage.COMMIT] if number is None else network.processes[number].delivered)
       if rounds > counted[number]:
         last[number], counted[number] = network.now, rounds
       assert network.now < last[number] + until[number]
@@ -435,8 +435,8 @@ def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of
   while any(set(process.delivered) <= known for process, known in zip(new, before, strict=True)):
     network.advance()
     assert network.now < end
-    if len(network.numbers[Answer.COMMIT]) > rounds:
-      rounds, last = len(network.numbers[Answer.COMMIT]), network.now
+    if len(network.numbers[ServerMessage.COMMIT]) > rounds:
+      rounds, last = len(network.numbers[ServerMessage.COMMIT]), network.now
     assert network.now < last + 4 * transfer + 15 * LATENCY
   for process in network.processes:
     process.check()
@@ -445,44 +445,44 @@ def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of
 class Pieces:
   """An exchange that takes pieces, and an anchor that no round changes."""
 
-  done, digest = False, 7
+  digest = 7
 
-  def begin(self, group=None):
-    self.group, self.received = (group, []) if group else (self.group, self.received)
-    return self if group else ()
+  def begin(self, group):
+    self.group, self.received = group, []
+    return self
 
   def receive(self, piece):
     self.received.append(piece)
-    return ()
 
   def commit(self):
-    return Stand(1, self.group.number)
+    return RoundPosition(1, self.group.number)
 
   def drop(self):
     pass
-
-  def needs(self, number, _):
-    return number == self.group.number
 
 
 def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
   """The stand in a signal names a last round only while the worker does not know whether it counts."""
   signals, quiet = [], lambda *_: None
-  options = {"exchange": Pieces(), "switch": quiet}
-  protocol = RoundProtocol(0, 4, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, **options)
+  place = Membership(0, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, TIMEOUT)
+  protocol = RoundProtocol(place, Pieces(), 4, quiet)
   options = {"grace": GRACE, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0, "run": 7}
   group = {"members": [0, 1], "weights": [0.5, 0.5], "iteration": 0, "initial": 0.0, "number": 5}
   for event in (
-    ServerMessage(Answer.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}),
-    Request(Says.READY, weight=1),
-    ServerMessage(Answer.GROUP, {**group, "addresses": ["tcp://a", "tcp://b"]}),
+    Answer(ServerMessage.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}),
+    Request(WorkerMessage.READY, weight=1),
+    Answer(ServerMessage.GROUP, {**group, "addresses": ["tcp://a", "tcp://b"]}),
     Done(5, 7),
-    ServerMessage(Answer.ABORT, {"number": 5, "worker": 1}),
+    Answer(ServerMessage.ABORT, {"number": 5, "worker": 1, "reason": "worker 1 is lost"}),
   ):
     protocol.handle(event, 0.0)
   *_, done, failed, ready = signals
-  assert [signal.says for signal in (done, failed, ready)] == [Says.DONE, Says.FAILED, Says.READY]
-  assert ready.stand == Stand()
+  assert [signal.kind for signal in (done, failed, ready)] == [
+    WorkerMessage.DONE,
+    WorkerMessage.FAILED,
+    WorkerMessage.READY,
+  ]
+  assert ready.position == RoundPosition()
 
 
 @pytest.mark.parametrize("rejected", [False, True])
@@ -490,37 +490,39 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
 def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_smaller_number(rejected, committed):
   """They send as soon as they hear of the round; a worker without it would wait for its timeout."""
   exchange, replies, switched, entries, members = Pieces(), [], [], 10**5, [0, 1, 2, 3]
-  outlets = {"exchange": exchange, "switch": lambda: switched.append(True)}
   quiet = lambda *_: None
-  protocol = RoundProtocol(0, entries, "tcp://a", TIMEOUT, 0.0, quiet, quiet, replies.append, **outlets)
+  place = Membership(0, "tcp://a", TIMEOUT, 0.0, quiet, quiet, replies.append, TIMEOUT)
+  protocol = RoundProtocol(place, exchange, entries, lambda: switched.append(True))
 
   def answer(kind, **content):
-    protocol.handle(ServerMessage(kind, content), protocol._now)
+    protocol.handle(Answer(kind, content), protocol.membership.now)
 
   def join(number):
     options = {"grace": GRACE, "sizes": [3, 4], "round": 0, "base": number, "digest": 0, "run": 7}
-    answer(Answer.WELCOME, limit=LIMIT, donor=None, number=number, **options)
+    answer(ServerMessage.WELCOME, limit=LIMIT, donor=None, number=number, **options)
 
   def begin(number):
-    protocol.handle(Request(Says.READY, weight=1), protocol._now)
+    protocol.handle(Request(WorkerMessage.READY, weight=1), protocol.membership.now)
     for member in members[1:]:  # an index and a value of each entry
-      protocol.handle(Piece(Kind.MESSAGE, number, member, np.ones(2 * entries, np.float32), tag=1), protocol._now)
+      protocol.handle(
+        Piece(PieceKind.MESSAGE, number, member, np.ones(2 * entries, np.float32), tag=1), protocol.membership.now
+      )
     facts = {"members": members, "weights": [0.25] * 4, "iteration": 0, "initial": 0.0, "number": number}
-    answer(Answer.GROUP, **facts, addresses=[f"tcp://{member}" for member in members])
+    answer(ServerMessage.GROUP, **facts, addresses=[f"tcp://{member}" for member in members])
     assert [(piece.number, piece.sender) for piece in exchange.received] == [(number, member) for member in members[1:]]
 
   join(0)
   begin(2000)
-  protocol.handle(Done(2000, 7), protocol._now)
+  protocol.handle(Done(2000, 7), protocol.membership.now)
   if committed:
-    answer(Answer.COMMIT, number=2000, digest=7, round=1, base=2000, run=7, donor=None)
+    answer(ServerMessage.COMMIT, number=2000, digest=7, round=1, base=2000, run=7, donor=None)
   if rejected:
-    answer(Answer.REJECTED, reason="absent: worker 0 has to join")
+    answer(ServerMessage.REJECTED, reason="absent: worker 0 has to join")
   else:
     for part in (0.4, 0.8, 1.2):
       protocol.tick(LIMIT * part)
   assert rejected != bool(switched)
   join(2000)
-  assert protocol.stand == (1, 2000, 0)
+  assert protocol.membership.position == (1, 2000, 0)
   assert len(replies) == 2
   begin(1000)

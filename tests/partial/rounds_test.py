@@ -12,9 +12,10 @@ import pytest
 import zmq
 
 import jaxsparse as js
-from jaxsparse.partial import round_state, rounds
-from jaxsparse.partial.messages import Kind, Piece
-from jaxsparse.partial.outer_step import OuterStep
+from jaxsparse.partial.net.messages import Piece, PieceKind
+from jaxsparse.partial.rounds import checks
+from jaxsparse.partial.rounds import worker as rounds
+from jaxsparse.partial.rounds.outer_step import OuterStep
 from tests.cases import averaged, row
 from tests.launch_test import soon
 
@@ -123,7 +124,7 @@ def test_what_is_moved_while_an_exchange_is_under_way_goes_into_the_next_round()
       own = worker.params
       for _ in range(9):
         own = worker.step(jax.tree.map(lambda leaf: leaf + (1.0 + number), own))
-      assert worker._trained.tolist() == [[4, 4]]  # weights and steps: three during the second exchange, one since
+      assert worker._undelivered.tolist() == [[4, 4]]  # weights and steps: three during the second exchange, one since
       return worker.leave(own)
 
   with serve(2) as server:
@@ -215,7 +216,7 @@ def test_a_worker_answers_one_request_of_a_peer_for_its_anchor_at_a_time():
     peer.linger = 0
     peer.connect(worker._endpoint.address)
     for _ in range(400):
-      peer.send_multipart(Piece(Kind.FETCH, 0, 1).pack())
+      peer.send_multipart(Piece(PieceKind.FETCH, 0, 1).pack())
     answers = 0
     while peer.poll(2000):
       answers += len(peer.recv_multipart()[1]) >= 4 * 10**6
@@ -246,7 +247,7 @@ def poisoned(monkeypatch):
   on_cpu = OuterStep.run
 
   def poisoned(self, anchor, given, *options):
-    rank, number = options[2], anchor.stand.round
+    rank, number = options[2], anchor.position.round
     if (rank, number) == (1, 1):
       given = jax.tree.map(lambda leaf: leaf * jnp.nan, given)
     return on_cpu(self, anchor, given, *options)
@@ -394,7 +395,9 @@ def test_the_server_is_replaced_by_another_one():
 
   with serve(2, grace=0.2, limit=0.5) as first, serve(2, grace=0.2, limit=0.5) as second:
     found = in_threads(2, train)
-  assert {anchor.stand for anchor in found if anchor.stand.round == 20} == {max(anchor.stand for anchor in found)}
+  assert {anchor.position for anchor in found if anchor.position.round == 20} == {
+    max(anchor.position for anchor in found)
+  }
 
 
 def test_workers_at_two_servers_find_each_other():
@@ -609,7 +612,7 @@ def make_state(params):
   step = OuterStep(averaging)
   content = np.frombuffer(step.pack(step.start(params)), np.uint8)
   arrays = {"anchor": content, "residual": np.zeros(12, np.float32), "moved": np.zeros(12, np.float32)}
-  return round_state.seal(arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1}, number=0, run=1)
+  return checks.seal(arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1}, number=0, run=1)
 
 
 STATE = make_state(START)
@@ -625,7 +628,7 @@ WRONG = [
   ({"params": {"count": jnp.zeros(3, jnp.int32)}}, TypeError, r"params\['count'\] has dtype int32"),
   ({"state": STATE | {"fragments": np.int64(2)}}, ValueError, "fragments=1, but the state was saved with 2"),
   ({"state": {"fragments": np.int64(1)}}, ValueError, "the state has no anchor, digest, moved, number, residual"),
-  ({"state": round_state.seal(STATE, 1, run=1)}, ValueError, "number=0, but the state was saved by worker 1"),
+  ({"state": checks.seal(STATE, 1, run=1)}, ValueError, "number=0, but the state was saved by worker 1"),
   ({"state": STATE | {"residual": np.full(12, np.nan)}}, ValueError, "the residual in the state has NaN or Inf"),
   ({"state": STATE | {"moved": np.full(12, 2.0)}}, ValueError, "the state has changed since it was saved, its digest"),
   ({"state": NOT_FINITE}, ValueError, "the parameters of the anchor have NaN or Inf"),

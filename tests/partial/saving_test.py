@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.partial import saving
+from jaxsparse.partial.groups import saving
 
 KILLED = """
   import os, pathlib, signal, sys
   import numpy as np
-  from jaxsparse.partial import saving
+  from jaxsparse.partial.groups import saving
 
   def half(file, **content):
     file.write(b"half")

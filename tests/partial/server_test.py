@@ -12,10 +12,10 @@ import pytest
 import zmq
 
 import jaxsparse as js
-from jaxsparse.partial import messages, sockets
 from jaxsparse.partial.__main__ import main
-from jaxsparse.partial.alike import Alike
-from jaxsparse.partial.messages import Answer, Kind, Piece, Says, Signal
+from jaxsparse.partial.net import messages, sockets
+from jaxsparse.partial.net.alike import Alike
+from jaxsparse.partial.net.messages import Piece, PieceKind, ServerMessage, Signal, WorkerMessage
 from tests.launch_test import soon
 
 ADDRESS = "tcp://127.0.0.1:9"
@@ -34,17 +34,17 @@ class Client:
       self.socket.curve_serverkey = known or keys.public
     self.socket.connect(address)
 
-  def ask(self, says, worker, value=0, address="", alike=ALIKE):
+  def ask(self, kind, worker, value=0, address="", alike=ALIKE):
     """The next answer that is not a heartbeat."""
-    self.socket.send(Signal(says, worker, value, address, alike=alike).pack())
+    self.socket.send(Signal(kind, worker, value, address, alike=alike).pack())
     while self.socket.poll(5000):
       answer = messages.parse_answer(self.socket.recv())
-      if answer.kind != Answer.BEAT:
+      if answer.kind != ServerMessage.BEAT:
         return answer
     raise TimeoutError
 
   def join(self, worker, entries=0, address=ADDRESS):
-    assert self.ask(Says.HELLO, worker, 0, address, Alike.of(jnp.zeros(entries))).kind == Answer.WELCOME
+    assert self.ask(WorkerMessage.HELLO, worker, 0, address, Alike.of(jnp.zeros(entries))).kind == ServerMessage.WELCOME
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_only_workers_with_the_keys_can_join(socket):
     # Without keys; with the server's public key, and none that the server knows.
     for client in (Client(socket, server.address), Client(socket, server.address, other, known=keys.public)):
       with contextlib.suppress(zmq.Again):  # the connection may have been refused by then
-        client.socket.send(Signal(Says.HELLO, 1, 0, ADDRESS).pack(), zmq.NOBLOCK)
+        client.socket.send(Signal(WorkerMessage.HELLO, 1, 0, ADDRESS).pack(), zmq.NOBLOCK)
       assert not client.socket.poll(200)
     for wrong in (None, other):
       with pytest.raises(js.partial.ControllerLost, match=r"no WELCOME from the controller at .* for 0.3 s"):
@@ -155,7 +155,7 @@ def test_training_goes_on_with_a_controller_that_is_restarted():
 def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, socket, takes):
   """A worker that takes no byte may be dead, on a machine that is gone; the time to take one is 0.5 s here, not 5."""
   monkeypatch.setattr(sockets, "_STALLED", 10000 if takes else 500)
-  monkeypatch.setattr("jaxsparse.partial.endpoint._LAST_WORDS", 100)
+  monkeypatch.setattr("jaxsparse.partial.net.endpoint._LAST_WORDS", 100)
   entries, slow, pieces = 10_000_000, socket(zmq.ROUTER), socket(zmq.DEALER)
   slow.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes no more than its buffers
   slow.rcvbuf = 100_000
@@ -165,9 +165,9 @@ def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, sock
     averaged = threads.submit(worker.reduce, jnp.zeros(entries), 1)
     client = Client(socket, server.address)
     client.join(1, entries, slow.get_string(zmq.LAST_ENDPOINT))
-    group = client.ask(Says.READY, 1, 1).content
+    group = client.ask(WorkerMessage.READY, 1, 1).content
     pieces.connect(group["addresses"][0])
-    for kind in (Kind.PART, Kind.MEAN):
+    for kind in (PieceKind.PART, PieceKind.MEAN):
       pieces.send_multipart(Piece(kind, group["number"], 1, np.ones(entries // 2, np.float32)).pack())
     assert float(averaged.result(60)[0].max()) == 1.0
     begin, leaving = time.monotonic(), threads.submit(worker.leave)
@@ -182,7 +182,7 @@ def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, sock
 
 
 def test_leaving_does_not_wait_for_a_server_that_is_gone(monkeypatch):
-  monkeypatch.setattr("jaxsparse.partial.endpoint._LAST_WORDS", 300)
+  monkeypatch.setattr("jaxsparse.partial.net.endpoint._LAST_WORDS", 300)
   with serve() as server:
     worker = js.partial.Worker(server.address, 0, jnp.zeros(3))
   begin = time.monotonic()
@@ -216,7 +216,7 @@ def test_a_worker_with_keys_of_its_own_cannot_speak_for_another_one(socket):
     for liar, number in ((own[0].own, 1), (own[0][:2], 0)):
       client = Client(socket, server.address, liar, known=at_server.public)
       with contextlib.suppress(zmq.Again):  # one that is refused has no connection
-        client.socket.send(Signal(Says.HELLO, number, 1, "tcp://127.0.0.1:9").pack(), zmq.NOBLOCK)
+        client.socket.send(Signal(WorkerMessage.HELLO, number, 1, "tcp://127.0.0.1:9").pack(), zmq.NOBLOCK)
       assert not client.socket.poll(300)
     with js.partial.Worker(server.address, 1, jnp.zeros(3), keys=own[1]) as worker:
       address = worker._endpoint.address
@@ -225,7 +225,7 @@ def test_a_worker_with_keys_of_its_own_cannot_speak_for_another_one(socket):
         client.curve_publickey, client.curve_secretkey = own[2].own
         client.curve_serverkey = at_server.public
         client.connect(address)
-        client.send_multipart(Piece(Kind.FETCH, 0, sender).pack())
+        client.send_multipart(Piece(PieceKind.FETCH, 0, sender).pack())
         assert bool(client.poll(5000 if answers else 300)) == answers
 
 

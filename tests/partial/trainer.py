@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxsparse as js
-from jaxsparse.partial.messages import Kind
-from jaxsparse.partial.sockets import Peers
+from jaxsparse.partial.net.messages import PieceKind
+from jaxsparse.partial.net.sockets import Peers
 
 START = {"a": jnp.zeros((1000, 2)), "b": jnp.zeros(1000)}
 
@@ -22,7 +22,7 @@ def die_in_an_average(after: int) -> None:
 
   def send_and_die(self, address, piece):
     send(self, address, piece)
-    if piece.kind == Kind.PART and next(averages) >= after:
+    if piece.kind == PieceKind.PART and next(averages) >= after:
       time.sleep(0.1)  # for the piece to be sent
       os.kill(os.getpid(), signal.SIGKILL)
 

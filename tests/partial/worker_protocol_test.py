@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxsparse.partial.messages import Answer, Kind, Piece, Says, ServerMessage, Signal
-from jaxsparse.partial.worker_protocol import Model, Request, Unreachable, WorkerProtocol
+from jaxsparse.partial.groups.protocol import GroupProtocol, Model, Request
+from jaxsparse.partial.net.membership import Membership, Unreachable
+from jaxsparse.partial.net.messages import Answer, Piece, PieceKind, ServerMessage, Signal, WorkerMessage
 
 ME, LIMIT, TIMEOUT, RECONNECT = 1, 5.0, 20.0, 7.0
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9)]
@@ -20,33 +21,33 @@ def piece(kind, number, sender, *entries):
 
 
 def message(kind, **content):
-  return ServerMessage(kind, content)
+  return Answer(kind, content)
 
 
 def welcome(donor=None, limit=LIMIT):
-  return message(Answer.WELCOME, limit=limit, donor=None if donor is None else ADDRESSES[donor])
+  return message(ServerMessage.WELCOME, limit=limit, donor=None if donor is None else ADDRESSES[donor])
 
 
 def group(number, members=(0, 1), weights=(0.5, 0.5)):
   addresses = [ADDRESSES[member] for member in members]
   fields = {"members": list(members), "weights": list(weights), "iteration": 7, "initial": 0.0, "number": number}
-  return message(Answer.GROUP, **fields, addresses=addresses)
+  return message(ServerMessage.GROUP, **fields, addresses=addresses)
 
 
-def request(says, value=0, iteration=0):
-  return Request(says, Model(np.full(4, value, np.float32), iteration) if iteration else None)
+def request(kind, value=0, iteration=0):
+  return Request(kind, Model(np.full(4, value, np.float32), iteration) if iteration else None)
 
 
-part, mean = functools.partial(piece, Kind.PART), functools.partial(piece, Kind.MEAN)
-abort, rejected = functools.partial(message, Answer.ABORT), functools.partial(message, Answer.REJECTED)
-ABSENT, BEAT = rejected(reason="absent: worker 1 has not joined"), message(Answer.BEAT)
-FETCHED = piece(Kind.MODEL, 9, 0, 4, 4, 4, 4)
+part, mean = functools.partial(piece, PieceKind.PART), functools.partial(piece, PieceKind.MEAN)
+abort, rejected = functools.partial(message, ServerMessage.ABORT), functools.partial(message, ServerMessage.REJECTED)
+ABSENT, BEAT = rejected(reason="absent: worker 1 has not joined"), message(ServerMessage.BEAT)
+FETCHED = piece(PieceKind.MODEL, 9, 0, 4, 4, 4, 4)
 
 # What the protocol does: a signal, a piece with the receiver (sent), a model or an error for the training loop (reply).
 
 
-def signal(says, value=0):
-  return Signal(says, ME, value, ADDRESSES[ME] if says in (Says.HELLO, Says.NOT_FINITE) else "")
+def signal(kind, value=0):
+  return Signal(kind, ME, value, ADDRESSES[ME] if kind in (WorkerMessage.HELLO, WorkerMessage.NOT_FINITE) else "")
 
 
 def sent(to, kind, number, *entries):
@@ -57,17 +58,18 @@ def reply(value, iteration):
   return [float(value)] * 4, iteration
 
 
-FETCH, AGAIN = sent(0, Kind.FETCH, 0), [signal(Says.FAILED, 5), signal(Says.READY, 3)]
+FETCH, AGAIN = sent(0, PieceKind.FETCH, 0), [signal(WorkerMessage.FAILED, 5), signal(WorkerMessage.READY, 3)]
 
 
 class Subject:
-  """A `WorkerProtocol`, and a clock; while `broken`, connections to other workers break when something is sent."""
+  """A `GroupProtocol`, and a clock; while `broken`, connections to other workers break when something is sent."""
 
   def __init__(self):
     self.now, self.actions, self.broken = 100.0, [], False
-    outlets = {"tell": lambda signal: self.actions.append(signal), "send": self.send, "reply": self.reply}
+    outlets = lambda signal: self.actions.append(signal), self.send, self.reply
     start = np.zeros(4, np.float32)
-    self.protocol = WorkerProtocol(ME, start, ADDRESSES[ME], TIMEOUT, RECONNECT, self.now, **outlets)
+    place = Membership(ME, ADDRESSES[ME], TIMEOUT, self.now, *outlets, limit=TIMEOUT, reconnect=RECONNECT)
+    self.protocol = GroupProtocol(place, start)
 
   def send(self, address, piece):
     assert piece.sender == ME
@@ -91,7 +93,7 @@ class Subject:
     actions = []
     for _ in range(round(seconds / step)):
       self.now += step
-      actions += [action for action in self(*events, TICK) if action != signal(Says.BEAT)]
+      actions += [action for action in self(*events, TICK) if action != signal(WorkerMessage.BEAT)]
     return actions
 
 
@@ -103,14 +105,14 @@ def new():
 @pytest.fixture
 def ready(new):
   """Joined, and READY with a model of ones at iteration 3."""
-  assert new(welcome(), request(Says.READY, 1, 3)) == [reply(0, 0), signal(Says.READY, 3)]
+  assert new(welcome(), request(WorkerMessage.READY, 1, 3)) == [reply(0, 0), signal(WorkerMessage.READY, 3)]
   return new
 
 
 @pytest.fixture
 def averaging(ready):
   """In group 5, with worker 0; nothing has arrived."""
-  assert ready(group(5)) == [sent(0, Kind.PART, 5, 1, 1)]
+  assert ready(group(5)) == [sent(0, PieceKind.PART, 5, 1, 1)]
   return ready
 
 
@@ -122,7 +124,7 @@ def computing(averaging):
 
 
 def test_welcome_gives_the_initial_model_or_that_of_a_donor(new):
-  assert new(TICK) == [signal(Says.HELLO)]
+  assert new(TICK) == [signal(WorkerMessage.HELLO)]
   assert new(welcome(donor=0)) == [FETCH]
   assert new(welcome()) == []  # the answer to a repeated HELLO
   assert new(FETCHED) == [reply(4, 9)]
@@ -133,41 +135,43 @@ def test_welcome_gives_the_initial_model_or_that_of_a_donor(new):
 def test_another_donor_is_asked_for_if_one_cannot_be_reached(new):
   new.broken = True
   assert new(welcome(donor=0)) == [FETCH]
-  assert new.wait(0.3) == [signal(Says.HELLO)]
-  assert new(welcome(donor=2)) == [sent(2, Kind.FETCH, 0)]
+  assert new.wait(0.3) == [signal(WorkerMessage.HELLO)]
+  assert new(welcome(donor=2)) == [sent(2, PieceKind.FETCH, 0)]
 
 
-@pytest.mark.parametrize("kind", [Kind.PART, Kind.MEAN])
+@pytest.mark.parametrize("kind", [PieceKind.PART, PieceKind.MEAN])
 def test_a_group_averages_and_a_duplicate_or_foreign_piece_changes_nothing(averaging, kind):
   assert averaging(piece(kind, 5, ME, 9, 9), part(5, 0, 9)) == []
-  assert averaging(part(5, 0, 3, 5)) == [sent(0, Kind.MEAN, 5, 2, 3)]
+  assert averaging(part(5, 0, 3, 5)) == [sent(0, PieceKind.MEAN, 5, 2, 3)]
   foreign = [(5, 2, 9, 9), (5, ME, 9, 9), (5, 0, 9), (5, 0), (4, 0, 9, 9), (6, 0, 9, 9)]
   assert averaging(part(5, 0, 9, 9), *(piece(kind, *fields) for fields in foreign)) == []
   assert averaging(mean(5, 0, 6, 7)) == [([6, 7, 2, 3], 7)]
-  assert averaging(Request(Says.BYE)) == [signal(Says.BYE, 5)]
+  assert averaging(Request(WorkerMessage.BYE)) == [signal(WorkerMessage.BYE, 5)]
 
 
 def test_a_part_is_kept_only_for_the_group_that_is_awaited(computing):
   """Where a request is open, for the next group of this server; no mean can be early."""
   computing(part(6, 0, 3, 5))  # no request is open
-  computing(request(Says.READY, 1, 8), part(7, 0, 3, 5))  # of another group than the next
-  assert computing(group(6)) == [sent(0, Kind.PART, 6, 1, 1)]
-  assert computing.protocol._early == {}
+  computing(request(WorkerMessage.READY, 1, 8), part(7, 0, 3, 5))  # of another group than the next
+  assert computing(group(6)) == [sent(0, PieceKind.PART, 6, 1, 1)]
+  assert computing.protocol._early.pieces == {}
   assert computing(part(6, 0, 3, 3), mean(6, 0, 2, 2))[1:] == [reply(2, 7)]
-  computing(request(Says.READY, 1, 9), part(7, 0, 3, 5))
+  computing(request(WorkerMessage.READY, 1, 9), part(7, 0, 3, 5))
   computing(part(6, 0, 9, 9))  # of a group that is settled: does not replace that of the next
-  assert computing(group(7)) == [sent(0, Kind.PART, 7, 1, 1), sent(0, Kind.MEAN, 7, 2, 3)]
-  computing(mean(7, 0, 2, 2), request(Says.READY, 1, 10), mean(8, 0, 9, 9), part(8, 0, 3, 5))
-  assert computing(ABSENT, welcome()) == [signal(Says.READY, 10)]
-  assert computing(group(8)) == [sent(0, Kind.PART, 8, 1, 1)]  # without what came before the server was joined again
+  assert computing(group(7)) == [sent(0, PieceKind.PART, 7, 1, 1), sent(0, PieceKind.MEAN, 7, 2, 3)]
+  computing(mean(7, 0, 2, 2), request(WorkerMessage.READY, 1, 10), mean(8, 0, 9, 9), part(8, 0, 3, 5))
+  assert computing(ABSENT, welcome()) == [signal(WorkerMessage.READY, 10)]
+  assert computing(group(8)) == [
+    sent(0, PieceKind.PART, 8, 1, 1)
+  ]  # without what came before the server was joined again
 
 
 def test_forged_parts_do_not_fill_the_memory(ready):
   """Those that are early have no more entries together than any group sends, and take the place of none of its."""
   forged = [part(number, sender, *[0.0] * 30000) for number, sender in ((5, 5), (4, 6), (5, 6), (5, 7))]
   ready(*forged, part(5, 0, 3, 5))
-  assert {sender: early.number for (sender, _), early in ready.protocol._early.items()} == {0: 5, 5: 5, 6: 5}
-  assert ready(group(5)) == [sent(0, Kind.PART, 5, 1, 1), sent(0, Kind.MEAN, 5, 2, 3)]
+  assert {sender: early.number for (sender, _), early in ready.protocol._early.pieces.items()} == {0: 5, 5: 5, 6: 5}
+  assert ready(group(5)) == [sent(0, PieceKind.PART, 5, 1, 1), sent(0, PieceKind.MEAN, 5, 2, 3)]
 
 
 def test_an_abort_counts_only_while_the_member_is_needed(averaging):
@@ -178,7 +182,7 @@ def test_an_abort_counts_only_while_the_member_is_needed(averaging):
   averaging(part(5, 0, 3), mean(5, 0, 6), part(5, 2, 3))
   assert averaging(abort(number=5, worker=0)) == []  # it has sent its last piece
   assert averaging(abort(number=5, worker=2)) == AGAIN  # its mean is missing
-  assert averaging(group(6)) == [sent(0, Kind.PART, 6, 1, 1)]  # with the model as it was
+  assert averaging(group(6)) == [sent(0, PieceKind.PART, 6, 1, 1)]  # with the model as it was
 
 
 def test_an_average_without_progress_is_given_up(averaging):
@@ -194,27 +198,27 @@ NO_MODEL = [(FloatingPointError, "no model from another worker for 20 s")]
 @pytest.mark.parametrize(
   ("fixture", "event", "donor", "then"),
   [
-    ("new", TICK, 0, [(RuntimeError, f"worker 1: no model from {ADDRESSES[0]} for 20 s"), signal(Says.BYE)]),
-    ("ready", ABSENT, 0, [signal(Says.READY, 3)]),
-    ("computing", Request(Says.NOT_FINITE), 0, NO_MODEL),
-    ("computing", Request(Says.NOT_FINITE), None, NO_MODEL),
+    ("new", TICK, 0, [(RuntimeError, f"worker 1: no model from {ADDRESSES[0]} for 20 s"), signal(WorkerMessage.BYE)]),
+    ("ready", ABSENT, 0, [signal(WorkerMessage.READY, 3)]),
+    ("computing", Request(WorkerMessage.NOT_FINITE), 0, NO_MODEL),
+    ("computing", Request(WorkerMessage.NOT_FINITE), None, NO_MODEL),
   ],
 )
 def test_a_donor_that_does_not_answer_is_awaited_until_the_timeout(request, fixture, event, donor, then):
   worker = request.getfixturevalue(fixture)
   worker(event)
   assert worker(welcome(donor)) == ([] if donor is None else [FETCH])
-  assert [action for action in worker.wait(TIMEOUT + 1, BEAT) if action != signal(Says.NOT_FINITE)] == then
+  assert [action for action in worker.wait(TIMEOUT + 1, BEAT) if action != signal(WorkerMessage.NOT_FINITE)] == then
   if fixture == "computing":
-    assert worker(Request(Says.READY, worker.protocol.model)) == [signal(Says.READY, 7)]
+    assert worker(Request(WorkerMessage.READY, worker.protocol.model)) == [signal(WorkerMessage.READY, 7)]
 
 
 def test_a_worker_without_a_finite_model_joins_again_until_there_is_a_donor(computing):
-  computing(Request(Says.NOT_FINITE))
-  assert computing.wait(0.5) == [signal(Says.NOT_FINITE)] * 2
+  computing(Request(WorkerMessage.NOT_FINITE))
+  assert computing.wait(0.5) == [signal(WorkerMessage.NOT_FINITE)] * 2
   assert computing(welcome()) == []  # the answer to an earlier HELLO
   assert computing(welcome(donor=0), FETCHED) == [FETCH, reply(4, 9)]
-  computing(Request(Says.NOT_FINITE))
+  computing(Request(WorkerMessage.NOT_FINITE))
   nobody = rejected(reason="nobody: no worker")
   assert computing(nobody, nobody) == [(FloatingPointError, "nobody: no worker")]
 
@@ -223,18 +227,18 @@ def test_a_worker_that_is_dropped_while_it_computes_gets_a_donors_model_at_its_n
   """But it takes part in the average of all with its own model."""
   for _ in range(2):
     assert computing(ABSENT, welcome(donor=0)) == []
-    assert computing(request(Says.READY, 5, 8), FETCHED) == [FETCH, reply(4, 9)]
-    assert computing(request(Says.READY, 5, 10)) == [signal(Says.READY, 10)]
+    assert computing(request(WorkerMessage.READY, 5, 8), FETCHED) == [FETCH, reply(4, 9)]
+    assert computing(request(WorkerMessage.READY, 5, 10)) == [signal(WorkerMessage.READY, 10)]
     computing(group(6, members=(ME,), weights=(1,)))
   computing(ABSENT, welcome(donor=0))
-  assert computing(request(Says.SYNCHRONIZE, 5, 8)) == [signal(Says.SYNCHRONIZE, 8)]
-  assert computing(ABSENT, welcome(donor=0)) == [signal(Says.SYNCHRONIZE, 8)]
+  assert computing(request(WorkerMessage.SYNCHRONIZE, 5, 8)) == [signal(WorkerMessage.SYNCHRONIZE, 8)]
+  assert computing(ABSENT, welcome(donor=0)) == [signal(WorkerMessage.SYNCHRONIZE, 8)]
 
 
 def test_a_rejected_request_is_answered_with_the_reason_and_the_worker_goes_on(ready):
   stale = rejected(reason="stale: iteration 3")
   assert ready(stale, stale) == [(ValueError, "worker 1: stale: iteration 3")]  # then no request is open
-  assert ready(request(Says.READY, 1, 4)) == [signal(Says.READY, 4)]
+  assert ready(request(WorkerMessage.READY, 1, 4)) == [signal(WorkerMessage.READY, 4)]
 
 
 @pytest.mark.parametrize("limit", [LIMIT, 100.0])
@@ -243,7 +247,7 @@ def test_five_heartbeats_are_sent_in_each_limit_and_one_in_each_second(new, limi
   beats = 0
   for _ in range(100):
     new.now += 0.1
-    beats += new(BEAT, TICK) == [signal(Says.BEAT)]
+    beats += new(BEAT, TICK) == [signal(WorkerMessage.BEAT)]
   assert 9 <= beats <= 11
 
 
@@ -251,20 +255,23 @@ def test_five_heartbeats_are_sent_in_each_limit_and_one_in_each_second(new, limi
 def test_a_controller_that_stays_silent_is_lost(request, fixture):
   worker = request.getfixturevalue(fixture)
   assert worker.wait(LIMIT) == worker(BEAT) == worker.wait(LIMIT + RECONNECT - 0.1) == []
-  assert worker.protocol.lost == ("", 0)
+  assert worker.protocol.membership.lost == ("", 0)
   assert worker.wait(0.3) == []
-  assert worker.protocol.lost == ("sign of life", LIMIT + RECONNECT)
+  assert worker.protocol.membership.lost == ("sign of life", LIMIT + RECONNECT)
   assert worker(part(5, 0, 3, 5)) == worker.wait(60) == []
 
 
 def test_heartbeats_go_on_while_the_controller_is_away_and_another_one_is_joined(computing):
   """A controller that was restarted at the same address rejects a heartbeat of a worker that it does not know."""
   computing.now += 60  # its process was suspended, messages may be unread
-  assert computing(request(Says.READY, 1, 8), TICK) == [signal(Says.READY, 8), signal(Says.BEAT)]
+  assert computing(request(WorkerMessage.READY, 1, 8), TICK) == [
+    signal(WorkerMessage.READY, 8),
+    signal(WorkerMessage.BEAT),
+  ]
   assert computing.wait(LIMIT - 0.5) == computing(ABSENT) == []
-  assert computing.wait(0.3) == [signal(Says.HELLO)]
-  pieces = [sent(0, Kind.PART, 1, 1, 1), sent(0, Kind.MEAN, 1, 2, 2)]
-  assert computing(welcome(), part(1, 0, 3, 3), group(1)) == [signal(Says.READY, 8), *pieces]
+  assert computing.wait(0.3) == [signal(WorkerMessage.HELLO)]
+  pieces = [sent(0, PieceKind.PART, 1, 1, 1), sent(0, PieceKind.MEAN, 1, 2, 2)]
+  assert computing(welcome(), part(1, 0, 3, 3), group(1)) == [signal(WorkerMessage.READY, 8), *pieces]
 
 
 @given(st.randoms(use_true_random=False))
@@ -277,18 +284,22 @@ def test_any_message_at_any_time(random):
       [
         *(welcome(donor, limit) for donor in (None, 0, 1) for limit in (1.0, LIMIT)),
         *(rejected(reason=f"{kind}: ") for kind in ("absent", "duplicate", "nobody", "stale", "unlike")),
-        *(Request(Says.NOT_FINITE), request(Says.READY, 1, 3), request(Says.SYNCHRONIZE, 1, 3)),
+        *(
+          Request(WorkerMessage.NOT_FINITE),
+          request(WorkerMessage.READY, 1, 3),
+          request(WorkerMessage.SYNCHRONIZE, 1, 3),
+        ),
         *[group(number + 1, members, [1 / len(members)] * len(members)), Unreachable(ADDRESSES[other])] * 3,
         *[make(near, other, *[1.0] * random.randrange(5)) for make in (part, mean)] * 2,
         *(abort(number=near, worker=other), FETCHED, TICK, TICK, TICK),
       ]
     )
-    ended = worker.protocol.state == "ended"
+    ended = worker.protocol.membership.state == "ended"
     if isinstance(event, Request):
       if waiting or ended:  # the training loop waits for each reply
         continue
       waiting = True
-    elif isinstance(event, ServerMessage) and event.kind == Answer.GROUP:
+    elif isinstance(event, Answer) and event.kind == ServerMessage.GROUP:
       if not ready:  # the server forms groups of workers that are
         continue
       ready, number, others = False, number + 1, [ADDRESSES[member] for member in members if member != ME]
@@ -296,13 +307,13 @@ def test_any_message_at_any_time(random):
     for action in worker(event):
       assert not ended
       if isinstance(action, Signal):
-        assert action == signal(action.says, action.value)
-        assert action.value <= number or action.says not in (Says.FAILED, Says.BYE)
-        ready |= action.says in (Says.READY, Says.SYNCHRONIZE)
+        assert action == signal(action.kind, action.value)
+        assert action.value <= number or action.kind not in (WorkerMessage.FAILED, WorkerMessage.BYE)
+        ready |= action.kind in (WorkerMessage.READY, WorkerMessage.SYNCHRONIZE)
       elif isinstance(action[0], str):
-        assert action[1] == Kind.FETCH or (action[2] == number and action[0] in others)
+        assert action[1] == PieceKind.FETCH or (action[2] == number and action[0] in others)
       else:
-        assert waiting or worker.protocol.state == "ended"  # an error that the next request raises
+        assert waiting or worker.protocol.membership.state == "ended"  # an error that the next request raises
         waiting = False
   worker.wait(2 * TIMEOUT + LIMIT + RECONNECT, step=0.2)
-  assert worker.protocol.state == "ended"
+  assert worker.protocol.membership.state == "ended"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.partial.controller import Rejected
+from jaxsparse.partial.net.messages import Rejected
 
 START = {"b": jnp.zeros(2), "w": jnp.zeros(3)}
 BAD = {"b": jnp.ones(2), "w": jnp.array([1, jnp.nan, 1.0])}

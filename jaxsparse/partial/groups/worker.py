@@ -1,42 +1,29 @@
 """A worker of partial reduce in a process of its own: no collectives and no barriers, so it can lose any other worker.
 
 A thread owns the sockets and answers other workers while the training loop computes (`Endpoint`). All decisions are
-those of `jaxsparse.partial.worker_protocol`.
-
-Models travel over TCP from host memory to host memory, as `jaxsparse.partial.exchange` describes. JAX's own collectives
-are not used, because a process that dies inside one ends or blocks all other processes, and cannot return.
+those of `protocol`. Models travel over TCP from host memory to host memory, as `average` describes. JAX's own
+collectives are not used: a process that dies inside one ends or blocks all other processes, and cannot return.
 """
 
 import os
 import pathlib
-import time
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxsparse.launch.rank import START_TIMEOUT
-from jaxsparse.partial import messages, saving, sockets
-from jaxsparse.partial.alike import Alike
-from jaxsparse.partial.base import BaseWorker, check_start
-from jaxsparse.partial.endpoint import Endpoint
-from jaxsparse.partial.messages import Kind, Piece, Says
-from jaxsparse.partial.sockets import Keys
-from jaxsparse.partial.worker_protocol import Model, Request, WorkerProtocol
+from jaxsparse.partial.groups import saving
+from jaxsparse.partial.groups.base import BaseWorker
+from jaxsparse.partial.groups.protocol import GroupProtocol, Model, Request
+from jaxsparse.partial.net import messages, sockets
+from jaxsparse.partial.net.alike import Alike, check_start
+from jaxsparse.partial.net.endpoint import ControllerLost, Endpoint
+from jaxsparse.partial.net.messages import Piece, PieceKind, WorkerMessage
+from jaxsparse.partial.net.sockets import Keys
 from jaxsparse.sparse.flatten import flatten
 
 RECONNECT = 60.0  # seconds that a worker tries to reach a controller that has been silent for its limit
-
-
-class ControllerLost(RuntimeError):
-  """The controller did not come back, or never answered; the message says where the parameters are saved.
-
-  Example:
-    >>> raise ControllerLost("no sign of life from the controller for 65 s")
-    Traceback (most recent call last):
-    ...
-    jaxsparse.partial.worker.ControllerLost: no sign of life from the controller for 65 s
-  """
 
 
 class Worker(BaseWorker):
@@ -97,11 +84,9 @@ class Worker(BaseWorker):
     if self._file:
       saving.remove_temporary(self._file)
     endpoint = self._endpoint = Endpoint([address], bind, keys, initial.nbytes + messages.LONGEST, timeout)
-    outlets = endpoint.tell, endpoint.send, endpoint.reply
-    times = timeout, reconnect, time.monotonic()
-    self._protocol = WorkerProtocol(number, np.asarray(initial), endpoint.address, *times, *outlets)
-    self._protocol.alike = Alike.of(params)
-    endpoint.start(self._protocol, {Kind.FETCH: self._model}, self._lose, f"partial reduce, worker {number}")
+    membership = endpoint.make_membership(number, limit=timeout, reconnect=reconnect, alike=Alike.of(params))
+    self._protocol = GroupProtocol(membership, np.asarray(initial))
+    endpoint.start(self._protocol, {PieceKind.FETCH: self._model}, self._lose, f"partial reduce, worker {number}")
     vector, self.iteration = self._take()
     self.params = unflatten(vector)
 
@@ -110,11 +95,13 @@ class Worker(BaseWorker):
 
     Waits for its last pieces to be sent, unless a worker that needs them has died, or has taken no byte for 5 s.
     """
-    self._endpoint.post(Request(Says.BYE))
+    self._endpoint.post(Request(WorkerMessage.BYE))
     self._endpoint.join()
 
-  def _ask(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
-    self._endpoint.post(Request(says, None if says == Says.NOT_FINITE else Model(np.asarray(vector), iteration)))
+  def _ask(self, kind: WorkerMessage, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+    self._endpoint.post(
+      Request(kind, None if kind == WorkerMessage.NOT_FINITE else Model(np.asarray(vector), iteration))
+    )
     return self._take()
 
   def _take(self) -> tuple[jax.Array, int]:
@@ -123,7 +110,7 @@ class Worker(BaseWorker):
 
   def _model(self, _: Piece) -> Piece:
     vector, iteration = self._protocol.model
-    return Piece(Kind.MODEL, iteration, self.number, vector)
+    return Piece(PieceKind.MODEL, iteration, self.number, vector)
 
   def _lose(self, message: str) -> ControllerLost:
     vector, iteration = self._protocol.model

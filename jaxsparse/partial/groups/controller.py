@@ -31,9 +31,10 @@ iterations, with α = 1/2:
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from jaxsparse.collectives._base import check_whole
+from jaxsparse.partial.net.messages import Group, Rejected
 
 Missing = Literal["initial", "closest"]
 Weigh = Callable[[Sequence[int]], tuple[tuple[float, ...], float]]  # iterations to weights, and the initial model's
@@ -41,33 +42,6 @@ PATIENCE = 10  # a worker may be about this many times slower than the others be
 MAX_ITERATION = 2**63 - 1
 
 _ABSENT = -1  # the component of all workers that are absent
-
-
-class Rejected(ValueError):
-  """A call that the controller rejects, with the reason; its state has not changed."""
-
-
-class Group(NamedTuple):
-  """Workers that average their models: each continues with Σ weights[i] · model[i] + initial · (initial model).
-
-  Attributes:
-    members: numbers of the workers, ascending.
-    weights: of the members' models, in the order of `members`.
-    iteration: the largest iteration of the members; all of them continue from it.
-    initial: weight of the model that training started from; 0 except for dynamic weights with `missing="initial"`.
-    number: 1 for the first group, 2 for the second, and so on.
-  """
-
-  members: tuple[int, ...]
-  weights: tuple[float, ...]
-  iteration: int
-  initial: float = 0.0
-  number: int = 0
-
-  @property
-  def names(self) -> str:
-    """The members in words."""
-    return f"workers {', '.join(map(str, self.members))}"
 
 
 class Controller:
@@ -118,14 +92,15 @@ class Controller:
     check_whole("controller", 2, workers=workers)
     check_whole("controller", 2, workers, group_size=group_size)
     choices = {"weights": (weights, "constant", "dynamic"), "missing": (missing, "initial", "closest")}
-    for name, (value, one, other) in choices.items():
-      if value not in (one, other):
-        raise ValueError(f"{name}={value!r}, choose {one!r} or {other!r}")
+    for name, (value, *names) in choices.items():
+      if value not in names:
+        raise ValueError(f"{name}={value!r}, choose {names[0]!r} or {names[1]!r}")
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
       raise ValueError(f"decay={decay!r}, choose a number in [0, 1)")
     least = -(-(workers - 1) // (group_size - 1))
     check_whole("controller", least, optional=True, history=history)
-    self.workers, self.group_size = workers, group_size
+    self.workers = workers
+    self.group_size = group_size
     self.window = PATIENCE * least if history is None else history
     dynamic = functools.partial(dynamic_weights, decay=float(decay), missing=missing)
     self._weigh = dynamic if weights == "dynamic" else constant_weights
@@ -235,7 +210,8 @@ class Controller:
     if not isinstance(iteration, int) or not 0 <= iteration <= MAX_ITERATION:
       raise Rejected(f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1")
     self._check_not_ready(worker)
-    last, again = self._last[worker], queue is self._for_all and worker in self._group
+    last = self._last[worker]
+    again = queue is self._for_all and worker in self._group
     if iteration <= last - again:
       raise Rejected(f"stale: iteration {iteration} of worker {worker}, which has signalled {last} before")
     self._last[worker] = queue[worker] = iteration

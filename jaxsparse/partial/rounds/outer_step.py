@@ -17,7 +17,7 @@ import optax
 
 from jaxsparse.comm.peers import PeerComm, Send
 from jaxsparse.comm.program_text import ProgramText
-from jaxsparse.partial.messages import Stand
+from jaxsparse.partial.net.messages import RoundPosition
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
@@ -36,20 +36,20 @@ class Anchor(NamedTuple):
     params: θ, f32, a pytree of arrays of the CPU.
     outer: the state of the outer chain for a group of `size` workers, by the number of the fragment.
     size: the number of workers that the state of the outer chain is for; 0, without a state, before the first round.
-    stand: the last round.
+    position: the last round.
     lineage: the numbers of the groups of the last rounds, oldest first.
   """
 
   params: Any
   outer: dict[int, Any]
   size: int = 0
-  stand: Stand = Stand()
+  position: RoundPosition = RoundPosition()
   lineage: tuple[int, ...] = ()
 
-  def follows(self, stand: Stand) -> bool:
+  def follows(self, position: RoundPosition) -> bool:
     """Whether it has been through that round; taken for granted if it is too long ago."""
-    later = self.stand.round - stand.round
-    return later >= len(self.lineage) or (later >= 0 and self.lineage[-1 - later] == stand.base)
+    later = self.position.round - position.round
+    return later >= len(self.lineage) or (later >= 0 and self.lineage[-1 - later] == position.base)
 
 
 class Result(NamedTuple):
@@ -79,7 +79,8 @@ class OuterStep:
   def __init__(
     self, chain: Callable[[Comm], optax.GradientTransformation], fragments: int = 1, device: jax.Device | None = None
   ):
-    self._chain, self._fragments = chain, Fragments(fragments)
+    self._chain = chain
+    self._fragments = Fragments(fragments)
     self._cpu = device or _first_cpu()
     self._send: Send = lambda messages: [words for words, *_ in messages]  # of the exchange that runs
     self._programs: dict[tuple[int, int], Any] = {}
@@ -104,14 +105,14 @@ class OuterStep:
       number: of the group.
       send: sends and receives messages, as of `PeerComm`.
     """
-    fragment = anchor.stand.round % self._fragments.count
+    fragment = anchor.position.round % self._fragments.count
     outer = self._carry(anchor, size)
     self._send = send
     operands = self._operands(fragment, np.int32(rank), np.float32(weight), given, outer[fragment], anchor.params)
     params, after, skipped = self.program(size, fragment, operands)(*operands)
-    stand = Stand(anchor.stand.round + 1, number)
+    position = RoundPosition(anchor.position.round + 1, number)
     lineage = (*anchor.lineage, number)[-_LINEAGE:]
-    return Result(Anchor(params, outer | {fragment: after}, size, stand, lineage), fragment, bool(skipped))
+    return Result(Anchor(params, outer | {fragment: after}, size, position, lineage), fragment, bool(skipped))
 
   def _operands(self, fragment: int, rank: np.int32, weight: np.float32, given: Any, outer: Any, params: Any) -> Any:
     return jax.device_put((rank, weight, self._fragments.part(given, fragment), outer, params), self._cpu)
@@ -152,9 +153,9 @@ class OuterStep:
   def _step(
     self, size: int, fragment: int, rank: jax.Array, weight: jax.Array, given: Any, before: Any, params: Any
   ) -> tuple[Any, Any, jax.Array]:
-    own = self._fragments.part(params, fragment)
+    part = self._fragments.part(params, fragment)
     weighted = jax.tree.map(lambda leaf: weight * leaf, given)
-    updates, outer = atomic(self._chain(self._comm(size, rank))).update(weighted, before, own)
+    updates, outer = atomic(self._chain(self._comm(size, rank))).update(weighted, before, part)
     if self._fragments.count > 1:
       updates = fill_zeros(params, updates)
     after = optax.apply_updates(params, updates)
@@ -187,7 +188,7 @@ class OuterStep:
     return _less_residual(anchor.params, anchor.outer, np.float32(weight))
 
   def residual(self, anchor: Anchor) -> np.ndarray:
-    """f32[m], the residuals of this worker in the unit of an update, those of all fragments and transforms in a row."""
+    """f32[m], the residuals of this worker in the unit of an update, of all fragments and transforms, concatenated."""
     return np.concatenate([np.empty(0, np.float32), *map(np.ravel, _residuals(anchor.outer))], dtype=np.float32)
 
   def add_residual(self, anchor: Anchor, more: np.ndarray) -> Anchor:
@@ -216,7 +217,7 @@ class OuterStep:
 
   def _parts(self, anchor: Anchor) -> Iterable[Any]:
     """The buffers of what all workers have alike, without copies."""
-    header = json.dumps([_shapes(anchor.params), *anchor.stand, anchor.size, *anchor.lineage]).encode()
+    header = json.dumps([_shapes(anchor.params), *anchor.position, anchor.size, *anchor.lineage]).encode()
     yield from (len(header).to_bytes(4), header)
     for leaf in (*jax.tree.leaves(anchor.params), *_alike(anchor.outer)):
       yield np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
@@ -228,12 +229,12 @@ class OuterStep:
 
   def digest(self, anchor: Anchor) -> int:
     """62 bits of a hash of what all workers have alike."""
-    found = hashlib.sha256()  # many processors have instructions for it
+    sha256 = hashlib.sha256()  # many processors have instructions for it
     for part in self._parts(anchor):
-      found.update(part)
-    return int.from_bytes(found.digest()[:8]) >> 2
+      sha256.update(part)
+    return int.from_bytes(sha256.digest()[:8]) >> 2
 
-  def unpack(self, content: bytes, own: Anchor) -> Anchor:
+  def unpack(self, content: bytes, mine: Anchor) -> Anchor:
     """The anchor of another worker, with the residuals of this one.
 
     Raises:
@@ -241,11 +242,12 @@ class OuterStep:
     """
     length = int.from_bytes(content[:4])
     shapes, round_, base, last, size, *lineage = json.loads(content[4 : 4 + length])
-    if shapes != _shapes(own.params):
+    if shapes != _shapes(mine.params):
       raise ValueError("Rounds: the anchor is one of parameters with other shapes")
-    at, arrays = 4 + length, list[np.ndarray]()
-    outer = self._carry(own, size) if size else {}
-    leaves, structure = jax.tree.flatten(own.params)
+    at = 4 + length
+    arrays = list[np.ndarray]()
+    outer = self._carry(mine, size) if size else {}
+    leaves, structure = jax.tree.flatten(mine.params)
     for like in (*leaves, *_alike(outer)):
       arrays.append(np.frombuffer(content, like.dtype, like.size, at).reshape(like.shape))
       at += like.nbytes
@@ -255,14 +257,14 @@ class OuterStep:
       raise ValueError("Rounds: the parameters of the anchor have NaN or Inf")
     params = self.on_cpu(jax.tree.unflatten(structure, arrays[: len(leaves)]))
     outer = _with_alike(outer, jax.device_put(arrays[len(leaves) :], self._cpu))
-    found = Anchor(params, outer, size, Stand(round_, base, last), tuple(lineage))
-    return found if size else self.with_residual(found, own)
+    anchor = Anchor(params, outer, size, RoundPosition(round_, base, last), tuple(lineage))
+    return anchor if size else self.with_residual(anchor, mine)
 
-  def with_residual(self, anchor: Anchor, own: Anchor) -> Anchor:
-    """`anchor` with what another one, `own`, has of this worker alone: residuals above all."""
-    size = anchor.size or own.size
+  def with_residual(self, anchor: Anchor, mine: Anchor) -> Anchor:
+    """`anchor` with what another one, `mine`, has of this worker alone: residuals above all."""
+    size = anchor.size or mine.size
     alike = _alike(self._carry(anchor, size))
-    return anchor._replace(outer=_with_alike(self._carry(own, size), alike), size=size)
+    return anchor._replace(outer=_with_alike(self._carry(mine, size), alike), size=size)
 
 
 def _first_cpu() -> jax.Device:
@@ -279,10 +281,11 @@ def _carry_node(old: Any, new: Any) -> Any:
   keep = lambda old, new: old if old.shape == new.shape else new
 
   def carry(old: Any, new: Any) -> Any:
-    structures: Any = [jax.tree.structure(one) for one in (old, new)]
+    structures: Any = [jax.tree.structure(state) for state in (old, new)]
     return jax.tree.map(keep, old, new) if structures[0] == structures[1] else new
 
-  was, fresh = old.carried, new.carried
+  was = old.carried
+  fresh = new.carried
   carried = fresh._replace(residual=was.residual, worker=carry(was.worker, fresh.worker))
   return new._replace(carried=carried._replace(shared=carry(was.shared, fresh.shared)), counters=old.counters)
 

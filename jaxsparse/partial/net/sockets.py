@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from jaxsparse.partial.messages import Piece, sender_of
+from jaxsparse.partial.net.messages import Piece, sender_of
 
 
 class _Missing:
@@ -71,7 +71,8 @@ class Keys(NamedTuple):
   @classmethod
   def make_own(cls, workers: int) -> list[Keys]:
     """Makes the keys of a run of so many workers: those of each worker, and at the end those of the server."""
-    run, pairs = cls.make(), [zmq.curve_keypair() for _ in range(workers + 1)]
+    run = cls.make()
+    pairs = [zmq.curve_keypair() for _ in range(workers + 1)]
     return [run._replace(own=pair, workers=tuple(public for public, _ in pairs[:-1])) for pair in pairs]
 
   @classmethod
@@ -147,8 +148,10 @@ class Network:
   """
 
   def __init__(self, keys: Keys | None):
-    self._keys, self.context = keys, zmq.Context()
-    self._poller, self._handlers = zmq.Poller(), dict[zmq.Socket, Handler]()
+    self._keys = keys
+    self.context = zmq.Context()
+    self._poller = zmq.Poller()
+    self._handlers = dict[zmq.Socket, Handler]()
     self._bound = set[zmq.Socket]()  # ROUTERs, whose clients have keys of their own
     if keys:
       from zmq.auth.thread import ThreadAuthenticator
@@ -177,7 +180,8 @@ class Network:
       socket.tcp_maxrt = _STALLED
     if self._keys:
       socket.curve_publickey, socket.curve_secretkey = self._keys[:2]
-      socket.curve_server, socket.zap_domain = True, _DOMAIN.encode()
+      socket.curve_server = True
+      socket.zap_domain = _DOMAIN.encode()
       if self._keys.workers:
         self._bound.add(socket)
     try:
@@ -214,7 +218,8 @@ class Network:
     if socket not in self._bound:
       return socket.recv_multipart(zmq.NOBLOCK)
     received = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-    frames, key = [frame.bytes for frame in received], str(received[-1].get("User-Id")).encode()
+    frames = [frame.bytes for frame in received]
+    key = str(received[-1].get("User-Id")).encode()
     return frames if sender_of(frames[1:]) == self._keys.workers.index(key) else []  # type: ignore[union-attr]
 
   def close(self, linger: int) -> None:
@@ -235,7 +240,10 @@ class Peers:
   """
 
   def __init__(self, network: Network, longest: int, answered: Handler, lost: Callable[[str], None]):
-    self._network, self._longest, self._answered, self._lost = network, longest, answered, lost
+    self._network = network
+    self._longest = longest
+    self._answered = answered
+    self._lost = lost
     self._peers: dict[str, tuple[zmq.Socket, zmq.Socket]] = {}  # the second one reports when the connection breaks
     self._sent: list[tuple[str, zmq.MessageTracker]] = []  # messages that may not have been handed to the kernel yet
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxsparse.partial.controller import Group
-from jaxsparse.partial.messages import Kind, Piece
+from jaxsparse.partial.net.messages import Group, Piece, PieceKind
 
 
 class Average:
@@ -42,11 +41,14 @@ class Average:
   """
 
   def __init__(self, group: Group, me: int, model: np.ndarray, initial: np.ndarray):
-    self.group, self._me, self._model = group, me, model
+    self.group = group
+    self._me = me
+    self._model = model
     bounds = np.linspace(0, model.size, len(group.members) + 1).astype(int)
     self._shards = {member: slice(*bounds[i : i + 2]) for i, member in enumerate(group.members)}
-    own = self._shards[me]
-    self._initial, self._parts = initial[own], {me: model[own]}
+    shard = self._shards[me]
+    self._initial = initial[shard]
+    self._parts = {me: model[shard]}
     self.result = np.empty_like(model)
     self._missing = set(group.members)  # owners of the shards that `result` lacks
 
@@ -64,7 +66,7 @@ class Average:
     """Yields the first pieces to send, each with its receiver."""
     for member, shard in self._shards.items():
       if member != self._me:
-        yield member, Piece(Kind.PART, self.group.number, self._me, self._model[shard])
+        yield member, Piece(PieceKind.PART, self.group.number, self._me, self._model[shard])
     yield from self._send_mean()
 
   def receive(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
@@ -72,8 +74,9 @@ class Average:
 
     Ignores one that does not belong to this average: not from another member, a duplicate, or of another size.
     """
-    sender, shape = piece.sender, piece.values.shape
-    if piece.kind == Kind.PART:
+    sender = piece.sender
+    shape = piece.values.shape
+    if piece.kind == PieceKind.PART:
       if sender in self._shards and sender not in self._parts and shape == self._initial.shape:
         self._parts[sender] = piece.values
         yield from self._send_mean()
@@ -92,4 +95,4 @@ class Average:
     self._missing.remove(self._me)
     for member in self.group.members:
       if member != self._me:
-        yield member, Piece(Kind.MEAN, self.group.number, self._me, total)
+        yield member, Piece(PieceKind.MEAN, self.group.number, self._me, total)

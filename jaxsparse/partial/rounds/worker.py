@@ -3,7 +3,6 @@
 import functools
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -15,17 +14,15 @@ import optax
 
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.launch.rank import START_TIMEOUT
-from jaxsparse.partial import messages, moving, round_state, sockets
-from jaxsparse.partial.alike import Alike
-from jaxsparse.partial.base import REFUSALS, check_start
-from jaxsparse.partial.endpoint import Endpoint
-from jaxsparse.partial.exchanger import Exchanger
-from jaxsparse.partial.messages import Kind, Says
-from jaxsparse.partial.outer_step import OuterStep
-from jaxsparse.partial.round_protocol import RoundProtocol
-from jaxsparse.partial.sockets import Keys
-from jaxsparse.partial.worker import ControllerLost
-from jaxsparse.partial.worker_protocol import Request
+from jaxsparse.partial.net import messages, sockets
+from jaxsparse.partial.net.alike import REFUSALS, Alike, check_start
+from jaxsparse.partial.net.endpoint import ControllerLost, Endpoint
+from jaxsparse.partial.net.messages import PieceKind, WorkerMessage
+from jaxsparse.partial.net.sockets import Keys
+from jaxsparse.partial.rounds import checks, moving
+from jaxsparse.partial.rounds.exchanger import Exchanger
+from jaxsparse.partial.rounds.outer_step import OuterStep
+from jaxsparse.partial.rounds.protocol import Request, RoundProtocol
 from jaxsparse.sparse.flatten import all_finite, flatten
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm
@@ -122,17 +119,23 @@ class Rounds:
     device: jax.Device | None = None,
     state: dict[str, Any] | None = None,
   ):
-    _check(every, fragments, delay, mixing, apply_residual, wait=wait, timeout=timeout)
-    addresses = _check_worker(address, keys, number, fragments, state)
+    checks.check_options(every, fragments, delay, mixing, apply_residual, wait=wait, timeout=timeout)
+    addresses = checks.check_worker(address, keys, number, fragments, state)
     check_start(params)
     params = jax.tree.map(jnp.asarray, params)
-    self._turn, self._delay, self._mixing, self._wait = every // fragments, delay, mixing, wait
-    self._number, self._applies, self._since, self._refused = number, apply_residual, 0, 0
+    self._turn = every // fragments
+    self._delay = delay
+    self._mixing = mixing
+    self._wait = wait
+    self._number = number
+    self._applies = apply_residual
+    self._since = 0
+    self._refused = 0
     self._of_fragment = Fragments(fragments).numbers(params)
     step = OuterStep(outer, fragments, device)
     anchor = step.start(params)
     vector, unflatten = flatten(anchor.params)
-    own = state or {"moved": np.zeros_like(vector), "trained": np.zeros((fragments, 2), np.int64), "share": 0.0}
+    saved_part = state or {"moved": np.zeros_like(vector), "trained": np.zeros((fragments, 2), int), "share": 0.0}
     if state:
       anchor = step.add_residual(step.unpack(state["anchor"].tobytes(), anchor), state["residual"])
     alike = Alike.of(params, fragments=fragments, outer=step.chain_digest(anchor))
@@ -141,24 +144,28 @@ class Rounds:
     longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
     endpoint = self._endpoint = Endpoint(addresses, bind, keys, longest, timeout)
     exchanger.post = endpoint.post
-    facts = number, vector.size, endpoint.address, timeout, time.monotonic()
-    outlets = endpoint.tell, endpoint.send, endpoint.reply
-    self._protocol = RoundProtocol(*facts, *outlets, exchange=exchanger, switch=endpoint.switch, servers=len(addresses))
-    self._protocol.stand, self._protocol.alike = anchor.stand, alike._replace(run=int(state["run"]) if state else 0)
-    answers = {Kind.FETCH: lambda _: exchanger.model(), Kind.RESIDUAL: exchanger.inherit}
+    run = int(state["run"]) if state else 0
+    facts = {"position": anchor.position, "alike": alike._replace(run=run)}
+    self._membership = endpoint.make_membership(number, limit=timeout / len(addresses), **facts)
+    self._protocol = RoundProtocol(self._membership, exchanger, vector.size, endpoint.switch, len(addresses))
+    answers = {PieceKind.FETCH: lambda _: exchanger.model(), PieceKind.RESIDUAL: exchanger.inherit}
     endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
     with endpoint.ended_by_errors():
       endpoint.take()
       exchanger.compile(self._protocol.sizes)
+    self._start(params, saved_part, unflatten)
+
+  def _start(self, params: Any, saved_part: dict[str, Any], unflatten: Callable[[Any], Any]) -> None:
+    """Goes on from the anchor, with what was moved and not delivered when the state was saved."""
     self._place = jax.tree.map(lambda leaf: leaf.sharding, params)
     self._dtypes = jax.tree.map(jnp.result_type, params)
-    self._share = float(own["share"])  # the weight of this worker, of late
-    self._trained = np.array(own["trained"])  # by fragment, since it was delivered: the weight of the steps, and steps
+    self._recent_weight = float(saved_part["share"])  # of this worker in a round, smoothed
+    self._undelivered = np.array(saved_part["trained"])  # by fragment: weights of the steps, and steps
     self._base = self._make_base()
-    self._moved = self._on_device(unflatten(own["moved"]))  # base − θ_w when `step` returned parameters last
+    self._moved = self._on_device(unflatten(saved_part["moved"]))  # base − θ_w when `step` returned parameters last
     self.params = self._own(self._base, self._moved)
     self._tell_round()
-    self._flight: tuple[Any, np.ndarray, Any] | None = None  # what was given, its `_trained`, and the result before
+    self._flight: tuple[Any, np.ndarray, Any] | None = None  # what was given, its `_undelivered`, and the result before
 
   @property
   def state(self) -> dict[str, Any]:
@@ -169,11 +176,13 @@ class Rounds:
     """
     if self._flight is not None:
       raise RuntimeError("an exchange is under way: save the state after a call of `step` that has changed `round`")
-    anchor, outer = self._exchanger.anchor, self._exchanger.outer
-    content, moved = np.frombuffer(outer.pack(anchor), np.uint8), np.asarray(flatten(self._moved)[0])
-    own = {"moved": moved, "trained": self._trained.copy(), "share": np.float64(self._share)}
-    shared = {"anchor": content, "residual": outer.residual(anchor), "fragments": np.int64(len(self._trained))}
-    return round_state.seal(shared | own, self._number, self._protocol.alike.run)
+    anchor = self._exchanger.anchor
+    outer = self._exchanger.outer
+    content = np.frombuffer(outer.pack(anchor), np.uint8)
+    moved = np.asarray(flatten(self._moved)[0])
+    local = {"moved": moved, "trained": self._undelivered.copy(), "share": np.float64(self._recent_weight)}
+    shared = {"anchor": content, "residual": outer.residual(anchor), "fragments": np.int64(len(self._undelivered))}
+    return checks.seal(shared | local, self._number, self._membership.alike.run)
 
   def step(self, params: Any, weight: int = 1) -> Any:
     """To be called after each local step: begins an exchange or applies a round where it is time.
@@ -193,8 +202,8 @@ class Rounds:
     """
     check_whole("step", 0, _MOST_WEIGHT, weight=weight)
     self._since += 1
-    self._trained += weight, 1
-    self._protocol.undelivered = int(self._trained[:, 0].max())
+    self._undelivered += weight, 1
+    self._protocol.undelivered = int(self._undelivered[:, 0].max())
     if self._flight is None and self._since >= self._turn - self._delay:
       self._begin(params)
     if self._since < self._turn:
@@ -213,9 +222,9 @@ class Rounds:
     Returns:
       The anchor, as parameters.
     """
-    if params is not None and self._protocol.state != "ended":
+    if params is not None and self._membership.state != "ended":
       params = self._deliver(params)
-    self._endpoint.post(Request(Says.BYE))
+    self._endpoint.post(Request(WorkerMessage.BYE))
     self._endpoint.join()
     self._exchanger.close()
     self._land(params)
@@ -225,7 +234,7 @@ class Rounds:
     """The parameters after a last round of each fragment, or when there was no time for one."""
     self._exchanger.is_final = True
     end = time.monotonic() + self._protocol.grace + self._endpoint.timeout
-    for _ in range(len(self._trained) + (self._flight is not None)):
+    for _ in range(len(self._undelivered) + (self._flight is not None)):
       if self._flight is None:
         self._begin(params)
       params = self._finish(params, max(0.0, end - time.monotonic()))
@@ -240,9 +249,10 @@ class Rounds:
     if self._exchanger.delivered is not before:
       self._apply(params)
       return
-    moved = moving.moved(self._base, self._moved, params)
+    moved = moving.movement(self._base, self._moved, params)
     finite = all_finite(moved)
-    self._moved, self._flight = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), moved), None
+    self._moved = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), moved)
+    self._flight = None
     if self._exchanger.is_final:
       unheard = "its last round has not taken place: `state` has what it has moved since the one before"
       logging.getLogger(__name__).warning(f"worker {self._number} leaves, and {unheard}")
@@ -257,10 +267,10 @@ class Rounds:
 
   def _begin(self, params: Any) -> None:
     """Begins the exchange of what was moved."""
-    given = moving.moved(self._base, self._moved, params)
-    self._flight = given, self._trained.copy(), self._exchanger.delivered
-    weight, steps = self._trained[self._exchanger.anchor.stand.round % len(self._trained)].tolist()
-    request = Request(Says.READY, weight=(weight << _FRACTION) // max(1, steps))
+    given = moving.movement(self._base, self._moved, params)
+    self._flight = given, self._undelivered.copy(), self._exchanger.delivered
+    weight, steps = self._undelivered[self._exchanger.anchor.position.round % len(self._undelivered)].tolist()
+    request = Request(WorkerMessage.READY, weight=(weight << _FRACTION) // max(1, steps))
     post = lambda finite: self._endpoint.post(request) if finite else self._endpoint.reply(None)
     self._exchanger.prepare(given, post)
 
@@ -281,70 +291,54 @@ class Rounds:
     logging.getLogger(__name__).warning(f"worker {self._number}: {not_finite}")
     self._base = self._make_base()
     self._moved = jax.tree.map(jnp.zeros_like, self._base)
-    self._flight, self._since = None, 0
-    self._trained[:] = 0
+    self._flight = None
+    self._since = 0
+    self._undelivered[:] = 0
     self._tell_round()
     return self._own(self._base, self._moved)
 
   def _tell_round(self) -> None:
     """From now on this worker goes on from the anchor as it is now."""
-    self.round, self.group = self._exchanger.anchor.stand.round, self._exchanger.group
+    self.round = self._exchanger.anchor.position.round
+    self.group = self._exchanger.group
 
   def _apply(self, params: Any) -> Any:
     """The parameters after the round of the exchange that was under way."""
     assert self._flight is not None
-    result, (given, trained, _) = self._exchanger.delivered, self._flight
+    result = self._exchanger.delivered
+    (given, trained, _) = self._flight
     assert result is not None
     self._tell_round()
-    share = self.group.weights[self.group.members.index(self._number)]
-    self._share = (self._share + share) / 2 if self._share else share  # the residual is of earlier rounds, too
+    weight = self.group.weights[self.group.members.index(self._number)]
+    recent = self._recent_weight or weight
+    self._recent_weight = (recent + weight) / 2  # the residual is of earlier rounds, too
     after = self._make_base()
-    moved = moving.moved(self._base, self._moved, params)
+    moved = moving.movement(self._base, self._moved, params)
     if not result.skipped:
       keep = moving.keep if self._mixing is None else functools.partial(moving.mix, self._mixing)
       choose = lambda number, *leaves: keep(*leaves) if number == result.fragment else leaves[0]
       moved = jax.tree.map(choose, self._of_fragment, moved, given, self._base, after)
-      self._trained[result.fragment] -= trained[result.fragment]
+      self._undelivered[result.fragment] -= trained[result.fragment]
     if (returned := self._exchanger.returned) is not None:
-      moved, self._exchanger.returned = jax.tree.map(jnp.add, moved, self._on_device(returned)), None
-    self._base, self._moved = after, moved
-    self._flight, self._since, self._refused = None, 0, 0
-    self._protocol.undelivered = int(self._trained[:, 0].max())
+      moved = jax.tree.map(jnp.add, moved, self._on_device(returned))
+      self._exchanger.returned = None
+    self._base = after
+    self._moved = moved
+    self._flight = None
+    self._since = 0
+    self._refused = 0
+    self._protocol.undelivered = int(self._undelivered[:, 0].max())
     return self._own(after, moved)
 
   def _make_base(self) -> Any:
     """f32 on the device: the anchor, with `apply_residual` less the residual, from which a worker goes on."""
-    anchor, applies = self._exchanger.anchor, self._applies and self._share
-    return self._on_device(self._exchanger.outer.less_residual(anchor, self._share) if applies else anchor.params)
+    anchor = self._exchanger.anchor
+    applies = self._applies and self._recent_weight
+    params = self._exchanger.outer.less_residual(anchor, self._recent_weight) if applies else anchor.params
+    return self._on_device(params)
 
   def _on_device(self, tree: Any) -> Any:
     return jax.device_put(tree, self._place)
 
   def _own(self, anchor: Any, moved: Any) -> Any:
-    return jax.tree.map(moving.own, anchor, moved, self._dtypes)
-
-
-def _check_worker(
-  address: str | Sequence[str], keys: Keys | None, number: int, fragments: int, state: Any
-) -> list[str]:
-  """The addresses of the server."""
-  check_whole("Rounds", 0, 2**16 - 1, number=number)
-  addresses = [address] if isinstance(address, str) else list(address)
-  for one in addresses or [""]:
-    sockets.check_address(one, keys)
-  if state:
-    round_state.check(state, number, fragments)
-  return addresses
-
-
-def _check(every: int, fragments: int, delay: int, mixing: float | None, apply_residual: bool, **seconds: Any) -> None:
-  check_whole("Rounds", 1, every=every)
-  check_whole("Rounds", 1, every, fragments=fragments)
-  check_whole("Rounds", 0, every // fragments - 1, delay=delay)
-  if mixing is not None and not 0 <= mixing < 1:
-    raise ValueError(f"Rounds: mixing={mixing!r}, choose 0 up to less than 1, or None")
-  if apply_residual and mixing is not None:
-    raise ValueError(f"Rounds: apply_residual={apply_residual!r} with mixing={mixing!r}, choose one of them")
-  for name, value in seconds.items():
-    if value is not None and not 0 <= value <= threading.TIMEOUT_MAX:
-      raise ValueError(f"Rounds: {name}={value!r}, choose seconds from 0 to {threading.TIMEOUT_MAX:g}")
+    return jax.tree.map(moving.parameters, anchor, moved, self._dtypes)

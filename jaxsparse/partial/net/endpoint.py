@@ -13,15 +13,61 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from jaxsparse.partial import messages, sockets
-from jaxsparse.partial.messages import Kind, Piece, Signal
-from jaxsparse.partial.sockets import Keys, zmq
-from jaxsparse.partial.transfers import Transfers
-from jaxsparse.partial.worker_protocol import Unreachable, WorkerProtocol
+from jaxsparse.partial.net import messages, sockets
+from jaxsparse.partial.net.membership import Membership, Unreachable
+from jaxsparse.partial.net.messages import Piece, PieceKind, Signal
+from jaxsparse.partial.net.sockets import Keys, zmq
 
+_PATIENCE = 5.0  # seconds that a request waits for the anchor of a round that this worker may hear of soon
 _LAST_WORDS = 1000  # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
+
+
+class ControllerLost(RuntimeError):
+  """The server did not come back, or never answered; the message says where the parameters are saved.
+
+  Example:
+    >>> raise ControllerLost("no sign of life from the controller for 65 s")
+    Traceback (most recent call last):
+    ...
+    jaxsparse.partial.net.endpoint.ControllerLost: no sign of life from the controller for 65 s
+  """
+
+
+class Transfers:
+  """Requests of other workers for the model of this one: one is answered at a time, so that they share its uplink.
+
+  At most one of each peer waits. A server that tells a worker that it is behind tells the donors at the same time that
+  the round counts: a request that arrives before the donor knows it waits a little for the anchor of that round.
+  """
+
+  def __init__(self) -> None:
+    self._waiting: dict[Any, tuple[int, float]] = {}  # by peer: the round, and until when the request waits for it
+
+  def ask(self, peer: Any, request: Piece, now: float) -> None:
+    """A peer asks for a model that has been through as many rounds as the number of its request says, or more."""
+    self._waiting[peer] = request.number, now + _PATIENCE
+
+  def next(self, round_: int, now: float) -> Any:
+    """The peer to send the model to, which has been through so many rounds, once the last one has it; None for none."""
+    for peer, (wanted, until) in self._waiting.items():
+      if wanted <= round_ or now > until:
+        del self._waiting[peer]
+        return peer
+    return None
+
+
+class WorkerProtocol(Protocol):
+  """The decisions of a worker, as `GroupProtocol` and `RoundProtocol` make them."""
+
+  membership: Membership
+
+  def handle(self, event: Any, now: float) -> None:
+    """Does what an event asks for."""
+
+  def tick(self, now: float) -> None:
+    """Time has passed."""
 
 
 class Endpoint:
@@ -50,7 +96,8 @@ class Endpoint:
     self._transfer: zmq.MessageTracker | None = None  # of the model that was sent last
     self._servers = itertools.cycle(servers)
     self._connect()
-    self._lock, self._closing = threading.Lock(), False  # of `_wake_up`, which other threads use
+    self._lock = threading.Lock()
+    self._closing = False  # of `_wake_up`, which other threads use
     self._wake_up, posted = (self._network.context.socket(zmq.PAIR) for _ in range(2))
     posted.bind("inproc://events")
     self._wake_up.connect("inproc://events")
@@ -62,7 +109,7 @@ class Endpoint:
   def start(
     self,
     protocol: WorkerProtocol,
-    answers: Mapping[Kind, Callable[[Piece], Piece]],
+    answers: Mapping[PieceKind, Callable[[Piece], Piece]],
     lose: Callable[[str], Exception],
     name: str,
   ) -> None:
@@ -74,9 +121,16 @@ class Endpoint:
       lose: saves what is to be saved after the server was lost, as the message says; every request raises the result.
       name: of the thread.
     """
-    self._protocol, self._answer, self._lose = protocol, answers, lose
+    self._protocol = protocol
+    self._answer = answers
+    self._lose = lose
     self._thread = threading.Thread(target=self._run, daemon=True, name=name)
     self._thread.start()
+
+  def make_membership(self, number: int, **options: Any) -> Membership:
+    """The place of a worker that uses this endpoint, with the options of `Membership`."""
+    outlets = self.tell, self.send, self.reply
+    return Membership(number, self.address, self.timeout, time.monotonic(), *outlets, **options)
 
   # In other threads.
 
@@ -135,18 +189,20 @@ class Endpoint:
 
   def _connect(self) -> None:
     """Connects to the next server."""
-    self._server, self._connected = self._network.client(), next(self._servers)
+    self._server = self._network.client()
+    self._connected = next(self._servers)
     self._server.connect(self._connected)
     self._network.listen(self._server, lambda frames: self._handle(messages.parse_answer(frames[0])))
 
   def _run(self) -> None:
     """Runs the protocol until the worker leaves or the server is lost."""
     try:
-      while self._protocol.state != "ended":
+      membership = self._protocol.membership
+      while membership.state != "ended":
         self._protocol.tick(time.monotonic())
-        self._network.wait(self._protocol.interval)
+        self._network.wait(membership.interval)
         self._send_model()
-      awaited, seconds = self._protocol.lost
+      awaited, seconds = membership.lost
       if awaited:
         self._last_answer = self._lose(f"no {awaited} from the controller at {self._connected} for {seconds:g} s")
     except Exception as error:  # or the training loop would wait for ever
@@ -169,9 +225,10 @@ class Endpoint:
   def _send_model(self) -> None:
     """Sends the model to the next worker that has asked for it, after the one before has it."""
     if self._transfer is None or self._transfer.done:
-      self._transfer, peer = None, self._transfers.next(self._protocol.stand.round, time.monotonic())
+      self._transfer = None
+      peer = self._transfers.next(self._protocol.membership.position.round, time.monotonic())
       if peer is not None:
-        frames = self._answer[Kind.FETCH](Piece(Kind.FETCH, 0, 0)).pack()
+        frames = self._answer[PieceKind.FETCH](Piece(PieceKind.FETCH, 0, 0)).pack()
         self._transfer = self._data.send_multipart([peer, *frames], copy=False, track=True)
 
   def _handle(self, event: Any) -> None:
@@ -180,7 +237,7 @@ class Endpoint:
   def _from_worker(self, frames: list[bytes]) -> None:
     connection, *content = frames
     piece = messages.parse_piece(content)
-    if piece and piece.kind == Kind.FETCH:
+    if piece and piece.kind == PieceKind.FETCH:
       self._transfers.ask(connection, piece, time.monotonic())
     elif piece and piece.kind in self._answer:
       self._data.send_multipart([connection, *self._answer[piece.kind](piece).pack()], copy=False)

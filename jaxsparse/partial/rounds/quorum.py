@@ -16,8 +16,7 @@ import secrets
 from typing import NamedTuple
 
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.partial.controller import Group, Rejected
-from jaxsparse.partial.messages import Stand
+from jaxsparse.partial.net.messages import Group, Rejected, RoundPosition
 
 _MOST_DOUBLINGS = 6  # of the rounds that two workers are apart
 
@@ -63,7 +62,7 @@ class Quorum:
     grace: seconds for which a worker that is ready waits for others when K of them are ready.
 
   Attributes:
-    stand: the last round whose result counted, as `Stand` says, and `digest` of its result; 0 if another server knew.
+    position: of the last round whose result counted, and `digest` of that; 0 if another server knew.
     lost: how many workers were lost, and `lost_weight` the sum of what they had trained and not delivered.
     paused: whether no round begins: after its start a server waits for workers that know more than others, and later
       for one that fetches the anchor.
@@ -74,12 +73,12 @@ class Quorum:
 
   Example:
     >>> quorum = Quorum(3, quorum=2, first=6)
-    >>> [quorum.join(worker, Stand()) for worker in range(3)]
+    >>> [quorum.join(worker, RoundPosition()) for worker in range(3)]
     [None, None, None]
-    >>> quorum.ready(0, 4, Stand()), quorum.ready(2, 1, Stand()), quorum.release()
+    >>> quorum.ready(0, 4, RoundPosition()), quorum.ready(2, 1, RoundPosition()), quorum.release()
     ([], [], [Group(members=(0, 2), weights=(0.8, 0.2), iteration=0, initial=0.0, number=7)])
-    >>> quorum.done(0, 7, digest=99), quorum.done(2, 7, digest=99).digest, quorum.stand
-    (None, 99, Stand(round=1, base=7, last=0))
+    >>> quorum.done(0, 7, digest=99), quorum.done(2, 7, digest=99).digest, quorum.position
+    (None, 99, RoundPosition(round=1, base=7, last=0))
   """
 
   def __init__(self, workers: int, quorum: int, *, grace: float = 2.0, first: int | None = None):
@@ -87,8 +86,13 @@ class Quorum:
     check_whole("quorum", 1, workers, quorum=quorum)
     if not isinstance(grace, int | float) or not grace >= 0:
       raise ValueError(f"grace={grace!r}, choose 0 seconds or more")
-    self.workers, self.quorum, self.grace = workers, quorum, float(grace)
-    self.stand, self.digest, self.lost, self.lost_weight = Stand(), 0, 0, 0
+    self.workers = workers
+    self.quorum = quorum
+    self.grace = float(grace)
+    self.position = RoundPosition()
+    self.digest = 0
+    self.lost = 0
+    self.lost_weight = 0
     self.over = self.paused = False
     # Another number for each server, or pieces of a group of one before could be taken for those of a later one.
     self._number = secrets.randbits(61) if first is None else first
@@ -116,7 +120,7 @@ class Quorum:
     """The workers that are ready and in no group, the longest-waiting first."""
     return tuple(self._ready)
 
-  def join(self, worker: int, stand: Stand) -> Group | None:
+  def join(self, worker: int, position: RoundPosition) -> Group | None:
     """A worker is there, or there again, ready for nothing: the group whose result counts for nobody then.
 
     The worker that has been through most rounds tells a new controller which was the last one.
@@ -127,18 +131,19 @@ class Quorum:
     self._forget(worker)
     self._present.add(worker)
     self.over = False
-    if self._under_way is None and stand.round > self.stand.round:
-      self.stand, self.digest = Stand(stand.round, stand.base), 0
+    if self._under_way is None and position.round > self.position.round:
+      self.position = RoundPosition(position.round, position.base)
+      self.digest = 0
       self._ready.clear()  # they are behind
     return group
 
-  def ready(self, worker: int, weight: int, stand: Stand) -> list[Group]:
+  def ready(self, worker: int, weight: int, position: RoundPosition) -> list[Group]:
     """A worker has something to deliver; the round that begins now, if any.
 
     Args:
       worker: its number.
       weight: of each of its steps beside those of other workers.
-      stand: where it stands.
+      position: where it stands.
 
     Raises:
       Behind: if its anchor is not that of the last round.
@@ -147,16 +152,16 @@ class Quorum:
     if worker in self._ready or self._round_of(worker):
       raise Rejected(f"duplicate: worker {worker} is ready already")
     if weight < 0:
-      raise Rejected(f"weight {weight} of worker {worker} is malformed, send 0 or more")
-    if (stand.round, stand.base) != self.stand[:2]:
+      raise Rejected(f"weight {weight} of worker {worker} must be >= 0")
+    if (position.round, position.base) != self.position[:2]:
       raise Behind
     self._ready.append(worker)
     self._expected[worker] = weight
     return self.begin_if_all_ready()
 
   def begin_if_all_ready(self) -> list[Group]:
-    """The round of all workers that are there, if all are ready; after the first one without those that are new."""
-    expected = set(self._expected) if self.stand.round else self._present
+    """The round of all workers that are there, if all are ready. After round 1, newcomers need not be ready."""
+    expected = set(self._expected) if self.position.round else self._present
     return self.release() if expected == set(self._ready) else []
 
   def release(self) -> list[Group]:
@@ -167,7 +172,8 @@ class Quorum:
     members = tuple(sorted(chosen))
     total = sum(self._expected.values())
     weights = tuple(self._expected[worker] / total if total else 1 / len(members) for worker in members)
-    self._under_way, self._digests = Group(members, weights, self.stand.round, number=self._number), {}
+    self._under_way = Group(members, weights, self.position.round, number=self._number)
+    self._digests = {}
     self._ready = [worker for worker in self._ready if worker not in members]
     return [self._under_way]
 
@@ -197,9 +203,10 @@ class Quorum:
     failures, number = self._apart.get(frozenset((worker, other)), (0, 0))
     return failures > 0 and self._number < number + 2 ** min(failures, _MOST_DOUBLINGS)
 
-  def go_back(self, stand: Stand) -> None:
-    """Nobody has the anchor of the last round any more: the last one is that of this stand."""
-    self.stand, self.digest = Stand(stand.round, stand.base), 0
+  def go_back(self, position: RoundPosition) -> None:
+    """Nobody has the anchor of the last round any more: the last one is that of this position."""
+    self.position = RoundPosition(position.round, position.base)
+    self.digest = 0
 
   def done(self, worker: int, number: int, digest: int) -> Verdict | None:
     """A member has the result of a round, which counts if all of them have it."""
@@ -213,7 +220,9 @@ class Quorum:
     (agreed, _), *_ = collections.Counter(self._digests.values()).most_common(1)
     differing = tuple(worker for worker in group.members if self._digests[worker] != agreed)
     verdict = Verdict(group, agreed, differing, self.waiting)
-    self.stand, self.digest, self._under_way = Stand(self.stand.round + 1, number), agreed, None
+    self.position = RoundPosition(self.position.round + 1, number)
+    self.digest = agreed
+    self._under_way = None
     self._ready.clear()
     self._counted |= dict.fromkeys(group.members, number)
     self._apart = {pair: failures for pair, failures in self._apart.items() if not pair.issubset(group.members)}
@@ -250,7 +259,8 @@ class Quorum:
     self._forget(worker)
     self._apart = {pair: failures for pair, failures in self._apart.items() if worker not in pair}
     if weight is not None:
-      self.lost, self.lost_weight = self.lost + 1, self.lost_weight + weight
+      self.lost = self.lost + 1
+      self.lost_weight = self.lost_weight + weight
     self.over = not self._present and weight is None
     return group, self.begin_if_all_ready()
 
@@ -271,5 +281,6 @@ class Quorum:
   def _drop_round_of(self, worker: int) -> Group | None:
     """The same, whose result counts for nobody from now on."""
     if group := self._round_of(worker):
-      self._under_way, self._failed = None, group
+      self._under_way = None
+      self._failed = group
     return group

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def own(base: jax.Array, moved: jax.Array, dtype: Any) -> jax.Array:
+def parameters(base: jax.Array, moved: jax.Array, dtype: Any) -> jax.Array:
   """θ_w, for the optimizer of the worker."""
   return (base - moved).astype(dtype)
 
 
 @jax.jit
-def moved(base: Any, moved: Any, params: Any) -> Any:
+def movement(base: Any, before: Any, params: Any) -> Any:
   """Base − θ_w: what it was when `step` returned parameters last, and what was moved since."""
 
   def add(base: jax.Array, moved: jax.Array, param: jax.Array) -> jax.Array:
-    return moved + (own(base, moved, param.dtype).astype(jnp.float32) - param.astype(jnp.float32))
+    return moved + (parameters(base, moved, param.dtype).astype(jnp.float32) - param.astype(jnp.float32))
 
-  return jax.tree.map(add, base, moved, params)
+  return jax.tree.map(add, base, before, params)
 
 
 @jax.jit

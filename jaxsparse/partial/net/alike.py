@@ -1,4 +1,4 @@
-"""What all workers of a run need alike: the leaves of their parameters, options, and the values at the start."""
+"""What training may start from: finite parameters whose leaves, options and values all workers of a run have alike."""
 
 import hashlib
 import itertools
@@ -6,12 +6,47 @@ import json
 import zlib
 from typing import Any, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse.sparse.flatten import leaves_by_name
 
 _LONGEST = 1 << 19  # characters of a part; that of a model with some ten thousand leaves is replaced by its digest
+
+
+REFUSALS = 10  # so many models of one worker in succession that are not finite raise an error
+
+
+def first_not_finite(params: Any) -> str | None:
+  """The path of the first leaf with NaN or Inf (in float32); None if there is none.
+
+  Example:
+    >>> first_not_finite({"b": np.zeros(2), "w": np.array([1.0, np.nan])})
+    "params['w']"
+  """
+  with np.errstate(over="ignore"):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+      if not np.isfinite(np.asarray(leaf, np.float32)).all():
+        return f"params{jax.tree_util.keystr(path)}"
+  return None
+
+
+def check_start(params: Any) -> None:
+  """Raises TypeError or ValueError with the name of the leaf if training cannot start from a model.
+
+  Example:
+    >>> check_start({"step": 3})
+    Traceback (most recent call last):
+    ...
+    TypeError: params['step'] has dtype int32, choose floating point: keep other leaves out of the parameters
+  """
+  for where, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
+      choice = "choose floating point: keep other leaves out of the parameters"
+      raise TypeError(f"params{jax.tree_util.keystr(where)} has dtype {dtype.name}, {choice}")
+  if path := first_not_finite(params):
+    raise ValueError(f"{path} is not finite: training has to start from finite parameters")
 
 
 class Alike(NamedTuple):
@@ -34,7 +69,8 @@ class Alike(NamedTuple):
   @classmethod
   def of(cls, params: Any, **options: Any) -> Self:
     """That of a worker that starts from `params`, and has options with short representations."""
-    layout, start = list[str](), list[str]()
+    layout = list[str]()
+    start = list[str]()
     for name, leaf in leaves_by_name(params).items():
       checksum = zlib.crc32(np.ascontiguousarray(np.asarray(leaf, np.float32)).data)
       layout.append(f"params{name} of {jnp.result_type(leaf).name}{list(jnp.shape(leaf))}")
@@ -66,7 +102,7 @@ class Alike(NamedTuple):
     """
     parts = [(self.layout, others.layout), *[(self.start, others.start)] * at_start]
     pairs = itertools.chain(*(itertools.zip_longest(*part, fillvalue="nothing") for part in parts))
-    return next((f"{own}, the others have {other}" for own, other in pairs if own != other), None)
+    return next((f"{line}, the others have {other}" for line, other in pairs if line != other), None)
 
 
 def _shortened(lines: list[str]) -> tuple[str, ...]:

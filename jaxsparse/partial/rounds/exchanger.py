@@ -3,18 +3,16 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxsparse.comm.peers import Message
-from jaxsparse.partial.controller import Group
-from jaxsparse.partial.messages import Kind, Piece, Stand
-from jaxsparse.partial.outer_step import Anchor, OuterStep, Result
-from jaxsparse.partial.round_protocol import Done, Send
+from jaxsparse.partial.net.messages import Group, Piece, PieceKind, RoundPosition
+from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
 from jaxsparse.sparse.flatten import all_finite
 
 _LOG = logging.getLogger(__name__)
@@ -22,8 +20,22 @@ _FIRST = 3  # sizes of groups for which a worker compiles before the first round
 _all_finite = jax.jit(all_finite)
 
 
+class Done(NamedTuple):
+  """Event: the exchange of round `number` has ended; `digest` is that of its result, None without one."""
+
+  number: int
+  digest: int | None
+
+
+class Send(NamedTuple):
+  """Event: the exchange of a round sends a piece to a member."""
+
+  member: int
+  piece: Piece
+
+
 class Run:
-  """The messages of one exchange, with the methods of `Average`: the program of the outer step sends and waits.
+  """The messages of one exchange: the program of the outer step sends and waits.
 
   After `fail` nothing is sent, and zeros are received at once, so that the program ends; its result is dropped.
 
@@ -34,32 +46,24 @@ class Run:
     missing: the member whose message it waits for, None for none.
   """
 
-  done = False  # of the average; whether a round counts is said by the server
-
   def __init__(self, group: Group, number: int, post: Callable[[Any], object]):
-    self.group, self.digest = group, 0
+    self.group = group
+    self.digest = 0
     self.result: Result | None = None
+    self.failed = False
     self.missing: int | None = None
-    self._me, self._post = number, post
-    self._changed, self.failed = threading.Condition(), False
+    self._me = number
+    self._post = post
+    self._changed = threading.Condition()
     self._received: dict[tuple[int, int], np.ndarray] = {}  # by sender and tag
     self._tag = 0
 
-  def needs(self, number: int, _: int) -> bool:
-    """Whether this is the exchange of group `number`: it takes all members."""
-    return number == self.group.number
-
-  def begin(self) -> Iterable[tuple[int, Piece]]:
-    """Nothing: the program of the outer step sends the first pieces, too."""
-    return ()
-
-  def receive(self, piece: Piece) -> Iterable[tuple[int, Piece]]:
+  def receive(self, piece: Piece) -> None:
     """Takes a piece of a member."""
     with self._changed:
-      if piece.kind == Kind.MESSAGE and piece.sender in self.group.members:
+      if piece.kind == PieceKind.MESSAGE and piece.sender in self.group.members:
         self._received.setdefault((piece.sender, piece.tag), piece.values)
         self._changed.notify()
-    return ()
 
   def fail(self) -> None:
     """Ends the exchange without a result."""
@@ -69,12 +73,13 @@ class Run:
 
   def exchange(self, messages: Sequence[Message]) -> list[np.ndarray]:
     """Messages of the program, as `PeerComm.send`; they are numbered alike at all members."""
-    first, members = self._tag + 1, self.group.members
+    first = self._tag + 1
+    members = self.group.members
     self._tag += len(messages)
     for tag, (words, destination, _) in enumerate(messages, start=first):
       if destination is not None and members[destination] != self._me and not self.failed:
         values = np.array(words).view(np.float32)  # XLA reuses the buffer of a callback
-        self._post(Send(members[destination], Piece(Kind.MESSAGE, self.group.number, self._me, values, tag)))
+        self._post(Send(members[destination], Piece(PieceKind.MESSAGE, self.group.number, self._me, values, tag)))
     return [self._receive(words, source, tag) for tag, (words, _, source) in enumerate(messages, start=first)]
 
   def _receive(self, words: np.ndarray, source: int | None, tag: int) -> np.ndarray:
@@ -99,7 +104,7 @@ class Run:
 
 
 class Exchanger:
-  """The anchor of a worker, and its exchanges, one at a time: `round_protocol.Exchange`.
+  """The anchor of a worker, and its exchanges, one at a time.
 
   Args:
     outer: the outer step; also an attribute.
@@ -112,19 +117,24 @@ class Exchanger:
     given: θ − θ_w, what this worker gives in the next round.
     delivered: the result of the last round of this worker that counted.
     is_final: whether this worker leaves for good.
-    returned: what it gave in a round that did not count in the end, after a second server decided otherwise.
+    returned: movement of a revoked round, to give again.
   """
 
   def __init__(self, outer: OuterStep, anchor: Anchor, number: int):
-    self.anchor, self.given, self.group = anchor, anchor.params, Group((), (), 0)
-    self._sizes, self.is_final = (1, 1), False
+    self.outer = outer
+    self.anchor = anchor
+    self.group = Group((), (), 0)
+    self.given = anchor.params
     self.delivered: Result | None = None
+    self.is_final = False
     self.returned: Any = None
-    self.outer, self._number = outer, number
+    self._number = number
+    self._sizes = 1, 1
     self._before: tuple[Anchor, Any] | None = None  # the anchor before the last round, and what was given in it
     self._run: Run | None = None
     self._inherited: list[np.ndarray] | None = []  # residuals taken over since the last exchange began; None: no more
-    self._thread, self._compiler = futures.ThreadPoolExecutor(1), futures.ThreadPoolExecutor(1)
+    self._thread = futures.ThreadPoolExecutor(1)
+    self._compiler = futures.ThreadPoolExecutor(1)
     self.post: Callable[[Any], None]  # gives the protocol an event; to be set before the first exchange
 
   def begin(self, group: Group) -> Run:
@@ -135,49 +145,52 @@ class Exchanger:
     return run
 
   def _exchange(self, run: Run, anchor: Anchor, given: Any) -> None:
-    group, rank = run.group, run.group.members.index(self._number)
+    group = run.group
+    rank = run.group.members.index(self._number)
     try:
-      size, weight = len(group.members), group.weights[rank]
-      run.result = self.outer.run(anchor, given, weight, size, rank, group.number, run.exchange)
+      facts = group.weights[rank], len(group.members), rank, group.number
+      run.result = self.outer.run(anchor, given, *facts, run.exchange)
       run.digest = self.outer.digest(run.result.anchor)
       self.post(Done(group.number, None if run.failed else run.digest))
     except Exception as error:  # raised by the training loop
       self.post(error)
 
-  def commit(self) -> Stand:
+  def commit(self) -> RoundPosition:
     """The result of the exchange that is done counts."""
     run = self._run
     assert run is not None
     assert run.result is not None
     if run.result.skipped:
-      skipped = f"round {run.group.iteration + 1} of {run.group.names} is skipped"
-      _LOG.warning(f"worker {self._number}: {skipped}: the sum of what they gave, or the outer step, is not finite")
+      reason = "the sum of what they gave, or the outer step, is not finite"
+      _LOG.warning(f"worker {self._number}: {run.group.round} is skipped: {reason}")
     self._before = self.anchor, self.given
-    self.anchor, self.delivered, self.group = run.result.anchor, run.result, run.group
+    self.anchor = run.result.anchor
+    self.delivered = run.result
+    self.group = run.group
     for residual in self._inherited or ():
       self.anchor = self.outer.add_residual(self.anchor, residual)
     for size in (self.anchor.size - 1, self.anchor.size + 1):  # of the group if a worker is lost, or joins
       self._compiler.submit(self._compile, size)
-    return self.anchor.stand
+    return self.anchor.position
 
-  def go_back(self) -> Stand:
+  def go_back(self) -> RoundPosition:
     """The result that has counted last differs from that of most members: the anchor is again that before."""
     assert self._before is not None
     before, _ = self._before
     self.anchor = self.outer.with_residual(before, self.anchor)
-    return self.anchor.stand
+    return self.anchor.position
 
   def drop(self) -> None:
     """The exchange that was begun last counts for nobody."""
     if self._run:
       self._run.fail()
 
-  def counts(self, model: Piece, stand: Stand) -> bool | None:
-    """Whether round `last` of this worker's stand counts for a donor, from its anchor; None if that does not say."""
+  def was_committed(self, model: Piece, position: RoundPosition) -> bool | None:
+    """Whether the donor's anchor includes round `position.last`; None if the donor cannot know it yet."""
     anchor = self._unpack(model)
-    if anchor is None or anchor.stand.round < stand.round or anchor.stand[:2] == stand[:2]:
+    if anchor is None or anchor.position.round < position.round or anchor.position[:2] == position[:2]:
       return None
-    return anchor.follows(Stand(stand.round + 1, stand.last))
+    return anchor.follows(RoundPosition(position.round + 1, position.last))
 
   def _unpack(self, model: Piece) -> Anchor | None:
     try:
@@ -186,7 +199,7 @@ class Exchanger:
       _LOG.warning(f"worker {self._number} refuses the anchor of another worker: {error}")
       return None
 
-  def adopt(self, model: Piece, base: int, digest: int) -> Stand | None:
+  def adopt(self, model: Piece, base: int, digest: int) -> RoundPosition | None:
     """Takes the anchor of a donor; the residual of this worker stays, and what it gives.
 
     Not one that is older, nor that of round `base` with another digest than this one, unless that is 0.
@@ -194,15 +207,15 @@ class Exchanger:
     anchor = self._unpack(model)
     if anchor is None:
       return None
-    differs = digest and anchor.stand.base == base and self.outer.digest(anchor) != digest
-    if differs or anchor.stand.round < self.anchor.stand.round:
+    differs = digest and anchor.position.base == base and self.outer.digest(anchor) != digest
+    if differs or anchor.position.round < self.anchor.position.round:
       return None
-    if self._before and not anchor.follows(self.anchor.stand):  # its last round does not count
+    if self._before and not anchor.follows(self.anchor.position):  # its last round does not count
       before, self.returned = self._before
       anchor = self.outer.with_residual(anchor, before)
       self._before = None
     self.anchor = anchor
-    return anchor.stand
+    return anchor.position
 
   def inherit(self, piece: Piece) -> Piece:
     """Takes over the residual of a worker that leaves; the answer has the number 1, or 0 where that is not possible."""
@@ -216,7 +229,7 @@ class Exchanger:
       with contextlib.suppress(ValueError):  # before its first round it had nowhere to keep a residual
         before, given = self._before
         self._before = self.outer.add_residual(before, piece.values), given
-    return Piece(Kind.TAKEN, int(taken), self._number)
+    return Piece(PieceKind.TAKEN, int(taken), self._number)
 
   def hand_over(self) -> np.ndarray:
     """The residual, for another worker if it `is_final`: this one leaves, and takes none over any more."""
@@ -226,7 +239,7 @@ class Exchanger:
   def model(self) -> Piece:
     """The anchor, for a worker that joins or has missed a round."""
     content = self.outer.pack(self.anchor)
-    return Piece(Kind.MODEL, self.anchor.stand.round, self._number, np.frombuffer(content, np.float32))
+    return Piece(PieceKind.MODEL, self.anchor.position.round, self._number, np.frombuffer(content, np.float32))
 
   def compile(self, sizes: tuple[int, int]) -> None:
     """Compiles the outer step for the group that this worker joins, with it and without; at first for the largest.
@@ -235,7 +248,8 @@ class Exchanger:
       sizes: the smallest and the largest group.
     """
     self._sizes = sizes
-    last, (_, most) = self.anchor.size, sizes
+    last = self.anchor.size
+    (_, most) = sizes
     for size in (last, last + 1) if last else range(most, most - _FIRST, -1):
       self._compile(size)
 

@@ -12,52 +12,21 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxsparse.partial.messages import Says
+from jaxsparse.partial.net.alike import REFUSALS, first_not_finite
+from jaxsparse.partial.net.messages import WorkerMessage
 from jaxsparse.sparse.flatten import flatten
 
-REFUSALS = 10  # so many models of one worker in succession that are not finite raise an error
-
 _all_finite = jax.jit(lambda vector: jnp.isfinite(vector).all())
-
-
-def first_not_finite(params: Any) -> str | None:
-  """The path of the first leaf with NaN or Inf (in float32); None if there is none.
-
-  Example:
-    >>> first_not_finite({"b": np.zeros(2), "w": np.array([1.0, np.nan])})
-    "params['w']"
-  """
-  with np.errstate(over="ignore"):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-      if not np.isfinite(np.asarray(leaf, np.float32)).all():
-        return f"params{jax.tree_util.keystr(path)}"
-  return None
-
-
-def check_start(params: Any) -> None:
-  """Raises TypeError or ValueError with the name of the leaf if training cannot start from a model.
-
-  Example:
-    >>> check_start({"step": 3})
-    Traceback (most recent call last):
-    ...
-    TypeError: params['step'] has dtype int32, choose floating point: keep other leaves out of the parameters
-  """
-  for where, leaf in jax.tree_util.tree_leaves_with_path(params):
-    if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
-      choice = "choose floating point: keep other leaves out of the parameters"
-      raise TypeError(f"params{jax.tree_util.keystr(where)} has dtype {dtype.name}, {choice}")
-  if path := first_not_finite(params):
-    raise ValueError(f"{path} is not finite: training has to start from finite parameters")
 
 
 class Refusals:
   """Checks the models of one worker; `count` is how many in succession were not finite, 0 after a finite one."""
 
   def __init__(self, worker: int):
-    self._worker, self.count, self.last = worker, 0, ""
+    self._worker = worker
+    self.count = 0
+    self.last = ""
 
   def refuse(self, vector: jax.Array, iteration: int, unflatten: Callable[[jax.Array], Any]) -> bool:
     """Returns whether a model is not finite; `last` names its first such leaf then, and is logged.
@@ -84,7 +53,9 @@ class BaseWorker(abc.ABC):
   """A worker; it leaves when its `with` block ends."""
 
   def __init__(self, number: int, entries: int, unflatten: Callable[[jax.Array], Any]):
-    self.number, self._entries, self._unflatten = number, entries, unflatten
+    self.number = number
+    self._entries = entries
+    self._unflatten = unflatten
     self._refusals = Refusals(number)
 
   @property
@@ -114,7 +85,7 @@ class BaseWorker(abc.ABC):
       FloatingPointError: for parameters that are not finite, if no other worker has a finite trained model, or at the
         tenth time in succession.
     """
-    return self._average(Says.READY, params, iteration)
+    return self._average(WorkerMessage.READY, params, iteration)
 
   def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
     """Averages with all workers that have not left, for an evaluation or at the end; waits until all of them call it.
@@ -122,7 +93,7 @@ class BaseWorker(abc.ABC):
     Arguments, results and errors are those of `reduce`, which it may follow without a step in between. A worker whose
     parameters are not finite takes part with the model of another worker.
     """
-    return self._average(Says.SYNCHRONIZE, params, iteration)
+    return self._average(WorkerMessage.SYNCHRONIZE, params, iteration)
 
   @abc.abstractmethod
   def leave(self) -> None:
@@ -136,24 +107,24 @@ class BaseWorker(abc.ABC):
     """Leaves."""
     self.leave()
 
-  def _average(self, says: Says, params: Any, iteration: int) -> tuple[Any, int]:
+  def _average(self, kind: WorkerMessage, params: Any, iteration: int) -> tuple[Any, int]:
     vector = flatten(params)[0]
     if vector.size != self._entries:
       raise ValueError(f"params have {vector.size} entries, the initial ones have {self._entries}")
     if refused := self._refusals.refuse(vector, iteration, self._unflatten):
       try:
-        vector, iteration = self._ask(Says.NOT_FINITE, vector, iteration)
+        vector, iteration = self._ask(WorkerMessage.NOT_FINITE, vector, iteration)
       except FloatingPointError as error:
         raise FloatingPointError(
           f"{self._refusals.last}, and no other worker has a trained model that is: restart from parameters saved "
           "earlier, for example with a smaller learning rate"
         ) from error
-    if says == Says.SYNCHRONIZE or not refused:
-      vector, iteration = self._ask(says, vector, iteration)
+    if kind == WorkerMessage.SYNCHRONIZE or not refused:
+      vector, iteration = self._ask(kind, vector, iteration)
     return self._unflatten(vector), iteration
 
   @abc.abstractmethod
-  def _ask(self, says: Says, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+  def _ask(self, kind: WorkerMessage, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
     """A model and its iteration: the average of a group (READY) or of all, or another worker's model (NOT_FINITE).
 
     Raises:

@@ -26,9 +26,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
-from jaxsparse.partial.base import BaseWorker, check_start
-from jaxsparse.partial.controller import Controller, Group
-from jaxsparse.partial.messages import Says
+from jaxsparse.partial.groups.base import BaseWorker
+from jaxsparse.partial.groups.controller import Controller
+from jaxsparse.partial.net.alike import check_start
+from jaxsparse.partial.net.messages import Group, WorkerMessage
 from jaxsparse.sparse.flatten import flatten
 
 _AXIS = "group"
@@ -50,10 +51,10 @@ class Devices:
 
   Example:
     >>> import threading, jax, jax.numpy as jnp, jaxsparse as js
-    >>> found = {}
+    >>> averages = {}
     >>> def train(worker):
     ...   with worker:
-    ...     found[worker.number] = worker.reduce(worker.params + worker.number, 1)
+    ...     averages[worker.number] = worker.reduce(worker.params + worker.number, 1)
     >>> workers = js.partial.Devices(js.partial.Controller(2, 2), jax.devices()[:1] * 2, jnp.zeros(2))
     Traceback (most recent call last):
     ...
@@ -63,7 +64,7 @@ class Devices:
     ...   threads = [threading.Thread(target=train, args=(workers.worker(number),)) for number in range(2)]
     ...   for thread in threads: thread.start()
     ...   for thread in threads: thread.join()
-    ...   assert found[0][0].tolist() == found[1][0].tolist() == [0.5, 0.5]
+    ...   assert averages[0][0].tolist() == averages[1][0].tolist() == [0.5, 0.5]
   """
 
   def __init__(self, controller: Controller, devices: Sequence[jax.Device], params: Any):
@@ -72,8 +73,11 @@ class Devices:
       raise ValueError(f"{workers}: give each worker a device of its own")
     check_start(params)
     vector, self.unflatten = flatten(params)
-    self.controller, self.devices, self.params = controller, tuple(devices), params
-    self.entries, self._initial = vector.size, [jax.device_put(vector, device) for device in devices]
+    self.controller = controller
+    self.devices = tuple(devices)
+    self.params = params
+    self.entries = vector.size
+    self._initial = [jax.device_put(vector, device) for device in devices]
     self._lock = threading.Lock()  # of the controller, and of the two that follow
     self._waiting: dict[int, tuple[jax.Array, int, futures.Future]] = {}  # for a group: model, iteration, and answer
     self._seeking: dict[int, futures.Future] = {}  # answers of workers that wait for the model of another worker
@@ -98,15 +102,19 @@ class Devices:
       self._program(members)
     return len(groups)
 
-  def _ask(self, number: int, says: Says, model: _Model, patience: float | None) -> _Model:
+  def _ask(self, number: int, kind: WorkerMessage, model: _Model, patience: float | None) -> _Model:
     """The answer to a worker's signal; ready workers are released each time that it has waited for `patience`."""
-    answer, groups, (vector, iteration) = futures.Future[_Model](), list[Group](), model
+    answer = futures.Future[_Model]()
+    groups = list[Group]()
+    (vector, iteration) = model
     with self._lock:
-      if says == Says.NOT_FINITE:
+      if kind == WorkerMessage.NOT_FINITE:
         self.controller.replaced(number)
         self._seeking[number] = answer
       else:
-        groups = (self.controller.ready if says == Says.READY else self.controller.synchronize)(number, iteration)
+        groups = (self.controller.ready if kind == WorkerMessage.READY else self.controller.synchronize)(
+          number, iteration
+        )
         self._waiting[number] = jax.device_put(vector, self.devices[number]), iteration, answer
       self._answer_seekers()
     self._average(groups)
@@ -184,16 +192,20 @@ class DeviceWorker(BaseWorker):
 
   def __init__(self, workers: Devices, number: int):
     super().__init__(number, workers.entries, workers.unflatten)
-    self._workers, self.device = workers, workers.devices[number]
-    self.params, self.iteration = jax.device_put(workers.params, self.device), 0
+    self._workers = workers
+    self.device = workers.devices[number]
+    self.params = jax.device_put(workers.params, self.device)
+    self.iteration = 0
     self._step_began = time.monotonic()
 
   def leave(self) -> None:
     """Leaves: the other workers continue without this one."""
     self._workers._leave(self.number)
 
-  def _ask(self, says: Says, vector: jax.Array, iteration: int) -> _Model:
+  def _ask(self, kind: WorkerMessage, vector: jax.Array, iteration: int) -> _Model:
     took = max(time.monotonic() - self._step_began, _LEAST_PATIENCE)
-    model = self._workers._ask(self.number, says, (vector, iteration), None if says == Says.NOT_FINITE else took)
+    model = self._workers._ask(
+      self.number, kind, (vector, iteration), None if kind == WorkerMessage.NOT_FINITE else took
+    )
     self._step_began = time.monotonic()
     return model

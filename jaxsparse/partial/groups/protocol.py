@@ -1,0 +1,235 @@
+"""The protocol of a worker of partial reduce: a pure state machine, without sockets and clocks.
+
+Events go in with the time at which they happen:
+
+    Request(READY, model) ──┐                         ┌──> tell(Signal(READY, …))    the server
+    Answer(GROUP)         ──┼──> handle(event, now) ──┼──> send(address, piece)      to another member of the group
+    Piece(PART, …)        ──┘                         └──> reply(average)            to the training loop
+
+A server that is silent may come back. Until it has been silent for its own limit and `reconnect` seconds more, the
+worker goes on sending heartbeats. A server that was restarted at the same address rejects them; the worker sends HELLO
+then, and repeats its open request.
+
+An average fails if the server sends ABORT, or if no piece arrives for `timeout` seconds: the worker keeps its model and
+sends FAILED, then READY again. A worker whose model is not finite joins again, with NOT_FINITE in place of HELLO, which
+the server answers once it can name a donor. A broken connection does not prove that another worker is dead: one that
+leaves in good order closes its connections while its last pieces are still in transit.
+
+A member of a group sends its parts as soon as it hears of the group, which may be before this worker does. Only parts
+can be early, since a mean needs the parts of all members; each member sends one; and it waits for one group at a time.
+So the early parts of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries.
+"""
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxsparse.partial.groups.average import Average
+from jaxsparse.partial.net.membership import EarlyPieces, Membership, Unreachable
+from jaxsparse.partial.net.messages import Answer, Group, Piece, PieceKind, ServerMessage, WorkerMessage
+
+_LOG = logging.getLogger(__name__)
+
+
+class Model(NamedTuple):
+  """A flat model and the number of iterations that it has been trained for."""
+
+  vector: np.ndarray
+  iteration: int
+
+
+class Request(NamedTuple):
+  """Event: the training loop asks for something; every request but BYE has one reply.
+
+  READY averages `model` with a group, SYNCHRONIZE with all workers; NOT_FINITE gets the model of another worker. HELLO
+  is open from the beginning: it gets the model to start from.
+  """
+
+  kind: WorkerMessage
+  model: Model | None = None
+
+
+Event = Request | Answer | Piece | Unreachable
+
+
+@dataclasses.dataclass(eq=False)
+class GroupProtocol:
+  """The protocol of one worker.
+
+  Example:
+    >>> outlets = {"tell_server": print, "send": print, "answer_loop": print}
+    >>> place = Membership(3, "tcp://127.0.0.1:9", 5.0, 0.0, **outlets, limit=5.0, reconnect=60.0)
+    >>> protocol = GroupProtocol(place, np.zeros(2, np.float32))
+    >>> protocol.tick(0.1)
+    Signal(kind=<WorkerMessage.HELLO: 1>, worker=3, value=0, address='tcp://127.0.0.1:9', position=...)
+    >>> protocol.handle(Answer(ServerMessage.WELCOME, {"limit": 5.0, "donor": None}), 0.2)
+    Model(vector=array([0., 0.], dtype=float32), iteration=0)
+    >>> protocol.handle(Request(WorkerMessage.READY, Model(np.ones(2, np.float32), 1)), 0.3)
+    Signal(kind=<WorkerMessage.READY: 2>, worker=3, value=1, address='', position=...)
+  """
+
+  membership: Membership
+  initial: np.ndarray  # f32[n], the model that training starts from
+
+  def __post_init__(self) -> None:
+    self.model = Model(self.initial, 0)  # the newest, for those who fetch it and for the file of a lost server
+    self._request = WorkerMessage.HELLO  # the last one
+    self._average: Average | None = None  # in progress; the request is open
+    self._addresses: dict[int, str] = {}  # of the current group's members
+    self._settled = 0  # no piece is owed to, or expected from, groups up to this number
+    self._early = EarlyPieces(self.initial.size)
+
+  def handle(self, event: Event, now: float) -> None:
+    """Does what an event asks for; nothing after the end."""
+    membership = self.membership
+    if membership.state == "ended":
+      return
+    membership.now = now
+    match event:
+      case Request(WorkerMessage.BYE):
+        self._leave()
+      case Request():
+        self._take_request(event)
+      case Answer():
+        self._take_answer(event)
+      case Piece(PieceKind.MODEL):
+        if membership.state == "fetching" and event.values.size == self.initial.size:
+          self._reply(Model(event.values, event.number))
+      case Piece():
+        self._take_piece(event)
+      case Unreachable(address):
+        membership.miss_donor(address)
+
+  def tick(self, now: float) -> None:
+    """Time has passed: repeats signals, and gives up what has taken too long."""
+    membership = self.membership
+    if membership.state == "ended":
+      return
+    membership.tick(now)
+    if now > membership.patience and (self._average or membership.state != "joined"):
+      self._give_up()
+    elif now > membership.deadline:
+      membership.lose_server()
+    else:
+      membership.repeat_signal(WorkerMessage.NOT_FINITE if self._waits_for_a_finite_model else WorkerMessage.HELLO)
+
+  def _give_up(self) -> None:
+    """Goes on without the message that has not come for `timeout` seconds, if possible."""
+    membership = self.membership
+    if self._average:
+      self._fail(self._average, f"no message of a member for {membership.timeout:g} s")
+    elif self._waits_for_a_finite_model:
+      membership.reply(FloatingPointError(f"no model from another worker for {membership.timeout:g} s"))
+    elif membership.state == "joining":
+      membership.lose("WELCOME", membership.timeout)
+    elif self._request == WorkerMessage.HELLO:  # the donor's model is that to start from
+      silence = f"no model from {membership.donor} for {membership.timeout:g} s"
+      membership.reply(RuntimeError(f"worker {membership.number}: {silence}"))
+      self._leave()
+    else:
+      membership.donor = None
+      self._begin_request()
+
+  def _leave(self) -> None:
+    self.membership.tell(WorkerMessage.BYE, self._settled)
+    self.membership.state = "ended"
+
+  # Requests of the training loop.
+
+  @property
+  def _waits_for_a_finite_model(self) -> bool:
+    return self.membership.waits and self._request == WorkerMessage.NOT_FINITE
+
+  def _take_request(self, request: Request) -> None:
+    self._request = request.kind
+    self.membership.waits = True
+    self.model = request.model or self.model
+    if self.membership.state == "joined":
+      self.membership.wait()
+      self._begin_request()
+
+  def _begin_request(self) -> None:
+    """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
+    membership = self.membership
+    membership.state = "joined"
+    if membership.donor and self._request != WorkerMessage.SYNCHRONIZE:  # all average with the models that they have
+      membership.fetch()
+    elif self._request == WorkerMessage.HELLO:
+      self._reply(self.model)
+    elif self._request == WorkerMessage.NOT_FINITE:
+      membership.join_again(0)
+    else:
+      membership.tell(self._request, self.model.iteration)
+
+  def _reply(self, model: Model) -> None:
+    self.model = model
+    self.membership.reply(model)
+
+  # Answers of the server.
+
+  def _take_answer(self, answer: Answer) -> None:
+    membership = self.membership
+    kind, content = answer
+    if kind == ServerMessage.WELCOME and membership.state == "joining":
+      membership.enter(content["limit"], content["donor"])
+      self._early.pieces.clear()
+      if membership.waits:
+        self._begin_request()
+    elif kind == ServerMessage.GROUP and self._awaits_group:
+      self._start_average(content)
+    elif kind == ServerMessage.ABORT and self._average and self._average.needs(content["number"], content["worker"]):
+      self._fail(self._average, f"worker {content['worker']} is lost")
+    elif kind == ServerMessage.REJECTED:
+      self._take_rejection(content["reason"])
+    membership.hear()
+
+  def _take_rejection(self, reason: str) -> None:
+    if reason.startswith("nobody:"):
+      if self._waits_for_a_finite_model:
+        self.membership.reply(FloatingPointError(reason))
+    elif self.membership.take_rejection(reason, awaits_group=self._awaits_group):
+      self._average = None
+      self._settled = 0
+
+  # The average of a group.
+
+  @property
+  def _awaits_group(self) -> bool:
+    """Whether a GROUP message may still be in transit."""
+    return self.membership.state == "joined" and self.membership.waits and self._average is None
+
+  def _start_average(self, content: dict[str, Any]) -> None:
+    group, self._addresses = Group.parse(content)
+    average = self._average = Average(group, self.membership.number, self.model.vector, self.initial)
+    early = [average.receive(part) for part in self._early.take(group.number)]
+    self._progress(average, itertools.chain(average.begin(), *early))
+
+  def _take_piece(self, piece: Piece) -> None:
+    if self._average and self._average.group.number == piece.number:
+      self._progress(self._average, self._average.receive(piece))
+    elif piece.number > self._settled and piece.kind != PieceKind.MEAN and self._awaits_group:
+      self._early.keep(piece)
+
+  def _progress(self, average: Average, pieces: Iterable[tuple[int, Piece]]) -> None:
+    """Sends pieces, and answers the request if the average is done."""
+    self.membership.wait()
+    for member, piece in pieces:
+      self.membership.send(self._addresses[member], piece)
+    if average.done:
+      self._settle(average)
+      self._reply(Model(average.result, average.group.iteration))
+
+  def _settle(self, average: Average) -> None:
+    self._settled = average.group.number
+    self._average = None
+
+  def _fail(self, average: Average, reason: str) -> None:
+    """Keeps the model of this worker and asks for another group."""
+    _LOG.warning(f"worker {self.membership.number}: no average of {average.group.names}: {reason}")
+    self._settle(average)
+    self.membership.tell(WorkerMessage.FAILED, self._settled)
+    self._begin_request()

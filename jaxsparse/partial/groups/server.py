@@ -1,0 +1,131 @@
+"""The server's protocol with the workers of a `Controller`: a state machine without sockets and clocks.
+
+Workers form groups without one that is dead, and members of its current group receive ABORT, except if its BYE says
+that it owes nothing to that group: all that they wait for is in transit then. The group filter lets a worker that is
+ready wait for others no longer than its own last step took.
+"""
+
+import dataclasses
+
+from jaxsparse.partial.groups.controller import Controller
+from jaxsparse.partial.net.membership import Member, Members
+from jaxsparse.partial.net.messages import Group, Rejected, ServerMessage, Signal, WorkerMessage
+
+
+@dataclasses.dataclass
+class GroupMember(Member):
+  """What the server knows of a worker that has joined."""
+
+  step_began: float = 0.0  # when it joined, or its last group was formed
+  patience: float = 0.0  # once it is ready: until when it waits for the group filter, as long as its step took
+  iteration: int = 0  # of its model; 0 if that is not trained, or not finite
+  seeks: bool = False  # its model is not finite, and there is no donor for it yet
+  group: Group | None = None  # the last one
+  hellos: int = -1  # how often it has repeated HELLO: each names the next donor, it may not reach all of them
+
+
+class GroupServer:
+  """The server's protocol.
+
+    receive(connection, frames, now) ──> Controller.ready(…) ──> Group(…) ──> send(connection, frame) to each member
+    tick(now)                        ──> heartbeats, dead workers are dropped, ready workers are released
+
+  Args:
+    controller: the state machine that forms groups; over when none of its workers is alive.
+    members: the workers that are there.
+    first: what is added to the numbers of groups in messages. Another one for each server at an address, or pieces for
+      a group of a server before it could be taken for those of a group of this one.
+
+  Example:
+    >>> from jaxsparse.partial.net import messages
+    >>> send = lambda connection, frame: print(connection, messages.parse_answer(frame)) or True
+    >>> server = GroupServer(Controller(2, 2), Members(GroupMember, send, limit=5.0, now=0.0))
+    >>> server.receive(b"one", [Signal(WorkerMessage.HELLO, 1, 3, "tcp://127.0.0.1:9").pack()], now=0.1)
+    b'one' Answer(kind=<ServerMessage.WELCOME: 1>, content={'limit': 5.0, 'donor': None})
+  """
+
+  def __init__(self, controller: Controller, members: Members[GroupMember], first: int = 0):
+    self.members = members
+    self._controller = controller
+    self._first = first
+
+  def receive(self, connection: bytes, frames: list[bytes], now: float) -> None:
+    """Handles a message of a connection."""
+    self.members.receive(connection, frames, now, self._handle)
+
+  def tick(self, now: float) -> None:
+    """Sends heartbeats, and drops dead workers; to be called several times in `limit` seconds."""
+    for worker in self.members.tick(now):
+      self._leave(worker)
+    if any(self.members.known[worker].patience < now for worker in self._controller.waiting):
+      self._announce(self._controller.release())
+
+  def _handle(self, connection: bytes, signal: Signal) -> None:
+    kind, worker, value = signal[:3]
+    if kind in (WorkerMessage.HELLO, WorkerMessage.NOT_FINITE):
+      self._take_hello(connection, signal)
+      return
+    member = self.members.find(connection, worker)
+    if kind == WorkerMessage.BYE:
+      self._leave(worker, settled=value)
+    elif kind in (WorkerMessage.READY, WorkerMessage.SYNCHRONIZE):
+      is_ready = kind == WorkerMessage.READY
+      groups = (self._controller.ready if is_ready else self._controller.synchronize)(worker, value)
+      member.patience = self.members.now + (self.members.now - member.step_began)
+      member.iteration = value
+      member.seeks = False
+      self._announce(groups)
+    elif kind == WorkerMessage.FAILED:
+      groups = self._controller.failed(worker, value - self._first)
+      self._abort(worker, member.group)
+      self._announce(groups)
+
+  def _take_hello(self, connection: bytes, signal: Signal) -> None:
+    """Joins a worker, or names another donor to one that has joined; it is no donor until it is ready again."""
+    worker = signal.worker
+    has_trained = any(member.iteration for member in self.members.known.values())
+    self.members.check(connection, signal, at_start=not has_trained)
+    if worker in self._controller.alive:
+      self._controller.replaced(worker)
+    else:
+      self._announce(self._controller.join(worker))
+    member = self.members.join(connection, signal)
+    member.step_began = self.members.now
+    member.iteration = 0
+    member.group = None
+    member.hellos += 1
+    self._welcome(signal, member)
+
+  def _welcome(self, signal: Signal, member: GroupMember) -> None:
+    known = self.members.known
+    donors = sorted((other for other in known.values() if other.iteration), key=lambda other: -other.iteration)
+    member.seeks = signal.kind == WorkerMessage.NOT_FINITE and not donors
+    if not member.seeks:
+      donor = donors[member.hellos % len(donors)].address if donors else None
+      self.members.tell([signal.worker], ServerMessage.WELCOME, limit=self.members.limit, donor=donor)
+    elif all(other in known and known[other].seeks for other in self._controller.alive):
+      raise Rejected("nobody: no worker has a finite model")
+
+  def _leave(self, worker: int, settled: int = 0) -> None:
+    """Continues without a worker; it owes nothing to groups up to number `settled`."""
+    groups = self._controller.leave(worker)
+    member = self.members.forget(worker)
+    if member and member.group and member.group.number > settled:
+      self._abort(worker, member.group)
+    self._announce(groups)
+
+  def _announce(self, groups: list[Group]) -> None:
+    for formed in groups:
+      group = formed._replace(number=formed.number + self._first)
+      for worker in group.members:
+        member = self.members.known[worker]
+        member.iteration = group.iteration
+        member.group = group
+        member.step_began = self.members.now
+      self.members.tell_group(group)
+
+  def _abort(self, worker: int, group: Group | None) -> None:
+    """Tells the other members of a worker's group that it sends no more pieces; those that need none ignore that."""
+    if group:
+      others = [member for member in group.members if member != worker]
+      self.members.tell(others, ServerMessage.ABORT, number=group.number, worker=worker)

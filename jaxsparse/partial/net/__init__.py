@@ -1,0 +1,1 @@
+"""What both products share: messages, sockets and keys, the thread of a worker, and who is there."""

@@ -1,0 +1,293 @@
+"""Who is there: `Membership` is a worker's place at its server, `Members` are the workers at a server.
+
+State machines without sockets and clocks, which the protocols of both products have as a part. All times are seconds.
+
+The server alone decides that a worker is dead: its connection is gone, or its thread has sent no heartbeat for `limit`
+seconds, whatever its training loop does. A message that is malformed, or a signal that is unknown, duplicate or stale,
+is answered by REJECTED with the reason, and changes nothing.
+
+A HELLO with the number of a worker that has joined comes from its successor, restarted after a crash that the server
+has not noticed yet, or from a second worker that was given the same number by mistake. It is rejected as "duplicate",
+which may be retried; as "taken" once the worker that has joined was heard after it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.alike import Alike
+from jaxsparse.partial.net.messages import (
+  Piece,
+  PieceKind,
+  Rejected,
+  RoundPosition,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+)
+
+RETRY = 0.2  # seconds between two HELLO, or two NOT_FINITE
+_BEATS = 5  # heartbeats in the time after which the server drops a silent worker
+_PULSE = 1.0  # seconds between two heartbeats at most: the next one proves that a second worker has the same number
+_PROBES = 10  # heartbeats of the server to each worker in `limit` seconds
+_START = RoundPosition()
+_UNKNOWN = Alike()
+
+
+class Unreachable(NamedTuple):
+  """Event: the connection to another worker is closed, or cannot be made."""
+
+  address: str
+
+
+@dataclasses.dataclass(eq=False)
+class Membership:
+  """The place of one worker at its server, which is in one of several states.
+
+  joining     sends HELLO until the server answers WELCOME; again if the server has dropped this worker
+  fetching    waits for the model of the donor, another worker, that the server has named
+  joined      serves requests of the training loop
+  leaving     in rounds: has said goodbye, and waits for another worker to take over its residual
+  ended       the worker has left, was rejected, or has lost the server; nothing happens any more
+  """
+
+  number: int  # of this worker
+  address: str  # where other workers reach this one
+  timeout: float  # how long to wait for WELCOME, and for each message of another worker
+  now: float
+  tell_server: Callable[[Signal], None]
+  send: Callable[[str, Piece], None]  # to the worker at an address; may handle `Unreachable` before it returns
+  answer_loop: Callable[[Any], None]  # the training loop raises exceptions
+  limit: float  # how long the server may be silent; it states its own limit in WELCOME
+  reconnect: float = 0.0  # how long to wait for a server that has been silent for its limit
+  state: Literal["joining", "fetching", "joined", "leaving", "ended"] = "joining"
+  position: RoundPosition = _START  # in rounds
+  alike: Alike = _UNKNOWN  # what all workers need alike
+  donor: str | None = None  # the address of the worker whose model has to replace that of this one
+  waits: bool = True  # whether a request of the training loop is open; the first one is that for a start
+  lost: tuple[str, float] = ("", 0.0)  # once the server is lost, which message has not come for how many seconds
+
+  def __post_init__(self) -> None:
+    self.deadline = self.now + self.limit  # for the next message of the server
+    self.patience = self.now + self.timeout  # for WELCOME, and for the next message of another worker
+    self._last_tick = self.now
+    self._next_signal = self.now  # when HELLO, NOT_FINITE or BEAT is sent
+
+  @property
+  def interval(self) -> float:
+    """Seconds between two ticks, at most."""
+    return min(RETRY, self.limit / _BEATS)
+
+  def tick(self, now: float) -> None:
+    """Time has passed."""
+    self.now = now
+    if now - self._last_tick > self.limit / 2:  # this process was suspended, messages may be unread
+      self.deadline = max(self.deadline, now + self.limit)
+      self.patience = max(self.patience, now + self.limit)
+    self._last_tick = now
+
+  def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
+    """Sends a signal to the server."""
+    self.tell_server(Signal(kind, self.number, value, position=self.position, **facts))
+
+  def repeat_signal(self, hello: WorkerMessage = WorkerMessage.HELLO, undelivered: int = 0) -> None:
+    """Sends HELLO, or NOT_FINITE, while joining, and heartbeats with what is not delivered later, when it is time."""
+    if self.now < self._next_signal:
+      return
+    if self.state == "joining":
+      self.tell(hello, address=self.address, alike=self.alike)
+      self._next_signal = self.now + RETRY
+    else:
+      self.tell(WorkerMessage.BEAT, undelivered)
+      self._next_signal = self.now + min(self.limit / _BEATS, _PULSE)
+
+  def hear(self) -> None:
+    """The server has sent something."""
+    self.deadline = self.now + self.limit + self.reconnect
+
+  def enter(self, limit: float, donor: str | None) -> None:
+    """The server has answered WELCOME."""
+    self.state = "joined"
+    self.limit = limit
+    self.donor = donor
+
+  def join_again(self, delay: float) -> None:
+    """From now on this worker is no member, and says HELLO after so many seconds."""
+    self.state = "joining"
+    self._next_signal = self.now + delay
+
+  def wait(self, seconds: float | None = None) -> None:
+    """Waits for so long, or `timeout`, for the next message of another worker."""
+    self.patience = self.now + (self.timeout if seconds is None else seconds)
+
+  def fetch(self, round_: int = 0) -> bool:
+    """Asks the donor for its model, in rounds once it has been through that round; whether it can be reached."""
+    assert self.donor
+    self.state = "fetching"
+    self.send(self.donor, Piece(PieceKind.FETCH, round_, self.number))
+    return self.state == "fetching"
+
+  def miss_donor(self, address: str) -> None:
+    """The worker at an address cannot be reached: the server names another donor, if that is this one's."""
+    if self.state == "fetching" and address == self.donor:
+      self.join_again(RETRY)
+
+  def reply(self, answer: Any) -> None:
+    """Answers the request of the training loop."""
+    self.state = "joined"
+    self.waits = False
+    self.donor = None
+    self.answer_loop(answer)
+
+  def take_rejection(self, reason: str, *, awaits_group: bool) -> bool:
+    """Whether the server does not know this worker, which joins again; other reasons answer the open request."""
+    kind = reason.partition(":")[0]
+    if kind != "absent":
+      if kind != "duplicate" and (awaits_group or self.state == "joining"):
+        state = "ended" if self.state == "joining" else "joined"
+        self.reply(ValueError(f"worker {self.number}: {reason}"))  # if no request is open, the next one raises it
+        self.state = state  # type: ignore[assignment]
+    elif self.state != "joining":  # the server has dropped this worker and aborted its group, or is another server
+      self.wait()
+      self.join_again(RETRY)
+    return kind == "absent"
+
+  def lose(self, awaited: str, seconds: float) -> None:
+    """Ends without the server."""
+    self.state = "ended"
+    self.lost = awaited, seconds
+
+  def lose_server(self) -> None:
+    """Ends because the server is silent."""
+    self.lose("sign of life", self.limit + self.reconnect)
+
+
+@dataclasses.dataclass(eq=False)
+class EarlyPieces:
+  """Pieces of a group that the server has not named yet: a member sends as soon as it hears of the group."""
+
+  entries: int  # that all members may send before this one hears of it; more are forged, and could fill the memory
+  pieces: dict[tuple[int, int], Piece] = dataclasses.field(default_factory=dict)  # by sender and tag
+
+  def keep(self, piece: Piece) -> None:
+    """Keeps a piece in place of that with the same sender and tag."""
+    self.pieces.pop((piece.sender, piece.tag), None)
+    kept = sum(other.values.size for other in self.pieces.values())
+    if kept + piece.values.size <= self.entries + messages.MOST_MEMBERS:
+      self.pieces[piece.sender, piece.tag] = piece
+
+  def take(self, number: int) -> list[Piece]:
+    """Those of a group; no other group can come any more."""
+    pieces = [piece for piece in self.pieces.values() if piece.number == number]
+    self.pieces.clear()
+    return pieces
+
+
+@dataclasses.dataclass
+class Member:
+  """What a server knows of a worker that has joined."""
+
+  connection: bytes = b""
+  address: str = ""  # where other workers reach it
+  heard: float = 0.0  # when its last message came
+  rivals: dict[bytes, float] = dataclasses.field(default_factory=dict)  # since when others send HELLO with its number
+
+
+M = TypeVar("M", bound=Member)
+
+
+@dataclasses.dataclass(eq=False)
+class Members(Generic[M]):
+  """The workers at a server: who has joined by which connection, and who is dead."""
+
+  record: Callable[[], M]  # makes what the server knows of a worker: a `Member` with what the product adds
+  send: Callable[[bytes, bytes], bool]  # a frame to a connection without waiting; False if the connection is gone
+  limit: float  # seconds of silence after which a worker is dropped
+  now: float
+  dead_at: dict[int, float] = dataclasses.field(default_factory=dict)  # who is dropped when, if no message comes
+  rejected: int = 0  # messages
+  known: dict[int, M] = dataclasses.field(default_factory=dict)  # by the number of the worker
+  alike: Alike = _UNKNOWN  # what the workers that are there have alike
+
+  def __post_init__(self) -> None:
+    self._last_tick = self.now
+    self._next_probe = self.now
+
+  def receive(
+    self, connection: bytes, frames: list[bytes], now: float, handle: Callable[[bytes, Signal], None]
+  ) -> None:
+    """Has the product handle the signal of a connection; answers one that is malformed or `Rejected`."""
+    self.now = now
+    try:
+      signal = messages.parse_signal(frames)
+      handle(connection, signal)
+    except Rejected as error:
+      self.rejected += 1
+      self.send(connection, messages.pack_answer(ServerMessage.REJECTED, reason=str(error)))
+      return
+    member = self.known.get(signal.worker)
+    if member and member.connection == connection:
+      member.heard = now
+      self.dead_at[signal.worker] = now + self.limit
+
+  def tick(self, now: float, **beat: Any) -> list[int]:
+    """Sends heartbeats, with these facts, and returns who is dead; to be called several times in `limit` seconds."""
+    self.now = now
+    if now - self._last_tick > self.limit / 2:  # this process was suspended, messages of workers may be unread
+      self.dead_at = {worker: max(end, now + self.limit) for worker, end in self.dead_at.items()}
+    self._last_tick = now
+    if now > self._next_probe:
+      self._next_probe = now + self.limit / _PROBES
+      frame = messages.pack_answer(ServerMessage.BEAT, **beat)
+      for worker, member in self.known.items():
+        if not self.send(member.connection, frame):  # dropped a little later, after its last messages
+          self.dead_at[worker] = min(self.dead_at[worker], self._next_probe)
+    return [worker for worker, end in self.dead_at.items() if end < now]
+
+  def tell(self, workers: Iterable[int], kind: ServerMessage, **content: Any) -> None:
+    """Sends an answer to those of the workers that are there."""
+    frame = messages.pack_answer(kind, **content)
+    for worker in workers:
+      if worker in self.known:
+        self.send(self.known[worker].connection, frame)
+
+  def tell_group(self, group: messages.Group) -> None:
+    """Tells the members that they are a group."""
+    addresses = [self.known[worker].address for worker in group.members]
+    self.tell(group.members, ServerMessage.GROUP, **group._asdict(), addresses=addresses)
+
+  def find(self, connection: bytes, worker: int) -> M:
+    """What is known of a worker that has joined by this connection."""
+    member = self.known.get(worker)
+    if member is None or member.connection != connection:
+      raise Rejected(f"absent: worker {worker} has not joined by this connection, it has to send HELLO")
+    return member
+
+  def check(self, connection: bytes, signal: Signal, *, at_start: bool) -> None:
+    """Raises Rejected unless a worker may join: its number is free, and it has what the others have."""
+    worker = signal.worker
+    member = self.known.get(worker)
+    if member and member.connection != connection:
+      asked = member.rivals.setdefault(connection, self.now)
+      if member.heard > asked and self.send(member.connection, messages.pack_answer(ServerMessage.BEAT)):
+        del member.rivals[connection]
+        raise Rejected(f"taken: a living worker has the number {worker}, choose another one or end that worker first")
+      raise Rejected(f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s")
+    if self.known.keys() - {worker} and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
+      raise Rejected(f"unlike: worker {worker} has {unlike}")
+
+  def join(self, connection: bytes, signal: Signal) -> M:
+    """What is known of a worker that is there from now on, or is there again."""
+    member = self.known.setdefault(signal.worker, self.record())
+    member.connection = connection
+    member.address = signal.address
+    member.heard = self.now
+    member.rivals.clear()
+    self.alike = signal.alike
+    return member
+
+  def forget(self, worker: int) -> M | None:
+    """A worker is not there any more; what was known of it."""
+    self.dead_at.pop(worker, None)
+    return self.known.pop(worker, None)

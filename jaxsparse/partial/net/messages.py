@@ -1,0 +1,238 @@
+"""The messages of workers and their server as bytes: signals, answers, and pieces of models.
+
+    worker ──> server    kind u8 | worker u16 | value i64 | RoundPosition i64 × 3 | digest i64 | missing i32
+                         HELLO and NOT_FINITE: address, \\n, alike
+    server ──> worker    kind u8 | JSON
+    worker ──> worker    kind u8 | number i64 | sender u16 | tag u32         and in a second frame, 4-byte words
+
+Integers are big-endian. Bytes are parsed strictly: the server answers a malformed signal with the reason, a worker
+ignores a malformed piece.
+"""
+
+import contextlib
+import enum
+import json
+import re
+import struct
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from jaxsparse.partial.net.alike import Alike
+
+_SIGNAL = struct.Struct("!BHqqqqqi")
+_PIECE = struct.Struct("!BqHI")
+_ADDRESS = re.compile(r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII)
+LONGEST = 1 << 21  # bytes of a signal or a handshake; a connection that sends a longer message is closed
+MOST_MEMBERS = 2**16  # of a group: numbers of workers have 16 bits
+
+
+class Rejected(ValueError):
+  """A message that the server rejects, with the reason; its state has not changed."""
+
+
+class Group(NamedTuple):
+  """Workers that exchange; in partial reduce each continues with Σ weights[i] · model[i] + initial · (initial model).
+
+  Attributes:
+    members: numbers of the workers, ascending.
+    weights: of what the members give, in the order of `members`.
+    iteration: in partial reduce the largest one of the members, from which all continue; in rounds the round, from 0.
+    initial: weight of the model that training started from; 0 except for dynamic weights with `missing="initial"`.
+    number: in messages.
+  """
+
+  members: tuple[int, ...]
+  weights: tuple[float, ...]
+  iteration: int
+  initial: float = 0.0
+  number: int = 0
+
+  @classmethod
+  def parse(cls, content: dict[str, Any]) -> tuple[Self, dict[int, str]]:
+    """The group in a GROUP answer, and the addresses of its members by their numbers."""
+    group = cls(**{name: content[name] for name in cls._fields})
+    group = group._replace(members=tuple(group.members), weights=tuple(group.weights))
+    return group, dict(zip(group.members, content["addresses"], strict=True))
+
+  @property
+  def names(self) -> str:
+    """The members in words."""
+    return f"workers {', '.join(map(str, self.members))}"
+
+  @property
+  def round(self) -> str:
+    """The group of a round in words."""
+    return f"round {self.iteration + 1} of {self.names}"
+
+
+class WorkerMessage(enum.IntEnum):
+  """The kinds of signals, from a worker to the server."""
+
+  HELLO = 1  # joins; with the address for other workers, and what all workers need alike
+  READY = 2  # has done `value` iterations, or in rounds has steps of the weight `value`, and waits for a group
+  FAILED = 3  # could not exchange with group `value`, for lack of a message of worker `missing`
+  BYE = 4  # leaves, and owes no piece to groups up to number `value`
+  BEAT = 5  # heartbeat; in rounds `value` is the weight that the worker has trained for and not delivered
+  SYNCHRONIZE = 6  # has done `value` iterations and waits for the average of all workers
+  NOT_FINITE = 7  # HELLO of a worker whose model is not finite: welcome once another worker has a model for it
+  DONE = 8  # has the result of round `value`, with this `digest`
+  STATUS = 9  # asks a server of rounds what it knows of the run; the sender need not be a worker
+
+
+class ServerMessage(enum.IntEnum):
+  """The kinds of answers, from the server to a worker."""
+
+  WELCOME = 1  # to HELLO; with the limit, and the address of the donor, a worker with the model to start from
+  GROUP = 2  # a `Group` of which the worker is a member, with the addresses of all members
+  ABORT = 3  # a member of a group sends no more pieces to it; with the numbers of both
+  BEAT = 4  # heartbeat; in rounds with the number of workers that are alive
+  REJECTED = 5  # to a signal that is rejected; with the reason
+  COMMIT = 6  # all members have the result of a round; with its number and digest, and a donor for another digest
+  BEHIND = 7  # to READY of a worker that has missed a round; with the address of a donor
+  STATUS = 8  # to STATUS
+
+
+class PieceKind(enum.IntEnum):
+  """The kinds of pieces, from a worker to another one."""
+
+  FETCH = 1  # asks for the receiver's model, without values; in rounds once that has been through round `number`
+  MODEL = 2  # to FETCH; number is the model's iteration, values are f32[n]
+  PART = 3  # the receiver's shard of the sender's model, for the average of group `number`
+  MEAN = 4  # the sender's shard of that average
+  MESSAGE = 5  # message `tag` of the sender to the receiver in round `number`
+  RESIDUAL = 6  # of a worker that leaves rounds, for the receiver to take over
+  TAKEN = 7  # to RESIDUAL; number is 1 if the receiver has taken it over, else 0
+
+
+class RoundPosition(NamedTuple):
+  """How far a worker of rounds is.
+
+  Attributes:
+    round: the number of rounds that its anchor has been through.
+    base: the number of the group of the last one; 0 before the first.
+    last: the number of a group whose result the worker has, without knowing whether it counts, 0 for none.
+  """
+
+  round: int = 0
+  base: int = 0
+  last: int = 0
+
+
+class Signal(NamedTuple):
+  """A message of a worker to the server: `value` as `WorkerMessage` describes it.
+
+  Attributes:
+    address: in HELLO and NOT_FINITE, where other workers reach this one.
+    alike: in HELLO and NOT_FINITE, what all workers need alike.
+    position: in rounds.
+    digest: in DONE of the result, 62 bits.
+    missing: in FAILED the member whose message is missing, -1 for none.
+
+  Example:
+    >>> Signal(WorkerMessage.READY, 3, 17).pack()[:11].hex()
+    '0200030000000000000011'
+  """
+
+  kind: WorkerMessage
+  worker: int
+  value: int = 0
+  address: str = ""
+  position: RoundPosition = RoundPosition()
+  alike: Alike = Alike()
+  digest: int = 0
+  missing: int = -1
+
+  def pack(self) -> bytes:
+    """The bytes of this signal."""
+    text = f"{self.address}\n{self.alike}" if self.address else ""
+    numbers = self.kind, self.worker, self.value, *self.position, self.digest, self.missing
+    return _SIGNAL.pack(*numbers) + text.encode()
+
+
+_JOINING = WorkerMessage.HELLO, WorkerMessage.NOT_FINITE
+
+
+class Answer(NamedTuple):
+  """A message of the server to a worker."""
+
+  kind: ServerMessage
+  content: dict[str, Any]
+
+
+class Piece(NamedTuple):
+  """A message of a worker to another one.
+
+  Example:
+    >>> parse_piece([bytes(frame) for frame in Piece(PieceKind.PART, 7, 3, np.ones(2, np.float32)).pack()])
+    Piece(kind=<PieceKind.PART: 3>, number=7, sender=3, values=array([1., 1.], dtype=float32), tag=0)
+  """
+
+  kind: PieceKind
+  number: int
+  sender: int
+  values: np.ndarray = np.empty(0, np.float32)
+  tag: int = 0
+
+  def pack(self) -> list[Any]:
+    """The frames of this piece, without copying the values."""
+    return [_PIECE.pack(self.kind, self.number, self.sender, self.tag), self.values.data]
+
+
+def parse_signal(frames: list[bytes]) -> Signal:
+  """Parses a message of a worker to the server.
+
+  Raises:
+    Rejected: if it is not exactly one signal.
+  """
+  with contextlib.suppress(ValueError, struct.error):
+    (frame,) = frames
+    kind, worker, value, *position, digest, missing = _SIGNAL.unpack(frame[: _SIGNAL.size])
+    address, newline, words = frame[_SIGNAL.size :].decode().partition("\n")
+    alike = Alike.parse(words) if newline else Alike()
+    signal = Signal(WorkerMessage(kind), worker, value, address, RoundPosition(*position), alike, digest, missing)
+    valid = _ADDRESS.fullmatch(address)  # the server hands it to other workers, which must be able to parse it
+    if (valid and 0 < int(valid[2]) < 2**16) if kind in _JOINING else not address:
+      return signal
+  raise Rejected(f"malformed: {frames!r:.100} is no signal")
+
+
+def parse_piece(frames: list[bytes]) -> Piece | None:
+  """The piece in a message of another worker; None for any other message."""
+  if len(frames) != 2 or len(frames[0]) != _PIECE.size or len(frames[1]) % 4:
+    return None
+  kind, number, sender, tag = _PIECE.unpack(frames[0])
+  return (
+    Piece(PieceKind(kind), number, sender, np.frombuffer(frames[1], np.float32), tag)
+    if kind in set(PieceKind)
+    else None
+  )
+
+
+def sender_of(frames: list[bytes]) -> int | None:
+  """The number of the worker that a signal or a piece says it is of; None for any other message.
+
+  Example:
+    >>> sender_of([Signal(WorkerMessage.READY, 3, 17).pack()]), sender_of([b"!"])
+    (3, None)
+  """
+  if piece := parse_piece(frames):
+    return piece.sender
+  with contextlib.suppress(Rejected):
+    return parse_signal(frames).worker
+  return None
+
+
+def pack_answer(kind: ServerMessage, **content: Any) -> bytes:
+  """The bytes of an answer.
+
+  Example:
+    >>> pack_answer(ServerMessage.ABORT, number=3)
+    b'\\x03{"number":3}'
+  """
+  return bytes([kind]) + json.dumps(content, separators=(",", ":")).encode()
+
+
+def parse_answer(frame: bytes) -> Answer:
+  """Parses a message of the server."""
+  return Answer(ServerMessage(frame[0]), json.loads(frame[1:]))

@@ -1,0 +1,77 @@
+"""Checks of what `Rounds` is given: options, and a saved state, which is sealed with a number and a digest."""
+
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsparse.collectives._base import check_whole
+from jaxsparse.partial.net import sockets
+from jaxsparse.partial.net.sockets import Keys
+
+_SEALED = {"anchor": np.uint8, "residual": np.float32, "moved": np.float32}
+
+
+def check_worker(address: str | Sequence[str], keys: Keys | None, number: int, fragments: int, state: Any) -> list[str]:
+  """The addresses of the server; raises ValueError for what does not fit."""
+  check_whole("Rounds", 0, 2**16 - 1, number=number)
+  addresses = [address] if isinstance(address, str) else list(address)
+  for each in addresses or [""]:
+    sockets.check_address(each, keys)
+  if state:
+    check_state(state, number, fragments)
+  return addresses
+
+
+def check_options(
+  every: int, fragments: int, delay: int, mixing: float | None, apply_residual: bool, **seconds: float | None
+) -> None:
+  """Raises ValueError for options outside the choices of `Rounds`."""
+  check_whole("Rounds", 1, every=every)
+  check_whole("Rounds", 1, every, fragments=fragments)
+  check_whole("Rounds", 0, every // fragments - 1, delay=delay)
+  if mixing is not None and not 0 <= mixing < 1:
+    raise ValueError(f"Rounds: mixing={mixing!r}, choose 0 up to less than 1, or None")
+  if apply_residual and mixing is not None:
+    raise ValueError(f"Rounds: apply_residual={apply_residual!r} with mixing={mixing!r}, choose one of them")
+  for name, value in seconds.items():
+    if value is not None and not 0 <= value <= threading.TIMEOUT_MAX:
+      raise ValueError(f"Rounds: {name}={value!r}, choose seconds from 0 to {threading.TIMEOUT_MAX:g}")
+
+
+def seal(state: dict[str, Any], number: int, run: int) -> dict[str, Any]:
+  """`state` with the numbers of its worker and of the run, and a digest of its large arrays."""
+  return state | {"number": np.int64(number), "run": np.int64(run), "digest": np.int64(_digest(state))}
+
+
+def check_state(state: dict[str, Any], number: int, fragments: int) -> None:
+  """Raises ValueError for a state of another worker or other options, a changed one, or one that is not finite.
+
+  Example:
+    >>> arrays = {"anchor": np.zeros(4, np.uint8), "residual": np.zeros(2, np.float32), "moved": np.ones(2, np.float32)}
+    >>> check_state(seal(arrays | {"fragments": 1}, number=3, run=1), number=2, fragments=1)
+    Traceback (most recent call last):
+    ...
+    ValueError: Rounds: number=2, but the state was saved by worker 3
+  """
+  if missing := {*_SEALED, "fragments", "number", "run", "digest"} - state.keys():
+    raise ValueError(f"Rounds: the state has no {', '.join(sorted(missing))}: give what `Rounds.state` was, whole")
+  if int(state["fragments"]) != fragments:
+    raise ValueError(f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}")
+  if int(state["number"]) != number:
+    raise ValueError(f"Rounds: number={number!r}, but the state was saved by worker {int(state['number'])}")
+  for name in ("residual", "moved"):
+    if not np.isfinite(state[name]).all():
+      raise ValueError(f"Rounds: the {name} in the state has NaN or Inf")
+  if int(state["digest"]) != (digest := _digest(state)):
+    changed = f"its digest is {digest:08x} in place of {int(state['digest']):08x}"
+    raise ValueError(f"Rounds: the state has changed since it was saved, {changed}: give one that was saved before")
+
+
+def _digest(state: dict[str, Any]) -> int:
+  digest = 0
+  for name, dtype in _SEALED.items():
+    digest = zlib.crc32(np.ascontiguousarray(np.asarray(state[name], dtype)).data, digest)
+  return digest

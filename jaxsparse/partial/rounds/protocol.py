@@ -1,0 +1,349 @@
+"""The protocol of a worker of rounds: a pure state machine, without sockets and clocks.
+
+    Request(READY, weight) ──> READY ──> GROUP: the exchange runs ──> Done(digest) ──> DONE ──> COMMIT: adopt, reply
+                                  └────> BEHIND: fetch the anchor of a donor, then READY again
+    ABORT, a member that cannot be reached, or no message for `timeout` seconds
+                  └────> drop what the exchange has computed, FAILED with the missing member, READY again
+    Request(BYE) ──> BYE ──> Piece(RESIDUAL) to a worker of an earlier round ──> Piece(TAKEN): the end
+
+Between DONE and COMMIT a worker does not know whether the round counts. If the server is gone then, it says so to the
+next one when it joins, which knows from the others, or decides.
+
+A server that is silent is no reason to end: training goes on, and the worker tries the next address, over and over. It
+also tries the next address when its server has too few workers for a round, since the others may be at another server.
+It waits longest at the first address, so that workers meet there.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxsparse.partial.net.membership import RETRY, EarlyPieces, Membership, Unreachable
+from jaxsparse.partial.net.messages import Answer, Group, Piece, PieceKind, RoundPosition, ServerMessage, WorkerMessage
+from jaxsparse.partial.rounds.exchanger import Done, Exchanger, Run, Send
+
+_LOG = logging.getLogger(__name__)
+_MOST_DOUBLINGS = 10
+_GOLDEN = 0.618  # the fractional parts of its multiples are well spread: each worker waits for another time
+
+
+class Request(NamedTuple):
+  """Event: the training loop asks for a place (HELLO, open at first) or a round (READY), or leaves (BYE)."""
+
+  kind: WorkerMessage
+  weight: int = 0  # of a step
+
+
+@dataclasses.dataclass(eq=False)
+class RoundProtocol:
+  """The protocol of one worker; answers to the training loop are the positions reached."""
+
+  membership: Membership
+  exchange: Exchanger  # runs the exchanges
+  entries: int  # of the model
+  switch: Callable[[], None]  # connects to the next server
+  servers: int = 1  # how many there are
+  grace: float = 0.0  # seconds for which workers wait for each other, as the server says
+  sizes: tuple[int, int] = (1, 1)  # the smallest and the largest group
+  undelivered: int = 0  # what it has trained for since it last delivered, for the server to count if it is lost
+
+  def __post_init__(self) -> None:
+    self._request = Request(WorkerMessage.HELLO)  # the last one
+    self._visits = 0  # of servers
+    self._quorum_until = self.membership.deadline
+    self._run: Run | None = None  # the exchange under way, or whose result is not known to count
+    self._settled = 0  # the number of the last group whose round counts, or does not; each server has random numbers
+    self._early = EarlyPieces(0)
+    self._doublings = 0  # of the time that the transfer of an anchor may take
+    self._leaves = False
+    self._heir = ""  # the address of who is asked to take over the residual
+    self._heirs = list[str]()  # and of those to ask later
+    self._addresses: dict[int, str] = {}  # of the members of the group
+    self._known: dict[int, str] = {}  # of the members of all rounds so far, those of the last one at the end
+    self._own_round = 0  # after the last round that counted with this worker, how many its anchor has been through
+    self._last = RoundPosition()  # the last round of all, as the server says
+    self._digest = 0  # of its result
+
+  def handle(self, event: Request | Answer | Piece | Unreachable | Done | Send | Exception, now: float) -> None:
+    """Does what an event asks for, nothing after the end; raises one that is an error of an exchange."""
+    membership = self.membership
+    if membership.state == "ended":
+      return
+    membership.now = now
+    match event:
+      case Piece(PieceKind.TAKEN, 1) if membership.state == "leaving":
+        membership.state = "ended"
+      case Piece(PieceKind.TAKEN) | Unreachable(self._heir) if membership.state == "leaving":
+        self._hand_over()
+      case _ if membership.state == "leaving":
+        pass
+      case Exception():
+        raise event
+      case Request(WorkerMessage.BYE):
+        self._leave()
+      case Request():
+        self._take_request(event)
+      case Answer():
+        self._take_answer(event)
+      case Piece(PieceKind.MODEL):
+        if membership.state == "fetching":
+          self._take_model(event)
+      case Piece():
+        self._take_piece(event)
+      case Unreachable(address) if self._run and address in self._addresses.values():
+        self._miss_member(next(member for member, other in self._addresses.items() if other == address))
+      case Unreachable(address):
+        membership.miss_donor(address)
+      case Done(number, digest) if self._runs(number):
+        self._take_result(number, digest)
+      case Send(member, piece) if self._runs(piece.number):
+        membership.wait()
+        membership.send(self._addresses[member], piece)
+
+  def tick(self, now: float) -> None:
+    """Time has passed: repeats signals, and gives up what has taken too long."""
+    membership = self.membership
+    if membership.state == "ended":
+      return
+    if membership.state == "leaving":
+      membership.state = "ended" if now > membership.patience else "leaving"
+      return
+    membership.tick(now)
+    if now > membership.patience and (self._run or membership.state != "joined"):
+      self._give_up()
+    elif now > membership.deadline:
+      self._miss_server()
+    else:
+      membership.repeat_signal(undelivered=self.undelivered)
+    is_idle = membership.state == "joining" or (membership.state == "joined" and not self._run)
+    if self.servers > 1 and is_idle and now > self._quorum_until:
+      self._miss_server()
+
+  def _give_up(self) -> None:
+    """Goes on without the message that has not come for `timeout` seconds."""
+    membership = self.membership
+    is_new = membership.waits and self._request.kind == WorkerMessage.HELLO and not membership.position.round
+    if self._leaves:
+      membership.state = "ended"
+    elif self._run and not membership.position.last:
+      missing = self._run.missing
+      silence = "no message" if missing is None else f"no message of worker {missing}"
+      self._fail(f"{silence} for {membership.timeout:g} s", missing)
+    elif membership.state == "joining" and is_new:
+      membership.lose("WELCOME", membership.timeout)
+    else:  # a server knows, or a donor, also whether the last round counts
+      membership.wait()
+      membership.join_again(0)
+
+  def _miss_member(self, member: int) -> None:
+    """A member cannot be reached: it misses messages of this worker, which may have the result already."""
+    assert self._run
+    if not self.membership.position.last:
+      self._fail(f"worker {member} cannot be reached at {self._addresses[member]}", member)
+    elif self.membership.state == "joined":
+      self.membership.tell(WorkerMessage.FAILED, self._run.group.number, missing=member)
+
+  def _miss_server(self) -> None:
+    """The server has been silent for too long, or has too few workers."""
+    self.membership.deadline = self.membership.now + self.membership.limit
+    self._visits += 1
+    self.switch()
+    self._await_quorum()
+    self._lose_place()
+    self.membership.join_again(0)
+
+  def _await_quorum(self) -> None:
+    """From now on; workers differ in how long, or they could miss each other again and again."""
+    limits = (2 + self.membership.number * _GOLDEN % 1) * (1 if self._visits % self.servers else 2)
+    self._quorum_until = self.membership.now + self.membership.limit * limits
+
+  def _lose_place(self) -> None:
+    """Keeps a result that may count."""
+    if self._run and not self.membership.position.last:
+      self._drop("the server does not count on this worker any more, or cannot be reached")
+
+  # Requests of the training loop.
+
+  def _take_request(self, request: Request) -> None:
+    self._request = request
+    self.membership.waits = True
+    if self.membership.state == "joined":
+      self.membership.wait()
+      self._begin_request()
+
+  def _begin_request(self) -> None:
+    """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
+    membership = self.membership
+    has_anchor = self._request.kind != WorkerMessage.HELLO or membership.position.round >= self._own_round
+    if not membership.donor and (self._run or (not self._leaves and not has_anchor)):
+      membership.join_again(RETRY)  # who has the anchor of the last round will know whether this one counts
+    elif self._leaves and not self._run:
+      self._hand_over()
+    elif membership.donor:  # a transfer that does not end in time is begun again with twice as long
+      if membership.fetch(self._last.round):
+        membership.wait(membership.timeout * 2**self._doublings)
+        self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
+    elif self._request.kind == WorkerMessage.HELLO:
+      membership.reply(membership.position)
+    else:
+      membership.state = "joined"
+      membership.tell(*self._request)
+
+  def _leave(self) -> None:
+    self._leaves = True
+    self.membership.wait()
+    if not (self._run and self.membership.position.last):  # else it will soon know whether the round counts
+      self._hand_over()
+
+  def _hand_over(self) -> None:
+    """Says goodbye, and gives the residual to the first worker that takes it, of the last round if one is there."""
+    membership = self.membership
+    if membership.state != "leaving":
+      if self._run:
+        self._drop("this worker leaves")
+      membership.tell(WorkerMessage.BYE, self._settled)
+      membership.state = "leaving"
+      self._residual = self.exchange.hand_over()
+      others = [address for member, address in self._known.items() if member != membership.number]
+      self._heirs = others if self._residual.any() else []
+    if self._heirs:
+      self._heir = self._heirs.pop()
+      membership.send(self._heir, Piece(PieceKind.RESIDUAL, 0, membership.number, self._residual))
+    else:
+      membership.state = "ended"
+
+  # Answers of the server.
+
+  def _take_answer(self, answer: Answer) -> None:
+    membership = self.membership
+    kind, content = answer
+    if "base" in content:
+      self._last = RoundPosition(content["round"], content["base"])
+      self._digest = content["digest"]
+      membership.alike = membership.alike._replace(run=content["run"])
+    if kind == ServerMessage.WELCOME and membership.state == "joining":
+      self._take_welcome(content)
+    elif kind == ServerMessage.GROUP and self._awaits_group:
+      self._start_round(content)
+    elif kind == ServerMessage.ABORT and self._runs(content["number"]):
+      self._fail(content["reason"])
+    elif kind == ServerMessage.REJECTED:
+      if membership.take_rejection(content["reason"], awaits_group=self._awaits_group):
+        self._lose_place()
+        self._settled = 0
+    elif kind == ServerMessage.COMMIT and self._runs(content["number"]) and membership.position.last:
+      self._commit(content)
+      if membership.state == "joined":
+        self._begin_request()
+    elif kind == ServerMessage.BEHIND and self._awaits_group:
+      self._fall_behind(content)
+    membership.hear()
+    if kind == ServerMessage.WELCOME or content.get("alive", 0) >= self.sizes[0]:
+      self._await_quorum()
+
+  def _take_welcome(self, content: dict[str, Any]) -> None:
+    position = self.membership.position
+    self.grace = content["grace"]
+    self.sizes = tuple(content["sizes"])
+    self._early = EarlyPieces(2 * self.sizes[1] * self.entries)  # an index and a value of each entry
+    if self._run and content["number"] == position.last:
+      self._commit(content)
+    elif self._run and content["base"] == position.base:
+      self._drop("the server has not heard that all members have the result")
+    self.membership.enter(content["limit"], content["donor"])
+    if self.membership.waits:
+      self._begin_request()
+
+  def _fall_behind(self, content: dict[str, Any]) -> None:
+    donor = self.membership.donor = content["donor"]
+    behind = f"is behind, with the anchor of round {self.membership.position.round} in place of {content['round']}"
+    _LOG.warning(f"worker {self.membership.number} {behind}, and fetches it from {donor}")
+    self._begin_request() if donor else self.membership.join_again(RETRY)
+
+  def _take_model(self, piece: Piece) -> None:
+    membership = self.membership
+    if self._run and (committed := self.exchange.was_committed(piece, membership.position)) is not None:
+      self._settle(counts=True) if committed else self._drop("another worker has an anchor without it")
+    if not self._run and (position := self.exchange.adopt(piece, self._last.base, self._digest)):
+      membership.position = position
+      membership.donor = None
+      membership.state = "joined"
+      self._doublings -= 1
+      membership.wait()
+      self._begin_request()
+    else:  # the donor may not have heard that the round counts
+      membership.join_again(RETRY)
+
+  # The exchange of a round.
+
+  @property
+  def _awaits_group(self) -> bool:
+    """Whether a GROUP message may still be in transit."""
+    return self.membership.state == "joined" and self.membership.waits and self._run is None
+
+  def _runs(self, number: int) -> bool:
+    """Whether this is the round whose exchange runs or has a result."""
+    return self._run is not None and self._run.group.number == number
+
+  def _start_round(self, content: dict[str, Any]) -> None:
+    group, self._addresses = Group.parse(content)
+    earlier = {member: address for member, address in self._known.items() if member not in group.members}
+    self._known = earlier | self._addresses
+    self._run = self.exchange.begin(group)
+    for piece in self._early.take(group.number):
+      self._run.receive(piece)
+    self.membership.wait()
+
+  def _take_piece(self, piece: Piece) -> None:
+    if self._run and self._runs(piece.number):
+      self._run.receive(piece)
+      self.membership.wait()
+    elif piece.number != self._settled and self._awaits_group:
+      self._early.keep(piece)
+
+  def _take_result(self, number: int, digest: int | None) -> None:
+    membership = self.membership
+    if digest is None:  # with a pause: members with other outer chains would fail again at once
+      self._drop("the exchange of this worker has failed")
+      membership.tell(WorkerMessage.FAILED, number)
+      membership.join_again(RETRY)
+    else:
+      membership.position = membership.position._replace(last=number)
+      if membership.state == "joined":
+        membership.tell(WorkerMessage.DONE, number, digest=digest)
+
+  def _commit(self, content: dict[str, Any]) -> None:
+    """The round counts; if its result is not that of most members, this worker fetches theirs."""
+    assert self._run
+    differs = content["digest"] not in (0, self._run.digest)
+    self._settle(counts=True)
+    if differs:
+      self.membership.position = self.exchange.go_back()
+      self.membership.donor = content["donor"]
+
+  def _drop(self, reason: str) -> None:
+    """The round of the exchange counts for nobody."""
+    assert self._run
+    _LOG.warning(f"worker {self.membership.number}: {self._run.group.round} counts for nobody: {reason}")
+    self._settle(counts=False)
+
+  def _settle(self, counts: bool) -> None:
+    """The exchange has a result that counts, or is dropped."""
+    assert self._run
+    self._settled = self._run.group.number
+    self._run = None
+    if counts:
+      self.membership.position = self.exchange.commit()
+      self._own_round = self.membership.position.round
+      self._request = Request(WorkerMessage.HELLO)  # of what the training loop waits for only the anchor is left
+    else:
+      self.exchange.drop()
+      self.membership.position = self.membership.position._replace(last=0)
+
+  def _fail(self, reason: str, missing: int | None = None) -> None:
+    """The round counts for nobody; asks for another one."""
+    self._drop(reason)
+    if self.membership.state == "joined":
+      self.membership.tell(WorkerMessage.FAILED, self._settled, missing=-1 if missing is None else missing)
+      self._begin_request()

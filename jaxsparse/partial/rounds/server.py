@@ -1,0 +1,340 @@
+"""The server's protocol with the workers of rounds: a state machine without sockets and clocks.
+
+    READY ──> Quorum.ready ──> GROUP to the members ──> DONE of each, with a digest ──> COMMIT to all of them
+                         └───> BEHIND, with the address of a donor
+
+After its start a server begins no round for `limit` seconds, unless all workers that may come are there. It asks each
+that joins for its position, since a server before it may have told only some of the members that a round counts.
+"""
+
+import collections
+import dataclasses
+import logging
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from jaxsparse.partial.net.membership import Member, Members
+from jaxsparse.partial.net.messages import (
+  Group,
+  Rejected,
+  RoundPosition,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+  pack_answer,
+)
+from jaxsparse.partial.rounds.quorum import Behind, Quorum, Verdict
+
+_LOG = logging.getLogger(__name__)
+_START = RoundPosition()
+_RECENT = 20  # rounds whose seconds are averaged in a status
+_RETURN = 4  # times `limit`, in which a worker that looks for others at another server comes back
+
+
+@dataclasses.dataclass
+class RoundMember(Member):
+  """What the server knows of a worker from when it joins until it leaves, or is lost."""
+
+  position: RoundPosition = _START
+  weight: int = 0  # what it has trained for since it last delivered
+  patience: float = 0.0  # once it is ready: until when it waits for others
+  is_late: bool = False  # it is behind, and has not been told so
+  donor: int | None = None  # of its last anchor
+  donor_named: float = 0.0  # when
+  fetches_since: float | None = None  # while it fetches an anchor
+  fetch_seconds: float | None = None  # that its last fetch has taken
+  awaited_until: float | None = None  # while the next round waits for it
+
+
+class RoundServer:
+  """The server's protocol: a `Quorum` decides which rounds begin, and count."""
+
+  def __init__(self, quorum: Quorum, members: Members[RoundMember]):
+    now = members.now
+    self.members = members
+    self._quorum = quorum
+    self._quorum.paused = True
+    self._resumes = now + members.limit
+    self._started = False
+    self._awaits_since = now
+    self._next_wait = now
+    self._undecided: dict[int, float] = {}  # when workers last asked whether a round counts that is not known here
+    self._sought: float | None = None  # since when nobody has had the anchor of the last round
+    self._run = secrets.randbits(62)  # a number of the run, of that which goes on if there was a server before
+    self._ended = collections.deque[float](maxlen=_RECENT)  # when the last rounds that counted ended
+    self._counted = 0  # rounds
+    self._failed = 0  # rounds
+    self._delivered = 0  # the weight of steps
+
+  def receive(self, connection: bytes, frames: list[bytes], now: float) -> None:
+    """Handles a message of a connection."""
+    self.members.receive(connection, frames, now, self._handle)
+
+  def tick(self, now: float) -> None:
+    """Sends heartbeats, drops dead workers, and begins rounds; to be called several times in `limit` seconds."""
+    self.members.now = now
+    known = self.members.known
+    self._started |= now > self._resumes or len(known) == self._quorum.workers
+    self._call_late()
+    self._end_waits(
+      member for member in self._awaited if member.awaited_until is not None and member.awaited_until < now
+    )
+    for worker in self.members.tick(now, alive=len(known)):
+      self._leave(worker)
+    if any(known[worker].patience < now for worker in self._quorum.waiting):
+      self._announce(self._quorum.release())
+
+  def status(self) -> dict[str, Any]:
+    """What `jaxsparse.partial.rounds.status` shows: of this server, and of each worker in ascending order."""
+    now = self.members.now
+    seconds = (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1) if len(self._ended) > 1 else None
+    return {
+      "run": f"{self._run:x}",
+      "round": self._quorum.position.round,
+      "since": now - self._ended[-1] if self._ended else None,
+      "seconds": seconds,
+      "rounds_counted": self._counted,
+      "rounds_failed": self._failed,
+      "steps_delivered": self._delivered,
+      "steps_lost": self._quorum.lost_weight,
+      "workers": [
+        {
+          "worker": worker,
+          "doing": self._doing_of(worker, member),
+          "round": member.position.round,
+          "undelivered": member.weight,
+          "silent": now - member.heard,
+          "address": member.address,
+        }
+        for worker, member in sorted(self.members.known.items())
+      ],
+    }
+
+  def _doing_of(self, worker: int, member: RoundMember) -> str:
+    if self._quorum.under_way and worker in self._quorum.under_way.members:
+      return "exchanges"
+    if worker in self._quorum.waiting:
+      return "waits for others"
+    if member.fetches_since is not None:
+      return "fetches the anchor"
+    return "is behind" if member.is_late else "trains"
+
+  def _handle(self, connection: bytes, signal: Signal) -> None:
+    kind, worker, value = signal[:3]
+    if kind == WorkerMessage.HELLO:
+      self._take_hello(connection, signal)
+      return
+    if kind == WorkerMessage.STATUS:
+      self.members.send(connection, pack_answer(ServerMessage.STATUS, **self.status()))
+      return
+    member = self.members.find(connection, worker)
+    if member.fetches_since is not None and signal.position.round > member.position.round:
+      member.fetch_seconds = self.members.now - member.fetches_since
+      member.fetches_since = None
+      member.position = signal.position._replace(last=0)
+    if kind == WorkerMessage.BYE:
+      self._leave(worker, lost=False)
+    elif kind == WorkerMessage.BEAT:
+      member.weight = value
+    elif kind == WorkerMessage.READY:
+      self._take_ready(signal, member)
+    elif kind == WorkerMessage.DONE:
+      if verdict := self._quorum.done(worker, value, digest=signal.digest):
+        self._commit(verdict)
+    elif kind == WorkerMessage.FAILED:
+      missing = None if signal.missing < 0 else signal.missing
+      what = "could not finish its exchange" if missing is None else f"misses a message of worker {missing}"
+      self._abort(self._quorum.failed(worker, value, missing), worker, what)
+    else:
+      raise Rejected(f"unknown: {kind!r} in rounds")
+
+  # Workers that are behind.
+
+  @property
+  def _awaited(self) -> list[RoundMember]:
+    """The workers that the next round waits for."""
+    return [member for member in self.members.known.values() if member.awaited_until is not None]
+
+  def _take_ready(self, signal: Signal, member: RoundMember) -> None:
+    member.position = signal.position._replace(last=0)
+    member.patience = self.members.now + self._quorum.grace
+    try:
+      self._announce(self._quorum.ready(signal.worker, signal.value, signal.position))
+      self._end_waits([member])
+    except Behind:
+      member.is_late = True
+
+  def _call_late(self) -> None:
+    """Workers that are behind fetch the anchor; the next round waits for those whose fetch before came too late.
+
+    Not while a round is under way, after which the anchor would be an old one. Rounds wait for at most four times as
+    long as a fetch, and then go on for at least as long as they have waited.
+    """
+    if self._quorum.under_way:
+      return
+    now = self.members.now
+    for worker, member in self.members.known.items():
+      if not member.is_late:
+        continue
+      seconds = 2 * (member.fetch_seconds or 0.0) + self._quorum.grace
+      since = self._awaits_since if self._awaited else now
+      if member.fetch_seconds is not None and not self._next_wait <= now <= since + seconds:
+        continue  # its anchor would be an old one again
+      member.is_late = False
+      self._tell_behind([worker])
+      if member.fetch_seconds is not None:
+        self._awaits_since = since
+        member.awaited_until = member.awaited_until or now + seconds
+        _LOG.warning(f"the next round waits up to {seconds:.0f} s for worker {worker}, which fetches the anchor")
+        self._quorum.paused = True
+
+  def _end_waits(self, members: Iterable[RoundMember] = ()) -> None:
+    """The next round waits for these no longer."""
+    for member in members:
+      member.awaited_until = None
+    if self._quorum.paused and self._started and not self._awaited:
+      self._next_wait = 2 * self.members.now - self._awaits_since
+      self._quorum.paused = False
+      self._announce(self._quorum.begin_if_all_ready())
+
+  def _tell_behind(self, workers: Iterable[int], newest: str | None = None) -> None:
+    """Tells workers that they are behind, with a donor: the one at the address `newest` if only that can be one."""
+    last = self._quorum.position.round
+    for worker in workers:
+      donor = newest or self._find_donor(worker)
+      member = self.members.known[worker]
+      self._begin_fetch(member)
+      anchors = f"with the anchor of round {member.position.round} in place of {last}"
+      _LOG.warning(f"worker {worker} is behind, {anchors}: it fetches it")
+      self.members.tell([worker], ServerMessage.BEHIND, donor=donor, **self._last)
+
+  def _begin_fetch(self, member: RoundMember) -> None:
+    if member.fetches_since is None:
+      member.fetches_since = self.members.now
+
+  def _find_donor(self, worker: int) -> str | None:
+    """The address of one with the anchor of the last round, for a worker: of the donor of fewest others.
+
+    It is another one than before when a worker asks again that was not told just now.
+
+    If there is none for a while, and it is not at another server either, the last round is that of the newest anchor.
+    """
+    known = self.members.known
+    now = self.members.now
+    donors = [other for other, member in known.items() if member.position == self._quorum.position]
+    if donors:
+      self._sought = None
+      member = known[worker]
+      if member.donor not in donors or now > member.donor_named + self.members.limit / 2:
+        loads = collections.Counter(other.donor for other in known.values() if other.fetches_since is not None)
+        member.donor = min(donors, key=lambda other: (self._quorum.have_failed(worker, other), loads[other]))
+        member.donor_named = now
+      return known[member.donor].address
+    self._sought = self._sought or now
+    if self._started and now > self._sought + _RETURN * self.members.limit:
+      self._quorum.go_back(max(other.position for other in known.values()))
+      self._sought = None
+    return None
+
+  @property
+  def _last(self) -> dict[str, int]:
+    """The last round, for a worker that checks the anchor of a donor."""
+    position = self._quorum.position
+    return {"round": position.round, "base": position.base, "digest": self._quorum.digest, "run": self._run}
+
+  # Rounds that begin, count, or count for nobody.
+
+  def _announce(self, groups: list[Group]) -> None:
+    """Also says which workers a round leaves out."""
+    for group in groups:
+      for worker in self._quorum.waiting:
+        others = [str(member) for member in group.members if self._quorum.have_failed(worker, member)]
+        missed = f"it and worker {', '.join(others)} have missed messages of each other"
+        _LOG.warning(f"round {group.iteration + 1} leaves out worker {worker}: {missed}")
+      self.members.tell_group(group)
+
+  def _commit(self, verdict: Verdict) -> None:
+    """All members have the result of a round; those that are ready for it meanwhile are behind."""
+    self._sought = None
+    known = self.members.known
+    self._counted += 1
+    self._ended.append(self.members.now)
+    for worker in verdict.group.members:
+      self._delivered += known[worker].weight
+      known[worker].weight = 0
+      if worker not in verdict.differing:
+        known[worker].position = self._quorum.position
+        known[worker].fetches_since = None
+    for worker in verdict.group.members:
+      donor = self._find_donor(worker) if worker in verdict.differing else None
+      self.members.tell([worker], ServerMessage.COMMIT, number=verdict.group.number, donor=donor, **self._last)
+    self._tell_behind(verdict.behind)
+
+  def _abort(self, group: Group | None, worker: int, what: str) -> None:
+    """Tells the members that the result of a group counts for nobody, also one that joins again and did not know it.
+
+    Args:
+      group: None for no group.
+      worker: the member that is the reason.
+      what: has happened to it.
+    """
+    if group is None:
+      return
+    self._failed += 1
+    reason = f"worker {worker} {what}"
+    _LOG.warning(f"{group.round} counts for nobody: {reason}")
+    self.members.tell(group.members, ServerMessage.ABORT, number=group.number, worker=worker, reason=reason)
+    for other in self._quorum.waiting:  # or the first member that is ready again would begin with them alone
+      self.members.known[other].patience = self.members.now + self._quorum.grace
+
+  # Workers that join and leave.
+
+  def _take_hello(self, connection: bytes, signal: Signal) -> None:
+    """Joins a worker, or joins it again; it gets a donor unless it has the anchor of the last round."""
+    worker = signal.worker
+    quorum = self._quorum
+    at_start = signal.position.round == quorum.position.round == 0
+    self.members.check(connection, signal, at_start=at_start)
+    self._check_round(signal)
+    waiting = quorum.waiting
+    self._abort(quorum.join(worker, signal.position), worker, "has joined again")
+    self._tell_behind(set(waiting) - {*quorum.waiting, worker}, signal.address)
+    member = self.members.join(connection, signal)
+    member.is_late = False
+    member.weight = 0
+    last = signal.position.last
+    counts = last != 0 and last == quorum.position.base
+    member.position = quorum.position if counts else signal.position._replace(last=0)
+    donor = None if member.position == quorum.position else self._find_donor(worker)
+    if donor:
+      self._begin_fetch(member)
+    options = {"limit": self.members.limit, "grace": quorum.grace, "sizes": [quorum.quorum, quorum.workers]}
+    number = last if counts else 0
+    self.members.tell([worker], ServerMessage.WELCOME, donor=donor, number=number, **options, **self._last)
+
+  def _check_round(self, signal: Signal) -> None:
+    """Raises Rejected for a worker whose last round nobody here can judge yet, or of another run."""
+    worker = signal.worker
+    position = signal.position
+    if position.last and position.last != self._quorum.position.base:
+      now = self.members.now
+      self._undecided[worker] = now
+      asking = {worker for worker, at in self._undecided.items() if now < at + self.members.limit}
+      if not self._started or len(asking.union(self._quorum.alive)) < self._quorum.quorum:
+        raise Rejected(f"duplicate: whether round {position.last} counts is known when others are there")
+    if position.round:
+      run = signal.alike.run
+      if self._quorum.position.round and run != self._run:
+        raise Rejected(f"unlike: worker {worker} has been in the run {run:x}, the others are in {self._run:x}")
+      self._run = run
+
+  def _leave(self, worker: int, *, lost: bool = True) -> None:
+    member = self.members.forget(worker)
+    if member:  # else it was expected, and has never come
+      if lost:
+        _LOG.warning(f"worker {worker} is lost, with what it had trained for {member.weight} steps")
+      group, begun = self._quorum.leave(worker, member.weight if lost else None)
+      self._abort(group, worker, "is lost" if lost else "has left")
+      self._announce(begun)
+    self._end_waits()

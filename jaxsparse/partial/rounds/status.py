@@ -1,0 +1,130 @@
+"""`python -m jaxsparse.partial status ADDRESS`: what a server of rounds knows of its run, for people and Prometheus."""
+
+import argparse
+import importlib
+import pathlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from jaxsparse.partial.net import messages, sockets
+from jaxsparse.partial.net.messages import ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.sockets import Keys
+
+_TIMEOUT = 5.0  # seconds
+_TOTALS = {
+  "rounds_counted": "rounds that counted since the server started",
+  "rounds_failed": "rounds that counted for nobody since the server started",
+  "steps_delivered": "weight of the steps that were delivered, as of the workers' last heartbeats",
+  "steps_lost": "weight of the steps that lost workers had not delivered",
+}
+_GAUGES = {"round": "number of the last round", "seconds": "mean seconds between the last rounds"}
+_OF_WORKER = {
+  "round": "number of rounds that the anchor of a worker has been through",
+  "undelivered": "weight of the steps that a worker has not delivered",
+  "silent": "seconds since the last message of a worker",
+}
+
+
+def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
+  """The status of the server of rounds at an address, as `RoundServer.status` says.
+
+  Raises:
+    TimeoutError: if there is no answer within 5 s.
+    ValueError: for a malformed address, one that requires keys, and a server of partial reduce.
+  """
+  sockets.check_address(address, keys)
+  number = keys.workers.index(keys.own[0]) if keys and keys.own else 0
+  network = sockets.Network(keys)
+  try:
+    socket = network.client()
+    socket.connect(address)
+    socket.send(Signal(WorkerMessage.STATUS, number).pack())
+    if not socket.poll(round(1000 * _TIMEOUT)):
+      raise TimeoutError(f"no server of rounds at {address} answers within {_TIMEOUT:g} s: has it these keys?")
+    answer = messages.parse_answer(socket.recv())
+  finally:
+    network.close(linger=0)
+  if answer.kind != ServerMessage.STATUS:
+    raise ValueError(f"{address} is not the server of rounds: {answer.content['reason']}")
+  return answer.content
+
+
+def describe(status: dict[str, Any]) -> str:
+  """A status in words, and a line for each worker.
+
+  Example:
+    >>> worker = {"worker": 3, "doing": "trains", "round": 7, "undelivered": 16, "silent": 0.2, "address": "tcp://h:1"}
+    >>> totals = {"rounds_counted": 7, "rounds_failed": 1, "steps_delivered": 90, "steps_lost": 10}
+    >>> print(describe({"run": "3f", "round": 7, "seconds": 2.5, "since": 1.0, **totals, "workers": [worker]}))
+    run 3f: round 7, ended 1.0 s ago, one every 2.5 s; 7 counted and 1 failed at this server
+    goodput 90.0 %: steps of the weight 90 delivered, 10 lost
+    worker  doing                  round  undelivered  silent  address
+    3       trains                     7           16   0.2 s  tcp://h:1
+  """
+  last = f"round {status['round']}, ended {_seconds(status['since'])} ago, one every {_seconds(status['seconds'])}"
+  made = status["steps_delivered"] + status["steps_lost"]
+  counts = f"{status['rounds_counted']} counted and {status['rounds_failed']} failed at this server"
+  goodput = f"{100 * status['steps_delivered'] / made:.1f} %" if made else "unknown"
+  lines = [
+    f"run {status['run']}: {last}; {counts}",
+    f"goodput {goodput}: steps of the weight {status['steps_delivered']} delivered, {status['steps_lost']} lost",
+    f"{'worker':6}  {'doing':21}  round  undelivered  silent  address",
+  ]
+  row = "{worker:<6}  {doing:21}  {round:5}  {undelivered:11}  {silent:4.1f} s  {address}"
+  return "\n".join([*lines, *(row.format(**worker) for worker in status["workers"])])
+
+
+def _seconds(value: float | None) -> str:
+  return "unknown seconds" if value is None else f"{value:.1f} s"
+
+
+class Exporter:
+  """A collector of `prometheus_client` that asks the server at each scrape."""
+
+  def __init__(self, address: str, keys: Keys | None):
+    self._given = address, keys
+
+  def describe(self) -> list[Any]:
+    """Nothing: the server is not asked when the collector is registered."""
+    return []
+
+  def collect(self) -> Iterator[Any]:
+    """The metrics."""
+    core = importlib.import_module("prometheus_client.core")
+    status = ask(*self._given)
+    for name, what in _TOTALS.items():
+      yield core.CounterMetricFamily(f"jaxsparse_{name}", what, value=status[name])
+    for name, what in _GAUGES.items():
+      yield core.GaugeMetricFamily(f"jaxsparse_{name}", what, value=status[name] or 0.0)
+    workers = core.GaugeMetricFamily("jaxsparse_workers", "workers by what they do", labels=["doing"])
+    doing = [worker["doing"] for worker in status["workers"]]
+    for name in sorted(set(doing)):
+      workers.add_metric([name], doing.count(name))
+    yield workers
+    for name, what in _OF_WORKER.items():
+      family = core.GaugeMetricFamily(f"jaxsparse_worker_{name}", what, labels=["worker"])
+      for worker in status["workers"]:
+        family.add_metric([str(worker["worker"])], worker[name])
+      yield family
+
+
+def main(arguments: list[str]) -> None:
+  """The command line."""
+  parser = argparse.ArgumentParser(prog="python -m jaxsparse.partial status", description=__doc__)
+  parser.add_argument("address", help="of the server, tcp://HOST:PORT")
+  parser.add_argument("--keys", type=pathlib.Path, help="file of keys of the run, or of a worker")
+  parser.add_argument("--port", type=int, help="serve metrics for Prometheus at this port of loopback, until killed")
+  options = parser.parse_args(arguments)
+  try:
+    keys = Keys.read(options.keys) if options.keys else None
+    print(describe(ask(options.address, keys)), flush=True)
+    if options.port is not None:
+      prometheus = importlib.import_module("prometheus_client")
+      registry = prometheus.CollectorRegistry()
+      registry.register(Exporter(options.address, keys))
+      prometheus.start_http_server(options.port, "127.0.0.1", registry)
+      threading.Event().wait()
+  except (ModuleNotFoundError, OSError, ValueError) as error:
+    sys.exit(f"error: {error}")

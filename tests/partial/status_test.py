@@ -1,0 +1,119 @@
+"""What a server of rounds says of its run: to people, and to Prometheus."""
+
+import re
+
+import jax.numpy as jnp
+import optax
+import prometheus_client
+import pytest
+
+import jaxsparse as js
+from jaxsparse.partial import __main__ as command
+from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.alike import Alike
+from jaxsparse.partial.net.membership import Members
+from jaxsparse.partial.net.messages import RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.rounds import status
+from jaxsparse.partial.rounds.server import RoundMember, RoundServer
+
+
+def dense(comm):
+  return optax.chain(js.dense_transform(comm), optax.sgd(1.0))
+
+
+COUNTS = ("round", "since", "seconds", "rounds_counted", "rounds_failed", "steps_delivered", "steps_lost")
+
+
+class Hub:
+  """A server of three workers whose last answer to each connection is kept."""
+
+  def __init__(self):
+    members = Members(RoundMember, self.send, limit=5.0, now=0.0)
+    self.server = RoundServer(js.partial.Quorum(3, quorum=2, grace=1.0, first=0), members)
+    self.answers = {}
+
+  def send(self, connection, frame):
+    self.answers[connection] = messages.parse_answer(frame)
+    return True
+
+  def tell(self, kind, worker, value=0, now=0.0, connection=None, **facts):
+    frame = Signal(kind, worker, value, **facts).pack()
+    self.server.receive(connection or b"%d" % worker, [frame], now)
+
+
+def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delivered():
+  hub = Hub()
+  for worker in range(3):
+    hub.tell(WorkerMessage.HELLO, worker, address=f"tcp://h:{worker + 1}", alike=Alike.of(jnp.zeros(2)))
+  for worker in range(2):
+    hub.tell(WorkerMessage.BEAT, worker, 4, now=1.0)
+    hub.tell(WorkerMessage.READY, worker, 1, now=2.0)
+  assert [worker["doing"] for worker in hub.server.status()["workers"]] == ["waits for others"] * 2 + ["trains"]
+  hub.server.tick(3.5)
+  assert [worker["doing"] for worker in hub.server.status()["workers"]] == ["exchanges", "exchanges", "trains"]
+  for worker in range(2):
+    hub.tell(WorkerMessage.DONE, worker, 1, digest=7, now=4.0)
+  hub.tell(WorkerMessage.READY, 2, 1, now=4.5)  # its anchor is that of the start
+  hub.tell(WorkerMessage.BEAT, 2, 12, now=4.5)
+  hub.server.tick(4.75)
+  found = hub.server.status()
+  assert {name: found[name] for name in COUNTS} == {
+    "round": 1, "since": 0.75, "seconds": None, "rounds_counted": 1, "rounds_failed": 0, "steps_delivered": 8,
+    "steps_lost": 0,
+  }  # fmt: skip
+  late = {"worker": 2, "doing": "fetches the anchor", "round": 0, "undelivered": 12, "silent": 0.25}
+  assert found["workers"][2] == late | {"address": "tcp://h:3"}
+  hub.tell(WorkerMessage.READY, 0, 1, now=5.0, position=RoundPosition(1, 1))
+  hub.tell(WorkerMessage.READY, 1, 1, now=5.0, position=RoundPosition(1, 1))
+  hub.server.tick(6.5)
+  hub.tell(WorkerMessage.FAILED, 0, 2, missing=1, now=6.6)
+  assert hub.server.status()["rounds_failed"] == 1
+
+
+def test_who_asks_is_no_worker():
+  """A worker that has died is dropped, however often others ask."""
+  hub = Hub()
+  hub.tell(WorkerMessage.HELLO, 0, address="tcp://h:1", alike=Alike.of(jnp.zeros(2)))
+  for now in range(1, 5):
+    hub.server.tick(float(now))
+    hub.tell(WorkerMessage.STATUS, 0, now=float(now), connection=b"stranger")
+  assert hub.answers[b"stranger"].kind == ServerMessage.STATUS
+  assert hub.server.status()["workers"][0]["silent"] == 4.0
+  hub.server.tick(5.5)
+  assert hub.server.status()["workers"] == []
+
+
+def test_over_sockets_as_text_and_as_metrics(capsys, monkeypatch, tmp_path):
+  run, _, own = js.partial.Keys.make_own(2)
+  own.write(tmp_path / "server")
+  run.write(tmp_path / "0")
+  with js.partial.Server(js.partial.Quorum(2, quorum=1), keys=own) as serving:
+    monkeypatch.setattr(status, "_TIMEOUT", 0.3)
+    with pytest.raises(TimeoutError, match="has it these keys"):
+      status.ask(serving.address, js.partial.Keys.make())
+    monkeypatch.setattr(status, "_TIMEOUT", 30.0)
+    with js.partial.Rounds(serving.address, 0, jnp.zeros(3), dense, every=2, keys=run) as worker:
+      params = worker.params
+      while worker.round < 3:
+        params = worker.step(params + 1)
+      monkeypatch.setattr("sys.argv", ["partial", "status", serving.address, f"--keys={tmp_path / '0'}"])
+      command.main()
+      shown = capsys.readouterr().out
+      assert re.search(r"round \d+, ended [\d.]+ s ago, one every [\d.]+ s; \d+ counted and 0 failed", shown)
+      assert re.search(r"^0 +(trains|exchanges|waits for others) +\d+ +\d+ +[\d.]+ s +tcp://127", shown, re.MULTILINE)
+      registry = prometheus_client.CollectorRegistry()
+      registry.register(status.Exporter(serving.address, run))
+      text = prometheus_client.generate_latest(registry).decode()
+  assert re.search(r"^jaxsparse_rounds_counted_total [3-9]", text, re.MULTILINE)
+  assert re.search(r'^jaxsparse_worker_round\{worker="0"\} [3-9]', text, re.MULTILINE)
+  assert "# TYPE jaxsparse_round gauge" in text
+
+
+def test_a_server_of_partial_reduce_and_nobody():
+  with (
+    js.partial.Server(js.partial.Controller(2, 2)) as server,
+    pytest.raises(ValueError, match="is not the server of"),
+  ):
+    status.ask(server.address)
+  with pytest.raises(ValueError, match="choose tcp://HOST:PORT"):
+    status.ask("127.0.0.1:2900")
