@@ -194,13 +194,14 @@ def hold(laws, case, collective, workers, n, subtests):
         law(case, collective, workers, n)
 
 
-@each(CASES, quick=[4])
+# spardl_test.py and nbit_test.py compare the other choices with numpy.
+@each(CASES, quick=[4], options="a2sgd|chunktopk|dense|qsgd|spardl-(teams=4|residual=local)|topka")
 def test_the_laws(case, workers, subtests):
   """All in one test, since they share a compiled program, and compiling is what takes the time."""
   hold(LAWS, case, case.make(density=DENSITY).for_leaves(((5, 4), (10,))), workers, 30, subtests)
 
 
-@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options=False)
+@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options="$")
 def test_the_laws_where_everything_is_delivered(case, workers, subtests):
   """Also of fewer entries than workers, of which a share is rounded up to all."""
   laws = (law_1_each_entry_arrives_exactly_once, any_input_is_delivered_or_kept)
@@ -212,7 +213,7 @@ def test_the_laws_where_everything_is_delivered(case, workers, subtests):
 
 @each(CASES, [*range(1, 17), 128], quick=[1, 6])
 def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
-  for n, k in ((1, 1), (96, 7), (1001, 1001)) if workers <= 16 else ((1000, 10),):
+  for n, k in ((1, 1), (96, 7), (1001, 1001)) if 1 < workers <= 16 else ((1000, 10),):
     side = math.isqrt(n)
     collective = case.make(k=k).for_leaves(((side, n // side), (n % side,)))
     counted = js.costs.count(collective, n=n, workers=workers)

@@ -112,7 +112,7 @@ def test_goals_name_what_was_missed():
   ]
 
 
-@pytest.mark.parametrize("name", quick_of(js.collective_names(), quick=["onebit", "topka"]))
+@pytest.mark.parametrize("name", quick_of(js.collective_names(), quick=["topka"]))
 def test_every_update_is_lowered_for_accelerators_without_one(name):
   """No array is made, neither of a state nor of a gradient."""
   (spec,) = specs.parse([name], 4, density=0.01)

@@ -89,6 +89,7 @@ def test_scale_predicts_as_js_costs_and_makes_programs():
   assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile"))
 
 
+@pytest.mark.long
 def test_scale_makes_first_steps():
   (row,) = result_of("scale", "--first_step", "--schedule_of=dense", "--repeats=1")["compiled"]
   assert (row["workers"], row["runs"]) == (4, 1)

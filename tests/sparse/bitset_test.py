@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxsparse.sparse import bitset
+from tests.cases import quick_of
 
 LENGTHS = [1, 31, 32, 255, 256, 257, 600]
 
@@ -42,7 +43,7 @@ def test_all_platforms_pack_the_same_words(n):
     np.testing.assert_array_equal(jax.jit(pack)(flags), bitset.pack(flags))
 
 
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("n", quick_of(LENGTHS, quick=[31, 256, 600]))
 @hypothesis.given(data=st.data())
 def test_bitsets_are_sets(n, data):
   flags = data.draw(flags_of(n))

@@ -58,7 +58,7 @@ ALL, SOME = [*DEFAULTS, "spardl-teams=3"], ["dense", "oktopk", "spardl"]
     row("mpi", 1, SOME, ()),
     row("mpi", 2, SOME, ("metrics",)),
     row("mpi", 6, ["spardl"], ()),
-    row("mpi", 2, ["dense", "spardl"], ("staged",), quick=True, id="through-host-memory"),
+    row("mpi", 2, ["spardl"], ("staged",), quick=True, id="through-host-memory"),
     row("mpi", 3, ["dense", "spardl", "spardl-teams=3"], ("staged",)),
   ],
 )

@@ -96,7 +96,7 @@ def test_arrays_that_were_donated_are_refused_and_donate_false_keeps_them():
   assert_same_bits(first, again)
 
 
-@pytest.mark.parametrize("where", [mesh_of(3), sim(3)], ids=["mesh", "simulator"])
+@pytest.mark.parametrize("where", quick_of([mesh_of(3), sim(3)], quick=[mesh_of(3)]), ids=["mesh", "simulator"])
 def test_an_array_that_is_given_twice_is_not_donated_twice(where):
   """XLA would end the process."""
   loss = lambda p, x, model_state: (jnp.mean((x @ p["a"] + x @ p["b"] + model_state["c"].sum()) ** 2), model_state)
@@ -112,7 +112,7 @@ def test_an_array_that_is_given_twice_is_not_donated_twice(where):
 # Wrappers and extra arguments of optax.
 
 
-@pytest.mark.parametrize("wrap", ["masked", "multisteps"])
+@pytest.mark.parametrize("wrap", quick_of(["masked", "multisteps"], quick=["multisteps"]))
 def test_wrapped_by_optax(wrap):
   """Leaves that stay dense, and several batches a step."""
   sparse, sgd = js.topka_transform("workers", density=0.2), optax.sgd(0.1)
@@ -166,7 +166,7 @@ def test_aux_is_averaged_where_it_is_floating_point():
   np.testing.assert_array_equal(aux["stack"]["any"], (rows > 2).any(-1))
 
 
-@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("workers", quick_of([3, 4], quick=[3]))
 def test_complex_aux_and_model_states_are_averaged(workers):
   spectrum = lambda batch: jax.lax.complex(batch.sum(), 2 * batch.sum())
 
@@ -187,7 +187,7 @@ def test_complex_aux_and_model_states_are_averaged(workers):
     step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})
 
 
-@pytest.mark.parametrize("workers", [3, 5, 7])
+@pytest.mark.parametrize("workers", quick_of([3, 5, 7], quick=[7]))
 def test_a_model_state_that_is_equal_on_all_workers_stays_as_it_is(workers):
   """In all its bits, though the sum of P equal numbers is rounded."""
   given = {
@@ -377,6 +377,7 @@ class Nnx(nnx.Module):
     return self.last(nnx.relu(self.norm(self.first(x))))
 
 
+@pytest.mark.long
 def test_a_flax_model_with_batch_norm_trains():
   graph, params, model_state = nnx.split(Nnx(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
 
@@ -426,7 +427,7 @@ def test_a_mean_over_the_tokens_of_all_workers(where):
 @pytest.mark.parametrize(
   "where", [mesh_of(3), Mesh(mesh_of(6).devices.reshape(3, 2), ("workers", "x")), sim(3)], ids=str
 )
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", quick_of([1, 2], quick=[2]))
 def test_a_teacher_is_neither_trained_nor_averaged(where, accumulate):
   """In any dtype, whole or sharded inside a worker; it may be the parameters at the start, which are donated."""
   axis = where if isinstance(where, js.SimComm) else "workers"
@@ -469,8 +470,9 @@ def test_a_step_of_captured_arrays_is_traced(chain):
     assert float(jax.jit(lambda: js.metrics(state).total_words)()) == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("dtype", quick_of(["float32", "bfloat16", "float16"], quick=["bfloat16"]))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_teacher_a_model_state_and_own_keys_in_a_scan_and_a_skipped_step(dtype):
   inner = optax.chain(optax.add_noise(1e-3, 0.5, key=jax.random.key(0)), optax.sgd(0.1, momentum=0.9))
   tx = js.local_steps(inner, optax.chain(SPARSE, optax.sgd(1.0)), every=2, apply_residual=True)

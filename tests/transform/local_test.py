@@ -56,7 +56,7 @@ def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain():
     assert_same_bits((params2, state2.outer[0].carried, state2.outer[1]), (params, state[0].carried, state[1]))
 
 
-@pytest.mark.parametrize("applied", [False, True], ids=["hidden", "applied"])
+@pytest.mark.parametrize("applied", quick_of([False, True], quick=[True]), ids=["hidden", "applied"])
 def test_metrics_of_each_step_and_what_is_flushed(applied):
   """Inner SGD at rate 1 moves by minus the gradient: with what is flushed the mean of all gradients is delivered."""
   workers, every, total = 4, 3, np.zeros(N)
@@ -76,7 +76,7 @@ def test_metrics_of_each_step_and_what_is_flushed(applied):
   np.testing.assert_allclose(flat(update) - flat(params), total / workers, atol=1e-4)
 
 
-@pytest.mark.parametrize(("every", "decay"), [(1, 0.5), (3, 1.0)])
+@pytest.mark.parametrize(("every", "decay"), quick_of([(1, 0.5), (3, 1.0)], quick=[(1, 0.5)]))
 def test_a_residual_that_is_applied_in_numpy(every, decay):
   """CSER's local models: the gradient of a worker is taken where all of its own moves are, delivered or not."""
   workers, k, rate, mu = 3, 6, 0.25, 0.5
@@ -297,7 +297,7 @@ def test_a_state_of_other_parameters_is_refused_by_name(options):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", quick_of([1, 2], quick=[2]))
 def test_an_empty_leaf_and_inner_optimizers_with_random_keys(every):
   """On simulated workers; each has a key of its own, also in a state for more of them."""
   params = {"empty": jnp.zeros((0, 3)), "w": jnp.zeros(N)}
@@ -320,7 +320,7 @@ def test_an_empty_leaf_and_inner_optimizers_with_random_keys(every):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.filterwarnings("ignore:.*go on from the mean")
-@pytest.mark.parametrize("where", [mesh_of, sim])
+@pytest.mark.parametrize("where", quick_of([mesh_of, sim], quick=[sim]))
 def test_the_noise_of_workers_is_independent(where):
   """The mean over 4 workers of 4 steps of noise has the variance of one step; 6 workers go on so on another mesh."""
   noise = optax.chain(optax.add_noise(1.0, 0.0, key=jax.random.key(0)), optax.sgd(1.0))
@@ -377,7 +377,7 @@ def test_frozen_leaves_around_local_steps_stay(recwarn):
   assert not recwarn.list
 
 
-@pytest.mark.parametrize("where", [mesh_of, sim])
+@pytest.mark.parametrize("where", quick_of([mesh_of, sim], quick=[mesh_of]))
 def test_a_rate_that_is_set_by_hand(where):
   """As a number, or one for each worker."""
   axis = "workers" if where is mesh_of else sim(2)

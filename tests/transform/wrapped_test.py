@@ -56,7 +56,7 @@ def mean_residual(state, workers):
 
 @pytest.mark.parametrize(
   ("wrapper", "chain"),
-  quick_of(itertools.product(WRAPPED, CHAINS), quick=[("flatten", "plain"), ("split", "local")]),
+  quick_of(itertools.product(WRAPPED, CHAINS), quick=[("split", "local")]),
 )
 def test_a_wrapper_that_changes_leaves_gives_what_the_transform_gives_without_it(wrapper, chain):
   """Steps, an exchange, what is owed at the end, and the residuals of other workers."""
