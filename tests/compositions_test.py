@@ -218,8 +218,6 @@ QUICK = {
   ("topka", "decayed", "float32"),
   ("topka", "fragments", "float32"),
   ("topka", "multi_transform", "float32"),
-  ("topka", "special", "float32"),
-  ("topka", "tracked", "float32"),
 }
 """Each law, each kind of refusal, and compositions that no file of their own has."""
 

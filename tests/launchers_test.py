@@ -233,7 +233,7 @@ def own_port(port, taken=0):
 
 @pytest.mark.parametrize(
   "name",
-  quick_of(["RANK and WORLD_SIZE", "torchrun", "GKE with TPUs", "a Job of Kubernetes"], quick=["a Job of Kubernetes"]),
+  quick_of(["RANK and WORLD_SIZE", "torchrun", "GKE with TPUs", "a Job of Kubernetes"], quick=[]),
 )
 def test_ranks_of_recorded_environments_sum(name, tmp_path):
   """Two processes with the variables of a launcher, and all that it starts; on CPU."""

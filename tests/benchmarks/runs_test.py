@@ -48,6 +48,7 @@ def test_the_controller_has_throughput_and_latency():
   assert (result["rejected"], result["signal_bytes"]) == (0, 35)
 
 
+@pytest.mark.long
 def test_costs_are_counted_beside_formulas():
   found = result_of("costs", "--algorithm=spardl,spardl:teams=7,a2sgd", "--workers=14", "--n=100000")
   rows = {row["algorithm"]: row for row in found}

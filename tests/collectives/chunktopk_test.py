@@ -111,6 +111,7 @@ def test_the_mean_over_contributors_is_larger_where_few_send():
   assert (total[2], total[5]) == (32, 4)
 
 
+@pytest.mark.long
 def test_sparseloco_and_diloco_are_local_steps():
   sim, params = js.SimComm("workers", members=3), {"w": jnp.zeros((10, 10))}
   loss = lambda p, batch: jnp.mean((p["w"] - batch[0]) ** 2) * 50

@@ -105,6 +105,7 @@ def test_bases_are_orthonormal_and_made_without_lapack():
   assert "custom_call" not in jax.jit(orthonormal).lower(factors, key).as_text()
 
 
+@pytest.mark.long
 def test_a_long_matrix_beside_short_ones_costs_no_padding():
   """No array is larger than the gradient: not the factors of all, padded to the longest."""
   params = [jnp.zeros((3000, 8)), *[jnp.zeros((24, 24))] * 12]

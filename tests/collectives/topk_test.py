@@ -67,9 +67,8 @@ def test_the_gather_is_dense_where_that_is_fewer_words():
   grads = np.zeros((4, 80), np.float32)
   for worker in range(4):
     grads[worker, worker::4] = 1 + np.arange(20)
-  few, many = (js.simulate("topkdsa", grads, k=k).metrics for k in (2, 20))
-  assert int(few.words_sent) < int(many.words_sent) == 2 * 5 * 3 + 20 * 3
-  assert int(many.delivered) == 80
+  found = js.simulate("topkdsa", grads, k=20).metrics
+  assert (int(found.words_sent), int(found.delivered)) == (2 * 5 * 3 + 20 * 3, 80)
 
 
 @pytest.mark.long

@@ -85,7 +85,7 @@ LIKE_LOCAL_STEPS = [
 
 @pytest.mark.parametrize(
   ("outer", "options"),
-  [row(*LIKE_LOCAL_STEPS[number], quick=number in (2, 5)) for number in range(len(LIKE_LOCAL_STEPS))],
+  [row(*LIKE_LOCAL_STEPS[number], quick=number in (2, 7)) for number in range(len(LIKE_LOCAL_STEPS))],
   ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_rounds_are_local_steps_bit_for_bit(outer, options):
@@ -148,6 +148,7 @@ def test_bfloat16_parameters_lose_nothing_but_their_own_roundings():
       np.testing.assert_array_equal(np.asarray(found, np.float32), 264)
 
 
+@pytest.mark.long
 def test_a_late_worker_keeps_what_it_moved_and_a_new_one_gets_the_anchor():
   """Worker 1 sleeps through rounds of 0 and 2; then 3 joins. Weights are those of the steps."""
   asleep, awake = threading.Event(), threading.Event()
@@ -307,6 +308,7 @@ def flat(tree):
   return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
+@pytest.mark.long
 def test_a_worker_that_leaves_hands_its_residual_over_to_another_one():
   """Σ updates + Σ residuals = Σ weight_w (θ − θ_w), over five rounds, of which worker 0 leaves after three."""
   outer = lambda comm: optax.chain(js.topka_transform(comm, k=1), optax.sgd(1.0))
@@ -563,6 +565,7 @@ def test_each_fragment_is_weighted_by_the_steps_since_it_was_delivered():
       assert sorted(moved.values()) == pytest.approx([2 / 3, 1.0], rel=1e-4)
 
 
+@pytest.mark.long
 def test_the_residual_of_a_worker_whose_last_round_was_its_own_goes_to_one_of_an_earlier_round():
   ready, left = threading.Event(), threading.Event()
   outer = lambda comm: optax.chain(js.topka_transform(comm, k=2), optax.sgd(1.0))

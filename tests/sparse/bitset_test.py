@@ -36,7 +36,7 @@ def read(flags):
   }
 
 
-@pytest.mark.parametrize("n", [*LENGTHS, 4095, 4097, 9000])
+@pytest.mark.parametrize("n", quick_of([*LENGTHS, 4095, 4097, 9000], quick=[31, 256, 4097]))
 def test_all_platforms_pack_the_same_words(n):
   flags = np.random.default_rng(n).random(n) < 0.5
   for pack in (bitset._pack_padded, bitset._pack_by_product):
@@ -64,7 +64,7 @@ pack = jax.jit(bitset.pack)
 joined = jax.jit(lambda before, new: bitset.insert(bitset.pack(before), new, before.size))
 
 
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("n", quick_of(LENGTHS, quick=[31, 256, 600]))
 @hypothesis.given(data=st.data())
 def test_inserted_members_join_those_before_and_beyond_the_end_none_do(n, data):
   before, more = data.draw(flags_of(n)), data.draw(flags_of(n))

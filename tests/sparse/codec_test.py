@@ -14,7 +14,7 @@ from jaxsparse import comm, sparse
 from jaxsparse.sparse import codec as codecs
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Sparse
-from tests.cases import bits, row
+from tests.cases import bits, quick_of, row
 from tests.sparse.entries_test import rows_of_entries
 
 # (rows, capacity, length), of low parts of 4, 8 and 16 bits; full blocks, and blocks with fewer entries than slots
@@ -133,7 +133,7 @@ def test_the_largest_are_finite_and_the_smallest_are_numbers(wire_):
   assert (got[2] == 0).all()
 
 
-@pytest.mark.parametrize("wire_", SHORT)
+@pytest.mark.parametrize("wire_", quick_of(SHORT, quick=["int8"]))
 def test_the_same_bits_in_every_program(wire_):
   entries, noise = some_entries(6, 40, 4000)
   codec = codec_of(wire_, 4000)

@@ -105,24 +105,24 @@ def trained(tx, where, steps=2):
 
 @pytest.fixture(scope="module")
 def thresholds():
-  """A chain with thresholds from step to step, and parameters and state of six workers."""
+  """A chain with thresholds from step to step, and parameters and state of three workers."""
   tx = chain(js.oktopk_transform("workers", density=0.2))
-  return tx, *trained(tx, mesh_of(6))
+  return tx, *trained(tx, mesh_of(3))
 
 
 def test_training_goes_on_with_other_workers(thresholds):
   """From arrays on the old mesh and from those of the host, onto another mesh, and by another chain."""
   tx, params, state = thresholds
-  owed, words, on_host = means(state, 6), float(js.metrics(state).total_words), jax.tree.map(np.asarray, state)
-  first, other = (js.resize(some, params, mesh_of(4)) for some in (state, on_host))
-  for same in (other, js.convert(on_host, tx, params, mesh_of(4))):
+  owed, words, on_host = means(state, 3), float(js.metrics(state).total_words), jax.tree.map(np.asarray, state)
+  first, other = (js.resize(some, params, mesh_of(2)) for some in (state, on_host))
+  for same in (other, js.convert(on_host, tx, params, mesh_of(2))):
     assert_same_bits(same, first)
-  assert first[0].carried.residual.sharding.mesh == mesh_of(4)
+  assert first[0].carried.residual.sharding.mesh == mesh_of(2)
   assert_same_bits(first[1], on_host[1])  # momentum
   assert js.metrics(first).total_words == words
-  for name, mean in means(first, 4).items():
+  for name, mean in means(first, 2).items():
     np.testing.assert_allclose(mean, owed[name], atol=1e-7)
-  step = js.make_train_step(quadratic, tx, mesh_of(4))
+  step = js.make_train_step(quadratic, tx, mesh_of(2))
   params, state, _ = step(jax.tree.map(np.asarray, params), first, normals(5, 24, 64))
   step.check(params, state)
   assert js.metrics(state).total_words > words
@@ -289,7 +289,7 @@ def test_leaves_are_known_by_their_paths_whatever_contains_them():
 
 
 def test_what_is_wrong_is_said_before_anything_is_changed():
-  tx = chain(js.spardl_transform("workers", density=0.2))
+  tx = chain(js.topka_transform("workers", density=0.2))
   params, state = trained(tx, mesh_of(3), steps=1)
   mesh = mesh_of(4)
   smaller = PARAMS | {"table": jnp.zeros((2, 19))}
@@ -317,7 +317,7 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
       with pytest.raises(ValueError, match=r"js.(resize|convert): called under a trace, .* call it outside"):
         trace()
   with pytest.raises(ValueError, match=r"optimizer state has .*trace.* and keeps all others"):
-    js.convert(state, optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), PARAMS, mesh)
+    js.convert(state, optax.chain(js.topka_transform("workers", density=0.2), optax.sgd(0.1)), PARAMS, mesh)
   with pytest.raises(ValueError, match="made for 3 workers, the axis has 4: .* js.resize"):
     js.flush(state, PARAMS, mesh)
   first = lambda x, spec: np.asarray(x)[: x.size // 3] if spec else np.asarray(x)
@@ -342,7 +342,7 @@ def test_bits_of_float32_survive():
 
 def test_flax_serializes_a_state():
   """As `flax.training.checkpoints` do with a TrainState: static parts of a state are those of the target."""
-  outer = optax.chain(js.spardl_transform("workers", density=0.2, special={"bias": "dense"}), optax.sgd(1.0))
+  outer = optax.chain(js.topka_transform("workers", density=0.2, special={"bias": "dense"}), optax.sgd(1.0))
   tx, mesh = js.local_steps(optax.sgd(0.1, momentum=0.9), outer, every=2, fragments=2), mesh_of(3)
   step, params, fresh = start(tx, mesh, PARAMS)
   trained = step(params, fresh, normals(0, 3, 64))[:2]

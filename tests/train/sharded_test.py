@@ -129,7 +129,7 @@ def kept(flat, leaves, inside, device):
   return flat[flat_pieces(ones, leaves, inside, 1)[device, 0] > 0]
 
 
-@each_case(FEWER, ["a2sgd", "powersgd"])
+@each_case(FEWER, ["powersgd"])
 def test_every_device_has_the_bits_of_the_simulator(case):
   sizes = {"hosts": case.workers([4, 6, 5, 8])[0], "x": 2}
   check_against_the_simulator(case.name, sizes, LEAVES, **case.config(density=0.2))
@@ -167,6 +167,7 @@ def test_shardings_where_neither_types_nor_init_tell_them():
       state_of(given)
 
 
+@pytest.mark.long
 def test_groups_of_leaves():
   """`special=`: each group of leaves has the bits of the simulator on its pieces."""
   special = {"odd|one": "dense", "tensor": "topka:k=9"}
@@ -372,6 +373,7 @@ def test_local_steps_and_what_their_transforms_remember(kind, applied):
   assert float(js.metrics(flushed).drift) == float(js.metrics(flushed).residual_norm) == 0
 
 
+@pytest.mark.long
 @BOTH_KINDS
 def test_stacked_in_a_jit_of_ones_own(kind):
   """The parameters, moments and residuals of a training step, where they lie; nothing of a worker is gathered."""
@@ -465,6 +467,7 @@ def test_it_lowers_for_gpus(kind):
   assert text.count("stablehlo.collective_permute") == js.costs.count("spardl", n=200, workers=4, density=0.2).messages
 
 
+@pytest.mark.long
 def test_a_state_of_the_host_goes_on_bit_for_bit():
   """As a checkpoint may be restored: the state knows how its residuals lie."""
   step, params, state = sparse_model()

@@ -99,7 +99,7 @@ def test_replicas_are_not_gathered_and_keep_their_shards():
 
 
 def test_synchronize_and_what_owns_a_worker():
-  chain = COMPOSITIONS["local 4"](js.spardl_transform("workers", density=0.2))
+  chain = COMPOSITIONS["local 4"](js.topka_transform("workers", density=0.2))
   tx, step = js.stacked(chain, sim(WORKERS)), js.make_train_step(quadratic, chain, sim(WORKERS), donate=False)
   params, state = PARAMS, tx.init(PARAMS)
   params, state = stepped(tx)(params, state, normals(0, 2 * WORKERS, N))

@@ -13,10 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
 from jaxsparse.costs import counting
-from tests.cases import assert_same_bits, averaged, integers, mesh_of, normals, quadratic, quick_of, sim
+from tests.cases import assert_same_bits, averaged, integers, mesh_of, normals, quadratic, quick_of, row, sim
 from tests.cases import start as start_with
 
-SPARSE, DENSE = js.spardl_transform("workers", density=0.3), js.dense_transform("workers")
+SPARSE, DENSE = js.topka_transform("workers", density=0.3), js.dense_transform("workers")
 PARAMS = {"w": np.zeros((5, 4), np.float32)}
 
 
@@ -453,7 +453,9 @@ def test_a_teacher_is_neither_trained_nor_averaged(where, accumulate):
 # Under a trace.
 
 
-@pytest.mark.parametrize("chain", [SPARSE, js.local_steps(optax.sgd(0.1), DENSE, every=2)], ids=["plain", "local"])
+@pytest.mark.parametrize(
+  "chain", [row(SPARSE, id="plain"), row(js.local_steps(optax.sgd(0.1), DENSE, every=2), quick=True, id="local")]
+)
 def test_a_step_of_captured_arrays_is_traced(chain):
   """States that are there are checked while something else is traced."""
   step, params, state = make(chain, donate=False)

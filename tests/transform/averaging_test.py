@@ -77,7 +77,7 @@ def spread(state):
     row({"apply_residual": True}),
     row({"exchange": 4, "fragments": 2, "apply_residual": True}),
     row({"exchange": 4, "fragments": 2, "delay": 1, "mixing": 0.5}),
-    row({"exchange": 3, "mu_dtype": jnp.bfloat16}, quick=True),
+    row({"exchange": 3, "mu_dtype": jnp.bfloat16}),
   ],
 )
 def test_muon_and_its_adam_beside_fragments_delay_residuals_and_dtypes(options):

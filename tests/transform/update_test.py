@@ -34,7 +34,7 @@ def spardl(**options):
   return js.spardl_transform("workers", **options)
 
 
-@each_case(CASES, ["a2sgd", "dense", "qsgd", "spardl"])
+@each_case(CASES, ["a2sgd", "dense", "spardl"])
 def test_dtypes_and_shardings_are_kept_and_the_state_is_a_fixed_point(case):
   tx, dtypes = js.make_transform(case.name, "workers", **case.config(density=0.3)), {"w": "bfloat16", "b": "float16"}
   state = js.init(tx, params_of(**dtypes), mesh_of(WORKERS))
