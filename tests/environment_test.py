@@ -65,6 +65,7 @@ def test_ranks_that_would_train_alone_are_refused(call, variables, says):
       STEP
       | {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "PMI_SIZE": "2"}
       | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"), "{rank}"),
+      quick=True,
       id="srun",
     ),
     row(LAUNCHER, id="launcher"),

@@ -141,6 +141,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path):
   assert [row["algorithm"] for row in kept] == ["dense", "spardl"][: len(kept)]  # oktopk had no time
 
 
+@pytest.mark.long
 def test_a_row_that_fails_is_named(tmp_path):
   done = small(tmp_path, "--engine=sim", "--n=1000", "--algorithms=dense,topka:density=None:k=2000")
   assert done.returncode == 1

@@ -155,6 +155,7 @@ def test_signals_leave_nothing(number, terminal):
     assert ends(outside)
 
 
+@pytest.mark.long
 @needs_lab
 def test_what_a_killed_lab_left_is_removed_by_the_next():
   with idle_lab() as (process, outside, inside):

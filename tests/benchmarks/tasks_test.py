@@ -13,7 +13,6 @@ from benchmarks.overlap import architectures
 from benchmarks.tasks import base, data, images, lm, registry, text
 from benchmarks.tasks.base import IGNORED, Task, drawn, entries_of, model_of
 from benchmarks.trainer import Trainer
-from tests.cases import row
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
 ENTRIES = {
@@ -86,7 +85,8 @@ def test_masked_bytes_are_those_to_predict_and_labels_that_are_ignored_do_not_co
   assert (int(right), int(count)) == (1, 2)
 
 
-@pytest.mark.parametrize("make", [row(lm.LSTM), row(lambda _, width, rngs: lm.Transformer(rngs, width), quick=True)])
+@pytest.mark.long
+@pytest.mark.parametrize("make", [lm.LSTM, lambda _, width, rngs: lm.Transformer(rngs, width)])
 def test_a_model_of_text_sees_no_later_byte(make):
   module, before = make(lm.BYTES, 8, nnx.Rngs(0)), np.zeros((1, 6), np.uint8)
   after = before.copy()

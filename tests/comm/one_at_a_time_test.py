@@ -94,6 +94,7 @@ print("goes on")
 """
 
 
+@pytest.mark.long
 def test_a_step_that_fails_fails_no_other_one():
   """A callback of a loss that raises. In a process of its own: JAX reports the error at the end again."""
   done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120, check=False)

@@ -106,7 +106,7 @@ def trained(tx, where, steps=2):
 @pytest.fixture(scope="module")
 def thresholds():
   """A chain with thresholds from step to step, and parameters and state of three workers."""
-  tx = chain(js.oktopk_transform("workers", density=0.2))
+  tx = chain(js.spardl_transform("workers", density=0.2, selector="reuse"))
   return tx, *trained(tx, mesh_of(3))
 
 
@@ -205,7 +205,7 @@ def test_flush_of_groups_on_a_mesh_keeps_dtypes_and_leaves_the_rest():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_checkpoint_of_other_workers(thresholds, tmp_path):
   tx, params, state = thresholds
-  like = js.abstract_state(tx, PARAMS, mesh_of(4), workers=6)
+  like = js.abstract_state(tx, PARAMS, mesh_of(4), workers=3)
   devices = jax.tree.map(lambda x: len(x.sharding.device_set), like)
   assert set(jax.tree.leaves(devices)) == {1, 4}  # those of the workers on the host, momentum on the mesh
   assert (devices[0].carried.residual, devices[1][0].trace["bias"]) == (1, 4)
@@ -239,7 +239,7 @@ def test_a_checkpoint_of_the_same_sizes_and_another_method_is_refused(one, other
 
 def test_a_checkpoint_of_an_earlier_version_is_accepted_and_written_anew():
   """Version 0.1.0 made checksums of a `repr`."""
-  tx = chain(js.spardl_transform("workers", {"bias": "dense"}, density=0.2))
+  tx = chain(js.topka_transform("workers", {"bias": "dense"}, density=0.2))
   params, state = trained(tx, mesh_of(3))
   layout = state[0].layout
   groups = [(group.leaves, group.collective.label) for group in layout.method.groups]

@@ -268,6 +268,7 @@ def test_a_step_keeps_shardings_donates_and_compiles_once(kind, sizes):
   step.check(params, state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("kind", "rows"),  # of a micro-batch of one host: 1, which its two devices do not divide, or 2
   quick_of(itertools.product(KINDS, [8, 16]), [(AxisType.Auto, 16)]),

@@ -148,6 +148,7 @@ def test_a_loss_scale_that_changes_is_taken_away_before_the_transform():
   assert delivered + np.float64(state[0].carried.residual).sum() == pytest.approx(entered, abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_flax_optimizer_and_a_checkpoint_of_its_variables():
   """Names are those of arrays whether a transformation gets variables or arrays; earlier ones are read, too."""
   model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
