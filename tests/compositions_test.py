@@ -208,7 +208,6 @@ QUICK = {
   ("a2sgd", "local inner", "float32"),
   ("a2sgd", "plain", "float32"),
   ("dcttopk", "corrected", "float32"),
-  ("dense", "diloco", "float16"),
   ("nbit", "local 4 applied", "bfloat16"),
   ("onebit", "plain", "bfloat16"),
   ("spardl", "corrected", "float32"),

@@ -74,6 +74,7 @@ def test_text_that_is_held_out_is_not_trained_on(load, least):
   assert not np.any(source.train == 0)  # the byte that hides others
 
 
+@pytest.mark.long
 def test_masked_bytes_are_those_to_predict_and_labels_that_are_ignored_do_not_count(tasks):
   batch = next(tasks["bert"].stream(0, 1, 64))
   hidden = batch["label"] != IGNORED

@@ -71,7 +71,8 @@ def test_one_magnitude_arrives_whole(workers, n):
   np.testing.assert_allclose(state.carried.residual, np.zeros((workers, n)), atol=1e-6)
 
 
-@pytest.mark.parametrize("constant", quick_of([True, False], quick=[True]))
+@pytest.mark.long
+@pytest.mark.parametrize("constant", [True, False])
 def test_residuals_stay_as_small_as_gradients(constant):
   """The same gradient in each step, which would take a smaller scale ever longer, and independent ones."""
   workers, n, steps = 4, 3000, 600

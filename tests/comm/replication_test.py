@@ -224,6 +224,7 @@ def _by_reference(x, rank):
   return ref[...]
 
 
+@pytest.mark.long
 def test_copies_along_the_other_axes_of_a_mesh_are_compared():
   mesh, params = grid_of({"workers": 3, "model": 2}), jax.tree.map(jnp.asarray, PARAMS)
   add = lambda u: u + jax.lax.axis_index("model").astype(u.dtype)

@@ -13,7 +13,6 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.partial.controller import Rejected
-from tests.cases import row
 
 START = {"b": jnp.zeros(2), "w": jnp.zeros(3)}
 BAD = {"b": jnp.ones(2), "w": jnp.array([1, jnp.nan, 1.0])}
@@ -55,14 +54,7 @@ def entries(params):
 everywhere = pytest.mark.parametrize("where", [over_tcp, on_devices])
 
 
-@pytest.mark.parametrize(
-  "where",
-  [
-    row(over_tcp, quick=True),
-    row(functools.partial(over_tcp, keys=js.partial.Keys.make()), quick=True),
-    row(on_devices),
-  ],
-)
+@pytest.mark.parametrize("where", [over_tcp, functools.partial(over_tcp, keys=js.partial.Keys.make()), on_devices])
 def test_groups_keep_the_sum_and_all_end_with_one_model(where):
   """Constant weights keep the sum of all models, since W is doubly stochastic."""
 

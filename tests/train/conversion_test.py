@@ -353,7 +353,8 @@ def test_flax_serializes_a_state():
 
 
 @pytest.mark.filterwarnings("ignore:.*go on from the mean")
-@pytest.mark.parametrize("workers", quick_of([2, 4], quick=[2]))
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [2, 4])
 def test_local_steps_in_every_step_become_those_of_every_other_one_and_back(workers):
   """Nothing is moved in between, residuals and inner states stay; what is moved is exchanged before."""
   outer = lambda workers: optax.chain(js.topka_transform(sim(workers), density=0.5), optax.sgd(1.0))

@@ -112,6 +112,7 @@ def test_a_state_may_go_from_the_simulator_to_a_mesh_and_back():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), runs[0][1], runs[1][1])
 
 
+@pytest.mark.long
 def test_metrics_over_the_workers_of_a_comm_are_those_of_the_whole_state():
   comm = sim(3)
   for tx in (js.topka_transform(comm, k=9), js.local_steps(js.a2sgd_transform(comm), averaged(comm), every=5)):

@@ -271,7 +271,7 @@ def test_a_step_keeps_shardings_donates_and_compiles_once(kind, sizes):
 @pytest.mark.long
 @pytest.mark.parametrize(
   ("kind", "rows"),  # of a micro-batch of one host: 1, which its two devices do not divide, or 2
-  quick_of(itertools.product(KINDS, [8, 16]), [(AxisType.Auto, 16)]),
+  [*itertools.product(KINDS, [8, 16])],
   ids=str,
 )
 def test_dense_between_hosts_is_plain_data_parallel_training(kind, rows):
@@ -353,8 +353,9 @@ def test_nan_on_one_shard_skips_the_step_on_all_shards():
   assert np.asarray(state[0].counters.skipped_steps).tolist() == [1] * 8
 
 
-@pytest.mark.parametrize("applied", quick_of([True, False], quick=[True]))
-@pytest.mark.parametrize("kind", quick_of(KINDS, quick=[AxisType.Explicit]), ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("applied", [True, False])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_local_steps_and_what_their_transforms_remember(kind, applied):
   """Moments, what was moved and momentum lie as the parameters; Law C over all shards: what is flushed is the rest."""
   sparse = js.momentum_corrected(js.topka_transform("hosts", density=0.2, decay=0.5), 0.5)

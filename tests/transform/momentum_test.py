@@ -78,6 +78,7 @@ def test_everything_delivered_is_momentum_after_the_mean(name):
     np.testing.assert_allclose(totals[0], trace, atol=1e-4)
 
 
+@pytest.mark.long
 def test_clipping_is_of_all_leaves_together_and_each_group_has_its_momentum():
   params = {"b": jnp.zeros(4), "w": jnp.zeros((6, 6))}
   transform = js.spardl_transform(sim(4), special={"b": "dense"}, density=0.2)
