@@ -146,17 +146,18 @@ def averaged(axis: Any = "workers") -> optax.GradientTransformation:
 
 
 def each(
-  cases: list[Case], sizes: Iterable[int] = WORKERS, quick: Iterable[int] = QUICK, options: bool = True
+  cases: list[Case], sizes: Iterable[int] = WORKERS, quick: Iterable[int] = QUICK, options: str = ""
 ) -> pytest.MarkDecorator:
   """Parametrizes with (case, workers).
 
-  Quick are the sizes `quick` of cases without options, and with `options` the first size of others, but for `LONG`.
+  Quick are the sizes `quick` of cases without options, and the first size of others that the pattern `options` matches,
+  but for `LONG`.
   """
 
   def is_quick(case: Case, workers: int) -> bool:
     if not case.options:
       return workers in quick
-    return options and not LONG.match(str(case)) and workers == case.workers(sizes)[0]
+    return bool(re.match(options, str(case))) and not LONG.match(str(case)) and workers == case.workers(sizes)[0]
 
   pairs = [(case, workers) for case in cases for workers in case.workers(sizes)]
   rows = [row(*pair, quick=is_quick(*pair), id="{}-{}".format(*pair)) for pair in pairs]

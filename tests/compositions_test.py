@@ -204,17 +204,22 @@ def assert_skipped(cell: Cell, number: int) -> None:
   cell.state = state
 
 
-QUICK = {("topka", composition, "float32") for composition in COMPOSITIONS} | {
-  ("spardl", "corrected", "float32"),
+QUICK = {
   ("a2sgd", "local inner", "float32"),
   ("a2sgd", "plain", "float32"),
   ("dcttopk", "corrected", "float32"),
-  ("dense", "diloco", "float16"),
-  ("micro", "local 4 applied", "float16"),
   ("nbit", "local 4 applied", "bfloat16"),
   ("onebit", "plain", "bfloat16"),
+  ("spardl", "corrected", "float32"),
   ("spardl", "local wide", "bfloat16"),
+  ("topka", "accumulate", "float32"),
+  ("topka", "corrected warm up", "float32"),
+  ("topka", "decayed", "float32"),
+  ("topka", "fragments", "float32"),
+  ("topka", "multi_transform", "float32"),
 }
+"""Each law, each kind of refusal, and compositions that no file of their own has."""
+
 CELLS = [
   (name, composition, dtype)
   for name in NAMES

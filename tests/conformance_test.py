@@ -194,13 +194,14 @@ def hold(laws, case, collective, workers, n, subtests):
         law(case, collective, workers, n)
 
 
-@each(CASES, quick=[4])
+# The tests of each collective compare the other choices with numpy.
+@each(CASES, quick=[4], options="a2sgd|dense|qsgd|spardl-(teams=4|residual=local)|topka")
 def test_the_laws(case, workers, subtests):
   """All in one test, since they share a compiled program, and compiling is what takes the time."""
   hold(LAWS, case, case.make(density=DENSITY).for_leaves(((5, 4), (10,))), workers, 30, subtests)
 
 
-@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options=False)
+@each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options="$")
 def test_the_laws_where_everything_is_delivered(case, workers, subtests):
   """Also of fewer entries than workers, of which a share is rounded up to all."""
   laws = (law_1_each_entry_arrives_exactly_once, any_input_is_delivered_or_kept)
@@ -212,7 +213,7 @@ def test_the_laws_where_everything_is_delivered(case, workers, subtests):
 
 @each(CASES, [*range(1, 17), 128], quick=[1, 6])
 def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
-  for n, k in ((1, 1), (96, 7), (1001, 1001)) if workers <= 16 else ((1000, 10),):
+  for n, k in ((1, 1), (96, 7), (1001, 1001)) if 1 < workers <= 16 else ((1000, 10),):
     side = math.isqrt(n)
     collective = case.make(k=k).for_leaves(((side, n // side), (n % side,)))
     counted = js.costs.count(collective, n=n, workers=workers)
@@ -245,7 +246,7 @@ def test_any_number_of_workers_and_entries(name, workers, sizes, subtests):
       assert totals.shape == (workers, n)
 
 
-@each_case(CASES)
+@each_case(CASES, ["a2sgd", "dense", "qsgd", "spardl"])
 def test_the_state_keeps_its_types_under_x64(case):
   """Traced only: types are all that 64-bit mode could change."""
   workers, n = max(3, 2 * dict(case.options).get("teams", 1)), 300

@@ -187,6 +187,7 @@ def test_your_cluster(launcher, tmp_path):
   assert done.stdout.count("2 workers, loss ") == 2, done.stderr[-3000:]
 
 
+@pytest.mark.long
 def test_sharded_models(tmp_path):
   (howto,) = snippets("docs/how_to/sharded_models.md")
   check = "assert not params['bias'].sharding.is_fully_replicated and int(state[0].layout.workers) == 2\n"

@@ -10,6 +10,7 @@ import pytest
 from jaxsparse import launch
 from jaxsparse.launch import environment, launchers
 from jaxsparse.launch.start import free_port
+from tests.cases import row
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
@@ -43,8 +44,8 @@ LAUNCHER = {"JAXSPARSE_RANK": "{rank}", "JAXSPARSE_RANKS": "2"}
 @pytest.mark.parametrize(
   ("call", "variables", "says"),
   [
-    (environment.JOIN, PMI, f"PMI_SIZE=2 {ALONE}"),
-    ("js.MpiComm()", STEP, f"SLURM_STEP_NUM_TASKS=2 {ALONE}"),
+    row(environment.JOIN, PMI, f"PMI_SIZE=2 {ALONE}"),
+    row("js.MpiComm()", STEP, f"SLURM_STEP_NUM_TASKS=2 {ALONE}", quick=True),
   ],
 )
 def test_ranks_that_would_train_alone_are_refused(call, variables, says):
@@ -60,12 +61,15 @@ def test_ranks_that_would_train_alone_are_refused(call, variables, says):
   "variables",
   [
     # Slurm has also set variables of PMI and PMIx, and MPI would count one rank.
-    STEP
-    | {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "PMI_SIZE": "2"}
-    | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"), "{rank}"),
-    LAUNCHER,
+    row(
+      STEP
+      | {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "PMI_SIZE": "2"}
+      | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"), "{rank}"),
+      quick=True,
+      id="srun",
+    ),
+    row(LAUNCHER, id="launcher"),
   ],
-  ids=["srun", "launcher"],
 )
 def test_ranks_join_without_mpi_and_without_a_guard(variables):
   """No guard reads what the ranks write; gloo's lines go to standard error."""

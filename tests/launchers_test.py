@@ -14,7 +14,6 @@ import pytest
 from jaxsparse import launch
 from jaxsparse.launch import launchers
 from jaxsparse.launch.start import find_program, free_port
-from tests.cases import quick_of
 from tests.environment_test import outside, run_two
 
 SRUN = {  # of task 5 of `srun -N2 -n8`, Slurm 23; without what concerns neither tasks nor nodes
@@ -233,9 +232,10 @@ def own_port(port, taken=0):
   return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - taken), "WORLD_SIZE": "2", "RANK": "{rank}"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "name",
-  quick_of(["RANK and WORLD_SIZE", "torchrun", "GKE with TPUs", "a Job of Kubernetes"], quick=["a Job of Kubernetes"]),
+  ["RANK and WORLD_SIZE", "torchrun", "GKE with TPUs", "a Job of Kubernetes"],
 )
 def test_ranks_of_recorded_environments_sum(name, tmp_path):
   """Two processes with the variables of a launcher, and all that it starts; on CPU."""
@@ -303,6 +303,7 @@ def test_a_second_run_on_one_port_is_refused():
   claim(address).close()
 
 
+@pytest.mark.long
 def test_mpirun_by_itself(tmp_path):
   """Without mpi4py, and without our launcher."""
   (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')")

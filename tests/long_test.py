@@ -108,7 +108,7 @@ def check_not_a_number(collective, program, workers):
 
 
 # Every way to find candidates, and who bounds a total before it is there; other wires meet short gradients.
-@each_case([*FEWER, *COMBINED], ["powersgd", "spardl-selector=chunked"])
+@each_case([*FEWER, *COMBINED], ["spardl-selector=chunked"])
 def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
   """All in one test, since they share a compiled program."""
   workers, collective = workers_of(case), case.make(density=DENSITY)

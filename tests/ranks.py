@@ -141,7 +141,7 @@ def ends(engine_name: str, file: str, statement: str, others: str) -> None:
 
   step()
   pathlib.Path(file, str(rank)).write_text(f"{os.getpid()} {time.monotonic()}")
-  files = [pathlib.Path(file, str(number)) for number in range(3)]
+  files = [pathlib.Path(file, str(number)) for number in range(2)]
   while not all(one.exists() and one.read_text() for one in files):
     time.sleep(0.01)
   while not pathlib.Path(file, "end").exists():

@@ -219,7 +219,7 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   0.10.2).
 
   Example:
-    >>> (basis,) = orthonormal([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])], noise.key_of(0))
+    >>> (basis,) = jax.jit(orthonormal)([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])], noise.key_of(0))
     >>> jnp.abs(basis.round(3))
     Array([[0.6, 0. , 0.8],
            [0. , 1. , 0. ]], dtype=float32)

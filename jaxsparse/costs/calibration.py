@@ -190,8 +190,8 @@ def fit(
   Example:
     >>> import jax, jaxsparse as js
     >>> mesh = jax.make_mesh((2,), ("workers",), devices=jax.devices()[:2])
-    >>> profile = js.costs.fit(mesh, n=2**12, algorithms=["dense", "spardl"], repetitions=2)
-    >>> profile.alpha > 0 and profile.beta > 0 and profile.algorithms["spardl:density=0.01"].arithmetic > 0
+    >>> profile = js.costs.fit(mesh, n=2**12, algorithms=["dense", "topka"], repetitions=2)
+    >>> profile.alpha > 0 and profile.beta > 0 and profile.algorithms["topka:density=0.01"].arithmetic > 0
     True
   """
   engine = engine_of(mesh, axis).flat

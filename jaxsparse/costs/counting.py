@@ -46,13 +46,13 @@ def count(name: str | Collective, *, n: Any, workers: int, devices: int = 1, **c
 
   Example:
     >>> import jaxsparse as js
-    >>> js.costs.count("spardl", n=2**27, workers=128, density=0.001)
-    Cost(messages=14, words=532892, agreements=0)
+    >>> js.costs.count("spardl", n=2**27, workers=8, density=0.001)
+    Cost(messages=6, words=469784, agreements=0)
     >>> params = {"bias": jnp.zeros(100), "w": jnp.zeros((300, 100))}
     >>> js.costs.count("powersgd", n=params, workers=2, rank=1)
     Cost(messages=4, words=500, agreements=0)
-    >>> js.costs.count("spardl", n=2**27, workers=128, devices=8, density=0.001)
-    Cost(messages=14, words=67056, agreements=0)
+    >>> js.costs.count("spardl", n=2**27, workers=8, devices=8, density=0.001)
+    Cost(messages=6, words=58744, agreements=0)
   """
   collective, own = make_sized(name, n, workers, devices, **config)
   return count_jaxpr(schedule(collective, own, workers), workers)

@@ -54,8 +54,6 @@ class TopKAccumulator:
     >>> bag.indices, bag.values
     (Array([[0]], dtype=int32), Array([[4.]], dtype=float32))
     >>> acc = acc.add(Sparse(jnp.array([[1]]), jnp.array([[10.0]])))
-    >>> acc.largest(0, 1)
-    Sparse(indices=Array([[1]], dtype=int32), values=Array([[12.]], dtype=float32))
     >>> sent = Sparse(jnp.array([[2], [0]]), jnp.zeros((2, 1)))  # nothing of block 0, all of entry 0 of block 1
     >>> acc.pending(jnp.array([[1], [0]]), sent).entries
     Sparse(indices=Array([4, 2, 1], dtype=int32), values=Array([ 0.,  0., 12.], dtype=float32))

@@ -131,7 +131,7 @@ def merge(rows: Sparse, end: int) -> Sparse:
 
   Example:
     >>> rows = Sparse(jnp.array([[0, 2], [2, 9]]), jnp.array([[1.0, 2.0], [4.0, 0.0]]))
-    >>> merge(rows, end=9)
+    >>> jax.jit(merge, static_argnames="end")(rows, end=9)
     Sparse(indices=Array([0, 2, 9, 9], dtype=int32), values=Array([1., 6., 0., 0.], dtype=float32))
   """
   # Behind a barrier, XLA for GPUs keeps one copy of the rows, and not the messages that they come from as well.

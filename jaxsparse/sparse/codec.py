@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
   Example:
     >>> entries = Sparse(jnp.array([[7, 300]]), jnp.array([[0.5, -1.0]]))
-    >>> codec_of("bf16", 1000).encode(entries)[0].low
+    >>> jax.jit(codec_of("bf16", 1000).encode)(entries)[0].low
     Array([[ 7, 44]], dtype=uint8)
   """
 
@@ -166,8 +166,8 @@ def codec_of(wire: Wire | Literal["2bit"], length: int, *, by_chunk: bool = Fals
   Example:
     >>> entries = Sparse(jnp.array([[700, 9, 30]]), jnp.array([[1.27, 0.0, 0.5]]))
     >>> codec = codec_of("int8", length=1000)
-    >>> message, rounded = codec.encode(entries, noise=jnp.full((1, 3), 0.5))
-    >>> message.values, codec.decode(message).indices
+    >>> message, rounded = jax.jit(codec.encode)(entries, noise=jnp.full((1, 3), 0.5))
+    >>> message.values, jax.jit(codec.decode)(message).indices
     (Array([[  0,  50, 127]], dtype=int8), Array([[  9,  30, 700]], dtype=int32))
     >>> [codec_of(wire, 1_000_000).words(1, 10_000) for wire in ("f32", "bf16", "int8")]
     [20000, 7935, 5436]

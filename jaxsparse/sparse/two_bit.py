@@ -23,7 +23,7 @@ class TwoBit:
 
   Example:
     >>> entries = Sparse(jnp.array([[700, 9, 30, 2]]), jnp.array([[5.0, 4.0, -4.0, -5.0]]))
-    >>> message, rounded = TwoBit(length=1000).encode(entries)
+    >>> message, rounded = jax.jit(TwoBit(length=1000).encode)(entries)
     >>> message[0].dtype.name, rounded.tolist(), TwoBit(length=1000).words(rows=100, capacity=64)
     ('uint16', [[4.5, 4.5, -4.5, -4.5]], 3600)
   """
@@ -64,7 +64,7 @@ def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     (codes, table): i32[rows, N] in 0 … 3, and f32[rows, 4], 0 for a bin without a value.
 
   Example:
-    >>> codes, table = quantize(jnp.array([[10.0, -4.0, 6.0, -5.0, 4.0, -6.0, 5.0, -4.0]]))
+    >>> codes, table = jax.jit(quantize)(jnp.array([[10.0, -4.0, 6.0, -5.0, 4.0, -6.0, 5.0, -4.0]]))
     >>> codes.tolist(), table.tolist()
     ([[3, 1, 3, 1, 2, 1, 2, 1]], [[0.75, -4.75, 4.5, 8.0]])
   """

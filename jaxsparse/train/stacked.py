@@ -79,7 +79,7 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-    >>> chain = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.25))
+    >>> chain = optax.chain(js.topka_transform("workers", density=0.5), optax.sgd(0.25))
     >>> tx, params = js.stacked(chain, mesh), jnp.zeros(4)
     >>> state = tx.init(params)
     >>> @jax.jit

@@ -149,7 +149,7 @@ def make_train_step(
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-    >>> tx = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.25))
+    >>> tx = optax.chain(js.topka_transform("workers", density=0.5), optax.sgd(0.25))
     >>> params = jnp.zeros(4)
     >>> state = js.init(tx, params, mesh, axis="workers")
     >>> step = js.make_train_step(lambda p, batch: jnp.mean((p[None] - batch) ** 2), tx, mesh, axis="workers")

@@ -31,7 +31,7 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     >>> comm = js.SimComm("workers", members=2)
     >>> tx = js.atomic(optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.9)))
     >>> params, grads = jnp.zeros(1), jnp.array([[1.0], [3.0]])
-    >>> update = jax.vmap(tx.update, in_axes=(0, 0), axis_name="workers")
+    >>> update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0), axis_name="workers"))
     >>> state = jax.vmap(lambda _: tx.init(params), axis_name="workers")(grads)
     >>> _, state = update(grads, state)
     >>> updates, state = update(grads.at[1].set(jnp.nan), state)

@@ -122,7 +122,7 @@ def local_steps(
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
-    >>> outer = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(1.0))
+    >>> outer = optax.chain(js.topka_transform("workers", density=0.5), optax.sgd(1.0))
     >>> tx = js.local_steps(optax.sgd(0.1, momentum=0.5), outer, every=10)
     >>> mesh, params = jax.make_mesh((len(jax.devices()),), ("workers",)), jnp.zeros(4)
     >>> step = js.make_train_step(lambda p, batch: jnp.mean((p[None] - batch) ** 2), tx, mesh)

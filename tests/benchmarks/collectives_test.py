@@ -55,6 +55,7 @@ def test_an_algorithm_with_a_period_is_timed_over_whole_ones():
   assert steps_of("dense", warm_up=1, repetitions=5) == (1, 5, 1)
 
 
+@pytest.mark.long
 def test_wrong_entries_are_counted(monkeypatch):
   (spec,) = specs.parse(["spardl"], 3, density=0.1)
   kind, reduce = type(spec.collective), type(spec.collective).reduce
@@ -124,6 +125,7 @@ def test_rows_of_several_sizes(tmp_path):
   assert "wrong: 0 OK" in done.stderr
 
 
+@pytest.mark.long
 def test_an_interrupted_run_keeps_its_rows(tmp_path):
   flags = ("--engine=sim", "--gradients=normal", "--workers=2", "--n=1000", "--algorithms=dense,spardl,oktopk")
   command = ["env", "--default-signal", sys.executable, "-m", "benchmarks.collectives", *flags]
@@ -139,6 +141,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path):
   assert [row["algorithm"] for row in kept] == ["dense", "spardl"][: len(kept)]  # oktopk had no time
 
 
+@pytest.mark.long
 def test_a_row_that_fails_is_named(tmp_path):
   done = small(tmp_path, "--engine=sim", "--n=1000", "--algorithms=dense,topka:density=None:k=2000")
   assert done.returncode == 1

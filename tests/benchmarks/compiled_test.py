@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from benchmarks import specs
 from benchmarks.compiled import hlo, programs, rows
-from tests.cases import quick_of
+from tests.cases import quick_of, row
 
 # 1,000 entries: gathered at 10 indices, 10 values put in place, a sum in a branch, a loop of 5 rounds and an open one.
 TEXT = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[1000]{0})->f32[1000]{0}}
@@ -112,7 +112,7 @@ def test_goals_name_what_was_missed():
   ]
 
 
-@pytest.mark.parametrize("name", quick_of(js.collective_names(), quick=["onebit", "topka"]))
+@pytest.mark.parametrize("name", quick_of(js.collective_names(), quick=["topka"]))
 def test_every_update_is_lowered_for_accelerators_without_one(name):
   """No array is made, neither of a state nor of a gradient."""
   (spec,) = specs.parse([name], 4, density=0.01)
@@ -124,7 +124,7 @@ def test_every_update_is_lowered_for_accelerators_without_one(name):
     assert not re.search(r"stablehlo.custom_call @(?!Sharding|SPMD|annotate|xla)", text)
 
 
-@pytest.mark.parametrize("inside", [(), ("shards",)])
+@pytest.mark.parametrize("inside", [row(()), row(("shards",), quick=True)])
 def test_a_step_is_lowered_from_shapes(inside):
   """`js.abstract_state` of shapes is what `js.init` makes of arrays, and a step has the same program for both."""
   devices = np.array(jax.devices()[:4]).reshape((2, 2) if inside else 4)

@@ -16,6 +16,7 @@ from tests.benchmarks import commands
 CONSOLE = rich.console.Console(quiet=True)
 
 
+@pytest.mark.long
 def test_a_small_run_measures_every_part(tmp_path):
   done = commands.run("benchmarks.device", "--small", "--name=test", f"--report_dir={tmp_path}")
   assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

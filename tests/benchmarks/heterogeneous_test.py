@@ -163,6 +163,7 @@ def test_tables_and_goals():
 SETTINGS = virtual.Settings(8, 0.1, 0.8, 60.0)
 
 
+@pytest.mark.long
 def test_an_all_reduce_takes_what_its_environment_says():
   """A step of a worker that shares a half-busy accelerator with two others, then an average over a slow link."""
   where = virtual.Environment(4, level=3, jitter=0.0, slow_links=1, occupancy=0.5)

@@ -16,6 +16,7 @@ import pytest
 from benchmarks import netlab
 from benchmarks.netlab.namespaces import started
 from tests.benchmarks.commands import ROOT
+from tests.cases import quick_of
 
 # Starts a sleeper in the first host, says who is who, and waits.
 IDLE = """
@@ -41,6 +42,7 @@ with socket.create_server((socket.gethostname(), 7000)) as server:
 
 SEND = """
 import socket, sys
+from tests.cases import quick_of
 socket.create_connection((sys.argv[1], 7000), timeout=60).sendall(bytes(1_000_000))
 """
 
@@ -137,7 +139,7 @@ SIGNALS = [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False
 
 
 @needs_lab
-@pytest.mark.parametrize(("number", "terminal"), SIGNALS)
+@pytest.mark.parametrize(("number", "terminal"), quick_of(SIGNALS, quick=SIGNALS[:1]))
 def test_signals_leave_nothing(number, terminal):
   with idle_lab() as (process, outside, inside):
     assert len(remains(process.pid)) == 2
@@ -153,6 +155,7 @@ def test_signals_leave_nothing(number, terminal):
     assert ends(outside)
 
 
+@pytest.mark.long
 @needs_lab
 def test_what_a_killed_lab_left_is_removed_by_the_next():
   with idle_lab() as (process, outside, inside):

@@ -38,6 +38,7 @@ def test_rows_as_a_table_and_json():
     assert row["exposed"] == pytest.approx(row["seconds"] - computing)
 
 
+@pytest.mark.long
 def test_a_lab_on_one_device_measures_what_it_plans():
   """All of the lab's measuring but for the network and SparDL, with simulated workers."""
   simulated = js.SimComm("workers", members=2)

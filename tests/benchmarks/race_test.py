@@ -143,6 +143,7 @@ def test_a_race_ends_at_the_target_or_when_it_gives_up_or_diverges():
   assert length._replace(target=None).is_done(20, [2.0])
 
 
+@pytest.mark.long
 def test_the_command_reports_what_the_file_has(results, tmp_path):
   results.add(Whole("fast", "adam:0.001", 0, "10mbit", [10, 40], [5.0, 21.0], [4.0, 1.0]))
   flags = "--parts=none", f"--results={results.path}", f"--report_dir={tmp_path}", "--json"

@@ -48,6 +48,7 @@ def test_the_controller_has_throughput_and_latency():
   assert (result["rejected"], result["signal_bytes"]) == (0, 35)
 
 
+@pytest.mark.long
 def test_costs_are_counted_beside_formulas():
   found = result_of("costs", "--algorithm=spardl,spardl:teams=7,a2sgd", "--workers=14", "--n=100000")
   rows = {row["algorithm"]: row for row in found}
@@ -89,6 +90,7 @@ def test_scale_predicts_as_js_costs_and_makes_programs():
   assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile"))
 
 
+@pytest.mark.long
 def test_scale_makes_first_steps():
   (row,) = result_of("scale", "--first_step", "--schedule_of=dense", "--repeats=1")["compiled"]
   assert (row["workers"], row["runs"]) == (4, 1)

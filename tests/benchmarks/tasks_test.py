@@ -74,6 +74,7 @@ def test_text_that_is_held_out_is_not_trained_on(load, least):
   assert not np.any(source.train == 0)  # the byte that hides others
 
 
+@pytest.mark.long
 def test_masked_bytes_are_those_to_predict_and_labels_that_are_ignored_do_not_count(tasks):
   batch = next(tasks["bert"].stream(0, 1, 64))
   hidden = batch["label"] != IGNORED
@@ -85,6 +86,7 @@ def test_masked_bytes_are_those_to_predict_and_labels_that_are_ignored_do_not_co
   assert (int(right), int(count)) == (1, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [lm.LSTM, lambda _, width, rngs: lm.Transformer(rngs, width)])
 def test_a_model_of_text_sees_no_later_byte(make):
   module, before = make(lm.BYTES, 8, nnx.Rngs(0)), np.zeros((1, 6), np.uint8)

@@ -8,7 +8,7 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.train import simulation
-from tests.cases import averaged, mesh_of, normals
+from tests.cases import averaged, mesh_of, normals, quick_of
 from tests.reference.rounding import a2sgd
 
 
@@ -18,7 +18,7 @@ def own_updates(grads, **config):
   return np.asarray(totals) / len(grads), state
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 6])
+@pytest.mark.parametrize("workers", quick_of([1, 2, 3, 6], quick=[1, 3]))
 def test_equals_the_paper_in_numpy(workers):
   for grads in (normals(0, workers, 40), np.abs(normals(1, workers, 40)), -np.abs(normals(2, workers, 1))):
     updates, _ = own_updates(grads)
@@ -44,7 +44,7 @@ def loss_fn(params, batch):
   return jnp.mean((batch - params["w"][None]) ** 2) * 6
 
 
-@pytest.mark.parametrize("every", [1, 3, None])
+@pytest.mark.parametrize("every", quick_of([1, 3, None], quick=[3]))
 def test_training_is_each_workers_own_until_it_is_synchronized(every):
   """The step against a plain loop over the workers in numpy."""
   workers, rate, params = 4, 0.1, {"w": jnp.zeros((3, 4))}

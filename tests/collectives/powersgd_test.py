@@ -11,7 +11,7 @@ from jaxsparse import _compat
 from jaxsparse.collectives.powersgd import orthonormal
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import noise
-from tests.cases import mesh_of, normals
+from tests.cases import mesh_of, normals, quick_of
 from tests.reference.powersgd import PowerSGD
 
 SHAPES = {"a": (12, 9), "bias": (5,), "kernel": (3, 3, 4, 8), "small": (3, 3), "tall": (40, 6)}
@@ -19,7 +19,7 @@ MATRICES = {"a": (12, 9), "kernel": (9, 32), "tall": (40, 6)}  # those that rank
 TIGHT = 1e-4
 
 
-@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("alternate", quick_of([False, True], quick=[True]))
 def test_equals_the_papers_in_numpy(alternate):
   """Five steps of three workers on a mesh, on leaves of two axes, four and one, and one too small to be factorized."""
   workers, rank = 3, 2
@@ -50,7 +50,7 @@ def test_equals_the_papers_in_numpy(alternate):
     assert int(js.metrics(state).words_sent) == (expected[number % 2] if alternate else sum(expected))
 
 
-@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("alternate", quick_of([False, True], quick=[True]))
 @pytest.mark.parametrize("scale", [1e-24, 1.0, 1e18])
 def test_a_gradient_of_zeros_loses_no_direction(alternate, scale):
   """As the first one of a layer below zeros; some rows never have another. And the scale is not squared."""
@@ -72,7 +72,7 @@ def test_a_state_of_other_leaves():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("alternate", [False, True])
+@pytest.mark.parametrize("alternate", quick_of([False, True], quick=[True]))
 def test_no_number_in_a_matrix_skips_the_step(alternate, value):
   """Also where the factor that a worker multiplies it with is 0."""
   grads = {"bias": np.ones((2, 3), np.float32), "w": normals(0, 2, 9, 7)}
@@ -105,6 +105,7 @@ def test_bases_are_orthonormal_and_made_without_lapack():
   assert "custom_call" not in jax.jit(orthonormal).lower(factors, key).as_text()
 
 
+@pytest.mark.long
 def test_a_long_matrix_beside_short_ones_costs_no_padding():
   """No array is larger than the gradient: not the factors of all, padded to the longest."""
   params = [jnp.zeros((3000, 8)), *[jnp.zeros((24, 24))] * 12]

@@ -37,7 +37,7 @@ def test_the_tree_with_ties_and_cancellation(sizes, seed):
   check_steps("gtopk", grads, lambda grads, left: topk.gtopk(grads, left, k), k=k)
 
 
-@pytest.mark.parametrize("selector", ["exact", "chunked"])
+@pytest.mark.parametrize("selector", quick_of(["exact", "chunked"], quick=["chunked"]))
 def test_topka_rounds_what_it_sends(selector):
   """The total is the sum of rounded entries in rank order, and rounding errors stay in residuals."""
   k = 12
@@ -67,12 +67,12 @@ def test_the_gather_is_dense_where_that_is_fewer_words():
   grads = np.zeros((4, 80), np.float32)
   for worker in range(4):
     grads[worker, worker::4] = 1 + np.arange(20)
-  few, many = (js.simulate("topkdsa", grads, k=k).metrics for k in (2, 20))
-  assert int(few.words_sent) < int(many.words_sent) == 2 * 5 * 3 + 20 * 3
-  assert int(many.delivered) == 80
+  found = js.simulate("topkdsa", grads, k=20).metrics
+  assert (int(found.words_sent), int(found.delivered)) == (2 * 5 * 3 + 20 * 3, 80)
 
 
-@pytest.mark.parametrize("name", quick_of(["gaussiank", "gtopk", "oktopk", "topka", "topkdsa"], quick=["topka"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gaussiank", "gtopk", "oktopk", "topka", "topkdsa"])
 def test_shorter_messages_change_nothing_that_they_can_say(name):
   """Whole numbers survive bf16 on every way they take: totals and residuals are those of f32, in fewer words."""
   plain, short = None, None

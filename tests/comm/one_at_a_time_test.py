@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import jaxsparse as js
 from jaxsparse.comm.one_at_a_time import dispatch
@@ -43,6 +44,7 @@ def test_a_program_starts_when_the_one_before_has_finished():
   assert _ready(dispatch(next_one, pending))
 
 
+@pytest.mark.long
 def test_what_runs_between_steps_has_finished_when_it_returns():
   tx = js.local_steps(optax.sgd(0.1), SPARSE, every=4)
   mesh, params = mesh_of(3), jnp.zeros(20)
@@ -92,6 +94,7 @@ print("goes on")
 """
 
 
+@pytest.mark.long
 def test_a_step_that_fails_fails_no_other_one():
   """A callback of a loss that raises. In a process of its own: JAX reports the error at the end again."""
   done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120, check=False)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from tests.cases import mesh_of, normals, row
+from tests.cases import mesh_of, normals, quick_of, row
 
 PARAMS = {"kernel": np.zeros((5, 4), np.float32), "bias": np.zeros(4, np.float32)}
 ONLY_KERNEL, ONLY_BIAS = {"kernel": True, "bias": False}, {"kernel": False, "bias": True}
@@ -131,9 +131,9 @@ PASSING = {
 }
 
 
-@pytest.mark.parametrize("parts", PASSING.values(), ids=PASSING)
-def test_chains_that_keep_workers_equal_pass(parts):
-  params, _, _ = train(optax.chain(*parts()), mesh_of(3))
+@pytest.mark.parametrize("name", quick_of(PASSING, quick=["finite after"]))
+def test_chains_that_keep_workers_equal_pass(name):
+  params, _, _ = train(optax.chain(*PASSING[name]()), mesh_of(3))
   assert np.any(params["kernel"] != 0)
 
 
@@ -224,6 +224,7 @@ def _by_reference(x, rank):
   return ref[...]
 
 
+@pytest.mark.long
 def test_copies_along_the_other_axes_of_a_mesh_are_compared():
   mesh, params = grid_of({"workers": 3, "model": 2}), jax.tree.map(jnp.asarray, PARAMS)
   add = lambda u: u + jax.lax.axis_index("model").astype(u.dtype)
@@ -242,7 +243,7 @@ def test_copies_along_the_other_axes_of_a_mesh_are_compared():
 @pytest.mark.parametrize(
   "axis",
   [
-    row("workers", quick=True),
+    row("workers"),
     row(js.SimComm("workers", members=3)),
     row(js.SimComm("elsewhere", members=3), quick=True),
   ],

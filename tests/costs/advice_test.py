@@ -188,6 +188,7 @@ def test_a_collective_whose_words_depend_on_shapes():
     js.costs.advise(3000, profile)
 
 
+@pytest.mark.long
 def test_workers_of_several_devices():
   """Both levels are measured, and each device carries its part of the gradient."""
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("hosts", "devices"))

@@ -12,7 +12,7 @@ from tests.cases import CASES, linear, mesh_of, row, start, update_program
 
 N, K = 1000, 40
 ROWS = [(case, workers) for case in CASES if not case.options for workers in (2, 3, 8)]
-QUICK = [("dense", 3), ("onebit", 2), ("spardl", 3)]
+QUICK = [("dense", 3), ("onebit", 2)]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,9 @@ def test_bad_sizes(function):
       function(name, n=n, workers=workers)
 
 
-@pytest.mark.parametrize("name", js.collective_names())
+@pytest.mark.parametrize(
+  "name", quick_of(js.collective_names(), quick=["dense", "onebit", "powersgd", "qsgd", "spardl"])
+)
 @pytest.mark.parametrize(("n", "density"), quick_of([(2 * 10**9, 0.01), (7 * 10**8, 1.0)], quick=[(7 * 10**8, 1.0)]))
 def test_a_gradient_of_so_many_entries_is_counted(name, n, density):
   """Traced with the counters of a step, which hold 2³² − 1 words at most; the count itself is a Python number."""

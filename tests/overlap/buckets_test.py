@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from tests.cases import bits, integers, mesh_of, normals, update_program
+from tests.cases import bits, integers, mesh_of, normals, quick_of, update_program
 
 WORKERS = 3
 WIDTHS = (8, 12, 20, 6, 10, 4)
@@ -73,7 +73,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "ways", "kinds"), KINDS)
+@pytest.mark.parametrize(("kind", "ways", "kinds"), quick_of(KINDS, quick=KINDS[2:]))
 def test_the_program_has_the_collectives_of_the_plan_in_its_order(kind, ways, kinds):
   tx, plan = transform_of(kind=kind, ways=ways), plan_of(kind, ways=ways)
   out = lambda p, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), p["layer"], x)
@@ -89,7 +89,7 @@ def test_the_program_has_the_collectives_of_the_plan_in_its_order(kind, ways, ki
     assert above[number] - {of_loss} == {number_of[other] for other in group.after}
 
 
-@pytest.mark.parametrize("kind", ["single", "asc_wfbp"])
+@pytest.mark.parametrize("kind", quick_of(["single", "asc_wfbp"], quick=["asc_wfbp"]))
 def test_dense_groups_are_dense_bit_for_bit(kind):
   grads = grads_of(1, normals)
   (got, _), (expected, _) = run(transform_of(kind=kind), grads), run(js.dense_transform("workers"), grads)

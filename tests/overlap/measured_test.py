@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxsparse as js
 from jaxsparse.overlap import measured
 from jaxsparse.train import timing
-from tests.cases import mesh_of
+from tests.cases import mesh_of, quick_of
 
 WIDTHS = (16, 16, 256, 16, 16, 16)
 
@@ -28,6 +28,7 @@ def loss(params, batch):
   return jnp.sum(batch)
 
 
+@pytest.mark.long
 def test_layers_are_in_the_order_of_the_forward_pass():
   params = params_of()
   layers = js.overlap.measure(loss, params, jnp.ones((16384, 16)), mesh_of(2), cuts=3, repetitions=3)
@@ -38,7 +39,7 @@ def test_layers_are_in_the_order_of_the_forward_pass():
   assert min(layers.backward_times) >= 0 < layers.forward
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", quick_of([AxisType.Auto, AxisType.Explicit], quick=[AxisType.Explicit]))
 def test_sharded_parameters_stay_sharded(kind, monkeypatch):
   """The programs that are timed take and give shards, and no leaf is gathered."""
   mesh = jax.make_mesh((2, 2), ("hosts", "devices"), (kind,) * 2, devices=jax.devices()[:4])

@@ -174,7 +174,7 @@ class Network:
       setattr(self.random.choice(running), kind, True)
 
 
-@settings(max_examples=100)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.randoms(use_true_random=False), st.integers(2, 4), st.just([]) | DISTURBANCES)
 def test_no_lost_worker_holds_up_another_and_without_a_loss_all_end_with_one_model(random, workers, disturbances):
   """A random schedule with the disturbances in it, then a quiet one until nobody is left."""

@@ -309,7 +309,7 @@ class Network(protocols_test.Network):
     self.servers[number] = controller, RoundServer(controller, Members(RoundMember, self.send, LIMIT, self.now))
 
 
-@settings(max_examples=4 * settings().max_examples)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), DISTURBED)
 def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbed):
   """A random schedule with the disturbances in it, then a quiet one for `ROUNDS` rounds more."""

@@ -7,7 +7,7 @@ import pytest
 
 from jaxsparse.select import exact, top_k
 from jaxsparse.select.blocks import Blocks, LazySum
-from tests.cases import normals
+from tests.cases import normals, row
 from tests.select.gradients import GRADIENTS, N, keys_in_numpy
 
 K = 300
@@ -24,16 +24,16 @@ def found_and_reached(parts, order, length, low=None):
   found = find(*parts)
   members = set(np.flatnonzero(np.unpackbits(np.asarray(found.members).view(np.uint8), bitorder="little")).tolist())
   reached = []
-  for row, block in enumerate(order):
+  for number, block in enumerate(order):
     start = block * length
     keys = keys_in_numpy(x[start : start + length])
-    indices = np.asarray(found.indices)[row]
+    indices = np.asarray(found.indices)[number]
     known = indices[indices < length]
     assert (indices[len(known) :] == length).all()
     assert (np.diff(known) > 0).all()
     assert members.issuperset((start + known).tolist())
-    reached.append(np.flatnonzero(keys >= int(found.low[row])))
-    if found.fits[row]:
+    reached.append(np.flatnonzero(keys >= int(found.low[number])))
+    if found.fits[number]:
       others = np.setdiff1d(known, reached[-1]) + start
       assert set(others // 32) <= {start // 32, (start + length - 1) // 32}
       assert np.isin(reached[-1], known).all()
@@ -49,7 +49,7 @@ SMALL = GRADIENTS["normal"] * 1e-3
   [
     ((GRADIENTS["normal"], GRADIENTS["heavy tail"]), [2, 0, 1]),
     # Whether or not blocks reach beyond n, and n fills its last word.
-    *(((normals(n, n),), [0, 1, 2]) for n in (2**17, 2**17 - 1, 2**17 + 1)),
+    *(row((normals(n, n),), [0, 1, 2]) for n in (2**17, 2**17 - 1, 2**17 + 1)),
     # A word of 32 entries that belongs to two blocks is compared with the lower of their keys.
     ((np.concatenate([SMALL, GRADIENTS["normal"], SMALL]),), [1, 2, 0]),
   ],

@@ -19,7 +19,7 @@ from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.train import simulation
 from jaxsparse.types import Sparse
-from tests.cases import assert_same_bits, bits
+from tests.cases import assert_same_bits, bits, quick_of
 from tests.reference import largest
 from tests.select.gradients import GRADIENTS, simple
 from tests.sparse.entries_test import rows_of_entries
@@ -54,7 +54,11 @@ ON_ACCELERATORS = [("bracket", False, "cuda"), ("bracket", False, "tpu")]
 
 
 @pytest.mark.parametrize(
-  ("method", "lazy", "platform"), [*itertools.product(METHODS, (False, True), ["cpu"]), *ON_ACCELERATORS]
+  ("method", "lazy", "platform"),
+  quick_of(
+    [*itertools.product(METHODS, (False, True), ["cpu"]), *ON_ACCELERATORS],
+    quick=[("bisect", True, "cpu"), ("bracket", False, "cpu"), ("bracket", False, "cuda")],
+  ),
 )
 def test_methods_agree_on_long_rows(method, lazy, platform):
   """A lazy sum is selected from as its sum. GPUs sort few keys."""
@@ -124,7 +128,7 @@ def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
     assert all(int(row) < n // 20 for row in rows)
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", quick_of([False, True], quick=[True]))
 def test_rows_without_enough_candidates_do_not_spoil_others(batched):
   rows = np.stack([GRADIENTS["normal"], GRADIENTS["equal"], GRADIENTS["heavy tail"], GRADIENTS["few values"]])
   select = functools.partial(top_k, k=500, method="bracket")

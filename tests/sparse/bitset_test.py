@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxsparse.sparse import bitset
+from tests.cases import quick_of
 
 LENGTHS = [1, 31, 32, 255, 256, 257, 600]
 
@@ -35,14 +36,14 @@ def read(flags):
   }
 
 
-@pytest.mark.parametrize("n", [*LENGTHS, 4095, 4097, 9000])
+@pytest.mark.parametrize("n", quick_of([*LENGTHS, 4095, 4097, 9000], quick=[31, 256, 4097]))
 def test_all_platforms_pack_the_same_words(n):
   flags = np.random.default_rng(n).random(n) < 0.5
   for pack in (bitset._pack_padded, bitset._pack_by_product):
     np.testing.assert_array_equal(jax.jit(pack)(flags), bitset.pack(flags))
 
 
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("n", quick_of(LENGTHS, quick=[31, 256, 600]))
 @hypothesis.given(data=st.data())
 def test_bitsets_are_sets(n, data):
   flags = data.draw(flags_of(n))
@@ -63,7 +64,7 @@ pack = jax.jit(bitset.pack)
 joined = jax.jit(lambda before, new: bitset.insert(bitset.pack(before), new, before.size))
 
 
-@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("n", quick_of(LENGTHS, quick=[31, 256, 600]))
 @hypothesis.given(data=st.data())
 def test_inserted_members_join_those_before_and_beyond_the_end_none_do(n, data):
   before, more = data.draw(flags_of(n)), data.draw(flags_of(n))

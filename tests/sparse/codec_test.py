@@ -14,7 +14,7 @@ from jaxsparse import comm, sparse
 from jaxsparse.sparse import codec as codecs
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Sparse
-from tests.cases import bits
+from tests.cases import bits, quick_of, row
 from tests.sparse.entries_test import rows_of_entries
 
 # (rows, capacity, length), of low parts of 4, 8 and 16 bits; full blocks, and blocks with fewer entries than slots
@@ -50,7 +50,7 @@ def some_entries(rows, capacity, length, seed=0):
 
 
 @pytest.mark.parametrize("wire_", SHORT)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [row(shape, quick=shape[0] == 3) for shape in SHAPES])
 @hypothesis.given(data=st.data())
 def test_entries_come_back_in_the_order_of_their_high_parts(shape, wire_, data):
   _, capacity, length = shape
@@ -133,7 +133,7 @@ def test_the_largest_are_finite_and_the_smallest_are_numbers(wire_):
   assert (got[2] == 0).all()
 
 
-@pytest.mark.parametrize("wire_", SHORT)
+@pytest.mark.parametrize("wire_", quick_of(SHORT, quick=["int8"]))
 def test_the_same_bits_in_every_program(wire_):
   entries, noise = some_entries(6, 40, 4000)
   codec = codec_of(wire_, 4000)
@@ -147,7 +147,7 @@ def test_the_same_bits_in_every_program(wire_):
   jax.tree.map(np.testing.assert_array_equal, split(got), jax.jit(jax.vmap(back))(of_two))
 
   sent = comm.unpack(comm.pack(message), message)
-  for other in (back(message), jax.jit(back)(sent), jax.jit(lambda *x: back(there(*x)))(entries, noise)):
+  for other in (jax.jit(back)(sent), jax.jit(lambda *x: back(there(*x)))(entries, noise)):
     np.testing.assert_array_equal(got.indices, other.indices)
     np.testing.assert_array_equal(bits(got.values), bits(other.values))
   if wire_ == "int8":  # products are exact, so that sums are the same with fused multiply-add and without

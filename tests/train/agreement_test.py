@@ -37,6 +37,7 @@ def test_in_numpy(where, apart):
   assert (found.own < 0.6 * found.dealt) == (apart > 0)
 
 
+@pytest.mark.long
 def test_of_workers_of_several_devices_with_a_model_state_and_integers():
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("workers", "model"))
   params = jax.device_put({"w": jnp.asarray(normals(3, 6, 4))}, NamedSharding(mesh, PartitionSpec(None, "model")))

@@ -19,7 +19,7 @@ from tests.cases import AS_USERS, FEWER, assert_same_bits, averaged, each_case, 
 from tests.ranks import run, train_sharded
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
-BOTH_KINDS = pytest.mark.parametrize("kind", KINDS, ids=str)
+BOTH_KINDS = pytest.mark.parametrize("kind", quick_of(KINDS, quick=[AxisType.Explicit]), ids=str)
 MESHES = [{"hosts": 4, "x": 2}, {"hosts": 2, "x": 4}, {"hosts": 3, "x": 2}, {"hosts": 2, "x": 2, "y": 2}]
 ONE_DEVICE, TWO_HOSTS = {"hosts": 4}, {"hosts": 2, "x": 2}
 LEAVES = {
@@ -129,7 +129,7 @@ def kept(flat, leaves, inside, device):
   return flat[flat_pieces(ones, leaves, inside, 1)[device, 0] > 0]
 
 
-@each_case(FEWER, ["a2sgd", "powersgd"])
+@each_case(FEWER, ["powersgd"])
 def test_every_device_has_the_bits_of_the_simulator(case):
   sizes = {"hosts": case.workers([4, 6, 5, 8])[0], "x": 2}
   check_against_the_simulator(case.name, sizes, LEAVES, **case.config(density=0.2))
@@ -167,6 +167,7 @@ def test_shardings_where_neither_types_nor_init_tell_them():
       state_of(given)
 
 
+@pytest.mark.long
 def test_groups_of_leaves():
   """`special=`: each group of leaves has the bits of the simulator on its pieces."""
   special = {"odd|one": "dense", "tensor": "topka:k=9"}
@@ -267,9 +268,10 @@ def test_a_step_keeps_shardings_donates_and_compiles_once(kind, sizes):
   step.check(params, state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ("kind", "rows"),  # of a micro-batch of one host: 1, which its two devices do not divide, or 2
-  quick_of(itertools.product(KINDS, [8, 16]), [(AxisType.Auto, 16)]),
+  [*itertools.product(KINDS, [8, 16])],
   ids=str,
 )
 def test_dense_between_hosts_is_plain_data_parallel_training(kind, rows):
@@ -351,8 +353,9 @@ def test_nan_on_one_shard_skips_the_step_on_all_shards():
   assert np.asarray(state[0].counters.skipped_steps).tolist() == [1] * 8
 
 
-@pytest.mark.parametrize("applied", quick_of([True, False], quick=[True]))
-@pytest.mark.parametrize("kind", quick_of(KINDS, quick=[AxisType.Explicit]), ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("applied", [True, False])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_local_steps_and_what_their_transforms_remember(kind, applied):
   """Moments, what was moved and momentum lie as the parameters; Law C over all shards: what is flushed is the rest."""
   sparse = js.momentum_corrected(js.topka_transform("hosts", density=0.2, decay=0.5), 0.5)
@@ -372,6 +375,7 @@ def test_local_steps_and_what_their_transforms_remember(kind, applied):
   assert float(js.metrics(flushed).drift) == float(js.metrics(flushed).residual_norm) == 0
 
 
+@pytest.mark.long
 @BOTH_KINDS
 def test_stacked_in_a_jit_of_ones_own(kind):
   """The parameters, moments and residuals of a training step, where they lie; nothing of a worker is gathered."""
@@ -400,6 +404,7 @@ def test_stacked_in_a_jit_of_ones_own(kind):
     np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_muon_orthogonalizes_whole_matrices():
   """Newton-Schulz of shards alone would be another update: that of hosts of two devices is that of hosts of one."""
   muon = js.average_momentum(optax.contrib.muon(0.05, adam_learning_rate=0.01), "hosts", every=3, dtype="float32")
@@ -464,6 +469,7 @@ def test_it_lowers_for_gpus(kind):
   assert text.count("stablehlo.collective_permute") == js.costs.count("spardl", n=200, workers=4, density=0.2).messages
 
 
+@pytest.mark.long
 def test_a_state_of_the_host_goes_on_bit_for_bit():
   """As a checkpoint may be restored: the state knows how its residuals lie."""
   step, params, state = sparse_model()

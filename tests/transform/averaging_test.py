@@ -29,7 +29,7 @@ def moments(state, name="trace"):
 @pytest.mark.parametrize(
   ("where", "every", "exchange"),
   [
-    row(sim(WORKERS), 3, 2, quick=True),
+    row(sim(WORKERS), 3, 2),
     row(mesh_of(WORKERS), 3, 2),
     row(mesh_of(WORKERS), 2, 1, quick=True),
     row(sim(WORKERS), 1, 4),
@@ -75,9 +75,9 @@ def spread(state):
   "options",
   [
     row({"apply_residual": True}),
-    row({"exchange": 4, "fragments": 2, "apply_residual": True}, quick=True),
+    row({"exchange": 4, "fragments": 2, "apply_residual": True}),
     row({"exchange": 4, "fragments": 2, "delay": 1, "mixing": 0.5}),
-    row({"exchange": 3, "mu_dtype": jnp.bfloat16}, quick=True),
+    row({"exchange": 3, "mu_dtype": jnp.bfloat16}),
   ],
 )
 def test_muon_and_its_adam_beside_fragments_delay_residuals_and_dtypes(options):

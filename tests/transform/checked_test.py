@@ -11,7 +11,7 @@ from tests.cases import CASES, assert_same_bits, linear, mesh_of, row, start
 from tests.compositions_test import COMPOSITIONS, SHAPES, SPARSE, WORKERS, N, integers, is_crossed, jnp, refusal
 
 NAMES = [case.name for case in CASES if not case.options]
-QUICK = {("spardl", "local inner"), ("spardl", "multi_transform")}
+QUICK = {("dense", "multi_transform")}
 CELLS = [
   (name, composition)
   for name in NAMES

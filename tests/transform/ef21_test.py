@@ -64,7 +64,7 @@ def test_the_total_is_what_is_delivered_of_the_means(case):
     np.testing.assert_allclose(updates[0], expected, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["onebit", "topka"])
+@pytest.mark.parametrize("name", quick_of(["onebit", "topka"], quick=["topka"]))
 def test_gradients_that_stay_as_they_are_arrive_exactly_however_they_differ(name):
   """Without tracking, what is delivered of them goes on changing by as much as they differ."""
   options = {"k": 9} if name == "topka" else {}
@@ -81,7 +81,8 @@ def test_gradients_that_stay_as_they_are_arrive_exactly_however_they_differ(name
   assert errors[True] < 0.05 < 1 < errors[False]
 
 
-@pytest.mark.parametrize("name", quick_of(["dense", "onebit"], quick=["dense"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["dense", "onebit"])
 def test_what_large_gradients_were_rounded_by_is_forgotten(name):
   """One step with gradients of 10⁹ among thousands with those of 1: sums of float32 are rounded to 64 then."""
   program, state = tracked(Case(name), jnp.zeros(N))
@@ -92,6 +93,7 @@ def test_what_large_gradients_were_rounded_by_is_forgotten(name):
   np.testing.assert_allclose(updates[0], grads.mean(0), atol=0.03)
 
 
+@pytest.mark.long
 def test_new_workers_begin_anew_and_owe_nothing():
   chain = lambda axis: optax.chain(js.ef21(js.onebit_transform(axis), MOMENTUM), optax.sgd(1.0))
   step, params, state = start(chain("workers"), mesh_of(2), jnp.zeros(N))

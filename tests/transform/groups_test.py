@@ -11,7 +11,7 @@ import pytest
 import jaxsparse as js
 from jaxsparse.sparse.flatten import leaf_shapes
 from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of, split_k
-from tests.cases import assert_same_bits, averaged, mesh_of, normals, quick_of, sim, start
+from tests.cases import assert_same_bits, averaged, mesh_of, normals, quick_of, row, sim, start
 
 SHAPES = {"bias": (3,), "embedding": (6, 4), "none": (0, 2), "w": [(8, 5), (5, 3)]}
 PARAMS = jax.tree.map(jnp.zeros, SHAPES, is_leaf=lambda shape: isinstance(shape, tuple))
@@ -99,7 +99,8 @@ EMPTY = {
 
 
 @pytest.mark.parametrize(
-  "leaves", [{}, {"none": jnp.zeros((0, 2)), "no": jnp.zeros(0)}], ids=["no leaf", "empty leaves"]
+  "leaves",
+  [row({}, quick=True, id="no leaf"), row({"none": jnp.zeros((0, 2)), "no": jnp.zeros(0)}, id="empty leaves")],
 )
 @pytest.mark.filterwarnings("ignore:js.resize")  # of workers of local steps
 @pytest.mark.parametrize("name", quick_of(EMPTY, quick=["groups", "corrected"]))

@@ -30,7 +30,7 @@ from tests.cases import start as start_with
 
 N = 40
 PARAMS = {"b": jnp.zeros(4), "w": jnp.zeros((6, 6))}
-SPARDL = functools.partial(js.spardl_transform, density=0.2)
+TOPKA = functools.partial(js.topka_transform, density=0.2)
 
 
 def start(tx, where, loss=linear):
@@ -43,7 +43,7 @@ def residual_of(state, workers):
 
 def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain():
   """Parameters, residuals and momentum; a step with NaN is skipped alike."""
-  plain = optax.chain(SPARDL(sim(3)), optax.sgd(0.1, momentum=0.5))
+  plain = optax.chain(TOPKA(sim(3)), optax.sgd(0.1, momentum=0.5))
   local = js.local_steps(optax.sgd(1.0), plain, every=1)
   (step, params, state), (step2, params2, state2) = (start(tx, sim(3), quadratic) for tx in (plain, local))
   for number in range(4):
@@ -56,11 +56,11 @@ def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain():
     assert_same_bits((params2, state2.outer[0][0].carried, state2.outer[0][1]), (params, state[0].carried, state[1]))
 
 
-@pytest.mark.parametrize("applied", [False, True], ids=["hidden", "applied"])
+@pytest.mark.parametrize("applied", quick_of([False, True], quick=[True]), ids=["hidden", "applied"])
 def test_metrics_of_each_step_and_what_is_flushed(applied):
   """Inner SGD at rate 1 moves by minus the gradient: with what is flushed the mean of all gradients is delivered."""
   workers, every, total = 4, 3, np.zeros(N)
-  outer = optax.chain(SPARDL(sim(workers)), optax.sgd(1.0))
+  outer = optax.chain(TOPKA(sim(workers)), optax.sgd(1.0))
   tx = js.local_steps(optax.sgd(1.0), outer, every=every, apply_residual=applied)
   step, params, state = start(tx, sim(workers))
   for number in range(1, 8):
@@ -76,7 +76,7 @@ def test_metrics_of_each_step_and_what_is_flushed(applied):
   np.testing.assert_allclose(flat(update) - flat(params), total / workers, atol=1e-4)
 
 
-@pytest.mark.parametrize(("every", "decay"), [(1, 0.5), (3, 1.0)])
+@pytest.mark.parametrize(("every", "decay"), quick_of([(1, 0.5), (3, 1.0)], quick=[(1, 0.5)]))
 def test_a_residual_that_is_applied_in_numpy(every, decay):
   """CSER's local models: the gradient of a worker is taken where all of its own moves are, delivered or not."""
   workers, k, rate, mu = 3, 6, 0.25, 0.5
@@ -154,7 +154,7 @@ def test_diloco_in_numpy():
 @pytest.mark.parametrize("applied", quick_of([False, True], quick=[False]), ids=["hidden", "applied"])
 def test_a_schedule_has_the_bits_of_constant_periods_one_after_the_other(applied):
   """An H that grows, one that shrinks, which is 1 at least; a skipped step counts in none."""
-  outer = optax.chain(SPARDL(sim(3)), optax.sgd(1.0))
+  outer = optax.chain(TOPKA(sim(3)), optax.sgd(1.0))
   make = lambda every: start(
     js.local_steps(optax.sgd(0.1, momentum=0.9), outer, every=every, apply_residual=applied), sim(3), quadratic
   )
@@ -180,7 +180,7 @@ def test_a_schedule_has_the_bits_of_constant_periods_one_after_the_other(applied
 def test_in_a_step_of_ones_own():
   """The gradient at the parameters of the worker; on a mesh with axes of the kind that is not the default."""
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("workers",), axis_types=(AxisType.Explicit,))
-  tx = js.local_steps(optax.sgd(0.1), optax.chain(SPARDL("workers"), optax.sgd(1.0)), every=2)
+  tx = js.local_steps(optax.sgd(0.1), optax.chain(TOPKA("workers"), optax.sgd(1.0)), every=2)
   step, params, state = start(tx, mesh, quadratic)
   spec = js.specs(state, "workers")
 
@@ -201,7 +201,7 @@ def test_in_a_step_of_ones_own():
 def test_a_gradient_at_the_anchor_is_refused():
   """In a step of one's own, where types tell that the anchor is equal on all workers."""
   mesh = mesh_of(3)
-  tx = js.local_steps(optax.sgd(0.1), optax.chain(SPARDL("workers"), optax.sgd(1.0)), every=2)
+  tx = js.local_steps(optax.sgd(0.1), optax.chain(TOPKA("workers"), optax.sgd(1.0)), every=2)
   _, params, state = start(tx, mesh, quadratic)
   spec = js.specs(state, "workers")
 
@@ -215,7 +215,7 @@ def test_a_gradient_at_the_anchor_is_refused():
 
 def test_other_workers_and_what_is_flushed():
   """The mean of what is moved and owed is kept, and delivered densely by js.flush."""
-  tx = js.local_steps(optax.adam(0.1), optax.chain(SPARDL("workers"), optax.sgd(0.5, momentum=0.5)), every=3)
+  tx = js.local_steps(optax.adam(0.1), optax.chain(TOPKA("workers"), optax.sgd(0.5, momentum=0.5)), every=3)
   step, params, state = start(tx, mesh_of(4), quadratic)
   with jax.numpy_dtype_promotion("standard"):  # adam needs it
     for number in range(5):
@@ -240,7 +240,7 @@ def test_other_workers_and_what_is_flushed():
     js.make_train_step(quadratic, tx, mesh_of(6))(params, flushed, normals(9, 12, N))
 
 
-SGD, SPARSE = optax.sgd(1.0), optax.chain(SPARDL(sim(2)), optax.sgd(1.0))
+SGD, CHAIN = optax.sgd(1.0), optax.chain(TOPKA(sim(2)), optax.sgd(1.0))
 CHOICES = [
   ({"every": 0}, "every=0, choose a whole number from 1 up, or None"),
   ({"every": 0.5}, "every=0.5, choose a whole number from 1 up, or None"),
@@ -254,19 +254,19 @@ CHOICES = [
   ({"every": 3, "delay": 1, "apply_residual": True}, "apply_residual=True with delay=1, choose one of them"),
   ({"every": 8, "fragments": 4}, "fragments=4, choose at most the number of leaves, 2"),
   ({"outer": SGD}, "outer has no jaxsparse transform"),
-  ({"inner": SPARSE}, "inner has a jaxsparse transform with a residual"),
-  ({"outer": js.local_steps(SGD, SPARSE, every=2)}, "inner or outer has local steps itself"),
+  ({"inner": CHAIN}, "inner has a jaxsparse transform with a residual"),
+  ({"outer": js.local_steps(SGD, CHAIN, every=2)}, "inner or outer has local steps itself"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), CHOICES, ids=[message for _, message in CHOICES])
 def test_choices(options, message):
   with pytest.raises(ValueError, match=f"local_steps: {message}"):
-    js.init(js.local_steps(**{"inner": SGD, "outer": SPARSE, "every": 2} | options), PARAMS, sim(2))
+    js.init(js.local_steps(**{"inner": SGD, "outer": CHAIN, "every": 2} | options), PARAMS, sim(2))
 
 
 def test_local_steps_in_the_wrong_place():
-  tx = js.local_steps(SGD, SPARSE, every=2)
+  tx = js.local_steps(SGD, CHAIN, every=2)
   with pytest.raises(ValueError, match="MultiSteps around a jaxsparse transform"):
     js.init(optax.MultiSteps(tx, 2).gradient_transformation(), PARAMS, sim(2))
   with pytest.raises(ValueError, match="a2sgd: its totals differ between workers.* js.local_steps"):
@@ -274,7 +274,7 @@ def test_local_steps_in_the_wrong_place():
   with pytest.raises(ValueError, match="update needs the parameters"):
     jax.vmap(lambda _: tx.update(PARAMS, tx.init(PARAMS)), axis_name="workers", axis_size=2)(jnp.zeros(2))
   with pytest.raises(ValueError, match=r"the optimizer state has .moved\['b'\].* where that of the new chain has"):
-    js.convert(js.init(tx, PARAMS, sim(2)), SPARSE, PARAMS, sim(2))
+    js.convert(js.init(tx, PARAMS, sim(2)), CHAIN, PARAMS, sim(2))
 
 
 WAYS = [{"every": 1}, {"every": 1, "apply_residual": True}, {"every": 4, "delay": 1}, {"every": 4, "fragments": 2}]
@@ -297,7 +297,7 @@ def test_a_state_of_other_parameters_is_refused_by_name(options):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", quick_of([1, 2], quick=[2]))
 def test_an_empty_leaf_and_inner_optimizers_with_random_keys(every):
   """On simulated workers; each has a key of its own, also in a state for more of them."""
   params = {"empty": jnp.zeros((0, 3)), "w": jnp.zeros(N)}
@@ -318,6 +318,7 @@ def test_an_empty_leaf_and_inner_optimizers_with_random_keys(every):
   assert len(np.unique(after, axis=0)) == 4
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.filterwarnings("ignore:.*go on from the mean")
 @pytest.mark.parametrize("where", [mesh_of, sim])
@@ -377,7 +378,7 @@ def test_frozen_leaves_around_local_steps_stay(recwarn):
   assert not recwarn.list
 
 
-@pytest.mark.parametrize("where", [mesh_of, sim])
+@pytest.mark.parametrize("where", quick_of([mesh_of, sim], quick=[mesh_of]))
 def test_a_rate_that_is_set_by_hand(where):
   """As a number, or one for each worker."""
   axis = "workers" if where is mesh_of else sim(2)

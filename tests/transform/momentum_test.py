@@ -60,7 +60,7 @@ def test_momentum_is_zero_where_mass_has_left(case):
     np.testing.assert_array_equal(state.carried.worker[0].momentum, expected)
 
 
-@pytest.mark.parametrize("name", ["dense", "spardl", "ladder"])
+@pytest.mark.parametrize("name", cases.quick_of(["dense", "spardl", "ladder"], quick=["dense"]))
 def test_everything_delivered_is_momentum_after_the_mean(name):
   """Nothing is masked; the mean of each worker's momentum is the momentum of the mean."""
   workers, trace = 4, np.zeros(N)
@@ -78,6 +78,7 @@ def test_everything_delivered_is_momentum_after_the_mean(name):
     np.testing.assert_allclose(totals[0], trace, atol=1e-4)
 
 
+@pytest.mark.long
 def test_clipping_is_of_all_leaves_together_and_each_group_has_its_momentum():
   params = {"b": jnp.zeros(4), "w": jnp.zeros((6, 6))}
   transform = js.spardl_transform(sim(4), special={"b": "dense"}, density=0.2)
@@ -93,9 +94,10 @@ def ladder(name="spardl", **config):
   return WarmedUp(collective=js.make_collective(name, density=0.1, **config), steps=(2, 3), densities=(0.5, 0.2))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "collective",
-  quick_of([ladder("topka"), ladder("spardl", selector="reuse", teams=2)], [ladder("topka")]),
+  [ladder("topka"), ladder("spardl", selector="reuse", teams=2)],
   ids=["topka", "reuse"],
 )
 def test_a_ladder_of_densities_keeps_the_laws_and_is_each_of_them_in_turn(collective):

@@ -88,6 +88,7 @@ def test_what_is_in_flight_outlives_the_run():
   assert [count > 0 for count in words] == [False, True, False, False]  # H − τ = 2 steps after the exchange
 
 
+@pytest.mark.long
 def test_synchronizing_with_an_update_in_flight_leaves_nothing_moved_in_bfloat16():
   tx = js.local_steps(optax.sgd(0.37), averaged(COMM), every=4, delay=2)
   params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
@@ -119,6 +120,7 @@ def test_another_rhythm_loses_no_update():
   assert float(params["a"][0]) < -4
 
 
+@pytest.mark.long
 def test_leaves_of_their_own_collective_in_one_fragment_of_two():
   """Fragment 0 has no leaf that `special` names: its exchange is all TopkA; what the others name is sent whole."""
   sparse = js.topka_transform(COMM, {"a|c": "dense"}, k=1)

@@ -15,7 +15,7 @@ import jaxsparse as js
 from jaxsparse.comm import SoloComm
 from jaxsparse.transform import metrics as telemetry
 from jaxsparse.transform import state as states
-from tests.cases import AS_USERS, CASES, each_case, mesh_of, normals, update_program
+from tests.cases import AS_USERS, CASES, each_case, mesh_of, normals, quick_of, update_program
 
 WORKERS = 3
 CASES = [case for case in CASES if not case.options or case.options in ((("teams", 3),), (("means", "leaf"),))]
@@ -34,7 +34,7 @@ def spardl(**options):
   return js.spardl_transform("workers", **options)
 
 
-@each_case(CASES)
+@each_case(CASES, ["a2sgd", "dense", "spardl"])
 def test_dtypes_and_shardings_are_kept_and_the_state_is_a_fixed_point(case):
   tx, dtypes = js.make_transform(case.name, "workers", **case.config(density=0.3)), {"w": "bfloat16", "b": "float16"}
   state = js.init(tx, params_of(**dtypes), mesh_of(WORKERS))
@@ -183,7 +183,7 @@ def test_words_of_all_steps_are_counted_beyond_32_bits():
   assert float(js.metrics(state).total_words) == np.float32(9e9)
 
 
-@pytest.mark.parametrize("name", js.collective_names())
+@pytest.mark.parametrize("name", quick_of(js.collective_names(), quick=["dense", "nbit", "powersgd", "spardl"]))
 def test_derivatives_of_a_step_are_right_or_refused(name):
   """As of hypergradients: of the loss after a step with respect to a scale of the gradient."""
   options = {"density": 1.0} if "density" in js.collective_options(name) else {}

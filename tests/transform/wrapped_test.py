@@ -56,7 +56,7 @@ def mean_residual(state, workers):
 
 @pytest.mark.parametrize(
   ("wrapper", "chain"),
-  quick_of(itertools.product(WRAPPED, CHAINS), quick=[("flatten", "plain"), ("split", "local")]),
+  quick_of(itertools.product(WRAPPED, CHAINS), quick=[("split", "local")]),
 )
 def test_a_wrapper_that_changes_leaves_gives_what_the_transform_gives_without_it(wrapper, chain):
   """Steps, an exchange, what is owed at the end, and the residuals of other workers."""
@@ -78,6 +78,7 @@ def test_a_wrapper_that_changes_leaves_gives_what_the_transform_gives_without_it
   assert np.any(mean_residual(after, WORKERS)[0])
 
 
+@pytest.mark.long
 def test_lookahead_takes_gradients_at_the_fast_parameters():
   chain = CHAINS["plain"](SPARSE)
   tx, fast = optax.lookahead(chain, sync_period=3, slow_step_size=0.25), REAL
