@@ -94,8 +94,7 @@ def kept(name: str) -> str:
     raise ValueError(f"no kept table {name!r}, choose one of {', '.join(_kept())}")
   found = _kept()[name]
   rows = ([_text(*cell) for cell in zip(row, found["columns"].values(), strict=True)] for row in found["rows"])
-  commands = [f"    {line}" for line in found["command"]]
-  return "\n".join([*commands, "", markdown(list(found["columns"]), rows)])
+  return "\n".join(["```bash", *found["command"], "```", "", markdown(list(found["columns"]), rows)])
 
 
 def kept_rows(name: str) -> list[dict[str, Any]]:
