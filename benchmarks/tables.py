@@ -94,8 +94,7 @@ def kept(name: str) -> str:
     raise ValueError(f"no kept table {name!r}, choose one of {', '.join(_kept())}")
   found = _kept()[name]
   rows = ([_text(*cell) for cell in zip(row, found["columns"].values(), strict=True)] for row in found["rows"])
-  commands = [f"    {line}" for line in found["command"]]
-  return "\n".join([*commands, "", markdown(list(found["columns"]), rows)])
+  return "\n".join(["```bash", *found["command"], "```", "", markdown(list(found["columns"]), rows)])
 
 
 def kept_rows(name: str) -> list[dict[str, Any]]:
@@ -157,9 +156,11 @@ def wholes(name: str) -> str:
   return _of_rich("", {"": race_report.wholes(_results(name))})
 
 
-def losses(name: str, *steps: str) -> str:
-  """Held-out loss after so many steps over bits, lowest loss first."""
-  return _of_rich("", {"": race_report.losses(_results(name), *map(float, steps))}, ["method", "optimizer"])
+def losses(name: str, *words: str) -> str:
+  """Held-out loss after so many steps over bits, lowest loss first; with `seeds=3` of rows that have as many seeds."""
+  steps = [float(word) for word in words if word.isdigit()]
+  (seeds,) = [int(word.removeprefix("seeds=")) for word in words if not word.isdigit()] or [1]
+  return _of_rich("", {"": race_report.losses(_results(name), *steps, seeds=seeds)}, ["method", "optimizer"])
 
 
 def runs(*names: str) -> str:

@@ -63,10 +63,10 @@ def table(results: Results, rate: str, target: Target) -> rich.table.Table:
   return report.table(title, [*heads, loss], lines, text=2, caption=caption, wraps=[*heads[:2], PACE, loss])
 
 
-def losses(results: Results, *steps: float) -> rich.table.Table:
-  """The methods after equal steps, the lowest loss first."""
+def losses(results: Results, *steps: float, seeds: int = 1) -> rich.table.Table:
+  """The methods that were trained from as many seeds, after equal steps, the lowest loss first."""
   lines = []
-  for one in points(results, *steps):
+  for one in (one for one in points(results, *steps) if one.seeds >= seeds):
     lines.append([one.method, one.optimizer, str(one.seeds), *(number(loss, ",.3f") for loss in one.losses)])
     lines[-1] += [number(one.above, ",.1f"), f"{one.accuracy:.3f}", f"{one.bits:.2g}", f"{one.drift:.3g}"]
   heads = ["method", "optimizer", "seeds", *(f"loss at {one:g}" for one in steps), *_LOSS]
