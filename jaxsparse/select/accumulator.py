@@ -109,8 +109,10 @@ class TopKAccumulator:
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, c] entries to the first r rows."""
-    n, flat = self.blocks.x.size, self.blocks.flat_indices(entries.indices)
-    before, untouched = self._read_at(entries.indices, 0), ~bitset.contains(self.touched, flat)
+    n = self.blocks.x.size
+    flat = self.blocks.flat_indices(entries.indices)
+    before = self._read_at(entries.indices, 0)
+    untouched = ~bitset.contains(self.touched, flat)
     new = untouched & ~bitset.contains(self.candidates.members, flat) if self.candidates else untouched
     indices = jnp.where(untouched, flat, n)
     return dataclasses.replace(

@@ -190,9 +190,8 @@ def _search_row(read: Callable[[jax.Array], jax.Array], length: int, k: int, sta
     chosen = Cut(key, last).selects(read(here + jnp.minimum(key, 0)), jnp.arange(length, dtype=jnp.int32))
     return chosen.reshape(*cut.key.shape[:-1], length)
 
-  count = jnp.full((1, 1), k, jnp.int32)
-  by_halves = functools.partial(search_by_halves, low=jnp.zeros_like(count), high=jnp.full_like(count, TOP))
-  cut = _compat.by_platform(selects, count, cpu=by_halves, default=functools.partial(search_by_digits, bits=1))
+  by_halves = functools.partial(search_by_halves, low=jnp.int32(0), high=jnp.int32(TOP))
+  cut = _compat.by_platform(selects, jnp.int32(k), cpu=by_halves, default=functools.partial(search_by_digits, bits=1))
   return bitset.nonzero(bitset.pack(selects(cut).reshape(-1)), k)
 
 
@@ -203,9 +202,10 @@ def search_by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: in
 
   Args:
     selects: which keys several cuts of each row select, bool[rows, d, c] for i32[rows, d, 1].
-    k: i32[rows, 1]; all keys of at least 0 are selected where they are fewer.
+    k: i32[rows, 1], or i32[] for one row; all keys of at least 0 are selected where they are fewer.
     bits: of a digit; more are fewer rounds, of more cuts.
   """
+  k = k.reshape(-1, 1)
   digits, rounds = np.arange(1, 1 << bits, dtype=np.int32)[None, None], -(-31 // bits)  # a constant: no kernel
   rows, more = len(k), -len(k) % 8
   cut_at = lambda state: Cut(state[0], jnp.iinfo(jnp.int32).max - state[1])

@@ -160,7 +160,8 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
   fits = (end - begin <= capacity) & (end < found.size)  # else the list may be cut
-  indices, needed = jnp.where(slots < end[:, None], relative, length), jnp.int32(blocks.k if low is None else 0)
+  indices = jnp.where(slots < end[:, None], relative, length)
+  needed = jnp.int32(blocks.k if low is None else 0)
   return Candidates(members, indices, by_block[blocks.order], fits, needed)
 
 

@@ -110,8 +110,9 @@ def count_true(flags: jax.Array) -> jax.Array:
     >>> count_true(jnp.array([True, False, True]))
     Array(2, dtype=int32)
   """
-  add = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
-  return _compat.by_platform(flags, cpu=lambda flags: count(pack(flags)), default=add)
+  return _compat.by_platform(
+    flags, cpu=lambda flags: count(pack(flags)), default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+  )
 
 
 def nonzero(words: jax.Array, capacity: int) -> jax.Array:
