@@ -1,6 +1,7 @@
 """Differences between the supported versions of JAX, and properties of meshes and tracers that JAX knows."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -109,21 +110,24 @@ def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
 
 
 def by_platform(*args: Any, default: Callable[..., Any], gpu: Callable[..., Any] | None = None, **others: Any) -> Any:
-  """`gpu(*args)`, `tpu(*args)` or `cpu(*args)` in a program for such devices, else `default(*args)`: the same bits."""
+  """`gpu(*args)`, `tpu(*args)` or `cpu(*args)` in a program for such devices, else `default(*args)`: the same bits.
+
+  Only that one is traced, but all of them for "any". The arguments need not be arrays.
+  """
   branches = others | (dict.fromkeys(_GPUS, gpu) if gpu else {})
   platform = _PLATFORM.value or _platform_here()
-  if platform == "any":
-    branches.pop("gpu", None)
-    return jax.lax.platform_dependent(*args, default=default, **branches)
-  return branches.get(platform, default)(*args)
+  if platform != "any":
+    return branches.get(platform, default)(*args)
+  ways = {way: functools.partial(way, *args) for way in (default, *branches.values())}  # one of CUDA and ROCm
+  others = {name: ways[way] for name, way in branches.items() if name != "gpu"}
+  return jax.lax.platform_dependent(default=ways[default], **others)
 
 
 def _platform_here() -> str:
   """The platform of the mesh that is traced for, or of the default device."""
   mesh: Any = jax.sharding.get_abstract_mesh()
   config: Any = jax.config  # attributes that type checkers know in some versions only
-  chosen = mesh.abstract_device or config.jax_default_device
-  device = chosen or jax.default_backend()
+  device = mesh.abstract_device or config.jax_default_device or jax.default_backend()
   return device if isinstance(device, str) else device.platform
 
 

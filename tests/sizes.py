@@ -2,6 +2,7 @@
 
 import ast
 import io
+import itertools
 import os
 import pathlib
 import re
@@ -11,6 +12,8 @@ import tokenize
 ROOT = pathlib.Path(__file__).parents[1]
 MODULES = ("costs", "doctor", "launch", "overlap", "partial", "select")
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"}  # frames in Python 3.11 only
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -22,6 +25,29 @@ def code_lines(source: str) -> int:
   return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - left_out)
 
 
+def parts() -> dict[str, list[str]]:
+  """The sources of each module and folder of the package, by its name."""
+  paths = sorted((ROOT / "jaxsparse").rglob("*.py"))
+  first = lambda path: path.relative_to(ROOT / "jaxsparse").parts[0].removesuffix(".py")
+  return {part: [path.read_text() for path in group] for part, group in itertools.groupby(paths, first)}
+
+
+def counts(sources: list[str]) -> dict[str, int]:
+  """What there is of each kind: nested are lambdas and functions in functions, packed are `a, b = x, y`."""
+  nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+  functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
+  inner = {id(node) for one in functions for node in ast.walk(one) if node is not one and isinstance(node, FUNCTIONS)}
+  documented = sum(isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None for node in nodes)
+  assigned = [(node.targets[0], node.value) for node in nodes if isinstance(node, ast.Assign)]
+  return {
+    "statements": sum(isinstance(node, ast.stmt) for node in nodes) - documented,
+    "functions": len(functions),
+    "nested": len(inner) + sum(isinstance(node, ast.Lambda) for node in nodes),
+    "packed": sum(isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) for target, value in assigned),
+    "Any": sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes),
+  }
+
+
 def words(*patterns: str) -> int:
   """Words of pages, without tables, blocks of code and front matter."""
   count = 0
@@ -31,8 +57,8 @@ def words(*patterns: str) -> int:
   return count
 
 
-def entered(make: str) -> tuple[int, int]:
-  """Files and functions of the package that are entered while `init` and `update` of a transform are traced."""
+def entered(make: str) -> tuple[int, int, int, int]:
+  """Files, functions, most open calls of the package while `init` and `update` of n = 320,000 are traced; equations."""
   import jax
   import jax.numpy as jnp
   import optax
@@ -43,22 +69,25 @@ def entered(make: str) -> tuple[int, int]:
 
   tx = eval(make, {"js": js, "optax": optax})
   mesh, package = jax.make_mesh((4,), ("workers",)), str(pathlib.Path(js.__file__).parent)
-  params = {"w": jax.ShapeDtypeStruct((4096, 800), jnp.float32), "b": jax.ShapeDtypeStruct((800,), jnp.float32)}
-  seen = set()
+  params = {"w": jax.ShapeDtypeStruct((399, 800), jnp.float32), "b": jax.ShapeDtypeStruct((800,), jnp.float32)}
+  seen, calls = set(), {"open": 0, "most": 0}
 
   def note(frame, event, _):
     code = frame.f_code
-    if event == "call" and code.co_filename.startswith(package) and code.co_name not in COMPREHENSIONS:
+    if event in ("call", "return") and code.co_filename.startswith(package) and code.co_name not in COMPREHENSIONS:
       seen.add((code.co_filename, code.co_name, code.co_firstlineno))
+      calls["open"] += 1 if event == "call" else -1
+      calls["most"] = max(calls.values())
 
+  equations = lambda jaxpr: sum(1 + sum(map(equations, _compat.inner_jaxprs(one.params))) for one in jaxpr.eqns)
   worker = lambda params, grads: tx.update(grads, tx.init(params), params)[0]
   program = jax.jit(_compat.shard_map(worker, mesh, (P(), P()), P()))
   sys.setprofile(note)
   try:
-    program.trace(params, params)
+    jaxpr = program.trace(params, params).jaxpr.jaxpr
   finally:
     sys.setprofile(None)
-  return len({file for file, _, _ in seen}), len(seen)
+  return len({file for file, _, _ in seen}), len(seen), calls["most"], equations(jaxpr)
 
 
 def main() -> None:
@@ -67,6 +96,10 @@ def main() -> None:
     print(
       f"{folder}: {sum(map(code_lines, sources)):,} lines of code, {sum(s.count(chr(10)) for s in sources):,} lines"
     )
+  for part, sources in parts().items():  # lines of sizes.toml
+    print(f"{part} = {{ {', '.join(f'{name} = {number}' for name, number in counts(sources).items())} }}")
+  whole = counts([source for sources in parts().values() for source in sources])
+  print(f"nested functions and lambdas: {1000 * whole['nested'] / whole['statements']:.0f} a thousand statements")
   os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
   import jaxsparse as js
 
@@ -76,7 +109,7 @@ def main() -> None:
     ("SparDL", "optax.chain(js.spardl_transform('workers', density=0.01), optax.sgd(0.1))"),
     ("signs", "js.local_steps(optax.adam(0.1), optax.chain(js.onebit_transform('workers'), optax.sgd(1.0)), every=4)"),
   ):
-    print("{}, init and update: {} files, {} functions".format(name, *entered(make)))
+    print("{}, init and update: {} files, {} functions, {} calls deep, {:,} equations".format(name, *entered(make)))
   print(
     f"words of README, docs and the benchmarks' pages: {words('README.md', 'docs/**/*.md', 'benchmarks/**/*.md'):,}"
   )

@@ -2,10 +2,12 @@
 
 import ast
 import pathlib
+import tomllib
 
 import pytest
 
 import jaxsparse
+from tests import sizes
 
 PACKAGE = pathlib.Path(jaxsparse.__file__).parent
 LAYERS = ["_compat", "types", "launch", "comm", "sparse", "select", "collectives", "transform", "train"]
@@ -65,3 +67,11 @@ def test_modules_and_functions_are_short(module):
 @EVERY_MODULE
 def test_the_library_does_not_know_the_benchmarks(module):
   assert "benchmarks" not in MODULES[module].read_text()
+
+
+def test_nothing_grows_unnoticed():
+  """A change that raises a number raises it in sizes.toml: `python -m tests.sizes` prints its lines."""
+  most = tomllib.loads((sizes.ROOT / "tests" / "sizes.toml").read_text())
+  found = {part: sizes.counts(sources) for part, sources in sizes.parts().items()}
+  assert found.keys() == most.keys()
+  assert {(part, name) for part in found for name, number in found[part].items() if number > most[part][name]} == set()

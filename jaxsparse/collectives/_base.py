@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.types import Comm, Cost, Reduced, State
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State
 
 _MOST = 2**31 - 2**17  # indices are i32; those of padding and of empty slots of a message are up to 2¹⁷ beyond a vector
 
@@ -120,7 +120,7 @@ class Collective(abc.ABC):
     """Whether what is delivered changes every entry of the residual, as coefficients of another basis do."""
     return False
 
-  def selects(self, n: int, state: State) -> bool | jax.Array:
+  def is_partial(self, n: int, state: State) -> bool | jax.Array:
     """Whether a step delivers some of n entries and keeps the others as they are; not with a density of 1."""
     return False
 
@@ -167,6 +167,11 @@ class Collective(abc.ABC):
     The formulas are those of the papers, rounded up where a size does not divide. Ours are those of Ok-Topk, of the
     messages of TopkDSA, and of the words of Gaussian-k (a capacity of 5k/4 entries) and QSGD (levels of fixed width).
     """
+
+  def count(self, comm: Comm, n: int, selected: jax.Array | int, delivered: jax.Array | int) -> Counters:
+    """The counters of a step that sends the words of `cost`, none of them in an empty slot."""
+    words = self.cost(n, comm.size).words
+    return Counters(words, words, selected=selected, delivered=delivered)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -321,7 +326,7 @@ class SparseCollective(Collective):
     self.entries(n)  # raises if k > n
     return State(residual=jnp.zeros(n, jnp.float32))
 
-  def selects(self, n: int, state: State) -> bool | jax.Array:
+  def is_partial(self, n: int, state: State) -> bool | jax.Array:
     return self.entries(n) < n
 
   def slots(self, n: int, size: int) -> int:

@@ -137,6 +137,37 @@ def switch(
   return varying.switch(smaller, branches)
 
 
+def send_up_to(
+  send: Callable[[Comm, Sparse, int, int], tuple[Sparse, list[Sparse], jax.Array]],
+  comm: Comm,
+  entries: Sparse,
+  number: int,
+  capacities: Sequence[int],
+  needed: jax.Array,
+  end: int,
+) -> tuple[Sparse, list[Sparse], jax.Array]:
+  """Sends the first slots of rows of entries: the smallest of `capacities` that is at least `needed`.
+
+  Args:
+    send: `Writer.gather_rows` or `Writer.exchange_rows`.
+    comm: the workers.
+    entries: of the largest capacity, or more slots.
+    number: of the message.
+    capacities: in increasing order.
+    needed: i32[], the same on every worker.
+    end: length of the vector.
+
+  Returns:
+    What `send` returns; received rows have as many slots as the largest capacity.
+  """
+
+  def sized(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+    rows, lost, words = send(comm, sparse.resize(entries, capacity, end), number, capacities[-1])
+    return sparse.resize(rows, capacities[-1], end), lost, words
+
+  return switch(capacities, needed, sized)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodingCollective(SparseCollective):
   """A sparse collective whose messages have a wire format, one of `sparse.values.FORMATS`."""

@@ -89,9 +89,9 @@ class Corrected(Wrapped):
     momentum = self.momentum * (before.momentum + grads) if self.nesterov else self.momentum * before.momentum + grads
     sent = momentum + grads if self.nesterov else momentum
     reduced = self.collective.reduce(comm, sent, state._replace(worker=before.memory))
-    if self.masking and (selects := self.collective.selects(grads.size, state)) is not False:
+    if self.masking and (is_partial := self.collective.is_partial(grads.size, state)) is not False:
       masked = _mask_momentum(momentum, sent, state.residual, reduced.state.residual)
-      momentum = jnp.where(selects, masked, momentum)
+      momentum = jnp.where(is_partial, masked, momentum)
     after = reduced.state._replace(worker=Momentum(momentum, reduced.state.worker))
     return reduced._replace(state=after)
 
@@ -190,7 +190,7 @@ class WarmedUp(Wrapped):
     """The collective of each density, its own last."""
     return [*(replace_fields(self.collective, density=one, k=None) for one in self.densities), self.collective]
 
-  def selects(self, n: int, state: State) -> bool | jax.Array:
+  def is_partial(self, n: int, state: State) -> bool | jax.Array:
     return jnp.array([one.entries(n) < n for one in self.rungs()])[self._rung(state.shared.step)]
 
   def slots(self, n: int, size: int) -> int:

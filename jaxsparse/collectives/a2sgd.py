@@ -17,7 +17,7 @@ from jaxsparse.collectives._base import Collective, replace_fields
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import bitset, flatten
 from jaxsparse.sparse.sums import ordered_sum
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.types import Comm, Cost, Reduced, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,7 @@ class A2SGD(Collective):
     # Divided before the sum: a product that a sum follows may become a fused multiply-add, in some programs only.
     mean = comm.all_reduce(own / comm.size)
     shifts = [shift_entries(part, *pair) for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)]
-    words = self.cost(grads.size, comm.size).words
-    counters = Counters(words, words, selected=2 * len(parts), delivered=grads.size)
+    counters = self.count(comm, grads.size, selected=2 * len(parts), delivered=grads.size)
     # A NaN at one worker makes the averaged means NaN, so every worker skips the step.
     total = jnp.where(jnp.isfinite(mean).all(), comm.size * jnp.concatenate(shifts), jnp.nan)
     return Reduced(total, state, counters)

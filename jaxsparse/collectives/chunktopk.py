@@ -96,6 +96,5 @@ class ChunkTopk(SparseCollective):
       counts = sparse.merge(by_worker._replace(values=jnp.ones_like(by_worker.values)), n).values
       # Not P · (sum / count): XLA may merge the factor P with the later division by P, in some programs only.
       total = total._replace(values=total.values * (comm.size / jnp.maximum(counts, 1.0)))
-    words = self.cost(n, comm.size).words
-    counters = Counters(words, words, selected=rows * k_chunk, delivered=jnp.count_nonzero(total.values))
+    counters = self.count(comm, n, selected=rows * k_chunk, delivered=jnp.count_nonzero(total.values))
     return total, flat(writer.codec.decode(message)), flat(errors), counters

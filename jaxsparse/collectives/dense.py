@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxsparse.collectives._base import Collective
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.types import Comm, Cost, Reduced, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,5 +44,4 @@ class Dense(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     total = comm.all_reduce(grads.astype(self.dtype)).astype(jnp.float32)
-    words = self.cost(grads.size, comm.size).words
-    return Reduced(total, state, Counters(words, words, grads.size, grads.size))
+    return Reduced(total, state, self.count(comm, grads.size, selected=grads.size, delivered=grads.size))

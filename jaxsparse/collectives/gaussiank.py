@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch, words_of
+from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, send_up_to, words_of
 from jaxsparse.comm import in_rank_order, schedules, varying
 from jaxsparse.select import threshold, top_k
 from jaxsparse.select.accumulator import pending_except, pending_zeros
@@ -74,17 +74,12 @@ class GaussianK(EncodingCollective):
     finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
 
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
-
-    def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-      rows, lost, words = writer.gather_rows(comm, sparse.as_row(sparse.resize(sent, capacity, n)), 0, most)
-      return sparse.resize(rows, most, n), lost, words
-
-    rows, lost, words = switch(geometric(min(most, max(1, k // 4)), most), needed, gather)
+    capacities = geometric(min(most, max(1, k // 4)), most)
+    rows, lost, words = send_up_to(writer.gather_rows, comm, sparse.as_row(sent), 0, capacities, needed, n)
     total = sparse.merge(in_rank_order(comm, rows), n)
     used = saturated_product(writer.words_used(jnp.minimum(selected, most), most), comm.size - 1)
-    overflow = jnp.maximum(selected - most, 0)
     delivered = jnp.count_nonzero(total.values)
-    counters = Counters(words, used, selected=selected, delivered=delivered, overflow=overflow)
+    counters = Counters(words, used, selected, delivered, overflow=jnp.maximum(selected - most, 0))
     residual = pending_except(acc, *lost) if lost else pending_zeros(acc, sent.indices)
     state = state._replace(residual=residual, shared=writer.next_step)
     return Reduced(total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters)

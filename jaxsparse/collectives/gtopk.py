@@ -24,7 +24,7 @@ from jaxsparse.select.accumulator import pending_returned
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+from jaxsparse.types import Comm, Cost, Reduced, Sparse, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,13 +52,15 @@ class GTopk(SelectingCollective):
     chosen, selected, memory = self.choose(acc, state.worker)
     total, returned = self._merge(comm, chosen, writer, n)
     residual = pending_returned(acc, total.indices, chosen.indices, returned)
-    words = self.cost(n, comm.size).words
-    counters = Counters(words, words, selected=selected, delivered=sparse.count(total, n))
+    counters = self.count(comm, n, selected=selected, delivered=sparse.count(total, n))
     return Reduced(total, State(residual, memory, writer.next_step), counters)
 
   def _merge(self, comm: Comm, chosen: Sparse, writer: Writer, n: int) -> tuple[Sparse, list[Sparse]]:
     """The ⊕ of the [1, k] entries of all workers, and what merges and messages of this worker dropped of the sums."""
-    k, merged, returned, rounds = chosen.indices.size, sparse.only_row(chosen), [], schedules.tree_rounds(comm.size)
+    k = chosen.indices.size
+    merged = sparse.only_row(chosen)
+    rounds = schedules.tree_rounds(comm.size)
+    returned = list[Sparse]()
     for number, edges in enumerate(rounds):
       message, errors = writer.encode(sparse.as_row(merged), number)
       received = sparse.only_row(writer.codec.decode(comm.permute(message, edges)))

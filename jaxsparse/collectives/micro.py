@@ -15,7 +15,7 @@ from jaxsparse.select.accumulator import pending_zeros
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.exact import top_k
 from jaxsparse.sparse.flatten import all_finite
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+from jaxsparse.types import Comm, Cost, Reduced, Sparse, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,5 +59,5 @@ class Micro(SparseCollective):
     values = jnp.where(indices < n, acc.read_at(indices), 0.0)
     values = comm.all_reduce(jnp.where(all_finite(acc.values), values, jnp.nan))
     state = state._replace(residual=pending_zeros(acc, indices), shared=state.shared + 1)
-    words, delivered = self.cost(n, comm.size).words, jnp.count_nonzero(indices < n)
-    return Reduced(Sparse(indices, values), state, Counters(words, words, selected=each, delivered=delivered))
+    counters = self.count(comm, n, selected=each, delivered=jnp.count_nonzero(indices < n))
+    return Reduced(Sparse(indices, values), state, counters)

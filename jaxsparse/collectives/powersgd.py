@@ -107,7 +107,8 @@ class PowerSGD(ByLeaf):
   def init(self, n: int, size: int) -> State:
     start = super().init(n, size)
     shapes = [matrix for _, matrix in self._layout(n) if matrix]
-    right = tuple(_drawn(jax.random.key(self.seed), [(b, self.rank) for _, b in shapes]))
+    keys = (jax.random.fold_in(jax.random.key(self.seed), number) for number in range(len(shapes)))
+    right = tuple(jax.random.normal(key, (b, self.rank)) for key, (_, b) in zip(keys, shapes, strict=True))
     left = tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes) if self.alternate else ()
     return start._replace(shared=Factors(left, right, jnp.int32(0)))
 
@@ -316,7 +317,3 @@ def _after(read: jax.Array, x: jax.Array) -> jax.Array:
 
 _matmul = functools.partial(jnp.matmul, precision="highest")
 _einsum = functools.partial(jnp.einsum, precision="highest")
-
-
-def _drawn(key: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-  return [jax.random.normal(jax.random.fold_in(key, number), shape) for number, shape in enumerate(shapes)]

@@ -22,7 +22,7 @@ from jaxsparse.collectives._base import Collective
 from jaxsparse.comm import all_gather, schedules, varying
 from jaxsparse.sparse import bitset, noise
 from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, round_mantissa_up
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.types import Comm, Cost, Reduced, State
 
 _BLOCK = 1 << 15  # words
 _UNROLLED = 8  # workers whose levels one kernel adds: the compiler takes long for many
@@ -95,9 +95,8 @@ class QSGD(Collective):
       heads, used = heads[-1], jnp.sum(used, dtype=jnp.int32)
     total = put_head_sums(total, heads, order, layout)
     residual = acc - rounding.rounded(acc, layout) if self.error_feedback else None
-    words = self.cost(n, comm.size).words
     used += count_levels(head[1:], self.bits)
-    counters = Counters(words, words, selected=used, delivered=bitset.count_true(total != 0))
+    counters = self.count(comm, n, selected=used, delivered=bitset.count_true(total != 0))
     return Reduced(total, state._replace(residual=residual, shared=state.shared + 1), counters)
 
 

@@ -13,7 +13,7 @@ from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.select.accumulator import pending_zeros
 from jaxsparse.select.blocks import LazySum
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
+from jaxsparse.types import Comm, Cost, Reduced, Sparse, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,7 @@ class RandomK(SparseCollective):
     # A NaN outside the drawn indices would stay in the residual unnoticed, so the worker then sends NaN only.
     values = comm.all_reduce(jnp.where(jnp.isfinite(acc.values).all(), acc.read_at(indices), jnp.nan))
     state = state._replace(residual=pending_zeros(acc, indices), shared=state.shared + 1)
-    words = self.cost(n, comm.size).words
-    return Reduced(Sparse(indices, values), state, Counters(words, words, selected=k, delivered=k))
+    return Reduced(Sparse(indices, values), state, self.count(comm, n, selected=k, delivered=k))
 
 
 def draw_indices(key: jax.Array, n: int, k: int) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxsparse.collectives._base import ByLeaf
 from jaxsparse.comm import all_gather, in_rank_order, schedules, varying
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.types import Comm, Cost, Reduced, State
 
 
 class _Leaf(NamedTuple):
@@ -56,7 +56,7 @@ class Rows(ByLeaf):
   decay: float = 1.0
   ranges = (("capacity", 1, None),)
 
-  def selects(self, n: int, state: State) -> bool:
+  def is_partial(self, n: int, state: State) -> bool:
     return any(leaf.sent < leaf.rows for leaf in self._leaves(n))
 
   def cost(self, n: int, size: int) -> Cost:
@@ -79,8 +79,7 @@ class Rows(ByLeaf):
     left = [matrix.at[rows].set(0.0) for matrix, rows in zip(matrices, chosen, strict=True)]
     total, residual = (jnp.concatenate([x.reshape(-1) for x in parts]) for parts in (totals, left))
     count = lambda parts: sum(jnp.any(rows != 0, 1).sum() * rows.shape[1] for rows in parts)
-    words = self.cost(acc.size, comm.size).words
-    counters = Counters(words, words, selected=count(values), delivered=count(totals))
+    counters = self.count(comm, acc.size, selected=count(values), delivered=count(totals))
     return Reduced(total, state._replace(residual=residual), counters)
 
   def _leaves(self, n: int) -> Iterator[_Leaf]:

@@ -14,7 +14,7 @@ from jaxsparse.collectives._messages import SelectingCollective, words_of
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.accumulator import pending_except
 from jaxsparse.select.blocks import LazySum
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated_product
+from jaxsparse.types import Comm, Cost, Reduced, State, saturated_product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,6 @@ class TopkA(SelectingCollective):
     writer = self.writer(self.chosen_codec(n), state.shared, comm.rank)
     message, errors = writer.encode(chosen, 0)
     total = sparse.merge(in_rank_order(comm, writer.gather(comm, message)), n)
-    words = words_of(writer.codec, comm.size, k)
     used = saturated_product(writer.words_used(selected, k), comm.size - 1)
-    counters = Counters(words, used, selected=selected, delivered=jnp.count_nonzero(total.values))
+    counters = self.count(comm, n, selected, jnp.count_nonzero(total.values))._replace(words_used=used)
     return Reduced(total, State(pending_except(acc, errors), memory, writer.next_step), counters)

@@ -61,7 +61,8 @@ class TopkDSA(SelectingCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n, k, size = grads.size, self.entries(grads.size), comm.size
     length = -(-n // size)
-    acc, capacities = LazySum((grads, state.residual)), self.capacities(n, size)
+    acc = LazySum((grads, state.residual))
+    capacities = self.capacities(n, size)
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     picked, count, memory = self.choose(acc, state.worker)
     chosen = threshold.read_first(acc, bitset.insert(bitset.empty(n), picked.indices[0], n), k)

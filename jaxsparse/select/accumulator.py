@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse.select import exact, ordering
-from jaxsparse.select.blocks import Blocks, LazySum, keys_of
+from jaxsparse.select.blocks import Blocks, LazySum, keys_of, search_keys
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Pending, Sparse
 
@@ -98,7 +98,7 @@ class TopKAccumulator:
 
     def search_all() -> jax.Array:
       starts = blocks.order[first:last] * blocks.length
-      chosen = exact.search_keys(self._keys_from, starts, blocks.length, blocks.k)
+      chosen = search_keys(self._keys_from, starts, blocks.length, blocks.k)
       return chosen if least is None else jnp.where(keys_of(read(chosen)) >= least[:, None], chosen, blocks.length)
 
     read = functools.partial(self._read_at, first=first)
@@ -107,8 +107,10 @@ class TopKAccumulator:
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, c] entries to the first r rows."""
-    n, flat = self.blocks.x.size, self.blocks.flat_indices(entries.indices)
-    before, untouched = self._read_at(entries.indices, 0), ~bitset.contains(self.touched, flat)
+    n = self.blocks.x.size
+    flat = self.blocks.flat_indices(entries.indices)
+    before = self._read_at(entries.indices, 0)
+    untouched = ~bitset.contains(self.touched, flat)
     new = untouched & ~bitset.contains(self.candidates.members, flat) if self.candidates else untouched
     indices = jnp.where(untouched, flat, n)
     return dataclasses.replace(
@@ -136,7 +138,7 @@ class TopKAccumulator:
     values = jnp.where(bitset.contains(current, added.indices), sparse.read_at(self.grads, added.indices), added.values)
     known = bitset.insert(none, given.indices, n)
     others = Sparse(jnp.where(bitset.contains(known, added.indices), n, added.indices), values)
-    return Pending(self.grads, self.blocks.x.parts[1], sparse.concatenate([given, others]))
+    return pending_except(self.blocks.x, sparse.concatenate([given, others]))._replace(grads=self.grads)
 
   def _keys_from(self, start: jax.Array) -> jax.Array:
     """The keys of the current values of a block that starts there; those beyond the end are 0."""
@@ -149,8 +151,10 @@ class TopKAccumulator:
     return self._read_flat(self.blocks.flat_indices(indices, first))
 
   def _read_flat(self, flat: jax.Array) -> jax.Array:
-    grads, residual = sparse.read_at(self.grads, flat), sparse.read_at(self.blocks.x.parts[1], flat)
-    return jnp.where(bitset.contains(self.touched, flat), grads, grads + residual)  # −0 + 0 would be 0
+    _, residual = self.blocks.x.parts
+    grads = sparse.read_at(self.grads, flat)
+    # Not the sum with 0 where touched: −0 + 0 would be 0.
+    return jnp.where(bitset.contains(self.touched, flat), grads, grads + sparse.read_at(residual, flat))
 
 
 def pending_except(x: LazySum, entries: Sparse) -> Pending:

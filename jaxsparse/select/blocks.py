@@ -156,25 +156,56 @@ def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: ja
     Array([1, 2], dtype=int32)
   """
   k, low = (jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])[:, None] for value in (k, low))
-
-  def by_halves(k: jax.Array, low: jax.Array) -> Cut:
-    high = jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1
-    return bisect(functools.partial(Cut.selects, keys=keys, indices=indices), k, low, high)
-
-  selects = lambda cuts: cuts.selects(keys[:, None], indices[:, None])
-  return _compat.by_platform(k, low, cpu=by_halves, default=lambda k, _: by_digits(selects, k))
+  return _compat.by_platform(keys, indices, k, low, cpu=_kth_by_halves, default=_kth_by_digits)
 
 
-def by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: int = 4) -> Cut:
+def _kth_by_halves(keys: jax.Array, indices: jax.Array, k: jax.Array, low: jax.Array) -> Cut:
+  selects = functools.partial(Cut.selects, keys=keys, indices=indices)
+  return search_by_halves(selects, k, low, high=jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1)
+
+
+def _kth_by_digits(keys: jax.Array, indices: jax.Array, k: jax.Array, _: jax.Array) -> Cut:
+  return search_by_digits(functools.partial(Cut.selects, keys=keys[:, None], indices=indices[:, None]), k)
+
+
+def search_keys(read: Callable[[jax.Array], jax.Array], starts: jax.Array, length: int, k: int) -> jax.Array:
+  """The k largest keys of each of several long rows, by counting: their indices, ascending, i32[rows, k].
+
+  Args:
+    read: returns the keys of the row that starts there, i32[length].
+    starts: i32[rows].
+    length: keys of a row.
+    k: how many to select.
+  """
+  # One by one: a batch takes memory, and XLA on CPU compiles it to slower code.
+  return jax.lax.map(functools.partial(_search_row, read, length, k), starts)
+
+
+def _search_row(read: Callable[[jax.Array], jax.Array], length: int, k: int, start: jax.Array) -> jax.Array:
+  def selects(cut: Cut) -> jax.Array:
+    # Keys are computed again in each round: a compiler that took them out of the loop would store them. XLA for TPUs
+    # removes barriers first, but does not know that the key is at least 0.
+    cut, here = jax.lax.optimization_barrier((cut, start))
+    key, last = (end.reshape(()) for end in cut)
+    chosen = Cut(key, last).selects(read(here + jnp.minimum(key, 0)), jnp.arange(length, dtype=jnp.int32))
+    return chosen.reshape(*cut.key.shape[:-1], length)
+
+  by_halves = functools.partial(search_by_halves, low=jnp.int32(0), high=jnp.int32(TOP))
+  cut = _compat.by_platform(selects, jnp.int32(k), cpu=by_halves, default=functools.partial(search_by_digits, bits=1))
+  return bitset.nonzero(bitset.pack(selects(cut).reshape(-1)), k)
+
+
+def search_by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: int = 4) -> Cut:
   """The cut that selects the k largest, by counting in a fixed number of rounds: no round waits for the host.
 
   A round finds one digit, of the key or, later, of what the last index is below the largest i32.
 
   Args:
     selects: which keys several cuts of each row select, bool[rows, d, c] for i32[rows, d, 1].
-    k: i32[rows, 1]; all keys of at least 0 are selected where they are fewer.
+    k: i32[rows, 1], or i32[] for one row; all keys of at least 0 are selected where they are fewer.
     bits: of a digit; more are fewer rounds, of more cuts.
   """
+  k = k.reshape(-1, 1)
   digits, rounds = np.arange(1, 1 << bits, dtype=np.int32)[None, None], -(-31 // bits)  # a constant: no kernel
   rows, more = len(k), -len(k) % 8
   cut_at = lambda state: Cut(state[0], jnp.iinfo(jnp.int32).max - state[1])
@@ -193,13 +224,7 @@ def by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: int = 4) 
   return cut_at(varying.fori_loop(0, 2 * rounds, refine, start)[:, :rows])
 
 
-def bisect(
-  selects: Callable[[Cut], jax.Array],
-  k: jax.Array,
-  low: jax.Array,
-  high: jax.Array,
-  count: Callable[[jax.Array], jax.Array] = bitset.count,
-) -> Cut:
+def search_by_halves(selects: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array) -> Cut:
   """The cut at which k keys are selected; k, low and high are i32 of one shape.
 
   Args:
@@ -207,7 +232,6 @@ def bisect(
     k: how many they shall be.
     low: a key that at least k keys reach.
     high: a key that fewer than k keys reach.
-    count: how many are selected, from the bitset of them.
   """
 
   def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -215,7 +239,7 @@ def bisect(
     low, high, key, ties = state
     middle = low + (high - low) // 2
     cut = Cut(jnp.where(ties, key, middle), jnp.where(ties, -middle, _LAST))
-    found = count(bitset.pack(selects(cut))).reshape(k.shape)
+    found = bitset.count(bitset.pack(selects(cut))).reshape(k.shape)
     low, high = jnp.where(found >= k, middle, low), jnp.where(found >= k, high, middle)
     # At −_LAST all indices of `key` are selected, at 1 none.
     to_ties = ~ties & ((found == k) | (high - low <= 1))

@@ -48,21 +48,18 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
            [ 4.,  0.]], dtype=float32))
   """
   rows = -(-x.size // length)
-
-  def method(select: _Method, pieces: int) -> Callable[..., jax.Array]:
-    return lambda *parts: _in_pieces(select, LazySum(parts), length, k, -(-rows // pieces))
-
-  on_gpu = method(_by_groups, 1) if 2 * _GROUP * k <= length else method(_by_sorting, _PIECES)
+  on_tpu = functools.partial(_in_pieces, _by_sorting, x, length, k, _PIECES)
+  on_gpu = functools.partial(_in_pieces, _by_groups, x, length, k, 1) if 2 * _GROUP * k <= length else on_tpu
   bracketed = length % (bitset.GROUP * bitset.BITS) == 0 and 4 * _groups(k) <= length
-  on_cpu = method(_by_threshold if bracketed else _by_sorting, max(1, rows * length // _CACHED))
-  on_tpu = method(_by_sorting, _PIECES)
-  indices = _compat.by_platform(*x.parts, gpu=on_gpu, tpu=on_tpu, default=on_cpu)
+  pieces = max(1, rows * length // _CACHED)
+  on_cpu = functools.partial(_in_pieces, _by_threshold if bracketed else _by_sorting, x, length, k, pieces)
+  indices = _compat.by_platform(gpu=on_gpu, tpu=on_tpu, default=on_cpu)
   return Sparse(indices, x.read_at(indices + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
 
 
-def _in_pieces(select: _Method, x: LazySum, length: int, k: int, rows: int) -> jax.Array:
-  """`select` of each `rows` chunks, i32[⌈n / length⌉, k]."""
-  size = rows * length
+def _in_pieces(select: _Method, x: LazySum, length: int, k: int, pieces: int) -> jax.Array:
+  """`select` of the chunks of each piece, i32[⌈n / length⌉, k]."""
+  size = -(-x.size // (length * pieces)) * length
   whole, rest = divmod(x.size, size)
 
   def one(start: jax.Array) -> jax.Array:
@@ -77,16 +74,15 @@ def _in_pieces(select: _Method, x: LazySum, length: int, k: int, rows: int) -> j
   return jnp.concatenate([found, select(values, lambda at: x.read_at(whole * size + at), length, k)])
 
 
-def _by_sorting(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array:
+def _by_sorting(values: jax.Array, _: _Read, length: int, k: int) -> jax.Array:
   """The positions of the k largest of each chunk, i32[rows, k].
 
   Args:
     values: f32[rows · length], as an expression.
-    read: the values at given indices.
+    _: reads the values at given indices, for other methods.
     length: of a chunk.
     k: of each.
   """
-  del read
   return sort_rows(keys_of(values).reshape(-1, length), k)
 
 

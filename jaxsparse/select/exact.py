@@ -8,7 +8,6 @@ The result is bitwise the same on every path: ties go to the lowest index, and N
 is always selected.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat, sparse
-from jaxsparse.select.blocks import TOP, Blocks, Cut, LazySum, bisect, by_digits, keys_of, kth_largest
+from jaxsparse.select.blocks import Blocks, LazySum, keys_of, kth_largest, search_keys
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -98,7 +97,7 @@ def plan_search(length: int, k: int) -> tuple[int, int, int] | None:
 
 
 class Candidates(NamedTuple):
-  """The entries of each block that reach a threshold, and a few others.
+  """The entries of each block that reach a threshold: a superset of its top-k where enough of them reach it.
 
   Attributes:
     members: the bitset of their flat indices.
@@ -146,21 +145,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     by_block = jnp.maximum(cut, 1)
   else:
     by_block = jnp.zeros_like(low).at[blocks.order].set(low)
-
-  def by_word(by_block: jax.Array) -> jax.Array:
-    # A word of entries of two blocks is compared with the lower key: up to 32 more candidates.
-    starts = jnp.arange(0, n, bitset.BITS, dtype=jnp.int32)
-    ends = jnp.minimum(starts + (bitset.BITS - 1), n - 1)
-    of_word = jnp.minimum(by_block[starts // length], by_block[ends // length])
-    return jnp.repeat(of_word, bitset.BITS)[:n]
-
-  def by_entry(by_block: jax.Array) -> jax.Array:
-    # A TPU would pad rows of 32 to 128, and store them.
-    index = jnp.arange(n, dtype=jnp.int32)
-    at_least = lambda low, row: jnp.where(index >= row * length, by_block[row], low)
-    return functools.reduce(at_least, range(1, rows), jnp.broadcast_to(by_block[0], n))
-
-  low_of_entry = _compat.by_platform(by_block, tpu=by_entry, default=by_word)
+  low_of_entry = _compat.by_platform(by_block, n, length, tpu=_low_of_entries, default=_low_of_words)
   members = bitset.pack(keys_of(blocks.x.values) >= low_of_entry)
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
@@ -175,8 +160,28 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
   fits = (end - begin <= capacity) & (end < found.size)  # else the list may be cut
-  indices, needed = jnp.where(slots < end[:, None], relative, length), jnp.int32(blocks.k if low is None else 0)
+  indices = jnp.where(slots < end[:, None], relative, length)
+  needed = jnp.int32(blocks.k if low is None else 0)
   return Candidates(members, indices, by_block[blocks.order], fits, needed)
+
+
+def _low_of_words(by_block: jax.Array, n: int, length: int) -> jax.Array:
+  """The key of the block of each of n entries, i32[n]; of a word of entries of two blocks, the lower key.
+
+  That makes up to 32 more candidates.
+  """
+  starts = jnp.arange(0, n, bitset.BITS, dtype=jnp.int32)
+  ends = jnp.minimum(starts + (bitset.BITS - 1), n - 1)
+  return jnp.repeat(jnp.minimum(by_block[starts // length], by_block[ends // length]), bitset.BITS)[:n]
+
+
+def _low_of_entries(by_block: jax.Array, n: int, length: int) -> jax.Array:
+  """The key of the block of each of n entries, i32[n]: a TPU would pad rows of 32 to 128, and store them."""
+  index = jnp.arange(n, dtype=jnp.int32)
+  low = jnp.broadcast_to(by_block[0], n)
+  for row in range(1, len(by_block)):
+    low = jnp.where(index >= row * length, by_block[row], low)
+  return low
 
 
 def search_among(
@@ -199,22 +204,18 @@ def search_among(
     i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are selected; `length` in empty
     slots.
   """
-  k, length = blocks.k, blocks.length
-  find = lambda way: functools.partial(way, read=read, k=k, length=length, least=least)
-  args = candidates.indices, candidates.low
-  found, reached = _compat.by_platform(*args, gpu=find(_by_order), default=find(_by_count))
-  # Where all that reach the smallest key above 0 are known, the others are zeros, which a TPU leaves to `search_all`.
-  zeros = lambda low: low == 1
-  filled = _compat.by_platform(candidates.low, tpu=lambda low: zeros(low) & (least is not None), default=zeros)
-  proven = candidates.fits & ((reached >= candidates.needed) | filled)
+  args = candidates.indices, candidates.low, read, blocks, least
+  found, known = _compat.by_platform(*args, gpu=_by_order, tpu=_by_count, default=_by_count_with_zeros)
+  proven = candidates.fits & (known >= candidates.needed)
   return jax.lax.cond(proven.all(), lambda: found, search_all)
 
 
 def _by_order(
-  indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
+  indices: jax.Array, low: jax.Array, read: Callable, blocks: Blocks, least: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """`search_among` on GPUs: a sort of the slots of chosen entries is fewer kernels than a running sum and a scatter."""
+  """`_by_count_with_zeros` on GPUs: a sort of the slots of chosen entries is fewer kernels than a sum and a scatter."""
   # Zeros are selected only where all others are known; of these the first k entries have enough.
+  k, length = blocks.k, blocks.length
   known, width = indices.shape[1], bitset.align(k)
   slots = jnp.broadcast_to(jnp.arange(known + width, dtype=jnp.int32), (len(indices), known + width))
   # No concatenation, which XLA would not compute in one kernel with the keys.
@@ -229,37 +230,52 @@ def _by_order(
   order = jnp.where(chosen, jnp.where(is_full.all() | (least is not None), slots, indices), _NO_SLOT)
   order = jax.lax.sort(order, is_stable=False)[:, :k]
   found = jnp.where(is_full.all() | (least is not None), jnp.take_along_axis(indices, order, 1, mode="clip"), order)
-  return jnp.where(order < _NO_SLOT, found, length), jnp.where(is_full, k, 0)
+  return jnp.where(order < _NO_SLOT, found, length), jnp.where(is_full | (low == 1), k, 0)
 
 
 def _by_count(
-  indices: jax.Array, low: jax.Array, *, read: Callable, k: int, length: int, least: jax.Array | None
+  indices: jax.Array, low: jax.Array, read: Callable, blocks: Blocks, least: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-  """`search_among` where no loop waits for a host: (i32[rows, k], how many reach `low`)."""
-  rows, keys = jnp.arange(len(indices), dtype=jnp.int32), jnp.where(indices < length, keys_of(read(indices)), -1)
+  """The k largest candidates without a loop that waits for a host.
+
+  Returns:
+    (i32[rows, k], i32[rows]): the entries, and how many candidates reach `low`, or k where no other entry could be
+    selected. TPUs leave rows of fewer than k non-zero entries, in which zeros are selected, to the search of all.
+  """
+  keys = jnp.where(indices < blocks.length, keys_of(read(indices)), -1)
   reached = bitset.count_true(keys >= low[:, None])
-
-  def append(found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array) -> jax.Array:
-    """`found` [rows, k], in whose slots from `filled` i32[rows] on are the first flagged entries of `new` [rows, c]."""
-    ones = flags.astype(jnp.int32)
-    before = bitset.running_sum(ones.reshape(-1)).reshape(ones.shape) - ones
-    slot = filled[:, None] + before - before[:, :1]
-    slot = jnp.where(flags & (slot < k), slot + k * rows[:, None], rows.size * k)
-    return sparse.put(found.reshape(-1), slot.reshape(-1), new.reshape(-1)).reshape(-1, k)
-
-  def add_zeros(found: jax.Array) -> jax.Array:
-    """Fills rows of fewer than k non-zero entries with zeros of the lowest indices; these are among the first k."""
-    first = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), found.shape)
-    return jnp.sort(append(found, reached, keys_of(read(first)) == 0, first), axis=1)
-
-  chosen = kth_largest(keys, indices, jnp.minimum(k, reached), low).selects(keys, indices)
+  chosen = kth_largest(keys, indices, jnp.minimum(blocks.k, reached), low).selects(keys, indices)
   if least is not None:
     chosen &= keys >= least[:, None]
-  found = append(jnp.full((rows.size, k), length, jnp.int32), jnp.zeros_like(rows), chosen, indices)
-  if least is None:  # on a TPU the sort takes long to compile
-    fill = lambda found: jax.lax.cond((reached < k).any(), add_zeros, jnp.asarray, found)
-    found = _compat.by_platform(found, tpu=jnp.asarray, default=fill)
-  return found, reached
+  empty = jnp.full((len(indices), blocks.k), blocks.length, jnp.int32)
+  found = _append(empty, jnp.zeros_like(low), chosen, indices)
+  return found, reached if least is None else jnp.where(low == 1, blocks.k, reached)
+
+
+def _by_count_with_zeros(
+  indices: jax.Array, low: jax.Array, read: Callable, blocks: Blocks, least: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """`_by_count`, with zeros of the lowest indices, which are among the first k; on a TPU the sort compiles for long."""
+  found, reached = _by_count(indices, low, read, blocks, least)
+
+  def add_zeros() -> jax.Array:
+    first = jnp.broadcast_to(jnp.arange(blocks.k, dtype=jnp.int32), found.shape)
+    return jnp.sort(_append(found, reached, keys_of(read(first)) == 0, first), axis=1)
+
+  if least is None:
+    found = jax.lax.cond((reached < blocks.k).any(), add_zeros, lambda: found)
+  # Where all that reach the smallest key above 0 are known, all others are zeros.
+  return found, jnp.where(low == 1, blocks.k, reached)
+
+
+def _append(found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array) -> jax.Array:
+  """`found` [rows, k], in whose slots from `filled` i32[rows] on are the first flagged entries of `new` [rows, c]."""
+  rows, k = found.shape
+  ones = flags.astype(jnp.int32)
+  before = bitset.running_sum(ones.reshape(-1)).reshape(ones.shape) - ones
+  slot = filled[:, None] + before - before[:, :1]
+  slot = jnp.where(flags & (slot < k), slot + k * jnp.arange(rows, dtype=jnp.int32)[:, None], rows * k)
+  return sparse.put(found.reshape(-1), slot.reshape(-1), new.reshape(-1)).reshape(-1, k)
 
 
 def _by_bracket(blocks: Blocks) -> jax.Array:
@@ -277,34 +293,6 @@ def _by_bisection(blocks: Blocks) -> jax.Array:
     return keys_of(LazySum((first, *others)).slice(start, blocks.length))
 
   return search_keys(read, blocks.order * blocks.length, blocks.length, blocks.k)
-
-
-def search_keys(read: Callable[[jax.Array], jax.Array], starts: jax.Array, length: int, k: int) -> jax.Array:
-  """The k largest keys of each row, by counting: their indices, ascending, i32[rows, k].
-
-  Args:
-    read: returns the keys of the row that starts there, i32[length].
-    starts: i32[rows].
-    length: keys of a row.
-    k: how many to select.
-  """
-
-  def search_row(start: jax.Array) -> jax.Array:
-    def selects(cut: Cut) -> jax.Array:
-      # Keys are computed again in each round: a compiler that took them out of the loop would store them.
-      cut, here = jax.lax.optimization_barrier((cut, start))
-      # XLA for TPUs removes barriers first; it does not know that the key is at least 0. Both branches have its type.
-      after = lambda here, key: here + jnp.minimum(key, 0)
-      here = _compat.by_platform(here, cut.key, tpu=after, default=lambda here, key: here + 0 * key)
-      return cut.selects(read(here), jnp.arange(length, dtype=jnp.int32))
-
-    by_halves = lambda k: bisect(selects, k, jnp.int32(0), jnp.int32(TOP))
-    flat = lambda cut: Cut(cut.key.reshape(()), cut.last.reshape(()))
-    in_rounds = lambda k: flat(by_digits(lambda cut: selects(flat(cut))[None, None], k.reshape(1, 1), bits=1))
-    cut = _compat.by_platform(jnp.int32(k), cpu=by_halves, default=in_rounds)
-    return bitset.nonzero(bitset.pack(selects(cut)), k)
-
-  return jax.lax.map(search_row, starts)  # one by one: a batch takes memory, and XLA on CPU compiles it to slower code
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:

@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxsparse import _compat, sparse
 from jaxsparse.comm import varying
-from jaxsparse.select.blocks import Blocks, LazySum, keys_of
+from jaxsparse.select.accumulator import pending_except
+from jaxsparse.select.blocks import Blocks, keys_of
 from jaxsparse.types import Pending, Sparse
 
 _WIDE = 4096  # entries that are compared at a time, so that short rows are not read one by one
@@ -39,16 +40,7 @@ def find_champions(blocks: Blocks) -> jax.Array:
     Array([[0, 1],
            [2, 1]], dtype=int32)
   """
-
-  def in_loops(order: jax.Array, *parts: jax.Array) -> jax.Array:
-    # One block after the other: XLA on CPU compiles a batch of slices to slower code.
-    same = dataclasses.replace(blocks, x=LazySum(parts), order=order)
-    return jax.lax.map(lambda block: _champions_of_block(same, block * blocks.length), order)
-
-  def at_once(order: jax.Array, *parts: jax.Array) -> jax.Array:
-    return find_champions_at_once(dataclasses.replace(blocks, x=LazySum(parts), order=order))
-
-  return _compat.by_platform(blocks.order, *blocks.x.parts, gpu=at_once, default=in_loops)
+  return _compat.by_platform(blocks, gpu=find_champions_at_once, default=_find_champions_in_loops)
 
 
 def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:
@@ -84,8 +76,14 @@ def _indices_of(best: jax.Array, length: int, chunks: int) -> jax.Array:
   return jnp.where(best < 0, length, (mask - (best & mask)) * chunks + chunk)
 
 
-def _champions_of_block(blocks: Blocks, start: jax.Array) -> jax.Array:
+def _find_champions_in_loops(blocks: Blocks) -> jax.Array:
+  # One block after the other: XLA on CPU compiles a batch of slices to slower code.
+  return jax.lax.map(functools.partial(_champions_of_block, blocks), blocks.order)
+
+
+def _champions_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
   length, chunks = blocks.length, blocks.k
+  start = block * length
   mask = _mask(length, chunks)
   filled = jnp.clip(blocks.x.size - start, 0, length)
   width = chunks * min(-(-_WIDE // chunks), -(-length // chunks), blocks.x.size // chunks)
@@ -171,8 +169,7 @@ class ChunkAccumulator:
   def pending(self, delivered: jax.Array, sent: Sparse) -> Pending:
     """The next residual: where delivered, one entry a chunk, the current values without what was sent; else initial."""
     values = jnp.where(delivered == sent.indices, sent.values, self._current_values(delivered))
-    grads, residual = self.blocks.x.parts
-    return Pending(grads, residual, Sparse(self.blocks.flat_indices(delivered), values))
+    return pending_except(self.blocks.x, Sparse(self.blocks.flat_indices(delivered), values))
 
   def _current_values(self, indices: jax.Array) -> jax.Array:
     """The values of one entry of each chunk of the first rows, from which sent ones are not subtracted."""

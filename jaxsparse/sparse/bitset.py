@@ -110,8 +110,9 @@ def count_true(flags: jax.Array) -> jax.Array:
     >>> count_true(jnp.array([True, False, True]))
     Array(2, dtype=int32)
   """
-  add = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
-  return _compat.by_platform(flags, cpu=lambda x: count(pack(x)), default=add)
+  return _compat.by_platform(
+    flags, cpu=lambda flags: count(pack(flags)), default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+  )
 
 
 def nonzero(words: jax.Array, capacity: int) -> jax.Array:
@@ -121,9 +122,8 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
     >>> nonzero(pack(jnp.array([True, False, True])), 2)
     Array([0, 2], dtype=int32)
   """
-  by_slot, by_index = (functools.partial(way, capacity=capacity) for way in (_nonzero_by_slot, _nonzero_by_index))
-  by_word = functools.partial(by_slot, group=1)  # a TPU gathers entry by entry, and pads rows of 8 to 128
-  return _compat.by_platform(words, gpu=by_index, tpu=by_word, default=by_slot)
+  by_word = functools.partial(_nonzero_by_slot, group=1)  # a TPU gathers entry by entry, and pads rows of 8 to 128
+  return _compat.by_platform(words, capacity, gpu=_nonzero_by_index, tpu=by_word, default=_nonzero_by_slot)
 
 
 def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:

@@ -36,15 +36,18 @@ def put(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
     >>> put([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.bool_(True))
     Array([1., 0.], dtype=float32)
   """
-
-  def by_pieces(x: Sequence[Piece], into: jax.Array) -> jax.Array:
-    new = lambda: [_matrix(piece) for piece in x]
-    pieces = varying.cond(finite, new, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(new)))
-    return _put_at(_starts(x), pieces, into)
-
-  at_once = lambda x, _: dense(jax.tree.map(lambda part: jnp.where(finite, part, 0.0), x))
   # XLA on CPU would choose the piece anew for each entry.
-  return _compat.by_platform(x, into, cpu=by_pieces, default=at_once)
+  return _compat.by_platform(x, into, finite, cpu=_put_by_pieces, default=_put_at_once)
+
+
+def _put_by_pieces(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
+  new = lambda: [_matrix(piece) for piece in x]
+  pieces = varying.cond(finite, new, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(new)))
+  return _put_at(_starts(x), pieces, into)
+
+
+def _put_at_once(x: Sequence[Piece], _: jax.Array, finite: jax.Array) -> jax.Array:
+  return dense(jax.tree.map(lambda part: jnp.where(finite, part, 0.0), x))
 
 
 def subtract(x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float) -> jax.Array:
@@ -54,30 +57,38 @@ def subtract(x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: 
     >>> subtract([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.array([0.0, 1.0]), jnp.bool_(True), 0.5)
     Array([1. , 1.5], dtype=float32)
   """
+  ways = {"cpu": _subtract_on_cpu, "gpu": _subtract_at_once, "default": _subtract_by_pieces}
+  return _compat.by_platform(x, grads, residual, finite, decay, **ways)
+
+
+def _subtract_by_pieces(
+  x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float
+) -> jax.Array:
+  for start, piece in zip(_starts(x), x, strict=True):
+    entries = _matrix(piece).reshape(-1)
+    own, old = (part[start : start + entries.size] for part in (grads, residual))
+    residual = jax.lax.dynamic_update_slice(residual, jnp.where(finite, decay * (own + old - entries), old), (start,))
+  return residual
+
+
+def _subtract_at_once(
+  x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float
+) -> jax.Array:
+  """On GPUs, where each piece that is written copies the vector."""
+  return jnp.where(finite, decay * (grads + residual - dense(x)), residual)
+
+
+def _subtract_on_cpu(
+  x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float
+) -> jax.Array:
+  """Pieces that a conditional returns are stored, each by a loop over rows, before any is copied to its place."""
   starts = _starts(x)
-
-  def by_pieces(x: Sequence[Piece], grads: jax.Array, residual: jax.Array) -> jax.Array:
-    for start, piece in zip(starts, x, strict=True):
-      entries = _matrix(piece).reshape(-1)
-      own, old = (part[start : start + entries.size] for part in (grads, residual))
-      new = jnp.where(finite, decay * (own + old - entries), old)
-      residual = jax.lax.dynamic_update_slice(residual, new, (start,))
-    return residual
-
-  def on_gpu(x: Sequence[Piece], grads: jax.Array, residual: jax.Array) -> jax.Array:
-    """At once: there each piece that is written copies the vector."""
-    return jnp.where(finite, decay * (grads + residual - dense(x)), residual)
-
-  def on_cpu(x: Sequence[Piece], grads: jax.Array, residual: jax.Array) -> jax.Array:
-    """Pieces that a conditional returns are stored, each by a loop over rows, before any is copied to its place."""
-    shapes = [jax.eval_shape(_matrix, piece).shape for piece in x]
-    cut = lambda flat: [flat[start : start + math.prod(shape)] for start, shape in zip(starts, shapes, strict=True)]
-    shaped = lambda parts: [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-    sums = shaped(map(jnp.add, cut(grads), cut(residual)))
-    new = lambda: [decay * (one - _matrix(piece)) for one, piece in zip(sums, x, strict=True)]
-    return _put_at(starts, varying.cond(finite, new, lambda: shaped(cut(residual))), residual)
-
-  return _compat.by_platform(x, grads, residual, cpu=on_cpu, gpu=on_gpu, default=by_pieces)
+  shapes = [jax.eval_shape(_matrix, piece).shape for piece in x]
+  cut = lambda flat: [flat[start : start + math.prod(shape)] for start, shape in zip(starts, shapes, strict=True)]
+  shaped = lambda parts: [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+  sums = shaped(map(jnp.add, cut(grads), cut(residual)))
+  new = lambda: [decay * (one - _matrix(piece)) for one, piece in zip(sums, x, strict=True)]
+  return _put_at(starts, varying.cond(finite, new, lambda: shaped(cut(residual))), residual)
 
 
 def _starts(x: Sequence[Piece]) -> list[int]:

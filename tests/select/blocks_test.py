@@ -17,7 +17,7 @@ SLOTS = 256
 def chosen_by(way, keys, indices, k, low):
   if way == "digits":
     selects = lambda cuts: cuts.selects(keys[:, None], indices[:, None])
-    return blocks.by_digits(selects, k[:, None]).selects(keys, indices)
+    return blocks.search_by_digits(selects, k[:, None]).selects(keys, indices)
   return blocks.kth_largest(keys, indices, k, low).selects(keys, indices)
 
 

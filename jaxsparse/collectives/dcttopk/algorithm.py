@@ -1,7 +1,6 @@
 """DctTopk: the largest coefficients of each worker, sent to all others."""
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple, Self, cast
 
@@ -67,10 +66,9 @@ class DctTopk(ChunkTopk):
     bound = largest_magnitude(total.values) * (4.0 * self.chunk)
 
     def finish(values: Any, _: None, finite: jax.Array, decay: float) -> tuple[jax.Array, jax.Array]:
-      factor = values[1]  # of entries, not of coefficients: these have the same bits for every number of workers
-      on_gpu, whole = (functools.partial(way, tiling, decay) for way in (_finish_by_pieces, _finish))
-      step = _Step(grads, cast(jax.Array, state.residual), total, sent, factor, finite)
-      return _compat.by_platform(step, gpu=on_gpu, default=whole)
+      # The factor is one of entries, not of coefficients: these have the same bits for every number of workers.
+      step = _Step(grads, cast(jax.Array, state.residual), total, sent, factor=values[1], finite=finite)
+      return _compat.by_platform(tiling, decay, step, gpu=_finish_by_pieces, default=_finish)
 
     return Reduced(Deferred((bound, jnp.float32(1)), finish), state, counters)
 

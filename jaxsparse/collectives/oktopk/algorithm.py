@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, switch
+from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, send_up_to
 from jaxsparse.collectives.oktopk.balance import (
   TRIGGER,
   Sizes,
@@ -22,7 +22,7 @@ from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_sum
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated_sum
 
 
 class Reused(NamedTuple):
@@ -115,7 +115,8 @@ class OkTopk(EncodingCollective):
     n, k, sizes = grads.size, self.entries(grads.size), self.sizes(grads.size, comm.size)
     reused: Reused = state.shared
     acc = LazySum((grads, state.residual))
-    exact, last = reused.step % self.threshold_period == 0, state.worker[0]
+    exact = reused.step % self.threshold_period == 0
+    last = state.worker[0]
     most = min(n, 2 * k)
     local, members, selected = by_threshold.choose_reaching(acc, last, exact | (last == 0), k, most)
     chosen = by_threshold.read_first(acc, members, most)
@@ -124,17 +125,14 @@ class OkTopk(EncodingCollective):
       fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
       bounds = varying.cond(fresh, lambda: consensus_bounds(comm, chosen.indices, n), lambda: reused.bounds)
     starts = by_threshold.region_starts(chosen.indices, bounds)
-    crowd, sent = jnp.diff(starts), by_threshold.read_regions(chosen, starts, sizes.most, n)
+    crowd = jnp.diff(starts)
+    sent = by_threshold.read_regions(chosen, starts, sizes.most, n)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
     writer = self.writer(codec_of(self.wire, n), reused.step, comm.rank)
-
-    def split(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-      rows, lost, words = writer.exchange_rows(comm, sparse.resize(sent, capacity, n), 0, sizes.most)
-      return sparse.resize(rows, sizes.most, n), lost, words
-
-    rows, lost, words = switch(geometric(-(-sizes.even // 2), sizes.most, count=4), needed, split)
+    capacities = geometric(-(-sizes.even // 2), sizes.most, count=4)
+    rows, lost, words = send_up_to(writer.exchange_rows, comm, sent, 0, capacities, needed, n)
     sums = sparse.merge(rows, n)
     follow = lambda: search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
     search = lambda: by_threshold.kth_magnitude(sums, k, n, comm.all_reduce)

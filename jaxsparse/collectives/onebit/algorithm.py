@@ -11,7 +11,7 @@ from jaxsparse import _compat
 from jaxsparse.collectives._base import Collective
 from jaxsparse.collectives.onebit.blocks import CHUNK, Blocks, Exchanged
 from jaxsparse.comm import all_gather, in_rank_order, schedules
-from jaxsparse.types import Comm, Cost, Counters, Deferred, Reduced, State
+from jaxsparse.types import Comm, Cost, Deferred, Reduced, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,20 +66,21 @@ class OneBit(Collective):
     return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * self._blocks(n, size).words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, size, rank = grads.size, comm.size, comm.rank
+    n = grads.size
+    rank = comm.rank
     # A GPU stores the vector of all leaves: the passes over it would look for the leaf of each entry.
     grads = _compat.by_platform(grads, gpu=jax.lax.optimization_barrier, default=lambda grads: grads)
-    blocks, acc = self._blocks(n, size), (grads, state.residual)
+    blocks = self._blocks(n, comm.size)
+    acc = grads, state.residual
     codes, scales, steps = blocks.encode(acc, jnp.int32(0), blocks.count)
     received = comm.all_to_all(blocks.pack(codes, scales))
     sums = blocks.sum_region(acc, rank, received)
     *summed, steps_of_sums = blocks.encode((sums,), rank * blocks.region, blocks.region, skip=CHUNK)
     kept = jax.lax.dynamic_update_slice(steps, steps_of_sums, (rank * blocks.region, jnp.int32(0)))
     codes, steps = blocks.unpack(in_rank_order(comm, all_gather(comm, blocks.pack(*summed)[0])))
-    words = self.cost(n, size).words
     finish = functools.partial(blocks.finish, acc, Exchanged(rank, sums, kept, codes))
     total = Deferred(steps, finish, are_magnitudes=self.bits == 1)
-    return Reduced(total, state, Counters(words, words, selected=n, delivered=n))
+    return Reduced(total, state, self.count(comm, n, selected=n, delivered=n))
 
   def _blocks(self, n: int, size: int) -> Blocks:
     return Blocks.of(n, size, self.bits)

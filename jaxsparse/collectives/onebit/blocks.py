@@ -28,8 +28,7 @@ class Exchanged(NamedTuple):
   Attributes:
     rank: of the worker.
     sums: of its region, as `Blocks.sum_region` returns them.
-    kept: the steps of all blocks that it delivered, like those of `Blocks.encode`: of its own entries, in its region of
-      the sums.
+    kept: the steps of all blocks, like those of `Blocks.encode`: as sent; in the own region, of the sums.
     codes: of the total, u32[blocks, width].
   """
 

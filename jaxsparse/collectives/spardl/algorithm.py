@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import SelectingCollective, Writer, geometric, switch, words_of
+from jaxsparse.collectives._messages import SelectingCollective, Writer, geometric, send_up_to, words_of
 from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r_sag
 from jaxsparse.comm import schedules
 from jaxsparse.select.blocks import Blocks, LazySum
@@ -139,11 +139,9 @@ class SparDL(SelectingCollective):
     elif self.teams > 1:
       summed = r_sag(same_block, summed.own, writer)
 
-    def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-      rows, lost, words = writer.gather_rows(team, sparse.resize(summed.own, capacity, blocks.length), 0, k_block)
-      return sparse.resize(rows, k_block, blocks.length), lost, words
-
-    delivered, errors, gather_words = switch(capacities, summed.merged, gather)
+    delivered, errors, gather_words = send_up_to(
+      writer.gather_rows, team, summed.own, 0, capacities, summed.merged, blocks.length
+    )
     for entries in summed.returned:
       acc = acc.add(entries)
     for entries in errors:  # each team has the same
@@ -157,7 +155,8 @@ class SparDL(SelectingCollective):
       sent = Sparse(gone_at, jnp.zeros(gone_at.shape, jnp.float32))
     residual = acc.pending(gone_at, sent)
     words = saturated_sum(words_of(writer.codec, team.size, k_block), summed.words, gather_words)
-    used, selected = words, jnp.int32(chosen.indices.size)
+    used = words
+    selected = jnp.int32(chosen.indices.size)
     if not self.selection.fills_slots:
       selected = sparse.count(chosen, blocks.length)
       used = words.astype(jnp.float32) * selected.astype(jnp.float32) / (k_block * team.size)
