@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from benchmarks import specs
 from benchmarks.compiled import hlo, programs, rows
-from tests.cases import quick_of, row
+from tests.cases import row
 
 # 1,000 entries: gathered at 10 indices, 10 values put in place, a sum in a branch, a loop of 5 rounds and an open one.
 TEXT = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[1000]{0})->f32[1000]{0}}
@@ -112,7 +112,8 @@ def test_goals_name_what_was_missed():
   ]
 
 
-@pytest.mark.parametrize("name", quick_of(js.collective_names(), quick=["topka"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", js.collective_names())
 def test_every_update_is_lowered_for_accelerators_without_one(name):
   """No array is made, neither of a state nor of a gradient."""
   (spec,) = specs.parse([name], 4, density=0.01)

@@ -25,6 +25,7 @@ def test_the_networks_are_the_real_ones(model):
   assert iterations.bound_of(model) == pytest.approx(bound, abs=0.06)
 
 
+@pytest.mark.long
 def test_rows_as_a_table_and_json():
   found = result_of("overlap", "--model=bert_base", "--plan=single,wfbp,mg_wfbp,asc_wfbp")
   rows = {row["plan"]: row for row in found}

@@ -201,6 +201,7 @@ def test_methods_and_optimizers_are_refused(wrong, message):
     recipes.parse_optimizers([wrong], 0.1) if "--optimizer" in message else methods.parse("method", [wrong], 4)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("standard_promotion")
 def test_muon_orthogonalizes_blocks_of_matrices_whose_names_match():
   """Rows or columns along the longer side; the same as without blocks where one is the whole of it; Adam for others."""

@@ -76,6 +76,7 @@ def test_selection_checks_and_times_every_program():
   assert 0 < update["buffers"] <= 3  # the mean takes the place of the donated gradients
 
 
+@pytest.mark.long
 def test_scale_predicts_as_js_costs_and_makes_programs():
   result = result_of("scale", "--workers=8,4", "--n=100000", "--repeats=1", "--schedule_of=dense")
   rows = {(row["network"], row["workers"], row["algorithm"]): row for row in result["predicted"]}

@@ -32,6 +32,7 @@ def tasks():
   return {name: registry.make(name) for name in ENTRIES}
 
 
+@pytest.mark.long
 def test_parameter_counts_are_the_papers(tasks):
   assert {name: task.entries for name, task in tasks.items()} == ENTRIES
   assert lm.small().entries == 136_896

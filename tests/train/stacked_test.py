@@ -132,6 +132,7 @@ def test_refusals():
     uncovered.update(broadcast(PARAMS, WORKERS), state, PARAMS)
 
 
+@pytest.mark.long
 def test_a_loss_scale_that_changes_is_taken_away_before_the_transform():
   """Delivered and owed is the sum of the gradients, in their own size; a step that overflows has not happened."""
   tx = js.stacked(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(1.0)), sim(WORKERS))
