@@ -117,9 +117,8 @@ def grouped_transform(
     leaves, structure = jax.tree.flatten(updates)
     leaves = _without_derivatives(groups, leaves)
     # Dtypes to round the mean to, by leaf: `js.local_steps` gives those of parameters where its updates are wider.
-    rounded = [
-      (dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()
-    ]
+    named = flatten.leaves_by_name(updates)
+    rounded = [(dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in named.items()]
     divisor = getattr(comm, "divisor", comm.size)  # `PeerComm` has one: what its workers give is weighted already
     step = functools.partial(reduce_groups, comm, divisor=divisor, dtypes=rounded)
     leaves, state = at_devices(step, groups, leaves, state)
