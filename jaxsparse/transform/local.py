@@ -34,7 +34,7 @@ from jaxsparse.transform.checks import (
 from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.state import Applied, Flight, LocalState
-from jaxsparse.transform.wrapped import synchronizing
+from jaxsparse.transform.wrapped import mean_dtypes, synchronizing
 
 
 def local_steps(
@@ -283,8 +283,9 @@ class _LocalSteps(NamedTuple):
     held = lambda moved, p: flatten.representable(moved, p.dtype)[0].astype(p.dtype)  # the rest stays in `moved`
     sent = jax.tree.map(lambda moved, p: mark(moved[0] if self.every == 1 else held(moved[0], p)), moved, own)
     # With every=1 no `moved` stays: sums are rounded to these dtypes, what that leaves is in the residual.
-    dtypes = {name: p.dtype for name, p in flatten.leaves_by_name(own).items()}
-    updates, outer = atomic(self.outer).update(sent, state.outer[number], own, dtypes=dtypes, **extra)
+    dtypes = tuple((name, p.dtype) for name, p in flatten.leaves_by_name(own).items())
+    with mean_dtypes(dtypes):
+      updates, outer = atomic(self.outer).update(sent, state.outer[number], own, **extra)
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
     skipped = states.is_skipped(outer)
     updates = fill_zeros(params, updates)

@@ -11,7 +11,7 @@ to the next step. What follows in a chain is undone by `atomic`.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -40,7 +40,7 @@ from jaxsparse.transform.groups import (
 from jaxsparse.transform.metrics import count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, join_groups
-from jaxsparse.transform.wrapped import PLACEHOLDER
+from jaxsparse.transform.wrapped import PLACEHOLDER, mean_dtypes
 from jaxsparse.types import Comm, Counters, Deferred, Pending, Reduced, Sparse, State
 
 
@@ -99,7 +99,6 @@ def grouped_transform(
     params: Any = None,
     *,
     agree: jax.Array | None = None,
-    dtypes: Mapping[str, Any] | None = None,
     **extra: Any,
   ) -> tuple[optax.Updates, ReduceState]:
     del params, extra
@@ -116,11 +115,11 @@ def grouped_transform(
     checks.warn_of_frozen(state, updates)
     leaves, structure = jax.tree.flatten(updates)
     leaves = _without_derivatives(groups, leaves)
-    # Dtypes to round the mean to, by leaf: `js.local_steps` gives those of parameters where its updates are wider.
-    named = flatten.leaves_by_name(updates)
-    rounded = [(dtypes or {}).get(name, jnp.result_type(leaf)) for name, leaf in named.items()]
+    # `js.local_steps` gives the dtypes of parameters where its updates are wider.
+    given = dict(mean_dtypes.value)
+    dtypes = [given.get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
     divisor = getattr(comm, "divisor", comm.size)  # `PeerComm` has one: what its workers give is weighted already
-    step = functools.partial(reduce_groups, comm, divisor=divisor, dtypes=rounded)
+    step = functools.partial(reduce_groups, comm, divisor=divisor, dtypes=dtypes)
     leaves, state = at_devices(step, groups, leaves, state)
     return jax.tree.unflatten(structure, leaves), state
 

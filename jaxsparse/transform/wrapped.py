@@ -5,7 +5,8 @@
     optax.flatten                             one vector of all leaves
 
 The state of a transform has the names and shapes of the leaves that it saw, which tell the wrappers around it. Some
-wrappers pass no extra arguments on, so `synchronizing` tells local steps inside them to exchange.
+wrappers pass no extra arguments on, so contexts tell what is inside them: `synchronizing` has local steps exchange,
+`mean_dtypes` has a transform round its means to other dtypes than those of the leaves.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from jaxsparse.sparse.flatten import leaf_shapes, parts
 from jaxsparse.transform.state import ReduceState
 
 synchronizing = jax.make_user_context(False)
+mean_dtypes = jax.make_user_context(())  # pairs of a leaf's name and a dtype
 
 
 def _placeholder() -> type:

@@ -469,3 +469,32 @@ def test_a_step_of_captured_arrays_is_traced(chain):
   np.testing.assert_array_equal(found["w"], after["w"])
   with jax.set_mesh(mesh_of(3)):
     assert float(jax.jit(lambda: js.metrics(state).total_words)()) == 0
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_teacher_a_model_state_and_own_keys_in_a_scan_and_a_skipped_step(dtype):
+  inner = optax.chain(optax.add_noise(1e-3, 0.5, key=jax.random.key(0)), optax.sgd(0.1, momentum=0.9))
+  tx = js.local_steps(inner, optax.chain(SPARSE, optax.sgd(1.0)), every=2, apply_residual=True)
+
+  def loss(params, batch, shared, model_state):
+    error = (params["w"] - shared["steps"].astype(dtype)).astype(jnp.float32)
+    return jnp.mean(error**2) + batch.sum() * error.sum(), model_state
+
+  mesh, params = mesh_of(3), {"w": jnp.ones(12, dtype)}
+  step, state = js.make_train_step(loss, tx, mesh, donate=False), js.init(tx, params, mesh)
+  given = {"shared": {"steps": jnp.arange(12, dtype=jnp.int8)}, "model_state": {"mean": jnp.full(7, 0.1, dtype)}}
+
+  def one(carry, _):
+    *carry, metrics = step(*carry, jnp.zeros((3, 1)), **given)
+    return tuple(carry), metrics.loss
+
+  (params, state), losses = jax.jit(lambda *carry: jax.lax.scan(one, carry, length=4))(params, state)
+  assert losses[-1] < losses[0]
+  after, skipped, metrics = step(params, state, jnp.zeros((3, 1)).at[1, 0].set(jnp.nan), **given)
+  assert bool(metrics.skipped)
+  assert_same_bits((after, metrics.model_state), (params, given["model_state"]))
+  before, kept = (jax.random.key_data(one.inner[0].rng_key) for one in (state, skipped))
+  np.testing.assert_array_equal(before, kept)
+  assert len(np.unique(before, axis=0)) == 3
