@@ -297,7 +297,7 @@ def test_hosts_of_a_cloud_tpu_ask_its_metadata(known):
 def test_a_second_run_on_one_port_is_refused():
   """Also coordinators of JAX that would share the port: ranks of both would train together."""
   address = f"node-0:{free_port()}"
-  claim = launchers._claim.__wrapped__
+  claim = launchers.claim_port.__wrapped__
   with claim(address), pytest.raises(RuntimeError, match=rf"rank 0 of another run .* port of {address}: give each run"):
     claim(address)
   claim(address).close()

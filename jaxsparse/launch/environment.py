@@ -1,5 +1,6 @@
 """How many ranks were started with this process, by variables of our launcher, of MPI and of Slurm."""
 
+import ipaddress
 import os
 import socket
 from collections.abc import Sequence
@@ -99,6 +100,19 @@ def read(rank: str, size: str) -> list[RankCount]:
         raise ValueError(f"{name}={value!r} is not a number, as launchers set it for each rank: unset it")
       return [RankCount(name, int(value) + (not exact), exact)]
   return []
+
+
+def is_loopback(host: str) -> bool:
+  """Whether a name or address of a host is one by which only this machine reaches itself.
+
+  Example:
+    >>> is_loopback("127.0.0.1"), is_loopback("[::1]"), is_loopback("node-0")
+    (True, True, False)
+  """
+  try:
+    return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+  except ValueError:
+    return False
 
 
 def free_port() -> int:

@@ -74,17 +74,15 @@ def _need(counts: Sequence[RankCount], names: Sequence[str], advice: str) -> lis
 def _connect(address: str, ranks: int | str, rank: int | str, gpu: str = "") -> dict[str, Any]:
   """All that JAX must know; `gpu` is the variable for the number of the GPU of this rank, if each rank has one."""
   told: dict[str, Any] = {"cluster_detection_method": "deactivate", "coordinator_address": address}
-  if address.startswith(("127.", "localhost:", "[::1]:")):  # JAX would listen on all interfaces
+  if environment.is_loopback(address.rpartition(":")[0]):  # JAX would listen on all interfaces
     told["coordinator_bind_address"] = address
-  if int(rank) == 0:
-    _claim(address)
   if gpu in os.environ and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
     told["local_device_ids"] = int(os.environ[gpu])
   return told | {"num_processes": int(ranks), "process_id": int(rank)}
 
 
 @functools.cache
-def _claim(address: str) -> socket.socket | None:
+def claim_port(address: str) -> socket.socket | None:
   """Raises RuntimeError if another process of this machine has claimed the port of an address; holds it until the end.
 
   Several coordinators of JAX may listen on one port (SO_REUSEPORT): ranks of two runs would then train together.

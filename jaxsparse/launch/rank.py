@@ -64,6 +64,8 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   launchers.check_agreement(launcher, counts)
   _arrive()
   options = launcher.options(counts)
+  if options.get("process_id") == 0:
+    launchers.claim_port(options["coordinator_address"])
   # What C++ writes to standard output, as gloo does, goes to standard error; the output of Python stays there.
   sys.stdout.flush()
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)

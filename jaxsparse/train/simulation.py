@@ -141,7 +141,7 @@ def _ratio(x: jax.Array, y: jax.Array) -> jax.Array:
 def _results(grads: Any, totals: jax.Array, state: ReduceState) -> tuple[Any, Any, Metrics]:
   """The total and the residuals in the shapes of `grads`, and the metrics."""
   _, restore = flatten.flatten(jax.tree.map(lambda leaf: leaf[0].astype(jnp.float32), grads))
-  residual = state.groups[0].residual
+  residual = state.carried.residual[0]
   residuals = jnp.zeros_like(totals) if residual is None else residual
   return restore(totals[0]), jax.vmap(restore)(residuals), summary([state])
 

@@ -146,10 +146,8 @@ class GroupProtocol:
 
   def _take_request(self, request: Request) -> None:
     self._request = request.kind
-    self.membership.waits = True
     self.model = request.model or self.model
-    if self.membership.state == "joined":
-      self.membership.wait()
+    if self.membership.open_request():
       self._begin_request()
 
   def _begin_request(self) -> None:

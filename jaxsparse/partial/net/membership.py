@@ -133,6 +133,13 @@ class Membership:
     if self.state == "fetching" and address == self.donor:
       self.join_again(RETRY)
 
+  def open_request(self) -> bool:
+    """The training loop has a request; whether it begins now, else it does when this worker has joined."""
+    self.waits = True
+    if self.state == "joined":
+      self.wait()
+    return self.state == "joined"
+
   def reply(self, answer: Any) -> None:
     """Answers the request of the training loop."""
     self.state = "joined"

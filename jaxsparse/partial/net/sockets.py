@@ -6,7 +6,6 @@ A connection to another worker that breaks, cannot be made, or takes no byte for
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import pathlib
 import stat
@@ -15,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
+from jaxsparse.launch.environment import is_loopback
 from jaxsparse.partial.net.messages import Piece, sender_of
 
 
@@ -122,11 +122,7 @@ def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -
     raise ValueError(f"address={address!r} is one of IPv6: give the name of the host or an address of IPv4")
   if reachable and host in ("*", "0.0.0.0"):
     raise ValueError(f"address={address!r}: name the address of this machine that the other workers reach")
-  try:
-    local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    local = False
-  if not local and keys is None:
+  if keys is None and not is_loopback(host):
     raise ValueError(f"{address} can be reached from other machines: give keys=js.partial.Keys.make(), the same to all")
 
 

@@ -167,9 +167,7 @@ class RoundProtocol:
 
   def _take_request(self, request: Request) -> None:
     self._request = request
-    self.membership.waits = True
-    if self.membership.state == "joined":
-      self.membership.wait()
+    if self.membership.open_request():
       self._begin_request()
 
   def _begin_request(self) -> None:
