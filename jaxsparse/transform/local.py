@@ -34,7 +34,7 @@ from jaxsparse.transform.checks import (
 from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.state import Applied, Flight, LocalState
-from jaxsparse.transform.wrapped import mean_dtypes, synchronizing
+from jaxsparse.transform.wrapped import mean_dtypes, shapes_seen, synchronizing
 
 
 def local_steps(
@@ -283,8 +283,8 @@ class _LocalSteps(NamedTuple):
     held = lambda moved, p: flatten.representable(moved, p.dtype)[0].astype(p.dtype)  # the rest stays in `moved`
     sent = jax.tree.map(lambda moved, p: mark(moved[0] if self.every == 1 else held(moved[0], p)), moved, own)
     # With every=1 no `moved` stays: sums are rounded to these dtypes, what that leaves is in the residual.
-    dtypes = tuple((name, p.dtype) for name, p in flatten.leaves_by_name(own).items())
-    with mean_dtypes(dtypes):
+    seen = shapes_seen(states.reduce_states(state.outer[number]), own)
+    with mean_dtypes(tuple((name, leaf.dtype) for name, leaf in flatten.leaves_by_name(seen).items())):
       updates, outer = atomic(self.outer).update(sent, state.outer[number], own, **extra)
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
     skipped = states.is_skipped(outer)

@@ -38,12 +38,19 @@ def test_what_is_rounded_off_decays_as_the_residual_does():
   # Local steps of an optimizer in float32, also where a wrapper drops extra arguments.
   inner = optax.stateless(lambda grads, _: jax.tree.map(lambda grad: -grad.astype(jnp.float32) * (1 + 2**-9), grads))
   drops_extra = lambda tx: optax.GradientTransformation(tx.init, lambda *given: tx.update(*given))
-  for wrap in (lambda tx: tx, drops_extra):
+  for wrap in (lambda tx: tx, drops_extra, optax.flatten):
     outer = optax.chain(wrap(js.topka_transform(sim(2), k=1)), optax.sgd(1.0))
     step, params, state = start(js.local_steps(inner, outer, every=1), sim(2), jnp.zeros(1, jnp.bfloat16))
     params, state, _ = step(params, state, np.ones((2, 1), np.float32))
     assert float(params[0]) == -1
     np.testing.assert_array_equal(state.outer[0][0].carried.residual[0].ravel(), [2**-9, 2**-9])
+  # Of several leaves a wrapper makes one with another name.
+  outer = optax.chain(optax.flatten(js.topka_transform(sim(2), k=2)), optax.sgd(1.0))
+  tx, params = js.local_steps(inner, outer, every=1), dict.fromkeys("ab", jnp.zeros(1, jnp.bfloat16))
+  step = js.make_train_step(lambda p, x: (p["a"] + p["b"])[0] * x.mean(), tx, sim(2), donate=False)
+  params, state, _ = step(params, js.init(tx, params, sim(2)), jnp.ones((2, 1), jnp.bfloat16))
+  assert all(float(leaf[0]) == -1 for leaf in params.values())
+  np.testing.assert_array_equal(state.outer[0][0].carried.residual[0].ravel(), [2**-9] * 4)
 
 
 @pytest.mark.parametrize("value", quick_of([257.0, 99968.0], quick=[99968.0]))
