@@ -48,6 +48,10 @@ class Comm(Protocol):
   def rank(self) -> jax.Array:
     """Number of this worker, i32[] in 0 … size − 1."""
 
+  @property
+  def divisor(self) -> int:
+    """Of a total, for its mean: `size`, or 1 where workers give what is weighted already."""
+
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` to rank + by, modulo `size`, and returns the tree that rank − by sent: one message."""
 
@@ -207,12 +211,13 @@ class Deferred(NamedTuple):
     finish: (values, error, finite, decay) -> the update and the next residual, f32[n] each: the total of `values`, and
       `decay` times the sum of what the total does not deliver and of the total of `error`, like values or None. Zeros
       and the residual before if not `finite`.
-    are_magnitudes: whether each entry is ± one of the values, so that rounded values are those of rounded entries.
+    up_to_sign: whether each entry is plus or minus one of the values, so that rounded values are those of rounded
+      entries.
   """
 
   values: Any
   finish: Callable[[Any, Any, jax.Array, float], tuple[jax.Array, jax.Array]]
-  are_magnitudes: bool = False
+  up_to_sign: bool = False
 
 
 class Reduced(NamedTuple):

@@ -32,7 +32,7 @@ class PeerComm(View):
     number: i32[], the rank of this worker.
     send: sends u32[m] words of each message to its destination, then returns those that come from its source; either
       may be None, and without a source the result is zeros. Called in the order of the program.
-    divisor: 1, of a total for an update; the number of workers for any other comm.
+    divisor: 1, of a total, for its mean.
     stride, members: as of `js.comm.View`.
 
   Example:

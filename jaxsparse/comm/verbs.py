@@ -1,8 +1,8 @@
 """The verbs of `types.Comm` on JAX: along a shard_map axis, under vmap on one device, or for one worker alone.
 
 `shift` and `permute` bit-cast a pytree to one uint32 buffer. Each round is therefore one collective operation, which
-the compiler can neither widen nor split nor combine with another one. Primitives that compute nothing mark values in a
-jaxpr: what is equal on all workers (`mark_total`), the rank of a process of MPI, and messages of a worker alone.
+the compiler can neither widen nor split nor combine. Primitives that compute nothing mark values in a jaxpr: what is
+equal on all workers (`mark_total`), the rank of a process of MPI, and messages of a worker alone.
 """
 
 import dataclasses
@@ -92,6 +92,11 @@ class View:
     return self._engine_rank() // self.stride % self.size
 
   @property
+  def divisor(self) -> int:
+    """`size`: of a total, for its mean."""
+    return self.size
+
+  @property
   def axes(self) -> tuple[str, ...]:
     """Names of the axes all of whose workers belong to this view; empty for a view of some workers."""
     return ()
@@ -101,10 +106,7 @@ class View:
     return self._send(tree, schedules.ring(self.size, by)) if by % self.size else tree
 
   def all_to_all(self, rows: Tree) -> Tree:
-    """Sends row d of each leaf to worker d and returns the rows that workers 0 … P − 1 sent to this one.
-
-    As MPI_Alltoall: P − 1 messages, none of which waits for another.
-    """
+    """Sends row d of each leaf to worker d and returns those of workers 0 … P − 1: P − 1 messages, as MPI_Alltoall."""
     row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
     buffer = jax.vmap(pack)(rows)
     return jax.vmap(functools.partial(unpack, like=row))(self._all_to_all(buffer) if self.size > 1 else buffer)
@@ -319,9 +321,8 @@ class SimComm(AxisComm):
 class SoloComm(View):
   """One worker without the other `workers` - 1, to time the arithmetic of an update without its messages.
 
-  The others are taken to have the same arrays: each message returns its own payload, and a sum over workers is P times
-  its operand. So an algorithm whose branches depend on the data of others, such as Ok-Topk, takes the branches of a
-  usual step. The results of an update are meaningless. `message_p` marks each message in the jaxpr.
+  The others are taken to have the same arrays, so that branches that depend on the data of others are those of a usual
+  step: each message returns its own payload, and a sum is P times its operand. `message_p` marks messages in the jaxpr.
 
   Example:
     >>> SoloComm(6).shift(jnp.arange(3), 1), SoloComm(6).all_reduce(jnp.arange(3))

@@ -59,6 +59,10 @@ class _Following:
   def rank(self) -> jax.Array:
     return self.comm.rank
 
+  @property
+  def divisor(self) -> int:
+    return self.comm.divisor
+
   def shift(self, tree: Tree, by: int) -> Tree:
     return self.comm.shift(self._dependent(tree), by) if by % self.size else tree
 

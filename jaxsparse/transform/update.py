@@ -118,8 +118,7 @@ def grouped_transform(
     # `js.local_steps` gives the dtypes of parameters where its updates are wider.
     given = dict(mean_dtypes.value)
     dtypes = [given.get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
-    divisor = getattr(comm, "divisor", comm.size)  # `PeerComm` has one: what its workers give is weighted already
-    step = functools.partial(reduce_groups, comm, divisor=divisor, dtypes=dtypes)
+    step = functools.partial(reduce_groups, comm, divisor=comm.divisor, dtypes=dtypes)
     leaves, state = at_devices(step, groups, leaves, state)
     return jax.tree.unflatten(structure, leaves), state
 
@@ -280,8 +279,8 @@ def reduce_groups(
     error = None
     rounded = [dtypes[leaf] for leaf in group.leaves]
     rounding = flatten.rounding([leaves[leaf].size for leaf in group.leaves], rounded)
-    are_magnitudes = isinstance(reduced.total, Deferred) and reduced.total.are_magnitudes and len(set(rounded)) == 1
-    if rounding and not are_magnitudes:
+    up_to_sign = isinstance(reduced.total, Deferred) and reduced.total.up_to_sign
+    if rounding and not (up_to_sign and len(set(rounded)) == 1):
       reduced = reduced.computed()
     total = reduced.total
     values = total.values if isinstance(total, Sparse | Deferred) else total

@@ -79,7 +79,7 @@ class OneBit(Collective):
     kept = jax.lax.dynamic_update_slice(steps, steps_of_sums, (rank * blocks.region, jnp.int32(0)))
     codes, steps = blocks.unpack(in_rank_order(comm, all_gather(comm, blocks.pack(*summed)[0])))
     finish = functools.partial(blocks.finish, acc, Exchanged(rank, sums, kept, codes))
-    total = Deferred(steps, finish, are_magnitudes=self.bits == 1)
+    total = Deferred(steps, finish, up_to_sign=self.bits == 1)
     return Reduced(total, state, self.count(comm, n, selected=n, delivered=n))
 
   def _blocks(self, n: int, size: int) -> Blocks:
