@@ -115,8 +115,8 @@ SPARSE = [case.name for case in CASES if not case.options and case.is_sparse]
 
 
 def is_crossed(name: str, composition: str) -> bool:
-  """Whether both meet a third thing: all compositions with collectives that differ, the others with a few."""
-  return name in ("dense", "nbit", "oktopk", "spardl") or composition in ("plain", "corrected", "fragments")
+  """Whether both meet other dtypes: all compositions with collectives that differ, the others with a few."""
+  return name in ("dense", "nbit", "spardl") or composition in ("plain", "corrected", "fragments")
 
 
 def refusal(name: str, composition: str) -> str | None:
@@ -225,7 +225,9 @@ CELLS = [
   for name in NAMES
   for composition in COMPOSITIONS
   for dtype in DTYPES
-  if dtype == "float32" or is_crossed(name, composition) or (name, composition, dtype) in QUICK
+  if dtype == "float32"
+  or (name, composition, dtype) in QUICK
+  or (is_crossed(name, composition) and (dtype == "bfloat16" or name in ("dense", "spardl")))
 ]
 
 

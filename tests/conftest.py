@@ -33,7 +33,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([_CHILDREN, *filter(None, [os.environ
 
 # Examples of a test share one program, so they are cheap, but shrinking them is not: no clock.
 hypothesis.settings.register_profile("jaxsparse", deadline=None, max_examples=25, print_blob=True)
-hypothesis.settings.register_profile("all", deadline=None, max_examples=200, print_blob=True)
+hypothesis.settings.register_profile("all", deadline=None, max_examples=100, print_blob=True)
 hypothesis.settings.load_profile("jaxsparse")
 
 

@@ -97,7 +97,8 @@ def check_not_a_number(collective, program, workers):
   clean = normals(0, workers, N)
   _, state = program(jnp.asarray(clean), simulation.initial(collective, workers, N))
   ends = itertools.product((0, workers - 1), (0, N // 2 + 7, N - 1))
-  for (worker, index), poison in [*itertools.product(ends, (np.nan, np.inf, -np.inf)), ((0, slice(None)), np.nan)]:
+  poisons = itertools.cycle((np.nan, np.inf, -np.inf, np.nan))
+  for (worker, index), poison in zip([*ends, (0, slice(None))], poisons, strict=False):
     bad = clean.copy()
     bad[worker, index] = poison
     totals, after = program(jnp.asarray(bad), state)

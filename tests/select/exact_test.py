@@ -86,10 +86,9 @@ ROUNDS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-  ("workers", "selector", "platform"),
-  list(itertools.product((1, 2, 3, 8), ("exact", "reuse"), ("cuda", "tpu"))),
+  ("workers", "selector"), [(1, "exact"), (2, "reuse"), *itertools.product((3, 8), ("exact", "reuse"))]
 )
-def test_rounds_give_the_same_bits_as_on_accelerators(workers, selector, platform, monkeypatch):
+def test_rounds_give_the_same_bits_as_on_accelerators(workers, selector, monkeypatch):
   """Totals and residuals of SparDL, of values that random rounding draws by slot, so that the order counts, too."""
   monkeypatch.setattr(exact, "SHORT", 0)
   inputs = {name: draw(np.random.default_rng(0), (workers, 8_000)).astype(np.float32) for name, draw in ROUNDS.items()}
@@ -102,9 +101,10 @@ def test_rounds_give_the_same_bits_as_on_accelerators(workers, selector, platfor
       return {name: simulation.reduce_all(collective, x, start) for name, x in inputs.items()}
 
   jax.clear_caches()
-  found, expected = run(platform), run("cpu")
+  expected = run("cpu")
+  for platform in ("cuda", "tpu"):
+    assert_same_bits(run(platform), expected)
   jax.clear_caches()
-  assert_same_bits(found, expected)
 
 
 def lowered(platform, function, *args):
