@@ -11,14 +11,15 @@ from jaxsparse.launch.start import Host
 
 _PORT = 29533  # of the store of PyTorch's ranks, in a lab of their own
 _PATIENCE = 3600.0  # seconds that PyTorch's ranks may take
+_ALL = 1000  # MB of a bucket for all gradients
 
 
 def in_buckets(methods: Sequence[str], sizes: Sequence[int]) -> list[str]:
   """Labels of methods with every size of buckets.
 
-  Over gloo PowerSGD takes one bucket: the all-reduces of several begin in another order on each rank, and fail.
+  Over gloo PowerSGD takes one bucket: the all-reduces of several begin in another order on each rank, and hang.
   """
-  buckets = lambda method: [max(sizes)] if method.startswith("powersgd") else sizes
+  buckets = lambda method: [_ALL] if method.startswith("powersgd") else sizes
   return [f"{method}:bucket={size}" for method in methods for size in buckets(method)]
 
 

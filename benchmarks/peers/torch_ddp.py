@@ -4,6 +4,7 @@ It imports PyTorch and nothing of this project: PyTorch has an environment of it
 each method to the file `rows`. Backward gives the gradients at once, so that nothing but their exchange is timed.
 """
 
+import datetime
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+PATIENCE = 300.0  # seconds of a collective operation, after which it has failed
 MOST = 20.0  # seconds of the untimed updates of a method, and of the timed ones, after which fewer have to do
 
 
@@ -137,7 +139,8 @@ def main() -> None:
   setting = json.loads(sys.argv[1])
   os.environ.update(MASTER_ADDR=setting["address"], MASTER_PORT=str(setting["port"]))
   torch.set_num_threads(setting["threads"])
-  dist.init_process_group("gloo", rank=setting["rank"], world_size=setting["size"])
+  limit = datetime.timedelta(seconds=PATIENCE)
+  dist.init_process_group("gloo", rank=setting["rank"], world_size=setting["size"], timeout=limit)
   grads = gradients(setting["shapes"], setting["rank"])
   mean = sum(torch.cat([x.flatten() for x in gradients(setting["shapes"], rank)]) for rank in range(setting["size"]))
   mean /= setting["size"]

@@ -34,8 +34,8 @@ def run(tmp_path: pathlib.Path, methods: list[str]) -> list[str]:
 
 
 def test_every_rank_gets_the_setting_and_the_first_one_writes_a_line_for_each_method(tmp_path):
-  labels = ddp.in_buckets(["dense", "powersgd:rank=4"], [25, 1000])
-  assert labels == ["dense:bucket=25", "dense:bucket=1000", "powersgd:rank=4:bucket=1000"]
+  labels = ddp.in_buckets(["dense", "powersgd:rank=4"], [25, 50])
+  assert labels == ["dense:bucket=25", "dense:bucket=50", "powersgd:rank=4:bucket=1000"]
   assert run(tmp_path, labels) == labels
 
 
