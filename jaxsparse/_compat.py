@@ -42,7 +42,8 @@ def all_to_all(rows: jax.Array, axis: AxisName) -> jax.Array:
 
 def _in_mesh_order(axis: AxisName) -> tuple[AxisName, np.ndarray | None]:
   """The names of `axis` in the order of the mesh and the numbers there of workers 0, 1, ...; None if they are equal."""
-  names, order = names_of(axis), jax.sharding.get_abstract_mesh().axis_names
+  names = names_of(axis)
+  order = jax.sharding.get_abstract_mesh().axis_names
   inner = tuple(sorted(names, key=order.index)) if set(names) <= set(order) else names
   if inner == names:
     return axis, None
@@ -199,7 +200,8 @@ def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 def in_parts(x: jax.Array, parts: int) -> jax.Array:
   """[b, …] as [parts, b/parts, …]; where axes are Explicit, each part is sharded as x is, if its rows divide."""
-  shape, sharding = (parts, x.shape[0] // parts, *x.shape[1:]), jax.typeof(x).sharding
+  shape = (parts, x.shape[0] // parts, *x.shape[1:])
+  sharding = jax.typeof(x).sharding
   if AxisType.Explicit not in sharding.mesh.axis_types:
     return x.reshape(shape)
   cuts = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))

@@ -114,9 +114,11 @@ def check_devices(timeout: float) -> Iterator[Finding]:
     fix = unset or "test without the accelerator: JAX_PLATFORMS=cpu python -m jaxsparse.doctor"
     yield Finding("FAIL", "JAX", f"finds no devices: {answer['error']}", fix)
     return
-  found, fix = answer["devices"], ""
+  found = answer["devices"]
+  fix = ""
   if answer["platform"] == "cpu" and (unused := list_gpus()):
-    found, fix = f"{found}, though NVIDIA GPUs are here: {', '.join(unused)}", unset or "pip install 'jax[cuda13]'"
+    found = f"{found}, though NVIDIA GPUs are here: {', '.join(unused)}"
+    fix = unset or "pip install 'jax[cuda13]'"
   yield _report("JAX", found, fix)
   if answer["platform"] == "gpu":  # JAX loads NCCL at the first message between GPUs
     wheels = [f"{wheel.name} {wheel.version}" for wheel in metadata.distributions() if "nccl" in (wheel.name or "")]
@@ -135,7 +137,8 @@ def check_memory() -> Iterator[Finding]:
   tunables = os.environ.get("GLIBC_TUNABLES", "")
   known = dict(tunable.split("=", 1) for tunable in tunables.split(":") if "=" in tunable)
   missing = {name: TUNABLES[name] for name in TUNABLES if not known.get(name, "").strip("0x")}
-  found, fix = f"GLIBC_TUNABLES={tunables}", ""
+  found = f"GLIBC_TUNABLES={tunables}"
+  fix = ""
   if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 35):
     found = f"{libc or 'this C library'} {version} cannot ask for huge pages, glibc 2.35 or newer can"
     fix = "use a newer distribution where updates on CPU have to be fast"
@@ -157,7 +160,8 @@ def check_mpi(timeout: float) -> Iterator[Finding]:
     yield Finding("FAIL", "MPI", f"mpi4jax is installed and cannot be loaded: {answer['error']}", _REBUILD_MPI)
     return
   versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("mpi4py", "mpi4jax"))
-  library, cuda = answer["library"], "with" if answer["cuda"] else "without"
+  library = answer["library"]
+  cuda = "with" if answer["cuda"] else "without"
   yield Finding("ok", "MPI", f"{library}, {versions} built {cuda} CUDA")
   mpirun = find_program("mpirun")
   if mpirun is None:
@@ -173,7 +177,8 @@ def check_mpi(timeout: float) -> Iterator[Finding]:
 
 def check_gpu_messages(cuda: bool, aware: bool | None) -> Finding:
   """How messages of GPUs travel, if mpi4jax was built with `cuda`, and MPI reads GPU memory; None: it does not tell."""
-  what, forced = "MPI and GPUs", os.environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() in ("1", "true", "on")
+  what = "MPI and GPUs"
+  forced = os.environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() in ("1", "true", "on")
   if forced and not aware:
     cause = "may not read it" if aware is None else "does not read it: it would crash"
     cause = f"MPI4JAX_USE_CUDA_MPI=1 hands GPU memory to an MPI that {cause}"
@@ -226,7 +231,8 @@ def _run_probe(name: str, limit: float, ranks: Sequence[str] = ()) -> dict[str, 
 
 
 def _find_devices() -> dict[str, Any]:
-  found, kind = jax.devices(), jax.default_backend()
+  found = jax.devices()
+  kind = jax.default_backend()
   devices = f"{len(found)} {kind} device{'s' * (len(found) != 1)} ({found[0].device_kind})"
   return {"platform": kind, "devices": devices}
 
@@ -255,7 +261,8 @@ def _reduce(engine: str) -> dict[str, Any]:
     devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
     where = jax.sharding.Mesh(np.array(devices[:2]), (axis,))
   for transform in (js.dense_transform(axis), js.spardl_transform(axis, k=_ENTRIES)):
-    tx, params = optax.chain(transform, optax.sgd(-1.0)), jnp.zeros(_ENTRIES)
+    tx = optax.chain(transform, optax.sgd(-1.0))
+    params = jnp.zeros(_ENTRIES)
     step = js.make_train_step(lambda params, batch: jnp.vdot(params, batch[0]), tx, where)
     rows = np.outer(np.arange(1, step.workers + 1), np.arange(_ENTRIES) - 9.0).astype(np.float32)
     batch = rows[where.communicator.Get_rank(), None] if engine == "mpi" else rows

@@ -178,7 +178,9 @@ def saturated_product(count: jax.Array | int, factor: int) -> jax.Array:
     >>> saturated_product(jnp.int32(3), 2), saturated_product(jnp.int32(3), 2**31), saturated_product(jnp.int32(3), 0)
     (Array(6, dtype=uint32), Array(4294967295, dtype=uint32), Array(0, dtype=uint32))
   """
-  factor, count, most = min(factor, _MOST_WORDS), saturated(count, jnp.uint32), jnp.uint32(_MOST_WORDS)
+  factor = min(factor, _MOST_WORDS)
+  count = saturated(count, jnp.uint32)
+  most = jnp.uint32(_MOST_WORDS)
   return jnp.where(count > jnp.uint32(_MOST_WORDS // max(1, factor)), most, count * jnp.uint32(factor))
 
 

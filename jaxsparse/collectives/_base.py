@@ -242,7 +242,8 @@ def collective_of(label: str) -> tuple[str, dict[str, Any]]:
 
 def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:
   """The `Literal` fields of a collective, each with its choices."""
-  options, hints = inspect.signature(kind).parameters, typing.get_type_hints(kind)
+  options = inspect.signature(kind).parameters
+  hints = typing.get_type_hints(kind)
   return {name: get_args(hints[name]) for name in options if get_origin(hints[name]) is Literal}
 
 
@@ -311,7 +312,8 @@ class SparseCollective(Collective):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    density, k = self.density, self.k
+    density = self.density
+    k = self.k
     if (density is None) == (k is None):
       raise ValueError(f"{self.name}: give exactly one of density and k, got density={density!r} and k={k!r}")
     if density is not None:

@@ -146,16 +146,19 @@ class EF21(Wrapped):
       )
 
   def init(self, n: int, size: int) -> State:
-    state, zeros = self.collective.init(n, size), jnp.zeros(n, jnp.float32)
+    state = self.collective.init(n, size)
+    zeros = jnp.zeros(n, jnp.float32)
     return State(None, Mean(zeros, state.residual, state.worker), Tracked(zeros, jnp.int32(0), state.shared))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    own, shared = state.worker, state.shared
+    own = state.worker
+    shared = state.shared
     mean = own.mean + (1 - self.momentum) * (grads - own.mean)
     owed = None if own.undelivered is None else _KEPT * own.undelivered
     inner = State(owed, own.memory, shared.collective)
     reduced = self.collective.reduce(comm, mean - _KEPT * own.mean, inner).computed()
-    delivered, left = reduced.total, reduced.state.residual
+    delivered = reduced.total
+    left = reduced.state.residual
     if isinstance(left, Pending):
       left = materialize(left, jnp.bool_(True), 1.0)
     if isinstance(delivered, Sparse):

@@ -59,7 +59,9 @@ class GaussianK(EncodingCollective):
     return Cost(len(schedules.strides(size)), words, agreements=int(size > 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, k, most = grads.size, self.entries(grads.size), self.capacity(grads.size)
+    n = grads.size
+    k = self.entries(grads.size)
+    most = self.capacity(grads.size)
     acc = LazySum((grads, state.residual))
     limit = fit_threshold(acc, k)
     if self.correction:
@@ -125,13 +127,15 @@ def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> ja
     >>> round(float(correct_threshold(jnp.float32(2), ones, k=8, end=8)), 3)  # 36 steps down
     0.98
   """
-  few, many = -(-3 * k // 4), 5 * k // 4
+  few = -(-3 * k // 4)
+  many = 5 * k // 4
   least = threshold.kth_magnitude(largest, few, end)
   enough = keys_of(least)
   more = keys_of(largest.values).min() if many < largest.indices.size else -1
 
   def adjust(_: int, limit: jax.Array) -> jax.Array:
-    too_few, too_many = keys_of(limit) > enough, keys_of(limit) <= more
+    too_few = keys_of(limit) > enough
+    too_many = keys_of(limit) <= more
     return limit * jnp.where(too_few, 1 / _FACTOR, jnp.where(too_many, _FACTOR, 1.0))
 
   limit = varying.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)
@@ -155,6 +159,7 @@ def cut_reaching(largest: Sparse, limit: jax.Array, most: int, end: int) -> Spar
   """
   reach = ~(jnp.abs(largest.values) < limit) & (largest.values != 0)
   if largest.indices.size > most:
-    keys, slots = keys_of(largest.values), jnp.arange(most + 1, dtype=jnp.int32)
+    keys = keys_of(largest.values)
+    slots = jnp.arange(most + 1, dtype=jnp.int32)
     reach &= (slots != jnp.max(jnp.where(keys == keys.min(), slots, -1))) | ~reach.all()
   return sparse.compress(largest, reach, most, end)

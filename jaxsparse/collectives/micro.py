@@ -49,7 +49,8 @@ class Micro(SparseCollective):
     return Cost(len(schedules.strides(size)) + values.messages, (size - 1) * each + values.words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, each = grads.size, self.each(grads.size, comm.size)
+    n = grads.size
+    each = self.each(grads.size, comm.size)
     acc = LazySum((grads, state.residual))
     length = -(-n // comm.size)
     start = (state.shared + comm.rank) % comm.size * length

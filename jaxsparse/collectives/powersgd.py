@@ -119,20 +119,26 @@ class PowerSGD(ByLeaf):
     return Cost(*(sum(parts) for parts in zip(*costs, strict=True)))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, factors = grads.size, state.shared
-    key, to_left = noise.fold(noise.key_of(self.seed), factors.step), factors.step % 2 == 0
+    n = grads.size
+    factors = state.shared
+    key = noise.fold(noise.key_of(self.seed), factors.step)
+    to_left = factors.step % 2 == 0
     leaves, others = self._split(grads, state.residual)
     others = jax.lax.optimization_barrier(others)
     left, right = (functools.partial(_turn, comm, key, leaves, to_right=to_right) for to_right in (False, True))
     if self.alternate:
       turns = [lambda turn=turn: turn(state.residual, others, factors) for turn in (left, right)]
       done = varying.cond(to_left, *turns)
-      summed, bound, after = done.others, done.bound, done.factors
+      summed = done.others
+      bound = done.bound
+      after = done.factors
     else:
       half = left(state.residual, others, factors)
       # Another residual to XLA: else it would store the sums until the second half.
       done = right(_after(half.bound, state.residual), others[:0], half.factors)
-      summed, bound, after = half.others, jnp.maximum(half.bound, done.bound), done.factors._replace(left=())
+      summed = half.others
+      bound = jnp.maximum(half.bound, done.bound)
+      after = done.factors._replace(left=())
     costs = [saturated(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
     words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
     total, own = (self._join(n, *pieces) for pieces in ((done.total, summed), (done.own, others)))
@@ -175,12 +181,15 @@ class PowerSGD(ByLeaf):
 
   def _join(self, n: int, matrices: Sequence[_Factorized], others: jax.Array) -> tuple[jax.Array | _Factorized, ...]:
     """The pieces of a low-rank vector: undoes `_split`."""
-    found, pieces, start = iter(matrices), list[jax.Array | _Factorized](), 0
+    found = iter(matrices)
+    pieces = list[jax.Array | _Factorized]()
+    start = 0
     layout = self._layout(n)
     for whole, leaves in itertools.groupby(layout, key=lambda leaf: leaf[1] is None):
       sizes = [entries for entries, _ in leaves]
       if whole:
-        pieces, start = [*pieces, others[start : start + sum(sizes)]], start + sum(sizes)
+        pieces = [*pieces, others[start : start + sum(sizes)]]
+        start = start + sum(sizes)
       else:
         pieces += [next(found) for _ in sizes]
     return tuple(pieces)
@@ -227,9 +236,11 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   """
   if not factors:
     return jnp.zeros((0, 0, 0), jnp.float32)
-  rank, most = factors[0].shape[1], max(len(factor) for factor in factors)
+  rank = factors[0].shape[1]
+  most = max(len(factor) for factor in factors)
   x = jnp.stack([jnp.pad(factor.T, ((0, 0), (0, most - len(factor)))) for factor in factors])
-  row, largest = jnp.arange(most)[None], jnp.abs(x).max(2, keepdims=True)
+  row = jnp.arange(most)[None]
+  largest = jnp.abs(x).max(2, keepdims=True)
   inside = row < jnp.array([len(factor) for factor in factors])[:, None]
   drawn = jnp.where(inside[:, None], noise.uniform(noise.bits(key, x.size)).reshape(x.shape) - 0.5, 0.0)
   x = jnp.where(largest == 0, drawn, x / jnp.where(largest == 0, 1.0, largest))
@@ -237,11 +248,14 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   def reflect(number: jax.Array, before: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """I − scale v vᵀ maps the column, from its entry `number` on, to one entry."""
     x, vectors, scales = before
-    column, entries = jnp.where(row >= number, x[:, number], 0.0), x[:, :, number]
+    column = jnp.where(row >= number, x[:, number], 0.0)
+    entries = x[:, :, number]
     products = _einsum("sa,sra->sr", column, x)
-    square, entry = products[:, number, None], entries[:, number, None]
+    square = products[:, number, None]
+    entry = entries[:, number, None]
     image = jnp.where(entry < 0, 1.0, -1.0) * jnp.sqrt(square)
-    vector, half = column - jnp.where(row == number, image, 0.0), square - image * entry  # ‖v‖² / 2
+    vector = column - jnp.where(row == number, image, 0.0)
+    half = square - image * entry  # ‖v‖² / 2
     scale = jnp.where(half == 0, 0.0, 1 / jnp.where(half == 0, 1.0, half))
     x = x - (scale * (products - image * entries))[:, :, None] * vector[:, None]
     return x, vectors.at[:, number].set(vector), scales.at[:, number].set(scale[:, 0])
@@ -305,7 +319,8 @@ def _turn(
   total, mine = (list(map(factorized, found, bases)) for found in (summed, own))
   new = tuple(factor.T if to_right else factor for factor in summed)
   # No entry of a basis is larger than 1, but for rounding.
-  rank, largest = len(bases[0]) if bases else 0, lambda x: largest_magnitude(x) if x.size else 0.0
+  rank = len(bases[0]) if bases else 0
+  largest = lambda x: largest_magnitude(x) if x.size else 0.0
   bound = jnp.maximum(2 * rank * largest(flat[: flat.size - others.size]), largest(others))
   return _Turn(total, mine, others, bound, factors._replace(right=new) if to_right else factors._replace(left=new))
 

@@ -74,7 +74,8 @@ class QSGD(Collective):
     return Cost(layout.pieces * len(schedules.strides(size)), words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, layout = grads.size, Layout.of(grads.size, self.bits, comm.size)
+    n = grads.size
+    layout = Layout.of(grads.size, self.bits, comm.size)
     acc = grads + state.residual if self.error_feedback else grads
     key = noise.fold(noise.fold(noise.key_of(self.seed), state.shared), comm.rank)
     rounding = Rounding(key, scale_of(acc, self.levels), self.levels, self.bits)
@@ -92,7 +93,8 @@ class QSGD(Collective):
       total, (heads, used) = exchange(acc, 0)
     else:
       total, (heads, used) = varying.scan(exchange, acc, jnp.arange(layout.pieces, dtype=jnp.int32))
-      heads, used = heads[-1], jnp.sum(used, dtype=jnp.int32)
+      heads = heads[-1]
+      used = jnp.sum(used, dtype=jnp.int32)
     total = put_head_sums(total, heads, order, layout)
     residual = acc - rounding.rounded(acc, layout) if self.error_feedback else None
     used += count_levels(head[1:], self.bits)
@@ -218,7 +220,8 @@ class Rounding(NamedTuple):
 
   def encode_head(self, x: jax.Array, layout: Layout) -> jax.Array:
     """What is ahead of the words of a message, u32[head]."""
-    first, size = layout.pieces * layout.length, layout.words % layout.pieces
+    first = layout.pieces * layout.length
+    size = layout.words % layout.pieces
     head = [jax.lax.bitcast_convert_type(self.scale, jnp.uint32)[None]]
     if size:
       head.append(self.pack(_rows_of(x, layout, first, size), first))
@@ -273,7 +276,8 @@ def put_head_sums(x: jax.Array, heads: jax.Array, order: jax.Array, layout: Layo
     return x
   # Behind barriers: XLA for GPUs would decode once for each row, and again wherever the total is read.
   sums = jax.lax.optimization_barrier(jnp.stack(_sum_rows(heads, order, layout, 1, layout.head - 1)))
-  first, size = layout.pieces * layout.length, layout.words % layout.pieces
+  first = layout.pieces * layout.length
+  size = layout.words % layout.pieces
   for row in range(layout.rows if size else 0):
     x = jax.lax.dynamic_update_slice(x, sums[row, :size], (row * layout.words + first,))
   if layout.rest:

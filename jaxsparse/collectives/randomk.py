@@ -44,7 +44,8 @@ class RandomK(SparseCollective):
     return all_reduce_cost(self.entries(n), size)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, k = grads.size, self.entries(grads.size)
+    n = grads.size
+    k = self.entries(grads.size)
     acc = LazySum((grads, state.residual))
     indices = draw_indices(jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k)
     # A NaN outside the drawn indices would stay in the residual unnoticed, so the worker then sends NaN only.

@@ -86,7 +86,8 @@ class Rows(ByLeaf):
     """The leaves that have entries."""
     start = 0
     for shape in self.shapes(n):
-      count, width = (shape or (1,))[0], math.prod(shape[1:])
+      count = (shape or (1,))[0]
+      width = math.prod(shape[1:])
       if count * width:
         yield _Leaf(start, count, width, min(self.capacity, count))
       start += count * width

@@ -33,7 +33,8 @@ class TopkA(SelectingCollective):
     return Cost(len(schedules.strides(size)), words_of(self.chosen_codec(n), size, self.entries(n)))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, k = grads.size, self.entries(grads.size)
+    n = grads.size
+    k = self.entries(grads.size)
     acc = LazySum((grads, state.residual))
     chosen, selected, memory = self.choose(acc, state.worker)
     writer = self.writer(self.chosen_codec(n), state.shared, comm.rank)

@@ -59,7 +59,9 @@ class TopkDSA(SelectingCollective):
     return geometric(even, max(even, min(k, budget // (2 * size + 2))), count=4)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, k, size = grads.size, self.entries(grads.size), comm.size
+    n = grads.size
+    k = self.entries(grads.size)
+    size = comm.size
     length = -(-n // size)
     acc = LazySum((grads, state.residual))
     capacities = self.capacities(n, size)
@@ -79,7 +81,8 @@ class TopkDSA(SelectingCollective):
     sums = writer._replace(codec=codec_of(self.wire, length))
     even = -(-k // size)
     total, rounded_off, words = _gather(comm, own, sums, most=size * capacities[-1], even=even, slots=min(size * k, n))
-    fitting, kept = jnp.sum(sent.indices < n, axis=1, dtype=jnp.int32), sparse.count(sent, n)
+    fitting = jnp.sum(sent.indices < n, axis=1, dtype=jnp.int32)
+    kept = sparse.count(sent, n)
     counters = Counters(
       words_sent=saturated_sum(split_words, words),
       words_used=saturated_sum(writer.words_used(kept - fitting[comm.rank], even), words),
@@ -98,7 +101,9 @@ def _gather(
 
   Of the own region, f32[length], at most `most` sums are not 0; the smallest capacity of a message is `even`.
   """
-  length, size, end = own.size, comm.size, own.size * comm.size
+  length = own.size
+  size = comm.size
+  end = own.size * comm.size
   few = min(most, length // 2)  # more entries than that take more words than the dense region
   capacities = geometric(min(few, even), few, count=4) if few else ()
   if most > few:

@@ -82,7 +82,8 @@ class MpiComm(View):
     return rank_p.bind(jnp.int32(self.communicator.Get_rank()))
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    own, sources = self.communicator.Get_rank(), {destination: source for source, destination in pairs}
+    own = self.communicator.Get_rank()
+    sources = {destination: source for source, destination in pairs}
     return _message(self, buffer, dict(pairs).get(own), sources.get(own))
 
 

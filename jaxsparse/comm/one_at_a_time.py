@@ -32,7 +32,8 @@ def dispatch(program: Callable, *arguments: Any, follow: Callable[[Any], jax.Arr
   if not _share_threads(leaves):
     return program(*arguments)
   jax.block_until_ready(leaves)
-  before, _last = _last, None
+  before = _last
+  _last = None
   if before is not None and not before.is_deleted():
     with contextlib.suppress(Exception):  # that of a program that failed is raised where its results are read
       jax.block_until_ready(before)

@@ -67,7 +67,8 @@ class PeerComm(View):
 
   def _ppermutes(self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]) -> list[jax.Array]:
     # All are sent before one is received, so that they take one delay.
-    to, origin = [dict(pairs) for pairs in moves], [{end: start for start, end in pairs} for pairs in moves]
+    to = [dict(pairs) for pairs in moves]
+    origin = [{end: start for start, end in pairs} for pairs in moves]
 
     def send(buffers: list[np.ndarray], rank: np.ndarray) -> list[np.ndarray]:
       ends = [(of.get(int(rank)), back.get(int(rank))) for of, back in zip(to, origin, strict=True)]

@@ -100,7 +100,8 @@ class _AxesOfValues:
   """
 
   def __init__(self, axes: Axes, every: Axes):
-    self.axes, self.every = axes, every
+    self.axes = axes
+    self.every = every
     self._loops = {"cond": self._cond, "scan": self._scan, "while": self._while}
 
   def find_axes(self, jaxpr: core.Jaxpr, inputs: Sequence[Axes]) -> list[Axes]:
@@ -121,7 +122,8 @@ class _AxesOfValues:
     return [read(atom) for atom in jaxpr.outvars]
 
   def _equation(self, equation: core.JaxprEqn, inputs: list[Axes]) -> list[Axes]:
-    name, params = equation.primitive.name, equation.params
+    name = equation.primitive.name
+    params = equation.params
     if name in self._loops:
       return self._loops[name](params, inputs)
     body = next(inner_jaxprs({key: params[key] for key in _BODIES if key in params}), None)
@@ -151,13 +153,18 @@ class _AxesOfValues:
 
   def _scan(self, params: Any, inputs: list[Axes]) -> list[Axes]:
     start, count = scan_counts(params)
-    consts, carry, scanned = inputs[:start], inputs[start : start + count], inputs[start + count :]
+    consts = inputs[:start]
+    carry = inputs[start : start + count]
+    scanned = inputs[start + count :]
     step = lambda carry: self.find_axes(params["jaxpr"].jaxpr, [*consts, *carry, *scanned])
     return step(_fixed_point(lambda carry: step(carry)[:count], carry))
 
   def _while(self, params: Any, inputs: list[Axes]) -> list[Axes]:
-    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    cond_consts, body_consts, carry = inputs[:first], inputs[first:second], inputs[second:]
+    first = params["cond_nconsts"]
+    second = params["cond_nconsts"] + params["body_nconsts"]
+    cond_consts = inputs[:first]
+    body_consts = inputs[first:second]
+    carry = inputs[second:]
 
     def step(carry: list[Axes]) -> list[Axes]:
       (more,) = self.find_axes(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])

@@ -189,7 +189,8 @@ def unpack(words: jax.Array, like: Tree) -> Tree:
   ends = itertools.accumulate((math.ceil(leaf.size * leaf.dtype.itemsize / _WORD) for leaf in leaves), initial=0)
   parts = []
   for leaf, (start, end) in zip(leaves, itertools.pairwise(ends), strict=True):
-    part, dtype = words[start:end], jnp.dtype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf.dtype
+    part = words[start:end]
+    dtype = jnp.dtype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf.dtype
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     dtype = jnp.finfo(dtype).dtype if is_complex else dtype  # of pairs of numbers
     if dtype.itemsize > _WORD:

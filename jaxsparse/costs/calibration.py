@@ -261,7 +261,10 @@ class _Meter:
   """Times programs that all workers run at once, with gradients of n entries and messages of up to n words."""
 
   def __init__(self, engine: Engine, axis: AxisName, n: int, repetitions: int):
-    self._engine, self._axis, self._n, self._repetitions = engine, axis, n, repetitions
+    self._engine = engine
+    self._axis = axis
+    self._n = n
+    self._repetitions = repetitions
     self._watch = timing.Stopwatch(engine)
 
   def find_slowest(self, seconds: float) -> float:
@@ -287,7 +290,8 @@ class _Meter:
   ) -> Algorithm:
     """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does."""
     jaxpr = schedule(collective, self._n, self._engine.workers)
-    reduces, (name, options) = uses_all_reduce(jaxpr, self._engine.workers), collective_of(label)
+    reduces = uses_all_reduce(jaxpr, self._engine.workers)
+    name, options = collective_of(label)
     slowdown = self.measure_all_reduce(options["dtype"])[1] / reduce_beta if reduces and "dtype" in options else 1.0
     arithmetic = timing.alone(self._engine, self._watch, collective, grads, self._repetitions, budget)[0] / self._n
     fill = self._measure_fill(make_collective(name, **options))
@@ -315,7 +319,8 @@ class _Meter:
       return total
 
     latency = self._measure_seconds(chain, short) / _CHAIN
-    words, most = 2**14, max(self._n, _SHORTEST)
+    words = 2**14
+    most = max(self._n, _SHORTEST)
     while (seconds := self._measure_seconds(send, words)) < _LONG and words < most:
       # On a slow network the next size is the one that should take `_LONG`: four times as many could take minutes.
       words = min(most, words * 4, max(2 * words, round(words * _LONG / seconds)))
@@ -326,7 +331,9 @@ class _Meter:
     split = PartitionSpec(self._axis)
     program = self._engine.jit(lambda x: function(self._engine.comm, x[0])[None], (split,), split)
     row = self._engine.spread(np.arange(words, dtype=np.float32))
-    first, times = self._watch.time(program, row)[0], [self._watch.time(program, row)[0]]  # the first one compiles
+    # The first one compiles.
+    first = self._watch.time(program, row)[0]
+    times = [self._watch.time(program, row)[0]]
     while len(times) < self._repetitions and sum(times) < 4 * _LONG:
       times.append(self._watch.time(program, row)[0])
     return min(first, statistics.median(times))

@@ -200,7 +200,8 @@ def uses_all_reduce(jaxpr: core.Jaxpr, workers: int) -> bool:
 
 
 def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
-  primitive, params = equation.primitive.name, equation.params
+  primitive = equation.primitive.name
+  params = equation.params
   inner = [count_jaxpr(jaxpr, workers, branch) for jaxpr in inner_jaxprs(params)]
   operands: list[Any] = [var.aval for var in equation.invars]
   if primitive == "ppermute":

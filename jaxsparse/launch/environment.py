@@ -45,7 +45,8 @@ def read_mpi() -> list[RankCount] | None:
   mpirun may start its ranks by srun, and is the inner one, but an mpirun of one rank, such as a shell, comes after an
   srun of several. Variables of PMI and PMIx that agree with those of a step are Slurm's own.
   """
-  launched, slurm = read(guard.RANK, guard.RANKS), _read_step()
+  launched = read(guard.RANK, guard.RANKS)
+  slurm = _read_step()
   mpi = [one for rank, size in guard.MPI.items() if os.environ.get(rank) for one in read(rank, size)]
   mpi = [one for one in mpi if not (one.variable.startswith("PMI") and any(one.allows(own.ranks) for own in slurm))]
   if several := [one for one in launched + mpi if one.ranks > 1]:

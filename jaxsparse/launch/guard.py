@@ -44,7 +44,8 @@ _DRAIN = 0.2  # seconds to read the last output of a rank that has ended, while 
 _MEMORY = "/dev/shm"
 _LONGEST = 2000  # characters of a line in a record
 _LONGEST_OUTPUT = 1 << 16  # characters of a line that the guard reads at once
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GLOO = r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : "
 _GLOO_OUTPUT = re.compile(rf"(?:{_GLOO})(?:{_GLOO}|\d)*\n")
@@ -57,7 +58,8 @@ def rank() -> int | None:
 
 def record(**facts: Any) -> None:
   """Appends fields of `watch.Life` to the records of this rank; does nothing without a launcher."""
-  folder, number = os.environ.get(RECORDS), rank()
+  folder = os.environ.get(RECORDS)
+  number = rank()
   if folder and number is not None:
     # Where the launcher has ended, its folder is removed.
     with contextlib.suppress(OSError), open(os.path.join(folder, str(number)), "a") as file:
@@ -162,7 +164,8 @@ def drop_gloo_lines(lines: Iterable[str]) -> Iterator[str]:
   Threads of a process write such lines at once, one a device, so pieces of several alternate, and a line may hold
   nothing but the numbers with which others end.
   """
-  unfinished, before = 0, ""
+  unfinished = 0
+  before = ""
   for line in lines:
     kept = _GLOO_OUTPUT.sub("", line)
     if kept == line and (not unfinished or line.strip("0123456789\n")):
@@ -200,7 +203,8 @@ def _relay(source: int, last: collections.deque[str]) -> None:
 
 def _end_children(kill_after: float, process: subprocess.Popen) -> None:
   """Ends children, then orphans of them that the guard adopts: SIGTERM, and SIGKILL `kill_after` seconds later."""
-  start, asked = time.monotonic(), set[int]()
+  start = time.monotonic()
+  asked = set[int]()
   while (found := _children(process)) and (waited := time.monotonic() - start) < _GIVE_UP:
     late = waited > kill_after
     for pid in found if late else found - asked:

@@ -20,7 +20,9 @@ from jaxsparse.launch.environment import JOIN, RankCount, read
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")  # JAX prefers the first
-_URI, _ADDRESS = "OMPI_MCA_orte_hnp_uri", "JAX_COORDINATOR_ADDRESS"  # from which JAX knows where rank 0 is
+# From these JAX knows where rank 0 is.
+_URI = "OMPI_MCA_orte_hnp_uri"
+_ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
 
 class Launcher(NamedTuple):
@@ -59,7 +61,8 @@ def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
   """Raises RuntimeError where the variables of two launchers contradict each other."""
   if stated := next((one for one in counts if one.exact), None):
     environment.check(JOIN, counts, stated.ranks, f"{stated.variable} states", "A process is a rank of one run only")
-  own, other = os.environ.get(launcher.rank), os.environ.get("RANK")
+  own = os.environ.get(launcher.rank)
+  other = os.environ.get("RANK")
   if own and other and own != other:
     raise RuntimeError(f"{JOIN}: {launcher.rank}={own}, but RANK={other}: unset RANK")
 
@@ -133,7 +136,8 @@ def _read_ray() -> list[RankCount] | None:
 
 
 def _join_ray(_: Sequence[RankCount]) -> dict[str, Any]:
-  ray, collective = importlib.import_module("ray"), importlib.import_module("ray.train.collective")
+  ray = importlib.import_module("ray")
+  collective = importlib.import_module("ray.train.collective")
   context = sys.modules["ray.train"].get_context()
   own = f"{ray.util.get_node_ip_address()}:{environment.free_port()}" if context.get_world_rank() == 0 else None
   return _connect(collective.broadcast_from_rank_zero(own), context.get_world_size(), context.get_world_rank())

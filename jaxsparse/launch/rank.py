@@ -142,7 +142,9 @@ def fail_on_exceptions() -> None:
 @functools.cache
 def _replace_hooks() -> None:
   """Replaces `sys.excepthook` and `sys.exit` by functions that end this rank at once."""
-  show, leave, rank = sys.excepthook, sys.exit, os.getpid()
+  show = sys.excepthook
+  leave = sys.exit
+  rank = os.getpid()
 
   def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     said = guard.shorten(f"{kind.__name__}: {error}")
@@ -158,7 +160,8 @@ def _replace_hooks() -> None:
       raise _Exit(status)
     leave(status)
 
-  sys.excepthook, sys.exit = hook, exit_
+  sys.excepthook = hook
+  sys.exit = exit_
   atexit.register(_record_exit, os.getpid())  # runs before those of JAX, which wait for the other ranks
 
 
@@ -241,7 +244,8 @@ def _record_exit(rank: int) -> None:
 @functools.cache
 def _open_steps() -> io.FileIO | None:
   """The file that has a byte for each step of this rank; None without a launcher."""
-  folder, rank = os.environ.get(guard.RECORDS), guard.rank()
+  folder = os.environ.get(guard.RECORDS)
+  rank = guard.rank()
   return open(f"{folder}/{rank}.steps", "ab", buffering=0) if folder and rank is not None else None
 
 

@@ -208,10 +208,12 @@ def _mpirun(command: Sequence[str], ranks: int, hosts: Sequence[Host], folder: s
     own["OMPI_MCA_btl_sm_backing_directory"] = guard.memory_of(folder)
   if not sys.stdout.isatty():
     own["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
-  enter, places = [], ["--map-by", ":OVERSUBSCRIBE"]
+  enter = []
+  places = ["--map-by", ":OVERSUBSCRIBE"]
   if hosts:
     slots = [f"{host.name}:{-(-(ranks - number) // len(hosts))}" for number, host in enumerate(hosts[:ranks])]
-    enter, places = hosts[0].enter, ["--map-by", "node", "--host", ",".join(slots)]
+    enter = hosts[0].enter
+    places = ["--map-by", "node", "--host", ",".join(slots)]
   start = [*enter, mpirun, "-n", str(ranks), "--bind-to", "none", *places]
   yield [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command], own
 
@@ -263,7 +265,8 @@ def _noted_signals() -> Iterator[list[int]]:
 
   A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt if the handler raises nothing.
   """
-  noted, handlers = list[int](), {}
+  noted = list[int]()
+  handlers = {}
   if threading.current_thread() is threading.main_thread():  # no other thread may have handlers
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       if signal.getsignal(number) not in (signal.SIG_IGN, None):

@@ -88,7 +88,9 @@ class Life(NamedTuple):
 
 def read_life(folder: pathlib.Path, rank: int, status: int | None = None) -> Life:
   """The records of a rank, in the folder of a run; `status` is that of its guard, which may have been killed first."""
-  life, file, steps = Life(rank), folder / str(rank), folder / f"{rank}.steps"
+  life = Life(rank)
+  file = folder / str(rank)
+  steps = folder / f"{rank}.steps"
   text = file.read_text() if file.exists() else ""
   for line in text.split("\n")[:-1]:  # the rest is a line that is still being written
     life = life._replace(**json.loads(line))
@@ -154,13 +156,16 @@ def find_overdue(
   missing = [life for life in lives if not life.arrived]
   stopped = [life for life in lives if now - life.stopped > HEARTBEAT]
   running = [life for life in lives if life.ended == _NEVER]
-  first, going_on = first_over(lives), [life for life in lives if life.over == _NEVER]
+  first = first_over(lives)
+  going_on = [life for life in lives if life.over == _NEVER]
   ahead = [life for life in going_on if first and life.steps > first.steps]
   lost: list[Life] = []
   if missing and len(lives) > 1 and waited > start:
-    problem, lost = f"{_names(missing)} did not join within {start:g} s", missing
+    problem = f"{_names(missing)} did not join within {start:g} s"
+    lost = missing
   elif stopped:
-    problem, lost = f"{stopped[0]}, for more than {HEARTBEAT} s", stopped[:1]
+    problem = f"{stopped[0]}, for more than {HEARTBEAT} s"
+    lost = stopped[:1]
   elif first and ahead:
     problem = (
       f"{first} after {first.steps} training steps, and {_names(going_on)} still ran: rank {ahead[0].rank} was in step "

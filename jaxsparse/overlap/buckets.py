@@ -90,7 +90,8 @@ def bucketed_transform(
 
 def _bundles(shapes: Shapes, plan: Plan, order: Sequence[int] | None) -> list[Bundle]:
   """The groups of a plan as leaves of a gradient, which it must fit."""
-  names, sizes = list(shapes), [_WORD * math.prod(shape) for shape in shapes.values()]
+  names = list(shapes)
+  sizes = [_WORD * math.prod(shape) for shape in shapes.values()]
   leaf_of = range(len(names)) if order is None else order
   if len(plan.sizes) != len(names):
     raise ValueError(f"the plan is for {len(plan.sizes)} layers, the gradients have {len(names)} leaves: plan again")

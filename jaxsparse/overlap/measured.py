@@ -183,7 +183,8 @@ def _count_operations(equation: core.JaxprEqn) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
     return 2 * out * math.prod(shapes[0][axis] for axis in contracted)
   if equation.primitive.name == "conv_general_dilated":
-    kernel, numbers = shapes[1], equation.params["dimension_numbers"].rhs_spec
+    kernel = shapes[1]
+    numbers = equation.params["dimension_numbers"].rhs_spec
     return 2 * out * math.prod(kernel) / kernel[numbers[0]]
   return out
 

@@ -54,7 +54,9 @@ class Flows(NamedTuple):
 
   def start(self, when: np.ndarray, size: np.ndarray, link: Link) -> Self:
     """Starts a communication of `size` bytes on each network at `when`: the first slot goes, a last one comes."""
-    flows, begins, left = self.advance(when, link), when + link.alpha, link.beta * size
+    flows = self.advance(when, link)
+    begins = when + link.alpha
+    left = link.beta * size
     new = begins, left, np.where(left > 0, np.inf, begins)
     return type(self)(when, *(np.column_stack([old[:, 1:], one]) for old, one in zip(flows[1:], new, strict=True)))
 
@@ -128,7 +130,10 @@ def simulate(
     >>> simulate([0, 0, 0], [9, 1, 1], [True] * 3, link).after  # the third waits for the second, which is shorter
     ((), (), (1,))
   """
-  count, flows, starts, after = len(ready), Flows.empty(1, len(ready)), list[float](), [set[int]()]
+  count = len(ready)
+  flows = Flows.empty(1, len(ready))
+  starts = list[float]()
+  after = [set[int]()]
   for number, (there, size, early) in enumerate(zip(ready, sizes, at_once, strict=True)):
     ends = flows.finish(link).ends[0, count - number :]
     last = np.argsort(ends, kind="stable")[max(0, number - ways + 1) :].tolist() if early else []

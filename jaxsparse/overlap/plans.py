@@ -196,7 +196,8 @@ def _build(
   kind: Kind, times: tuple[float, ...], sizes: tuple[float, ...], link: Link, ways: int, firsts: _Firsts
 ) -> Plan:
   """The plan with these groups, at most `ways` of which overlap."""
-  ready, groups = _ready(times), list[Group]()
+  ready = _ready(times)
+  groups = list[Group]()
   layers = [tuple(range(first, end)) for end, first in itertools.pairwise([len(sizes), *firsts])]
   bytes_ = [sum(sizes[layer] for layer in group) for group in layers]
   after, timeline = simulate([ready[first] for first in firsts], bytes_, list(firsts.values()), link, ways)
@@ -213,7 +214,9 @@ def _merge(ready: Sequence[float], sizes: Sequence[float], link: Link, simultane
   the paper's estimates, not the simulation's: Eq. 13 slows only the later of two communications down.
   """
   firsts = _Firsts()
-  start, end, size = 0.0, 0.0, 0.0
+  start = 0.0
+  end = 0.0
+  size = 0.0
   before: tuple[float, float] | None = None  # start and bytes of the communication before
   for layer in reversed(range(len(ready))):
     size += sizes[layer]
@@ -230,7 +233,8 @@ def _merge(ready: Sequence[float], sizes: Sequence[float], link: Link, simultane
         continue
       at_once = simultaneous and not q1
     if at_once:
-      start, alone = ready[layer], beside
+      start = ready[layer]
+      alone = beside
     firsts[layer] = at_once
     before, start, end, size = (start, size), 0.0, max(end, start + alone), 0.0
   return firsts

@@ -88,7 +88,8 @@ def find_fastest(
   complete = np.flatnonzero(plans.first == 0)
   if not complete.size:
     return None
-  firsts, row = dict[int, bool](), complete[0]
+  firsts = dict[int, bool]()
+  row = complete[0]
   while row:  # read back, from the first layer to the last
     firsts = {int(plans.first[row]): bool(plans.at_once[row])} | firsts
     row = plans.before[row]

@@ -83,7 +83,8 @@ class TopKAccumulator:
 
   def largest(self, first: int, last: int) -> Sparse:
     """The entries to send of rows first … last − 1, [last − first, k]."""
-    blocks, rows = self.blocks, last - first
+    blocks = self.blocks
+    rows = last - first
     least = None if self.least is None else self.least[first:last]
     if self.candidates is None:
       every = jnp.broadcast_to(jnp.arange(blocks.length, dtype=jnp.int32), (rows, blocks.length))
@@ -129,7 +130,8 @@ class TopKAccumulator:
         was sent, elsewhere it is the initial value. All that was received is undone where it is not delivered.
       sent: [rows, k] entries that were sent, with the rounding error of each value; empty in rows not sent.
     """
-    n, none = self.blocks.x.size, jnp.zeros_like(self.touched)
+    n = self.blocks.x.size
+    none = jnp.zeros_like(self.touched)
     current = bitset.insert(none, self.blocks.flat_indices(delivered), n)
     flat = self.blocks.flat_indices(sent.indices).reshape(-1)
     given = Sparse(jnp.where(bitset.contains(current, flat), flat, n), sent.values.reshape(-1))
@@ -218,9 +220,11 @@ def materialize(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
   # The `where` makes this another expression than selection's gradient + residual: XLA would compute that sum once and
   # store its n entries.
   grads = jnp.where(finite, pending.grads, pending.residual)
-  total, values = grads + pending.residual, pending.entries.values
+  total = grads + pending.residual
+  values = pending.entries.values
   if decay != 1:  # in the same pass
-    total, values = decay * total, decay * values
+    total = decay * total
+    values = decay * values
   residual = jnp.where(finite, total, pending.residual)
   indices = jnp.where(finite, pending.entries.indices, residual.size)
   return sparse.put(residual, indices, values)

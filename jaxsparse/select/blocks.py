@@ -107,7 +107,8 @@ class Blocks:
 
   def flat_indices(self, indices: jax.Array, first: jax.Array | int = 0) -> jax.Array:
     """Flat indices of block-relative ones, i32[r, c] of the rows from `first` on; n for empty slots and padding."""
-    n, order = self.x.size, jax.lax.dynamic_slice_in_dim(self.order, first, len(indices))
+    n = self.x.size
+    order = jax.lax.dynamic_slice_in_dim(self.order, first, len(indices))
     return jnp.where(indices < self.length, jnp.minimum(indices + self.length * order[:, None], n), n)
 
 
@@ -206,8 +207,10 @@ def search_by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: in
     bits: of a digit; more are fewer rounds, of more cuts.
   """
   k = k.reshape(-1, 1)
-  digits, rounds = np.arange(1, 1 << bits, dtype=np.int32)[None, None], -(-31 // bits)  # a constant: no kernel
-  rows, more = len(k), -len(k) % 8
+  digits = np.arange(1, 1 << bits, dtype=np.int32)[None, None]  # a constant: no kernel
+  rounds = -(-31 // bits)
+  rows = len(k)
+  more = -len(k) % 8
   cut_at = lambda state: Cut(state[0], jnp.iinfo(jnp.int32).max - state[1])
 
   def refine(step: jax.Array, state: jax.Array) -> jax.Array:
@@ -240,11 +243,13 @@ def search_by_halves(selects: Callable[[Cut], jax.Array], k: jax.Array, low: jax
     middle = low + (high - low) // 2
     cut = Cut(jnp.where(ties, key, middle), jnp.where(ties, -middle, _LAST))
     found = bitset.count(bitset.pack(selects(cut))).reshape(k.shape)
-    low, high = jnp.where(found >= k, middle, low), jnp.where(found >= k, high, middle)
+    low = jnp.where(found >= k, middle, low)
+    high = jnp.where(found >= k, high, middle)
     # At −_LAST all indices of `key` are selected, at 1 none.
     to_ties = ~ties & ((found == k) | (high - low <= 1))
     key = jnp.where(to_ties, low, key)
-    low, high = jnp.where(to_ties, -_LAST, low), jnp.where(to_ties, 1, high)
+    low = jnp.where(to_ties, -_LAST, low)
+    high = jnp.where(to_ties, 1, high)
     return low, jnp.where(found == k, low, high), key, ties | to_ties
 
   def is_open(state: tuple[jax.Array, ...]) -> jax.Array:

@@ -97,7 +97,8 @@ def _by_groups(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array
   while levels[-1].shape[1] >= _GROUP * k:
     groups = jnp.pad(levels[-1], ((0, 0), (0, -levels[-1].shape[1] % _GROUP)), constant_values=-1)
     levels.append(groups.reshape(rows, -1, _GROUP).max(axis=2))
-  keys, indices = levels[-1], jnp.arange(levels[-1].shape[1], dtype=jnp.int32)[None]
+  keys = levels[-1]
+  indices = jnp.arange(levels[-1].shape[1], dtype=jnp.int32)[None]
   for keys_below in reversed([None, *levels[1:-1]]):
     indices = _first(keys, jnp.broadcast_to(indices, keys.shape), k)[:, :, None] * _GROUP
     indices = (indices + jnp.arange(_GROUP, dtype=jnp.int32)[None, None]).reshape(rows, -1)
@@ -121,7 +122,9 @@ def _groups(k: int) -> int:
 
 def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array:
   """`_by_sorting`, of the entries that reach the k-th largest of the maxima of groups, where these are not too many."""
-  size, groups, rows = values.size, _groups(k), values.size // length
+  size = values.size
+  groups = _groups(k)
+  rows = values.size // length
   mean = -groups * np.log1p(-k / groups)  # entries of random order that reach the threshold
   slots = 32 * -(-int(1.9 * mean) // 32)
   capacity = bitset.align(int(rows * (1.1 * mean + 2)) + slots)
@@ -144,7 +147,8 @@ def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Ar
     found = jnp.where(slot < ends[:, None], found[slot], size)
     keys = jnp.where(found < size, keys_of(read(found)), -1).T
     least = _kth_largest(keys, jnp.int32(k), _KEY_BITS)
-    above, ties = keys > least[None], keys == least[None]
+    above = keys > least[None]
+    ties = keys == least[None]
     left = k - jnp.sum(above, axis=0, dtype=jnp.int32)
     backward = jnp.where(ties, slots - jnp.arange(slots, dtype=jnp.int32)[:, None], 0)
     chosen = above | (backward >= jnp.maximum(_kth_largest(backward, left, slots.bit_length()), 1)[None])

@@ -129,7 +129,10 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     >>> found.fits, bool((x[50_000 + found.indices[0, :100]] ** 2 > 4).all())
     (Array([ True,  True], dtype=bool), True)
   """
-  n, length, rows, plan = blocks.x.size, blocks.length, blocks.order.size, plan_search(blocks.length, blocks.k)
+  n = blocks.x.size
+  length = blocks.length
+  rows = blocks.order.size
+  plan = plan_search(blocks.length, blocks.k)
   if plan is None:
     return None
   size, rank, capacity = plan
@@ -156,7 +159,8 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     gpu=lambda members, _: bitset.rank(members, edges),
     default=lambda _, found: jnp.searchsorted(found, edges).astype(jnp.int32),
   )
-  begin, end = starts[blocks.order], starts[blocks.order + 1]
+  begin = starts[blocks.order]
+  end = starts[blocks.order + 1]
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
   fits = (end - begin <= capacity) & (end < found.size)  # else the list may be cut
@@ -215,15 +219,18 @@ def _by_order(
 ) -> tuple[jax.Array, jax.Array]:
   """`_by_count_with_zeros` on GPUs: a sort of the slots of chosen entries is fewer kernels than a sum and a scatter."""
   # Zeros are selected only where all others are known; of these the first k entries have enough.
-  k, length = blocks.k, blocks.length
-  known, width = indices.shape[1], bitset.align(k)
+  k = blocks.k
+  length = blocks.length
+  known = indices.shape[1]
+  width = bitset.align(k)
   slots = jnp.broadcast_to(jnp.arange(known + width, dtype=jnp.int32), (len(indices), known + width))
   # No concatenation, which XLA would not compute in one kernel with the keys.
   indices = jnp.where(slots < known, jnp.pad(indices, ((0, 0), (0, width))), slots - known)
   keys = keys_of(read(indices))
   keys = jnp.where(jnp.where(slots < known, (indices < length) & (keys > 0), (indices < k) & (keys == 0)), keys, -1)
   cut = kth_largest(keys, indices, k)
-  chosen, is_full = cut.selects(keys, indices), cut.key[:, 0] >= low
+  chosen = cut.selects(keys, indices)
+  is_full = cut.key[:, 0] >= low
   if least is not None:
     chosen &= keys >= least[:, None]
   # With zeros in the order of indices, else in that of the slots.

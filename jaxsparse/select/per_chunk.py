@@ -60,8 +60,11 @@ def _mask(length: int, chunks: int) -> int:
 
 def find_champions_at_once(blocks: Blocks) -> jax.Array:
   """`find_champions` by one reduction: loops whose length depends on a block would make a GPU wait for the host."""
-  length, chunks, count = blocks.length, blocks.k, blocks.order.size
-  mask, rows = _mask(length, chunks), -(-length // chunks)
+  length = blocks.length
+  chunks = blocks.k
+  count = blocks.order.size
+  mask = _mask(length, chunks)
+  rows = -(-length // chunks)
   keys = jnp.pad(keys_of(blocks.x.values), (0, count * length - blocks.x.size), constant_values=-1)
   keys = jnp.pad(keys.reshape(count, length), ((0, 0), (0, rows * chunks - length)), constant_values=-1)
   row = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
@@ -82,7 +85,8 @@ def _find_champions_in_loops(blocks: Blocks) -> jax.Array:
 
 
 def _champions_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
-  length, chunks = blocks.length, blocks.k
+  length = blocks.length
+  chunks = blocks.k
   start = block * length
   mask = _mask(length, chunks)
   filled = jnp.clip(blocks.x.size - start, 0, length)
@@ -158,8 +162,11 @@ class ChunkAccumulator:
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, k] entries to the first r rows."""
-    rows, length, k = len(entries.indices), self.blocks.length, self.blocks.k
-    values, known = self._current_values(entries.indices) + entries.values, _rows(self.best, 0, rows)
+    rows = len(entries.indices)
+    length = self.blocks.length
+    k = self.blocks.k
+    values = self._current_values(entries.indices) + entries.values
+    known = _rows(self.best, 0, rows)
     larger = coarse(keys_of(values), length, k) > coarse(keys_of(known.values), length, k)
     wins = (entries.indices < length) & ((entries.indices == known.indices) | larger)
     best = Sparse(jnp.where(wins, entries.indices, known.indices), jnp.where(wins, values, known.values))
@@ -176,7 +183,8 @@ class ChunkAccumulator:
     values = self.blocks.x.read_at(self.blocks.flat_indices(indices))
     for added in self.added:
       rows = min(len(added.indices), len(indices))
-      old, more = values[:rows], _rows(added, 0, rows)
+      old = values[:rows]
+      more = _rows(added, 0, rows)
       values = jnp.concatenate([jnp.where(indices[:rows] == more.indices, old + more.values, old), values[rows:]])
     return values
 

@@ -125,7 +125,8 @@ class Reuse(Selector):
       Reused(bounds=Array([4.444..., 5.25     ], dtype=float32), levels=Array([4., 0.], dtype=float32))
     """
     valid = chosen.indices < length
-    count, k = jnp.sum(valid, axis=1, dtype=jnp.int32), valid.shape[1]
+    count = jnp.sum(valid, axis=1, dtype=jnp.int32)
+    k = valid.shape[1]
     least = jnp.min(jnp.where(valid, jnp.abs(chosen.values), jnp.inf), axis=1)
     full = count == k
     growth = jnp.where(memory.levels > 0, jnp.clip(least / memory.levels, 1.0, 2.0), 1.0)

@@ -159,12 +159,14 @@ def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) ->
 
   def cut() -> tuple[Sparse, jax.Array]:
     """By counting, all regions at once: the smallest key that is kept, then the slot at which equal keys are cut."""
-    keys, slots = keys_of(entries.values), jnp.arange(entries.indices.size, dtype=jnp.int32)
+    keys = keys_of(entries.values)
+    slots = jnp.arange(entries.indices.size, dtype=jnp.int32)
     region = jnp.searchsorted(starts[1:-1], slots, side="right", method="compare_all").astype(jnp.int32)
     inside = lambda number: bitset.pack((region == number) & (slots < starts[-1]))
     members = jax.vmap(inside)(jnp.arange(sizes.size, dtype=jnp.int32))
     count = lambda flags: bitset.count(bitset.pack(flags)[None] & members)
-    zero, kept = jnp.zeros_like(sizes), jnp.minimum(sizes, capacity)
+    zero = jnp.zeros_like(sizes)
+    kept = jnp.minimum(sizes, capacity)
     key = largest_that(lambda key: count(keys >= key[region]) >= kept, zero, bits=31)[region]
     reaches = lambda last: (keys > key) | ((keys == key) & (slots < last[region]))
     last = largest_that(lambda last: count(reaches(last)) <= kept, zero, slots.size.bit_length())

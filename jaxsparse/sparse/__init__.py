@@ -84,7 +84,8 @@ def resize(entries: Sparse, slots: int, end: int) -> Sparse:
     >>> resize(Sparse(jnp.array([4]), jnp.array([2.0])), slots=2, end=9)
     Sparse(indices=Array([4, 9], dtype=int32), values=Array([2., 0.], dtype=float32))
   """
-  indices, values = entries.indices[..., :slots], entries.values[..., :slots]
+  indices = entries.indices[..., :slots]
+  values = entries.values[..., :slots]
   more = [(0, 0)] * (indices.ndim - 1) + [(0, slots - indices.shape[-1])]
   return Sparse(jnp.pad(indices, more, constant_values=end), jnp.pad(values, more))
 

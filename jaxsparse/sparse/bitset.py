@@ -62,7 +62,8 @@ def _pack_by_product(flags: jax.Array) -> jax.Array:
 def _pack_whole(flags: jax.Array) -> jax.Array:
   """The last word apart: on CPU padding flags would copy what they are computed from."""
   whole = flags.size // BITS * BITS
-  words, rest = _pack_words(flags[:whole]), flags[whole:]
+  words = _pack_words(flags[:whole])
+  rest = flags[whole:]
   if rest.size:
     words = jnp.concatenate([words, _pack_words(jnp.pad(rest, (0, BITS - rest.size)))])
   return jnp.pad(words, (0, -words.size % GROUP))
@@ -146,20 +147,26 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
   marks = jnp.zeros(slots.size, jnp.int32).at[starts].add(1, mode="drop", indices_are_sorted=True)
   number = running_sum(marks) - 1
   # The word of the member of that rank in the group.
-  ordinal, first = slots - starts[number], number * group
-  word, bits, within = first, jnp.zeros(first.shape, jnp.uint32), ordinal
+  ordinal = slots - starts[number]
+  first = number * group
+  word = first
+  bits = jnp.zeros(first.shape, jnp.uint32)
+  within = ordinal
   for offset in range(group):
     candidate = words[first + offset]
     members = jax.lax.population_count(candidate).astype(jnp.int32)
     inside = (ordinal >= 0) & (ordinal < members)
-    word, bits = jnp.where(inside, first + offset, word), jnp.where(inside, candidate, bits)
-    within, ordinal = jnp.where(inside, ordinal, within), ordinal - members
+    word = jnp.where(inside, first + offset, word)
+    bits = jnp.where(inside, candidate, bits)
+    within = jnp.where(inside, ordinal, within)
+    ordinal = ordinal - members
   position = jnp.zeros(bits.shape, jnp.int32)
   for width in (16, 8, 4, 2, 1):  # the bit in the word: half of the rest at a time
     low = bits & jnp.uint32((1 << width) - 1)
     members = jax.lax.population_count(low).astype(jnp.int32)
     upper = within >= members
-    within, position = jnp.where(upper, within - members, within), jnp.where(upper, position + width, position)
+    within = jnp.where(upper, within - members, within)
+    position = jnp.where(upper, position + width, position)
     bits = jnp.where(upper, bits >> width, low)
   found = jnp.where(slots < ends[-1], word * BITS + position, BITS * words.size)
   if slots.size == capacity:

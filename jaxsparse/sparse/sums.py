@@ -129,7 +129,8 @@ def round_mantissa_up(x: jax.Array, bits: int) -> jax.Array:
     >>> float(round_mantissa_up(jnp.float32(1.1), bits=22))
     1.5
   """
-  words, rest = jax.lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32((1 << bits) - 1)
+  words = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  rest = jnp.uint32((1 << bits) - 1)
   return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type((words + rest) & ~rest, jnp.float32), x)
 
 

@@ -38,7 +38,8 @@ class TwoBit:
 
   def decode(self, message: tuple[jax.Array, jax.Array]) -> Sparse:
     """The entries, in their slots."""
-    both, table = message[0].astype(jnp.int32), message[1]
+    both = message[0].astype(jnp.int32)
+    table = message[1]
     return Sparse(both >> 2, jnp.take_along_axis(table, both & 3, axis=1))
 
   def words(self, rows: int, capacity: int) -> int:

@@ -79,7 +79,8 @@ def agreement(
   checks.check_not_traced("js.agreement", params, batch, given)
   engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
-  same, split = PartitionSpec(), PartitionSpec(engine.axis)
+  same = PartitionSpec()
+  split = PartitionSpec(engine.axis)
   specs = same, split, same
   arguments = engine.place((params, batch, given), specs)
   kept = engine.shardings(arguments, specs)
@@ -104,7 +105,8 @@ def _agreements(
     wide = lambda grad: jnp.complex64 if jnp.iscomplexobj(grad) else jnp.float32
     grads = [grad.astype(wide(grad)) for grad in jax.tree.leaves(jax.grad(loss)(trained(params))) if grad.size]
     largest = comm.all_reduce(jnp.max(jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32)), "max")
-    mean, each = jnp.float32(0), jnp.float32(0)
+    mean = jnp.float32(0)
+    each = jnp.float32(0)
     for grad in grads:  # whose squares neither over- nor underflow
       unit = jnp.ravel(grad) / jnp.where(largest > 0, largest, 1.0).astype(grad.dtype)
       mean += jnp.sum(jnp.abs(comm.all_reduce(unit) / comm.size) ** 2)

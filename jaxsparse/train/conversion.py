@@ -141,7 +141,8 @@ def convert(
 def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -> Any:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
   nodes = states.reduce_states(state)
-  before, after = int(np.max(gather(nodes[0].layout.workers))), engine.workers
+  before = int(np.max(gather(nodes[0].layout.workers)))
+  after = engine.workers
   rows = nodes[0].counters.skipped.size
   state = _fit_moved(state, fresh, before)
   _check_structure(state, fresh)
@@ -150,7 +151,8 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
       f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
     )
-  seen, others = shapes_seen(nodes, params), shapes_seen(states.reduce_states(fresh), params)
+  seen = shapes_seen(nodes, params)
+  others = shapes_seen(states.reduce_states(fresh), params)
   if leaf_shapes(seen) != leaf_shapes(others):
     was, now = (", ".join(leaf_shapes(tree)) for tree in (seen, others))
     raise ValueError(
@@ -280,7 +282,8 @@ def _check_structure(state: Any, fresh: Any) -> None:
     rows = jax.tree.leaves(states.worker_rows(tree))
     return {jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)}
 
-  old, new = described(state), described(fresh)
+  old = described(state)
+  new = described(fresh)
   if old != new:
     raise ValueError(
       f"the optimizer state has {', '.join(sorted(old - new)) or 'nothing'} where that of the new chain has "

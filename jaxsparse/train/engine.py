@@ -49,7 +49,8 @@ class Engine:
   axes: dict[Any, int]
   axis: AxisName
   others: tuple[str, ...] = ()
-  process, processes = 0, 1
+  process = 0
+  processes = 1
   _inside: tuple[str, ...] = ()  # axes of the devices of a worker, which a program is not mapped over
 
   @property
@@ -161,7 +162,8 @@ class _OnMesh(Engine):
     if unknown := [name for name in names if name not in mesh.shape]:
       raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
-    self.comm, self.axis = AxisComm(axis), axis
+    self.comm = AxisComm(axis)
+    self.axis = axis
     self.axes = {name: size for name, size in mesh.shape.items() if name not in inside}
     self.others = tuple(name for name in self.axes if name not in names)
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
@@ -169,7 +171,9 @@ class _OnMesh(Engine):
     me = jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
     # Where axes are Explicit, as with `jax.make_mesh`, the types of arrays have shardings.
-    self._mesh, self._inside, self._is_explicit = mesh, inside, AxisType.Explicit in mesh.axis_types
+    self._mesh = mesh
+    self._inside = inside
+    self._is_explicit = AxisType.Explicit in mesh.axis_types
     self._known: dict[Any, NamedSharding] = {}
 
   @property
@@ -271,7 +275,9 @@ class _Simulated(Engine):
   def __init__(self, comm: SimComm):
     assert comm.members is not None
     self.workers = self.held = comm.members
-    self.axis, self.axes, self.comm = comm.axis, {comm.axis: comm.members}, comm
+    self.axis = comm.axis
+    self.axes = {comm.axis: comm.members}
+    self.comm = comm
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     split = lambda spec, x: x.reshape(self.workers, x.shape[0] // self.workers, *x.shape[1:]) if spec else x
@@ -295,7 +301,8 @@ class _Rank(Engine):
   def __init__(self, comm: MpiComm):
     self.workers = self.processes = comm.size
     self.process = int(comm.rank)
-    self.axes, self.comm = {}, comm
+    self.axes = {}
+    self.comm = comm
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     return _gathered(self.comm)(self.spread(value))  # type: ignore[arg-type]

@@ -140,7 +140,8 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
     for number, row in enumerate(itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1):
       texts, sources = zip(*row, strict=True)
       if others := unlike_first(texts):
-        process, where = others[0], [f" ({source})" if source else "" for source in sources]
+        process = others[0]
+        where = [f" ({source})" if source else "" for source in sources]
         first, other = _excerpts(texts[0], texts[process])
         raise ValueError(
           f"{what} of {listing(others)} is not that of process 0. The first difference"
@@ -177,7 +178,8 @@ def described(arguments: tuple[Any, ...], shardings: Any = None) -> list[str]:
 def _excerpts(*texts: str) -> list[str]:
   """The parts of two texts around the first character that differs."""
   same = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
-  begin, end = max(0, same - 100), same + 100
+  begin = max(0, same - 100)
+  end = same + 100
   return ["…" * (begin > 0) + text[begin:end] + "…" * (end < len(text)) for text in texts]
 
 
@@ -200,7 +202,8 @@ def check_replicas(engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.
   """
-  flat, arguments = engine.flat, engine.place(trees, specs)
+  flat = engine.flat
+  arguments = engine.place(trees, specs)
   if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
   every = jax.tree.leaves(jax.tree.broadcast(specs, trees))
@@ -230,7 +233,8 @@ def check_replicas(engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...
 
 def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
   """For each device of a worker the first one that holds the same shard: device 0, unless the spec cuts the array."""
-  sizes, cut = [flat.axes[name] for name in flat.others], axes_of_spec(spec)
+  sizes = [flat.axes[name] for name in flat.others]
+  cut = axes_of_spec(spec)
   devices = np.arange(math.prod(sizes)).reshape(sizes)
   first = devices[tuple(slice(None) if name in cut else slice(1) for name in flat.others)]
   return np.broadcast_to(first, sizes).reshape(-1)

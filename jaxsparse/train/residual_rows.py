@@ -127,7 +127,8 @@ def homes_of(node: ReduceState, params: optax.Params) -> list[list[tuple[int, in
 
   A group without a residual has none.
   """
-  method, shards = node.layout.method, node.layout.shards
+  method = node.layout.method
+  shards = node.layout.shards
   assert method is not None
   numbers = _leaf_numbers(method.names, params)
   sizes = shards.sizes if shards else list(map(math.prod, method.shapes))

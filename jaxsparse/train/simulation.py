@@ -124,7 +124,8 @@ def contraction(name: str | Collective, grads: Any, **config: Any) -> Contractio
     residual = state.carried.residual[0]
     mean = jnp.mean(grads if residual is None else grads + residual, axis=0)
     totals, state = reduce_all(collective, grads, state)
-    delivered, largest = jnp.mean(totals, axis=0) / workers, jax.lax.top_k(jnp.abs(mean), k)[1]
+    delivered = jnp.mean(totals, axis=0) / workers
+    largest = jax.lax.top_k(jnp.abs(mean), k)[1]
     missing = jnp.zeros(n).at[largest].set(mean[largest]) - delivered
     return state, Contraction(_ratio(mean - delivered, mean) ** 2, _ratio(missing, jnp.mean(grads, axis=0)))
 
@@ -156,7 +157,9 @@ def _rows_of(what: str, tree: Any) -> jax.Array:
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   workers = next((jnp.shape(leaf)[0] for _, leaf in leaves if jnp.ndim(leaf)), 0)
   for path, leaf in leaves:
-    name, shape, dtype = what + jax.tree_util.keystr(path), jnp.shape(leaf), jnp.result_type(leaf)
+    name = what + jax.tree_util.keystr(path)
+    shape = jnp.shape(leaf)
+    dtype = jnp.result_type(leaf)
     if not path and (len(shape) != 2 or not jnp.size(leaf)):
       raise ValueError(f"simulate: {name} have shape {shape}, give [workers, entries] with at least one of each")
     if shape[:1] != (workers,) or not workers:

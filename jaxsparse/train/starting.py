@@ -128,7 +128,8 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
     grads = jax.tree.map(jnp.negative, trained(like))  # computed here, as gradients are
     return (optax.with_extra_args_support(tx).update(grads, state, params, value=jnp.float32(0))[0],)
 
-  same, split = PartitionSpec(), PartitionSpec(engine.axis)
+  same = PartitionSpec()
+  split = PartitionSpec(engine.axis)
   arguments = engine.place((params, state, params), (same, own, same))
   if engine.processes > 1:
     head = replicas.described((params, state))
@@ -200,7 +201,9 @@ def _host() -> SingleDeviceSharding:
 
 def _resize_node(node: states.ReduceState, workers: int, sharding: Any) -> states.ReduceState:
   """The shapes of a state as those of a state of another number of workers."""
-  method, shards, devices = node.layout.method, node.layout.shards, node.devices
+  method = node.layout.method
+  shards = node.layout.shards
+  devices = node.devices
   assert method is not None
   own = dataclasses.replace(method, groups=tuple(shards.groups(method.groups))) if shards else method
   one = jax.eval_shape(lambda: first_state(SoloComm(workers), own, None))

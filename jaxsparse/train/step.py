@@ -184,7 +184,9 @@ class TrainStep:
   def __init__(self, worker: Worker, mesh: Mesh | Comm, axis: AxisName, donate: bool):
     self._engine = engine_of(mesh, axis)
     self.workers = self._engine.workers
-    self._axis, self._worker, self._donate = self._engine.axis, worker, donate
+    self._axis = self._engine.axis
+    self._worker = worker
+    self._donate = donate
     self._made: dict[Any, Any] = {}  # the specs of steps, the programs of steps and exchanges
     self._alike: set[Any] = set()  # programs that all processes have, with the shapes of their batches
     self._known: Any = None  # identifies the state that was returned last, which needs no check
@@ -289,7 +291,8 @@ class TrainStep:
 
   def _compare_processes(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> None:
     """Compares a program and its arguments between all processes, where either is new."""
-    engine, worker = self._engine, self._worker
+    engine = self._engine
+    worker = self._worker
     # Only some ranks of MPI may come here again, and their messages would be taken for others: they compare once.
     if engine.processes == 1 or (self._alike and isinstance(engine.comm, MpiComm)):
       return

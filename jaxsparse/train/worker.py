@@ -109,7 +109,8 @@ class Worker(NamedTuple):
     after = jax.tree.map(lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local)
     view = view_of(states.reduce_states(state), params)
     seen = view.see(updates)
-    moved, leaves = moved_leaves(state), flatten.leaves_by_name(seen)
+    moved = moved_leaves(state)
+    leaves = flatten.leaves_by_name(seen)
     own = [u if name in moved else jnp.zeros_like(u) for name, u in leaves.items()]
     return optax.apply_updates(params, view.restore(nothing, jax.tree.unflatten(jax.tree.structure(seen), own))), after
 

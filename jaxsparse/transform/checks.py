@@ -68,7 +68,8 @@ def check_layout(state: Any, workers: int | None = None) -> None:
     if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(node.layout.workers, "__array__"):
       continue  # under a trace, or a jax.ShapeDtypeStruct
     found, entries = (int(np.max(_compat.local_shard(number))) for number in node.layout[:2])
-    shards, rows = node.layout.shards, node.counters.skipped.size
+    shards = node.layout.shards
+    rows = node.counters.skipped.size
     checksum = int(np.max(_compat.local_shard(node.layout.checksum)))
     if checksum != checksum_of(*node.layout[3:]):
       raise ValueError(
@@ -97,7 +98,8 @@ def check_arrays_of(init: optax.TransformInitFn, state: Any, params: optax.Param
   check_params(nodes, params)
   if any(node.layout.shards for node in nodes):
     return  # how parameters lie inside a worker, which init has to know, js.init alone can see
-  found, expected = leaf_shapes(state), leaf_shapes(jax.eval_shape(init, params))
+  found = leaf_shapes(state)
+  expected = leaf_shapes(jax.eval_shape(init, params))
   if found == expected:
     return
   path = next(path for path in [*found, *expected] if found.get(path) != expected.get(path))

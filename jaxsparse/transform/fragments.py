@@ -31,7 +31,9 @@ class Fragments:
     leaves, structure = jax.tree.flatten(tree)
     if 1 < self.count > len(leaves):
       raise ValueError(f"local_steps: fragments={self.count}, choose at most the number of leaves, {len(leaves)}")
-    sizes, entries, numbers = list(map(jnp.size, leaves)), [0] * self.count, [0] * len(leaves)
+    sizes = list(map(jnp.size, leaves))
+    entries = [0] * self.count
+    numbers = [0] * len(leaves)
     for leaf in sorted(range(len(leaves)), key=lambda leaf: -sizes[leaf]):
       numbers[leaf] = min(range(self.count), key=entries.__getitem__)
       entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf

@@ -87,7 +87,8 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
     ValueError: for a rejected expression or label, or a collective whose total differs between workers.
     TypeError: for an option that a collective does not have.
   """
-  collectives, patterns = [default], []
+  collectives = [default]
+  patterns = []
   for pattern, label in special.items():
     name, config = collective_of(label)
     collective = make_collective(name, **config)

@@ -277,7 +277,8 @@ class _LocalSteps(NamedTuple):
 
   def _exchange(self, number: int, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
     """The exchange of what was moved in a fragment; with a delay its update is in flight from then on."""
-    moved, own = self.fragments.part(state.moved, number), self.fragments.part(params, number)
+    moved = self.fragments.part(state.moved, number)
+    own = self.fragments.part(params, number)
     # NaN of one worker makes all of them skip the exchange: `outer` finds it in its total.
     mark = lambda moved: jnp.where(finite, moved, jnp.nan).astype(moved.dtype)
     held = lambda moved, p: flatten.representable(moved, p.dtype)[0].astype(p.dtype)  # the rest stays in `moved`
@@ -317,7 +318,8 @@ class _LocalSteps(NamedTuple):
     """The exchanges of all fragments; of one in flight its update is applied instead."""
     total = jax.tree.map(jnp.zeros_like, params)
     after = state._replace(inner=())
-    skipped, finite = jnp.bool_(False), jnp.bool_(True)
+    skipped = jnp.bool_(False)
+    finite = jnp.bool_(True)
     is_flying = lambda number: (state.flight.left > 0) & (state.flight.fragment == number)
     for number in range(self.fragments.count):
       exchange = lambda state, number=number: self._replace(delay=0)._exchange(number, state, params, finite, extra)

@@ -195,7 +195,8 @@ def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards
 
 def check_inside(comm: Comm, shards: Shards | None) -> None:
   """Raises ValueError if a state was made for workers of other devices than those of this program."""
-  made, found = dict(shards.axes) if shards else {}, _compat.axes_inside(axes_of(comm))
+  made = dict(shards.axes) if shards else {}
+  found = _compat.axes_inside(axes_of(comm))
   if made != found:
     axis = axes_of(comm)
     raise ValueError(

@@ -46,7 +46,8 @@ def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
 
   Arrays of other transformations than ours keep the shardings inside that they have; their specs do not name them.
   """
-  per_worker, replicated = PartitionSpec(axis), PartitionSpec()
+  per_worker = PartitionSpec(axis)
+  replicated = PartitionSpec()
   _check_wrappers(state)
   _check_chains(state)
   check_alive({"state": state})
@@ -59,7 +60,8 @@ def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
     if not is_reduce_state(node):
       return replicated
     devices = node.layout.shards.names if inside and node.layout.shards else ()
-    own, same = PartitionSpec((*names_of(axis), *devices)), PartitionSpec(devices) if devices else replicated
+    own = PartitionSpec((*names_of(axis), *devices))
+    same = PartitionSpec(devices) if devices else replicated
     return node.map_arrays(lambda _: own, lambda _: same, lambda _: replicated)
 
   return jax.tree.map(spec_of, state, worker_rows(state), is_leaf=is_reduce_state)

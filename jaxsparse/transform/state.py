@@ -290,7 +290,8 @@ def _has_rows(node: Any) -> bool:
 
 def reduce_rows(state: Any) -> list[tuple[ReduceState, bool]]:
   """Every `ReduceState`, and whether it is that of an inner optimizer of local steps."""
-  every, rows = jax.tree.leaves(state, is_leaf=is_reduce_state), jax.tree.leaves(worker_rows(state))
+  every = jax.tree.leaves(state, is_leaf=is_reduce_state)
+  rows = jax.tree.leaves(worker_rows(state))
   return [(node, row) for node, row in zip(every, rows, strict=True) if is_reduce_state(node)]
 
 

@@ -192,11 +192,13 @@ def at_devices(
 
   Where a worker has several devices, `step` gets their groups, and the names of the axes of these devices as well.
   """
-  layout, shards = state.layout, state.layout.shards
+  layout = state.layout
+  shards = state.layout.shards
   if not shards:
     return step(groups, leaves, state)
   groups_of_device = shards.groups(groups)
-  specs, split = list(shards.specs), PartitionSpec(shards.names)
+  specs = list(shards.specs)
+  split = PartitionSpec(shards.names)
 
   def device(leaves: list[jax.Array], carried: State, counters: Counters) -> tuple[list[jax.Array], State, Counters]:
     shared = jax.tree.map(lambda x: x[0], carried.shared)
@@ -311,7 +313,10 @@ def _commit(
 ) -> tuple[jax.Array, State]:
   """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`."""
   total, after, _ = delivered.reduced
-  zero, residual, mean, error = jnp.float32(0), after.residual, delivered.mean, delivered.error
+  zero = jnp.float32(0)
+  residual = after.residual
+  mean = delivered.mean
+  error = delivered.error
   keep = functools.partial(jnp.where, finite)
   rest = jax.tree.map(keep, after._replace(residual=None), before._replace(residual=None))
   if isinstance(total, Deferred):

@@ -59,7 +59,8 @@ class DctTopk(ChunkTopk):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    tiling, (_, length, k_chunk) = Tiling(self.leaves or ((n,),), math.isqrt(self.chunk)), self.chunks(n)
+    tiling = Tiling(self.leaves or ((n,),), math.isqrt(self.chunk))
+    _, length, k_chunk = self.chunks(n)
     chosen = tiling.largest(grads, state.residual, length, k_chunk)
     total, sent, _, counters = self.exchange(comm, chosen, n)
     # Inf or NaN where an entry of the total may be: a coefficient has a share of less than 2 in one of an axis's terms.

@@ -74,7 +74,8 @@ class Tiling(NamedTuple):
       counts = [one.down * one.across for one in regions]
       end = start + sum(counts) * height * width
       tiles = coefficients[start:end].reshape(-1, height, width)
-      tiles, start = _transform(tiles, cosines(height).T, cosines(width).T), end
+      tiles = _transform(tiles, cosines(height).T, cosines(width).T)
+      start = end
       for one, part in zip(regions, flatten.parts(tiles, counts), strict=True):
         leaves[one.leaf] = leaves[one.leaf].at[one.part].set(_join(part, one))
     return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
@@ -84,8 +85,10 @@ class Tiling(NamedTuple):
 
     def by_pieces(*parts: jax.Array) -> Sparse:
       """Pieces of whole chunks of the largest tiles, which may be almost all, one after the other; then the rest."""
-      groups, rows = self._groups(), max(1, self.size // _GPU_PIECES // length)
-      per_piece, pieces = 0, 0
+      groups = self._groups()
+      rows = max(1, self.size // _GPU_PIECES // length)
+      per_piece = 0
+      pieces = 0
       if length % groups[0].area == 0:
         per_piece = rows * length // groups[0].area
         pieces = groups[0].tiles // per_piece
@@ -121,7 +124,8 @@ class Tiling(NamedTuple):
 
       def put(number: jax.Array, x: jax.Array, group: _Group = group, tiles: int = tiles) -> jax.Array:
         numbers = number * tiles + jnp.arange(tiles, dtype=jnp.int32)
-        slots, size = coefficients.indices - (group.start + number * (tiles * group.area)), tiles * group.area
+        slots = coefficients.indices - (group.start + number * (tiles * group.area))
+        size = tiles * group.area
         slots = jnp.where((slots >= 0) & (slots < size), slots, size)
         dense = sparse.put(jnp.zeros(size, jnp.float32), slots, coefficients.values)
         left, right = group.cosines
@@ -155,7 +159,8 @@ class Tiling(NamedTuple):
 
   def _groups(self) -> list["_Group"]:
     """The tiles of each size, the largest first."""
-    groups, start = list[_Group](), 0
+    groups = list[_Group]()
+    start = 0
     for (height, width), regions in self._sizes():
       groups.append(_Group(height, width, start, sum(one.down * one.across for one in regions), regions))
       start += groups[-1].tiles * groups[-1].area

@@ -103,16 +103,20 @@ class OkTopk(EncodingCollective):
     return super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
 
   def cost(self, n: int, size: int) -> Cost:
-    sizes, codec = self.sizes(n, size), codec_of(self.wire, n)
+    sizes = self.sizes(n, size)
+    codec = codec_of(self.wire, n)
     even, most, direct = (codec.words(1, capacity) for capacity in (sizes.even, sizes.most, sizes.direct))
     # The largest message, P counts of owners, 31 or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
-    counts, bounds = 66 if self.nudge == "search" else 31, 2 * (size - 1) if self.regions == "balanced" else 0
+    counts = 66 if self.nudge == "search" else 31
+    bounds = 2 * (size - 1) if self.regions == "balanced" else 0
     agreements = (1 + size + counts + bounds) * (size > 1)
     words = (most + max(direct, 2 * even)) * (size - 1)
     return Cost((1 + self.balances(size)) * (size - 1) + len(schedules.strides(size)), words, agreements)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    n, k, sizes = grads.size, self.entries(grads.size), self.sizes(grads.size, comm.size)
+    n = grads.size
+    k = self.entries(grads.size)
+    sizes = self.sizes(grads.size, comm.size)
     reused: Reused = state.shared
     acc = LazySum((grads, state.residual))
     exact = reused.step % self.threshold_period == 0
@@ -143,7 +147,8 @@ class OkTopk(EncodingCollective):
       comm, writer, mine, owned, sizes, self.balances(comm.size)
     )
 
-    delivered, wanted = sparse.count(kept, n), jnp.sum(owned, dtype=jnp.int32)
+    delivered = sparse.count(kept, n)
+    wanted = jnp.sum(owned, dtype=jnp.int32)
     to_others = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
     from_others = delivered - jnp.minimum(owned[comm.rank], delivered)
     counters = Counters(
@@ -159,7 +164,8 @@ class OkTopk(EncodingCollective):
     if self.nudge == "search":
       local = nudge_in_proportion(local, selected, k)
     elif self.nudge == "fixed":
-      local, threshold = nudge_by_factor(local, selected, k), nudge_by_factor(threshold, wanted, k)
+      local = nudge_by_factor(local, selected, k)
+      threshold = nudge_by_factor(threshold, wanted, k)
     residual = pending_nonzero(acc, sent.indices, kept, lost + rounded_off)
     next_state = State(residual, local[None], Reused(reused.step + 1, threshold, bounds))
     return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)

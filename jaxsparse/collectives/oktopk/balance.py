@@ -54,7 +54,8 @@ def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
     chosen: i32[c], the indices that this worker selected, ascending; n in empty slots, which are last.
     n: length of the gradient.
   """
-  size, selected = comm.size, jnp.sum(chosen < n, dtype=jnp.int32)
+  size = comm.size
+  selected = jnp.sum(chosen < n, dtype=jnp.int32)
   cut = jnp.arange(1, size, dtype=jnp.int32)
   ranks = cut * (selected // size) + cut * (selected % size) // size  # cut · selected / P without overflow
   proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], chosen[ranks])
@@ -156,7 +157,8 @@ def balance(
   """
   n = writer.codec.length
   mean = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
-  above, below = jnp.maximum(owned - mean, 0), jnp.maximum(mean - owned, 0)
+  above = jnp.maximum(owned - mean, 0)
+  below = jnp.maximum(mean - owned, 0)
   _, order = jax.lax.top_k(jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0), mine.indices.size)
   ordered = Sparse(mine.indices[order], mine.values[order])  # the largest magnitude first, empty slots last
   beyond = jnp.arange(ordered.indices.size, dtype=jnp.int32) - mean  # at least 0 for surplus entries
@@ -164,7 +166,8 @@ def balance(
   free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
   slots = bitset.nonzero(bitset.pack(free.ravel()), free.size)
   first, slot = (slots[jnp.clip(start + place, 0, free.size - 1)] for place in (0, beyond))
-  turn, worker = slot // comm.size, slot % comm.size
+  turn = slot // comm.size
+  worker = slot % comm.size
   # The free slots before the first one of this rank are for lower ranks.
   column = turn - jnp.minimum(below[worker], first // comm.size + (worker < first % comm.size).astype(jnp.int32))
   moves = (beyond >= 0) & (ordered.indices < n) & (start + beyond < jnp.sum(below, dtype=jnp.int32))

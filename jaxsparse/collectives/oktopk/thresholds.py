@@ -37,7 +37,8 @@ def nudge_by_factor(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Ar
     >>> [round(float(nudge_by_factor(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 60)]
     [1.0, 1.012, 0.9881]
   """
-  many, few = min(5 * k // 4, _INT32), -(-2 * k // 3)
+  many = min(5 * k // 4, _INT32)
+  few = -(-2 * k // 3)
   factor = jnp.where(selected > many, _STEP, jnp.where(selected < few, 1 / _STEP, 1.0))
   return threshold * factor
 

@@ -273,7 +273,8 @@ class Blocks:
 
   def _read_padded(self, parts: Sequence[jax.Array], start: jax.Array, count: int) -> jax.Array:
     """The sum of `parts` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end."""
-    length, start = count * self.block, start * self.block
+    length = count * self.block
+    start = start * self.block
     parts = [jnp.pad(part, (0, max(0, length - part.size))) for part in parts]
     inside = jnp.minimum(start, parts[0].size - length)
     x = functools.reduce(jnp.add, [_cut(part, inside, length) for part in parts])

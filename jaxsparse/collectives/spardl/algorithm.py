@@ -116,7 +116,8 @@ class SparDL(SelectingCollective):
     return State(jnp.zeros(n, jnp.float32), self.selection.init(size // self.teams), shared)
 
   def cost(self, n: int, size: int) -> Cost:
-    k_block, team = self.capacities(n, size)[-1], size // self.teams
+    k_block = self.capacities(n, size)[-1]
+    team = size // self.teams
     codec = self.chosen_codec(-(-n // team))
     rounds = len(schedules.strides(self.teams))  # R-SAG sends L entries per round, B-SAG up to L of each other team
     sag = words_of(codec, self.teams, k_block) if self.is_bruck else rounds * codec.words(1, k_block)
@@ -187,7 +188,8 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
     row, of which row 0 is the sum of this worker's block and the others were sent; and [P, L] the sent ones with the
     rounding error of each value, none in row 0.
   """
-  bags, lost = [], []
+  bags = []
+  lost = []
   for stride in schedules.strides(comm.size):
     bag = acc.largest(stride, min(2 * stride, comm.size))
     message, errors = writer.encode(bag, stride)

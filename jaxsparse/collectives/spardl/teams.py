@@ -42,14 +42,17 @@ def r_sag(same_block: Comm, own: Sparse, writer: Writer) -> Summed:
     own: [1, L] entries, the sum of the block inside this worker's team.
     writer: encodes messages.
   """
-  (k_block,), length = own.indices.shape[1:], writer.codec.length
-  strides, returned = schedules.strides(same_block.size), []
+  (k_block,) = own.indices.shape[1:]
+  length = writer.codec.length
+  strides = schedules.strides(same_block.size)
+  returned = []
   for step, stride in enumerate(reversed(strides)):
     message, errors = writer.encode(own, _MESSAGES + step)
     received = same_block.permute(message, [(worker, worker ^ stride) for worker in range(same_block.size)])
     both = sparse.concatenate([writer.codec.decode(message), writer.codec.decode(received)])
     kept, rest = top_k_of_entries(sparse.merge(both, length), k_block, k_block, length)
-    own, rest = sparse.as_row(kept), sparse.as_row(rest)
+    own = sparse.as_row(kept)
+    rest = sparse.as_row(rest)
     returned.append(rest._replace(values=rest.values / 2 ** (step + 1)))
     if writer.codec.rounds:
       returned.append(errors._replace(values=errors.values / 2**step))
@@ -70,7 +73,8 @@ def b_sag(same_block: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ..
     capacities: the message sizes that are compiled, up to L.
     writer: encodes messages.
   """
-  (k_block,), length = own.indices.shape[1:], writer.codec.length
+  (k_block,) = own.indices.shape[1:]
+  length = writer.codec.length
   h = jnp.minimum(h, k_block)  # it may be that of another number of workers
   head, tail = map(sparse.as_row, top_k_of_entries(sparse.only_row(own), h, k_block, length))
 
