@@ -247,7 +247,9 @@ def test_any_number_of_workers_and_entries(name, workers, sizes, subtests):
   for n in sizes:
     with subtests.test(n=n):
       collective = Case(name).make(density=0.01).for_leaves(((n,),))
-      counted = js.costs.count(collective, n=n, workers=workers)
+      traced = schedule(collective, n, workers)
+      assert traced.outvars[0].aval.shape == (n,)
+      counted = count_jaxpr(traced, workers)
       assert any(counted)
       assert counted.words <= js.costs.predict(collective, n=n, workers=workers).words
 

@@ -97,8 +97,8 @@ def check_not_a_number(collective, program, workers):
   clean = normals(0, workers, N)
   _, state = program(jnp.asarray(clean), simulation.initial(collective, workers, N))
   ends = itertools.product((0, workers - 1), (0, N // 2 + 7, N - 1))
-  poisons = itertools.cycle((np.nan, np.inf, -np.inf, np.nan))
-  for (worker, index), poison in zip([*ends, (0, slice(None))], poisons, strict=False):
+  infinities = [((0, N - 1), np.inf), ((workers - 1, 0), -np.inf)]
+  for (worker, index), poison in [*((end, np.nan) for end in [*ends, (0, slice(None))]), *infinities]:
     bad = clean.copy()
     bad[worker, index] = poison
     totals, after = program(jnp.asarray(bad), state)

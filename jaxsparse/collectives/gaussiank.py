@@ -60,8 +60,8 @@ class GaussianK(EncodingCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    k = self.entries(grads.size)
-    most = self.capacity(grads.size)
+    k = self.entries(n)
+    most = self.capacity(n)
     acc = LazySum((grads, state.residual))
     limit = fit_threshold(acc, k)
     if self.correction:

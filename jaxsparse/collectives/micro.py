@@ -50,7 +50,7 @@ class Micro(SparseCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    each = self.each(grads.size, comm.size)
+    each = self.each(n, comm.size)
     acc = LazySum((grads, state.residual))
     length = -(-n // comm.size)
     start = (state.shared + comm.rank) % comm.size * length

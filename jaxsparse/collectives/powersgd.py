@@ -189,7 +189,7 @@ class PowerSGD(ByLeaf):
       sizes = [entries for entries, _ in leaves]
       if whole:
         pieces = [*pieces, others[start : start + sum(sizes)]]
-        start = start + sum(sizes)
+        start += sum(sizes)
       else:
         pieces += [next(found) for _ in sizes]
     return tuple(pieces)

@@ -75,7 +75,7 @@ class QSGD(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    layout = Layout.of(grads.size, self.bits, comm.size)
+    layout = Layout.of(n, self.bits, comm.size)
     acc = grads + state.residual if self.error_feedback else grads
     key = noise.fold(noise.fold(noise.key_of(self.seed), state.shared), comm.rank)
     rounding = Rounding(key, scale_of(acc, self.levels), self.levels, self.bits)

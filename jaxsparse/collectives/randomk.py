@@ -45,7 +45,7 @@ class RandomK(SparseCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    k = self.entries(grads.size)
+    k = self.entries(n)
     acc = LazySum((grads, state.residual))
     indices = draw_indices(jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k)
     # A NaN outside the drawn indices would stay in the residual unnoticed, so the worker then sends NaN only.

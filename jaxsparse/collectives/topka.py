@@ -34,7 +34,7 @@ class TopkA(SelectingCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    k = self.entries(grads.size)
+    k = self.entries(n)
     acc = LazySum((grads, state.residual))
     chosen, selected, memory = self.choose(acc, state.worker)
     writer = self.writer(self.chosen_codec(n), state.shared, comm.rank)

@@ -60,7 +60,7 @@ class TopkDSA(SelectingCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    k = self.entries(grads.size)
+    k = self.entries(n)
     size = comm.size
     length = -(-n // size)
     acc = LazySum((grads, state.residual))
@@ -103,7 +103,7 @@ def _gather(
   """
   length = own.size
   size = comm.size
-  end = own.size * comm.size
+  end = length * size
   few = min(most, length // 2)  # more entries than that take more words than the dense region
   capacities = geometric(min(few, even), few, count=4) if few else ()
   if most > few:

@@ -161,7 +161,7 @@ class _AxesOfValues:
 
   def _while(self, params: Any, inputs: list[Axes]) -> list[Axes]:
     first = params["cond_nconsts"]
-    second = params["cond_nconsts"] + params["body_nconsts"]
+    second = first + params["body_nconsts"]
     cond_consts = inputs[:first]
     body_consts = inputs[first:second]
     carry = inputs[second:]

@@ -131,7 +131,7 @@ def simulate(
     ((), (), (1,))
   """
   count = len(ready)
-  flows = Flows.empty(1, len(ready))
+  flows = Flows.empty(1, count)
   starts = list[float]()
   after = [set[int]()]
   for number, (there, size, early) in enumerate(zip(ready, sizes, at_once, strict=True)):

@@ -98,7 +98,7 @@ def _by_groups(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array
     groups = jnp.pad(levels[-1], ((0, 0), (0, -levels[-1].shape[1] % _GROUP)), constant_values=-1)
     levels.append(groups.reshape(rows, -1, _GROUP).max(axis=2))
   keys = levels[-1]
-  indices = jnp.arange(levels[-1].shape[1], dtype=jnp.int32)[None]
+  indices = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
   for keys_below in reversed([None, *levels[1:-1]]):
     indices = _first(keys, jnp.broadcast_to(indices, keys.shape), k)[:, :, None] * _GROUP
     indices = (indices + jnp.arange(_GROUP, dtype=jnp.int32)[None, None]).reshape(rows, -1)
@@ -124,7 +124,7 @@ def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Ar
   """`_by_sorting`, of the entries that reach the k-th largest of the maxima of groups, where these are not too many."""
   size = values.size
   groups = _groups(k)
-  rows = values.size // length
+  rows = size // length
   mean = -groups * np.log1p(-k / groups)  # entries of random order that reach the threshold
   slots = 32 * -(-int(1.9 * mean) // 32)
   capacity = bitset.align(int(rows * (1.1 * mean + 2)) + slots)

@@ -132,7 +132,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   n = blocks.x.size
   length = blocks.length
   rows = blocks.order.size
-  plan = plan_search(blocks.length, blocks.k)
+  plan = plan_search(length, blocks.k)
   if plan is None:
     return None
   size, rank, capacity = plan

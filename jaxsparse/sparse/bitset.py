@@ -159,7 +159,7 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
     word = jnp.where(inside, first + offset, word)
     bits = jnp.where(inside, candidate, bits)
     within = jnp.where(inside, ordinal, within)
-    ordinal = ordinal - members
+    ordinal -= members
   position = jnp.zeros(bits.shape, jnp.int32)
   for width in (16, 8, 4, 2, 1):  # the bit in the word: half of the rest at a time
     low = bits & jnp.uint32((1 << width) - 1)

@@ -193,7 +193,7 @@ def at_devices(
   Where a worker has several devices, `step` gets their groups, and the names of the axes of these devices as well.
   """
   layout = state.layout
-  shards = state.layout.shards
+  shards = layout.shards
   if not shards:
     return step(groups, leaves, state)
   groups_of_device = shards.groups(groups)

@@ -115,8 +115,8 @@ class OkTopk(EncodingCollective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    k = self.entries(grads.size)
-    sizes = self.sizes(grads.size, comm.size)
+    k = self.entries(n)
+    sizes = self.sizes(n, comm.size)
     reused: Reused = state.shared
     acc = LazySum((grads, state.residual))
     exact = reused.step % self.threshold_period == 0
