@@ -149,7 +149,7 @@ class Collective(abc.ABC):
     return self
 
   def init(self, n: int, size: int) -> State:
-    """The state before the first step, for n entries and `size` workers.
+    """The state of one worker before the first step, for n entries and `size` workers.
 
     Raises:
       ValueError: if the options do not fit n or `size`.

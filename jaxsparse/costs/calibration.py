@@ -245,7 +245,7 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
 
 def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:
   if isinstance(labels, str):
-    raise ValueError(f"fit: algorithms={labels!r}, give a list of labels")
+    raise ValueError(f"fit: algorithms={labels!r}, give a list, as [{labels!r}]")
   if strange := [one for one in labels if not isinstance(one, str)]:  # `advise` makes collectives from labels
     known = f"of {', '.join(collective_names())}"
     raise ValueError(f"fit: {strange[0]} is no label, give a name with options, 'spardl:teams=2:density=0.01', {known}")

@@ -237,10 +237,10 @@ def _sum(costs: Iterable[Cost]) -> Cost:
 
 
 def count_entries(n: Any) -> int:
-  """The number of entries of parameters; a whole number as it is.
+  """The number of entries of a pytree of arrays; a whole number is returned unchanged.
 
   Raises:
-    ValueError: for something else.
+    ValueError: unless `n` is a whole number or a pytree with an array at least.
 
   Example:
     >>> count_entries({"w": jnp.zeros((3, 2))}), count_entries(5)
