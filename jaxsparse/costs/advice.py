@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxsparse.collectives._base import check_whole, collective_of, label_of
+from jaxsparse.collectives._base import collective_of, label_of
 from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import count_entries, count_inside, lacks_shapes, predict
-from jaxsparse.types import Link
+from jaxsparse.types import Link, check_whole
 
 _EVIDENCE = importlib.resources.files("jaxsparse.costs") / "evidence.json"
 _MEASURED = importlib.resources.files("jaxsparse.costs") / "predictions.json"

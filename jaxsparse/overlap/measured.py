@@ -25,10 +25,9 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName, inner_jaxprs
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.train import timing
 from jaxsparse.train.engine import check_batch, engine_of
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, check_whole
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
 _CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")

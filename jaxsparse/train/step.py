@@ -11,7 +11,6 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
@@ -26,7 +25,7 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import commit_early
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.wrapped import PLACEHOLDER
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, check_whole
 
 
 def init(

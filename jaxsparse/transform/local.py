@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import varying
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
@@ -35,6 +34,7 @@ from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.state import Applied, Flight, LocalState
 from jaxsparse.transform.wrapped import mean_dtypes, shapes_seen, synchronizing
+from jaxsparse.types import check_whole
 
 
 def local_steps(

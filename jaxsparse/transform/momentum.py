@@ -19,9 +19,9 @@ from collections.abc import Mapping
 import optax
 
 from jaxsparse.collectives import Collective, SparseCollective
-from jaxsparse.collectives._base import check_fraction, check_whole, is_number
 from jaxsparse.collectives._wrapped import EF21, Corrected, WarmedUp, Wrapped
 from jaxsparse.transform.update import Transform
+from jaxsparse.types import check_fraction, check_whole, is_number
 
 
 def momentum_corrected(
