@@ -24,10 +24,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsparse import sparse
 from jaxsparse.collectives._base import ByLeaf
 from jaxsparse.comm import all_gather, in_rank_order, schedules, varying
+from jaxsparse.select.accumulator import pending_zeros
+from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated
 
 # The sums of an owner, over the rows of a worker; with Zipf's ids 0.4 … 0.7 at 64 workers, 0.6 … 0.9 at 16.
 _SHARES = (0.4, 0.5, 0.6, 0.7, 0.8)
@@ -42,6 +45,11 @@ class _Leaf(NamedTuple):
   rows: int
   width: int
   sent: int
+
+  def entries(self, rows: jax.Array, n: int) -> jax.Array:
+    """The flat indices i32[count, width] of the entries of rows i32[count]; n of those that the leaf does not have."""
+    first = jnp.where(rows < self.rows, self.start + rows * self.width, n)[:, None]
+    return jnp.minimum(first + jnp.arange(self.width, dtype=jnp.int32)[None], n)
 
 
 class _Capacities(NamedTuple):
@@ -99,23 +107,21 @@ class Rows(ByLeaf):
     return Cost(messages, (size - 1) * words, agreements=int(by_region))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    acc = grads + state.residual
-    leaves = list(self._leaves(acc.size))
-    matrices = [acc[leaf.start :][: leaf.rows * leaf.width].reshape(leaf.rows, leaf.width) for leaf in leaves]
-    chosen = [_largest(matrix, leaf.sent) for matrix, leaf in zip(matrices, leaves, strict=True)]
-    values = [matrix.at[rows].get(mode="fill", fill_value=0) for matrix, rows in zip(matrices, chosen, strict=True)]
+    n = grads.size
+    acc = LazySum((grads, state.residual))
+    leaves = list(self._leaves(n))
+    chosen = [_largest(acc, leaf) for leaf in leaves]
+    sent = [leaf.entries(rows, n) for leaf, rows in zip(leaves, chosen, strict=True)]
+    values = list(map(acc.read_at, sent))
     numbers = in_rank_order(comm, all_gather(comm, chosen))
     touched = [_touch(rows, leaf.rows) for rows, leaf in zip(numbers, leaves, strict=True)]
-    sums, words = self._add(comm, acc.size, [ordinals for _, ordinals in touched], values)
-    totals = []
-    for matrix, (members, _), rows in zip(matrices, touched, sums, strict=True):
-      places = bitset.nonzero(members, rows.shape[0])
-      totals.append(jnp.zeros_like(matrix).at[places].set(rows, mode="drop", unique_indices=True))
-    left = [matrix.at[rows].set(0.0, mode="drop") for matrix, rows in zip(matrices, chosen, strict=True)]
-    total, residual = (jnp.concatenate([x.reshape(-1) for x in parts]) for parts in (totals, left))
+    sums, words = self._add(comm, n, [ordinals for _, ordinals in touched], values)
+    found = [bitset.nonzero(members, len(rows)) for (members, _), rows in zip(touched, sums, strict=True)]
+    delivered = [leaf.entries(rows, n) for leaf, rows in zip(leaves, found, strict=True)]
+    indices, entries, zeros = (jnp.concatenate([x.reshape(-1) for x in parts]) for parts in (delivered, sums, sent))
     count = lambda parts: sum(jnp.any(rows != 0, 1).sum() * rows.shape[1] for rows in parts)
     counters = Counters(words, words, selected=count(values), delivered=count(sums))
-    return Reduced(total, state._replace(residual=residual), counters)
+    return Reduced(Sparse(indices, entries), state._replace(residual=pending_zeros(acc, zeros)), counters)
 
   def _add(
     self, comm: Comm, n: int, ordinals: list[jax.Array], values: list[jax.Array]
@@ -176,11 +182,18 @@ def _words(form: _Capacities, leaves: list[_Leaf], size: int) -> int:
   return (size - 1) * sum(leaf.sent + (split + sums) * leaf.width for leaf, split, sums in of_leaves)
 
 
-def _largest(matrix: jax.Array, count: int) -> jax.Array:
-  """The numbers of the rows of largest mean magnitude, i32[count], NaN first; as many as there are rows for zeros."""
-  means = (jnp.abs(matrix) / matrix.shape[1]).sum(1)
-  rows = jax.lax.top_k(jnp.where(jnp.isnan(means), jnp.inf, means), count)[1]
-  return jnp.where(jnp.any(matrix[rows] != 0, 1), rows, matrix.shape[0])
+def _largest(acc: LazySum, leaf: _Leaf) -> jax.Array:
+  """The numbers of the rows of largest mean magnitude, i32[sent], NaN first; `leaf.rows` or more for rows of zeros."""
+  # In each branch anew: what both read would be stored.
+  matrix = lambda: acc.values[leaf.start :][: leaf.rows * leaf.width].reshape(leaf.rows, leaf.width)
+  members = bitset.pack(jnp.any(matrix() != 0, 1))
+
+  def by_magnitude() -> jax.Array:
+    means = (jnp.abs(matrix()) / leaf.width).sum(1)
+    return jax.lax.top_k(jnp.where(jnp.isnan(means), jnp.inf, means), leaf.sent)[1]
+
+  few = bitset.count(members) <= leaf.sent
+  return varying.cond(few, lambda: bitset.nonzero(members, leaf.sent), by_magnitude)
 
 
 def _touch(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
@@ -214,7 +227,7 @@ def _add_by_region(
   owned = []
   for own, rows, capacity in zip(ordinals, values, form.split, strict=True):
     of_regions = jax.vmap(_of_region, (None, 0, None, None))(own[comm.rank], regions, size, capacity)
-    sent.append(rows.at[of_regions].get(mode="fill", fill_value=0))
+    sent.append(sparse.read_at(rows, of_regions))
     of_workers = jax.vmap(_of_region, (0, None, None, None))(own, comm.rank, size, capacity)
     owned.append(own.at[workers[:, None], of_workers].get(mode="fill", fill_value=own.size) // size)
   sums = in_rank_order(comm, all_gather(comm, _sum_rows(owned, comm.all_to_all(sent), list(form.sums))))
@@ -237,7 +250,7 @@ def _sum_rows(ordinals: list[jax.Array], rows: list[jax.Array], lengths: list[in
 
   def add(worker: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
     parts = zip(sums, ordinals, rows, strict=True)  # the rows of one worker differ
-    return [x.at[numbers[worker]].add(y[worker], mode="drop", unique_indices=True) for x, numbers, y in parts]
+    return [sparse.add(x, numbers[worker], y[worker]) for x, numbers, y in parts]
 
   empty = [jnp.zeros((length, x.shape[-1]), jnp.float32) for length, x in zip(lengths, rows, strict=True)]
   return varying.fori_loop(0, len(ordinals[0]), add, empty)

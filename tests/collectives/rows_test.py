@@ -120,6 +120,18 @@ def test_not_a_number_reaches_all_from_the_owner():
   assert not np.any(out.total["embedding"])
 
 
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("optimizer", "moves"), [(optax.sgd, False), (optax.adagrad, False), (optax.adam, True)])
+def test_a_row_that_was_sent_once_moves_later_with_adam_only(optimizer, moves):
+  tx = optimizer(0.1)
+  params = jnp.ones((3, 2))
+  state = tx.init(params)
+  for row in (1, 2):
+    grads = jnp.zeros((1, 3, 2)).at[0, row].set(1.0)
+    update, state = tx.update(js.simulate("rows", {"w": grads}, capacity=1).total["w"], state, params)
+  assert np.any(update, 1).tolist() == [False, moves, True]
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_not_a_number_in_one_row_skips_the_step(value):
   """Beside rows whose sums are too large for float32."""
