@@ -32,7 +32,7 @@ from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated
 
-# The sums of an owner, over the rows of a worker; with Zipf's ids 0.4 … 0.7 at 64 workers, 0.6 … 0.9 at 16.
+# The sums of an owner, over the rows of a worker; with Zipf's ids 0.4 … 0.8 at 64 workers, 0.6 … 0.9 at 16.
 _SHARES = (0.4, 0.5, 0.6, 0.7, 0.8)
 # Of the words of the other form. Fewer saved words would not be worth the P − 1 messages more.
 _WORTH = 0.9
