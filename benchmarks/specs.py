@@ -2,19 +2,24 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 import jaxsparse as js
-from jaxsparse.collectives import make_plain
+from benchmarks.gathered_rows import GatheredRows
+from jaxsparse.collectives import make_instance, make_plain
 from jaxsparse.collectives._base import collective_of
 
 HELP = (
   "All-reduces to compare, in this order, or 'all'. Repeat it, or separate by commas. Options of one follow its name: "
-  "spardl:teams=2:sag=bruck"
+  "spardl:teams=2:sag=bruck. Beside those of js.collective_names(): gathered_rows, of an embedding as in Horovod"
 )
+_OTHERS = {"gathered_rows": GatheredRows}
+
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class Spec(NamedTuple):
@@ -27,11 +32,12 @@ class Spec(NamedTuple):
   @property
   def collective(self) -> js.Collective:
     """The collective with its options."""
-    return js.make_collective(self.name, **self.config)
+    other = _OTHERS.get(self.name)
+    return make_instance(other, self.config) if other else js.make_collective(self.name, **self.config)
 
-  def sized(self, n: int) -> js.Collective:
-    """The collective of n entries: where it needs shapes, of the leaves that `shapes(n)` gives."""
-    return self.collective.for_leaves(shapes(n)) if self.collective.needs_shapes else self.collective
+  def sized(self, n: int, of: Callable[[int], Shapes] | None = None) -> js.Collective:
+    """The collective of n entries: where it needs shapes, of the leaves that `of`, or else `shapes`, gives."""
+    return self.collective.for_leaves((of or shapes)(n)) if self.collective.needs_shapes else self.collective
 
 
 def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
@@ -39,7 +45,7 @@ def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
   found = []
   for label in labels_of(values):
     name, own = collective_of(label)
-    known = js.collective_options(name)
+    known = () if name in _OTHERS else js.collective_options(name)
     spec = Spec(label, name, {option: value for option, value in shared.items() if option in known} | own)
     try:
       jax.eval_shape(lambda spec=spec: spec.collective.init(1_000_000, workers))  # no array yet: devices come later
@@ -78,7 +84,7 @@ VGG16 = _vgg16()
 """Shapes of the 14,728,266 parameters of VGG-16 for CIFAR-10, with normalization: of collectives that need shapes."""
 
 
-def shapes(n: int) -> tuple[tuple[int, ...], ...]:
+def shapes(n: int) -> Shapes:
   """Shapes of leaves of n entries: those of VGG-16 in their order, again and again; the last, cut, is a vector.
 
   Example:

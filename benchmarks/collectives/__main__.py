@@ -3,7 +3,8 @@ r"""Milliseconds per update of every all-reduce, selection included, with the ra
 With --rate the ranks run on hosts of the network lab (needs root), whose links are that fast. A program that mpirun or
 srun started measures with the ranks of that job. Each row is a line of collectives.jsonl as soon as it is measured; the
 exit status is 0 if all was measured, and nothing wrong. benchmarks/pages/updates.md says what the columns are. Where
-the words depend on the shapes of leaves (powersgd), the n entries are the leaves of VGG-16, in their order.
+the words depend on the shapes of leaves (powersgd), the n entries are the leaves of VGG-16, in their order; with
+--gradients=zipf they are one embedding, whose rows have 64 entries.
 
 Examples:
   python -m benchmarks.collectives --rate=10mbit,100mbit,1gbit,none --algorithms=spardl,dense --predict
@@ -21,14 +22,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags
 
 import jaxsparse as js
 from benchmarks import entry, netlab, recorded, report, specs, workers
-from benchmarks.collectives import updates
+from benchmarks.collectives import embedding, updates
 from benchmarks.collectives.updates import Bench, Kept, Row
 from jaxsparse import launch
+from jaxsparse.train.engine import engine_of
 
 _ALGORITHMS = flags.DEFINE_multi_string("algorithms", ["all"], specs.HELP)
 flags.DEFINE_alias("algorithm", "algorithms")
@@ -38,7 +41,10 @@ _N = entry.define_numbers("n", [14_728_266], "Gradient entries; VGG-16 by defaul
 _DENSITY = entry.define_numbers("density", [0.01], "Fractions of the entries to deliver.", flags.FloatParser(0.0))
 _RATE = flags.DEFINE_list("rate", [], "Rates of the lab's links, as tc writes them, e.g. 100mbit; none for any speed.")
 _PIN = flags.DEFINE_bool("pin", False, "Pin each rank to a core of its own; takes as many cores as workers.")
-_GRADIENTS = flags.DEFINE_enum("gradients", "recorded", ["recorded", "normal"], "Of a training, or normals.")
+_KINDS = {"recorded": "of a training", "normal": "normal numbers", "zipf": "of an embedding, ids by Zipf's law"}
+_GRADIENTS = flags.DEFINE_enum("gradients", "recorded", list(_KINDS), str(_KINDS))
+_IDS = flags.DEFINE_integer("ids", 4000, "Ids that a worker looks up in a step, with --gradients=zipf.", lower_bound=1)
+_EXPONENT = flags.DEFINE_float("exponent", 1.1, "Of Zipf's law.", lower_bound=0.0)
 _REPETITIONS = flags.DEFINE_integer("repetitions", 5, "Timed steps of an algorithm without a period.", lower_bound=1)
 _WARM_UP = flags.DEFINE_integer("warm_up", None, "Untimed steps; 30 with recorded gradients, 1 with normal ones.", 1)
 _PREDICT = flags.DEFINE_bool("predict", False, "Also fit the cost model on the same workers and show its predictions.")
@@ -53,6 +59,8 @@ def _settings() -> list[tuple[int, str]]:
   for flag in (_RATE, _PIN):
     if flag.value and _ENGINE.value not in ("processes", "mpi"):
       raise ValueError(f"--{flag.name} needs ranks that talk over a network, --engine=processes or mpi")
+  if _GRADIENTS.value == "zipf" and (odd := [n for n in _N.value if n % embedding.WIDTH]):
+    raise ValueError(f"--n={odd[0]}: with --gradients=zipf give rows of {embedding.WIDTH} entries, a multiple of that")
   if _PIN.value and max(_WORKERS.value) > (cores := len(os.sched_getaffinity(0))):
     raise ValueError(f"--pin takes a core for each rank: --workers={max(_WORKERS.value)}, but there are {cores} cores")
   for size in _WORKERS.value:
@@ -83,7 +91,7 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
   if _PIN.value:
     workers.pin()
   workers.share_programs(pathlib.Path(_CACHE_DIR.value) / "programs")
-  place, real = workers.here(_ENGINE.value, size), _GRADIENTS.value == "recorded"
+  place, kind = workers.here(_ENGINE.value, size), _GRADIENTS.value
   cases = _cases(size)
   label = lambda spec: js.costs.label_of(spec.name, spec.config)
   profile = None
@@ -92,8 +100,9 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
     labels = list(dict.fromkeys(map(label, fitted)))
     profile = js.costs.fit(place.where, algorithms=labels, seconds=math.inf)
   for n, of_size in itertools.groupby(cases, lambda case: case[0]):
-    gradients = recorded.gradients(place, recorded.path_in(_CACHE_DIR.value), n) if real else None
-    bench = Bench(place, _ENGINE.value, n, _WARM_UP.value or (30 if real else 1), _REPETITIONS.value, gradients)
+    warm_up = _WARM_UP.value or (30 if kind == "recorded" else 1)
+    gradients, shapes = _gradients(place, n)
+    bench = Bench(place, _ENGINE.value, n, warm_up, _REPETITIONS.value, gradients, kind=kind, shapes=shapes)
     for _, density, spec in of_size:
       row = bench.row(spec, density, rate, _PIN.value)
       if place.reports:
@@ -102,6 +111,18 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
         kept.add(row)
         print(updates.line(row), file=sys.stderr if _JSON.value else sys.stdout, flush=True)
   return place.reports
+
+
+def _gradients(place: workers.Workers, n: int) -> tuple[Any, Any]:
+  """The gradients of all workers in a step, of its number, and the shapes of leaves; None for those of `Bench`."""
+  if _GRADIENTS.value == "recorded":
+    return recorded.gradients(place, recorded.path_in(_CACHE_DIR.value), n), None
+  if _GRADIENTS.value == "normal":
+    return None, None
+  ids = embedding.draw(n // embedding.WIDTH, place.size, _IDS.value, _EXPONENT.value)
+  if place.reports:
+    print(embedding.describe(ids), file=sys.stderr, flush=True)
+  return embedding.gradients(engine_of(place.where, "workers"), n, ids), embedding.shapes
 
 
 def _run(size: int, rate: str, kept: Kept, run: str) -> list[str]:

@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import rich.table
 import jaxsparse as js
 from benchmarks import report
 from benchmarks.collectives.laws import Laws
-from benchmarks.specs import Spec
+from benchmarks.specs import Shapes, Spec
 from benchmarks.workers import Workers
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of, local_shard
@@ -36,7 +36,7 @@ class Row(NamedTuple):
   n: int  # gradient entries
   density: float  # of the entries that a sparse algorithm delivers
   rate: str  # of the links of the lab, or ""
-  gradients: str  # "recorded" or "normal"
+  gradients: str  # "recorded", "normal" or "zipf"
   pinned: bool  # whether each rank had a core of its own
   seconds: float  # median of one update; of the slowest worker in each step
   mean: float  # likewise
@@ -91,16 +91,19 @@ class Bench:
     repetitions: int,
     gradients: Any = None,
     watch: timing.Stopwatch | None = None,
+    kind: str = "recorded",
+    shapes: Callable[[int], Shapes] | None = None,
   ):
     self._workers, self._name, self._n, self._warm_up, self._repetitions = workers, engine, n, warm_up, repetitions
     self._engine = engine_of(workers.where, "workers")
     self._watch = watch or timing.Stopwatch(self._engine)
-    self._kind = "normal" if gradients is None else "recorded"
+    self._kind = "normal" if gradients is None else kind
+    self._shapes = shapes
     self._gradients = gradients or timing.gradients(self._engine, n)
 
   def row(self, spec: Spec, density: float, rate: str = "", pinned: bool = False) -> Row:
     """Times and checks one algorithm."""
-    collective = spec.sized(self._n)
+    collective = spec.sized(self._n, self._shapes)
     arithmetic, _ = timing.alone(self._engine, self._watch, collective, self._gradients(0), self._repetitions)
     messages = js.costs.count(collective, n=self._n, workers=self._workers.size).messages
     setting = (spec.label, self._name, self._workers.size, self._n, density, rate, self._kind, pinned)

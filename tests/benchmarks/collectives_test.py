@@ -12,7 +12,7 @@ import pytest
 
 import jaxsparse as js
 from benchmarks import recorded, specs, workers
-from benchmarks.collectives import updates
+from benchmarks.collectives import embedding, updates
 from jaxsparse.train import timing
 from jaxsparse.train.engine import engine_of
 from tests.benchmarks import commands
@@ -46,6 +46,25 @@ def test_what_needs_shapes_has_the_leaves_of_vgg16(label):
   cost = js.costs.predict(spec.name, n=params, workers=3, **spec.config)
   assert (row.checked, row.wrong, row.messages) == ("C R", 0, cost.messages)
   assert row.words <= cost.words
+
+
+def test_ids_follow_zipfs_law_and_the_rows_that_an_all_gather_loses_are_counted():
+  ids = embedding.draw(rows=40, workers=3, ids=2000, exponent=1.0)
+  shares = np.bincount(ids.ravel(), minlength=40) / ids.size
+  np.testing.assert_allclose(shares, 1 / np.arange(1, 41) / np.sum(1 / np.arange(1, 41)), rtol=0.1)
+  few = ids[:, :, :9]
+  n = 40 * embedding.WIDTH
+  make = embedding.gradients(engine_of(PLACE.where, "workers"), n, few)
+  touched = np.any(np.asarray(make(2)).reshape(3, 40, -1), 2)
+  assert [set(np.flatnonzero(worker)) for worker in touched] == [set(worker) for worker in few[2]]
+  bench = updates.Bench(PLACE, "sim", n, 2, 2, make, kind="zipf", shapes=embedding.shapes)
+  for capacity, is_right in ((9, True), (4, False)):
+    (spec,) = specs.parse([f"gathered_rows:capacity={capacity}"], 3)
+    timed = bench.updates(spec, spec.sized(n, embedding.shapes))
+    assert timed.words == [2 * capacity * (embedding.WIDTH + 1)] * 2
+    assert (timed.wrong == 0) == is_right
+  with pytest.raises(ValueError, match="gathered_rows: 5 leaves, choose --gradients=zipf"):
+    spec.sized(2000)
 
 
 def test_an_algorithm_with_a_period_is_timed_over_whole_ones():

@@ -7,6 +7,7 @@ from tests.benchmarks import commands
 REFUSED = {
   "collectives": [
     (["--rate=1gbit", "--engine=sim"], "--rate needs ranks that talk over a network"),
+    (["--gradients=zipf", "--n=100"], "error: --n=100: with --gradients=zipf give rows of 64 entries"),
     (["--pin", "--workers=1000"], "--pin takes a core for each rank: --workers=1000, but there are"),
   ],
   "controller": [(["--group_size=40"], "error: controller: group_size=40, choose a whole number from 2 to 32")],

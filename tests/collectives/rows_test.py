@@ -1,5 +1,7 @@
 """Whole rows of leaves, in numpy: exact where no worker has more rows than a message holds."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +28,9 @@ def as_rows(grads):
   return grads.reshape(*grads.shape[:2], -1)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, 3, 16])
 def test_equals_numpy(workers):
+  """Sixteen workers send most of the rows, whose owners then add them."""
   capacity, state = 7, None
   left = {name: np.zeros((workers, shape[0], int(np.prod(shape[1:]))), np.float32) for name, shape in SHAPES.items()}
   for step in range(3):
@@ -38,7 +41,9 @@ def test_equals_numpy(workers):
       total, left[name] = numpy_step(as_rows(grads[name]) + left[name], capacity)
       np.testing.assert_array_equal(out.total[name].reshape(total.shape), total)
       np.testing.assert_array_equal(out.residuals[name].reshape(left[name].shape), left[name])
-    assert int(out.metrics.words_sent) == (workers - 1) * (5 * 2 + 7 * 7 + 7 * 7)
+    sent = 5 * 2 + 7 * 7 + 7 * 7
+    by_owners = 5 + 7 + 7 + 2 * (1 + 3 * 6 + 1 * 6)  # ⌈rows / 16⌉ to each owner, and from each
+    assert int(out.metrics.words_sent) == (workers - 1) * (by_owners if workers == 16 else sent)
 
 
 def test_few_rows_arrive_exactly_and_others_do_not_move():
@@ -66,6 +71,65 @@ def test_few_rows_arrive_exactly_and_others_do_not_move():
   still = np.setdiff1d(np.arange(3000), sorted(touched))
   assert_same_bits(params["embedding"][still], jnp.ones((still.size, width)))
   assert int(js.metrics(state).words_sent) == (workers - 1) * 16 * (width + 1) + 12  # and those of the bias
+
+
+WORKERS, CAPACITY, WIDTH = 8, 200, 3
+OF_ALL = (WORKERS - 1) * CAPACITY * (WIDTH + 1)  # words of a step where every worker adds the rows of all
+
+
+def touching(numbers):
+  """Gradients f32[P, 3000, width] that are not zero in these rows of each worker, of very different magnitudes."""
+  grads = np.zeros((WORKERS, 3000, WIDTH), np.float32)
+  for worker, rows in enumerate(numbers):
+    grads[worker, rows] = normals(worker, len(rows), WIDTH) * 10.0 ** (np.arange(len(rows)) % 30 - 20)[:, None]
+  return grads
+
+
+def draw(most):
+  """200 different numbers below `most` of each worker."""
+  return [np.random.default_rng(worker).permutation(most)[:CAPACITY] for worker in range(WORKERS)]
+
+
+SAME, OTHERS = draw(400), draw(3000)
+# Of 480 rows worker 0 sends every eighth: all of one region, and more than a message of the split holds.
+CROWDED = [np.arange(0, 480, 8), *(np.arange(60 * worker, 60 * worker + 120) % 480 for worker in range(1, WORKERS))]
+
+
+@pytest.mark.parametrize(
+  ("numbers", "saves"),
+  [(SAME, True), (OTHERS, False), (CROWDED, False), ([[]] * WORKERS, True)],
+  ids=["same rows", "other rows", "crowded", "no rows"],
+)
+def test_owners_add_in_rank_order_where_that_saves_words(numbers, saves):
+  grads = touching(numbers)
+  out = js.simulate("rows", {"embedding": grads}, capacity=CAPACITY)
+  assert_same_bits(out.total["embedding"], functools.reduce(np.add, grads, np.zeros_like(grads[0])))
+  assert not np.any(out.residuals["embedding"])
+  touched = len(set().union(*numbers))
+  assert out.metrics.delivered == touched * WIDTH
+  needed = CAPACITY + WIDTH * (max(map(len, numbers)) + touched) / WORKERS  # of each worker to each, without any slack
+  words = int(out.metrics.words_sent)
+  assert (WORKERS - 1) * needed <= words <= 0.9 * OF_ALL if saves else words == OF_ALL
+
+
+def test_not_a_number_reaches_all_from_the_owner():
+  grads = touching(SAME)
+  grads[3, SAME[3][7], 1] = np.nan
+  out = js.simulate("rows", {"embedding": grads}, capacity=CAPACITY)
+  assert bool(out.metrics.skipped)
+  assert not np.any(out.total["embedding"])
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("optimizer", "moves"), [(optax.sgd, False), (optax.adagrad, False), (optax.adam, True)])
+def test_a_row_that_was_sent_once_moves_later_with_adam_only(optimizer, moves):
+  tx = optimizer(0.1)
+  params = jnp.ones((3, 2))
+  state = tx.init(params)
+  for row in (1, 2):
+    grads = jnp.zeros((1, 3, 2)).at[0, row].set(1.0)
+    update, state = tx.update(js.simulate("rows", {"w": grads}, capacity=1).total["w"], state, params)
+  assert np.any(update, 1).tolist() == [False, moves, True]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
