@@ -89,9 +89,9 @@ MODELS: dict[str, Callable[[Arrays], nn.Module]] = {
 }
 
 
-def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
   """The mean cross-entropy of a batch."""
-  return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten().long(), **options)
+  return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten().long())
 
 
 class Training:
@@ -125,12 +125,13 @@ class Training:
     self.times.append(end - start)
     self.rest.append(end - middle)
 
-  def loss(self) -> float:
-    """Of what is held out; a barrier too, so that no rank goes on while another one evaluates."""
+  def evaluate(self) -> tuple[float, float]:
+    """Loss and accuracy on what is held out; a barrier too, so that no rank goes on while another one evaluates."""
     with torch.no_grad():
-      parts = zip(*(values.split(PART) for values in self.held_out), strict=True)
-      total = sum(float(loss_of(self.model.module, *part, reduction="sum")) for part in parts)
-    return torch_ddp.most(total / self.held_out[1].numel())
+      logits = torch.cat([self.model.module(part) for part in self.held_out[0].split(PART)]).flatten(0, -2)
+    labels = self.held_out[1].flatten().long()
+    loss, accuracy = F.cross_entropy(logits, labels), (logits.argmax(-1) == labels).float().mean()
+    return torch_ddp.most(float(loss)), float(accuracy)
 
   def compute(self) -> float:
     """Median seconds of forward and backward without an exchange, all ranks at once; of the slowest rank."""
@@ -156,22 +157,24 @@ def train(label: str, setting: dict[str, Any], data: Arrays) -> dict[str, Any]:
   The clock stands still during evaluations and the first step, in which DistributedDataParallel begins.
   """
   training = Training(label, setting, data)
-  first, steps, seconds, losses = [training.loss()], list[int](), list[float](), list[float]()
-  sent = 0
-  while not steps or (steps[-1] < setting["most"] and (steps[-1] < setting["least"] or losses[-1] > setting["target"])):
+  first, steps, seconds = [training.evaluate()[0]], list[int](), list[float]()
+  losses, accuracies = list[float](), list[float]()
+  sent, target = 0, setting["target"]
+  while not steps or (steps[-1] < setting["most"] and (steps[-1] < setting["least"] or min(losses) > target)):
     before = torch_ddp.sent_bytes()
     training.step()
     sent += torch_ddp.sent_bytes() - before
     taken = len(training.times)
     if taken == 1:
-      first.append(training.loss())
+      first.append(training.evaluate()[0])
     if taken % setting["every"] == 0:
       steps.append(taken)
       seconds.append(torch_ddp.most(sum(training.times[1:])))
-      losses.append(training.loss())
-  bytes_a_step = torch_ddp.most(sent / len(training.times))
-  row = {"method": label, "first": first, "steps": steps, "seconds": seconds, "loss": losses, "bytes": bytes_a_step}
-  return row | {"pace": training.pace()}
+      loss, accuracy = training.evaluate()
+      losses.append(loss)
+      accuracies.append(accuracy)
+  row = {"method": label, "first": first, "steps": steps, "seconds": seconds, "loss": losses, "accuracy": accuracies}
+  return row | {"bytes": torch_ddp.most(sent / len(training.times)), "pace": training.pace()}
 
 
 def main() -> None:

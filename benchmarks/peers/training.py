@@ -89,7 +89,7 @@ def _rows_of(line: dict[str, Any], optimizer: recipes.Optimizer, seed: int, rate
   losses = [loss if math.isfinite(loss) else math.inf for loss in line["loss"]]
   key = f"DDP, {line['method']}", str(optimizer), seed
   if rate == netlab.UNSHAPED:
-    return [Curve(*key, line["steps"], losses, [math.nan] * len(losses), line["bytes"] / 4)]
+    return [Curve(*key, line["steps"], losses, line["accuracy"], line["bytes"] / 4)]
   pace = line["pace"]
   whole = Whole(*key, rate, line["steps"], line["seconds"], losses)
   parts = pace["seconds"], pace["compute"], pace["rest"], line["bytes"]

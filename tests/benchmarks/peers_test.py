@@ -91,7 +91,7 @@ if setting["rank"] == 0:
     for label in setting["methods"]:
       pace = {{"seconds": 0.3, "compute": 0.1, "rest": 0.02}}
       row = {{"method": label, "steps": [5, 10], "seconds": [1.0, 2.0], "loss": [1.5, setting["target"]]}}
-      file.write(json.dumps(row | {{"first": {first}, "bytes": 400.0, "pace": pace}}) + "\\n")
+      file.write(json.dumps(row | {{"first": {first}, "accuracy": [0.5, 0.6], "bytes": 400.0, "pace": pace}}) + "\\n")
 """
 
 
