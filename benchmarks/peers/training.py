@@ -50,7 +50,7 @@ def _recipe(results: Results, optimizer: recipes.Optimizer) -> recipes.Recipe:
   found = re.fullmatch(r"constant rate(?:, clipping at (\S+))?", text)
   if not found:
     raise ValueError(f"--race={results.path} has the recipe {text!r}: choose a constant rate without warm-up")
-  if optimizer.name != "adam" or {name for name, _ in optimizer.options} > {"b1"}:
+  if optimizer.name != "adam" or {name for name, _ in optimizer.options} - {"b1"}:
     raise ValueError(f"--optimizer={optimizer}: PyTorch's ranks have adam, with the option b1")
   return recipes.Recipe(optimizer, clip=float(found[1] or 0))
 

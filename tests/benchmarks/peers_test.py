@@ -159,11 +159,12 @@ def test_trainings_of_peers_become_rows_of_the_race_if_their_first_losses_are_ou
 
 
 def test_races_that_peers_cannot_join_are_refused(race):
-  (adam, sgd) = recipes.parse_optimizers(["adam:0.1", "sgd:0.1"], 0.1)
+  adam, sgd, eps = recipes.parse_optimizers(["adam:0.1", "sgd:0.1", "adam:0.1:eps=0.01"], 0.1)
   plan = training.Plan("python", ["dense"], "10mbit", steps=10, most=20, every=5)
   start = lambda optimizer, seed: training.train(race, registry.make("cnn"), plan, optimizer, seed)
-  with pytest.raises(ValueError, match="--optimizer=sgd:0.1: PyTorch's ranks have adam, with the option b1"):
-    start(sgd, 0)
+  for optimizer in (sgd, eps):
+    with pytest.raises(ValueError, match=f"--optimizer={optimizer}: PyTorch's ranks have adam, with the option b1"):
+      start(optimizer, 0)
   with pytest.raises(ValueError, match="race.json has no loss of dense after 10 steps from seed 7"):
     start(adam, 7)
   race.setting["recipe"] = "cosine rate over 10 steps"
