@@ -125,9 +125,12 @@ def device(part: str, name: str) -> str:
   return _of_rich("", {"": tables[part]()}, ["program", "algorithm"])
 
 
-def peers() -> str:
-  """Updates of PyTorch's DistributedDataParallel beside ours."""
-  found = json.loads((RESULTS / "peers.json").read_text())
+def peers(name: str = "peers", steps: str = "") -> str:
+  """Updates of PyTorch's DistributedDataParallel beside ours; or trainings of a race to dense's loss after `steps`."""
+  if steps:
+    trained = rows_of_peers.trained(_results(name), int(steps))
+    return _of_rich("", {"": rows_of_peers.trained_table(trained)}, ["optimizer"])
+  found = json.loads((RESULTS / f"{name}.json").read_text())
   return _of_rich("", {"": rows_of_peers.table([rows_of_peers.Row(**row) for row in found["rows"]])}, ["method"])
 
 

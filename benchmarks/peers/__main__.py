@@ -6,9 +6,16 @@ included, and every result checked. PyTorch has an environment of its own, of `m
 measured with every size of buckets, and the fastest counts. Rows go to peers.json; the exit status is 1 where a goal is
 missed.
 
+With --race it trains instead: PyTorch in the task of that race, from the same parameters and on the same batches; its
+losses before and behind the first step must be the race's. The race's file gets its rows: losses over steps at
+--rate=none, at other rates seconds to the loss that dense has after --steps. `benchmarks.race --parts=wholes` trains
+ours.
+
 Examples:
   python -m benchmarks.peers
   python -m benchmarks.peers --hosts=2 --rate=100mbit --model=gpt2 --ddp=powersgd:rank=4 --algorithms=powersgd,onebit
+  python -m benchmarks.race --task=lm_medium --results=out/lm.json --parts=curves --method=dense
+  python -m benchmarks.peers --race=out/lm.json --rate=100mbit --seed=0 --ddp=dense,powersgd:rank=4:start=30
 """
 
 import itertools
@@ -20,12 +27,16 @@ import tempfile
 from typing import Any
 
 import jax
+import rich.console
 from absl import flags
 
-from benchmarks import entry, netlab, report, specs, workers
+from benchmarks import entry, netlab, recipes, report, specs, workers
 from benchmarks.compiled.transformer import Transformer
-from benchmarks.peers import ddp, ours
+from benchmarks.peers import ddp, ours, training
 from benchmarks.peers import rows as rows_of
+from benchmarks.race.report import line
+from benchmarks.race.results import Results
+from benchmarks.tasks import registry
 from jaxsparse import launch
 
 MODELS = {
@@ -53,6 +64,12 @@ _DENSITY = flags.DEFINE_float("density", 0.01, "Of the entries that a sparse alg
 _ROUNDS = flags.DEFINE_integer("rounds", 2, "How often the programs alternate.", lower_bound=1)
 _REPETITIONS = flags.DEFINE_integer("repetitions", 5, "Timed updates of a method in each round.", lower_bound=1)
 _PYTHON = flags.DEFINE_string("python", ".venv-peers/bin/python", "The Python of PyTorch's environment.")
+_RACE = flags.DEFINE_string("race", None, "The file of a race: train in its task, instead of measuring updates.")
+_OPTIMIZER = flags.DEFINE_multi_string("optimizer", ["adam:0.001"], "Of trainings: adam, its rate and b1.")
+_STEPS = flags.DEFINE_integer("steps", 300, "Of trainings: steps of dense whose loss is the target.", lower_bound=1)
+_MOST = flags.DEFINE_integer("most", 600, "Of trainings: steps after which a method gives up.", lower_bound=1)
+_EVERY = flags.DEFINE_integer("every", 20, "Of trainings: steps from one evaluation to the next.", lower_bound=1)
+_SEED = entry.define_seeds([0, 1, 2])
 _CACHE_DIR = entry.define_cache_dir()
 _REPORT_DIR = entry.define_report_dir("peers.json")
 _SETTING = flags.DEFINE_string("setting", None, "Internal: what a rank of ours measures, as JSON.")
@@ -87,8 +104,36 @@ def _measure(model: str, hosts: int, rate: str) -> list[rows_of.Row]:
   return rows_of.fastest(rows_of.row_of((model, hosts, rate), *key, lines) for key, lines in found.items())
 
 
+def _measure_all(console: rich.console.Console, path: pathlib.Path) -> list[report.Goal]:
+  """All methods in every network."""
+  for hosts in _HOSTS.value:
+    specs.parse(_ALGORITHMS.value, hosts, density=_DENSITY.value)
+  rows = list[rows_of.Row]()
+  for network in itertools.product(_MODEL.value, _HOSTS.value, _RATE.value):
+    rows += _measure(*network)
+    console.print(rows_of.table([row for row in rows if rows_of.network_of(row) == network]))
+    report.keep(path, {"command": sys.argv[1:], "bucket": _BUCKET.value}, {"rows": [row._asdict() for row in rows]})
+  return rows_of.goals(rows)
+
+
+def _train(console: rich.console.Console, path: pathlib.Path) -> list[report.Goal]:
+  """Trains with every method, optimizer and seed at every rate, adds the rows to the race's, and shows all of it."""
+  results = Results(path, None)
+  task = registry.make(training.task_of(results))
+  for optimizer in recipes.parse_optimizers(_OPTIMIZER.value, rate=0.001):
+    for seed, rate in itertools.product(_SEED.value, _RATE.value):
+      plan = training.Plan(_PYTHON.value, _DDP.value, rate, _STEPS.value, _MOST.value, _EVERY.value)
+      for row in training.train(results, task, plan, optimizer, seed):
+        results.add(row)
+        console.print(line(row), highlight=False, soft_wrap=True)
+  found = rows_of.trained(results, _STEPS.value)
+  if found:
+    console.print(rows_of.trained_table(found))
+  return rows_of.trained_goals(found)
+
+
 def main() -> None:
-  """Measures every network, and reports."""
+  """Measures every network, or trains, and reports."""
   if _SETTING.value:
     ours.measure(json.loads(_SETTING.value))
     return
@@ -96,15 +141,8 @@ def main() -> None:
     raise ValueError("the lab starts its own ranks: run this as one program")
   if not pathlib.Path(_PYTHON.value).exists():
     raise ValueError(f"--python={_PYTHON.value}: there is none, `make peers` makes an environment with PyTorch")
-  for hosts in _HOSTS.value:
-    specs.parse(_ALGORITHMS.value, hosts, density=_DENSITY.value)
-  console, rows = workers.make_console(), list[rows_of.Row]()
-  path = pathlib.Path(_REPORT_DIR.value) / "peers.json"
-  for network in itertools.product(_MODEL.value, _HOSTS.value, _RATE.value):
-    rows += _measure(*network)
-    console.print(rows_of.table([row for row in rows if rows_of.network_of(row) == network]))
-    report.keep(path, {"command": sys.argv[1:], "bucket": _BUCKET.value}, {"rows": [row._asdict() for row in rows]})
-  found = rows_of.goals(rows)
+  console, path = workers.make_console(), pathlib.Path(_RACE.value or f"{_REPORT_DIR.value}/peers.json")
+  found = _train(console, path) if _RACE.value else _measure_all(console, path)
   report.say(found, console)
   console.print(f"rows: {path}", soft_wrap=True)
   sys.exit(any(goal.met is False for goal in found))

@@ -23,12 +23,15 @@ def in_buckets(methods: Sequence[str], sizes: Sequence[int]) -> list[str]:
   return [f"{method}:bucket={size}" for method in methods for size in buckets(method)]
 
 
-def run(hosts: Sequence[Host], python: str, setting: dict[str, Any]) -> None:
+def run(hosts: Sequence[Host], python: str, setting: dict[str, Any], program: str = "torch_ddp.py") -> None:
   """Runs PyTorch's ranks, which append their rows; raises RuntimeError if one fails."""
-  program = pathlib.Path(__file__).with_name("torch_ddp.py")
   threads = max(1, len(os.sched_getaffinity(0)) // len(hosts))
   own = {"address": hosts[0].address, "port": _PORT, "threads": threads}
-  command = lambda rank: [python, str(program), json.dumps(setting | own | {"rank": rank})]
+  command = lambda rank: [
+    python,
+    str(pathlib.Path(__file__).with_name(program)),
+    json.dumps(setting | own | {"rank": rank}),
+  ]
   ranks = [subprocess.Popen([*host.enter, *command(rank)]) for rank, host in enumerate(hosts)]
   try:
     statuses = [rank.wait(_PATIENCE) for rank in ranks]

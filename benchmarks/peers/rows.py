@@ -1,5 +1,6 @@
-"""The rows of `benchmarks.peers`, their table and their goals."""
+"""The rows of `benchmarks.peers`, of updates and of trainings, their tables and their goals."""
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,10 @@ from typing import Any, NamedTuple
 import rich.table
 
 from benchmarks import netlab, report
+from benchmarks.race.report import PACE, slow_first
+from benchmarks.race.report import milliseconds as parts_of
+from benchmarks.race.results import Pace, Results, Whole
+from benchmarks.race.standings import Target, crossing
 
 _ROUNDING = {"fp16": 2**-10, "powersgd": 2**-14}  # of peers' results, relative to the norm of the mean; else 2⁻¹⁶
 
@@ -93,4 +98,73 @@ def goals(rows: Sequence[Row]) -> list[report.Goal]:
         ratios = row.seconds / peer.seconds, row.bytes / peer.bytes
         found.append(report.goal(f"{name}: PowerSGD, {row.program}, ms / DDP's ≤ 0.4", ratios[0], most=0.4))
         found.append(report.goal(f"{name}: PowerSGD, {row.program}, bytes / DDP's ≤ 1", ratios[1], most=1.005))
+  return found
+
+
+class Trained(NamedTuple):
+  """Whole trainings of a method with one optimizer, from several seeds, on links of one rate."""
+
+  rate: str  # of the links
+  method: str  # "DDP, …" of a peer
+  optimizer: str  # name, rate and options
+  seconds: report.Spread | None  # to dense's loss
+  steps: report.Spread | None  # to dense's loss
+  pace: Pace | None  # seconds a step and their parts, None where they were not measured
+
+  @property
+  def is_peer(self) -> bool:
+    """Whether it is one of DistributedDataParallel."""
+    return self.method.startswith("DDP, ")
+
+
+def trained(results: Results, steps: int) -> list[Trained]:
+  """The trainings of a race and its peers to dense's loss after so many steps, the fastest at a rate first."""
+  targets, groups = Target(steps).of_seeds(results), dict[tuple[str, str, str], list[Whole]]()
+  for whole in results.rows["wholes"]:
+    groups.setdefault((whole.rate, whole.method, whole.optimizer), []).append(whole)
+  found = []
+  for key, wholes in groups.items():
+    ends = {one.seed: one for one in wholes}
+    spread = lambda along, ends=ends: report.Spread.of(
+      [crossing(ends[seed], loss, along) if seed in ends else None for seed, loss in targets.items()]
+    )
+    found.append(Trained(*key, spread("seconds"), spread("steps"), results.pace_of(wholes[0], key[0])))
+  rates = slow_first(one.rate for one in found)
+  return sorted(found, key=lambda one: (rates.index(one.rate), _mean(one)))
+
+
+def _mean(one: Trained) -> float:
+  """Seconds, infinite where a seed did not get to the target."""
+  return one.seconds.mean if one.seconds and not one.seconds.missing else math.inf
+
+
+def _best(rows: Sequence[Trained], rate: str, is_peer: bool) -> Trained | None:
+  """The fastest of ours or of the peers at a rate that reaches the target from every seed."""
+  return next((row for row in rows if (row.rate, row.is_peer) == (rate, is_peer) and math.isfinite(_mean(row))), None)
+
+
+def trained_table(rows: Sequence[Trained]) -> rich.table.Table:
+  """Seconds to dense's loss; × of the fastest peer at the same rate."""
+  lines = []
+  for row in rows:
+    best = _best(rows, row.rate, is_peer=True)
+    ratio = report.ratio(_mean(row), best and _mean(best)) if math.isfinite(_mean(row)) else "–"
+    lines.append([row.rate, row.method, row.optimizer, report.number(row.seconds, ",.1f"), ratio])
+    lines[-1] += [report.number(row.steps, ",.0f"), parts_of(row.pace)]
+    lines[-1] += [report.number(row.pace and row.pace.bytes / 1e6, ",.3f")]
+  heads = ["rate", "method", "optimizer", "seconds", "× best of DDP", "steps", PACE, "MB a step"]
+  caption = (
+    "MB: of the interface of the host that sent most; (1 missing): of a seed that was not trained, or not as far"
+  )
+  return report.table("to dense's loss", heads, lines, text=3, caption=caption, wraps=[*heads[:3], PACE])
+
+
+def trained_goals(rows: Sequence[Trained]) -> list[report.Goal]:
+  """Ours has dense's loss twice as soon as the fastest peer."""
+  found = []
+  for rate in dict.fromkeys(row.rate for row in rows):
+    own, peer = (_best(rows, rate, is_peer) for is_peer in (False, True))
+    if own and peer:
+      what = f"{rate}: seconds to dense's loss, {own.method} / {peer.method} ≤ 0.5"
+      found.append(report.goal(what, _mean(own) / _mean(peer), most=0.5))
   return found

@@ -68,22 +68,35 @@ def most(value: float) -> float:
   return float(found)
 
 
+def parallel(module: torch.nn.Module, label: str) -> tuple[DistributedDataParallel, Any]:
+  """The module under a method, and the state of PowerSGD's hook or None.
+
+  A method is "dense", "fp16" or "powersgd:rank=4:start=2:batched=1", with `bucket=25`, the MB of a bucket; `start` is
+  the first step that PowerSGD compresses, `batched` whether it works on matrices of the same shape together.
+  """
+  name, *pairs = label.split(":")
+  options = {key: int(value) for key, value in (pair.split("=") for pair in pairs)}
+  size = options.get("bucket", 1000 if name == "powersgd" else 25)
+  model = DistributedDataParallel(module, bucket_cap_mb=size, gradient_as_bucket_view=True)
+  state = None
+  if name == "powersgd":
+    state = powerSGD_hook.PowerSGDState(
+      None,
+      matrix_approximation_rank=options.get("rank", 4),
+      start_powerSGD_iter=options.get("start", 2),
+      batch_tensors_with_same_shape=bool(options.get("batched", 0)),
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+  elif name == "fp16":  # that of bfloat16 needs NCCL
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+  return model, state
+
+
 class Method:
-  """A method "dense", "fp16" or "powersgd:rank=4", with `bucket=25`, the MB of a bucket."""
+  """The exchange of given gradients by a method."""
 
   def __init__(self, label: str, shapes: list[list[int]]):
-    name, *options = label.split(":")
-    self.options = dict(option.split("=") for option in options)
-    self.model = DistributedDataParallel(
-      Model(shapes), bucket_cap_mb=int(self.options.get("bucket", 25)), gradient_as_bucket_view=True
-    )
-    self.state = None
-    if name == "powersgd":
-      rank = int(self.options.get("rank", 4))
-      self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-      self.model.register_comm_hook(self.state, powerSGD_hook.powerSGD_hook)
-    elif name == "fp16":  # that of bfloat16 needs NCCL
-      self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    self.model, self.state = parallel(Model(shapes), label)
 
   def update(self, grads: list[torch.Tensor]) -> None:
     """One exchange; the parameters' `grad` are the mean."""
@@ -134,13 +147,19 @@ def measure(label: str, setting: dict[str, Any], grads: list[torch.Tensor], mean
   return {"method": label, "seconds": seconds, "bytes": sent, "wrong": wrong}
 
 
-def main() -> None:
-  """Measures all methods of the setting."""
+def join() -> dict[str, Any]:
+  """The setting, in a rank that has joined the others."""
   setting = json.loads(sys.argv[1])
   os.environ.update(MASTER_ADDR=setting["address"], MASTER_PORT=str(setting["port"]))
   torch.set_num_threads(setting["threads"])
   limit = datetime.timedelta(seconds=PATIENCE)
   dist.init_process_group("gloo", rank=setting["rank"], world_size=setting["size"], timeout=limit)
+  return setting
+
+
+def main() -> None:
+  """Measures all methods of the setting."""
+  setting = join()
   grads = gradients(setting["shapes"], setting["rank"])
   mean = sum(torch.cat([x.flatten() for x in gradients(setting["shapes"], rank)]) for rank in range(setting["size"]))
   mean /= setting["size"]

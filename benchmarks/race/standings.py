@@ -59,14 +59,15 @@ class Point(NamedTuple):
   drift: float  # the largest distance of the workers' parameters to their mean
 
 
-def crossing(curve: Curve | Whole, target: float) -> float | None:
-  """The first step at which the loss is at most `target`, interpolated between evaluations; None if it never is."""
+def crossing(curve: Curve | Whole, target: float, along: str = "steps") -> float | None:
+  """The first step, or second of `along`, at which the loss is at most `target`, interpolated; None if it never is."""
   first = next((number for number, loss in enumerate(curve.loss) if loss <= target), None)
   if first is None:
     return None
+  axis = getattr(curve, along)
   if not first or math.isinf(curve.loss[first - 1]):
-    return float(curve.steps[first])
-  return float(np.interp(target, curve.loss[first - 1 : first + 1][::-1], curve.steps[first - 1 : first + 1][::-1]))
+    return float(axis[first])
+  return float(np.interp(target, curve.loss[first - 1 : first + 1][::-1], axis[first - 1 : first + 1][::-1]))
 
 
 def loss_after(curve: Curve, steps: float) -> float | None:

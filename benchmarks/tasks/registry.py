@@ -1,10 +1,10 @@
 """The tasks of `benchmarks.race` by name."""
 
-from benchmarks.tasks import images, lm
+from benchmarks.tasks import data, images, lm
 from benchmarks.tasks.base import Task
 
 TEXTS = {"lm": lm.large, "lm_medium": lm.medium, "lm_wide": lm.wide, "lstm": lm.recurrent, "bert": lm.masked}
-IMAGES = tuple(images.NETWORKS)
+IMAGES = (*images.NETWORKS, *images.SMALL)
 
 
 def make(name: str, data_dir: str | None = None) -> Task:
@@ -13,4 +13,6 @@ def make(name: str, data_dir: str | None = None) -> Task:
     if data_dir:
       raise ValueError(f"--data_dir={data_dir} is for tasks on images, {', '.join(IMAGES)}; --task={name} has a text")
     return TEXTS[name]()
+  if name in images.SMALL:
+    return images.make_small(name, data.load("cifar10" if data_dir else "digits", data_dir))
   return images.make(name, data_dir)

@@ -53,7 +53,7 @@ REFUSED = {
     (["--preset=spardl-fig6c", "--task=lm"], "--task=lm: --preset=spardl-fig6c trains resnet20"),
     (["--parts=curves", f"--report_dir={__file__}"], __file__),
     (["--task=fnn3", "--parts=curves", "--data_dir=/nowhere"], "/nowhere has no data_batch_1"),
-    (["--parts=curves", "--data_dir=/nowhere"], "is for tasks on images, resnet20, vgg16, fnn3; --task=lm has a text"),
+    (["--parts=curves", "--data_dir=/nowhere"], "is for tasks on images, resnet20, vgg16, fnn3, cnn, mlp; --task"),
   ],
   "rounds": [(["--parts=races"], "--parts=['races']: choose from goodput, faults, synchronous, hidden, race")],
   "scale": [(["--workers=8,1"], "flag --workers=8,1: ")],
