@@ -26,7 +26,7 @@ from absl import flags, logging
 
 from benchmarks import entry, report, tables, workers
 from benchmarks.thousands import load, processes, simulation
-from benchmarks.thousands.simulation import Setting
+from benchmarks.thousands.members import Setting
 
 _ALL = ["simulated", "levels", "server", "processes"]
 _GOAL = 0.9  # goodput of 1,000 workers of which each fails once an hour
@@ -35,6 +35,7 @@ _WORKERS = entry.define_numbers("workers", [100, 1000, 10_000], "P of simulated 
 _FAILURES = entry.define_numbers("failures", [1.0], "Failures of a worker in an hour.", flags.FloatParser(0.0))
 _SECONDS = flags.DEFINE_float("seconds", 1800, "Virtual seconds that are measured.", lower_bound=1)
 _INTERVAL = flags.DEFINE_float("interval", 60, "Virtual seconds from a round to the next one: H steps.", lower_bound=1)
+_QUORUM = flags.DEFINE_float("quorum", 0.5, "K / P.", lower_bound=0.0, upper_bound=1.0)
 _COLLECTIVE = flags.DEFINE_string("collective", "onebit", "Of the rounds that are simulated.")
 _ENTRIES = flags.DEFINE_integer("n", 10_000_000, "Entries of their model.", lower_bound=1)
 _JOINING = flags.DEFINE_integer("joining", 200, "Workers that join a real server at once.", lower_bound=2)
@@ -53,6 +54,7 @@ def _settings() -> Iterator[Setting]:
   for size in _WORKERS.value:
     for failures in _FAILURES.value:
       options: dict[str, Any] = {"entries": _ENTRIES.value, "collective": _COLLECTIVE.value, "seed": _SEED.value}
+      options["quorum"] = _QUORUM.value
       yield Setting(size, failures, _SECONDS.value, _INTERVAL.value, **options)
 
 
@@ -90,7 +92,7 @@ def main() -> None:
   console = workers.make_console(stderr=_JSON.value)
   path = pathlib.Path(_REPORT_DIR.value, "thousands.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
-  key = lambda row: [row.get(name) for name in ("workers", "failures", "interval", "collective", "entries")]
+  key = lambda row: [row.get(name) for name in ("workers", "failures", "interval", "quorum", "collective", "entries")]
   for part, make in {"simulated": _simulated, "levels": _levels, "server": _server, "processes": _processes}.items():
     for row in make() if part in _PARTS.value else ():
       row = json.loads(json.dumps(report.rounded(report.plain(row))))

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jaxsparse as js
-from benchmarks.thousands.simulation import Link, Member, Setting, Simulation
+from benchmarks.thousands.members import Link, Member, Setting
+from benchmarks.thousands.simulation import Simulation
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.messages import Signal, WorkerMessage
 from jaxsparse.partial.rounds import status

@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import os
 import pathlib
 import statistics
 import time
@@ -55,6 +56,7 @@ def _work(address: str, number: int, rounds: int, pipe: Connection) -> None:
 
 def measure(workers: int, rounds: int) -> Outcome:
   """Rounds of so many processes; RuntimeError if one of them ends."""
+  os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of the workers: all compile at the same time
   context = multiprocessing.get_context("forkserver")
   context.set_forkserver_preload([__name__])
   with js.partial.Server(js.partial.Quorum(workers, quorum=workers // 2 + 1, grace=5.0), limit=60.0) as server:

@@ -9,12 +9,14 @@ from benchmarks.report import number, table
 
 Row = dict[str, Any]
 Column = Callable[[Row], str]
-_plain = lambda name, form="", times=1.0: lambda row: number(None if row[name] is None else times * row[name], form)
+_plain = lambda name, form="": lambda row: number(row[name], form)
+_kilo = lambda name: lambda row: f"{row[name] / 1000:,.0f}"
 _last = lambda name, form=",.0f": lambda row: " / ".join(f"{value:{form}}" for value in row[name])
 
 _SIMULATED: Mapping[str, Column] = {
   "workers": _plain("workers", ",.0f"),
   "failures an hour": _plain("failures", "g"),
+  "K / P": _plain("quorum"),
   "goodput": _plain("goodput", ".1%"),
   "lockstep": _plain("lockstep", ".1%"),
   "s a round": _plain("round", ".0f"),
@@ -23,8 +25,8 @@ _SIMULATED: Mapping[str, Column] = {
   "members": _plain("members", ".0%"),
   "server, messages/s in": _plain("messages_in", ",.0f"),
   "out": _plain("messages_out", ",.0f"),
-  "kB/s in": _plain("bytes_in", ",.0f", 1e-3),
-  "kB/s out": _plain("bytes_out", ",.0f", 1e-3),
+  "kB/s in": _kilo("bytes_in"),
+  "kB/s out": _kilo("bytes_out"),
   "core": _plain("cpu", ".1%"),
   "MB": _plain("memory", ".1f"),
 }

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from benchmarks.thousands import load, report, simulation
-from benchmarks.thousands.simulation import Link, Setting, Simulation
+from benchmarks.thousands.members import Exchange, Link, Setting
+from benchmarks.thousands.simulation import Simulation
 from benchmarks.thousands.timeline import Timeline
 from jaxsparse.partial.net.messages import Group
 from tests.benchmarks.commands import result_of
@@ -66,7 +67,7 @@ def test_the_slowest_link_and_the_number_of_messages_make_an_exchange():
     cost = network.cost(8)
     assert cost.messages == messages
     assert words in (None, cost.words)
-    found = simulation.Exchange(network, group).seconds
+    found = Exchange(network, group).seconds
     assert found == pytest.approx(stages * 2 * 0.1 + messages * 50e-6 + 4 * cost.words / 1e5)
 
 
