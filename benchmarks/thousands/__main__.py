@@ -3,7 +3,8 @@ r"""How many workers rounds hold: thousands on paper, 200 at a real server, 32 i
 --parts chooses what is measured:
 
     simulated   --workers with the real protocol in virtual time, beside lockstep: goodput, messages, CPU of the server
-    levels      the same in groups of √P, each with a server of its own, and rounds of one delegate of each
+    state       of the server of so many: its memory, CPU time, and the messages that begin a round
+    levels      the first in groups of √P, each with a server of its own, and rounds of one delegate of each
     server      200 real connections that join at once, then rounds of 64 while workers come and go
     processes   32 processes of `js.partial.Rounds`
 
@@ -25,13 +26,13 @@ from typing import Any
 from absl import flags, logging
 
 from benchmarks import entry, report, tables, workers
-from benchmarks.thousands import load, processes, simulation
+from benchmarks.thousands import load, processes, simulation, state
 from benchmarks.thousands.members import Setting
 
-_ALL = ["simulated", "levels", "server", "processes"]
+_ALL = ["simulated", "state", "levels", "server", "processes"]
 _GOAL = 0.9  # goodput of 1,000 workers of which each fails once an hour
 _PARTS = flags.DEFINE_list("parts", _ALL, f"What to measure: {', '.join(_ALL)}.")
-_WORKERS = entry.define_numbers("workers", [100, 1000, 10_000], "P of simulated and levels.")
+_WORKERS = entry.define_numbers("workers", [100, 1000, 10_000], "P of simulated, state and levels.")
 _FAILURES = entry.define_numbers("failures", [1.0], "Failures of a worker in an hour.", flags.FloatParser(0.0))
 _SECONDS = flags.DEFINE_float("seconds", 1800, "Virtual seconds that are measured.", lower_bound=1)
 _INTERVAL = flags.DEFINE_float("interval", 60, "Virtual seconds from a round to the next one: H steps.", lower_bound=1)
@@ -62,8 +63,13 @@ def _simulated() -> Iterator[Any]:
   for setting in _settings():
     begin = time.process_time()
     found = simulation.simulate(setting)
-    beside = {"lockstep": simulation.lockstep(setting), "memory": simulation.measure_memory(setting.workers)}
+    beside = {"lockstep": simulation.lockstep(setting)}
     yield setting._asdict() | found._asdict() | beside | {"simulating": time.process_time() - begin}
+
+
+def _state() -> Iterator[Any]:
+  for size in _WORKERS.value:
+    yield state.measure(size)._asdict()
 
 
 def _levels() -> Iterator[Any]:
@@ -93,7 +99,8 @@ def main() -> None:
   path = pathlib.Path(_REPORT_DIR.value, "thousands.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
   key = lambda row: [row.get(name) for name in ("workers", "failures", "interval", "quorum", "collective", "entries")]
-  for part, make in {"simulated": _simulated, "levels": _levels, "server": _server, "processes": _processes}.items():
+  makers = _simulated, _state, _levels, _server, _processes
+  for part, make in zip(_ALL, makers, strict=True):
     for row in make() if part in _PARTS.value else ():
       row = json.loads(json.dumps(report.rounded(report.plain(row))))
       result[part] = [other for other in result.get(part, []) if key(other) != key(row)] + [row]

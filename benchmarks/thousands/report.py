@@ -28,7 +28,13 @@ _SIMULATED: Mapping[str, Column] = {
   "kB/s in": _kilo("bytes_in"),
   "kB/s out": _kilo("bytes_out"),
   "core": _plain("cpu", ".1%"),
-  "MB": _plain("memory", ".1f"),
+}
+_STATE: Mapping[str, Column] = {
+  "workers": _plain("workers", ",.0f"),
+  "MB of the server": _plain("memory", ".1f"),
+  "µs of CPU a message": lambda row: f"{1e6 * row['cpu_event']:.0f}",
+  "bytes that begin the first round, to each": _plain("first", ",.0f"),
+  "the next": _plain("later", ",.0f"),
 }
 _LEVELS: Mapping[str, Column] = {
   "workers": _plain("workers", ",.0f"),
@@ -68,6 +74,8 @@ _PROCESSES: Mapping[str, Column] = {
 
 def make(part: str, rows: list[Row]) -> rich.table.Table:
   """The table of a part, by the number of workers."""
-  columns = {"simulated": _SIMULATED, "levels": _LEVELS, "server": _SERVER, "processes": _PROCESSES}[part]
+  columns = {"simulated": _SIMULATED, "state": _STATE, "levels": _LEVELS, "server": _SERVER, "processes": _PROCESSES}[
+    part
+  ]
   ordered = sorted(rows, key=lambda row: (row["workers"], row.get("failures", 0)))
   return table("", list(columns), [[cell(row) for cell in columns.values()] for row in ordered])

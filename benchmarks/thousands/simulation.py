@@ -8,7 +8,6 @@ lost. What a worker trains is measured in seconds, and delivered by the rounds t
 import collections
 import math
 import time
-import tracemalloc
 from random import Random
 from typing import Any, NamedTuple
 
@@ -17,10 +16,8 @@ import numpy as np
 import jaxsparse as js
 from benchmarks.thousands.members import STALLED, Exchange, Link, Member, Setting
 from benchmarks.thousands.virtual import Connection, VirtualNetwork
-from jaxsparse.partial.net.membership import Members
-from jaxsparse.partial.net.messages import Answer, Group, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import Answer, Group, ServerMessage, WorkerMessage
 from jaxsparse.partial.rounds.quorum import Quorum
-from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 
 _TICK = 0.1  # seconds between two ticks of the server, and half of those of a worker
 _LATENCIES = 0.5e-3, 100e-3  # seconds from a worker to the backbone: between two workers 1 to 200 ms
@@ -246,21 +243,6 @@ def simulate(setting: Setting) -> Result:
   network.restart_counts()
   network.run(setting.seconds)
   return network.result()
-
-
-def measure_memory(workers: int) -> float:
-  """MB of Python objects of a server, at which so many workers are and are ready for their first round."""
-  tracemalloc.start()
-  members = Members(RoundMember, lambda *_: True, 5.0, 0.0)
-  server = RoundServer(Quorum(workers, quorum=1), members)
-  for worker in range(workers):
-    connection = worker.to_bytes(5, "big")
-    hello = Signal(WorkerMessage.HELLO, worker, 0, f"tcp://10.0.0.1:{worker + 1}")
-    for signal in (hello, Signal(WorkerMessage.READY, worker, 1)):
-      server.receive(connection, [signal.pack()], 0.0)
-  used, _ = tracemalloc.get_traced_memory()
-  tracemalloc.stop()
-  return used / 1e6
 
 
 def lockstep(setting: Setting, checkpoint: float = 1.0) -> float:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks.thousands import load, report, simulation
+from benchmarks.thousands import load, report, simulation, state
 from benchmarks.thousands.members import Exchange, Link, Setting
 from benchmarks.thousands.simulation import Simulation
 from benchmarks.thousands.timeline import Timeline
@@ -71,6 +71,13 @@ def test_the_slowest_link_and_the_number_of_messages_make_an_exchange():
     assert found == pytest.approx(stages * 2 * 0.1 + messages * 50e-6 + 4 * cost.words / 1e5)
 
 
+def test_memory_and_the_message_that_begins_a_round_grow_with_the_number_of_workers_and_no_faster():
+  few, many = (state.measure(workers) for workers in (50, 800))
+  assert many.memory < 16 * 1.2 * few.memory
+  assert many.first < 16 * 1.2 * few.first
+  assert many.later < 1.2 * few.later
+
+
 def test_lockstep_is_daly():
   """Of rare failures the best interval is √(2 c / Λ): half of what is lost are checkpoints, half steps done again."""
   setting = Setting(100, 0.01, 0, restart=0, together=0)
@@ -97,7 +104,7 @@ def test_a_server_keeps_nothing_of_workers_that_came_and_went():
 def test_the_command(tmp_path):
   small = "--workers=9", "--seconds=300", "--n=1000", "--processes=2", "--rounds=2", "--joining=6", "--members=4"
   found = result_of("thousands", *small, "--churn=3", f"--report_dir={tmp_path}")
-  assert set(found) == {"simulated", "levels", "server", "processes"}
+  assert set(found) == {"simulated", "state", "levels", "server", "processes"}
   assert found["processes"][0]["equal"]
   assert found["simulated"][0]["lockstep"] < found["simulated"][0]["goodput"] <= 1.02
   for part, rows in found.items():
