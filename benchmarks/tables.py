@@ -35,6 +35,7 @@ from benchmarks.race.results import Results
 from benchmarks.race.standings import DENSE, Target, standings
 from benchmarks.report import means, number
 from benchmarks.rounds import report as rounds_report
+from benchmarks.thousands import report as rows_of_thousands
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -207,6 +208,12 @@ def rounds(part: str, folder: str = str(RESULTS)) -> str:
   return _of_rich("", {"": rounds_report.make(part, found)})
 
 
+def thousands(part: str, folder: str = str(RESULTS)) -> str:
+  """Rounds of many workers: `simulated`, in two `levels`, at a real `server`, in real `processes`."""
+  found = json.loads(pathlib.Path(folder, "thousands.json").read_text())[part]
+  return _of_rich("", {"": rows_of_thousands.make(part, found)})
+
+
 def heterogeneous(*parts: str) -> str:
   """Parts of the comparison in virtual time as `benchmarks.heterogeneous` prints them, or `speed_ups` over a worker."""
   rows = virtual.from_json(json.loads((RESULTS / "heterogeneous.json").read_text())["rows"])
@@ -314,7 +321,7 @@ def wire() -> str:
 _SIMPLE = (kept, race, paces, wholes, losses, runs, papers, trainers, verdicts, summary, wire, peers)
 TABLES = {
   function.__name__: function
-  for function in (*_SIMPLE, elastic, late, rounds, heterogeneous, contention, compiled, device)
+  for function in (*_SIMPLE, elastic, late, rounds, thousands, heterogeneous, contention, compiled, device)
 }
 
 

@@ -28,7 +28,7 @@ def main() -> None:
   kind = parser.add_mutually_exclusive_group(required=True).add_argument
   kind("--group_size", type=int, default=argparse.SUPPRESS, help="number of workers in a group, P")
   kind("--quorum", type=int, default=argparse.SUPPRESS, help="number of workers that a round takes, K")
-  add("--grace", type=float, default=argparse.SUPPRESS, help="seconds that a worker waits for more than K; default 2")
+  add("--grace", type=float, default=argparse.SUPPRESS, help="seconds that K workers wait for more; default 2")
   weights = "of models in an average of a group; default constant"
   add("--weights", choices=("constant", "dynamic"), default=argparse.SUPPRESS, help=weights)
   add("--decay", type=float, default=argparse.SUPPRESS, help="of dynamic weights, in [0, 1); default 0.5")

@@ -100,13 +100,11 @@ class Server:
       self._network.close(linger=0)
 
   def _send(self, connection: bytes, frame: bytes) -> bool:
-    """Sends without waiting; whether the connection is there. A worker that does not read is dropped soon."""
+    """Sends without waiting; whether the connection is there, and its worker reads."""
     try:
       self._socket.send_multipart([connection, frame], zmq.NOBLOCK)
-    except zmq.Again:
-      pass
     except zmq.ZMQError as error:
-      if error.errno != zmq.EHOSTUNREACH:
+      if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
         raise
       return False
     return True

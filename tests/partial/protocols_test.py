@@ -4,14 +4,12 @@ Real `GroupProtocol`s and a real `GroupServer` exchange real bytes with the serv
 simulated. Whatever the schedule: every living worker ends its training, and no average mixes pieces of two groups.
 """
 
-import heapq
-import itertools
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsparse as js
+from benchmarks.thousands.timeline import Timeline
 from jaxsparse.partial.groups.protocol import GroupProtocol, Model, Request
 from jaxsparse.partial.groups.server import GroupMember, GroupServer
 from jaxsparse.partial.net import messages
@@ -92,14 +90,14 @@ class Process:
       self.failed = True
 
 
-class Network:
-  """Channels that keep their order, each message at most `LATENCY` late."""
+class Network(Timeline):
+  """Each message is at most `LATENCY` late."""
 
   kind = Process
 
   def __init__(self, random, workers, size, entries):
-    self.random, self.workers, self.size, self.entries = random, workers, size, entries
-    self.now, self.serial, self.events, self.arrivals, self.processes = 0.0, itertools.count(), [], {}, []
+    super().__init__()
+    self.random, self.workers, self.size, self.entries, self.processes = random, workers, size, entries, []
     self.serve()
     for number in range(workers):
       self.processes.append(self.kind(self, number))
@@ -107,13 +105,8 @@ class Network:
   def living(self):
     return [process for process in self.processes if process.lives]
 
-  def at(self, time, receiver, deliver, *content):
-    """Calls `deliver(*content)` at this time, or later if the receiver is suspended then."""
-    heapq.heappush(self.events, (time, next(self.serial), receiver, deliver, content))
-
-  def post(self, channel, receiver, deliver, *content):
-    self.arrivals[channel] = max(self.arrivals.get(channel, 0.0), self.now + LATENCY * self.random.random())
-    self.at(self.arrivals[channel], receiver, deliver, *content)
+  def delay(self, channel, size):
+    return LATENCY * self.random.random()
 
   def send(self, connection, frame):
     process = self.processes[connection]
@@ -126,16 +119,9 @@ class Network:
     if not self.controller.over:
       self.server.receive(connection, [frame], self.now)
 
-  def advance(self):
+  def advance(self, seconds=STEP):
     """Time passes: messages are delivered, and all that are not suspended tick."""
-    end = self.now + STEP
-    while self.events and self.events[0][0] <= end:
-      self.now, _, receiver, deliver, content = heapq.heappop(self.events)
-      if receiver and receiver.suspended:
-        receiver.held.append((deliver, content))
-      else:
-        deliver(*content)
-    self.now = end
+    super().advance(seconds)
     for process in self.living():
       if not process.suspended:
         process.tick()

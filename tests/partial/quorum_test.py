@@ -1,5 +1,7 @@
 """The controller of rounds: when they begin, with whom and with which weights, and when they count."""
 
+import time
+
 import pytest
 
 import jaxsparse as js
@@ -31,6 +33,27 @@ def test_a_round_begins_with_all_that_are_there_or_at_a_release_with_enough(quor
   assert ready(quorum, 0) == []
   (group,) = quorum.release()
   assert (group.members, group.number) == ((0, 3), 11)
+
+
+def test_an_event_costs_as_much_with_many_workers_as_with_few():
+  """Of a round, in which each is ready and done once, and one pair has missed messages of each other."""
+
+  def seconds_an_event(workers):
+    quorum = js.partial.Quorum(workers, quorum=1, first=0)
+    for worker in range(workers):
+      quorum.join(worker, START)
+    ready(quorum, *range(workers))
+    for worker in range(workers - 1):
+      quorum.failed(worker, 1, missing=workers - 1)
+    quorum.leave(workers - 1, 0)
+    begin = time.thread_time()
+    ready(quorum, *range(workers - 1))
+    verdicts = [quorum.done(worker, 2, digest=1) for worker in range(workers - 1)]
+    assert verdicts[-1]
+    return (time.thread_time() - begin) / workers
+
+  few, many = (min(seconds_an_event(workers) for _ in range(3)) for workers in (200, 4000))
+  assert many < 4 * few  # in proportion to the number of workers it would be 20 times as much
 
 
 def test_a_round_does_not_wait_for_a_new_worker_that_has_never_been_ready(quorum):

@@ -20,10 +20,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsparse as js
+from benchmarks.thousands.virtual import VirtualNetwork, VirtualWorker
 from jaxsparse.partial.net import messages
-from jaxsparse.partial.net.endpoint import Transfers
 from jaxsparse.partial.net.membership import Members, Membership, Unreachable
-from jaxsparse.partial.net.messages import Answer, Piece, PieceKind, RoundPosition, ServerMessage, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Answer,
+  Piece,
+  PieceKind,
+  RoundPosition,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+)
 from jaxsparse.partial.rounds.exchanger import Done, Send
 from jaxsparse.partial.rounds.protocol import Request, RoundProtocol
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
@@ -76,77 +84,35 @@ class Run:
       self.process.network.at(self.process.network.now + LATENCY, self.process, self.process.finish, self, event)
 
 
-class Process(protocols_test.Process):
+class Process(VirtualWorker):
   """One process of a worker; its state is what an `Exchanger` has."""
 
   def __init__(self, network, number):
-    self.network, self.number, self.serial = network, number, len(network.processes)
-    self.address = f"tcp://127.0.0.1:{self.serial + 1}"
-    self.dead = self.failed = self.suspended = self.diverges = self.wrong = self.leaves = self.left = False
-    self.held = []
+    self.failed = self.diverges = self.wrong = self.leaves = self.left = False
     self.made = self.moved = self.offered = self.residual = 0
     self.anchor, self.run, self.before, self.inherited = (), None, None, 0
     self.delivered = {}  # by the anchor after the round
-    self.transfers, self.busy_until = Transfers(), 0.0  # of the anchor to other processes, one after the other
-    self.visits = 0  # of servers, one after the other
-    outlets = self.tell, self.send, self.take
-    limit = TIMEOUT / len(network.servers)
-    place = Membership(number, self.address, TIMEOUT, network.now, *outlets, limit=limit)
-    self.protocol = RoundProtocol(place, self, 1000, self.switch, len(network.servers))
+    super().__init__(network, number, entries=1000, timeout=TIMEOUT)
 
   def handle(self, event):
     super().handle(event)
     self.dead = self.dead or self.protocol.membership.state == "ended"
 
-  def switch(self):
-    self.visits += 1
-
-  def tell(self, signal):
-    server = self.visits % len(self.network.servers)
-    self.network.post((self, server), None, self.network.hear, (server, self.serial, self.visits), signal.pack())
-
   def send(self, address, piece):
-    to = int(address.rpartition(":")[2]) - 1
-    if (self.serial, to) in self.network.severed:
+    if (self.serial, int(address.rpartition(":")[2]) - 1) in self.network.severed:
       self.network.at(self.network.now + STALLED, self, self.handle, Unreachable(address))
     else:
       super().send(address, piece)
-
-  def hear(self, visit, answer):
-    if visit == self.visits:
-      self.handle(answer)
 
   def finish(self, run, event):
     if run.active:
       self.handle(event)
 
-  def receive(self, sender, piece):
-    if not self.lives:
-      sender.handle(Unreachable(self.address))
-    elif piece.kind == PieceKind.FETCH:
-      self.transfers.ask(sender, piece, self.network.now)
-      self.send_model()
-    elif piece.kind == PieceKind.RESIDUAL:
-      answer = Piece(PieceKind.TAKEN, int(self.inherit(sender, int(piece.values[0]))), self.number)
-      self.network.post((self, sender), sender, sender.handle, answer)
-    else:
-      self.handle(piece)
-
-  def send_model(self):
-    """Begins the next transfer, as an `Endpoint` does."""
-    now = self.network.now
-    if now >= self.busy_until and (peer := self.transfers.next(self.protocol.membership.position.round, now)):
-      self.network.models.append(self.anchor)
-      self.network.fetched[peer.serial].append(now)
-      values = np.array([len(self.network.models) - 1], np.float32)
-      self.busy_until = now + self.network.transfer
-      self.network.at(self.busy_until, self, self.end_transfer, peer, Piece(PieceKind.MODEL, 0, self.number, values))
-
-  def end_transfer(self, peer, model):
-    if self.lives:
-      self.network.post((self, peer), peer, peer.handle, model)
-    else:
-      peer.handle(Unreachable(self.address))
+  def make_model(self, peer):
+    self.network.models.append(self.anchor)
+    self.network.fetched[peer.serial].append(self.network.now)
+    values = np.array([len(self.network.models) - 1], np.float32)
+    return Piece(PieceKind.MODEL, 0, self.number, values), self.network.transfer
 
   # What an `Exchanger` does.
 
@@ -194,7 +160,8 @@ class Process(protocols_test.Process):
     self.left = True
     return np.array([self.residual], np.float32)
 
-  def inherit(self, sender, residual):
+  def inherit_from(self, sender, piece):
+    residual = int(piece.values[0])
     if not self.left:
       self.network.heirs[sender.serial].append(self.serial)
       self.made, self.residual = self.made + residual, self.residual + residual
@@ -225,9 +192,8 @@ class Process(protocols_test.Process):
   def tick(self):
     if self.leaves and not self.protocol._leaves:
       self.handle(Request(WorkerMessage.BYE))
-    self.send_model()
     run = self.protocol._run
-    self.protocol.tick(self.network.now)
+    super().tick()
     assert not run or self.protocol._run is run or not run.is_quiet  # else it has waited for its timeout
     self.check()
 
@@ -239,8 +205,8 @@ class Process(protocols_test.Process):
     assert known == self.anchor
 
 
-class Network(protocols_test.Network):
-  """With one or two servers of rounds; the connection of a process is another one at each of its visits."""
+class Network(VirtualNetwork, protocols_test.Network):
+  """With one or two servers of rounds."""
 
   kind = Process
 
@@ -260,33 +226,16 @@ class Network(protocols_test.Network):
     self.servers = [None] * servers  # a controller and its server each
     super().__init__(random, workers, quorum, entries=1000)
 
-  def post(self, channel, receiver, deliver, *content):
+  def post(self, channel, receiver, deliver, *content, size=0):
     """Through links that are cut messages come once they are mended."""
     mended = max(self.cut.get(end, 0.0) for end in channel)
     self.arrivals[channel] = max(self.arrivals.get(channel, 0.0), mended)
     super().post(channel, receiver, deliver, *content)
 
-  def send(self, connection, frame):
-    server, serial, visit = connection
-    process = self.processes[serial]
-    if not process.lives or visit != process.visits:
-      return self.arrivals[process, server] > self.now  # a closed connection is noticed after its last message
-    answer = messages.parse_answer(frame)
-    if answer.kind in (ServerMessage.GROUP, ServerMessage.COMMIT):
+  def note(self, answer, frame):
+    if answer.kind in self.numbers:
       self.numbers[answer.kind].add(answer.content["number"])
     self.behind += answer.kind == ServerMessage.BEHIND
-    self.post((server, process), process, process.hear, visit, answer)
-    return True
-
-  def hear(self, connection, frame):
-    controller, server = self.servers[connection[0]]
-    if not controller.over:
-      server.receive(connection, [frame], self.now)
-
-  def tick_server(self):
-    for controller, server in self.servers:
-      if not controller.over:
-        server.tick(self.now)
 
   def disturb(self, kind):
     """Also: the links of a process, or of a server, are cut for a while."""
@@ -306,7 +255,7 @@ class Network(protocols_test.Network):
   def start(self, number):
     """A server that knows nobody."""
     controller = js.partial.Quorum(self.workers, self.size, grace=GRACE, first=self.random.getrandbits(40))
-    self.servers[number] = controller, RoundServer(controller, Members(RoundMember, self.send, LIMIT, self.now))
+    self.start_server(number, controller, LIMIT)
 
 
 @settings(max_examples=2 * settings().max_examples)
@@ -442,6 +391,26 @@ def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of
     process.check()
 
 
+@pytest.mark.parametrize("late", [[], [3]])
+def test_k_workers_that_are_ready_wait_for_others_however_long_one_of_them_has_waited(late):
+  sent = []
+  send = lambda worker, frame: sent.append((worker, messages.parse_answer(frame))) or True
+  server = RoundServer(js.partial.Quorum(4, quorum=3, grace=GRACE), Members(RoundMember, send, 10 * LIMIT, 0.0))
+  tell = lambda kind, worker, now, **facts: server.receive(worker, [Signal(kind, worker, 1, **facts).pack()], now)
+  members = lambda: {worker for worker, answer in sent if answer.kind == ServerMessage.GROUP}
+  for worker in range(4):
+    tell(WorkerMessage.HELLO, worker, 0.0, address="tcp://a:1")
+  server.tick(0.0)
+  for worker, now in ((0, 1.0), (1, 10.0), (2, 10.0)):
+    tell(WorkerMessage.READY, worker, now)
+  server.tick(10.0 + 0.9 * GRACE)
+  assert members() == set()
+  for worker in late:
+    tell(WorkerMessage.READY, worker, 10.0 + 0.9 * GRACE)
+  server.tick(10.0 + 1.1 * GRACE)
+  assert members() == {0, 1, 2, *late}
+
+
 class Pieces:
   """An exchange that takes pieces, and an anchor that no round changes."""
 
@@ -467,11 +436,11 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
   place = Membership(0, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, TIMEOUT)
   protocol = RoundProtocol(place, Pieces(), 4, quiet)
   options = {"grace": GRACE, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0, "run": 7}
-  group = {"members": [0, 1], "weights": [0.5, 0.5], "iteration": 0, "initial": 0.0, "number": 5}
+  group = {"members": (0, 1), "weights": (0.5, 0.5), "iteration": 0, "initial": 0.0, "number": 5}
   for event in (
     Answer(ServerMessage.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}),
     Request(WorkerMessage.READY, weight=1),
-    Answer(ServerMessage.GROUP, {**group, "addresses": ["tcp://a", "tcp://b"]}),
+    Answer(ServerMessage.GROUP, {**group, "addresses": {0: "tcp://a", 1: "tcp://b"}}),
     Done(5, 7),
     Answer(ServerMessage.ABORT, {"number": 5, "worker": 1, "reason": "worker 1 is lost"}),
   ):
@@ -507,8 +476,8 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
       protocol.handle(
         Piece(PieceKind.MESSAGE, number, member, np.ones(2 * entries, np.float32), tag=1), protocol.membership.now
       )
-    facts = {"members": members, "weights": [0.25] * 4, "iteration": 0, "initial": 0.0, "number": number}
-    answer(ServerMessage.GROUP, **facts, addresses=[f"tcp://{member}" for member in members])
+    facts = {"members": tuple(members), "weights": (0.25,) * 4, "iteration": 0, "initial": 0.0, "number": number}
+    answer(ServerMessage.GROUP, **facts, addresses={member: f"tcp://{member}" for member in members})
     assert [(piece.number, piece.sender) for piece in exchange.received] == [(number, member) for member in members[1:]]
 
   join(0)

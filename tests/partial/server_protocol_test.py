@@ -13,7 +13,7 @@ from jaxsparse.partial.groups.server import GroupMember, GroupServer
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.membership import Members
-from jaxsparse.partial.net.messages import Rejected, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import Group, Rejected, ServerMessage, Signal, WorkerMessage
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9, 10)]
 LIMIT, START = 5.0, 60.0
@@ -82,11 +82,39 @@ def reasons(answers):
   return [content["reason"] for _, content in answers]
 
 
+def test_addresses_are_told_once_to_each_connection_that_takes_them(wire):
+  """Again to one that has not taken the message, and to a worker that has joined again, whose address is told anew."""
+  told = lambda worker: [content["addresses"] for kind, content in wire.heard(worker) if kind == ServerMessage.GROUP]
+
+  def group(*workers, iteration):
+    for worker in workers:
+      wire.protocol.receive(worker, [Signal(WorkerMessage.READY, worker, iteration).pack()], wire.now)
+    return [told(worker) for worker in workers]
+
+  everybody = dict(enumerate(ADDRESSES))
+  assert group(0, 1, iteration=1) == [[everybody]] * 2
+  wire.gone = {2}
+  assert group(1, 2, iteration=2) == [[{}], []]
+  wire.gone = set()
+  assert group(2, 3, iteration=3) == [[everybody]] * 2
+  wire.say(hello(0))
+  assert group(0, 3, iteration=4) == [[everybody], [{0: ADDRESSES[0]}]]
+
+
+def test_a_message_to_a_group_of_many_is_short():
+  """Of 9,999 workers with equal weights, once they know each other's addresses."""
+  members = tuple(worker for worker in range(10_000) if worker != 5000)
+  group = Group(members, (1 / 9999,) * 9999, 7, number=2**61)
+  frame = messages.pack_answer(ServerMessage.GROUP, **group._asdict(), addresses={})
+  assert Group.parse(messages.parse_answer(frame).content) == group
+  assert len(frame) < 200
+
+
 def test_groups_go_to_their_members_and_nobody_else(wire):
   assert wire.say(Signal(WorkerMessage.READY, 3, 5)) == []
   (answer,) = wire.say(Signal(WorkerMessage.READY, 1, 7))
-  expected = {"members": [1, 3], "weights": [0.5, 0.5], "iteration": 7, "initial": 0.0, "number": FIRST + 1}
-  assert answer == (ServerMessage.GROUP, {**expected, "addresses": [ADDRESSES[1], ADDRESSES[3]]})
+  expected = {"members": (1, 3), "weights": (0.5, 0.5), "iteration": 7, "initial": 0.0, "number": FIRST + 1}
+  assert answer == (ServerMessage.GROUP, {**expected, "addresses": dict(enumerate(ADDRESSES[:4]))})
   assert wire.heard(3) == [answer]
   assert wire.heard(0) == wire.heard(2) == []
   assert wire.protocol.members.rejected == 0
@@ -131,7 +159,7 @@ def test_what_is_rejected_changes_nothing(frames, reason):
   (found,) = reasons(wire.say(*frames, by=1))
   assert found.startswith(reason)
   assert wire.protocol.members.rejected == 1
-  assert wire.say(Signal(WorkerMessage.READY, 2, 6))[0][1]["members"] == [1, 2]
+  assert wire.say(Signal(WorkerMessage.READY, 2, 6))[0][1]["members"] == (1, 2)
 
 
 @given(st.lists(st.binary(max_size=20), max_size=3))
@@ -175,7 +203,7 @@ def test_leaving_aborts_the_group_exactly_if_pieces_are_owed(grouped, settled):
   grouped.say(Signal(WorkerMessage.BYE, 0, FIRST + settled))
   assert grouped.heard(1) == ([] if settled else [(ServerMessage.ABORT, {"number": FIRST + 1, "worker": 0})])
   grouped.say(Signal(WorkerMessage.READY, 1, 2))
-  assert grouped.say(Signal(WorkerMessage.READY, 3, 2))[0][1]["members"] == [1, 3]
+  assert grouped.say(Signal(WorkerMessage.READY, 3, 2))[0][1]["members"] == (1, 3)
 
 
 def test_an_absent_worker_holds_the_others_up_for_as_long_as_their_step_took():
@@ -197,7 +225,7 @@ def test_an_absent_worker_holds_the_others_up_for_as_long_as_their_step_took():
   wire.wait(0.3, 0, 1, 2)
   wire.heard(2)
   (answer,) = wire.say(Signal(WorkerMessage.READY, 0, iteration + 1))
-  assert answer[1]["members"] == [0, 2]
+  assert answer[1]["members"] == (0, 2)
 
 
 def test_a_failed_average_aborts_the_group_and_the_worker_may_be_ready_again(grouped):
@@ -227,7 +255,7 @@ def test_a_worker_without_a_finite_model_is_no_donor_until_it_is_ready_again():
   assert wire.say(asks(1)) == []
   assert wire.say(Signal(WorkerMessage.READY, 0, 8)) == []
   assert wire.say(asks(1)) == welcome(donor=0)
-  assert wire.say(Signal(WorkerMessage.READY, 1, 8))[0][1]["members"] == [0, 1]
+  assert wire.say(Signal(WorkerMessage.READY, 1, 8))[0][1]["members"] == (0, 1)
   assert wire.say(asks(0))[-1:] == welcome(donor=1)
   assert wire.say(asks(1)) == []
 

@@ -1,6 +1,7 @@
 """The server and workers over real sockets: TCP, CURVE keys, and connections that break."""
 
 import contextlib
+import resource
 import subprocess
 import sys
 import time
@@ -253,3 +254,18 @@ def test_a_worker_that_is_not_alike_is_refused(params, message):
     with pytest.raises(ValueError, match=f"unlike: worker 1 has {message}"):
       js.partial.Worker(server.address, 1, params)
     js.partial.Worker(server.address, 1, {"w": jnp.zeros(3)}).leave()
+
+
+def test_a_worker_may_send_to_more_others_than_a_context_of_zeromq_has_sockets_by_default():
+  """It uses three descriptors for each of them."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+  network, lost = sockets.Network(None), []
+  try:
+    peers = sockets.Peers(network, 1000, print, lost.append)
+    for port in range(20_000, 20_400):
+      peers.send(f"tcp://127.0.0.1:{port}", Piece(PieceKind.FETCH, 0, 0))
+    assert lost == []
+  finally:
+    network.close(linger=0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

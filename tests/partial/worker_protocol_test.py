@@ -29,8 +29,8 @@ def welcome(donor=None, limit=LIMIT):
 
 
 def group(number, members=(0, 1), weights=(0.5, 0.5)):
-  addresses = [ADDRESSES[member] for member in members]
-  fields = {"members": list(members), "weights": list(weights), "iteration": 7, "initial": 0.0, "number": number}
+  addresses = {member: ADDRESSES[member] for member in members}
+  fields = {"members": members, "weights": weights, "iteration": 7, "initial": 0.0, "number": number}
   return message(ServerMessage.GROUP, **fields, addresses=addresses)
 
 

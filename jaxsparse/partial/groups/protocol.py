@@ -79,7 +79,6 @@ class GroupProtocol:
     self.model = Model(self.initial, 0)  # the newest, for those who fetch it and for the file of a lost server
     self._request = WorkerMessage.HELLO  # the last one
     self._average: Average | None = None  # in progress; the request is open
-    self._addresses: dict[int, str] = {}  # of the current group's members
     self._settled = 0  # no piece is owed to, or expected from, groups up to this number
     self._early = EarlyPieces(self.initial.size)
 
@@ -172,9 +171,10 @@ class GroupProtocol:
   def _take_answer(self, answer: Answer) -> None:
     membership = self.membership
     kind, content = answer
+    membership.addresses |= content.get("addresses", {})
     if kind == ServerMessage.WELCOME and membership.state == "joining":
       membership.enter(content["limit"], content["donor"])
-      self._early.pieces.clear()
+      self._early = EarlyPieces(self.initial.size)
       if membership.waits:
         self._begin_request()
     elif kind == ServerMessage.GROUP and self._awaits_group:
@@ -201,7 +201,7 @@ class GroupProtocol:
     return self.membership.state == "joined" and self.membership.waits and self._average is None
 
   def _start_average(self, content: dict[str, Any]) -> None:
-    group, self._addresses = Group.parse(content)
+    group = Group.parse(content)
     average = self._average = Average(group, self.membership.number, self.model.vector, self.initial)
     early = [average.receive(part) for part in self._early.take(group.number)]
     self._progress(average, itertools.chain(average.begin(), *early))
@@ -216,7 +216,7 @@ class GroupProtocol:
     """Sends pieces, and answers the request if the average is done."""
     self.membership.wait()
     for member, piece in pieces:
-      self.membership.send(self._addresses[member], piece)
+      self.membership.send(self.membership.addresses[member], piece)
     if average.done:
       self._settle(average)
       self._reply(Model(average.result, average.group.iteration))

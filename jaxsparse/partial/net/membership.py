@@ -66,6 +66,7 @@ class Membership:
   alike: Alike = _UNKNOWN  # what all workers need alike
   donor: str | None = None  # the address of the worker whose model has to replace that of this one
   waits: bool = True  # whether a request of the training loop is open; the first one is that for a start
+  addresses: dict[int, str] = dataclasses.field(default_factory=dict)  # of all workers of whom the server has told it
   lost: tuple[str, float] = ("", 0.0)  # once the server is lost, which message has not come for how many seconds
 
   def __post_init__(self) -> None:
@@ -176,18 +177,21 @@ class EarlyPieces:
 
   entries: int  # that all members may send before this one hears of it; more are forged, and could fill the memory
   pieces: dict[tuple[int, int], Piece] = dataclasses.field(default_factory=dict)  # by sender and tag
+  kept: int = 0  # entries of these
 
   def keep(self, piece: Piece) -> None:
     """Keeps a piece in place of that with the same sender and tag."""
-    self.pieces.pop((piece.sender, piece.tag), None)
-    kept = sum(other.values.size for other in self.pieces.values())
-    if kept + piece.values.size <= self.entries + messages.MOST_MEMBERS:
+    if other := self.pieces.pop((piece.sender, piece.tag), None):
+      self.kept -= other.values.size
+    if self.kept + piece.values.size <= self.entries + messages.MOST_MEMBERS:
       self.pieces[piece.sender, piece.tag] = piece
+      self.kept += piece.values.size
 
   def take(self, number: int) -> list[Piece]:
     """Those of a group; no other group can come any more."""
     pieces = [piece for piece in self.pieces.values() if piece.number == number]
     self.pieces.clear()
+    self.kept = 0
     return pieces
 
 
@@ -198,6 +202,8 @@ class Member:
   connection: bytes = b""
   address: str = ""  # where other workers reach it
   heard: float = 0.0  # when its last message came
+  joined: int = 0  # how many had joined, with it
+  told: int = 0  # of how many of these it has been told the addresses
   rivals: dict[bytes, float] = dataclasses.field(default_factory=dict)  # since when others send HELLO with its number
 
 
@@ -209,7 +215,7 @@ class Members(Generic[M]):
   """The workers at a server: who has joined by which connection, and who is dead."""
 
   record: Callable[[], M]  # makes what the server knows of a worker: a `Member` with what the product adds
-  send: Callable[[bytes, bytes], bool]  # a frame to a connection without waiting; False if the connection is gone
+  send: Callable[[bytes, bytes], bool]  # a frame to a connection without waiting; False if it is gone, or full
   limit: float  # seconds of silence after which a worker is dropped
   now: float
   dead_at: dict[int, float] = dataclasses.field(default_factory=dict)  # who is dropped when, if no message comes
@@ -220,6 +226,7 @@ class Members(Generic[M]):
   def __post_init__(self) -> None:
     self._last_tick = self.now
     self._next_probe = self.now
+    self._joins = 0
 
   def receive(
     self, connection: bytes, frames: list[bytes], now: float, handle: Callable[[bytes, Signal], None]
@@ -260,9 +267,16 @@ class Members(Generic[M]):
         self.send(self.known[worker].connection, frame)
 
   def tell_group(self, group: messages.Group) -> None:
-    """Tells the members that they are a group."""
-    addresses = [self.known[worker].address for worker in group.members]
-    self.tell(group.members, ServerMessage.GROUP, **group._asdict(), addresses=addresses)
+    """Tells the members that they are a group, and each one the addresses that it has not been told."""
+    by_told = dict[int, list[M]]()
+    for worker in group.members:
+      by_told.setdefault(self.known[worker].told, []).append(self.known[worker])
+    for told, members in by_told.items():
+      addresses = {worker: member.address for worker, member in self.known.items() if member.joined > told}
+      frame = messages.pack_answer(ServerMessage.GROUP, **group._asdict(), addresses=addresses)
+      for member in members:
+        if self.send(member.connection, frame):
+          member.told = self._joins
 
   def find(self, connection: bytes, worker: int) -> M:
     """What is known of a worker that has joined by this connection."""
@@ -281,7 +295,8 @@ class Members(Generic[M]):
         del member.rivals[connection]
         raise Rejected(f"taken: a living worker has the number {worker}, choose another one or end that worker first")
       raise Rejected(f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s")
-    if self.known.keys() - {worker} and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
+    others = len(self.known) > (worker in self.known)
+    if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
       raise Rejected(f"unlike: worker {worker} has {unlike}")
 
   def join(self, connection: bytes, signal: Signal) -> M:
@@ -291,6 +306,9 @@ class Members(Generic[M]):
     member.address = signal.address
     member.heard = self.now
     member.rivals.clear()
+    self._joins += 1
+    member.joined = self._joins
+    member.told = 0
     self.alike = signal.alike
     return member
 

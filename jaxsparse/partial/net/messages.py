@@ -3,17 +3,21 @@
     worker ──> server    kind u8 | worker u16 | value i64 | RoundPosition i64 × 3 | digest i64 | missing i32
                          HELLO and NOT_FINITE: address, \\n, alike
     server ──> worker    kind u8 | JSON
+                         GROUP: members and weights as runs, [first, length] of each, and the addresses that are new
     worker ──> worker    kind u8 | number i64 | sender u16 | tag u32         and in a second frame, 4-byte words
 
 Integers are big-endian. Bytes are parsed strictly: the server answers a malformed signal with the reason, a worker
 ignores a malformed piece.
 """
 
+import bisect
 import contextlib
 import enum
+import itertools
 import json
 import re
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -24,6 +28,8 @@ _SIGNAL = struct.Struct("!BHqqqqqi")
 _PIECE = struct.Struct("!BqHI")
 _ADDRESS = re.compile(r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII)
 LONGEST = 1 << 21  # bytes of a signal or a handshake; a connection that sends a longer message is closed
+_RUNS = {"members": 1, "weights": 0}  # of GROUP: by how much neighbours in a run differ
+_MOST_NAMES = 20  # of members of a group, in words
 MOST_MEMBERS = 2**16  # of a group: numbers of workers have 16 bits
 
 
@@ -49,16 +55,21 @@ class Group(NamedTuple):
   number: int = 0
 
   @classmethod
-  def parse(cls, content: dict[str, Any]) -> tuple[Self, dict[int, str]]:
-    """The group in a GROUP answer, and the addresses of its members by their numbers."""
-    group = cls(**{name: content[name] for name in cls._fields})
-    group = group._replace(members=tuple(group.members), weights=tuple(group.weights))
-    return group, dict(zip(group.members, content["addresses"], strict=True))
+  def parse(cls, content: dict[str, Any]) -> Self:
+    """The group in a GROUP answer."""
+    return cls(**{name: content[name] for name in cls._fields})
+
+  def has(self, worker: int) -> bool:
+    """Whether a worker is a member."""
+    index = bisect.bisect_left(self.members, worker)
+    return self.members[index : index + 1] == (worker,)
 
   @property
   def names(self) -> str:
     """The members in words."""
-    return f"workers {', '.join(map(str, self.members))}"
+    more = len(self.members) - _MOST_NAMES
+    others = f" and {more} others" if more > 0 else ""
+    return f"workers {', '.join(map(str, self.members[:_MOST_NAMES]))}{others}"
 
   @property
   def round(self) -> str:
@@ -84,7 +95,7 @@ class ServerMessage(enum.IntEnum):
   """The kinds of answers, from the server to a worker."""
 
   WELCOME = 1  # to HELLO; with the limit, and the address of the donor, a worker with the model to start from
-  GROUP = 2  # a `Group` of which the worker is a member, with the addresses of all members
+  GROUP = 2  # a `Group` of which the worker is a member, with addresses that it has not been told
   ABORT = 3  # a member of a group sends no more pieces to it; with the numbers of both
   BEAT = 4  # heartbeat; in rounds with the number of workers that are alive
   REJECTED = 5  # to a signal that is rejected; with the reason
@@ -230,9 +241,31 @@ def pack_answer(kind: ServerMessage, **content: Any) -> bytes:
     >>> pack_answer(ServerMessage.ABORT, number=3)
     b'\\x03{"number":3}'
   """
+  if kind == ServerMessage.GROUP:
+    content |= {name: _to_runs(content[name], step) for name, step in _RUNS.items()}
   return bytes([kind]) + json.dumps(content, separators=(",", ":")).encode()
 
 
 def parse_answer(frame: bytes) -> Answer:
   """Parses a message of the server."""
-  return Answer(ServerMessage(frame[0]), json.loads(frame[1:]))
+  answer = Answer(ServerMessage(frame[0]), json.loads(frame[1:]))
+  if answer.kind == ServerMessage.GROUP:
+    content = answer.content
+    content |= {name: _from_runs(content[name], step) for name, step in _RUNS.items()}
+    content["addresses"] = {int(worker): address for worker, address in content["addresses"].items()}
+  return answer
+
+
+def _to_runs(values: Sequence[float], step: int) -> list[list[Any]]:
+  """The first value and the length of each run of values that rise by `step`.
+
+  Example:
+    >>> _to_runs((3, 4, 5, 9), 1), _from_runs([[3, 3], [9, 1]], 1)
+    ([[3, 3], [9, 1]], (3, 4, 5, 9))
+  """
+  runs = itertools.groupby(enumerate(values), lambda item: item[1] - step * item[0])
+  return [[next(run)[1], 1 + sum(1 for _ in run)] for _, run in runs]
+
+
+def _from_runs(runs: list[list[Any]], step: int) -> tuple[Any, ...]:
+  return tuple(first + step * index for first, length in runs for index in range(length))

@@ -146,6 +146,7 @@ class Network:
   def __init__(self, keys: Keys | None):
     self._keys = keys
     self.context = zmq.Context()
+    self.context.max_sockets = self.context.get(zmq.SOCKET_LIMIT)  # two for each other worker; 1023 by default
     self._poller = zmq.Poller()
     self._handlers = dict[zmq.Socket, Handler]()
     self._bound = set[zmq.Socket]()  # ROUTERs, whose clients have keys of their own

@@ -61,7 +61,7 @@ class Run:
   def receive(self, piece: Piece) -> None:
     """Takes a piece of a member."""
     with self._changed:
-      if piece.kind == PieceKind.MESSAGE and piece.sender in self.group.members:
+      if piece.kind == PieceKind.MESSAGE and self.group.has(piece.sender):
         self._received.setdefault((piece.sender, piece.tag), piece.values)
         self._changed.notify()
 

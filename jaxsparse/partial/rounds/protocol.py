@@ -59,8 +59,7 @@ class RoundProtocol:
     self._leaves = False
     self._heir = ""  # the address of who is asked to take over the residual
     self._heirs = list[str]()  # and of those to ask later
-    self._addresses: dict[int, str] = {}  # of the members of the group
-    self._known: dict[int, str] = {}  # of the members of all rounds so far, those of the last one at the end
+    self._members: tuple[int, ...] = ()  # of the last group
     self._own_round = 0  # after the last round that counted with this worker, how many its anchor has been through
     self._last = RoundPosition()  # the last round of all, as the server says
     self._digest = 0  # of its result
@@ -91,15 +90,15 @@ class RoundProtocol:
           self._take_model(event)
       case Piece():
         self._take_piece(event)
-      case Unreachable(address) if self._run and address in self._addresses.values():
-        self._miss_member(next(member for member, other in self._addresses.items() if other == address))
+      case Unreachable(address) if self._run and (member := self._find_member(address)) is not None:
+        self._miss_member(member)
       case Unreachable(address):
         membership.miss_donor(address)
       case Done(number, digest) if self._runs(number):
         self._take_result(number, digest)
       case Send(member, piece) if self._runs(piece.number):
         membership.wait()
-        membership.send(self._addresses[member], piece)
+        membership.send(membership.addresses[member], piece)
 
   def tick(self, now: float) -> None:
     """Time has passed: repeats signals, and gives up what has taken too long."""
@@ -136,11 +135,15 @@ class RoundProtocol:
       membership.wait()
       membership.join_again(0)
 
+  def _find_member(self, address: str) -> int | None:
+    """The member of the last group at an address."""
+    return next((member for member in self._members if self.membership.addresses[member] == address), None)
+
   def _miss_member(self, member: int) -> None:
     """A member cannot be reached: it misses messages of this worker, which may have the result already."""
     assert self._run
     if not self.membership.position.last:
-      self._fail(f"worker {member} cannot be reached at {self._addresses[member]}", member)
+      self._fail(f"worker {member} cannot be reached at {self.membership.addresses[member]}", member)
     elif self.membership.state == "joined":
       self.membership.tell(WorkerMessage.FAILED, self._run.group.number, missing=member)
 
@@ -203,8 +206,8 @@ class RoundProtocol:
       membership.tell(WorkerMessage.BYE, self._settled)
       membership.state = "leaving"
       self._residual = self.exchange.hand_over()
-      others = [address for member, address in self._known.items() if member != membership.number]
-      self._heirs = others if self._residual.any() else []
+      others = sorted(membership.addresses.keys() - {membership.number}, key=set(self._members).__contains__)
+      self._heirs = [membership.addresses[other] for other in others if self._residual.any()]
     if self._heirs:
       self._heir = self._heirs.pop()
       membership.send(self._heir, Piece(PieceKind.RESIDUAL, 0, membership.number, self._residual))
@@ -216,6 +219,7 @@ class RoundProtocol:
   def _take_answer(self, answer: Answer) -> None:
     membership = self.membership
     kind, content = answer
+    membership.addresses |= content.get("addresses", {})
     if "base" in content:
       self._last = RoundPosition(content["round"], content["base"])
       self._digest = content["digest"]
@@ -285,9 +289,8 @@ class RoundProtocol:
     return self._run is not None and self._run.group.number == number
 
   def _start_round(self, content: dict[str, Any]) -> None:
-    group, self._addresses = Group.parse(content)
-    earlier = {member: address for member, address in self._known.items() if member not in group.members}
-    self._known = earlier | self._addresses
+    group = Group.parse(content)
+    self._members = group.members
     self._run = self.exchange.begin(group)
     for piece in self._early.take(group.number):
       self._run.receive(piece)

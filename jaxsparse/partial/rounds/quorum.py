@@ -13,6 +13,7 @@ the last round are told so: they fetch it from another worker, and keep what the
 
 import collections
 import secrets
+from collections.abc import Collection
 from typing import NamedTuple
 
 from jaxsparse.collectives._base import check_whole
@@ -45,8 +46,7 @@ class Quorum:
   """Begins rounds of the workers that are ready.
 
   - A round begins as soon as all workers that are there are ready, but for those that are new, or at `release`, which
-    the server calls when the worker that has waited longest has done so for `grace` seconds: with all that are ready,
-    if they are K or more.
+    the server calls when K workers have been ready for `grace` seconds: with all that are ready then.
   - Its members have the same anchor, that of the last round whose result counted.
   - Two workers that have missed messages of each other in a round are not together in the next 2 rounds, after the next
     failure not in 4, then in 8, up to 64. Of the two that one takes part that was in a round longer ago; if that leaves
@@ -59,7 +59,7 @@ class Quorum:
     workers: numbers that workers may have: 0 … N − 1.
     quorum: K, the number of workers that a round takes. More than N/2 if there is a second server, so that they never
       hold rounds at the same time.
-    grace: seconds for which a worker that is ready waits for others when K of them are ready.
+    grace: seconds for which K workers that are ready wait for others.
 
   Attributes:
     position: of the last round whose result counted, and `digest` of that; 0 if another server knew.
@@ -98,10 +98,11 @@ class Quorum:
     self._number = secrets.randbits(61) if first is None else first
     self._present: set[int] = set()
     self._expected: dict[int, int] = {}  # weights of those who have been ready since they joined
-    self._ready: list[int] = []  # the longest-waiting first
+    self._ready: dict[int, None] = {}  # the longest-waiting first
     self._under_way: Group | None = None
     self._failed: Group | None = None  # the last one whose result counts for nobody
     self._apart: dict[frozenset[int], tuple[int, int]] = {}  # pairs: how often they failed, and in which group last
+    self._blamed = 0  # the number of the group for whose failure all pairs in it have been counted
     self._counted: dict[int, int] = {}  # by worker, the group of its last round
     self._digests: dict[int, int] = {}  # of the members of the group under way that are done
 
@@ -155,14 +156,14 @@ class Quorum:
       raise Rejected(f"weight {weight} of worker {worker} must be >= 0")
     if (position.round, position.base) != self.position[:2]:
       raise Behind
-    self._ready.append(worker)
+    self._ready[worker] = None
     self._expected[worker] = weight
     return self.begin_if_all_ready()
 
   def begin_if_all_ready(self) -> list[Group]:
     """The round of all workers that are there, if all are ready. After round 1, newcomers need not be ready."""
-    expected = set(self._expected) if self.position.round else self._present
-    return self.release() if expected == set(self._ready) else []
+    expected = self._expected if self.position.round else self._present
+    return self.release() if len(expected) == len(self._ready) else []  # the latter are among the former
 
   def release(self) -> list[Group]:
     """The round of those that are ready, if they are enough."""
@@ -174,34 +175,34 @@ class Quorum:
     weights = tuple(self._expected[worker] / total if total else 1 / len(members) for worker in members)
     self._under_way = Group(members, weights, self.position.round, number=self._number)
     self._digests = {}
-    self._ready = [worker for worker in self._ready if worker not in members]
+    for worker in members:
+      del self._ready[worker]
     return [self._under_way]
 
-  def _choose(self) -> list[int]:
+  def _choose(self) -> Collection[int]:
     """Of the workers that are ready as many as reach each other; all if not enough of those that are there do."""
     if not self._apart:
       return self._ready
     chosen = self._without_pairs(self._ready)
-    too_few = max(len(chosen), len(self._without_pairs([*self._expected]))) < self.quorum
+    too_few = max(len(chosen), len(self._without_pairs(self._expected))) < self.quorum
     return self._ready if too_few else chosen
 
-  def _without_pairs(self, workers: list[int]) -> list[int]:
+  def _without_pairs(self, workers: Collection[int]) -> Collection[int]:
     """Of these workers as many as are not apart: first who is apart from few, then who was in a round longest ago."""
-    chosen = list[int]()
-    partners = {worker: sum(self._are_apart(worker, other) for other in workers) for worker in workers}
-    for worker in sorted(workers, key=lambda worker: (partners[worker], self._counted.get(worker, 0))):
-      if not any(self._are_apart(worker, other) for other in chosen):
-        chosen.append(worker)
+    chosen = set[int]()
+    partners = {worker: set[int]() for worker in workers}
+    for pair, (failures, number) in self._apart.items():
+      if self._number < number + 2 ** min(failures, _MOST_DOUBLINGS) and pair <= partners.keys():
+        for worker in pair:
+          partners[worker] |= pair
+    for worker in sorted(workers, key=lambda worker: (len(partners[worker]), self._counted.get(worker, 0))):
+      if chosen.isdisjoint(partners[worker]):
+        chosen.add(worker)
     return chosen
 
   def have_failed(self, worker: int, other: int) -> bool:
     """Whether the two have missed messages of each other, and no round with both has counted since."""
     return frozenset((worker, other)) in self._apart
-
-  def _are_apart(self, worker: int, other: int) -> bool:
-    """Whether the next round has not both workers."""
-    failures, number = self._apart.get(frozenset((worker, other)), (0, 0))
-    return failures > 0 and self._number < number + 2 ** min(failures, _MOST_DOUBLINGS)
 
   def go_back(self, position: RoundPosition) -> None:
     """Nobody has the anchor of the last round any more: the last one is that of this position."""
@@ -225,7 +226,7 @@ class Quorum:
     self._under_way = None
     self._ready.clear()
     self._counted |= dict.fromkeys(group.members, number)
-    self._apart = {pair: failures for pair, failures in self._apart.items() if not pair.issubset(group.members)}
+    self._apart = {pair: failures for pair, failures in self._apart.items() if not all(map(group.has, pair))}
     return verdict
 
   def failed(self, worker: int, number: int, missing: int | None = None) -> Group | None:
@@ -239,11 +240,17 @@ class Quorum:
     self._check(worker)
     group = self._round_of(worker)
     dropped = self._drop_round_of(worker) if group and group.number == number else None
-    members = self._failed.members if self._failed and self._failed.number == number else ()
-    if worker in members and missing in members and worker != missing:
-      self._apart.setdefault(frozenset((worker, missing)), (0, 0))
-      for pair, (failures, last) in self._apart.items():  # also those that were tried again in vain
-        if last != number and pair.issubset(members):
+    failed = self._failed
+    if failed is None or failed.number != number or missing is None or missing == worker:
+      return dropped
+    if failed.has(worker) and failed.has(missing):
+      pairs = [frozenset((worker, missing))]
+      if self._blamed != number:  # also those that were tried again in vain
+        pairs += [pair for pair in self._apart if all(map(failed.has, pair))]
+      self._blamed = number
+      for pair in pairs:
+        failures, last = self._apart.get(pair, (0, 0))
+        if last != number:
           self._apart[pair] = failures + 1, number
     return dropped
 
@@ -267,8 +274,7 @@ class Quorum:
   def _forget(self, worker: int) -> None:
     """A worker is ready for nothing."""
     self._expected.pop(worker, None)
-    if worker in self._ready:
-      self._ready.remove(worker)
+    self._ready.pop(worker, None)
 
   def _check(self, worker: int) -> None:
     if worker not in self._present:
@@ -276,7 +282,7 @@ class Quorum:
 
   def _round_of(self, worker: int) -> Group | None:
     """The group under way, if a worker is in it."""
-    return self._under_way if self._under_way and worker in self._under_way.members else None
+    return self._under_way if self._under_way and self._under_way.has(worker) else None
 
   def _drop_round_of(self, worker: int) -> Group | None:
     """The same, whose result counts for nobody from now on."""

@@ -82,7 +82,8 @@ class RoundServer:
     )
     for worker in self.members.tick(now, alive=len(known)):
       self._leave(worker)
-    if any(known[worker].patience < now for worker in self._quorum.waiting):
+    enough = self._quorum.waiting[self._quorum.quorum - 1 :]
+    if enough and known[enough[0]].patience < now:
       self._announce(self._quorum.release())
 
   def status(self) -> dict[str, Any]:
@@ -161,7 +162,8 @@ class RoundServer:
     member.patience = self.members.now + self._quorum.grace
     try:
       self._announce(self._quorum.ready(signal.worker, signal.value, signal.position))
-      self._end_waits([member])
+      if member.awaited_until is not None:
+        self._end_waits([member])
     except Behind:
       member.is_late = True
 
@@ -266,9 +268,11 @@ class RoundServer:
       if worker not in verdict.differing:
         known[worker].position = self._quorum.position
         known[worker].fetches_since = None
-    for worker in verdict.group.members:
-      donor = self._find_donor(worker) if worker in verdict.differing else None
-      self.members.tell([worker], ServerMessage.COMMIT, number=verdict.group.number, donor=donor, **self._last)
+    facts = {"number": verdict.group.number, **self._last}
+    agreeing = [worker for worker in verdict.group.members if worker not in verdict.differing]
+    self.members.tell(agreeing, ServerMessage.COMMIT, donor=None, **facts)
+    for worker in verdict.differing:
+      self.members.tell([worker], ServerMessage.COMMIT, donor=self._find_donor(worker), **facts)
     self._tell_behind(verdict.behind)
 
   def _abort(self, group: Group | None, worker: int, what: str) -> None:
@@ -299,7 +303,8 @@ class RoundServer:
     self._check_round(signal)
     waiting = quorum.waiting
     self._abort(quorum.join(worker, signal.position), worker, "has joined again")
-    self._tell_behind(set(waiting) - {*quorum.waiting, worker}, signal.address)
+    if not quorum.waiting:  # else the anchor of this worker is not the newest one
+      self._tell_behind(set(waiting) - {worker}, signal.address)
     member = self.members.join(connection, signal)
     member.is_late = False
     member.weight = 0

@@ -40,7 +40,7 @@ class Rounds:
 
   This is `js.local_steps` between processes that may be lost, suspended, slow, or new: the anchor θ is the same on all
   workers after each round, bit for bit, which they check. The server (`python -m jaxsparse.partial --quorum=K`) begins
-  a round when K workers are ready and the first of them has waited for the grace window, with all that are ready. Who
+  a round when all workers that are there are ready, or K have been for the grace window, with all that are ready. Who
   comes later keeps what it has moved, and its residual, for the next round. A round counts for all its members or for
   none. Over all rounds, with r the residuals:
 

@@ -1,0 +1,81 @@
+"""Tables of `benchmarks.thousands`: the columns of each part, with the field of a row and its format."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import rich.table
+
+from benchmarks.report import number, table
+
+Row = dict[str, Any]
+Column = Callable[[Row], str]
+_plain = lambda name, form="": lambda row: number(row[name], form)
+_kilo = lambda name: lambda row: f"{row[name] / 1000:,.0f}"
+_last = lambda name, form=",.0f": lambda row: " / ".join(f"{value:{form}}" for value in row[name])
+
+_SIMULATED: Mapping[str, Column] = {
+  "workers": _plain("workers", ",.0f"),
+  "failures an hour": _plain("failures", "g"),
+  "K / P": _plain("quorum"),
+  "goodput": _plain("goodput", ".1%"),
+  "lockstep": _plain("lockstep", ".1%"),
+  "s a round": _plain("round", ".0f"),
+  "exchange, s": _plain("exchange", ".1f"),
+  "rounds failed / counted": lambda row: f"{row['failed']} / {row['counted']}",
+  "members": _plain("members", ".0%"),
+  "server, messages/s in": _plain("messages_in", ",.0f"),
+  "out": _plain("messages_out", ",.0f"),
+  "kB/s in": _kilo("bytes_in"),
+  "kB/s out": _kilo("bytes_out"),
+  "core": _plain("cpu", ".1%"),
+}
+_STATE: Mapping[str, Column] = {
+  "workers": _plain("workers", ",.0f"),
+  "MB of the server": _plain("memory", ".1f"),
+  "µs of CPU a message": lambda row: f"{1e6 * row['cpu_event']:.0f}",
+  "bytes that begin the first round, to each": _plain("first", ",.0f"),
+  "the next": _plain("later", ",.0f"),
+}
+_LEVELS: Mapping[str, Column] = {
+  "workers": _plain("workers", ",.0f"),
+  "in a group": _plain("group", ".0f"),
+  "failures an hour": _plain("failures", "g"),
+  "goodput": _plain("goodput", ".1%"),
+  "of groups": lambda row: f"{row['inner']['goodput']:.1%}",
+  "of delegates": lambda row: f"{row['outer']['goodput']:.1%}",
+  "s a round of a group": lambda row: number(row["inner"]["round"], ".0f"),
+  "of delegates, s": lambda row: number(row["outer"]["round"], ".0f"),
+}
+_SERVER: Mapping[str, Column] = {
+  "join at once": _plain("workers"),
+  "seconds until all are there": _plain("joining", ".2f"),
+  "members of a round": _plain("members", ".0f"),
+  "joined": _plain("joined"),
+  "left": _plain("left"),
+  "killed": _plain("killed"),
+  "rounds counted": _plain("rounds"),
+  "failed": _plain("failed"),
+  "s a round": _plain("gap", ".2f"),
+  "longest": _plain("longest", ".1f"),
+  "MB at first / with all / at the end": _last("memory", ".1f"),
+  "descriptors": _last("files"),
+  "threads": _plain("threads"),
+  "core": _plain("cpu", ".1%"),
+}
+_PROCESSES: Mapping[str, Column] = {
+  "processes": _plain("workers"),
+  "rounds of all": _plain("rounds"),
+  "s until all have joined": _plain("joining", ".0f"),
+  "s a round": _plain("gap", ".1f"),
+  "MB of a worker": _plain("memory", ".0f"),
+  "anchors equal": lambda row: "yes" if row["equal"] else "no",
+}
+
+
+def make(part: str, rows: list[Row]) -> rich.table.Table:
+  """The table of a part, by the number of workers."""
+  columns = {"simulated": _SIMULATED, "state": _STATE, "levels": _LEVELS, "server": _SERVER, "processes": _PROCESSES}[
+    part
+  ]
+  ordered = sorted(rows, key=lambda row: (row["workers"], row.get("failures", 0)))
+  return table("", list(columns), [[cell(row) for cell in columns.values()] for row in ordered])
