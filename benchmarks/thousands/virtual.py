@@ -42,7 +42,11 @@ class VirtualWorker:
     outlets = self.tell, self.send, self.take
     servers = len(network.servers)
     place = Membership(number, self.address, timeout, network.now, *outlets, limit=timeout / servers)
-    self.protocol = RoundProtocol(place, self, entries, self.switch, servers)  # type: ignore[arg-type]
+    self.protocol = self.make_protocol(place, self, entries, self.switch, servers)
+
+  def make_protocol(self, *facts: Any) -> RoundProtocol:
+    """The protocol, of these arguments."""
+    return RoundProtocol(*facts)
 
   @property
   def lives(self) -> bool:

@@ -4,13 +4,14 @@ import hashlib
 import itertools
 import json
 import zlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.sparse.flatten import leaves_by_name
+from jaxsparse.sparse.flatten import all_finite, leaves_by_name
 
 _LONGEST = 1 << 19  # characters of a part; that of a model with some ten thousand leaves is replaced by its digest
 
@@ -27,7 +28,8 @@ def first_not_finite(params: Any) -> str | None:
   """
   with np.errstate(over="ignore"):
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-      if not np.isfinite(np.asarray(leaf, np.float32)).all():
+      is_here = getattr(leaf, "is_fully_addressable", True)  # else all processes of a worker find it together
+      if not (np.isfinite(np.asarray(leaf, np.float32)).all() if is_here else all_finite(leaf.astype(np.float32))):
         return f"params{jax.tree_util.keystr(path)}"
   return None
 
@@ -67,16 +69,28 @@ class Alike(NamedTuple):
   run: int = 0
 
   @classmethod
-  def of(cls, params: Any, **options: Any) -> Self:
-    """That of a worker that starts from `params`, and has options with short representations."""
+  def of(cls, params: Any, start: Any = None, **options: Any) -> Self:
+    """That of a worker that starts from `params`, and has options with short representations.
+
+    Args:
+      params: of the worker.
+      start: what of it is in this process; all of it by default.
+      options: by name.
+    """
     layout = list[str]()
-    start = list[str]()
+    values = list[str]()
+    parts = leaves_by_name(params if start is None else start)
     for name, leaf in leaves_by_name(params).items():
-      checksum = zlib.crc32(np.ascontiguousarray(np.asarray(leaf, np.float32)).data)
+      checksum = zlib.crc32(np.ascontiguousarray(np.asarray(parts[name], np.float32)).data)
       layout.append(f"params{name} of {jnp.result_type(leaf).name}{list(jnp.shape(leaf))}")
-      start.append(f"params{name} with the checksum {checksum:08x}")
+      values.append(f"params{name} with the checksum {checksum:08x}")
     layout += [f"{option}={value!r}" for option, value in options.items()]
-    return cls(_shortened(layout), _shortened(start))
+    return cls(_shortened(layout), _shortened(values))
+
+  def joined(self, others: Iterable["Alike"]) -> "Alike":
+    """That of a worker of several processes, of which this is the first."""
+    values = itertools.chain(self.start, *(other.start for other in others))
+    return self._replace(start=_shortened([*values]))
 
   @classmethod
   def parse(cls, text: str) -> Self:

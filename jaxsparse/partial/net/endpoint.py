@@ -35,6 +35,10 @@ class ControllerLost(RuntimeError):
   """
 
 
+class PartLost(RuntimeError):
+  """Another process of this worker is lost, as the message says."""
+
+
 class Transfers:
   """Requests of other workers for the model of this one: one is answered at a time, so that they share its uplink.
 
@@ -92,6 +96,8 @@ class Endpoint:
     self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._network = sockets.Network(keys)
     self._data, self.address = self._network.bind(bind, longest, self._from_worker, closes_stalled=True)
+    self._data.router_mandatory = True  # a message to a connection that is gone raises an error
+    self.hear_part: Callable[[bytes, list[bytes], float], None] = lambda *_: None  # takes signals of a worker's parts
     self._transfers = Transfers()
     self._transfer: zmq.MessageTracker | None = None  # of the model that was sent last
     self._servers = itertools.cycle(servers)
@@ -153,9 +159,9 @@ class Endpoint:
       raise answer
     return answer
 
-  def join(self) -> None:
-    """Waits for the end of the thread."""
-    self._thread.join()
+  def join(self, seconds: float | None = None) -> None:
+    """Waits for the end of the thread, for at most so many seconds."""
+    self._thread.join(seconds)
 
   @contextlib.contextmanager
   def ended_by_errors(self) -> Iterator[None]:
@@ -186,6 +192,24 @@ class Endpoint:
     """Connects to the next server."""
     self._network.forget(self._server)
     self._connect()
+
+  def follow(self, lead: str) -> None:
+    """From now on the server is the first part of this worker, at this address."""
+    self._servers = itertools.cycle([lead])
+    self.switch()
+
+  def tell_part(self, connection: bytes, frame: bytes) -> bool:
+    """Sends an answer to a part of this worker; whether the connection is there."""
+    try:
+      self._data.send_multipart([connection, frame], zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+      return error.errno != zmq.EHOSTUNREACH
+    return True
+
+  def check_parts(self) -> None:
+    """Raises PartLost if the thread has ended since a part of this worker is lost."""
+    if isinstance(self._last_answer, PartLost):
+      raise self._last_answer
 
   def _connect(self) -> None:
     """Connects to the next server."""
@@ -229,7 +253,8 @@ class Endpoint:
       peer = self._transfers.next(self._protocol.membership.position.round, time.monotonic())
       if peer is not None:
         frames = self._answer[PieceKind.FETCH](Piece(PieceKind.FETCH, 0, 0)).pack()
-        self._transfer = self._data.send_multipart([peer, *frames], copy=False, track=True)
+        with contextlib.suppress(zmq.ZMQError):  # it is gone
+          self._transfer = self._data.send_multipart([peer, *frames], copy=False, track=True)
 
   def _handle(self, event: Any) -> None:
     self._protocol.handle(event, time.monotonic())
@@ -240,6 +265,9 @@ class Endpoint:
     if piece and piece.kind == PieceKind.FETCH:
       self._transfers.ask(connection, piece, time.monotonic())
     elif piece and piece.kind in self._answer:
-      self._data.send_multipart([connection, *self._answer[piece.kind](piece).pack()], copy=False)
+      with contextlib.suppress(zmq.ZMQError):  # it is gone
+        self._data.send_multipart([connection, *self._answer[piece.kind](piece).pack()], copy=False)
     elif piece:
       self._handle(piece)
+    else:
+      self.hear_part(connection, content, time.monotonic())

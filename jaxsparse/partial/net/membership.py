@@ -225,7 +225,7 @@ class Members(Generic[M]):
 
   def __post_init__(self) -> None:
     self._last_tick = self.now
-    self._next_probe = self.now
+    self._last_probe = -float("inf")
     self._joins = 0
 
   def receive(
@@ -251,12 +251,13 @@ class Members(Generic[M]):
     if now - self._last_tick > self.limit / 2:  # this process was suspended, messages of workers may be unread
       self.dead_at = {worker: max(end, now + self.limit) for worker, end in self.dead_at.items()}
     self._last_tick = now
-    if now > self._next_probe:
-      self._next_probe = now + self.limit / _PROBES
+    interval = self.limit / _PROBES  # the limit of those that are parts of a worker changes
+    if now > self._last_probe + interval:
+      self._last_probe = now
       frame = messages.pack_answer(ServerMessage.BEAT, **beat)
       for worker, member in self.known.items():
         if not self.send(member.connection, frame):  # dropped a little later, after its last messages
-          self.dead_at[worker] = min(self.dead_at[worker], self._next_probe)
+          self.dead_at[worker] = min(self.dead_at[worker], now + interval)
     return [worker for worker, end in self.dead_at.items() if end < now]
 
   def tell(self, workers: Iterable[int], kind: ServerMessage, **content: Any) -> None:

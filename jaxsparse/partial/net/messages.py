@@ -89,6 +89,8 @@ class WorkerMessage(enum.IntEnum):
   NOT_FINITE = 7  # HELLO of a worker whose model is not finite: welcome once another worker has a model for it
   DONE = 8  # has the result of round `value`, with this `digest`
   STATUS = 9  # asks a server of rounds what it knows of the run; the sender need not be a worker
+  SKIPPED = 10  # a part of a worker to the lead: its result of round `value` is that the outer step was skipped
+  ANSWERED = 11  # a part of a worker to the lead: has an answer for its training loop
 
 
 class ServerMessage(enum.IntEnum):
@@ -102,6 +104,9 @@ class ServerMessage(enum.IntEnum):
   COMMIT = 6  # all members have the result of a round; with its number and digest, and a donor for another digest
   BEHIND = 7  # to READY of a worker that has missed a round; with the address of a donor
   STATUS = 8  # to STATUS
+  SKIP = 9  # the lead to a part of its worker: another part has skipped the outer step of a round; with its number
+  DECISION = 10  # the lead to a part of its worker: how all training loops go on
+  LOST = 11  # the lead to a part of its worker: another part is lost; with the reason
 
 
 class PieceKind(enum.IntEnum):
@@ -134,7 +139,7 @@ class Signal(NamedTuple):
   """A message of a worker to the server: `value` as `WorkerMessage` describes it.
 
   Attributes:
-    address: in HELLO and NOT_FINITE, where other workers reach this one.
+    address: in HELLO and NOT_FINITE, where other workers reach this one; of each of its processes, with commas.
     alike: in HELLO and NOT_FINITE, what all workers need alike.
     position: in rounds.
     digest: in DONE of the result, 62 bits.
@@ -202,10 +207,15 @@ def parse_signal(frames: list[bytes]) -> Signal:
     address, newline, words = frame[_SIGNAL.size :].decode().partition("\n")
     alike = Alike.parse(words) if newline else Alike()
     signal = Signal(WorkerMessage(kind), worker, value, address, RoundPosition(*position), alike, digest, missing)
-    valid = _ADDRESS.fullmatch(address)  # the server hands it to other workers, which must be able to parse it
-    if (valid and 0 < int(valid[2]) < 2**16) if kind in _JOINING else not address:
+    if _are_addresses(address) if kind in _JOINING else not address:
       return signal
   raise Rejected(f"malformed: {frames!r:.100} is no signal")
+
+
+def _are_addresses(text: str) -> bool:
+  """Whether other workers can parse the addresses that the server hands to them: of each process of a worker."""
+  found = [_ADDRESS.fullmatch(address) for address in text.split(",")]
+  return all(address and 0 < int(address[2]) < 2**16 for address in found)
 
 
 def parse_piece(frames: list[bytes]) -> Piece | None:
