@@ -127,13 +127,13 @@ class Network(rounds_protocol_test.Network):
       self.processes.append(Part(self, number, part))
     return Lead(self, number, self.processes[-self.parts + 1 :])
 
-  def post(self, channel, *content):
+  def post(self, channel, *content, **sizes):
     """Links inside a worker are not cut."""
     sender, receiver = channel
     if isinstance(sender, Part) and isinstance(receiver, Part) and sender.number == receiver.number:
       protocols_test.Network.post(self, channel, *content)
     else:
-      super().post(channel, *content)
+      super().post(channel, *content, **sizes)
 
   def disturb(self, kind):
     """All parts of a worker leave or are suspended, or one dies or diverges; one worker always runs."""

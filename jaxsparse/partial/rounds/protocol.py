@@ -59,7 +59,7 @@ class RoundProtocol:
     self._leaves = False
     self._heir = ""  # the address of who is asked to take over the residual
     self._heirs = list[str]()  # and of those to ask later
-    self._members: tuple[int, ...] = ()  # of the last group
+    self._members = dict[str, int]()  # of the last group, by their addresses
     self._own_round = 0  # after the last round that counted with this worker, how many its anchor has been through
     self._last = RoundPosition()  # the last round of all, as the server says
     self._digest = 0  # of its result
@@ -92,8 +92,8 @@ class RoundProtocol:
           self._take_model(event)
       case Piece():
         self._take_piece(event)
-      case Unreachable(address) if self._run and (member := self._find_member(address)) is not None:
-        self._miss_member(member)
+      case Unreachable(address) if self._run and address in self._members:
+        self._miss_member(self._members[address])
       case Unreachable(address):
         membership.miss_donor(address)
       case Done(number, digest) if self._runs(number):
@@ -136,10 +136,6 @@ class RoundProtocol:
     else:  # a server knows, or a donor, also whether the last round counts
       membership.wait()
       membership.join_again(0)
-
-  def _find_member(self, address: str) -> int | None:
-    """The member of the last group at an address."""
-    return next((member for member in self._members if self.membership.addresses[member] == address), None)
 
   def _miss_member(self, member: int) -> None:
     """A member cannot be reached: it misses messages of this worker, which may have the result already."""
@@ -208,7 +204,7 @@ class RoundProtocol:
       membership.tell(WorkerMessage.BYE, self._settled)
       membership.state = "leaving"
       self._residual = self.exchange.hand_over()
-      others = sorted(membership.addresses.keys() - {membership.number}, key=set(self._members).__contains__)
+      others = sorted(membership.addresses.keys() - {membership.number}, key=set(self._members.values()).__contains__)
       self._heirs = [membership.addresses[other] for other in others if self._residual.any()]
     if self._heirs:
       self._heir = self._heirs.pop()
@@ -292,7 +288,7 @@ class RoundProtocol:
 
   def _start_round(self, content: dict[str, Any]) -> None:
     group = Group.parse(content)
-    self._members = group.members
+    self._members = {self.membership.addresses[member]: member for member in group.members}
     self._run = self.exchange.begin(group)
     for piece in self._early.take(group.number):
       self._run.receive(piece)
