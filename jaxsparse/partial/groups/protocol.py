@@ -109,9 +109,9 @@ class GroupProtocol:
     if membership.state == "ended":
       return
     membership.tick(now)
-    if now > membership.patience and (self._average or membership.state != "joined"):
+    if now > membership.peer_until and (self._average or membership.state != "joined"):
       self._give_up()
-    elif now > membership.deadline:
+    elif now > membership.server_until:
       membership.lose_server()
     else:
       membership.repeat_signal(WorkerMessage.NOT_FINITE if self._waits_for_a_finite_model else WorkerMessage.HELLO)
@@ -214,7 +214,7 @@ class GroupProtocol:
 
   def _progress(self, average: Average, pieces: Iterable[tuple[int, Piece]]) -> None:
     """Sends pieces, and answers the request if the average is done."""
-    self.membership.wait()
+    self.membership.await_peer()
     for member, piece in pieces:
       self.membership.send(self.membership.addresses[member], piece)
     if average.done:

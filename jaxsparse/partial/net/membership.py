@@ -70,8 +70,8 @@ class Membership:
   lost: tuple[str, float] = ("", 0.0)  # once the server is lost, which message has not come for how many seconds
 
   def __post_init__(self) -> None:
-    self.deadline = self.now + self.limit  # for the next message of the server
-    self.patience = self.now + self.timeout  # for WELCOME, and for the next message of another worker
+    self.server_until = self.now + self.limit  # for the next message of the server
+    self.peer_until = self.now + self.timeout  # for WELCOME, and for the next message of another worker
     self._last_tick = self.now
     self._next_signal = self.now  # when HELLO, NOT_FINITE or BEAT is sent
 
@@ -84,8 +84,8 @@ class Membership:
     """Time has passed."""
     self.now = now
     if now - self._last_tick > self.limit / 2:  # this process was suspended, messages may be unread
-      self.deadline = max(self.deadline, now + self.limit)
-      self.patience = max(self.patience, now + self.limit)
+      self.server_until = max(self.server_until, now + self.limit)
+      self.peer_until = max(self.peer_until, now + self.limit)
     self._last_tick = now
 
   def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
@@ -105,7 +105,7 @@ class Membership:
 
   def hear(self) -> None:
     """The server has sent something."""
-    self.deadline = self.now + self.limit + self.reconnect
+    self.server_until = self.now + self.limit + self.reconnect
 
   def enter(self, limit: float, donor: str | None) -> None:
     """The server has answered WELCOME."""
@@ -118,9 +118,9 @@ class Membership:
     self.state = "joining"
     self._next_signal = self.now + delay
 
-  def wait(self, seconds: float | None = None) -> None:
+  def await_peer(self, seconds: float | None = None) -> None:
     """Waits for so long, or `timeout`, for the next message of another worker."""
-    self.patience = self.now + (self.timeout if seconds is None else seconds)
+    self.peer_until = self.now + (self.timeout if seconds is None else seconds)
 
   def fetch(self, round_: int = 0) -> bool:
     """Asks the donor for its model, in rounds once it has been through that round; whether it can be reached."""
@@ -138,7 +138,7 @@ class Membership:
     """The training loop has a request; whether it begins now, else it does when this worker has joined."""
     self.waits = True
     if self.state == "joined":
-      self.wait()
+      self.await_peer()
     return self.state == "joined"
 
   def reply(self, answer: Any) -> None:
@@ -157,7 +157,7 @@ class Membership:
         self.reply(ValueError(f"worker {self.number}: {reason}"))  # if no request is open, the next one raises it
         self.state = state  # type: ignore[assignment]
     elif self.state != "joining":  # the server has dropped this worker and aborted its group, or is another server
-      self.wait()
+      self.await_peer()
       self.join_again(RETRY)
     return kind == "absent"
 

@@ -170,7 +170,7 @@ class Network:
   def bind(
     self, address: str, longest: int, handler: Handler, *, closes_stalled: bool = False
   ) -> tuple[zmq.Socket, str]:
-    """A ROUTER, and the address that it is bound to; a connection that sends more than `longest` bytes is closed."""
+    """A bound ROUTER and its address; `handler` gets frames; a message of over `longest` bytes ends its connection."""
     socket = self.context.socket(zmq.ROUTER)
     socket.maxmsgsize = longest
     if closes_stalled:

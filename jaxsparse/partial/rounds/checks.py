@@ -72,7 +72,9 @@ def check_state(state: dict[str, Any], number: int, fragments: int, part: tuple[
       raise ValueError(f"Rounds: the {name} in the state has NaN or Inf")
   if int(state["digest"]) != (digest := _digest(state)):
     changed = f"its digest is {digest:08x} in place of {int(state['digest']):08x}"
-    raise ValueError(f"Rounds: the state has changed since it was saved, {changed}: give one that was saved before")
+    raise ValueError(
+      f"Rounds: the state has changed since it was saved, {changed}: give it as it was saved, or an older one"
+    )
 
 
 def _digest(state: dict[str, Any]) -> int:

@@ -72,7 +72,7 @@ class PartProtocol(RoundProtocol):
       self._reply({Next.LATER: Next.LATER, Next.RESTART: None}.get(next_, membership.position))
     elif membership.state in ("joined", "fetching"):
       membership.waits = True
-      membership.wait()
+      membership.await_peer()
       membership.join_again(RETRY)
 
   def _tell_lead(self, signal: Signal) -> None:

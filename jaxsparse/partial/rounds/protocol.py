@@ -51,7 +51,7 @@ class RoundProtocol:
   def __post_init__(self) -> None:
     self._request = Request(WorkerMessage.HELLO)  # the last one
     self._visits = 0  # of servers
-    self._quorum_until = self.membership.deadline
+    self._quorum_until = self.membership.server_until
     self._run: Run | None = None  # the exchange under way, or whose result is not known to count
     self._settled = 0  # the number of the last group whose round counts, or does not; each server has random numbers
     self._early = EarlyPieces(0)
@@ -99,7 +99,7 @@ class RoundProtocol:
       case Done(number, digest) if self._runs(number):
         self._take_result(number, digest)
       case Send(member, piece) if self._runs(piece.number):
-        membership.wait()
+        membership.await_peer()
         membership.send(membership.addresses[member], piece)
 
   def tick(self, now: float) -> None:
@@ -108,12 +108,12 @@ class RoundProtocol:
     if membership.state == "ended":
       return
     if membership.state == "leaving":
-      membership.state = "ended" if now > membership.patience else "leaving"
+      membership.state = "ended" if now > membership.peer_until else "leaving"
       return
     membership.tick(now)
-    if now > membership.patience and (self._run or membership.state != "joined"):
+    if now > membership.peer_until and (self._run or membership.state != "joined"):
       self._give_up()
-    elif now > membership.deadline:
+    elif now > membership.server_until:
       self._miss_server()
     else:
       membership.repeat_signal(undelivered=self.undelivered)
@@ -134,7 +134,7 @@ class RoundProtocol:
     elif membership.state == "joining" and is_new:
       membership.lose("WELCOME", membership.timeout)
     else:  # a server knows, or a donor, also whether the last round counts
-      membership.wait()
+      membership.await_peer()
       membership.join_again(0)
 
   def _miss_member(self, member: int) -> None:
@@ -147,7 +147,7 @@ class RoundProtocol:
 
   def _miss_server(self) -> None:
     """The server has been silent for too long, or has too few workers."""
-    self.membership.deadline = self.membership.now + self.membership.limit
+    self.membership.server_until = self.membership.now + self.membership.limit
     self._visits += 1
     self.switch()
     self._await_quorum()
@@ -181,7 +181,7 @@ class RoundProtocol:
       self._hand_over()
     elif membership.donor:  # a transfer that does not end in time is begun again with twice as long
       if membership.fetch(self._last.round):
-        membership.wait(membership.timeout * 2**self._doublings)
+        membership.await_peer(membership.timeout * 2**self._doublings)
         self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
     elif self._request.kind == WorkerMessage.HELLO:
       membership.reply(membership.position)
@@ -191,7 +191,7 @@ class RoundProtocol:
 
   def _leave(self) -> None:
     self._leaves = True
-    self.membership.wait()
+    self.membership.await_peer()
     if not (self._run and self.membership.position.last):  # else it will soon know whether the round counts
       self._hand_over()
 
@@ -270,7 +270,7 @@ class RoundProtocol:
       membership.donor = None
       membership.state = "joined"
       self._doublings -= 1
-      membership.wait()
+      membership.await_peer()
       self._begin_request()
     else:  # the donor may not have heard that the round counts
       membership.join_again(RETRY)
@@ -292,12 +292,12 @@ class RoundProtocol:
     self._run = self.exchange.begin(group)
     for piece in self._early.take(group.number):
       self._run.receive(piece)
-    self.membership.wait()
+    self.membership.await_peer()
 
   def _take_piece(self, piece: Piece) -> None:
     if self._run and self._runs(piece.number):
       self._run.receive(piece)
-      self.membership.wait()
+      self.membership.await_peer()
     elif piece.number != self._settled and self._awaits_group:
       self._early.keep(piece)
 

@@ -42,9 +42,9 @@ class Rounds:
   workers after each round, bit for bit, which they check. The server (`python -m jaxsparse.partial --quorum=K`) begins
   a round when all workers that are there are ready, or K have been for the grace window, with all that are ready. Who
   comes later keeps what it has moved, and its residual, for the next round. A round counts for all its members or for
-  none. Over all rounds, with r the residuals:
+  none. Over all rounds, with r the residuals, and weights as of `step`:
 
-      Σ updates + Σ_w r_w = Σ rounds Σ_w weight_w (θ − θ_w)             (Law C)
+      Σ_rounds total + Σ_w r_w = Σ_rounds Σ_w weight_w (θ − θ_w)        (Law C)
 
   A worker that leaves for good hands its residual over to another one; that of a lost worker is lost.
 
@@ -52,8 +52,8 @@ class Rounds:
   that it takes no time from training. What a worker moves meanwhile goes into the next round.
 
   Args:
-    address: of the server, or a list, the same for all workers: where a server does not answer for its limit, or has
-      too few workers for a round, the next one is tried, over and over. Training goes on meanwhile.
+    address: of the server, or a list, the same for all workers: where a server is silent for the `limit` that it was
+      started with, or has too few workers for a round, the next one is tried, over and over, while training goes on.
     number: this worker's, 0 … N − 1; a worker that is started again takes its old one, or any that is free.
     params: the parameters that training starts from, the same for all workers; global arrays where a worker is several
       processes that `jax.distributed` joins. They all make `Rounds`, and call its methods and `state` together.
@@ -64,16 +64,16 @@ class Rounds:
     mixing: α, as of `js.local_steps`, whose default with a delay is 0: a worker then drops what it moved meanwhile.
       None, the default here, keeps it.
     apply_residual: whether the parameters of a worker include what it has given and no round has delivered, as of
-      `js.local_steps`: θ_w ← θ − r_w / weight_w after a round. Signs learn faster so. Not with `mixing`.
-    wait: seconds that a step waits for its round to end, each H steps; training goes on then, and the round is applied
-      after a later step. So a worker that is alone goes slowly, and not far from the others. By default the grace
-      window of the server.
+      `js.local_steps`: θ_w ← θ − r_w / weight_w after a round. One-bit collectives then converge faster. Not with
+      `mixing`.
+    wait: every H steps, wait up to so many seconds for the round to end; a late round is applied after a later step. So
+      a worker that is alone goes slowly, and not far from the others. By default the grace window of the server.
     bind, keys: as of `js.partial.Worker`.
     timeout: seconds to wait for the server at the start, and for the next message of another worker that the server
       takes for alive.
-    device: of the CPU, for exchanges; for several workers in one process.
-    state: what `state` was when this worker's process last saved it, to go on from after all workers have ended. Who
-      saved an older round takes the anchor of the others.
+    device: a CPU device for the exchanges; one for each of several workers in one process.
+    state: a saved `state` of this worker, to resume after all workers have ended; one of an older round takes the
+      anchor of the others.
 
   Attributes:
     params: to begin with: those given, or the anchor of a worker that was there before.
