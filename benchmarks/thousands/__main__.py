@@ -37,6 +37,7 @@ _FAILURES = entry.define_numbers("failures", [1.0], "Failures of a worker in an 
 _SECONDS = flags.DEFINE_float("seconds", 1800, "Virtual seconds that are measured.", lower_bound=1)
 _INTERVAL = flags.DEFINE_float("interval", 60, "Virtual seconds from a round to the next one: H steps.", lower_bound=1)
 _QUORUM = flags.DEFINE_float("quorum", 0.5, "K / P.", lower_bound=0.0, upper_bound=1.0)
+_GRACE = flags.DEFINE_float("grace", 2.0, "Virtual seconds that K workers wait for others.", lower_bound=0)
 _COLLECTIVE = flags.DEFINE_string("collective", "onebit", "Of the rounds that are simulated.")
 _ENTRIES = flags.DEFINE_integer("n", 10_000_000, "Entries of their model.", lower_bound=1)
 _JOINING = flags.DEFINE_integer("joining", 200, "Workers that join a real server at once.", lower_bound=2)
@@ -55,7 +56,7 @@ def _settings() -> Iterator[Setting]:
   for size in _WORKERS.value:
     for failures in _FAILURES.value:
       options: dict[str, Any] = {"entries": _ENTRIES.value, "collective": _COLLECTIVE.value, "seed": _SEED.value}
-      options["quorum"] = _QUORUM.value
+      options |= {"quorum": _QUORUM.value, "grace": _GRACE.value}
       yield Setting(size, failures, _SECONDS.value, _INTERVAL.value, **options)
 
 
@@ -98,7 +99,7 @@ def main() -> None:
   console = workers.make_console(stderr=_JSON.value)
   path = pathlib.Path(_REPORT_DIR.value, "thousands.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
-  key = lambda row: [row.get(name) for name in ("workers", "failures", "interval", "quorum", "collective", "entries")]
+  key = lambda row: [row.get(name) for name in Setting._fields if name != "seconds"]
   makers = _simulated, _state, _levels, _server, _processes
   for part, make in zip(_ALL, makers, strict=True):
     for row in make() if part in _PARTS.value else ():

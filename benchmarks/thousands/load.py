@@ -196,7 +196,7 @@ def measure(workers: int, members: int, seconds: float, interval: float, seed: i
   """Workers that join at once, all but `members` of which leave; then for `seconds` one comes or goes each half second.
 
   Raises:
-    RuntimeError: if no round counts for 20 intervals, if a worker fails, or if the server keeps what it needs no more.
+    RuntimeError: if no two rounds count, or none for 20 intervals, or if the server keeps what it needs no more.
   """
   crowd = Crowd(Setting(workers, 0, 0, interval=interval, jitter=0.1, straggle=0, grace=0.5, seed=seed, entries=1000))
   with _server(workers, max(1, members // 2)) as (address, server, pipe):
@@ -230,6 +230,10 @@ def measure(workers: int, members: int, seconds: float, interval: float, seed: i
     rejected = pipe.recv()
   crowd.sockets.close(linger=0)
   gaps = np.diff(crowd.ended)
+  if not gaps.size:
+    raise RuntimeError(
+      f"{len(crowd.ended)} rounds counted in {seconds:g} s: measure for longer than {4 * interval:g} s"
+    )
   return Load(
     workers=workers,
     members=float(np.median([*crowd.counted.values()])),

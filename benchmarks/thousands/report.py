@@ -17,6 +17,7 @@ _SIMULATED: Mapping[str, Column] = {
   "workers": _plain("workers", ",.0f"),
   "failures an hour": _plain("failures", "g"),
   "K / P": _plain("quorum"),
+  "grace, s": _plain("grace", "g"),
   "goodput": _plain("goodput", ".1%"),
   "lockstep": _plain("lockstep", ".1%"),
   "s a round": _plain("round", ".0f"),

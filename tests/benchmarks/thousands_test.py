@@ -103,7 +103,7 @@ def test_a_server_keeps_nothing_of_workers_that_came_and_went():
 @pytest.mark.long
 def test_the_command(tmp_path):
   small = "--workers=9", "--seconds=300", "--n=1000", "--processes=2", "--rounds=2", "--joining=6", "--members=4"
-  found = result_of("thousands", *small, "--churn=3", f"--report_dir={tmp_path}")
+  found = result_of("thousands", *small, "--churn=10", f"--report_dir={tmp_path}")
   assert set(found) == {"simulated", "state", "levels", "server", "processes"}
   assert found["processes"][0]["equal"]
   assert found["simulated"][0]["lockstep"] < found["simulated"][0]["goodput"] <= 1.02
