@@ -16,6 +16,7 @@ have the same anchor afterwards.
     server            server                                       server
     its decisions     controller: `Controller`                     quorum: `Quorum`
     besides           base: NaN enters no average; saving          moving, checks: what was moved, saved states
+    of processes                                                   slices, parts, lead, processes
 
 Neither has anything to do with the other. Both have these parts, net/:
 

@@ -19,6 +19,23 @@ PARAMS = {"w": np.linspace(-1, 1, 40, dtype=np.float32).reshape(4, 10), "b": np.
 N = 49
 
 
+def test_an_outer_step_that_is_skipped_afterwards_is_as_one_that_was_not_finite():
+  """Parameters, momentum and residual are those before it; only the position and the counters say that it was."""
+  chain = lambda comm: optax.chain(js.topka_transform(comm, density=0.5), optax.sgd(1.0, momentum=0.5))
+  step = OuterStep(chain)
+  alone = lambda anchor, given, number: step.run(anchor, given, 1.0, 1, 0, number, step._send)
+  before = alone(step.start(PARAMS), PARAMS, 1).anchor
+  skipped = step.skip(before, alone(before, PARAMS, 2))
+  poisoned = alone(before, jax.tree.map(lambda leaf: leaf * np.nan, PARAMS), 2)
+  assert skipped.skipped
+  assert poisoned.skipped
+  assert step.digest(skipped.anchor) == step.digest(poisoned.anchor) != step.digest(before)
+  assert step.residual(before).any()
+  for anchor in (skipped.anchor, poisoned.anchor):
+    np.testing.assert_array_equal(step.residual(anchor), step.residual(before))
+    np.testing.assert_array_equal(flat(anchor.params), flat(before.params))
+
+
 class Team:
   """Workers in threads, a device each, whose messages are those of `Run`."""
 

@@ -14,14 +14,16 @@ from jaxsparse.partial.net.sockets import Keys
 _SEALED = {"anchor": np.uint8, "residual": np.float32, "moved": np.float32}
 
 
-def check_worker(address: str | Sequence[str], keys: Keys | None, number: int, fragments: int, state: Any) -> list[str]:
+def check_worker(
+  address: str | Sequence[str], keys: Keys | None, number: int, fragments: int, part: tuple[int, int], state: Any
+) -> list[str]:
   """The addresses of the server; raises ValueError for what does not fit."""
   check_whole("Rounds", 0, 2**16 - 1, number=number)
   addresses = [address] if isinstance(address, str) else list(address)
   for each in addresses or [""]:
     sockets.check_address(each, keys)
   if state:
-    check_state(state, number, fragments)
+    check_state(state, number, fragments, part)
   return addresses
 
 
@@ -46,7 +48,7 @@ def seal(state: dict[str, Any], number: int, run: int) -> dict[str, Any]:
   return state | {"number": np.int64(number), "run": np.int64(run), "digest": np.int64(_digest(state))}
 
 
-def check_state(state: dict[str, Any], number: int, fragments: int) -> None:
+def check_state(state: dict[str, Any], number: int, fragments: int, part: tuple[int, int] = (0, 1)) -> None:
   """Raises ValueError for a state of another worker or other options, a changed one, or one that is not finite.
 
   Example:
@@ -62,6 +64,9 @@ def check_state(state: dict[str, Any], number: int, fragments: int) -> None:
     raise ValueError(f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}")
   if int(state["number"]) != number:
     raise ValueError(f"Rounds: number={number!r}, but the state was saved by worker {int(state['number'])}")
+  if (saved := tuple(np.asarray(state.get("part", (0, 1))).tolist())) != part:
+    of = "part {} of {}".format
+    raise ValueError(f"Rounds: this process is {of(*part)} of its worker, but the state was saved by {of(*saved)}")
   for name in ("residual", "moved"):
     if not np.isfinite(state[name]).all():
       raise ValueError(f"Rounds: the {name} in the state has NaN or Inf")

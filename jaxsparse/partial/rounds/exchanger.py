@@ -58,6 +58,11 @@ class Run:
     self._received: dict[tuple[int, int], np.ndarray] = {}  # by sender and tag
     self._tag = 0
 
+  @property
+  def skipped(self) -> bool:
+    """Whether the exchange is done, and the outer step was skipped."""
+    return self.result is not None and self.result.skipped
+
   def receive(self, piece: Piece) -> None:
     """Takes a piece of a member."""
     with self._changed:
@@ -132,6 +137,7 @@ class Exchanger:
     self._sizes = 1, 1
     self._before: tuple[Anchor, Any] | None = None  # the anchor before the last round, and what was given in it
     self._run: Run | None = None
+    self._base = anchor  # before that exchange
     self._inherited: list[np.ndarray] | None = []  # residuals taken over since the last exchange began; None: no more
     self._thread = futures.ThreadPoolExecutor(1)
     self._compiler = futures.ThreadPoolExecutor(1)
@@ -140,6 +146,7 @@ class Exchanger:
   def begin(self, group: Group) -> Run:
     """Starts the exchange of a group."""
     run = self._run = Run(group, self._number, self.post)
+    self._base = self.anchor
     self._inherited = []
     self._thread.submit(self._exchange, run, self.anchor, self.given)
     return run
@@ -155,12 +162,22 @@ class Exchanger:
     except Exception as error:  # raised by the training loop
       self.post(error)
 
+  def skip(self) -> int:
+    """The outer step of the exchange that is done is skipped after all; the digest of the result."""
+    run = self._run
+    assert run is not None
+    assert run.result is not None
+    if not run.result.skipped:
+      run.result = self.outer.skip(self._base, run.result)
+      run.digest = self.outer.digest(run.result.anchor)
+    return run.digest
+
   def commit(self) -> RoundPosition:
     """The result of the exchange that is done counts."""
     run = self._run
     assert run is not None
     assert run.result is not None
-    if run.result.skipped:
+    if run.skipped:
       reason = "the sum of what they gave, or the outer step, is not finite"
       _LOG.warning(f"worker {self._number}: {run.group.round} is skipped: {reason}")
     self._before = self.anchor, self.given
@@ -207,7 +224,7 @@ class Exchanger:
     anchor = self._unpack(model)
     if anchor is None:
       return None
-    differs = digest and anchor.position.base == base and self.outer.digest(anchor) != digest
+    differs = digest > 0 and anchor.position.base == base and self.outer.digest(anchor) != digest
     if differs or anchor.position.round < self.anchor.position.round:
       return None
     if self._before and not anchor.follows(self.anchor.position):  # its last round does not count
@@ -257,12 +274,18 @@ class Exchanger:
     if self._sizes[0] <= size <= self._sizes[1]:
       self.outer.compile(self.anchor, size)
 
-  def prepare(self, given: Any, post: Callable[[Any], None]) -> None:
-    """Copies what is to be given to the CPU and calls `post(whether it is finite)`, in the thread of exchanges."""
+  def prepare(self, given: Any, own: Any, post: Callable[[Any], None]) -> None:
+    """Copies what is to be given to the CPU and calls `post(whether it is finite)`, in the thread of exchanges.
+
+    Args:
+      given: by the worker.
+      own: what of it this process exchanges.
+      post: is called afterwards.
+    """
     finite = _all_finite(given)  # on the device, before the next step that it is given
 
     def copy() -> None:
-      self.given = self.outer.on_cpu(given)
+      self.given = self.outer.on_cpu(own)
       post(bool(finite))
 
     self._thread.submit(copy)

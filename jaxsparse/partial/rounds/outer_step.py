@@ -114,6 +114,13 @@ class OuterStep:
     lineage = (*anchor.lineage, number)[-_LINEAGE:]
     return Result(Anchor(params, outer | {fragment: after}, size, position, lineage), fragment, bool(skipped))
 
+  def skip(self, anchor: Anchor, result: Result) -> Result:
+    """`result`, of a round that began with `anchor`, with a skipped outer step in place of the one that took place."""
+    outer = self._carry(anchor, result.anchor.size)
+    after = result.anchor.outer
+    kept = outer | {result.fragment: select_state(jnp.bool_(True), outer[result.fragment], after[result.fragment])}
+    return result._replace(anchor=result.anchor._replace(params=anchor.params, outer=kept), skipped=True)
+
   def _operands(self, fragment: int, rank: np.int32, weight: np.float32, given: Any, outer: Any, params: Any) -> Any:
     return jax.device_put((rank, weight, self._fragments.part(given, fragment), outer, params), self._cpu)
 

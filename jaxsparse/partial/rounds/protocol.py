@@ -29,7 +29,7 @@ _GOLDEN = 0.618  # the fractional parts of its multiples are well spread: each w
 
 
 class Request(NamedTuple):
-  """Event: the training loop asks for a place (HELLO, open at first) or a round (READY), or leaves (BYE)."""
+  """Event: the training loop asks for a place (HELLO, first), a round (READY), None (NOT_FINITE) or the end (BYE)."""
 
   kind: WorkerMessage
   weight: int = 0  # of a step
@@ -82,6 +82,8 @@ class RoundProtocol:
         raise event
       case Request(WorkerMessage.BYE):
         self._leave()
+      case Request(WorkerMessage.NOT_FINITE):
+        membership.answer_loop(None)
       case Request():
         self._take_request(event)
       case Answer():

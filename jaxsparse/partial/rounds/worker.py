@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import queue
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -19,10 +18,11 @@ from jaxsparse.partial.net.alike import REFUSALS, Alike, check_start
 from jaxsparse.partial.net.endpoint import ControllerLost, Endpoint
 from jaxsparse.partial.net.messages import PieceKind, WorkerMessage
 from jaxsparse.partial.net.sockets import Keys
-from jaxsparse.partial.rounds import checks, moving
+from jaxsparse.partial.rounds import checks, moving, processes, slices
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.outer_step import OuterStep
-from jaxsparse.partial.rounds.protocol import Request, RoundProtocol
+from jaxsparse.partial.rounds.parts import Next
+from jaxsparse.partial.rounds.protocol import Request
 from jaxsparse.sparse.flatten import all_finite, flatten
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm
@@ -55,7 +55,8 @@ class Rounds:
     address: of the server, or a list, the same for all workers: where a server does not answer for its limit, or has
       too few workers for a round, the next one is tried, over and over. Training goes on meanwhile.
     number: this worker's, 0 … N − 1; a worker that is started again takes its old one, or any that is free.
-    params: the parameters that training starts from, the same for all workers.
+    params: the parameters that training starts from, the same for all workers; global arrays where a worker is several
+      processes that `jax.distributed` joins. They all make `Rounds`, and call its methods and `state` together.
     outer: makes the outer chain for the `js.Comm` of a round, by any collective of this library:
       `lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))`.
     every: H, the steps from a round to the next one. A slow worker may have fewer.
@@ -85,6 +86,7 @@ class Rounds:
       worker has, parameters or a state that are not finite, a state of another number or run, or one that has changed,
       or leaves, values at the start, `fragments` or an outer chain unlike those of other workers.
     ControllerLost: if no server answers at the start.
+    RuntimeError: if another process of this worker is lost.
 
   Example:
     >>> import jax.numpy as jnp, optax, jaxsparse as js
@@ -120,9 +122,10 @@ class Rounds:
     state: dict[str, Any] | None = None,
   ):
     checks.check_options(every, fragments, delay, mixing, apply_residual, wait=wait, timeout=timeout)
-    addresses = checks.check_worker(address, keys, number, fragments, state)
     check_start(params)
     params = jax.tree.map(jnp.asarray, params)
+    place = self._place = slices.place_of(params)
+    own_params = place.to_host(params)
     self._turn = every // fragments
     self._delay = delay
     self._mixing = mixing
@@ -131,38 +134,40 @@ class Rounds:
     self._applies = apply_residual
     self._since = 0
     self._refused = 0
-    self._of_fragment = Fragments(fragments).numbers(params)
-    step = OuterStep(outer, fragments, device)
-    anchor = step.start(params)
-    vector, unflatten = flatten(anchor.params)
-    saved_part = state or {"moved": np.zeros_like(vector), "trained": np.zeros((fragments, 2), int), "share": 0.0}
-    if state:
-      anchor = step.add_residual(step.unpack(state["anchor"].tobytes(), anchor), state["residual"])
-    alike = Alike.of(params, fragments=fragments, outer=step.chain_digest(anchor))
-    exchanger = self._exchanger = Exchanger(step, anchor, number)
-    # A donor sends its anchor with the state of the outer chain, of Adam for example two arrays a parameter.
-    longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
-    endpoint = self._endpoint = Endpoint(addresses, bind, keys, longest, timeout)
+    with processes.errors_told(place):
+      addresses = checks.check_worker(address, keys, number, fragments, place.where, state)
+      step = OuterStep(outer, fragments, device)
+      anchor = step.start(own_params)
+      self._of_fragment = Fragments(fragments).numbers(anchor.params)
+      vector, unflatten = flatten(anchor.params)
+      saved_part = state or {"moved": np.zeros_like(vector), "trained": np.zeros((fragments, 2), int), "share": 0.0}
+      if state:
+        anchor = step.add_residual(step.unpack(state["anchor"].tobytes(), anchor), state["residual"])
+      alike = Alike.of(params, own_params, fragments=fragments, parts=place.parts, outer=step.chain_digest(anchor))
+      exchanger = self._exchanger = Exchanger(step, anchor, number)
+      # A donor sends its anchor with the state of the outer chain, of Adam for example two arrays a parameter.
+      longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
+      endpoint = self._endpoint = Endpoint(addresses, bind, keys, longest, timeout)
     exchanger.post = endpoint.post
-    run = int(state["run"]) if state else 0
-    facts = {"position": anchor.position, "alike": alike._replace(run=run)}
+    facts = {"position": anchor.position, "alike": alike._replace(run=int(state["run"]) if state else 0)}
     self._membership = endpoint.make_membership(number, limit=timeout / len(addresses), **facts)
-    self._protocol = RoundProtocol(self._membership, exchanger, vector.size, endpoint.switch, len(addresses))
+    self._protocol = processes.make_protocol(
+      place, endpoint, self._membership, exchanger, vector.size, servers=len(addresses)
+    )
     answers = {PieceKind.FETCH: lambda _: exchanger.model(), PieceKind.RESIDUAL: exchanger.inherit}
     endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
     with endpoint.ended_by_errors():
-      endpoint.take()
+      processes.take(place, endpoint)
       exchanger.compile(self._protocol.sizes)
     self._start(params, saved_part, unflatten)
 
   def _start(self, params: Any, saved_part: dict[str, Any], unflatten: Callable[[Any], Any]) -> None:
     """Goes on from the anchor, with what was moved and not delivered when the state was saved."""
-    self._place = jax.tree.map(lambda leaf: leaf.sharding, params)
     self._dtypes = jax.tree.map(jnp.result_type, params)
     self._recent_weight = float(saved_part["share"])  # of this worker in a round, smoothed
     self._undelivered = np.array(saved_part["trained"])  # by fragment: weights of the steps, and steps
     self._base = self._make_base()
-    self._moved = self._on_device(unflatten(saved_part["moved"]))  # base − θ_w when `step` returned parameters last
+    self._moved = self._place.to_device(unflatten(saved_part["moved"]))  # base − θ_w when `step` returned last
     self.params = self._own(self._base, self._moved)
     self._tell_round()
     self._flight: tuple[Any, np.ndarray, Any] | None = None  # what was given, its `_undelivered`, and the result before
@@ -179,9 +184,10 @@ class Rounds:
     anchor = self._exchanger.anchor
     outer = self._exchanger.outer
     content = np.frombuffer(outer.pack(anchor), np.uint8)
-    moved = np.asarray(flatten(self._moved)[0])
+    moved = np.asarray(flatten(outer.on_cpu(self._place.to_host(self._moved)))[0])
     local = {"moved": moved, "trained": self._undelivered.copy(), "share": np.float64(self._recent_weight)}
     shared = {"anchor": content, "residual": outer.residual(anchor), "fragments": np.int64(len(self._undelivered))}
+    local["part"] = np.array(self._place.where)
     return checks.seal(shared | local, self._number, self._membership.alike.run)
 
   def step(self, params: Any, weight: int = 1) -> Any:
@@ -227,8 +233,9 @@ class Rounds:
     self._endpoint.post(Request(WorkerMessage.BYE))
     self._endpoint.join()
     self._exchanger.close()
+    self._endpoint.check_parts()
     self._land(params)
-    return self._own(self._on_device(self._exchanger.anchor.params), jax.tree.map(jnp.zeros_like, self._base))
+    return self._own(self._place.to_device(self._exchanger.anchor.params), jax.tree.map(jnp.zeros_like, self._base))
 
   def _deliver(self, params: Any) -> Any:
     """The parameters after a last round of each fragment, or when there was no time for one."""
@@ -261,8 +268,10 @@ class Rounds:
     """The worker."""
     return self
 
-  def __exit__(self, *_: object) -> None:
+  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
     """Leaves, if it has not left."""
+    if kind and self._place.parts > 1:  # perhaps since another part is lost, which is soon noticed
+      self._endpoint.join(self._membership.limit)
     self.leave()
 
   def _begin(self, params: Any) -> None:
@@ -271,14 +280,13 @@ class Rounds:
     self._flight = given, self._undelivered.copy(), self._exchanger.delivered
     weight, steps = self._undelivered[self._exchanger.anchor.position.round % len(self._undelivered)].tolist()
     request = Request(WorkerMessage.READY, weight=(weight << _FRACTION) // max(1, steps))
-    post = lambda finite: self._endpoint.post(request) if finite else self._endpoint.reply(None)
-    self._exchanger.prepare(given, post)
+    post = lambda finite: self._endpoint.post(request if finite else Request(WorkerMessage.NOT_FINITE))
+    self._exchanger.prepare(given, self._place.to_host(given), post)
 
   def _finish(self, params: Any, wait: float) -> Any:
     """Applies the round of the exchange under way if it has ended after so many seconds."""
-    try:
-      answer = self._endpoint.take(wait)
-    except queue.Empty:
+    answer = processes.take(self._place, self._endpoint, wait)
+    if answer == Next.LATER:
       return params
     return self._restart() if answer is None else self._apply(params)
 
@@ -320,7 +328,7 @@ class Rounds:
       moved = jax.tree.map(choose, self._of_fragment, moved, given, self._base, after)
       self._undelivered[result.fragment] -= trained[result.fragment]
     if (returned := self._exchanger.returned) is not None:
-      moved = jax.tree.map(jnp.add, moved, self._on_device(returned))
+      moved = jax.tree.map(jnp.add, moved, self._place.to_device(returned))
       self._exchanger.returned = None
     self._base = after
     self._moved = moved
@@ -335,10 +343,7 @@ class Rounds:
     anchor = self._exchanger.anchor
     applies = self._applies and self._recent_weight
     params = self._exchanger.outer.less_residual(anchor, self._recent_weight) if applies else anchor.params
-    return self._on_device(params)
-
-  def _on_device(self, tree: Any) -> Any:
-    return jax.device_put(tree, self._place)
+    return self._place.to_device(params)
 
   def _own(self, anchor: Any, moved: Any) -> Any:
     return jax.tree.map(moving.parameters, anchor, moved, self._dtypes)

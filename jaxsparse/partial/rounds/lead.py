@@ -1,0 +1,229 @@
+"""The protocol of the lead, part 0 of a worker of several processes: `parts` says what passes through it."""
+
+import collections
+import dataclasses
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.endpoint import PartLost
+from jaxsparse.partial.net.membership import Member, Members
+from jaxsparse.partial.net.messages import Answer, Rejected, RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.rounds.parts import Decision, Next, PartProtocol
+
+_UNEQUAL = RoundPosition(0, -1)  # of parts with different anchors: that of no round
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LeadProtocol(PartProtocol):
+  """The protocol of part 0, through which all parts reach the server.
+
+  Args:
+    others: the other parts, by their numbers.
+    addresses: of all parts.
+  """
+
+  others: Members[Member]
+  addresses: list[str]
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self._tell_server = self._tell
+    self._tell = lambda signal: self._take_signal(0, signal)
+    self._joined = 0  # how often all parts have
+    self._all = set(range(len(self.addresses)))
+    self._own = collections.deque[Answer]()  # to this part, after what it does now
+    self._last_signals: dict[int, Signal] = {}  # HELLO of all parts, and what has their positions
+    self._hellos: dict[int, Signal] = {}
+    self._joining = set[int]()
+    self._ready = set[int]()
+    self._answered = set[int]()
+    self._group = 0  # the number of that under way
+    self._digests: dict[int, int] = {}  # of the results of its parts
+    self._skipping = set[int]()
+    self._digest_of_all = 0  # that the server was told last
+    self._has_left = False
+
+  def handle(self, event: Any, now: float) -> None:
+    """Does what an event asks for, also at the other parts."""
+    match event:
+      case Decision(answer):
+        choice = {Next.LATER: Next.LATER, None: Next.RESTART}.get(answer, Next.GO)
+        self._tell_parts(self._all - {0}, ServerMessage.DECISION, next=choice)
+      case Answer(ServerMessage.BEAT):
+        super().handle(event, now)
+      case Answer(kind, content):
+        self._pass_on(kind, content)
+      case _:
+        super().handle(event, now)
+    self._handle_own(now)
+
+  def tick(self, now: float) -> None:
+    """Time has passed.
+
+    Raises:
+      PartLost: if another part is silent.
+    """
+    super().tick(now)
+    self.others.limit = self.membership.limit
+    for part in self.others.tick(now):
+      self.others.forget(part)
+      if self.membership.state not in ("leaving", "ended"):
+        reason = f"part {part} of worker {self.membership.number} is lost, and with it this worker"
+        self._tell_parts(self._all - {0}, ServerMessage.LOST, reason=reason)
+        raise PartLost(reason)
+    self._handle_own(now)
+
+  def hear_part(self, connection: bytes, frames: list[bytes], now: float) -> None:
+    """Handles a signal of another part."""
+    try:
+      signal = messages.parse_signal(frames)
+    except Rejected:
+      return
+    if signal.kind == WorkerMessage.HELLO and signal.address in self.addresses[1:]:
+      self.others.join(connection, signal._replace(worker=self.addresses.index(signal.address)))
+    for part, member in self.others.known.items():
+      if member.connection == connection:
+        member.heard = self.membership.now = now
+        self.others.dead_at[part] = now + self.others.limit
+        self._take_signal(part, signal)
+        break
+    self._handle_own(now)
+
+  def _answer(self, answer: Any) -> None:
+    if answer is None:
+      self._reply(None)
+    else:
+      super()._answer(answer)
+
+  def _handle_own(self, now: float) -> None:
+    while self._own:
+      super().handle(self._own.popleft(), now)
+
+  def _tell_parts(self, parts: set[int], kind: ServerMessage, **content: Any) -> None:
+    """Tells parts something, each with the addresses of the same part of other workers."""
+    choose = lambda address, part: address and address.split(",")[part]
+    for part in sorted(parts):
+      own = dict(content)
+      if "addresses" in own:
+        own["addresses"] = [choose(address, part) for address in own["addresses"]]
+      if "donor" in own:
+        own["donor"] = choose(own["donor"], part)
+      if part:
+        self.others.tell([part], kind, **own)
+      else:
+        self._own.append(Answer(kind, own))
+
+  # From the parts to the server.
+
+  def _take_signal(self, part: int, signal: Signal) -> None:
+    """A signal of a part; the server gets that of the last part."""
+    self._last_signals[part] = signal
+    match signal.kind:
+      case WorkerMessage.HELLO if signal.value == self._joined:
+        self._take_hello(part, signal)
+      case WorkerMessage.READY:
+        self._take_ready(part, signal)
+      case WorkerMessage.DONE | WorkerMessage.SKIPPED if signal.value == self._group:
+        self._take_done(part, signal)
+      case WorkerMessage.FAILED if signal.value == self._group:
+        self._group = 0
+        self._pass_to_server(signal)
+      case WorkerMessage.ANSWERED:
+        self._answered.add(part)
+        if self._agree(self._answered):
+          self._reply(signal.position)
+      case WorkerMessage.BEAT if part == 0:
+        self._pass_to_server(signal)
+      case WorkerMessage.BYE:
+        self._take_bye(part, signal)
+
+  def _take_hello(self, part: int, signal: Signal) -> None:
+    """The worker joins when all parts do."""
+    is_new = part not in self._joining
+    self._hellos[part] = signal
+    self._joining.add(part)
+    self._ready.discard(part)
+    if is_new:
+      reason = "absent: another part of this worker has to join again"
+      self._tell_parts(self._all - self._joining, ServerMessage.REJECTED, reason=reason)
+    if self._joining != self._all:
+      return
+    if is_new or part == 0:  # all parts repeat it
+      alike = self._hellos[0].alike.joined(self._hellos[other].alike for other in sorted(self._all - {0}))
+      self._pass_to_server(signal._replace(value=0, address=",".join(self.addresses), alike=alike))
+
+  def _take_ready(self, part: int, signal: Signal) -> None:
+    """The worker is ready when all parts are."""
+    self._ready.add(part)
+    if self._agree(self._ready):
+      self._pass_to_server(signal)
+
+  def _agree(self, parts: set[int]) -> bool:
+    """Whether these are all parts, and a donor has not given them anchors of different rounds, or they ask again."""
+    if parts != self._all:
+      return False
+    parts.clear()
+    if self._position == _UNEQUAL:
+      self._tell_parts(self._all, ServerMessage.DECISION, next=Next.AGAIN)
+      return False
+    return True
+
+  def _take_done(self, part: int, signal: Signal) -> None:
+    """The worker has a result when all parts have, after all have skipped the outer step if one has."""
+    if signal.kind == WorkerMessage.SKIPPED:
+      if not self._skipping:
+        self._tell_parts(self._all - {part}, ServerMessage.SKIP, number=signal.value)
+      self._skipping.add(part)
+      self._digests.pop(part, None)
+      return
+    self._digests[part] = signal.digest
+    if self._digests.keys() == self._all and self._skipping in (set(), self._all):
+      digests = np.array([self._digests[part] for part in sorted(self._all)])
+      self._digest_of_all = int.from_bytes(hashlib.sha256(digests.tobytes()).digest()[:8]) >> 2
+      self._pass_to_server(signal._replace(digest=self._digest_of_all))
+
+  def _take_bye(self, part: int, signal: Signal) -> None:
+    """The worker leaves with its first part; the exchanges of the others are dropped."""
+    self.others.forget(part)
+    if not self._has_left:
+      if self._group:
+        reason = "this worker leaves"
+        self._tell_parts(self._all - {part}, ServerMessage.ABORT, number=self._group, reason=reason)
+        self._group = 0
+      self._pass_to_server(signal)
+      self._has_left = True
+
+  @property
+  def _position(self) -> RoundPosition:
+    """Where all parts stand."""
+    positions = {signal.position for signal in self._last_signals.values()}
+    if len({position[:2] for position in positions}) > 1:
+      return _UNEQUAL
+    position, *others = positions
+    return position._replace(last=0) if others else position
+
+  def _pass_to_server(self, signal: Signal) -> None:
+    if not self._has_left:
+      self._tell_server(signal._replace(position=self._position))
+
+  # From the server to the parts.
+
+  def _pass_on(self, kind: ServerMessage, content: dict[str, Any]) -> None:
+    """An answer of the server to all parts."""
+    if kind == ServerMessage.WELCOME:
+      if self._joining != self._all:  # to HELLO that the lead has repeated
+        return
+      self._joining.clear()
+      self._joined += 1
+    if kind == ServerMessage.GROUP:
+      self._group = content["number"]
+      self._digests = {}
+      self._skipping = set()
+    elif kind == ServerMessage.WELCOME or content.get("number") == self._group:
+      self._group = 0
+    if "digest" in content:  # that of all parts together: 0, or one that no part has
+      content = content | {"digest": 0 if content["digest"] in (0, self._digest_of_all) else -1}
+    self._tell_parts(self._all, kind, **content)

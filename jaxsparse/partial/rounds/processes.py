@@ -1,0 +1,78 @@
+"""The processes of a worker: they meet when it starts, and its training loops go on together."""
+
+import contextlib
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsparse.partial.net.endpoint import Endpoint, PartLost
+from jaxsparse.partial.net.membership import Member, Members, Membership
+from jaxsparse.partial.rounds.exchanger import Exchanger
+from jaxsparse.partial.rounds.lead import LeadProtocol
+from jaxsparse.partial.rounds.parts import Decision, Next, PartProtocol
+from jaxsparse.partial.rounds.protocol import RoundProtocol
+from jaxsparse.partial.rounds.slices import Whole
+
+_LONGEST = 1 << 10  # bytes of an address, or of an error
+_FAILED = "!"  # begins an error
+
+
+@contextlib.contextmanager
+def errors_told(place: Whole) -> Iterator[None]:
+  """An error of one part in a `with` block is raised by all, which would wait for it in `make_protocol`."""
+  try:
+    yield
+  except Exception as error:
+    if place.parts > 1:
+      _meet(f"{_FAILED}{error}")
+    raise
+
+
+def _meet(text: str) -> list[str]:
+  """The texts of all parts, in their order.
+
+  Raises:
+    ValueError: for the error of another part.
+  """
+  own = np.frombuffer(text.encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
+  texts = [bytes(row).decode(errors="replace").strip() for row in multihost_utils.process_allgather(own)]
+  for part, other in enumerate(texts):
+    if other.startswith(_FAILED) and not text.startswith(_FAILED):
+      raise ValueError(f"part {part} of this worker: {other.removeprefix(_FAILED)}")
+  return texts
+
+
+def make_protocol(
+  place: Whole, endpoint: Endpoint, membership: Membership, exchange: Exchanger, entries: int, servers: int
+) -> RoundProtocol:
+  """The protocol of a worker of one process, or of a part of one of several, which meet here."""
+  if place.parts == 1:
+    return RoundProtocol(membership, exchange, entries, endpoint.switch, servers)
+  addresses = _meet(endpoint.address)
+  if place.part:
+
+    def miss_lead() -> None:
+      raise PartLost(f"part 0 of worker {membership.number} has been silent for {membership.limit:g} s")
+
+    endpoint.follow(addresses[0])
+    return PartProtocol(membership, exchange, entries, miss_lead)
+  members = Members(Member, endpoint.tell_part, membership.limit, membership.now)
+  lead = LeadProtocol(membership, exchange, entries, endpoint.switch, servers, others=members, addresses=addresses)
+  endpoint.hear_part = lead.hear_part
+  return lead
+
+
+def take(place: Whole, endpoint: Endpoint, wait: float | None = None) -> Any:
+  """The answer to the open request after so many seconds, or `Next.LATER`; at all parts the same, that of the lead."""
+  if place.part:
+    return endpoint.take()
+  try:
+    answer = endpoint.take(wait)
+  except queue.Empty:
+    answer = Next.LATER
+  if place.parts > 1:
+    endpoint.post(Decision(answer))
+  return answer

@@ -1,0 +1,169 @@
+"""Workers of several processes in virtual time: the laws of rounds hold in each part, and for all parts alike.
+
+- the training loops of all parts go on from the same round at the same step;
+- a round is skipped in all parts of its members or in none;
+- a worker that loses a part ends as a whole.
+"""
+
+import collections
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.endpoint import PartLost
+from jaxsparse.partial.net.membership import Member, Members
+from jaxsparse.partial.rounds.lead import LeadProtocol
+from jaxsparse.partial.rounds.parts import Decision, Next, PartProtocol
+from tests.partial import protocols_test, rounds_protocol_test
+from tests.partial.protocols_test import LATENCY, LIMIT
+from tests.partial.rounds_protocol_test import DISTURBED
+
+
+class Part(rounds_protocol_test.Process):
+  """A process of a worker, of which the lead comes last."""
+
+  def __init__(self, network, number, part):
+    self.part = part
+    self.lead = None
+    super().__init__(network, number)
+
+  def make_protocol(self, *facts):
+    *most, _, _ = facts
+    return PartProtocol(*most, self.miss_lead)
+
+  def miss_lead(self):
+    raise PartLost
+
+  def tell(self, signal):
+    self.network.post((self, self.lead), self.lead, self.lead.hear_part, self.serial, [signal.pack()])
+
+  def handle(self, event):
+    self.run_or_end(super().handle, event)
+
+  def tick(self):
+    self.run_or_end(super().tick)
+
+  def run_or_end(self, method, *content):
+    try:
+      method(*content)
+    except PartLost:
+      self.dead = True
+
+  def skips(self, number):
+    """In one part of some rounds; all members find that alike."""
+    return hash((number, self.part)) % 6 == 0
+
+  def skip(self):
+    self.run.skipped = True
+    return self.run.hash()
+
+  def commit(self):
+    skipped = self.run.skipped
+    assert self.network.skipped.setdefault(self.run.group.number, skipped) == skipped
+    return super().commit()
+
+  def take(self, answer):
+    if answer != Next.LATER:
+      super().take(answer)
+
+
+class Lead(Part):
+  """Part 0 of a worker."""
+
+  def __init__(self, network, number, others):
+    self.others = others
+    super().__init__(network, number, 0)
+    for other in others:
+      other.lead = self
+
+  def make_protocol(self, *facts):
+    members = Members(Member, self.send_part, LIMIT, self.network.now)
+    addresses = [process.address for process in (self, *self.others)]
+    return LeadProtocol(*facts, others=members, addresses=addresses)
+
+  def tell(self, signal):
+    rounds_protocol_test.Process.tell(self, signal)
+
+  def send_part(self, serial, frame):
+    part = self.network.processes[serial]
+    if part.lives:
+      self.network.post((self, part), part, part.handle, messages.parse_answer(frame))
+    return part.lives
+
+  def hear_part(self, serial, frames):
+    if self.lives:
+      self.run_or_end(self.protocol.hear_part, serial, frames, self.network.now)
+
+  def take(self, answer):
+    if isinstance(answer, Exception):
+      super().take(answer)
+    else:
+      self.network.at(self.network.now + LATENCY * self.network.random.random(), self, self.decide, answer)
+
+  def decide(self, answer):
+    """The training loop is at a step where it goes on from a round, and so do those of all parts that live."""
+    if self.lives:
+      assert {other.anchor for other in self.others if other.lives} <= {self.anchor}
+      self.handle(Decision(answer))
+      super().take(answer)
+
+  def tick(self):
+    if self.network.random.random() < 0.1:
+      self.handle(Decision(Next.LATER))
+    super().tick()
+
+
+class Network(rounds_protocol_test.Network):
+  """Workers of so many parts each."""
+
+  def __init__(self, parts, *options):
+    self.parts, self.skipped = parts, {}
+    super().__init__(*options)
+
+  def kind(self, _, number):
+    for part in range(1, self.parts):
+      self.processes.append(Part(self, number, part))
+    return Lead(self, number, self.processes[-self.parts + 1 :])
+
+  def post(self, channel, *content):
+    """Links inside a worker are not cut."""
+    sender, receiver = channel
+    if isinstance(sender, Part) and isinstance(receiver, Part) and sender.number == receiver.number:
+      protocols_test.Network.post(self, channel, *content)
+    else:
+      super().post(channel, *content)
+
+  def disturb(self, kind):
+    """All parts of a worker leave or are suspended, or one dies or diverges; one worker always runs."""
+    parts = collections.defaultdict(list)
+    for process in self.living():
+      if not process.suspended and not process.leaves and process.protocol.membership.state == "joined":
+        parts[process.number].append(process)
+    running = [processes for processes in parts.values() if len(processes) == self.parts]
+    if kind in ("suspended", "leaves", "dead", "diverges"):
+      if len(running) > 1:
+        chosen = self.random.choice(running)
+        for process in chosen if kind in ("suspended", "leaves") else [self.random.choice(chosen)]:
+          setattr(process, kind, True)
+    else:
+      super().disturb(kind)
+
+
+@settings(max_examples=settings().max_examples)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(2, 3), DISTURBED)
+def test_the_parts_of_a_worker_go_from_round_to_round_together_and_nothing_is_lost(seed, workers, parts, disturbed):
+  """As in `rounds_protocol_test`: a random schedule with disturbances, then a quiet one for `ROUNDS` rounds more."""
+  random, (servers, disturbances) = Random(seed), disturbed
+  network = Network(parts, random, workers, workers // 2 + 1, servers)
+  for kind in disturbances:
+    network.at(random.random() * 30, None, network.disturb, kind)
+  rounds_protocol_test.run_until_goal(network, seconds=200)
+  for process in network.processes:
+    assert process.dead or not process.failed
+    if not process.dead:
+      process.check()
+  for number in range(workers):
+    assert len([process for process in network.living() if process.number == number]) in (0, parts)
+  assert all(len(heirs) == 1 for heirs in network.heirs.values())
