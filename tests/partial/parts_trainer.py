@@ -1,0 +1,89 @@
+"""A part of a worker of rounds: `python parts_trainer.py ADDRESS WORKER PART PORT FOLDER OPTIONS`; options in JSON."""
+
+import json
+import sys
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxsparse as js
+
+START = {"b": np.arange(5, dtype=np.float32), "w": np.arange(48, dtype=np.float32).reshape(8, 6)}
+
+
+def outer(comm):
+  return optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.5))
+
+
+def choosing(comm):
+  return optax.chain(js.topka_transform(comm, density=0.5), optax.sgd(1.0))
+
+
+def moves(worker, step):
+  """What a worker moves in a step: multiples of 1/8, so that no sum rounds."""
+  factor = (worker + 1) * (1 + step % 3) / 8
+  return jax.tree.map(lambda leaf: (factor * (1 + np.arange(leaf.size) % 7)).reshape(leaf.shape), START)
+
+
+def place(params):
+  """Replicated biases, and weights that are sharded over as many rows as there are devices, or else columns."""
+  mesh = jax.make_mesh((jax.device_count(),), ("devices",))
+  rows = PartitionSpec("devices") if 8 % jax.device_count() == 0 else PartitionSpec(None, "devices")
+  specs = {"b": PartitionSpec(), "w": rows}
+  make = lambda leaf, spec: jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), leaf.__getitem__)
+  return jax.tree.map(make, params, specs)
+
+
+def train(worker, number, steps, nan=None):
+  """The parameters after steps first, first + 1, … of a worker; that of number `nan` is not finite at worker 1."""
+  params = worker.params
+  step = jax.jit(lambda params, moved: jax.tree.map(lambda leaf, more: leaf - more.astype(leaf.dtype), params, moved))
+  for count in range(*steps):
+    moved = moves(number, count)
+    if (number, count) == (1, nan):
+      moved["w"][-1, -1] = np.nan
+    params = worker.step(step(params, moved))
+  return params
+
+
+def flat(tree):
+  return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def report(exchanger, path):
+  """Saves what a part has after each round: its number, the anchor, the residual, and what was given, weighted."""
+  commit = exchanger.commit
+
+  def commit_and_save():
+    given = flat(exchanger.given)
+    position = commit()
+    weight = exchanger.group.weights[exchanger.group.members.index(exchanger._number)]
+    found = {"given": weight * given, "residual": exchanger.outer.residual(exchanger.anchor), "base": position.base}
+    np.savez(f"{path}.{position.round}.npz", vector=flat(exchanger.anchor.params), **found)
+    return position
+
+  exchanger.commit = commit_and_save
+
+
+def main(address, number, part, port, folder, parts, devices, steps, **options):
+  jax.config.update("jax_num_cpu_devices", devices)
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(f"127.0.0.1:{port}", parts, part, heartbeat_timeout_seconds=10)
+  chain = choosing if options.pop("sparse", False) else outer
+  if options.pop("dies", None) == part:
+    from tests.partial.round_trainer import die_in_a_round  # computes, which is too early above
+
+    die_in_a_round(after=2)
+  nan, saved = options.pop("nan", None), options.pop("saved", [])  # whose states the parts go on from
+  state = dict(np.load(f"{folder}/{number}.{saved[part]}.npz")) if saved else None
+  with js.partial.Rounds(address, number, place(START), chain, state=state, **options) as worker:
+    report(worker._exchanger, f"{folder}/{number}.{part}")
+    params = multihost_utils.process_allgather(train(worker, number, steps, nan), tiled=True)
+    np.savez(f"{folder}/{number}.{part}.npz", vector=flat(worker._exchanger.anchor.params), **worker.state, **params)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5], **json.loads(sys.argv[6]))
