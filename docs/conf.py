@@ -38,7 +38,7 @@ html_show_copyright = False
 # Every page and notebook with code runs in every build, and an exception ends it.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 900
 nb_execution_show_tb = True
 nb_merge_streams = True
 nb_render_markdown_format = "gfm"  # tables

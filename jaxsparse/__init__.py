@@ -58,6 +58,7 @@ from jaxsparse.collectives import (
   topka,
   topkdsa,
 )
+from jaxsparse.collectives.onebit.sharded import all_gather, psum_scatter
 from jaxsparse.comm import AxisComm, SimComm
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.overlap.buckets import bucketed_transform
@@ -103,7 +104,7 @@ topkdsa_transform = factories.transform_function(topkdsa.TopkDSA)
 
 __all__ = ["costs", "overlap", "partial", "select"]
 __all__ += ["Collective", "SparseCollective", "collective_names", "collective_options", "make_collective"]
-__all__ += ["AxisComm", "Comm", "MpiComm", "SimComm"]
+__all__ += ["AxisComm", "Comm", "MpiComm", "SimComm", "all_gather", "psum_scatter"]
 __all__ += ["Cost", "Counters", "Metrics", "Reduced", "Sparse", "State", "metrics"]
 __all__ += ["atomic", "bucketed_transform", "ef21", "make_transform", "momentum_corrected", "specs", "warmed_up"]
 __all__ += ["average_momentum", "demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]

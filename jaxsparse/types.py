@@ -1,5 +1,6 @@
 """Types that all packages share: sparse entries, verbs, the state and result of a collective, counters, costs."""
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
@@ -182,6 +183,36 @@ def saturated_product(count: jax.Array | int, factor: int) -> jax.Array:
   count = saturated(count, jnp.uint32)
   most = jnp.uint32(_MOST_WORDS)
   return jnp.where(count > jnp.uint32(_MOST_WORDS // max(1, factor)), most, count * jnp.uint32(factor))
+
+
+def is_number(value: Any, kind: type) -> bool:
+  """Whether a value is a number of a kind of `numbers`, and no boolean."""
+  return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def check_fraction(name: str, **values: Any) -> None:
+  """Checks that `values` are numbers in (0, 1].
+
+  Raises:
+    ValueError: naming the value and the choices.
+  """
+  for field, value in values.items():
+    if not (is_number(value, numbers.Real) and 0 < value <= 1):
+      raise ValueError(f"{name}: {field}={value!r}, choose a number in (0, 1]")
+
+
+def check_whole(name: str, low: int, high: int | None = None, *, optional: bool = False, **values: Any) -> None:
+  """Checks that `values` are whole numbers from `low` to `high`, or None where that is `optional`.
+
+  Raises:
+    ValueError: naming the value and the choices.
+  """
+  for field, value in values.items():
+    if optional and value is None:
+      continue
+    if not (is_number(value, numbers.Integral) and low <= value and (high is None or value <= high)):
+      upper = "up" if high is None else f"to {high}"
+      raise ValueError(f"{name}: {field}={value!r}, choose a whole number from {low} {upper}{', or None' * optional}")
 
 
 class Pending(NamedTuple):

@@ -91,12 +91,8 @@ class Case(NamedTuple):
 
   @property
   def exact(self) -> bool:
-    """Whether small whole numbers arrive as they are.
-
-    Levels are shares of the largest number, and bases and scales have roots.
-    """
-    rounds = self.name in ("dcttopk", "nbit", "onebit", "powersgd", "qsgd")
-    return not rounds and "int8" not in str(self) and "2bit" not in str(self)
+    """Whether small whole numbers arrive as they are."""
+    return not self.make(density=0.5).scaled
 
   @property
   def rounding(self) -> float:

@@ -189,10 +189,11 @@ def test_your_cluster(launcher, tmp_path):
 
 @pytest.mark.long
 def test_sharded_models(tmp_path):
-  (howto,) = snippets("docs/how_to/sharded_models.md")
+  howto, eight_bits = snippets("docs/how_to/sharded_models.md")
+  gathered = "assert float(abs(weights - weights[0]).max()) == 0 and float(weights.max()) < 1\n"  # all rows fell alike
   check = "assert not params['bias'].sharding.is_fully_replicated and int(state[0].layout.workers) == 2\n"
   four = CONTEXT.replace('"jax_num_cpu_devices", 2', '"jax_num_cpu_devices", 4')
-  assert "words_sent" in run("\n".join([four, howto, check]), tmp_path)
+  assert "words_sent" in run("\n".join([four, howto, check, eight_bits, gathered]), tmp_path)
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State
+from jaxsparse.types import Comm, Cost, Counters, Reduced, State, check_fraction, check_whole, is_number
 
 _MOST = 2**31 - 2**17  # indices are i32; those of padding and of empty slots of a message are up to 2¹⁷ beyond a vector
 
@@ -91,6 +91,11 @@ class Collective(abc.ABC):
     return False
 
   @property
+  def scaled(self) -> bool:
+    """Whether values are sent as multiples of a scale, or in another basis, so that small whole numbers change."""
+    return False
+
+  @property
   def differentiable(self) -> bool:
     """Whether derivatives of the total with respect to gradients are right; others are refused."""
     return False
@@ -117,7 +122,7 @@ class Collective(abc.ABC):
 
   @property
   def mixes_entries(self) -> bool:
-    """Whether what is delivered changes every entry of the residual, as coefficients of another basis do."""
+    """Whether coefficients of another basis are delivered: `js.momentum_corrected` cannot mask momentum by entries."""
     return False
 
   def is_partial(self, n: int, state: State) -> bool | jax.Array:
@@ -149,7 +154,7 @@ class Collective(abc.ABC):
     return self
 
   def init(self, n: int, size: int) -> State:
-    """The state before the first step, for n entries and `size` workers.
+    """The state of one worker before the first step, for n entries and `size` workers.
 
     Raises:
       ValueError: if the options do not fit n or `size`.
@@ -245,36 +250,6 @@ def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:
   options = inspect.signature(kind).parameters
   hints = typing.get_type_hints(kind)
   return {name: get_args(hints[name]) for name in options if get_origin(hints[name]) is Literal}
-
-
-def is_number(value: Any, kind: type) -> bool:
-  """Whether a value is a number of a kind of `numbers`, and no boolean."""
-  return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def check_fraction(name: str, **values: Any) -> None:
-  """Checks that `values` are numbers in (0, 1].
-
-  Raises:
-    ValueError: naming the value and the choices.
-  """
-  for field, value in values.items():
-    if not (is_number(value, numbers.Real) and 0 < value <= 1):
-      raise ValueError(f"{name}: {field}={value!r}, choose a number in (0, 1]")
-
-
-def check_whole(name: str, low: int, high: int | None = None, *, optional: bool = False, **values: Any) -> None:
-  """Checks that `values` are whole numbers from `low` to `high`, or None where that is `optional`.
-
-  Raises:
-    ValueError: naming the value and the choices.
-  """
-  for field, value in values.items():
-    if optional and value is None:
-      continue
-    if not (is_number(value, numbers.Integral) and low <= value and (high is None or value <= high)):
-      upper = "up" if high is None else f"to {high}"
-      raise ValueError(f"{name}: {field}={value!r}, choose a whole number from {low} {upper}{', or None' * optional}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -175,6 +175,10 @@ class EncodingCollective(SparseCollective):
   wire: Wire = "f32"
 
   @property
+  def scaled(self) -> bool:
+    return FORMATS[self.wire].scaled
+
+  @property
   def first_step(self) -> Any:
     """The number of the first step, i32[], where rounding is random; () where nothing is drawn from it."""
     return jnp.int32(0) if FORMATS[self.wire].draws else ()

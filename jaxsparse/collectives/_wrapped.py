@@ -34,6 +34,7 @@ class Wrapped(Collective):
   replicates = _of_inner("replicates")
   differentiable = _of_inner("differentiable")
   moves_zeros = _of_inner("moves_zeros")
+  scaled = _of_inner("scaled")
   decay = _of_inner("decay")
   sizes_vary = _of_inner("sizes_vary")
   mixes_entries = _of_inner("mixes_entries")

@@ -56,6 +56,10 @@ class ChunkTopk(SparseCollective):
   def conserves(self) -> bool:
     return self.combine == "workers"
 
+  @property
+  def scaled(self) -> bool:
+    return self.wire == "2bit"
+
   def chunks(self, n: int) -> tuple[int, int, int]:
     """The number of chunks, their length, and the entries that each sends."""
     length = min(self.chunk, n)

@@ -99,6 +99,7 @@ class PowerSGD(ByLeaf):
   seed: int = 0
   decay: float = 1.0
   ranges = (("rank", 1, None), ("seed", 0, 2**32 - 1))
+  scaled = True
 
   @property
   def sizes_vary(self) -> bool:

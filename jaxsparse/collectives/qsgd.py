@@ -54,6 +54,7 @@ class QSGD(Collective):
   seed: int = 0
   decay: float = 1.0
   ranges = (("levels", 1, 2**23), ("seed", 0, 2**32 - 1))
+  scaled = True
 
   @property
   def conserves(self) -> bool:

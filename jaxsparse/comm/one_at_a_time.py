@@ -15,12 +15,12 @@ _last: Any = None  # a result of the program that was dispatched last, if its ca
 
 
 def dispatch(program: Callable, *arguments: Any, follow: Callable[[Any], jax.Array] | None = None) -> Any:
-  """`program(*arguments)`, when no other program is in flight where the arguments lie on several CPU devices.
+  """`program(*arguments)`; on several CPU devices only after the program that was dispatched before has ended.
 
   Args:
     program: a jitted function.
     arguments: pytrees of arrays that lie on the same devices.
-    follow: chooses a result for the next dispatch to wait for; None waits for all results now.
+    follow: on several CPU devices, chooses the result that the next dispatch waits for; None waits for all now.
 
   Example:
     >>> import jax.numpy as jnp

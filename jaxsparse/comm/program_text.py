@@ -91,7 +91,7 @@ class ProgramText:
     yield " ".join(["return", *map(read, inner.outvars)]), None
 
   def _value(self, x: Any, aval: Any) -> str:
-    """A number, or the hash of an array; of an array that other processes hold in part its shape."""
+    """A number, or the hash of an array, with dtype and shape; these alone if other processes hold parts of it."""
     x = _compat.words_of_keys(x)
     in_part = isinstance(x, jax.Array) and not x.is_fully_replicated and not x.is_fully_addressable
     if in_part or not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):

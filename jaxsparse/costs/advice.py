@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxsparse.collectives._base import check_whole, collective_of, label_of
+from jaxsparse.collectives._base import collective_of, label_of
 from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import count_entries, count_inside, lacks_shapes, predict
-from jaxsparse.types import Link
+from jaxsparse.types import Link, check_whole
 
 _EVIDENCE = importlib.resources.files("jaxsparse.costs") / "evidence.json"
 _MEASURED = importlib.resources.files("jaxsparse.costs") / "predictions.json"
@@ -74,7 +74,7 @@ def evidence(optimizer: str | None = None) -> list[Evidence]:
   found = [row for row, name in zip(rows, names, strict=True) if optimizer in (None, name, *name.split("_"))]
   if not found:
     known = ", ".join(dict.fromkeys(names))
-    raise ValueError(f"evidence: no training with optimizer={optimizer!r}, choose one of {known}")
+    raise ValueError(f"evidence: no training with optimizer={optimizer!r}, choose one of {known}, or None for all")
   return found
 
 
@@ -232,7 +232,7 @@ def advise(
   if not profile.algorithms:
     raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
   if np.ndim(every) != 1 or not len(every):
-    raise ValueError(f"advise: every={every!r}, give a list of numbers of steps, as in (1, 30)")
+    raise ValueError(f"advise: every={every!r}, give a list of steps between exchanges, as in (1, 30)")
   for steps in every:
     check_whole("advise", 1, every=steps)
   labels = [label for label in profile.algorithms if not lacks_shapes(label, params)] or profile.algorithms

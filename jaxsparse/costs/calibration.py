@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective, make_plain
-from jaxsparse.collectives._base import check_whole, collective_of, label_of
+from jaxsparse.collectives._base import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.counting import (
   count_agreements,
@@ -32,7 +32,7 @@ from jaxsparse.costs.counting import (
 from jaxsparse.train import timing
 from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.transform.metrics import metrics
-from jaxsparse.types import Comm, Link
+from jaxsparse.types import Comm, Link, check_whole
 
 _LONG = 0.3  # seconds of a message that is long enough to measure β
 _SHORTEST = 2**18  # words; the longest message of a measurement of β has at least so many
@@ -245,7 +245,7 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
 
 def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:
   if isinstance(labels, str):
-    raise ValueError(f"fit: algorithms={labels!r}, give a list of labels")
+    raise ValueError(f"fit: algorithms={labels!r}, give a list, as [{labels!r}]")
   if strange := [one for one in labels if not isinstance(one, str)]:  # `advise` makes collectives from labels
     known = f"of {', '.join(collective_names())}"
     raise ValueError(f"fit: {strange[0]} is no label, give a name with options, 'spardl:teams=2:density=0.01', {known}")

@@ -17,11 +17,11 @@ from jax.extend import core
 
 from jaxsparse._compat import inner_jaxprs
 from jaxsparse.collectives import Collective, make_collective, make_plain
-from jaxsparse.collectives._base import check_whole, collective_of
+from jaxsparse.collectives._base import collective_of
 from jaxsparse.comm import AxisComm, all_reduce_cost
 from jaxsparse.transform.shards import share_of
 from jaxsparse.transform.update import init_state, reduce_step
-from jaxsparse.types import Cost
+from jaxsparse.types import Cost, check_whole
 
 Branch = Literal["most", "least", "every"]
 
@@ -237,10 +237,10 @@ def _sum(costs: Iterable[Cost]) -> Cost:
 
 
 def count_entries(n: Any) -> int:
-  """The number of entries of parameters; a whole number as it is.
+  """The number of entries of a pytree of arrays; a whole number is returned unchanged.
 
   Raises:
-    ValueError: for something else.
+    ValueError: unless `n` is a whole number or a pytree with an array at least.
 
   Example:
     >>> count_entries({"w": jnp.zeros((3, 2))}), count_entries(5)

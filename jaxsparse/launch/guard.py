@@ -142,7 +142,10 @@ def _start(command: list[str], sink: int | None) -> subprocess.Popen:
 
 
 def _wait(child: int, is_rank: bool) -> int | None:
-  """Exit status of the child, negative for a signal; None once a signal has told the guard to end."""
+  """Exit status of the child, negative for a signal; None if the guard is told to end while the child runs, or by it.
+
+  Where the child is a rank, it records when it was stopped and continued.
+  """
   while True:
     told = signal.sigwait(_SIGNALS) != signal.SIGCHLD
     while (change := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:

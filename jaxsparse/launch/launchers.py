@@ -52,7 +52,7 @@ def find() -> tuple[Launcher, list[RankCount]] | None:
 
 
 def read_counts() -> list[RankCount]:
-  """All numbers of ranks that are stated for this process; none in a process that is not a rank."""
+  """Numbers of ranks that the variables of launchers state for this process; [] if there are none."""
   found = find()
   return found[1] if found else []
 

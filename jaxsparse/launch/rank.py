@@ -250,7 +250,7 @@ def _open_steps() -> io.FileIO | None:
 
 
 def _connect() -> None:
-  """Connects all ranks now: later, gloo would time out after 30 s if one rank compiles longer than another."""
+  """Connects all ranks, all of which must call: later, gloo would time out if one compiles 30 s longer than another."""
   mesh = jax.make_mesh((jax.device_count(),), ("ranks",))
   total = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
   jax.block_until_ready(jax.jit(_compat.shard_map(total, mesh, (), jax.sharding.PartitionSpec()))())

@@ -25,10 +25,9 @@ from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName, inner_jaxprs
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.train import timing
 from jaxsparse.train.engine import check_batch, engine_of
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, check_whole
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
 _CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
@@ -139,9 +138,11 @@ def measure(
 
 
 def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], np.ndarray]:
-  """Leaves in the order of their gradients in the jaxpr of (loss, *gradients), and operations of backward until each.
+  """When the jaxpr of (loss, *gradients) has computed each gradient, after how many operations of the backward pass.
 
-  The latter are f64[leaves + 1], from 0 at the loss on, strictly increasing: a leaf takes one operation at least.
+  Returns:
+    The numbers of the leaves in the order of their gradients; and estimated operations before the first one and after
+    each, f64[leaves + 1], to which the place in the order is added, so that they increase strictly.
   """
   done = [0.0]  # operations before each equation, and at the end
   loss, *makers = _find_makers(jaxpr, [-1] * len(jaxpr.invars), done)

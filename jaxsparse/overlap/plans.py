@@ -23,10 +23,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.overlap import search
 from jaxsparse.overlap.network import Sent, simulate
-from jaxsparse.types import Link
+from jaxsparse.types import Link, check_whole
 
 Kind = Literal["single", "wfbp", "mg_wfbp", "theorem_1", "asc_wfbp", "optimal"]
 GroupKind = Literal["normal", "merged", "simultaneous"]

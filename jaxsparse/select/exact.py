@@ -56,8 +56,8 @@ def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sp
   shape = (x.size,) if isinstance(x, LazySum) else jnp.shape(x)
   lazy = x if isinstance(x, LazySum) else LazySum((jnp.asarray(x).reshape(-1),))
   n = shape[-1]
-  if not 1 <= k <= n:
-    raise ValueError(f"k={k}, choose a number of entries from 1 to the {n} of a row")
+  if k % 1 or not 1 <= k <= n:
+    raise ValueError(f"top_k: k={k!r}, choose a whole number from 1 to {n}, the length of the last axis")
   method = method_for(n, k) if method is None else method
   if method not in _METHODS:
     raise ValueError(f"method={method!r}, choose one of {', '.join(map(repr, _METHODS))}")

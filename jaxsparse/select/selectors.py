@@ -136,5 +136,13 @@ class Reuse(Selector):
     return Reused(jnp.where(full, raised, lower), jnp.where(full, least, 0.0))
 
 
-SelectorName = Literal["exact", "chunked", "reuse"]
-SELECTORS: dict[str, Selector] = {"exact": Exact(), "chunked": PerChunk(), "reuse": Reuse()}
+SelectorName = Literal[
+  "exact",
+  "chunked",
+  "reuse",
+]
+SELECTORS: dict[str, Selector] = {
+  "exact": Exact(),
+  "chunked": PerChunk(),
+  "reuse": Reuse(),
+}

@@ -85,7 +85,7 @@ def empty(n: int) -> jax.Array:
 
 
 def align(capacity: int) -> int:
-  """The next multiple of 256 slots, which fills the vectors of the machine.
+  """`capacity` rounded up to a multiple of 256, for full vector registers.
 
   Example:
     >>> align(1000)

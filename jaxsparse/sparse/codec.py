@@ -38,7 +38,7 @@ class Message(NamedTuple):
       in its low half.
     high: u32[rows, ⌈(capacity + (length >> low)) / 32⌉], the high parts as a bitset; None with one entry per chunk.
     values: f32, bf16 or i8[rows, capacity].
-    scale: f32[rows], the difference of neighbouring i8 levels; None for other formats.
+    scale: f32[rows], of a format that has one, such as the difference of neighbouring i8 levels; else None.
 
   Example:
     >>> entries = Sparse(jnp.array([[7, 300]]), jnp.array([[0.5, -1.0]]))
@@ -158,7 +158,7 @@ def codec_of(wire: Wire | Literal["2bit"], length: int, *, by_chunk: bool = Fals
     - `length` and `rounds`, whether values are rounded.
     - `encode(entries, noise)` returns the message, a pytree, and the values that its receivers decode, f32[rows, c] in
       the slots of `entries` [rows, c]. An index in 0 … length − 1 occurs once in its row; an empty slot has an index of
-      at least `length` and value 0. The noise is f32[rows, c] in [0, 1), for "int8" only.
+      at least `length` and value 0. The noise is f32[rows, c] in [0, 1), for formats that draw (`Values.draws`).
     - `decode(message)` returns the same entries with rounded values, the same bits on every worker; empty slots have
       index `length`.
     - `words(rows, capacity)` are the 4-byte words of a message.

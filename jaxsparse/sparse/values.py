@@ -68,8 +68,16 @@ class Int8(Values):
     return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), scale
 
 
-Wire = Literal["f32", "bf16", "int8"]
-FORMATS: dict[str, Values] = {"f32": Values(), "bf16": BFloat16(), "int8": Int8()}
+Wire = Literal[
+  "f32",
+  "bf16",
+  "int8",
+]
+FORMATS: dict[str, Values] = {
+  "f32": Values(),
+  "bf16": BFloat16(),
+  "int8": Int8(),
+}
 
 
 def read(values: jax.Array, scale: jax.Array | None) -> jax.Array:

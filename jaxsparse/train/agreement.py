@@ -19,7 +19,7 @@ from jaxsparse.types import Comm
 
 
 class Agreement(NamedTuple):
-  """How far the gradients of the workers agree, from 1, where all are equal, to 1/P, where they have nothing in common.
+  """How far the gradients of the workers agree: 1 if all are equal, 1/P if they are orthogonal, 0 if they cancel.
 
   Attributes:
     own: ‖mean of g_w‖² / mean of ‖g_w‖², with the gradient g_w of each worker's part of the batch.
@@ -43,21 +43,21 @@ def agreement(
   axis: AxisName = "workers",
   **given: Any,
 ) -> Agreement:
-  """Whether the gradients of the workers agree as far as those of a random share of all data would.
+  """Compares the agreement of the workers' gradients with that after shuffling the batch among the workers.
 
-  Small batches differ by chance; `dealt` has the same noise, and no other difference. Where `own` is well below it,
-  workers have data of different kinds: an optimizer of each worker's own and local steps then lose accuracy
-  (`docs/which_method.md`). It compiles two gradients, and sends the batch and the gradients whole: for one batch of
-  many rows before the training, and one after some hundred steps.
+  Small batches differ by chance, shuffled or not. Where the agreement of the workers' `own` rows is well below that of
+  `dealt` ones, workers have data of different kinds: an optimizer of each worker's own and local steps then lose
+  accuracy (`docs/which_method.md`). Call it before training and after some hundred steps, on a large batch: it compiles
+  two gradients, and sends the batch and the gradients whole.
 
   Args:
     loss_fn: that of `js.make_train_step`.
     params: the parameters, the same on every worker.
-    batch: the batch of all workers, but that of this worker under MPI; every process must call.
+    batch: the batch of all workers; under MPI this rank's part. Every process must call.
     mesh: the mesh, or the comm, of the workers.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
-    **given: keyword arguments of `loss_fn`, the same for every worker: a `model_state` is that of one worker. Of a key
-      `rng=` each worker has another one, as in a step.
+    **given: keyword arguments of `loss_fn`, the same for every worker: a `model_state` is that of one worker. A key
+      `rng` is folded with the worker's number, as in a step.
 
   Returns:
     An `Agreement`; 1 where all gradients are zero.
@@ -65,6 +65,7 @@ def agreement(
   Raises:
     ValueError: where it is traced, as in `jax.jit`; if the mesh has no such axis, or the batch does not divide among
       the workers.
+    TypeError: if `mesh` is neither a mesh nor a comm that knows its workers.
 
   Example:
     Two workers that pull into opposite directions:

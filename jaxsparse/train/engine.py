@@ -132,7 +132,7 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
     TypeError: if `where` is neither a mesh nor such a comm.
   """
   if not (where.devices.size if isinstance(where, Mesh) else getattr(where, "members", None) != 0):
-    raise ValueError(f"0 workers along axis {axis!r}: choose at least 1")
+    raise ValueError(f"{where!r} has no workers: give a mesh with devices, or a comm with members >= 1")
   if isinstance(where, Mesh):
     inside = tuple(name for name in where.axis_names if name not in names_of(axis))
     return _OnMesh(where, axis, inside if any(where.shape[name] > 1 for name in inside) else ())

@@ -78,7 +78,7 @@ def simulate(
     if residuals is not None:
       given, expected = (str(jax.tree.structure(tree)) for tree in (residuals, grads))
       if given != expected:
-        raise ValueError(f"simulate: residuals have the structure {given}, give that of the gradients, {expected}")
+        raise ValueError(f"simulate: residuals have the structure {given}, grads {expected}: give both the same")
       state = _with_residuals(state, _rows_of("residuals", residuals), collective)
   elif residuals is not None:
     raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")

@@ -12,7 +12,6 @@ import optax
 from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 from jaxsparse._compat import AxisName
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import SoloComm, replication
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.sparse.flatten import check_entries
@@ -23,7 +22,7 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.update import first_state
 from jaxsparse.transform.wrapped import shapes_seen, trained
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, check_whole
 
 LIKELY_MISTAKES = {
   "params": "no jaxsparse transform covers its gradient (optax.masked passes masked leaves on unchanged, here the "

@@ -11,7 +11,6 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
@@ -26,7 +25,7 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import commit_early
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.wrapped import PLACEHOLDER
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, check_whole
 
 
 def init(
@@ -208,7 +207,7 @@ class TrainStep:
   def synchronize(self, params: optax.Params, state: Any, **extra: Any) -> tuple[Any, Any]:
     """Exchanges what the workers have moved since the last exchange (`js.local_steps`); else returns both unchanged.
 
-    Leaves without local steps stay as they are. Extra arguments go to `tx`, as those of a step; there is no `value`.
+    Leaves without local steps stay as they are. Extra arguments go to `tx`, as those of a step, `value` too.
     """
     if not states.local_states(state):
       return params, state
@@ -225,7 +224,7 @@ class TrainStep:
     except TypeError as error:
       if "keyword-only argument" not in str(error):
         raise
-      raise TypeError(f"step.synchronize: {error}, which a transformation of tx needs: give it by its name") from error
+      raise TypeError(f"step.synchronize: {error}, which a transformation of tx needs: pass it by its name") from error
 
   def check(self, params: optax.Params, state: Any) -> None:
     """Compares hashes of replicated parameters and state on all workers, for tests; every process must call.
@@ -316,10 +315,10 @@ class TrainStep:
   def _check(self, params: optax.Params, state: Any, batch: Any, given: Any = None) -> None:
     given = given or {}
     checks.check_alive({"params": params, "state": state, "batch": batch} | given)
-    numbers = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float)
-    for name, value in given.items():
-      if name not in TO_LOSS and not all(isinstance(leaf, numbers) for leaf in jax.tree.leaves(value)):
-        raise TypeError(f"step: extra argument {name}={value!r}: give arrays or numbers, which can be traced")
+    extra = {name: value for name, value in given.items() if name not in TO_LOSS}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(extra):
+      if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float):
+        raise TypeError(f"step: extra{jax.tree_util.keystr(path)}={leaf!r}: give arrays or numbers, and no line search")
     check_batch(batch, self._engine, self._axis, self._worker.accumulate)
     rows = given.get("model_state") if self._worker.model_state == "worker" else None
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):

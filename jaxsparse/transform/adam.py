@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.collectives._base import check_whole
+from jaxsparse.types import check_whole
 
 
 class WindowAdamState(NamedTuple):

@@ -9,13 +9,12 @@ from jax.tree_util import keystr
 
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import make_collective
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import axes_of, varying
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform.state import ReduceState, idle_step
 from jaxsparse.transform.update import collective_transform
 from jaxsparse.transform.wrapped import PLACEHOLDER
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, check_whole
 
 _FIELDS = ("mu", "trace")  # of optax's states
 

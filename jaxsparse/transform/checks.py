@@ -153,8 +153,8 @@ def check_agreed(before: Any, after: Any) -> None:
   pairs = zip(reduce_states(before), reduce_states(after), strict=True)
   if any(old.carried is not new.carried for old, new in pairs):
     raise ValueError(
-      "local_steps: a wrapper around the jaxsparse transform of outer does not pass on extra arguments: make it an "
-      "optax.GradientTransformationExtraArgs, whose update takes **extra and gives them to the transform"
+      "a wrapper around the jaxsparse transform (of `outer` in js.local_steps) does not pass on extra arguments: make "
+      "it an optax.GradientTransformationExtraArgs, whose update takes **extra and gives them to the transform"
     )
 
 

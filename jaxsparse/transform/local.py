@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import varying
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
@@ -35,6 +34,7 @@ from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.state import Applied, Flight, LocalState
 from jaxsparse.transform.wrapped import mean_dtypes, shapes_seen, synchronizing
+from jaxsparse.types import check_whole
 
 
 def local_steps(
@@ -60,14 +60,14 @@ def local_steps(
 
   Updates are those of θ: zeros in local steps, so that parameters are bitwise the same on every worker at all times
   (Law R). The step of `js.make_train_step` takes the gradient at θ_w; in a step of your own take it at
-  `js.own_params(params, state)`, and give `update` the anchor:
+  `js.own_params(params, state)`, and give `update` θ, the anchor:
 
       grads = jax.grad(loss_fn)(js.own_params(params, state), batch)
       updates, state = tx.update(grads, state, params)
 
-  With `every=1` nothing stays moved, and each step exchanges the updates of the inner optimizers instead of gradients.
-  Then `local_steps(optax.sgd(1.0), optax.chain(transform, optax.sgd(η)), every=1)` has the bits of
-  `optax.chain(transform, optax.sgd(η))`.
+  With `every=1` no movement is pending, and each step exchanges the updates of the inner optimizers instead of
+  gradients. Then `local_steps(optax.sgd(1.0), optax.chain(transform, optax.sgd(η)), every=1)` equals
+  `optax.chain(transform, optax.sgd(η))` bitwise.
 
   With `fragments=F` the leaves are shared out to F fragments that are exchanged in turn, one every H/F steps: the
   largest number of words of a step is about 1/F. Each fragment has an `outer` state of its own, `inner` sees all
@@ -79,24 +79,24 @@ def local_steps(
       u = outer(θ − θ_w),    τ steps later    θ ← θ + u,   θ_w ← α θ_w + (1 − α) θ
 
   Law C holds at the exchange. The mixture is as published: it drops a share of 1 − α of the τ local steps after the
-  exchange, and keeps α of how far a worker was from the anchor, which is exchanged again.
+  exchange, and keeps α (θ_w − θ), which is exchanged again.
 
   With `apply_residual` a worker goes on from θ minus its residual r_w instead of θ: from parameters with all of its own
-  updates in them, delivered or not (the local models of CSER, Xie et al., 2020). Then a gradient is not late because
-  its entries wait to be delivered, and a sparse exchange learns faster, above all with `every=1`:
+  updates in them, delivered or not (the local models of CSER, Xie et al., 2020). Gradients then see undelivered
+  updates at once, and a sparse exchange learns faster, above all with `every=1`:
 
       θ   ← θ + outer(θ − r_w − θ_w),   θ_w ← θ − r_w     (r_w that of the last exchange, then of this one)
 
-  With `optax.sgd(1.0)` outside, the mean of θ_w over the workers moves as if everything were delivered at once. At the
-  end `js.flush` gives the update that takes the anchor there.
+  With `optax.sgd(1.0)` in `outer`, the mean of θ_w over the workers moves as if everything were delivered at once. At
+  the end `js.flush` gives the update that takes the anchor there.
 
   Where an update or an inner state of one worker becomes NaN or Inf, or a sum of the exchange does, all workers skip
-  the step: it leaves nothing changed, as under `js.atomic`, and the next step takes its place, with its exchange if it
-  has one. For that, workers agree on one word in each step without an exchange.
+  the step: it leaves nothing changed, as under `js.atomic`, and the next step retries, exchange included. For that,
+  workers agree on one word in each step without an exchange.
 
   Args:
     inner: any optax optimizer, run by each worker on its own gradients. It may hold a jaxsparse transform without a
-      residual, which every worker calls in every step; of A2SGD, whose totals differ between workers, it must.
+      residual, which every worker calls in every step; A2SGD, whose totals differ between workers, must be here.
       `js.init` folds the random keys (`jax.random.key`) in its state with the number of the worker.
     outer: a chain whose first transformation is a jaxsparse one, then plain optax.
     every: H, the number of steps from one exchange to the next; None exchanges only when `step.synchronize(params,
@@ -104,7 +104,7 @@ def local_steps(
       in flight is applied then, and all workers go on from the anchor, with `apply_residual` less their residuals.
       Or a schedule: at the beginning of each period it is called with the number of steps so far, and returns the H of
       the period, which is rounded down and at least 1. While the learning rate decays, an H that grows reaches a lower
-      loss with as many exchanges than a constant one: `lambda step: 4 * 2 ** (step // 300)`.
+      loss than a constant H with as many exchanges: `lambda step: 4 * 2 ** (step // 300)`.
     fragments: F, 1 … H, and 1 with a schedule. Leaves stay whole: the largest first, each goes to the fragment with the
       fewest entries so far.
     delay: τ, less than H/F, and 0 with a schedule: the steps between an exchange and its use. A step that is compiled

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 import optax
 
 from jaxsparse.collectives import Collective, SparseCollective
-from jaxsparse.collectives._base import check_fraction, check_whole, is_number
 from jaxsparse.collectives._wrapped import EF21, Corrected, WarmedUp, Wrapped
 from jaxsparse.transform.update import Transform
+from jaxsparse.types import check_fraction, check_whole, is_number
 
 
 def momentum_corrected(
@@ -178,7 +178,7 @@ def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, f
         f"warmed_up: {names} is given, warm up first: js.momentum_corrected(js.warmed_up(...)) or js.ef21(the same)"
       )
     if not any(isinstance(collective, SparseCollective) for collective in collectives):
-      raise ValueError(f"warmed_up: {names} has no density, give a transform of a sparse collective")
+      raise ValueError(f"warmed_up: {names} has no density, choose one with density= or k=, as js.spardl_transform")
     warm = lambda sparse: WarmedUp(collective=sparse, steps=steps, densities=tuple(densities.values()))
     return [warm(one) if isinstance(one, SparseCollective) else one for one in collectives]
 

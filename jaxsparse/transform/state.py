@@ -5,7 +5,8 @@ concatenated over workers along their leading axis, which is sharded; shared arr
 a worker (`shards`) have a part each in the same way.
 
 The state of a wrapper is a NamedTuple whose `per_worker()` lists the fields with a row for each worker, [1, …] at one.
-`js.init`, `js.specs`, `js.resize`, `js.convert`, checkpoints and `js.atomic` need to know no more of it.
+`js.init`, `js.specs`, `js.resize`, `js.convert`, checkpoints and `js.atomic` need to know no more of it; `js.flush`
+delivers residuals and the movement of local steps only, so a wrapper that keeps gradients has to deliver them itself.
 """
 
 import functools

@@ -150,8 +150,8 @@ def _without_derivative(leaf: jax.Array, name: str) -> jax.Array:  # noqa: ARG00
 @_without_derivative.defjvp
 def _refuse_derivative(name: str, *_: Any) -> Any:
   raise TypeError(
-    f"{name}: there is no derivative of an exchange that selects or rounds entries: differentiate steps with "
-    "js.dense_transform, or give the transform jax.lax.stop_gradient of the gradients"
+    f"{name}: there is no derivative of an exchange that selects or rounds entries: use js.dense_transform, or give "
+    "`update` jax.lax.stop_gradient of the gradients"
   )
 
 

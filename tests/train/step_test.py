@@ -332,7 +332,11 @@ NO_STATE = lambda p, b, model_state: loss_fn(p, b) + model_state["mean"].sum()
     ({"accumulate": 0}, {}, "make_train_step: accumulate=0, choose"),
     ({"accumulate": 1.5}, {}, "make_train_step: accumulate=1.5, choose"),
     ({"accumulate": 5}, {}, r"\(12, 5\): .* among the 3 workers of axis 'workers', 5 micro-batches each"),
-    ({}, {"value_fn": loss_fn}, "step: extra argument value_fn=<function .*: give arrays or numbers"),
+    (
+      {},
+      {"value_fn": loss_fn},
+      r"step: extra\['value_fn'\]=<function .*: give arrays or numbers, and no line",
+    ),
     ({"loss": aux_loss}, {}, "loss_fn returned 2 values.* has_aux=True"),
     ({"loss": OTHER_STATE}, {"model_state": MODEL_STATE}, r"a model_state of {'other'.*, it was given one of {'mean'"),
     ({"loss": NO_STATE}, {"model_state": MODEL_STATE}, r"returned .*, it should return \(loss, model_state\)"),

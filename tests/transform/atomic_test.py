@@ -83,7 +83,7 @@ def test_a_wrapper_that_hides_extra_arguments_from_the_transform_is_refused():
   hiding = optax.GradientTransformation(sparse.init, lambda g, s, p=None: sparse.update(g, s, p))
   tx = js.local_steps(optax.sgd(1.0), optax.chain(hiding, optax.sgd(1.0)), every=4)
   step, params, state = start(tx, COMM, jnp.zeros(N))
-  with pytest.raises(ValueError, match="local_steps: a wrapper .* does not pass on extra arguments"):
+  with pytest.raises(ValueError, match="a wrapper .*of `outer` in js.local_steps.* does not pass on extra arguments"):
     step(params, state, normals(0, 2, N))
 
 

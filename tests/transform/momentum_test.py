@@ -134,7 +134,11 @@ SPARDL, DCT = js.spardl_transform("workers", density=0.2), js.dcttopk_transform(
     (lambda: js.warmed_up(SPARDL, {0: 0.1}), ValueError, "warmed_up: step=0, choose a whole number from 1 up"),
     (lambda: js.warmed_up(SPARDL, {2: 1.5}), ValueError, r"before step 2: density=1.5, choose a number in \(0, 1\]"),
     (lambda: js.warmed_up(js.momentum_corrected(SPARDL), {2: 0.5}), ValueError, "warm up first"),
-    (lambda: js.warmed_up(js.qsgd_transform("workers"), {2: 0.5}), ValueError, "warmed_up: qsgd has no density, give"),
+    (
+      lambda: js.warmed_up(js.qsgd_transform("workers"), {2: 0.5}),
+      ValueError,
+      "warmed_up: qsgd has no density, choose one with density= or k=",
+    ),
   ],
 )
 def test_what_is_refused(call, error, message):

@@ -47,7 +47,7 @@ class DctTopk(ChunkTopk):
   """
 
   leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
-  mixes_entries = True
+  mixes_entries = scaled = True
 
   def __post_init__(self) -> None:
     super().__post_init__()

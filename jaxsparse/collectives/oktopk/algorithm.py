@@ -26,7 +26,7 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated_sum
 
 
 class Reused(NamedTuple):
-  """The state that is the same on every worker; the local threshold, f32[1], differs between workers.
+  """The state that is the same on every worker; the local threshold, f32[1], is in `State.worker`.
 
   Attributes:
     step: i32[], the number of the step.

@@ -50,6 +50,7 @@ class OneBit(Collective):
   bits: typing.ClassVar[int] = 1
 
   decay: float = 1.0
+  scaled = True
 
   @property
   def moves_zeros(self) -> bool:

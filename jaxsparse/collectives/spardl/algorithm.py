@@ -17,11 +17,11 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, satura
 
 
 class Shared(NamedTuple):
-  """The state that is the same on every worker; () for a part that the options do not need.
+  """The state of SparDL that is the same on every worker; () for a part that the options do not need.
 
   Attributes:
-    adaptive: the state of Algorithm 2, for B-SAG.
-    step: i32[], the number of the step, from which random rounding draws its noise.
+    adaptive: the size of messages between teams, which Algorithm 2 adapts, for `sag="bruck"`.
+    step: i32[], the number of the step, the seed of random rounding, for `wire="int8"`.
   """
 
   adaptive: Any = ()
