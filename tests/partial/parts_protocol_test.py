@@ -12,12 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.endpoint import PartLost
-from jaxsparse.partial.net.membership import Member, Members
+from jaxsparse.partial.net.membership import Member, Members, Membership
+from jaxsparse.partial.net.messages import Answer, RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.rounds.exchanger import Done
 from jaxsparse.partial.rounds.lead import LeadProtocol
 from jaxsparse.partial.rounds.parts import Decision, Next, PartProtocol
+from jaxsparse.partial.rounds.protocol import Request
 from tests.partial import protocols_test, rounds_protocol_test
-from tests.partial.protocols_test import LATENCY, LIMIT
+from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
 from tests.partial.rounds_protocol_test import DISTURBED
 
 
@@ -149,6 +153,84 @@ class Network(rounds_protocol_test.Network):
           setattr(process, kind, True)
     else:
       super().disturb(kind)
+
+
+class Alone:
+  """The lead of three parts, by hand."""
+
+  digest, skipped = 7, False
+
+  def __init__(self, donor=None):
+    self.to_server, self.to_parts, self.replies = [], [], []
+    quiet = lambda *_: None
+    place = Membership(0, "tcp://a:1", TIMEOUT, 0.0, self.to_server.append, quiet, self.replies.append, TIMEOUT)
+    tell = lambda part, frame: self.to_parts.append((part, messages.parse_answer(frame)))
+    members = Members(Member, tell, LIMIT, 0.0)
+    addresses = ["tcp://a:1", "tcp://a:2", "tcp://a:3"]
+    self.lead = LeadProtocol(place, self, 4, quiet, others=members, addresses=addresses)
+    self.lead.tick(0.0)
+    for part in (1, 2):
+      self.hear(part, WorkerMessage.HELLO, address=addresses[part], alike=Alike(start=(f"of part {part}",)))
+    (self.hello,) = self.to_server
+    options = {"limit": LIMIT, "grace": 1.0, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0, "run": 7}
+    self.answer(ServerMessage.WELCOME, donor=donor, number=0, **options)
+
+  def hear(self, part, kind, value=0, **facts):
+    self.lead.hear_part(part, [Signal(kind, 0, value, **facts).pack()], 0.0)
+
+  def answer(self, kind, **content):
+    self.lead.handle(Answer(kind, content), 0.0)
+
+  def told(self, kind):
+    return [signal for signal in self.to_server if signal.kind == kind]
+
+  def begin(self, group):
+    self.group = group
+    return self
+
+
+def test_training_begins_when_a_donor_has_given_all_parts_the_anchor_of_one_round():
+  alone = Alone(donor="tcp://b:1,tcp://b:2,tcp://b:3")
+  lead = alone.lead
+  assert alone.hello.address == "tcp://a:1,tcp://a:2,tcp://a:3"
+  assert alone.hello.alike.start == ("of part 1", "of part 2")
+  donors = [(part, content["donor"]) for part, (kind, content) in alone.to_parts if kind == ServerMessage.WELCOME]
+  assert donors == [(1, "tcp://b:2"), (2, "tcp://b:3")]
+  newest = RoundPosition(4, 9)
+  for rounds in ((newest, newest._replace(round=3)), (newest, newest)):
+    assert alone.replies == []
+    alone.to_parts.clear()
+    lead.membership.position = newest
+    lead.membership.reply(newest)
+    for part, position in enumerate(rounds, start=1):
+      alone.hear(part, WorkerMessage.ANSWERED, position=position)
+    again = [part for part, (_, content) in alone.to_parts if content == {"next": Next.AGAIN}]
+    assert again == ([] if rounds == (newest, newest) else [1, 2])
+    assert lead.membership.state == ("joining" if again else "joined")
+  assert alone.replies == [newest]
+
+
+def test_a_result_that_was_told_before_a_part_has_skipped_is_not_counted():
+  """Or the digest of the worker would be that of no other one."""
+  alone = Alone()
+  lead = alone.lead
+  lead.handle(Request(WorkerMessage.READY, 1), 0.0)
+  for part in (1, 2):
+    assert not alone.told(WorkerMessage.READY)
+    alone.hear(part, WorkerMessage.READY, 1)
+  group = {"members": [0], "weights": [1.0], "iteration": 0, "initial": 0.0, "number": 5}
+  alone.answer(ServerMessage.GROUP, **group, addresses={0: "tcp://a:1,tcp://a:2,tcp://a:3"})
+  alone.hear(1, WorkerMessage.DONE, 5, digest=8)
+  alone.skipped = True
+  lead.handle(Done(5, 7), 0.0)
+  assert [part for part, (kind, _) in alone.to_parts if kind == ServerMessage.SKIP] == [1, 2]
+  alone.hear(1, WorkerMessage.SKIPPED, 5)
+  alone.hear(2, WorkerMessage.SKIPPED, 5)
+  alone.hear(2, WorkerMessage.DONE, 5, digest=3)
+  assert not alone.told(WorkerMessage.DONE)
+  alone.hear(1, WorkerMessage.DONE, 5, digest=2)
+  (done,) = alone.told(WorkerMessage.DONE)
+  assert done.digest not in (0, 2, 3, 7)
 
 
 @settings(max_examples=settings().max_examples)

@@ -155,6 +155,21 @@ def load_rounds(folder, number, part):
 
 
 @pytest.mark.long
+def test_each_part_of_a_worker_that_joins_gets_the_anchor_of_that_part(start, finish):
+  """Its devices and shardings are others; after its first round all parts have what those of the other worker have."""
+  options = {"steps": (0, 10**6), "every": 2, "meets": True}
+  with serve(2, quorum=1, grace=5.0) as server:
+    first = start(server.address, 0, devices=1, **options)
+    assert soon(lambda: server._controller.alive == (0,))
+    assert soon(lambda: server._controller.position.round > 3)
+    found = finish([first, start(server.address, 1, devices=3, **options)])
+  for part, (mine, other) in enumerate(zip(*found, strict=True)):
+    assert mine["round"] == other["round"] > other["began"] > 3
+    assert (mine["vector"] != by_part(START)[part]).any()
+    np.testing.assert_array_equal(mine["vector"], other["vector"])
+
+
+@pytest.mark.long
 def test_each_part_goes_on_from_what_it_has_saved_itself(start, finish, tmp_path):
   """As if training had not ended. A state of another part is refused, by all parts."""
   options = {"every": 4, "sparse": True, "delay": 1}

@@ -37,8 +37,11 @@ def place(params):
   return jax.tree.map(make, params, specs)
 
 
-def train(worker, number, steps, nan=None):
-  """The parameters after steps first, first + 1, … of a worker; that of number `nan` is not finite at worker 1."""
+def train(worker, number, steps, nan=None, meets=False):
+  """The parameters after steps first, first + 1, … of a worker; that of number `nan` is not finite at worker 1.
+
+  With `meets` up to the first round of workers 0 and 1.
+  """
   params = worker.params
   step = jax.jit(lambda params, moved: jax.tree.map(lambda leaf, more: leaf - more.astype(leaf.dtype), params, moved))
   for count in range(*steps):
@@ -46,6 +49,8 @@ def train(worker, number, steps, nan=None):
     if (number, count) == (1, nan):
       moved["w"][-1, -1] = np.nan
     params = worker.step(step(params, moved))
+    if meets and worker.group.members == (0, 1):
+      break
   return params
 
 
@@ -77,12 +82,16 @@ def main(address, number, part, port, folder, parts, devices, steps, **options):
     from tests.partial.round_trainer import die_in_a_round  # computes, which is too early above
 
     die_in_a_round(after=2)
-  nan, saved = options.pop("nan", None), options.pop("saved", [])  # whose states the parts go on from
+  nan = options.pop("nan", None)
+  meets = options.pop("meets", False)
+  saved = options.pop("saved", [])  # the numbers of the parts whose states the parts go on from
   state = dict(np.load(f"{folder}/{number}.{saved[part]}.npz")) if saved else None
   with js.partial.Rounds(address, number, place(START), chain, state=state, **options) as worker:
     report(worker._exchanger, f"{folder}/{number}.{part}")
-    params = multihost_utils.process_allgather(train(worker, number, steps, nan), tiled=True)
-    np.savez(f"{folder}/{number}.{part}.npz", vector=flat(worker._exchanger.anchor.params), **worker.state, **params)
+    began = worker.round
+    params = multihost_utils.process_allgather(train(worker, number, steps, nan, meets), tiled=True)
+    found = {"began": began, "round": worker.round, "vector": flat(worker._exchanger.anchor.params)}
+    np.savez(f"{folder}/{number}.{part}.npz", **found, **worker.state, **params)
 
 
 if __name__ == "__main__":

@@ -224,6 +224,8 @@ class LeadProtocol(PartProtocol):
       self._skipping = set()
     elif kind == ServerMessage.WELCOME or content.get("number") == self._group:
       self._group = 0
-    if "digest" in content:  # that of all parts together: 0, or one that no part has
+    # The digest is that of all parts together. Parts get 0, or -1 for another one than theirs, and so check none of an
+    # anchor that they fetch: where one differs, the next round shows it.
+    if "digest" in content:
       content = content | {"digest": 0 if content["digest"] in (0, self._digest_of_all) else -1}
     self._tell_parts(self._all, kind, **content)
