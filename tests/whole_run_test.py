@@ -2,7 +2,9 @@
 
 import itertools
 import os
+import pathlib
 import subprocess
+import time
 import types
 
 import pytest
@@ -32,6 +34,9 @@ def test_what_is_no_part(text):
 def test_a_process_that_is_left_is_named_and_ended(monkeypatch):
   monkeypatch.setattr(whole_run, "_GRACE", 0.1)
   with subprocess.Popen(["sleep", "300"], env=os.environ | {whole_run.MARK: str(os.getpid())}) as process:
+    environment = pathlib.Path(f"/proc/{process.pid}/environ")
+    while whole_run.MARK.encode() not in environment.read_bytes():  # the kernel sets it a little after `Popen` returns
+      time.sleep(0.01)
     assert whole_run.end_processes() == [f"process {process.pid}: sleep 300"]
   assert gone(process.pid)
   assert whole_run.end_processes() == []

@@ -273,7 +273,9 @@ class RoundServer:
     self.members.tell(agreeing, ServerMessage.COMMIT, donor=None, **facts)
     for worker in verdict.differing:
       self.members.tell([worker], ServerMessage.COMMIT, donor=self._find_donor(worker), **facts)
-    self._tell_behind(verdict.behind)
+    for worker in verdict.behind:
+      known[worker].is_late = True
+    self._call_late()
 
   def _abort(self, group: Group | None, worker: int, what: str) -> None:
     """Tells the members that the result of a group counts for nobody, also one that joins again and did not know it.
