@@ -145,7 +145,7 @@ class Rows(ByLeaf):
     words = saturated(self.cost(n, size).words, jnp.uint32)
     if not forms:
       return gather(), words
-    misfits = sum(jnp.int32(~_fits(form, ordinals)) for form in forms)
+    misfits = jnp.stack([~_fits(form, ordinals) for form in forms]).sum(dtype=jnp.int32)
     number = comm.all_reduce(misfits, "max")  # of the first form that fits, equal already, which no type tells
     by_region = [functools.partial(_add_by_region, comm, form, leaves, ordinals, values) for form in forms]
     words = jnp.stack([*(saturated(_words(form, leaves, size), jnp.uint32) for form in forms), words])
