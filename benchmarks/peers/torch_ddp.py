@@ -10,6 +10,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -157,18 +158,23 @@ def join() -> dict[str, Any]:
   return setting
 
 
+def append_rows(setting: dict[str, Any], row_of: Callable[[str], dict[str, Any]]) -> None:
+  """Rank 0 appends the row of each method of the setting to its file; ends the rank."""
+  for label in setting["methods"]:
+    row = row_of(label)
+    if setting["rank"] == 0:
+      with open(setting["rows"], "a") as file:
+        file.write(json.dumps(row) + "\n")
+  dist.destroy_process_group()
+
+
 def main() -> None:
   """Measures all methods of the setting."""
   setting = join()
   grads = gradients(setting["shapes"], setting["rank"])
   mean = sum(torch.cat([x.flatten() for x in gradients(setting["shapes"], rank)]) for rank in range(setting["size"]))
   mean /= setting["size"]
-  for label in setting["methods"]:
-    row = measure(label, setting, grads, mean)
-    if setting["rank"] == 0:
-      with open(setting["rows"], "a") as file:
-        file.write(json.dumps(row) + "\n")
-  dist.destroy_process_group()
+  append_rows(setting, lambda label: measure(label, setting, grads, mean))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ an .npz, has the parameters as PyTorch's modules name them, the batches of all r
 appends a JSON line for each method to the file `rows`.
 """
 
-import json
 import statistics
 import time
 import warnings
@@ -182,12 +181,7 @@ def main() -> None:
   warnings.filterwarnings("ignore", message="Grad strides do not match")  # those of a dimension of size 1
   setting = torch_ddp.join()
   data = dict(np.load(setting["data"]))
-  for label in setting["methods"]:
-    row = train(label, setting, data)
-    if setting["rank"] == 0:
-      with open(setting["rows"], "a") as file:
-        file.write(json.dumps(row) + "\n")
-  dist.destroy_process_group()
+  torch_ddp.append_rows(setting, lambda label: train(label, setting, data))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxsparse._compat import AxisName, names_of
+from jaxsparse._compat import AxisName
 from jaxsparse.collectives.onebit.blocks import Blocks
 from jaxsparse.comm import all_gather as gather_rows
-from jaxsparse.comm import comm_of, in_rank_order, varying
+from jaxsparse.comm import axes_of, comm_of, in_rank_order, varying
 from jaxsparse.types import Comm
 
 _CHOICES = (2, 4, 8)
@@ -43,7 +43,7 @@ def all_gather(x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimension:
   """
   _check("all_gather", x, bits, dimension)
   comm = comm_of(axis)
-  return _gather(_typed(x, axis), comm, bits, dimension % x.ndim)
+  return _gather(_typed(x, comm), comm, bits, dimension % x.ndim)
 
 
 def psum_scatter(x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimension: int = 0) -> jax.Array:
@@ -76,7 +76,7 @@ def psum_scatter(x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimensio
   comm = comm_of(axis)
   if x.shape[dimension] % comm.size:
     raise ValueError(f"psum_scatter: {comm.size} workers do not divide dimension {dimension} of {x.shape}: pad it")
-  return _scatter(_typed(x, axis), comm, bits, dimension % x.ndim)
+  return _scatter(_typed(x, comm), comm, bits, dimension % x.ndim)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -124,10 +124,9 @@ def _flat(x: jax.Array) -> jax.Array:
   return x.reshape(-1).astype(jnp.float32)
 
 
-def _typed(x: jax.Array, axis: AxisName | Comm) -> jax.Array:
-  """x, typed as varying over the axis, as its gradient is."""
-  names = names_of(axis) if isinstance(axis, str | tuple) else ()
-  return varying.as_varying(x, frozenset(names) & varying.checked_axes())
+def _typed(x: jax.Array, comm: Comm) -> jax.Array:
+  """x, typed as varying over the axes of the workers, as its gradient is."""
+  return varying.as_varying(x, frozenset(axes_of(comm) or ()) & varying.checked_axes())
 
 
 def _check(function: str, x: jax.Array, bits: int, dimension: int) -> None:
