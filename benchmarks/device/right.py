@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+import jaxsparse as js
 from benchmarks import report, specs
 from benchmarks.device import speed
 from benchmarks.device.running import PARALLEL, Row, Run, make_ahead
@@ -30,6 +31,7 @@ INPUTS = {
   "normal": lambda random, n: random.standard_normal(n, np.float32),
   "ties": lambda random, n: np.round(random.standard_normal(n, np.float32)),  # whole numbers
 }
+_FEW = 1 << 11  # entries, of which XLA for GPUs selects up to 16 without sorting
 
 
 class Trajectory(NamedTuple):
@@ -145,6 +147,16 @@ def select(kind: str, setting: Setting) -> Row:
   return {"n": n, "k": expected.size, "differ": int(differ.sum())}
 
 
+def select_few() -> Row:
+  """Of few entries, the largest and those that are not finite."""
+  x = INPUTS["ties"](np.random.default_rng(0), _FEW)
+  x[[700, 5, 900, 3]] = np.nan, -np.nan, -np.inf, np.inf
+  found = np.asarray(jax.jit(functools.partial(js.select.top_k, k=7))(x).indices)
+  magnitudes = np.where(np.isnan(x), np.inf, np.minimum(np.abs(x), np.finfo(np.float32).max))
+  expected = np.sort(np.argsort(-magnitudes, kind="stable")[: found.size])
+  return {"n": x.size, "k": expected.size, "differ": int((found != expected).sum())}
+
+
 def measure(run: Run, setting: Setting, until: float) -> None:
   """The rows of this part."""
   labels = [label for label in setting.algorithms if "dtype" not in label]
@@ -153,6 +165,7 @@ def measure(run: Run, setting: Setting, until: float) -> None:
   try:
     for kind in INPUTS:
       run.measure(PART, f"selection, {kind}", until, functools.partial(select, kind, setting))
+    run.measure(PART, "selection, not finite", until, select_few)
     make_ahead([functools.partial(_simulated, label, *arguments) for label in labels], run.left(until) / 2)
     for label in labels:
       seconds = max(_PATIENCE, run.left(until))

@@ -25,7 +25,7 @@ def test_a_small_run_measures_every_part(tmp_path):
   algorithms = list(setting.SMALL.algorithms)
   others = ["read", "copy", "lax.top_k", "lax.approx_max_k", "js.select.top_k"]
   names = lambda part: [row["row"] for row in found[part]]
-  assert names("right") == ["selection, normal", "selection, ties", "dense", "topka"]
+  assert names("right") == ["selection, normal", "selection, ties", "selection, not finite", "dense", "topka"]
   assert all(row["differ"] == 0 for row in found["right"])
   assert names("speed") == names("launches") == [*others, *algorithms]
   assert all(0 < row["seconds"] <= row["p90"] and row["queued"] > 0 for row in found["speed"])
