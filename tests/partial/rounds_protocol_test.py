@@ -383,6 +383,7 @@ def test_workers_that_do_not_reach_each_other_stop_no_round_of_the_others(severe
 @settings(max_examples=settings().max_examples // 3)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4))
 @example(184, 3)  # a worker that is ready while each round is under way
+@example(2139095041, 4)  # one that was stopped while it fetched the anchor
 def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of_the_anchor(
   event, transfer, seed, workers
 ):
@@ -403,7 +404,7 @@ def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of
     for number in range(1 + (event == "two join")):
       network.processes.append(Process(network, workers + number))
     new = network.processes[workers:]
-  end = network.now + (10 if transfer > TIMEOUT else 4) * transfer + 3 * LIMIT + 30 * LATENCY
+  end = network.now + (10 if transfer > TIMEOUT else 2) * transfer + 3 * LIMIT + 30 * LATENCY
   before, last, rounds = [set(process.delivered) for process in new], network.now, 0
   while any(set(process.delivered) <= known for process, known in zip(new, before, strict=True)):
     network.advance()
@@ -433,6 +434,25 @@ def test_k_workers_that_are_ready_wait_for_others_however_long_one_of_them_has_w
     tell(WorkerMessage.READY, worker, 10.0 + 0.9 * GRACE)
   server.tick(10.0 + 1.1 * GRACE)
   assert members() == {0, 1, 2, *late}
+
+
+def test_the_server_names_a_worker_whose_result_differs(caplog):
+  sent = []
+  send = lambda _, frame: sent.append(messages.parse_answer(frame)) or True
+  server = RoundServer(js.partial.Quorum(3, quorum=3, grace=GRACE), Members(RoundMember, send, 10 * LIMIT, 0.0))
+  tell = lambda worker, *facts, **more: server.receive(
+    worker, [Signal(facts[0], worker, *facts[1:], **more).pack()], 1.0
+  )
+  for worker in range(3):
+    tell(worker, WorkerMessage.HELLO, address="tcp://a:1")
+  server.tick(1.0)
+  for worker in range(3):
+    tell(worker, WorkerMessage.READY, 1)
+  number = next(answer.content["number"] for answer in sent if answer.kind == ServerMessage.GROUP)
+  for worker, digest in enumerate([7, 8, 7]):
+    tell(worker, WorkerMessage.DONE, number, digest=digest)
+  assert "the result of worker 1 differs" in caplog.text
+  assert caplog.text.count("differs") == 1
 
 
 class Pieces:

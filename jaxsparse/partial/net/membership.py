@@ -65,6 +65,7 @@ class Membership:
   position: RoundPosition = _START  # in rounds
   alike: Alike = _UNKNOWN  # what all workers need alike
   donor: str | None = None  # the address of the worker whose model has to replace that of this one
+  fetches_since: float | None = None  # when it began to ask for a model that has not come
   waits: bool = True  # whether a request of the training loop is open; the first one is that for a start
   addresses: dict[int, str] = dataclasses.field(default_factory=dict)  # of all workers of whom the server has told it
   lost: tuple[str, float] = ("", 0.0)  # once the server is lost, which message has not come for how many seconds
@@ -97,7 +98,8 @@ class Membership:
     if self.now < self._next_signal:
       return
     if self.state == "joining":
-      self.tell(hello, address=self.address, alike=self.alike)
+      fetching = 0 if self.fetches_since is None else round(self.now - self.fetches_since)
+      self.tell(hello, fetching, address=self.address, alike=self.alike)
       self._next_signal = self.now + RETRY
     else:
       self.tell(WorkerMessage.BEAT, undelivered)
@@ -126,6 +128,7 @@ class Membership:
     """Asks the donor for its model, in rounds once it has been through that round; whether it can be reached."""
     assert self.donor
     self.state = "fetching"
+    self.fetches_since = self.now if self.fetches_since is None else self.fetches_since
     self.send(self.donor, Piece(PieceKind.FETCH, round_, self.number))
     return self.state == "fetching"
 
@@ -145,7 +148,7 @@ class Membership:
     """Answers the request of the training loop."""
     self.state = "joined"
     self.waits = False
-    self.donor = None
+    self.donor = self.fetches_since = None
     self.answer_loop(answer)
 
   def take_rejection(self, reason: str, *, awaits_group: bool) -> bool:

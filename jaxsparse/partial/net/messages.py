@@ -80,7 +80,7 @@ class Group(NamedTuple):
 class WorkerMessage(enum.IntEnum):
   """The kinds of signals, from a worker to the server."""
 
-  HELLO = 1  # joins; with the address for other workers, and what all workers need alike
+  HELLO = 1  # joins; with the address for other workers, what all need alike, and for how long it has asked for a model
   READY = 2  # has done `value` iterations, or in rounds has steps of the weight `value`, and waits for a group
   FAILED = 3  # could not exchange with group `value`, for lack of a message of worker `missing`
   BYE = 4  # leaves, and owes no piece to groups up to number `value`

@@ -267,7 +267,7 @@ class RoundProtocol:
       self._settle(counts=True) if committed else self._drop("another worker has an anchor without it")
     if not self._run and (position := self.exchange.adopt(piece, self._last.base, self._digest)):
       membership.position = position
-      membership.donor = None
+      membership.donor = membership.fetches_since = None
       membership.state = "joined"
       self._doublings -= 1
       membership.await_peer()

@@ -211,9 +211,9 @@ class RoundServer:
       _LOG.warning(f"worker {worker} is behind, {anchors}: it fetches it")
       self.members.tell([worker], ServerMessage.BEHIND, donor=donor, **self._last)
 
-  def _begin_fetch(self, member: RoundMember) -> None:
+  def _begin_fetch(self, member: RoundMember, seconds: int = 0) -> None:
     if member.fetches_since is None:
-      member.fetches_since = self.members.now
+      member.fetches_since = self.members.now - seconds
 
   def _find_donor(self, worker: int) -> str | None:
     """The address of one with the anchor of the last round, for a worker: of the donor of fewest others.
@@ -272,6 +272,8 @@ class RoundServer:
     agreeing = [worker for worker in verdict.group.members if worker not in verdict.differing]
     self.members.tell(agreeing, ServerMessage.COMMIT, donor=None, **facts)
     for worker in verdict.differing:
+      cure = "CPUs with other instructions need XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have"
+      _LOG.warning(f"the result of worker {worker} differs from that of most members, and it fetches theirs: {cure}")
       self.members.tell([worker], ServerMessage.COMMIT, donor=self._find_donor(worker), **facts)
     for worker in verdict.behind:
       known[worker].is_late = True
@@ -315,7 +317,7 @@ class RoundServer:
     member.position = quorum.position if counts else signal.position._replace(last=0)
     donor = None if member.position == quorum.position else self._find_donor(worker)
     if donor:
-      self._begin_fetch(member)
+      self._begin_fetch(member, signal.value)
     options = {"limit": self.members.limit, "grace": quorum.grace, "sizes": [quorum.quorum, quorum.workers]}
     number = last if counts else 0
     self.members.tell([worker], ServerMessage.WELCOME, donor=donor, number=number, **options, **self._last)
