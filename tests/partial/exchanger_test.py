@@ -163,6 +163,18 @@ def test_an_exchange_ends_without_a_result_when_it_fails_or_a_message_is_unlike(
   assert events.empty()
 
 
+def test_a_member_fills_no_memory_with_pieces_that_nobody_asked_for():
+  run = Run(Group((0, 1), (0.5, 0.5), 0, number=3), 0, lambda _: None, room=5)
+  for tag in (7, 1, 8, 9):  # of 3 words each
+    run.receive(Piece(PieceKind.MESSAGE, 3, 1, np.full(3, tag, np.float32), tag))
+  assert [*run._received] == [(1, 7)]
+  run = Run(Group((0, 1), (0.5, 0.5), 0, number=3), 0, lambda _: None, room=3)
+  for tag in (1, 2, 3):  # as the program asks for them
+    run.receive(Piece(PieceKind.MESSAGE, 3, 1, np.full(3, tag, np.float32), tag))
+    (found,) = run.exchange([(np.zeros(3, np.uint32), None, 1)])
+    assert found.view(np.float32).tolist() == [tag] * 3
+
+
 def test_an_error_of_the_outer_chain_is_an_event(worker):
   def fails(_):
     raise TypeError("no such chain")

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxsparse.comm.peers import Message
-from jaxsparse.partial.net.messages import Group, Piece, PieceKind, RoundPosition
+from jaxsparse.partial.net.messages import MOST_MEMBERS, Group, Piece, PieceKind, RoundPosition
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
 from jaxsparse.sparse.flatten import all_finite
 
@@ -39,6 +40,12 @@ class Run:
 
   After `fail` nothing is sent, and zeros are received at once, so that the program ends; its result is dropped.
 
+  Args:
+    group: of the round.
+    number: of this worker.
+    post: gives the protocol an event.
+    room: words of each member that may wait for the program to ask for them; more are forged, and would fill memory.
+
   Attributes:
     digest: of the result, 0 until the exchange is done.
     result: of the outer step, None until it is done.
@@ -46,7 +53,7 @@ class Run:
     missing: the member whose message it waits for, None for none.
   """
 
-  def __init__(self, group: Group, number: int, post: Callable[[Any], object]):
+  def __init__(self, group: Group, number: int, post: Callable[[Any], object], room: int = sys.maxsize):
     self.group = group
     self.digest = 0
     self.result: Result | None = None
@@ -56,6 +63,7 @@ class Run:
     self._post = post
     self._changed = threading.Condition()
     self._received: dict[tuple[int, int], np.ndarray] = {}  # by sender and tag
+    self._room = dict.fromkeys(group.members, room)
     self._tag = 0
 
   @property
@@ -66,8 +74,11 @@ class Run:
   def receive(self, piece: Piece) -> None:
     """Takes a piece of a member."""
     with self._changed:
-      if piece.kind == PieceKind.MESSAGE and self.group.has(piece.sender):
-        self._received.setdefault((piece.sender, piece.tag), piece.values)
+      key = piece.sender, piece.tag
+      is_new = piece.kind == PieceKind.MESSAGE and key not in self._received
+      if is_new and piece.values.size <= self._room.get(piece.sender, -1):
+        self._room[piece.sender] -= piece.values.size
+        self._received[key] = piece.values
         self._changed.notify()
 
   def fail(self) -> None:
@@ -99,6 +110,8 @@ class Run:
       self._changed.wait_for(lambda: self.failed or key in self._received)
       self.missing = None
       received = self._received.pop(key, None)
+      if received is not None:
+        self._room[key[0]] += received.size
     if received is not None and received.size == words.size:
       return received.view(np.uint32)
     if received is not None:
@@ -145,7 +158,8 @@ class Exchanger:
 
   def begin(self, group: Group) -> Run:
     """Starts the exchange of a group."""
-    run = self._run = Run(group, self._number, self.post)
+    entries = sum(leaf.size for leaf in jax.tree.leaves(self.anchor.params))
+    run = self._run = Run(group, self._number, self.post, room=4 * entries + MOST_MEMBERS)
     self._base = self.anchor
     self._inherited = []
     self._thread.submit(self._exchange, run, self.anchor, self.given)
