@@ -12,7 +12,10 @@ import itertools
 import json
 import math
 import os
+import pathlib
+import re
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -121,6 +124,8 @@ def check_traced(engine: Engine, what: str, program: Any, arguments: Sequence[An
 def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.ClosedJaxpr | None = None) -> None:
   """Checks that all processes of an engine have the same lines and the same jaxpr; every process must call.
 
+  Warns where they compute with other instructions, for then results may differ in bits.
+
   Args:
     engine: the workers.
     what: the name of the program, for the error.
@@ -134,8 +139,17 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
     return
   head = [f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}", *_settings(), *head]
   text = ProgramText(jaxpr) if jaxpr else None
-  lines = lambda: [list(map(Line, head)), text.lines() if text else []]
-  every = gather_where_different(engine, [head, text and text.digest], lines)
+  instructions = _instructions()
+  lines = lambda: [instructions, list(map(Line, head)), text.lines() if text else []]
+  every = gather_where_different(engine, [instructions, head, text and text.digest], lines)
+  computing = [one.pop(0) for one in every]
+  if unlike := unlike_first(computing):
+    warnings.warn(
+      f"{what} of {listing(unlike)} is computed with other instructions than that of process 0 "
+      f"({computing[unlike[0]]!r} and {computing[0]!r}), so results may differ in bits: give all processes "
+      "XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have",
+      stacklevel=2,
+    )
   for part, parts in enumerate(zip(*every, strict=True)):
     for number, row in enumerate(itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1):
       texts, sources = zip(*row, strict=True)
@@ -149,8 +163,16 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
           f"process {process}{where[process]}. Every process must run the same code with the same options, shapes and "
           "versions; data of a process's own belongs in the batch"
         )
-  if every:
+  if every and not unlike:
     raise ValueError(f"{what} is not the same on all processes, but its text is: give every process the same code")
+
+
+def _instructions() -> str:
+  """The vector instructions for which this process compiles; "" if its devices are no CPUs, or it was told which."""
+  cpuinfo = pathlib.Path("/proc/cpuinfo")
+  if jax.default_backend() != "cpu" or "xla_cpu_max_isa" in os.environ.get("XLA_FLAGS", "") or not cpuinfo.exists():
+    return ""
+  return " ".join(sorted({*re.findall(r"\b(?:sse4|avx|amx|fma|sve|asimd)\w*", cpuinfo.read_text())}))
 
 
 def _settings() -> list[str]:

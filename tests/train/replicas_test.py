@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+import warnings
 
 import hypothesis
 import hypothesis.extra.numpy as arrays
@@ -111,6 +113,49 @@ def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine,
 def test_only_flags_of_xla_that_change_results_are_compared(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/0 --xla_cpu_max_isa=AVX2 --xla_force_host_platform_device_count=3")
   assert replicas._settings()[0] == "XLA_FLAGS=--xla_cpu_max_isa=AVX2"
+
+
+class _Threads:
+  """An engine whose processes are threads."""
+
+  processes = 2
+
+  def __init__(self):
+    self._values = {}
+    self._barrier = threading.Barrier(2, timeout=60)
+
+  def of_processes(self, value):
+    self._values[threading.current_thread().name] = value
+    self._barrier.wait()
+    rows = np.stack([value for _, value in sorted(self._values.items())])
+    self._barrier.wait()
+    return rows
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_processes_that_compute_with_other_instructions_are_warned(monkeypatch, same):
+  monkeypatch.setattr(replicas, "_instructions", lambda: "avx" if same else f"avx{threading.current_thread().name}")
+  engine, found = _Threads(), []
+  target = lambda: found.append(replicas.check_same(engine, "the step", ["a line"]))
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    threads = [threading.Thread(target=target, name=str(number)) for number in range(2)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  assert found == [None, None]
+  assert len(caught) == (0 if same else 2)
+  assert all(
+    "the step of process 1 is computed with other instructions than that of process 0 ('avx1'" in str(one.message)
+    for one in caught
+  )
+
+
+def test_instructions_are_compared_unless_they_are_chosen(monkeypatch):
+  assert replicas._instructions() == "" or set(replicas._instructions().split()) & {"avx", "asimd"}
+  monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+  assert replicas._instructions() == ""
 
 
 @pytest.mark.long
