@@ -76,3 +76,8 @@ def test_nothing_grows_unnoticed():
   assert found.keys() == most.keys()
   more = {(part, name): n for part in found for name, n in found[part].items() if n > most[part][name]}
   assert not more, "give these numbers, of `python -m tests.sizes`, to tests/sizes.toml, and the reason to the commit"
+
+
+def test_pages_stay_short():
+  assert sizes.words("benchmarks/**/*.md") <= 4_500
+  assert sizes.words("README.md", "docs/**/*.md", "benchmarks/**/*.md") <= 14_000
