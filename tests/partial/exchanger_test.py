@@ -138,6 +138,7 @@ def test_a_residual_that_is_taken_over_during_an_exchange_outlives_it(worker):
   worker.round(7, 0.0, 0.0, 9.0, commit=None)
   assert take_over(0, 3, 0)
   assert not take_over(0, np.nan, 0)
+  assert not take_over(0, -1e38, 0)
   worker.exchanger.commit()
   assert (worker.anchor, worker.residual) == ([-4, -2, -10], [0, 3, 0])
 

@@ -18,6 +18,7 @@ from jaxsparse.sparse.flatten import all_finite
 
 _LOG = logging.getLogger(__name__)
 _FIRST = 3  # sizes of groups for which a worker compiles before the first round
+_MOST_RESIDUAL = 1e6  # times 1 and the largest parameter: the entries of one that is taken over
 _all_finite = jax.jit(all_finite)
 
 
@@ -251,7 +252,8 @@ class Exchanger:
   def inherit(self, piece: Piece) -> Piece:
     """Takes over the residual of a worker that leaves; the answer has the number 1, or 0 where that is not possible."""
     taken = False
-    if self._inherited is not None and np.isfinite(piece.values).all():
+    largest = max((np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(self.anchor.params)), default=0)
+    if self._inherited is not None and (np.abs(piece.values) <= _MOST_RESIDUAL * (1 + largest)).all():
       with contextlib.suppress(ValueError):  # of another model, or this worker has been in no round
         self.anchor = self.outer.add_residual(self.anchor, piece.values)
         self._inherited.append(piece.values)
