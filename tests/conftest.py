@@ -1,5 +1,7 @@
 """Sixteen workers in every test process, strict arithmetic, quick compilation, and what `make test` leaves out."""
 
+import ctypes
+import gc
 import itertools
 import os
 import pathlib
@@ -45,13 +47,25 @@ def standard_promotion():
 
 
 _TESTS = itertools.count(1)
-_MAPS = pathlib.Path("/proc/self/maps")
-_MOST_MAPS = 40_000
+_LIBC = ctypes.CDLL(None)
+_PROCESS = pathlib.Path("/proc/self")
+_MOST_MAPS = 40_000  # a program takes a few, a process may have 65,530
+_MOST_PAGES = 3 << 18  # 3 GB of 4 kB; the programs of a test take 3 MB
+
+
+def _has_many_programs():
+  if not _PROCESS.exists():
+    return True
+  resident = int((_PROCESS / "statm").read_text().split()[1])
+  return resident > _MOST_PAGES or (_PROCESS / "maps").read_bytes().count(b"\n") > _MOST_MAPS
 
 
 @pytest.fixture(autouse=True)
 def few_programs():
-  """Forgets compiled programs before memory maps run out: a program takes a few, a process may have 65,530."""
+  """Forgets compiled programs before memory maps or memory run out."""
   yield
-  if next(_TESTS) % 20 == 0 and (not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") > _MOST_MAPS):
+  if next(_TESTS) % 20 == 0 and _has_many_programs():
     jax.clear_caches()
+    gc.collect()
+    if hasattr(_LIBC, "malloc_trim"):
+      _LIBC.malloc_trim(0)  # glibc keeps what compilers have freed in threads
