@@ -15,7 +15,7 @@ from jaxsparse.partial.rounds.protocol import RoundProtocol
 from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 
-Connection = tuple[int, int, int]  # a server, a worker by its serial number, and the how manieth visit this is
+Connection = tuple[int, int, int]  # a server, a worker by its serial number, and which of its visits this is
 
 
 class VirtualWorker:
