@@ -258,7 +258,8 @@ class RoundProtocol:
   def _fall_behind(self, content: dict[str, Any]) -> None:
     donor = self.membership.donor = content["donor"]
     behind = f"is behind, with the anchor of round {self.membership.position.round} in place of {content['round']}"
-    _LOG.warning(f"worker {self.membership.number} {behind}, and fetches it from {donor}")
+    how = f"and fetches it from {donor}" if donor else "which no worker that is there has"
+    _LOG.warning(f"worker {self.membership.number} {behind}, {how}")
     self._begin_request() if donor else self.membership.join_again(RETRY)
 
   def _take_model(self, piece: Piece) -> None:
