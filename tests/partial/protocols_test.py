@@ -4,6 +4,8 @@ Real `GroupProtocol`s and a real `GroupServer` exchange real bytes with the serv
 simulated. Whatever the schedule: every living worker ends its training, and no average mixes pieces of two groups.
 """
 
+import itertools
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,6 +100,7 @@ class Network(Timeline):
   def __init__(self, random, workers, size, entries):
     super().__init__()
     self.random, self.workers, self.size, self.entries, self.processes = random, workers, size, entries, []
+    self.starts = itertools.count()  # of servers
     self.serve()
     for number in range(workers):
       self.processes.append(self.kind(self, number))
@@ -136,7 +139,8 @@ class Network(Timeline):
     self.controller = js.partial.Controller(self.workers, self.size)
     expected = dict.fromkeys(self.controller.alive, self.now + TIMEOUT)
     members = Members(GroupMember, self.send, LIMIT, self.now, expected)
-    self.server = GroupServer(self.controller, members, first=self.random.getrandbits(30))
+    first = (next(self.starts) << 30) + self.random.getrandbits(30)  # a real one draws 61 bits: never those of another
+    self.server = GroupServer(self.controller, members, first=first)
 
   def disturb(self, kind):
     """A worker crashes, is restarted, suspended, resumed, or diverges; one always runs. Or the server is restarted."""
