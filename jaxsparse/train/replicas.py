@@ -139,10 +139,10 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
     return
   head = [f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}", *_settings(), *head]
   text = ProgramText(jaxpr) if jaxpr else None
-  instructions = _instructions()
-  lines = lambda: [instructions, list(map(Line, head)), text.lines() if text else []]
-  every = gather_where_different(engine, [instructions, head, text and text.digest], lines)
-  computing = [one.pop(0) for one in every]
+  known = [_instructions(), text and text.digest]
+  lines = lambda: [known, list(map(Line, head)), text.lines() if text else []]
+  every = gather_where_different(engine, [known, head], lines)
+  computing, digests = zip(*(one.pop(0) for one in every), strict=True) if every else ((), ())
   if unlike := unlike_first(computing):
     warnings.warn(
       f"{what} of {listing(unlike)} is computed with other instructions than that of process 0 "
@@ -163,7 +163,7 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
           f"process {process}{where[process]}. Every process must run the same code with the same options, shapes and "
           "versions; data of a process's own belongs in the batch"
         )
-  if every and not unlike:
+  if unlike_first(digests):
     raise ValueError(f"{what} is not the same on all processes, but its text is: give every process the same code")
 
 

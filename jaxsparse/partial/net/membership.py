@@ -81,6 +81,11 @@ class Membership:
     """Seconds between two ticks, at most."""
     return min(RETRY, self.limit / _BEATS)
 
+  @property
+  def fetching(self) -> int:
+    """Seconds for which it has asked for a model that has not come."""
+    return 0 if self.fetches_since is None else round(self.now - self.fetches_since)
+
   def tick(self, now: float) -> None:
     """Time has passed."""
     self.now = now
@@ -98,8 +103,7 @@ class Membership:
     if self.now < self._next_signal:
       return
     if self.state == "joining":
-      fetching = 0 if self.fetches_since is None else round(self.now - self.fetches_since)
-      self.tell(hello, fetching, address=self.address, alike=self.alike)
+      self.tell(hello, self.fetching, address=self.address, alike=self.alike)
       self._next_signal = self.now + RETRY
     else:
       self.tell(WorkerMessage.BEAT, undelivered)

@@ -18,7 +18,7 @@ from jaxsparse.sparse.flatten import all_finite
 
 _LOG = logging.getLogger(__name__)
 _FIRST = 3  # sizes of groups for which a worker compiles before the first round
-_MOST_RESIDUAL = 1e6  # times 1 and the largest parameter: the entries of one that is taken over
+_MOST_RESIDUAL = 1e6  # times 1 + the largest parameter: the largest entry of a residual that is taken over
 _all_finite = jax.jit(all_finite)
 
 

@@ -153,7 +153,8 @@ class LeadProtocol(PartProtocol):
       return
     if is_new or part == 0:  # all parts repeat it
       alike = self._hellos[0].alike.joined(self._hellos[other].alike for other in sorted(self._all - {0}))
-      self._pass_to_server(signal._replace(value=0, address=",".join(self.addresses), alike=alike))
+      fetching = self.membership.fetching
+      self._pass_to_server(signal._replace(value=fetching, address=",".join(self.addresses), alike=alike))
 
   def _take_ready(self, part: int, signal: Signal) -> None:
     """The worker is ready when all parts are."""
