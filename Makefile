@@ -86,12 +86,14 @@ $(TRAINERS)/installed: pyproject.toml constraints.txt
 trainers: $(TRAINERS)/installed  ## run inside other people's trainers, in an environment of its own: Ray, DrJAX, Tunix, MaxText
 	$(TRAINERS)/bin/python -m pytest -m '' tests/trainers
 
+# The 8 bits of hivemind fail with NumPy 2.4.
 $(PEERS)/installed: constraints.txt
 	$(PYTHON) -m venv --clear $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt numpy torch
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch torchft hivemind
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'numpy==2.3.5'
 	@touch $@
 
-peers: $(PEERS)/installed install  ## updates of PyTorch's DistributedDataParallel beside ours, in the network lab: needs root
+peers: $(PEERS)/installed install  ## updates of PyTorch's DistributedDataParallel and hivemind beside ours, in the network lab: needs root
 	$(BIN)/python -m benchmarks.peers --python=$(PEERS)/bin/python
 
 lint: install  ## ruff, and whether the formatting is its own

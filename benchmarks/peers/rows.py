@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 import rich.table
 
 from benchmarks import netlab, report
+from benchmarks.peers import ranks
 from benchmarks.race.report import PACE, slow_first
 from benchmarks.race.report import milliseconds as parts_of
 from benchmarks.race.results import Pace, Results, Whole
 from benchmarks.race.standings import Target, crossing
 
-_ROUNDING = {"fp16": 2**-10, "powersgd": 2**-14}  # of peers' results, relative to the norm of the mean; else 2⁻¹⁶
+# Of peers' results, relative to the norm of the mean; else 2⁻¹⁶.
+_ROUNDING = {"fp16": 2**-10, "powersgd": 2**-14, "hivemind:float16": 2**-10, "hivemind:uniform8": 2**-4}
+_ROUNDING["hivemind:quantile8"] = 2**-4
+_OVER = {"ddp": "gloo", "processes": "gloo", "mpi": "MPI", "hivemind": "libp2p"}
 
 
 class Row(NamedTuple):
@@ -22,11 +26,16 @@ class Row(NamedTuple):
   model: str
   hosts: int
   rate: str  # of the links
-  program: str  # "ddp", or the engine of ours
+  program: str  # "ddp", "hivemind", or the engine of ours
   method: str
   seconds: float  # of an update, median over the rounds; of the slowest rank
   bytes: float  # that the host that sent most has sent, median
   wrong: float  # of ours the parts of results that break a law; of a peer the error / its bound, at most 1 allowed
+
+  @property
+  def is_peer(self) -> bool:
+    """Whether it is one of theirs."""
+    return self.program in ranks.UPDATES
 
   @property
   def plain(self) -> str:
@@ -51,14 +60,14 @@ def row_of(network: tuple[str, int, str], program: str, method: str, lines: Sequ
   """The row of the lines that a method's rank 0 wrote in all rounds."""
   median = lambda name: statistics.median(value for line in lines for value in line[name])
   wrong = max(line["wrong"] for line in lines)
-  if program == "ddp":
-    wrong /= _ROUNDING.get(method.partition(":")[0], 2**-16)
+  if program in ranks.UPDATES:
+    wrong /= _ROUNDING.get(method if program == "hivemind" else method.partition(":")[0], 2**-16)
   return Row(*network, program, method, median("seconds"), median("bytes"), wrong)
 
 
 def _peer(row: Row, rows: Sequence[Row]) -> Row | None:
   """Theirs of the same method in the same network."""
-  here = (one for one in rows if one.program == "ddp" and network_of(one) == network_of(row))
+  here = (one for one in rows if one.is_peer and network_of(one) == network_of(row))
   return next((one for one in here if one.plain == row.method), None)
 
 
@@ -66,14 +75,15 @@ def table(rows: Sequence[Row]) -> rich.table.Table:
   """All methods, the fastest of a network first; × of the fastest peer there, and of the peer of the same method."""
   lines = []
   for row in sorted(rows, key=lambda row: (row.model, row.hosts, -netlab.bits(row.rate), row.seconds)):
-    best = min(one.seconds for one in rows if network_of(one) == network_of(row) and one.program == "ddp")
-    same = _peer(row, rows) if row.program != "ddp" else None
-    name = f"DDP, {row.method}" if row.program == "ddp" else row.method
-    where = {"ddp": "gloo", "processes": "gloo", "mpi": "MPI"}[row.program]
+    best = min(one.seconds for one in rows if network_of(one) == network_of(row) and one.is_peer)
+    same = None if row.is_peer else _peer(row, rows)
+    name = ranks.named(row.method) if row.is_peer else row.method
     ratios = report.ratio(row.seconds, best), report.ratio(row.seconds, same and same.seconds)
     sizes = f"{row.bytes / 1e6:,.2f}", report.ratio(row.bytes, same and same.bytes)
-    lines.append([row.model, str(row.hosts), row.rate, name, where, report.milliseconds(row.seconds), *ratios, *sizes])
-  heads = "model", "hosts", "rate", "method", "over", "ms", "× best of DDP", "× same of DDP", "MB a host", "× same's"
+    lines.append(
+      [row.model, str(row.hosts), row.rate, name, _OVER[row.program], report.milliseconds(row.seconds), *ratios, *sizes]
+    )
+  heads = "model", "hosts", "rate", "method", "over", "ms", "× best peer", "× same of DDP", "MB a host", "× same's"
   return report.table(
     "an update", heads, lines, text=5, caption="ms: median, of the slowest rank; MB: of the interface"
   )
@@ -83,16 +93,18 @@ def goals(rows: Sequence[Row]) -> list[report.Goal]:
   """What must hold of the rows."""
   found = []
   for row in rows:
-    most = 1.0 if row.program == "ddp" else 0.0
+    most = 1.0 if row.is_peer else 0.0
     if not row.wrong <= most:
       found.append(report.goal(f"{row.program}, {row.method}, {row.hosts}, {row.rate}: right", row.wrong, most=most))
   for network in dict.fromkeys(map(network_of, rows)):
     here = sorted((row for row in rows if network_of(row) == network), key=lambda row: row.seconds)
-    theirs, own = ([row for row in here if (row.program == "ddp") == is_peer] for is_peer in (True, False))
+    theirs, own = ([row for row in here if row.is_peer == is_peer] for is_peer in (True, False))
     name, bits = f"{network[0]}, {network[1]} hosts, {network[2]}", netlab.bits(network[2])
     most = 0.25 if bits >= 1e9 else 0.35 if bits >= 1e8 else 0.7
     gain = own[0].seconds / theirs[0].seconds
-    found.append(report.goal(f"{name}: ms, {own[0].method} / DDP's {theirs[0].method} ≤ {most}", gain, most=most))
+    found.append(
+      report.goal(f"{name}: ms, {own[0].method} / {ranks.named(theirs[0].method)} ≤ {most}", gain, most=most)
+    )
     for row in own:
       if row.method == "powersgd:rank=4" and (peer := _peer(row, rows)):
         ratios = row.seconds / peer.seconds, row.bytes / peer.bytes
@@ -105,7 +117,7 @@ class Trained(NamedTuple):
   """Whole trainings of a method with one optimizer, from several seeds, on links of one rate."""
 
   rate: str  # of the links
-  method: str  # "DDP, …" of a peer
+  method: str  # "DDP, …" or "torchft, …" of a peer
   optimizer: str  # name, rate and options
   seconds: report.Spread | None  # to dense's loss
   steps: report.Spread | None  # to dense's loss
@@ -113,8 +125,8 @@ class Trained(NamedTuple):
 
   @property
   def is_peer(self) -> bool:
-    """Whether it is one of DistributedDataParallel."""
-    return self.method.startswith("DDP, ")
+    """Whether it is one of DistributedDataParallel or torchft."""
+    return ranks.is_named_peer(self.method)
 
 
 def trained(results: Results, steps: int) -> list[Trained]:
@@ -152,7 +164,7 @@ def trained_table(rows: Sequence[Trained]) -> rich.table.Table:
     lines.append([row.rate, row.method, row.optimizer, report.number(row.seconds, ",.1f"), ratio])
     lines[-1] += [report.number(row.steps, ",.0f"), parts_of(row.pace)]
     lines[-1] += [report.number(row.pace and row.pace.bytes / 1e6, ",.3f")]
-  heads = ["rate", "method", "optimizer", "seconds", "× best of DDP", "steps", PACE, "MB a step"]
+  heads = ["rate", "method", "optimizer", "seconds", "× best peer", "steps", PACE, "MB a step"]
   caption = (
     "MB: of the interface of the host that sent most; (1 missing): of a seed that was not trained, or not as far"
   )

@@ -98,14 +98,18 @@ class Method:
 
   def __init__(self, label: str, shapes: list[list[int]]):
     self.model, self.state = parallel(Model(shapes), label)
+    self.dense_steps = self.state.start_powerSGD_iter if self.state else 0  # the first ones
 
   def update(self, grads: list[torch.Tensor]) -> None:
     """One exchange; the parameters' `grad` are the mean."""
     self.model(grads).backward()
 
-  def clear(self) -> None:
+  def reset(self) -> None:
     """Keeps the buckets that gradients are views of."""
     self.model.zero_grad(set_to_none=False)
+
+  def close(self) -> None:
+    """Nothing is left behind."""
 
   def delivered(self) -> torch.Tensor:
     """The last mean, one vector."""
@@ -123,9 +127,8 @@ class Method:
     return float(left.norm()), float((total / dist.get_world_size()).norm())
 
 
-def measure(label: str, setting: dict[str, Any], grads: list[torch.Tensor], mean: torch.Tensor) -> dict[str, Any]:
-  """The row of a method: seconds and bytes of each timed update, and how far the result is from the mean."""
-  method = Method(label, setting["shapes"])
+def measure(method: Any, setting: dict[str, Any], grads: list[torch.Tensor], mean: torch.Tensor) -> dict[str, Any]:
+  """Of a method: seconds and bytes of each timed update, and how far the result is from the mean."""
   seconds, sent = list[float](), list[float]()
   delivered, steps, warming = torch.zeros_like(mean), 0, 0.0
   while len(seconds) < setting["repetitions"] and sum(seconds) < MOST:
@@ -135,17 +138,19 @@ def measure(label: str, setting: dict[str, Any], grads: list[torch.Tensor], mean
     took = time.perf_counter() - start
     time.sleep(0.05)  # what is under way
     took, count = most(took), most(sent_bytes() - before)
-    if steps >= setting["warm_up"] or warming > MOST:
+    if steps >= setting["warm_up"] or (warming > MOST and steps > method.dense_steps):
       seconds.append(took)
       sent.append(count)
     else:
       warming += took
     delivered += method.delivered()
     steps += 1
-    method.clear()
+    method.reset()
   left, kept = method.residual_norm(steps * mean - delivered)
   wrong = abs(left - kept) / float(mean.norm()) / steps
-  return {"method": label, "seconds": seconds, "bytes": sent, "wrong": wrong}
+  dist.barrier()  # until all have reset
+  method.close()
+  return {"seconds": seconds, "bytes": sent, "wrong": wrong}
 
 
 def join() -> dict[str, Any]:
@@ -168,13 +173,18 @@ def append_rows(setting: dict[str, Any], row_of: Callable[[str], dict[str, Any]]
   dist.destroy_process_group()
 
 
-def main() -> None:
-  """Measures all methods of the setting."""
-  setting = join()
+def measure_all(setting: dict[str, Any], make: Callable[[str, list[torch.Tensor]], Any]) -> None:
+  """Measures all methods of the setting, each made from its label and the gradients of this rank."""
   grads = gradients(setting["shapes"], setting["rank"])
   mean = sum(torch.cat([x.flatten() for x in gradients(setting["shapes"], rank)]) for rank in range(setting["size"]))
   mean /= setting["size"]
-  append_rows(setting, lambda label: measure(label, setting, grads, mean))
+  append_rows(setting, lambda label: {"method": label} | measure(make(label, grads), setting, grads, mean))
+
+
+def main() -> None:
+  """Measures all methods of the setting."""
+  setting = join()
+  measure_all(setting, lambda label, _: Method(label, setting["shapes"]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ an .npz, has the parameters as PyTorch's modules name them, the batches of all r
 appends a JSON line for each method to the file `rows`.
 """
 
+import re
 import statistics
 import time
 import warnings
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch_ddp
+import torchft_diloco
 from torch import nn
 
 PART = 128  # inputs that are evaluated at once
@@ -88,6 +90,17 @@ MODELS: dict[str, Callable[[Arrays], nn.Module]] = {
 }
 
 
+def optimizers_of(model: nn.Module, setting: dict[str, Any]) -> list[torch.optim.Optimizer]:
+  """Adam, or Muon for the matrices whose names match `only` and Adam for everything else."""
+  muon = dict(setting["muon"] or {"only": "$."})
+  chosen = re.compile(muon.pop("only"))
+  sides: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+  for name, param in model.named_parameters():
+    sides[param.ndim == 2 and chosen.search(name) is not None].append(param)
+  adam = torch.optim.Adam(sides[0], **setting["adam"])
+  return [adam, torch.optim.Muon(sides[1], weight_decay=0.0, **muon)] if sides[1] else [adam]
+
+
 def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
   """The mean cross-entropy of a batch."""
   return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten().long())
@@ -100,8 +113,12 @@ class Training:
     start = {name.removeprefix("start."): value for name, value in data.items() if name.startswith("start.")}
     model = MODELS[setting["task"]](start)
     model.load_state_dict({name: torch.from_numpy(value) for name, value in start.items()})
-    self.model, self.state = torch_ddp.parallel(model, label)
-    self.optimizer = torch.optim.Adam(self.model.parameters(), **setting["adam"])
+    self.optimizers = optimizers_of(model, setting)
+    self.is_apart, self.state = label.startswith("diloco"), None
+    if self.is_apart:
+      self.model = torchft_diloco.Apart(model, *self.optimizers, label, setting)
+    else:
+      self.model, self.state = torch_ddp.parallel(model, label)
     self.clip = setting["clip"] or float("inf")
     first = setting["rank"] * setting["batch_size"]
     share = slice(first, first + setting["batch_size"])
@@ -118,7 +135,8 @@ class Training:
     loss_of(self.model, *batch).backward()
     middle = time.perf_counter()
     nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-    self.optimizer.step()
+    for optimizer in self.optimizers:
+      optimizer.step()
     self.model.zero_grad(set_to_none=False)
     end = time.perf_counter()
     self.times.append(end - start)
@@ -144,10 +162,17 @@ class Training:
     return statistics.median(seconds)
 
   def pace(self) -> dict[str, float]:
-    """Median seconds of a step, behind those that PowerSGD does not compress, and of its parts; ends the training."""
+    """Median seconds of a step, behind those that PowerSGD does not compress, and of its parts; ends the training.
+
+    DiLoCo does not exchange in each step: its mean, and what the steps without an exchange take behind backward.
+    """
     untimed = max(3, self.state.start_powerSGD_iter + 1 if self.state else 0)
-    median = lambda times: torch_ddp.most(statistics.median(times[untimed:] or times))
-    return {"seconds": median(self.times), "rest": median(self.rest), "compute": self.compute()}
+    middle = statistics.fmean if self.is_apart else statistics.median
+    of = lambda middle, times: torch_ddp.most(middle(times[untimed:] or times))
+    pace = {"seconds": of(middle, self.times), "rest": of(statistics.median, self.rest), "compute": self.compute()}
+    if self.is_apart:
+      self.model.close()
+    return pace
 
 
 def train(label: str, setting: dict[str, Any], data: Arrays) -> dict[str, Any]:

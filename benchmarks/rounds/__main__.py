@@ -4,6 +4,8 @@
 
     race         seconds until the transformer of 3.3 M parameters has dense Adam's loss after 300 steps
     hidden       a step of the transformer of 3.3 M parameters with an exchange in flight, and without
+    vector       steps of a vector's workers that are in the model, likewise, by --exchanges: rounds of a transform, or
+                 torchft's DiLoCo in the environment of `make peers`
     goodput      examples that are in the model, a second, with a worker killed every --kill_every seconds and another
                  one started at once, against none killed
     faults       a worker stopped, cut off, slow, with NaN; the controller killed twice; garbage: waits and gaps
@@ -14,6 +16,7 @@ most of the time, as on a host with an accelerator. benchmarks/pages/faults.md e
 
 Example:
   python -m benchmarks.rounds --parts=goodput --seconds=120 --seed=1
+  python -m benchmarks.rounds --parts=vector --rate=25mbit --every=16 --pace=2 --grace=8 --kill_every=30
 """
 
 import contextlib
@@ -35,22 +38,26 @@ from benchmarks.rounds import report as rounds
 from benchmarks.rounds.team import Team
 from benchmarks.rounds.worker import Settings
 
-_ALL = ["goodput", "faults", "synchronous", "hidden", "race"]
-_PARTS = flags.DEFINE_list("parts", _ALL, f"What to measure: {', '.join(_ALL)}.")
-_WORKERS = flags.DEFINE_integer("workers", 6, "Workers of goodput and faults.", lower_bound=2)
+_ALL = ["goodput", "faults", "synchronous", "hidden", "race", "vector"]  # vector takes torchft
+_PARTS = flags.DEFINE_list("parts", _ALL[:-1], f"What to measure: {', '.join(_ALL)}.")
+_WORKERS = flags.DEFINE_integer("workers", 6, "Workers of goodput, faults and vector.", lower_bound=2)
 _QUORUM = flags.DEFINE_integer("quorum", 4, "Workers that a round of theirs takes, K.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 300, "Of each run of goodput, and of hidden.", lower_bound=1)
 _KILL_EVERY = flags.DEFINE_float("kill_every", 60, "Seconds between two kills.", lower_bound=1)
 _HOLD = flags.DEFINE_float("hold", 30, "Seconds for which a worker is stopped; cut off for two thirds.", lower_bound=1)
-_EVERY = flags.DEFINE_integer("every", 5, "H of goodput and faults.", lower_bound=1)
-_PACE = flags.DEFINE_float("pace", 0.2, "Seconds of a step of goodput and faults at least.", lower_bound=0)
+_EVERY = flags.DEFINE_integer("every", 5, "H of goodput, faults and vector.", lower_bound=1)
+_PACE = flags.DEFINE_float("pace", 0.2, "Seconds of a step of goodput, faults and vector at least.", lower_bound=0)
 _RATES = flags.DEFINE_list("rates", ["100mbit:16:8", "10mbit:32:16"], "Of hidden: the links, H and the delay.")
 _RACE = flags.DEFINE_list("race", ["10mbit:4:2"], "Of the race: the links, H and the delay.")
 _ROUNDS = flags.DEFINE_integer("rounds", 40, "Of the race: so many are held.", lower_bound=8)
 _BESIDE = flags.DEFINE_string(
   "beside", "benchmarks/results/blocks_lm.json", "The synchronous race, with its optimizer; its pace is measured anew."
 )
-_RATE = flags.DEFINE_string("rate", "100mbit", "Speed of the links of goodput and faults.")
+_GRACE = flags.DEFINE_float("grace", 1, "Seconds that a quorum waits for more.", lower_bound=0)
+_EXCHANGES = flags.DEFINE_list("exchanges", ["onebit", "dense", "torchft"], "Of vector.")
+_ENTRIES = flags.DEFINE_integer("entries", 31_000_000, "Of vector.", lower_bound=1)
+_PYTHON = flags.DEFINE_string("python", ".venv-peers/bin/python", "The Python of torchft's environment.")
+_RATE = flags.DEFINE_string("rate", "100mbit", "Speed of the links of goodput, faults and vector.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the choice of the workers that are killed.")
 _REPORT_DIR = entry.define_report_dir("rounds.json")
 _WORKER = flags.DEFINE_string("worker", None, "Internal: the settings of a worker, as JSON.")
@@ -62,23 +69,25 @@ entry.require_choices(_PARTS, _ALL, empty=False)
 
 @contextlib.contextmanager
 def _team(
-  rate: str, workers: int, quorum: int, task: str, every: int, delay: int, pace: float, **options: Any
+  rate: str, workers: int, quorum: int, task: str, every: int, delay: int, pace: float, transform: str, **options: Any
 ) -> Iterator[Team]:
   with contextlib.ExitStack() as stack:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxsparse-"))
     hosts = stack.enter_context(netlab.lab(workers + 1, rate))
-    team = Team(hosts, quorum, Settings(task, _BATCH[task], every, delay, pace, folder=folder, **options))
+    settings = Settings(task, _BATCH.get(task, 1), every, delay, pace, transform, folder=folder, **options)
+    team = Team(hosts, quorum, _GRACE.value, settings)
     yield stack.enter_context(team)
 
 
-def _six() -> Any:
-  return _team(_RATE.value, _WORKERS.value, _QUORUM.value, "cnn", _EVERY.value, _EVERY.value // 2, _PACE.value)
+def _six(task: str = "cnn", transform: str = "dense", **options: Any) -> Any:
+  steps = _EVERY.value, _EVERY.value // 2
+  return _team(_RATE.value, _WORKERS.value, _QUORUM.value, task, *steps, _PACE.value, transform, **options)
 
 
 def _hidden() -> Iterator[tuple[str, Any]]:
   for text in _RATES.value:
     rate, every, delay = text.split(":")
-    with _team(rate, 4, 4, "lm", int(every), int(delay), 0.0) as team:
+    with _team(rate, 4, 4, "lm", int(every), int(delay), 0.0, "onebit") as team:
       yield "hidden", measures.hidden(team, rate, _SECONDS.value)
 
 
@@ -90,7 +99,7 @@ def _race() -> Iterator[tuple[str, Any]]:
     results = measures.with_pace(path, first.method, first.optimizer, rate)
     for seed in range(3):
       options = {"optimizer": first.optimizer, "apply_residual": True, "keep": 2, "seed": seed}
-      with _team(rate, 4, 4, "lm", int(every), int(delay), 0.0, **options) as team:
+      with _team(rate, 4, 4, "lm", int(every), int(delay), 0.0, "onebit", **options) as team:
         yield "race", measures.race(team, rate, results, _ROUNDS.value)
 
 
@@ -101,6 +110,18 @@ def _goodput() -> Iterator[tuple[str, Any]]:
     yield "goodput", found
     yield from (("recoveries", one) for one in recoveries)
     yield "curves", curve
+
+
+def _mode(exchange: str) -> str:
+  return f"{exchange}, H = {_EVERY.value}"
+
+
+def _vector() -> Iterator[tuple[str, Any]]:
+  for exchange, kill_every in itertools.product(_EXCHANGES.value, (0, _KILL_EVERY.value)):
+    options = {"torchft": _PYTHON.value} if exchange == "torchft" else {"transform": exchange}
+    with _six(str(_ENTRIES.value), **options, apply_residual=exchange == "onebit") as team:
+      found, _, _ = measures.goodput(team, _SECONDS.value, kill_every, _SEED.value)
+    yield "vector", found._replace(mode=_mode(exchange))
 
 
 def _faults() -> Iterator[tuple[str, Any]]:
@@ -130,11 +151,14 @@ def main() -> None:
     return
   path = pathlib.Path(_REPORT_DIR.value, "rounds.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
-  kept = {"goodput": ["recoveries", "curves"], "faults": ["faults", "faulty"], "synchronous": []}
+  kept = {"goodput": ["recoveries", "curves"], "faults": ["faults", "faulty"], "synchronous": [], "vector": []}
   result |= {name: [] for part in _PARTS.value for name in kept.get(part, [part])}
   part_of = {"rounds": "goodput", "synchronous": "synchronous"}
   result["goodput"] = [row for row in result.get("goodput", []) if part_of[row["mode"]] not in _PARTS.value]
+  again = [_mode(exchange) for exchange in _EXCHANGES.value] if "vector" in _PARTS.value else []
+  result["vector"] = [row for row in result.get("vector", []) if row["mode"] not in again]
   parts = {"goodput": _goodput, "faults": _faults, "hidden": _hidden, "synchronous": _synchronous, "race": _race}
+  parts["vector"] = _vector
   for name, one in itertools.chain.from_iterable(make() for part, make in parts.items() if part in _PARTS.value):
     result.setdefault(name, []).append(report.rounded(one._asdict()))
     report.keep(path, {}, result)

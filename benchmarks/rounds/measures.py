@@ -191,7 +191,8 @@ def goodput(team: Team, seconds: float, kill_every: float, seed: int) -> tuple[G
   while kill_every and (at := begin + kill_every * (len(kills) + 0.5)) < begin + seconds:
     time.sleep(max(0.0, at - time.monotonic()))
     kills.append((time.monotonic(), number := dice.randrange(len(team.hosts))))
-    team.replace(number)
+    team.kill(number)
+    team.start(number)
   time.sleep(max(0.0, begin + seconds - time.monotonic()))
   end = time.monotonic()
   rounds, steps = rounds_of(team, begin, end), team.events("step", begin=begin, end=end)
@@ -200,6 +201,8 @@ def goodput(team: Team, seconds: float, kill_every: float, seed: int) -> tuple[G
   rates = per_second(len(steps)), per_second(sum(one.steps for one in rounds))
   loss = statistics.mean(step["loss"] for step in steps[-len(steps) // 4 :])
   longest, equal = max(step["waited"] for step in steps), all(one.equal for one in rounds)
+  for number in {number for _, number in kills}:
+    team.wait_for(number)
   found = Goodput("rounds", end - begin, len(kills), *rates, lost, loss, longest, equal)
   name = f"a worker killed every {kill_every:g} s" if kill_every else "no fault"
   return found, [_recovery(team, rounds, *kill) for kill in kills], curve(team, name, begin, [at for at, _ in kills])
@@ -217,7 +220,8 @@ def _recovery(team: Team, rounds: list[Round], killed: float, number: int) -> Re
 
 
 def _usual(rounds: list[Round]) -> float:
-  return statistics.median(after.time - before.time for before, after in itertools.pairwise(rounds))
+  gaps = [after.time - before.time for before, after in itertools.pairwise(rounds)]
+  return statistics.median(gaps) if gaps else math.nan
 
 
 def faults(team: Team, hold: float) -> Iterator[Fault]:

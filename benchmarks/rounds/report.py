@@ -15,6 +15,7 @@ Column = Callable[[Row], str]
 _EQUAL = {True: "yes", False: "no", None: "–"}
 _plain = lambda name, form="": lambda row: number(row[name], form)
 _ms = lambda name: lambda row: milliseconds(row[name])
+_per_second = lambda name: lambda row: number(row[name], ",.0f" if (row[name] or 0) >= 10 else ".2f")
 
 _HIDDEN: Mapping[str, Column] = {
   "links": _plain("rate"),
@@ -43,8 +44,8 @@ _GOODPUT: Mapping[str, Column] = {
   "": _plain("mode"),
   "kills": _plain("kills"),
   "seconds": _plain("seconds", ".0f"),
-  "trained/s": _plain("trained", ",.0f"),
-  "in the model/s": _plain("delivered", ",.0f"),
+  "trained/s": _per_second("trained"),
+  "in the model/s": _per_second("delivered"),
   "goodput": _plain("goodput", ".1%"),
   "steps lost": _plain("lost"),
   "longest `step`, s": _plain("longest", ".2f"),
@@ -87,7 +88,7 @@ def make(part: str, rows: list[Row]) -> rich.table.Table:
     own = {what: [row[name] for row in rows if row[name] is not None] for name, what in _PHASES.items()}
     cells = [[what, f"{statistics.median(all_):.1f}", f"{max(all_):.1f}"] for what, all_ in own.items() if all_]
     return table("", ["seconds", "median", "worst"], cells)
-  calm = {row["mode"]: row["delivered"] for row in rows if not row["kills"]} if part == "goodput" else {}
+  columns = {"hidden": _HIDDEN, "race": _RACE, "goodput": _GOODPUT, "vector": _GOODPUT, "faults": _FAULTS}[part]
+  calm = {row["mode"]: row["delivered"] for row in rows if not row["kills"]} if columns is _GOODPUT else {}
   rows = [row | {"goodput": row["delivered"] / calm[row["mode"]]} for row in rows] if calm else rows
-  columns = {"hidden": _HIDDEN, "race": _RACE, "goodput": _GOODPUT, "faults": _FAULTS}[part]
   return table("", list(columns), [[cell(row) for cell in columns.values()] for row in rows])

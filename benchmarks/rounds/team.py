@@ -16,23 +16,23 @@ from benchmarks.rounds.worker import Settings
 from jaxsparse.launch.start import MALLOC, Host
 from jaxsparse.partial.net.sockets import Keys
 
-# Seconds, of the controller. A grace window of H steps: workers that have fallen out of step meet again.
-LIMIT, GRACE = 3.0, 1.0
+LIMIT = 3.0  # seconds, of the controller
 # Every start would compile for tens of seconds on a machine whose cores six workers share.
 PROGRAMS = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path("out/cache/programs").resolve())}
 PROGRAMS |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 PROGRAMS |= MALLOC  # as of ranks that jaxsparse.launch starts
 _START = 240.0  # seconds in which a worker has to join
 _PORT = 2900
+_TORCHFT = pathlib.Path(__file__).parents[1] / "peers" / "torchft_worker.py"
 
 
 class Team:
   """A controller on the last host, and a worker on each of the others; `with` ends them."""
 
-  def __init__(self, hosts: Sequence[Host], quorum: int, settings: Settings):
+  def __init__(self, hosts: Sequence[Host], quorum: int, grace: float, settings: Settings):
     *self.hosts, self._controller_host = hosts
-    self._quorum, self.folder = quorum, pathlib.Path(settings.folder)
-    server = f"tcp://{self._controller_host.address}:{_PORT}"
+    self._quorum, self._grace, self.folder = quorum, grace, pathlib.Path(settings.folder)
+    server = f"{'http' if settings.torchft else 'tcp'}://{self._controller_host.address}:{_PORT}"
     self.settings = [
       settings._replace(number=number, server=server, address=f"tcp://{host.address}:*")
       for number, host in enumerate(self.hosts)
@@ -46,7 +46,7 @@ class Team:
       self.start(number)
     self.wait(lambda: len(self.events("joined")) == len(self.hosts), "all workers to join")
     (self.folder / "begin").touch()
-    self.settle()
+    self.settle(1)
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -60,17 +60,25 @@ class Team:
 
   def start_controller(self) -> None:
     """Starts the controller, at the same address each time."""
-    options = {"workers": len(self.hosts), "quorum": self._quorum, "grace": GRACE, "limit": LIMIT}
+    options: dict[str, Any] = {"workers": len(self.hosts), "quorum": self._quorum, "grace": self._grace, "limit": LIMIT}
+    options |= {"address": self.settings[0].server, "keys": self.folder / "keys"}
+    program = [sys.executable, "-m", "jaxsparse.partial"]
+    if python := self.settings[0].torchft:
+      options = {"bind": f"0.0.0.0:{_PORT}", "min_replicas": self._quorum, "heartbeat_timeout_ms": int(1000 * LIMIT)}
+      options["join_timeout_ms"] = int(1000 * self._grace)
+      program = [str(pathlib.Path(python).with_name("torchft_lighthouse"))]
     flags = [f"--{name}={value}" for name, value in options.items()]
-    flags += [f"--address={self.settings[0].server}", f"--keys={self.folder / 'keys'}"]
-    command = [*self._controller_host.enter, sys.executable, "-m", "jaxsparse.partial", *flags]
+    command = [*self._controller_host.enter, *program, *flags]
     with (self.folder / "controller").open("ab") as log:
       self.controller = subprocess.Popen(command, stdout=log, stderr=log)
 
   def start(self, number: int, **changes: Any) -> None:
     """Starts a worker, in place of one that has ended."""
     one = self.settings[number] = self.settings[number]._replace(life=self.settings[number].life + 1, **changes)
-    command = [*self.hosts[number].enter, sys.executable, "-m", "benchmarks.rounds", f"--worker={json.dumps(one)}"]
+    program = [sys.executable, "-m", "benchmarks.rounds", f"--worker={json.dumps(one)}"]
+    if one.torchft:
+      program = [one.torchft, str(_TORCHFT), json.dumps(one._asdict() | {"quorum": self._quorum})]
+    command = [*self.hosts[number].enter, *program]
     with (self.folder / "output").open("ab") as log:
       self.processes[number] = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | PROGRAMS)
 
@@ -83,8 +91,13 @@ class Team:
     """Kills a worker, starts another one, and waits until that has joined."""
     self.kill(number)
     self.start(number, **changes)
-    joined = lambda: [one for one in self.events("joined") if one["worker"] == number]
-    self.wait(lambda: len(joined()) == self.settings[number].life, f"worker {number} to join")
+    self.wait_for(number)
+
+  def wait_for(self, number: int) -> None:
+    """Waits until the last worker of a number has joined."""
+    last = number, self.settings[number].life
+    joined = lambda: last in [(one["worker"], one["life"]) for one in self.events("joined")]
+    self.wait(joined, f"worker {number} to join")
 
   def finish(self) -> list[dict[str, Any]]:
     """Ends all workers in good order: how each one ended."""

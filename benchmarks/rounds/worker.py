@@ -1,9 +1,11 @@
 """A worker of `benchmarks.rounds`: it trains, takes part in rounds, and writes what happens, a JSON object a line."""
 
+import itertools
 import json
 import pathlib
 import signal
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +24,12 @@ from jaxsparse.partial.net.sockets import Keys, zmq
 class Settings(NamedTuple):
   """Of a worker."""
 
-  task: str  # cnn, of the digits, or the name of another task
+  task: str  # cnn, of the digits, the name of another task, or the number of entries that move by a number each step
   batch: int  # examples of a step
   every: int  # H
   delay: int
   pace: float  # seconds of a step at least: the device is idle for the rest
+  transform: str  # dense, onebit or another of js.*_transform
   optimizer: str = "adam:0.001"
   apply_residual: bool = False
   keep: int = 0  # the first worker writes the anchor into the folder after each so many rounds, 0 for never
@@ -36,11 +39,44 @@ class Settings(NamedTuple):
   server: str = ""
   address: str = ""  # of this worker's host
   folder: str = ""  # of the keys, and of what the workers write
+  torchft: str = ""  # the Python of torchft's environment, whose DiLoCo takes the place of rounds
 
 
 def make_task(name: str) -> Task:
   """The task of that name."""
   return images.make_small("cnn", data.load("digits")) if name == "cnn" else registry.make(name)
+
+
+class Training(NamedTuple):
+  """What a worker trains."""
+
+  step: Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]  # parameters, state and batch to the next ones and a loss
+  params: Any
+  state: Any
+  batches: Iterator[Any]
+  evaluate: Callable[[Any], tuple[float, float]]  # loss and accuracy
+
+
+def _model(one: Settings) -> Training:
+  task = make_task(one.task)
+  model = model_of(task, one.seed)
+  tx = recipes.Recipe(recipes.parse_optimizers([one.optimizer], 0.001)[0], clip=1.0).make()
+
+  def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
+    loss, gradient = jax.value_and_grad(model.plain_loss)(params, batch)
+    updates, state = tx.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  batches = task.stream(10_000 * one.seed + 1000 * one.life + one.number, 1, one.batch)
+  evaluate = lambda params: model.evaluate(params, model.statistics)
+  return Training(step, model.params, tx.init(model.params), batches, evaluate)
+
+
+def _vector(one: Settings) -> Training:
+  """As many entries, which move by the same number in each step."""
+  step = lambda params, state, batch: (params + batch, state, jnp.zeros(()))
+  params = np.zeros(int(one.task), np.float32)
+  return Training(step, params, (), itertools.repeat(np.float32(1e-3 * (1 + one.number))), lambda _: (0.0, 0.0))
 
 
 def run(one: Settings) -> None:
@@ -55,21 +91,12 @@ def run(one: Settings) -> None:
       log.write(json.dumps(facts) + "\n")
 
     say("imported")
-    task = make_task(one.task)
-    model = model_of(task, one.seed)
-    tx = recipes.Recipe(recipes.parse_optimizers([one.optimizer], 0.001)[0], clip=1.0).make()
-
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
-      loss, gradient = jax.value_and_grad(model.plain_loss)(params, batch)
-      updates, state = tx.update(gradient, state, params)
-      return optax.apply_updates(params, updates), state, loss
-
-    batches = task.stream(10_000 * one.seed + 1000 * one.life + one.number, 1, one.batch)
-    start = jax.device_put(model.params, jax.devices()[0])
-    state = jax.device_put(tx.init(start), jax.devices()[0])
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(start, state, next(batches)).compile()
+    training = (_vector if one.task.isdecimal() else _model)(one)
+    start, state = jax.device_put((training.params, training.state), jax.devices()[0])
+    step = jax.jit(training.step, donate_argnums=(0, 1))
+    compiled = step.lower(start, state, next(training.batches)).compile()
     say("compiled")
-    transform = js.dense_transform if one.task == "cnn" else js.onebit_transform
+    transform = getattr(js, f"{one.transform}_transform")
     outer = lambda comm: optax.chain(transform(comm), optax.sgd(1.0))
     options: dict[str, Any] = {"every": one.every, "delay": one.delay, "apply_residual": one.apply_residual}
     options["keys"] = Keys.read(folder / "keys")
@@ -77,9 +104,9 @@ def run(one: Settings) -> None:
       say("joined", address=worker._endpoint.address)
       while not (folder / "begin").exists():  # until all have joined, and none has trained ahead
         time.sleep(0.05)
-      _train(one, worker, compiled, state, batches, asked, say)
+      _train(one, worker, compiled, state, training.batches, asked, say)
       params = worker.leave()
-    loss, accuracy = model.evaluate(params, model.statistics)
+    loss, accuracy = training.evaluate(params)
     say("end", loss=loss, accuracy=accuracy)
 
 

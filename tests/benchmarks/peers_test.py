@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import netlab, recipes
-from benchmarks.peers import ddp, training
+from benchmarks.peers import ranks, training
 from benchmarks.peers import rows as rows_of
 from benchmarks.race.results import Curve, Pace, Results, Whole
 from benchmarks.tasks import registry
@@ -36,12 +36,12 @@ def run(tmp_path: pathlib.Path, methods: list[str]) -> list[str]:
   python, rows = tmp_path / "python", tmp_path / "rows.jsonl"
   python.write_text(STAND_IN.format(python=sys.executable))
   python.chmod(0o755)
-  ddp.run(HOSTS, str(python), {"size": 2, "shapes": [[3]], "rows": str(rows), "methods": methods})
+  ranks.run(HOSTS, str(python), {"size": 2, "shapes": [[3]], "rows": str(rows), "methods": methods}, "torch_ddp.py")
   return [json.loads(line)["method"] for line in rows.read_text().splitlines()]
 
 
 def test_every_rank_gets_the_setting_and_the_first_one_writes_a_line_for_each_method(tmp_path):
-  labels = ddp.in_buckets(["dense", "powersgd:rank=4"], [25, 50])
+  labels = ranks.in_buckets(["dense", "powersgd:rank=4"], [25, 50])
   assert labels == ["dense:bucket=25", "dense:bucket=50", "powersgd:rank=4:bucket=1000"]
   assert run(tmp_path, labels) == labels
 
@@ -74,6 +74,11 @@ def test_goals_compare_the_same_method_and_the_fastest_ones():
   assert [goal.met for goal in missed] == [False] * 4
   slow = rows_of.goals([make("ddp", "fp16:bucket=25", 1.0, wrong=1.5), make("mpi", "dense", 0.3)])
   assert [goal.met for goal in slow] == [False, True]
+  averages = rows_of.row_of(network, "hivemind", "hivemind:float16", [LINE | {"wrong": 2**-11}])
+  assert averages.wrong == 0.5
+  (best,) = rows_of.goals([averages, make("mpi", "dense", 0.4)])
+  assert (best.met, best.measured) == (False, 2.0)
+  assert "dense / hivemind:float16 ≤ 0.35" in best.what
   assert rows_of.table(rows).row_count == 4
 
 
@@ -86,6 +91,7 @@ data = np.load(setting["data"])
 batches = setting["most"], setting["size"] * setting["batch_size"]
 assert data["input"].shape == (*batches, 8, 8, 1) and data["label"].shape == batches
 assert setting["adam"] == {{"lr": 0.002, "betas": [0.8, 0.999]}} and setting["clip"] == 1.0
+assert setting["muon"] is None
 if setting["rank"] == 0:
   with open(setting["rows"], "a") as file:
     for label in setting["methods"]:
@@ -159,12 +165,14 @@ def test_trainings_of_peers_become_rows_of_the_race_if_their_first_losses_are_ou
 
 
 def test_races_that_peers_cannot_join_are_refused(race):
-  adam, sgd, eps = recipes.parse_optimizers(["adam:0.1", "sgd:0.1", "adam:0.1:eps=0.01"], 0.1)
+  adam, sgd, eps, muon = recipes.parse_optimizers(["adam:0.1", "sgd:0.1", "adam:0.1:eps=0.01", "muon:0.02"], 0.1)
   plan = training.Plan("python", ["dense"], "10mbit", steps=10, most=20, every=5)
   start = lambda optimizer, seed: training.train(race, registry.make("cnn"), plan, optimizer, seed)
   for optimizer in (sgd, eps):
-    with pytest.raises(ValueError, match=f"--optimizer={optimizer}: PyTorch's ranks have adam, with the option b1"):
+    with pytest.raises(ValueError, match=f"--optimizer={optimizer}: PyTorch's ranks have adam with b1, and muon"):
       start(optimizer, 0)
+  with pytest.raises(ValueError, match="--optimizer=muon:0.02: diloco:every=5 takes one inner optimizer"):
+    training.train(race, registry.make("cnn"), plan._replace(methods=["dense", "diloco:every=5"]), muon, 0)
   with pytest.raises(ValueError, match="race.json has no loss of dense after 10 steps from seed 7"):
     start(adam, 7)
   race.setting["recipe"] = "cosine rate over 10 steps"

@@ -137,15 +137,17 @@ def test_elastic_loses_what_a_worker_owes_and_nothing_else(lab, tmp_path):
 @pytest.mark.long
 @commands.needs_lab
 def test_rounds_lose_no_worker_but_the_killed_one(tmp_path):
-  flags = "--parts=goodput", "--workers=3", "--quorum=2", "--seconds=4", "--kill_every=4", "--pace=0.05"
+  flags = "--parts=goodput,vector", "--workers=3", "--quorum=2", "--seconds=4", "--kill_every=4", "--pace=0.05"
+  flags += "--exchanges=onebit", "--entries=1000"
   done = commands.run("benchmarks.rounds", *flags, f"--report_dir={tmp_path}")
   assert done.returncode == 0, done.stderr[-3000:]
   found = json.loads((tmp_path / "rounds.json").read_text())
-  calm, killed = found["goodput"]
-  assert (calm["kills"], killed["kills"], calm["lost"]) == (0, 1, 0)
-  assert calm["equal"]
-  assert killed["equal"]
-  assert min(killed["trained"], killed["delivered"]) > 0
+  for part, mode in (("goodput", "rounds"), ("vector", "onebit, H = 5")):
+    calm, killed = found[part]
+    assert (calm["mode"], calm["kills"], killed["kills"], calm["lost"]) == (mode, 0, 1, 0)
+    assert calm["equal"]
+    assert killed["equal"]
+    assert min(killed["trained"], killed["delivered"]) > 0
   (recovery,) = found["recoveries"]
   assert recovery["round"] > 0
   assert recovery["joined"] > 0

@@ -1,4 +1,4 @@
-"""Starts the ranks of `torch_ddp`, in the environment of PyTorch."""
+"""Starts the ranks of the peers' programs, in the environment of PyTorch."""
 
 import json
 import os
@@ -12,10 +12,26 @@ from jaxsparse.launch.start import Host
 _PORT = 29533  # of the store of PyTorch's ranks, in a lab of their own
 _PATIENCE = 3600.0  # seconds that PyTorch's ranks may take
 _ALL = 1000  # MB of a bucket for all gradients
+UPDATES = {"ddp": "torch_ddp.py", "hivemind": "hivemind_averager.py"}  # the programs that measure updates
+
+
+def library(method: str) -> str:
+  """Whose a method is: of updates a key of UPDATES."""
+  return {"hivemind": "hivemind", "diloco": "torchft"}.get(method.partition(":")[0], "ddp")
+
+
+def named(method: str) -> str:
+  """A method with the name of its library."""
+  return {"ddp": "DDP, ", "torchft": "torchft, ", "hivemind": ""}[library(method)] + method
+
+
+def is_named_peer(name: str) -> bool:
+  """Whether a name is one of `named` rather than ours."""
+  return name.startswith(("DDP, ", "torchft, "))
 
 
 def in_buckets(methods: Sequence[str], sizes: Sequence[int]) -> list[str]:
-  """Labels of methods with every size of buckets.
+  """Labels of methods of DistributedDataParallel with every size of buckets.
 
   Over gloo PowerSGD takes one bucket: the all-reduces of several begin in another order on each rank, and hang.
   """
@@ -23,7 +39,7 @@ def in_buckets(methods: Sequence[str], sizes: Sequence[int]) -> list[str]:
   return [f"{method}:bucket={size}" for method in methods for size in buckets(method)]
 
 
-def run(hosts: Sequence[Host], python: str, setting: dict[str, Any], program: str = "torch_ddp.py") -> None:
+def run(hosts: Sequence[Host], python: str, setting: dict[str, Any], program: str) -> None:
   """Runs PyTorch's ranks, which append their rows; raises RuntimeError if one fails."""
   threads = max(1, len(os.sched_getaffinity(0)) // len(hosts))
   own = {"address": hosts[0].address, "port": _PORT, "threads": threads}
