@@ -3,9 +3,7 @@
 hivemind finds a group for some seconds before each average. Only the exchange behind that is timed, from a barrier on.
 """
 
-import contextlib
 import socket
-import sys
 import time
 
 import hivemind
@@ -96,6 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  with contextlib.suppress(KeyboardInterrupt):
-    main()
-  sys.exit()
+  main()

@@ -1,8 +1,8 @@
-"""Trainings with PyTorch's DistributedDataParallel over gloo, in a rank: `python torch_training.py SETTING`.
+"""Trainings with PyTorch's DistributedDataParallel or torchft's DiLoCo, in a rank: `python torch_training.py SETTING`.
 
-It imports PyTorch and nothing of this project but `torch_ddp`, the program beside it. The file `data` of the setting,
-an .npz, has the parameters as PyTorch's modules name them, the batches of all ranks, and what is held out. Rank 0
-appends a JSON line for each method to the file `rows`.
+Of this project it imports `torch_ddp` and `torchft_diloco`, the programs beside it. The file `data` of the setting, an
+.npz, has the parameters as PyTorch's modules name them, the batches of all ranks, and what is held out. Rank 0 appends
+a JSON line for each method to the file `rows`.
 """
 
 import re
