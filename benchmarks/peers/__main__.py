@@ -120,7 +120,7 @@ def _measure_all(console: rich.console.Console, path: pathlib.Path) -> list[repo
     console.print(rows_of.table(measured))
     goals += rows_of.goals(measured)
     rows = [row for row in rows if rows_of.network_of(row) != network] + measured
-    report.keep(path, {"bucket": _BUCKET.value}, {"rows": [row._asdict() for row in rows]})
+    report.keep(path, {}, {"rows": [row._asdict() for row in rows]})
   return goals
 
 

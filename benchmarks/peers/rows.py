@@ -15,8 +15,8 @@ from benchmarks.race.results import Pace, Results, Whole
 from benchmarks.race.standings import Target, crossing
 
 # Of peers' results, relative to the norm of the mean; else 2⁻¹⁶.
-_ROUNDING = {"fp16": 2**-10, "powersgd": 2**-14, "hivemind:float16": 2**-10, "hivemind:uniform8": 2**-4}
-_ROUNDING["hivemind:quantile8"] = 2**-4
+_ROUNDING = {"fp16": 2**-10, "powersgd": 2**-14}
+_ROUNDING |= {"hivemind:float16": 2**-10, "hivemind:uniform8": 2**-4, "hivemind:quantile8": 2**-4}
 _OVER = {"ddp": "gloo", "processes": "gloo", "mpi": "MPI", "hivemind": "libp2p"}
 
 
