@@ -68,7 +68,7 @@ def row_of(network: tuple[str, int, str], program: str, method: str, lines: Sequ
 def _peer(row: Row, rows: Sequence[Row]) -> Row | None:
   """Theirs of the same method in the same network."""
   here = (one for one in rows if one.is_peer and network_of(one) == network_of(row))
-  return next((one for one in here if one.plain == row.method), None)
+  return next((one for one in here if one.plain == row.method.removesuffix(":wire=bf16")), None)
 
 
 def table(rows: Sequence[Row]) -> rich.table.Table:
@@ -106,10 +106,11 @@ def goals(rows: Sequence[Row]) -> list[report.Goal]:
       report.goal(f"{name}: ms, {own[0].method} / {ranks.named(theirs[0].method)} ≤ {most}", gain, most=most)
     )
     for row in own:
-      if row.method == "powersgd:rank=4" and (peer := _peer(row, rows)):
+      if row.method.startswith("powersgd:rank=4") and (peer := _peer(row, rows)):
         ratios = row.seconds / peer.seconds, row.bytes / peer.bytes
-        found.append(report.goal(f"{name}: PowerSGD, {row.program}, ms / DDP's ≤ 0.4", ratios[0], most=0.4))
-        found.append(report.goal(f"{name}: PowerSGD, {row.program}, bytes / DDP's ≤ 1", ratios[1], most=1.005))
+        label = f"{name}: {row.method}, {row.program}"
+        found.append(report.goal(f"{label}, ms / DDP's ≤ 0.4", ratios[0], most=0.4))
+        found.append(report.goal(f"{label}, bytes / DDP's ≤ 1", ratios[1], most=1.005))
   return found
 
 

@@ -6,6 +6,8 @@
     hidden       a step of the transformer of 3.3 M parameters with an exchange in flight, and without
     vector       steps of a vector's workers that are in the model, likewise, by --exchanges: rounds of a transform, or
                  torchft's DiLoCo in the environment of `make peers`
+    transformer  likewise, with the transformer of 0.66 M parameters, which Adam trains
+    interrupted  a worker of vector stopped, and cut off: waits and gaps, by --exchanges
     goodput      examples that are in the model, a second, with a worker killed every --kill_every seconds and another
                  one started at once, against none killed
     faults       a worker stopped, cut off, slow, with NaN; the controller killed twice; garbage: waits and gaps
@@ -20,6 +22,7 @@ Example:
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import pathlib
@@ -31,15 +34,19 @@ from typing import Any
 from absl import flags
 
 from benchmarks import entry, netlab, report, tables
+from benchmarks.peers.training import write_data
 from benchmarks.race.results import Results
 from benchmarks.race.standings import DENSE
 from benchmarks.rounds import measures, worker
 from benchmarks.rounds import report as rounds
 from benchmarks.rounds.team import Team
 from benchmarks.rounds.worker import Settings
+from benchmarks.tasks.base import model_of
 
-_ALL = ["goodput", "faults", "synchronous", "hidden", "race", "vector"]  # vector takes torchft
-_PARTS = flags.DEFINE_list("parts", _ALL[:-1], f"What to measure: {', '.join(_ALL)}.")
+_OWN = ["goodput", "faults", "synchronous", "hidden", "race"]
+_BESIDE_TORCHFT = ["vector", "transformer", "interrupted"]
+_ALL = _OWN + _BESIDE_TORCHFT
+_PARTS = flags.DEFINE_list("parts", _OWN, f"What to measure: {', '.join(_ALL)}.")
 _WORKERS = flags.DEFINE_integer("workers", 6, "Workers of goodput, faults and vector.", lower_bound=2)
 _QUORUM = flags.DEFINE_integer("quorum", 4, "Workers that a round of theirs takes, K.", lower_bound=1)
 _SECONDS = flags.DEFINE_float("seconds", 300, "Of each run of goodput, and of hidden.", lower_bound=1)
@@ -59,8 +66,8 @@ _GRACE = flags.DEFINE_float(
   "Seconds that a quorum waits for more: in those of H steps, workers out of step meet again.",
   lower_bound=0,
 )
-_EXCHANGES = flags.DEFINE_list("exchanges", ["onebit", "dense", "torchft"], "Of vector.")
-_ENTRIES = flags.DEFINE_integer("entries", 31_000_000, "Of vector.", lower_bound=1)
+_EXCHANGES = flags.DEFINE_list("exchanges", ["onebit", "dense", "torchft"], f"Of {', '.join(_BESIDE_TORCHFT)}.")
+_ENTRIES = flags.DEFINE_integer("entries", 31_000_000, "Of vector and interrupted.", lower_bound=1)
 _PYTHON = flags.DEFINE_string("python", ".venv-peers/bin/python", "The Python of torchft's environment.")
 _RATE = flags.DEFINE_string("rate", "100mbit", "Speed of the links of goodput, faults and vector.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the choice of the workers that are killed.")
@@ -68,7 +75,8 @@ _REPORT_DIR = entry.define_report_dir("rounds.json")
 _WORKER = flags.DEFINE_string("worker", None, "Internal: the settings of a worker, as JSON.")
 _GARBAGE = flags.DEFINE_string("garbage", None, "Internal: addresses, keys and number of messages, as JSON.")
 
-_BATCH = {"cnn": 16, "lm": 4}
+_BATCH = {"cnn": 16, "lm": 4, "lm_medium": 4}
+_DRAWN = 200  # batches of each worker, from which torchft's draw theirs
 entry.require_choices(_PARTS, _ALL, empty=False)
 
 
@@ -80,6 +88,9 @@ def _team(
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxsparse-"))
     hosts = stack.enter_context(netlab.lab(workers + 1, rate))
     settings = Settings(task, _BATCH.get(task, 1), every, delay, pace, transform, folder=folder, **options)
+    if settings.torchft and not task.isdecimal():
+      found = worker.make_task(task)
+      write_data(pathlib.Path(folder, "data.npz"), found, model_of(found, 0), 0, workers, settings.batch, _DRAWN)
     team = Team(hosts, quorum, _GRACE.value, settings)
     yield stack.enter_context(team)
 
@@ -121,14 +132,29 @@ def _mode(exchange: str) -> str:
   return f"{exchange}, H = {_EVERY.value}"
 
 
-def _vector() -> Iterator[tuple[str, Any]]:
+def _beside(exchange: str, task: str) -> Any:
+  options = {"torchft": _PYTHON.value} if exchange == "torchft" else {"transform": exchange}
+  return _six(task, **options, apply_residual=exchange == "onebit")
+
+
+def _of_log(found: Any, exchange: str) -> Any:
+  """What is lost is what the log of our controller says: unknown of torchft's."""
+  return found._replace(lost=None) if exchange == "torchft" else found
+
+
+def _killed(part: str) -> Iterator[tuple[str, Any]]:
+  task = "lm_medium" if part == "transformer" else str(_ENTRIES.value)
   for exchange, kill_every in itertools.product(_EXCHANGES.value, (0, _KILL_EVERY.value)):
-    is_theirs = exchange == "torchft"
-    options = {"torchft": _PYTHON.value} if is_theirs else {"transform": exchange}
-    with _six(str(_ENTRIES.value), **options, apply_residual=exchange == "onebit") as team:
+    with _beside(exchange, task) as team:
       found, _, _ = measures.goodput(team, _SECONDS.value, kill_every, _SEED.value)
-    # The steps lost are what the log of our controller says.
-    yield "vector", found._replace(mode=_mode(exchange), lost=None if is_theirs else found.lost)
+    yield part, _of_log(found, exchange)._replace(mode=_mode(exchange))
+
+
+def _interrupted() -> Iterator[tuple[str, Any]]:
+  for exchange in _EXCHANGES.value:
+    with _beside(exchange, str(_ENTRIES.value)) as team:
+      for one in itertools.islice(measures.faults(team, _HOLD.value), 3):
+        yield "interrupted", _of_log(one, exchange)._replace(fault=f"{_mode(exchange)}: {one.fault}")
 
 
 def _faults() -> Iterator[tuple[str, Any]]:
@@ -158,19 +184,24 @@ def main() -> None:
     return
   path = pathlib.Path(_REPORT_DIR.value, "rounds.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
-  kept = {"goodput": ["recoveries", "curves"], "faults": ["faults", "faulty"], "synchronous": [], "vector": []}
+  kept = {"goodput": ["recoveries", "curves"], "faults": ["faults", "faulty"], "synchronous": []}
+  kept |= {part: [] for part in _BESIDE_TORCHFT}
   result |= {name: [] for part in _PARTS.value for name in kept.get(part, [part])}
   part_of = {"rounds": "goodput", "synchronous": "synchronous"}
   result["goodput"] = [row for row in result.get("goodput", []) if part_of[row["mode"]] not in _PARTS.value]
-  again = [_mode(exchange) for exchange in _EXCHANGES.value] if "vector" in _PARTS.value else []
-  result["vector"] = [row for row in result.get("vector", []) if row["mode"] not in again]
+  again = tuple(map(_mode, _EXCHANGES.value))
+  for part in set(_BESIDE_TORCHFT).intersection(_PARTS.value):
+    is_old = lambda row, part=part: row["fault" if part == "interrupted" else "mode"].startswith(again)
+    result[part] = list(itertools.filterfalse(is_old, result.get(part, [])))
   parts = {
     "goodput": _goodput,
     "faults": _faults,
     "hidden": _hidden,
     "synchronous": _synchronous,
     "race": _race,
-    "vector": _vector,
+    "vector": functools.partial(_killed, "vector"),
+    "transformer": functools.partial(_killed, "transformer"),
+    "interrupted": _interrupted,
   }
   for name, one in itertools.chain.from_iterable(make() for part, make in parts.items() if part in _PARTS.value):
     result.setdefault(name, []).append(report.rounded(one._asdict()))

@@ -28,7 +28,8 @@ from benchmarks.tasks.base import model_of
 from jaxsparse.launch.start import HOSTS, Host
 
 _BIN = 5.0  # seconds
-_AFTER = 10.0  # seconds for which a team is watched after a fault
+_AFTER = 10.0  # seconds for which a team is watched after a fault at least
+_MOST = 150.0  # and at most, until a round has all workers
 
 
 class Round(NamedTuple):
@@ -269,8 +270,11 @@ def _fault(team: Team, name: str, happen: Callable[[], None], but: int | None = 
   happen()
   end = time.monotonic()
   time.sleep(_AFTER)
-  rounds = rounds_of(team, begin - _AFTER)
-  again = next((one.time - end for one in rounds if one.time > end and len(one.members) == len(team.hosts)), None)
+  again = None
+  while again is None and time.monotonic() < end + _MOST:
+    time.sleep(1)
+    rounds = rounds_of(team, begin - _AFTER)
+    again = next((one.time - end for one in rounds if one.time > end and len(one.members) == len(team.hosts)), None)
   gaps = [after.time - before.time for before, after in itertools.pairwise(rounds)]
   calls = [step["waited"] for step in team.events("step", begin=begin) if step["worker"] != but]
   equal = all(one.equal for one in rounds)

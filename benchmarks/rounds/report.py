@@ -60,6 +60,15 @@ _FAULTS: Mapping[str, Column] = {
   "workers lost": _plain("lost"),
   "anchors equal": lambda row: _EQUAL[row["equal"]],
 }
+_COLUMNS = {
+  "hidden": _HIDDEN,
+  "race": _RACE,
+  "goodput": _GOODPUT,
+  "vector": _GOODPUT,
+  "transformer": {**_GOODPUT, "loss": _plain("loss", ".3f")},
+  "faults": _FAULTS,
+  "interrupted": _FAULTS,
+}
 _PHASES = {
   "round": "kill to the next round of the rest",
   "usual": "between two rounds",
@@ -88,7 +97,7 @@ def make(part: str, rows: list[Row]) -> rich.table.Table:
     own = {what: [row[name] for row in rows if row[name] is not None] for name, what in _PHASES.items()}
     cells = [[what, f"{statistics.median(all_):.1f}", f"{max(all_):.1f}"] for what, all_ in own.items() if all_]
     return table("", ["seconds", "median", "worst"], cells)
-  columns = {"hidden": _HIDDEN, "race": _RACE, "goodput": _GOODPUT, "vector": _GOODPUT, "faults": _FAULTS}[part]
-  calm = {row["mode"]: row["delivered"] for row in rows if not row["kills"]} if columns is _GOODPUT else {}
+  columns = _COLUMNS[part]
+  calm = {row["mode"]: row["delivered"] for row in rows if not row["kills"]} if "goodput" in columns else {}
   rows = [row | {"goodput": row["delivered"] / calm[row["mode"]]} for row in rows] if calm else rows
   return table("", list(columns), [[cell(row) for cell in columns.values()] for row in rows])

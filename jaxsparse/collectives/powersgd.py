@@ -8,14 +8,14 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse.collectives._base import ByLeaf
-from jaxsparse.comm import all_reduce_cost, varying
+from jaxsparse.comm import all_reduce_cost, schedules, varying
 from jaxsparse.select import ordering
 from jaxsparse.sparse import flatten, low_rank, noise
 from jaxsparse.sparse.sums import largest_magnitude
@@ -79,6 +79,7 @@ class PowerSGD(ByLeaf):
   Args:
     rank: r, 1 or more, the number of directions.
     alternate: whether steps compute the left and the right factors in turn.
+    wire: "bf16" rounds all that is sent to 8 significant bits, which halves the words; the residuals keep the errors.
     seed: of the first factors, and of random directions, 0 … 2³² − 1.
 
   Raises:
@@ -96,6 +97,7 @@ class PowerSGD(ByLeaf):
 
   rank: int = 4
   alternate: Literal[False, True] = False
+  wire: Literal["f32", "bf16"] = "f32"
   seed: int = 0
   decay: float = 1.0
   ranges = (("rank", 1, None), ("seed", 0, 2**32 - 1))
@@ -126,23 +128,25 @@ class PowerSGD(ByLeaf):
     to_left = factors.step % 2 == 0
     leaves, others = self._split(grads, state.residual)
     others = jax.lax.optimization_barrier(others)
-    left, right = (functools.partial(_turn, comm, key, leaves, to_right=to_right) for to_right in (False, True))
+    add = functools.partial(self._all_reduce, comm)
+    left, right = (functools.partial(_turn, add, key, leaves, to_right=to_right) for to_right in (False, True))
     if self.alternate:
       turns = [lambda turn=turn: turn(state.residual, others, factors) for turn in (left, right)]
       done = varying.cond(to_left, *turns)
-      summed = done.others
+      sent = done
       bound = done.bound
       after = done.factors
     else:
       half = left(state.residual, others, factors)
       # Another residual to XLA: else it would store the sums until the second half.
       done = right(_after(half.bound, state.residual), others[:0], half.factors)
-      summed = half.others
+      sent = half
       bound = jnp.maximum(half.bound, done.bound)
       after = done.factors._replace(left=())
     costs = [saturated(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
     words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
-    total, own = (self._join(n, *pieces) for pieces in ((done.total, summed), (done.own, others)))
+    total = self._join(n, done.total, sent.others)
+    own = self._join(n, done.own, sent.own_others)
 
     def finish(values: Any, _: None, finite: jax.Array, decay: float) -> tuple[jax.Array, jax.Array]:
       pairs = zip(values[0], total, strict=True)
@@ -169,7 +173,14 @@ class PowerSGD(ByLeaf):
     others = sum(entries for entries, matrix in layout if not matrix)
     left, right = (sum(self.rank * matrix[axis] for _, matrix in layout if matrix) for axis in (0, 1))
     counts = left + others, right + others * self.alternate
-    return [all_reduce_cost(count, size) if count else Cost(0, 0) for count in counts]
+    cost = all_reduce_cost if self.wire == "f32" else schedules.rounded_all_reduce_cost
+    return [cost(count, size) if count else Cost(0, 0) for count in counts]
+
+  def _all_reduce(self, comm: Comm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sum of f32[m] over workers, and what of it is of this worker."""
+    if not x.size:
+      return x, x
+    return (comm.all_reduce(x), x) if self.wire == "f32" else schedules.rounded_all_reduce(comm, x)
 
   def _split(self, grads: jax.Array, residual: jax.Array) -> tuple[list[_Leaf], jax.Array]:
     """The matrices of a gradient f32[n], and gradient + residual of all other entries."""
@@ -216,61 +227,9 @@ def _bases(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
   found = dict[int, jax.Array]()
   for bits, group in itertools.groupby(sorted(range(len(factors)), key=length), length):
     numbers = list(group)
-    bases = orthonormal([factors[number] for number in numbers], noise.fold(key, bits))
+    bases = low_rank.orthonormal([factors[number] for number in numbers], noise.fold(key, bits))
     found |= {number: basis[:, : len(factors[number])] for number, basis in zip(numbers, bases, strict=True)}
   return [found[number] for number in range(len(factors))]
-
-
-def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
-  """Bases f32[S, r, most] of S factors f32[a, r], r ≤ a ≤ most: rows of length a, zeros behind them.
-
-  The rows are orthonormal, and each column of the factor is a sum of them, by Householder reflections of all factors at
-  once. They are orthonormal for columns that depend on each other, too. A column of zeros is replaced by a random one.
-  The QR of `jnp.linalg` calls LAPACK, and two batches of it at once block each other on CPUs with few cores (JAX
-  0.10.2).
-
-  Example:
-    >>> (basis,) = jax.jit(orthonormal)([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])], noise.key_of(0))
-    >>> jnp.abs(basis.round(3))
-    Array([[0.6, 0. , 0.8],
-           [0. , 1. , 0. ]], dtype=float32)
-  """
-  if not factors:
-    return jnp.zeros((0, 0, 0), jnp.float32)
-  rank = factors[0].shape[1]
-  most = max(len(factor) for factor in factors)
-  x = jnp.stack([jnp.pad(factor.T, ((0, 0), (0, most - len(factor)))) for factor in factors])
-  row = jnp.arange(most)[None]
-  largest = jnp.abs(x).max(2, keepdims=True)
-  inside = row < jnp.array([len(factor) for factor in factors])[:, None]
-  drawn = jnp.where(inside[:, None], noise.uniform(noise.bits(key, x.size)).reshape(x.shape) - 0.5, 0.0)
-  x = jnp.where(largest == 0, drawn, x / jnp.where(largest == 0, 1.0, largest))
-
-  def reflect(number: jax.Array, before: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """I − scale v vᵀ maps the column, from its entry `number` on, to one entry."""
-    x, vectors, scales = before
-    column = jnp.where(row >= number, x[:, number], 0.0)
-    entries = x[:, :, number]
-    products = _einsum("sa,sra->sr", column, x)
-    square = products[:, number, None]
-    entry = entries[:, number, None]
-    image = jnp.where(entry < 0, 1.0, -1.0) * jnp.sqrt(square)
-    vector = column - jnp.where(row == number, image, 0.0)
-    half = square - image * entry  # ‖v‖² / 2
-    scale = jnp.where(half == 0, 0.0, 1 / jnp.where(half == 0, 1.0, half))
-    x = x - (scale * (products - image * entries))[:, :, None] * vector[:, None]
-    return x, vectors.at[:, number].set(vector), scales.at[:, number].set(scale[:, 0])
-
-  def weigh(turn: jax.Array, weights: jax.Array) -> jax.Array:
-    """The weights f32[S, r] of a reflection's v in each row of the basis; the last reflection comes first."""
-    number = rank - 1 - turn
-    later = _einsum("sq,sqr->sr", products[:, number], weights)
-    return weights.at[:, number].set(scales[:, number, None] * (vectors[:, number, :rank] - later))
-
-  _, vectors, scales = varying.fori_loop(0, rank, reflect, (x, jnp.zeros_like(x), jnp.zeros(x.shape[:2], jnp.float32)))
-  products = _einsum("sra,sqa->srq", vectors, vectors)
-  weights = varying.fori_loop(0, rank, weigh, jnp.zeros_like(products))
-  return jnp.eye(rank, most, dtype=jnp.float32)[None] - _einsum("sqr,sqa->sra", weights, vectors)
 
 
 class _Turn(NamedTuple):
@@ -280,6 +239,7 @@ class _Turn(NamedTuple):
     total: what the all-reduce delivers of each matrix, as factors.
     own: the projection of each matrix of this worker, which the total contains.
     others: the sum of all other entries.
+    own_others: what of it is of this worker.
     bound: f32[], no magnitude of an entry of `total` or `others` is larger.
     factors: those before, with the new ones.
   """
@@ -287,12 +247,13 @@ class _Turn(NamedTuple):
   total: list[_Factorized]
   own: list[_Factorized]
   others: jax.Array
+  own_others: jax.Array
   bound: jax.Array
   factors: Factors
 
 
 def _turn(
-  comm: Comm,
+  add: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   key: jax.Array,
   leaves: list[_Leaf],
   residual: jax.Array,
@@ -313,17 +274,24 @@ def _turn(
     matrix = (leaf.grads + residual[leaf.start : leaf.start + leaf.grads.size]).reshape(leaf.shape)
     own.append(_matmul(basis, matrix) if to_right else _matmul(matrix, basis.T))
   flat = jnp.concatenate([*(factor.reshape(-1) for factor in own), others])
-  flat = comm.all_reduce(flat) if flat.size else flat
-  *sums, others = flatten.parts(flat, [*(factor.size for factor in own), others.size])
-  summed = [one.reshape(factor.shape) for one, factor in zip(sums, own, strict=True)]
+  flat, share = add(flat)
+  sizes = [*(factor.size for factor in own), others.size]
+
+  def cut(whole: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    *parts, others = flatten.parts(whole, sizes)
+    return [part.reshape(factor.shape) for part, factor in zip(parts, own, strict=True)], others
+
+  summed, others = cut(flat)
+  shares, own_others = cut(share)
   factorized = lambda factor, basis: (basis, factor) if to_right else (factor.T, basis)
-  total, mine = (list(map(factorized, found, bases)) for found in (summed, own))
+  total, mine = (list(map(factorized, found, bases)) for found in (summed, shares))
   new = tuple(factor.T if to_right else factor for factor in summed)
   # No entry of a basis is larger than 1, but for rounding.
   rank = len(bases[0]) if bases else 0
   largest = lambda x: largest_magnitude(x) if x.size else 0.0
   bound = jnp.maximum(2 * rank * largest(flat[: flat.size - others.size]), largest(others))
-  return _Turn(total, mine, others, bound, factors._replace(right=new) if to_right else factors._replace(left=new))
+  after = factors._replace(right=new) if to_right else factors._replace(left=new)
+  return _Turn(total, mine, others, own_others, bound, after)
 
 
 def _after(read: jax.Array, x: jax.Array) -> jax.Array:
@@ -332,4 +300,3 @@ def _after(read: jax.Array, x: jax.Array) -> jax.Array:
 
 
 _matmul = functools.partial(jnp.matmul, precision="highest")
-_einsum = functools.partial(jnp.einsum, precision="highest")

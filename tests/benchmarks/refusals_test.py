@@ -56,7 +56,7 @@ REFUSED = {
     (["--parts=curves", "--data_dir=/nowhere"], "is for tasks on images, resnet20, vgg16, fnn3, cnn, mlp; --task"),
   ],
   "thousands": [(["--parts=all"], "--parts=['all']: choose from simulated, state, levels, server, processes")],
-  "rounds": [(["--parts=races"], "--parts=['races']: choose from goodput, faults, synchronous, hidden, race, vector")],
+  "rounds": [(["--parts=races"], "--parts=['races']: choose from goodput, faults, synchronous, hidden, race, ")],
   "scale": [(["--workers=8,1"], "flag --workers=8,1: ")],
   "selection": [(["--density=1.5"], "--density=1.5: choose a share above 0, up to 1")],
   "straggling": [(["--slow=5"], "error: --slow=5, choose 0 … 4: two workers at least are fast")],

@@ -137,8 +137,8 @@ def test_elastic_loses_what_a_worker_owes_and_nothing_else(lab, tmp_path):
 @pytest.mark.long
 @commands.needs_lab
 def test_rounds_lose_no_worker_but_the_killed_one(tmp_path):
-  flags = "--parts=goodput,vector", "--workers=3", "--quorum=2", "--seconds=4", "--kill_every=4", "--pace=0.05"
-  flags += "--exchanges=onebit", "--entries=1000"
+  flags = "--parts=goodput,vector,interrupted", "--workers=3", "--quorum=2", "--seconds=4", "--kill_every=4"
+  flags += "--exchanges=onebit", "--entries=1000", "--pace=0.05", "--hold=3"
   done = commands.run("benchmarks.rounds", *flags, f"--report_dir={tmp_path}")
   assert done.returncode == 0, done.stderr[-3000:]
   found = json.loads((tmp_path / "rounds.json").read_text())
@@ -148,6 +148,8 @@ def test_rounds_lose_no_worker_but_the_killed_one(tmp_path):
     assert calm["equal"]
     assert killed["equal"]
     assert min(killed["trained"], killed["delivered"]) > 0
+  assert [one["fault"].partition(": ")[0] for one in found["interrupted"]] == ["onebit, H = 5"] * 3
+  assert all(one["equal"] and one["again"] is not None for one in found["interrupted"])
   (recovery,) = found["recoveries"]
   assert recovery["round"] > 0
   assert recovery["joined"] > 0

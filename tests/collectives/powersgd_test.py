@@ -8,9 +8,9 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse import _compat
-from jaxsparse.collectives.powersgd import orthonormal
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import noise
+from jaxsparse.sparse.low_rank import orthonormal
 from tests.cases import mesh_of, normals, quick_of
 from tests.reference.powersgd import PowerSGD
 
@@ -48,6 +48,28 @@ def test_equals_the_papers_in_numpy(alternate):
     messages = [rows + others, columns + others] if alternate else [rows + others, columns]
     expected = [all_reduce_cost(count, workers).words for count in messages]
     assert int(js.metrics(state).words_sent) == (expected[number % 2] if alternate else sum(expected))
+
+
+@pytest.mark.parametrize("alternate", quick_of([False, True], quick=[False]))
+def test_factors_in_bfloat16_lose_nothing(alternate):
+  """Five steps of matrices and vectors: half the words, the same totals to rounding, nothing lost."""
+  grads = {name: jnp.asarray(normals(i, 3, *shape)) for i, (name, shape) in enumerate(SHAPES.items())}
+  options = {"rank": 2, "alternate": alternate}
+  exact = rounded = None
+  totals = jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), grads)
+  for number in range(1, 6):
+    exact = js.simulate("powersgd", grads, state=exact and exact.state, **options)
+    rounded = js.simulate("powersgd", grads, state=rounded and rounded.state, wire="bf16", **options)
+    totals = jax.tree.map(jnp.add, totals, rounded.total)
+    for name, total in totals.items():
+      entered = number * np.asarray(grads[name], np.float64).sum(0)
+      np.testing.assert_allclose(total + rounded.residuals[name].sum(0), entered, rtol=0, atol=TIGHT)
+      assert not np.array_equal(rounded.total[name], exact.total[name])
+    words = [int(out.metrics.words_sent) for out in (rounded, exact)]
+    assert 0 <= 2 * words[0] - words[1] <= 16
+  first = js.simulate("powersgd", grads, wire="bf16", **options).total, js.simulate("powersgd", grads, **options).total
+  np.testing.assert_allclose(first[0]["bias"], first[1]["bias"], rtol=0.01, atol=0.03)
+  np.testing.assert_allclose(first[0]["a"], first[1]["a"], rtol=0.05, atol=0.1)
 
 
 @pytest.mark.parametrize("alternate", quick_of([False, True], quick=[True]))
