@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxsparse._compat import AxisName, is_key, local_shard, words_of_keys
 from jaxsparse.comm import all_gather, in_rank_order
@@ -80,13 +80,11 @@ def agreement(
   checks.check_not_traced("js.agreement", params, batch, given)
   engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
-  same = PartitionSpec()
-  split = PartitionSpec(engine.axis)
-  specs = same, split, same
+  specs = engine.same, engine.split, engine.same
   arguments = engine.place((params, batch, given), specs)
   kept = engine.shardings(arguments, specs)
   both = functools.partial(_agreements, engine, loss_fn)
-  program = engine.jit(both, specs, same, shardings=kept and (kept, engine.shardings_of(same)))
+  program = engine.jit(both, specs, engine.same, shardings=kept and (kept, engine.shardings_of(engine.same)))
   return Agreement(*local_shard(dispatch(program, *arguments)).tolist())
 
 

@@ -79,19 +79,18 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     return jax.tree.map(lambda x: x[None], fresh) if row else fresh
 
   every_row = states.worker_rows(state)
-  start = lambda _: jax.tree.map(restart, every_row, state)
-  following = iter(states.reduce_states(place_state(engine, start, params)[0]))
+  restarted, _ = place_state(engine, lambda _: jax.tree.map(restart, every_row, state), params)
 
-  def begin(path: Any, x: Any, row: bool) -> Any:
+  def begin(path: Any, row: bool, x: Any, restarted: states.ReduceState) -> Any:
     if states.is_reduce_state(x):
-      return next(following)
+      return restarted
     rows, axes = ((engine.held,), (axis,)) if row else ((), ())
     shape = np.shape(x)[len(rows) :]
     spec = _spec_of_moment(path, shape, params)
     sharding = None if spec is None else engine.shardings_of(PartitionSpec(*axes, *spec))
     return jax.ShapeDtypeStruct((*rows, *shape), x.dtype, sharding=sharding)
 
-  fresh = jax.tree_util.tree_map_with_path(begin, state, every_row, is_leaf=states.is_reduce_state)
+  fresh = jax.tree_util.tree_map_with_path(begin, every_row, state, restarted)
   return _carry_state(engine, state, fresh, params)
 
 
@@ -237,10 +236,9 @@ def _start_local(state: Any, fresh: Any) -> Any:
     if any(np.any(gather(leaf)) for leaf in jax.tree.leaves(nodes[0].carried.residual)):
       raise ValueError("js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before")
     following = iter(nodes)  # with the totals of counters
-    continued = lambda x: next(following, x) if states.is_reduce_state(x) else x
     # Of random keys new ones, which differ between workers.
     row = lambda leaf, like: like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
-    outer = jax.tree.map(continued, new.outer, is_leaf=states.is_reduce_state)
+    outer = states.map_states(lambda x: next(following, x), new.outer)
     return new._replace(inner=jax.tree.map(row, inner[0], new.inner), outer=outer)
 
   is_part = lambda node: states.is_local_state(node) or states.is_reduce_state(node)
@@ -274,22 +272,22 @@ def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
 
 def _check_structure(state: Any, fresh: Any) -> None:
   """Raises ValueError unless the states differ in those of jaxsparse transforms only."""
-
-  def described(tree: Any) -> set[str]:
-    """The path of each array, with its type and its shape at a worker."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
-    shape = lambda x, row: "" if states.is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
-    rows = jax.tree.leaves(states.worker_rows(tree))
-    return {jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)}
-
-  old = described(state)
-  new = described(fresh)
+  old = _described(state)
+  new = _described(fresh)
   if old != new:
     raise ValueError(
       f"the optimizer state has {', '.join(sorted(old - new)) or 'nothing'} where that of the new chain has "
       f"{', '.join(sorted(new - old)) or 'nothing'}: js.convert replaces jaxsparse transforms and keeps all others. "
       "For other changes call step.synchronize where there are local steps, js.flush, and then js.init"
     )
+
+
+def _described(tree: Any) -> set[str]:
+  """The path of each array of a state, with its type and its shape at a worker."""
+  found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
+  shape = lambda x, row: "" if states.is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
+  rows = jax.tree.leaves(states.worker_rows(tree))
+  return {jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)}
 
 
 def _check_homes(residuals: Mapping[int, Residual], homes: Mapping[int, Any], names: Sequence[str]) -> None:

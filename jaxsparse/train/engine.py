@@ -38,6 +38,7 @@ class Engine:
     comm: the comm to use inside a mapped program.
     axes: names and sizes of the axes that a program is mapped over.
     axis: the axis, or tuple of axes, of the workers.
+    same: the spec of what is equal on all workers.
     others: the names of the other axes that a program is mapped over; values are replicated along them.
     process: number of this process, 0 … processes − 1.
     processes: number of processes that run the program together.
@@ -48,10 +49,16 @@ class Engine:
   comm: Comm
   axes: dict[Any, int]
   axis: AxisName
+  same = PartitionSpec()
   others: tuple[str, ...] = ()
   process = 0
   processes = 1
   _inside: tuple[str, ...] = ()  # axes of the devices of a worker, which a program is not mapped over
+
+  @property
+  def split(self) -> PartitionSpec:
+    """The spec of what is split along the workers."""
+    return PartitionSpec(self.axis)
 
   @property
   def platform(self) -> str:
@@ -100,7 +107,7 @@ class Engine:
 
   def spread(self, value: np.ndarray) -> jax.Array:
     """The array [workers, …] split along the workers, in which the rows of this process's workers are its `value`."""
-    return self.place(jnp.broadcast_to(value, (self.held, *value.shape)), PartitionSpec(self.axis))
+    return self.place(jnp.broadcast_to(value, (self.held, *value.shape)), self.split)
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     """The values of all processes, [processes, …]; every process must call."""
@@ -146,7 +153,7 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
 def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., np.ndarray]:
   """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process."""
   rows = lambda *arguments: in_rank_order(engine.comm, all_gather(engine.comm, function(*arguments)))
-  program = engine.jit(rows, in_specs, PartitionSpec())
+  program = engine.jit(rows, in_specs, engine.same)
   return lambda *arguments: local_shard(dispatch(program, *arguments))
 
 
@@ -319,7 +326,7 @@ def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
 
 @functools.lru_cache(maxsize=4)
 def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
-  return rows_of(_Rank(comm), lambda x: x[0], (PartitionSpec(RANKS),))
+  return rows_of(_Rank(comm), lambda x: x[0], (_Rank(comm).split,))
 
 
 def shape_of(x: Any, sharding: Any = None, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxsparse._compat import AxisName
 from jaxsparse.comm.one_at_a_time import dispatch
@@ -16,7 +16,7 @@ from jaxsparse.transform import checks
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.state import LocalState, is_reduce_state, map_states, reduce_states, worker_rows
-from jaxsparse.transform.wrapped import view_of
+from jaxsparse.transform.wrapped import map_seen, view_of
 from jaxsparse.types import Comm
 
 
@@ -70,11 +70,11 @@ def flush(
     return restore(engine.comm.all_reduce(flat) / engine.workers)
 
   def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
-    view = view_of(reduce_states(state), params)
-    seen = view.see(params)
-    leaves, moved = flatten.leaves_by_name(seen), moved_leaves(state)
-    updates = {name: jnp.zeros_like(leaf) for name, leaf in leaves.items()}
-    left = {name: jnp.zeros_like(leaf, jnp.float32) for name, leaf in leaves.items()}
+    nodes = reduce_states(state)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates = flatten.leaves_by_name(view_of(nodes, params).see(zeros))
+    left = {name: leaf.astype(jnp.float32) for name, leaf in updates.items()}
+    moved = moved_leaves(state)
 
     def deliver(node: Any, row: bool) -> Any:
       if row or not is_reduce_state(node):
@@ -82,24 +82,20 @@ def flush(
       names = node.layout.method.names
       also = [moved[name][0] for name in names if name in moved]
       added = also if len(also) == len(names) else None  # this transform is the outer one of local steps
-      means, node = take_residuals([leaves[name] for name in names], node, added, mean)
+      means, node = take_residuals([updates[name] for name in names], node, added, mean)
       for name, exact in zip(names, means, strict=True):  # of the dtype of the leaf already, unless moved is added
-        sent, left[name] = flatten.representable(exact, leaves[name].dtype)
-        updates[name] = sent.astype(leaves[name].dtype)
+        sent, left[name] = flatten.representable(exact, updates[name].dtype)
+        updates[name] = sent.astype(updates[name].dtype)
       return node
 
     def empty(node: LocalState) -> LocalState:
-      if not jax.tree.leaves(node.moved):
-        return node
       rest = [left[name][None] for name in flatten.leaves_by_name(node.moved)]
       return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
 
     state = jax.tree.map(deliver, state, worker_rows(state), is_leaf=is_reduce_state)
-    update = jax.tree.unflatten(jax.tree.structure(seen), updates.values())
-    update = view.restore(jax.tree.map(jnp.zeros_like, params), update)
-    return update, map_states(empty, state, LocalState)
+    return map_seen(lambda name, _: updates[name], nodes, zeros), map_states(empty, state, LocalState)
 
-  specs = (PartitionSpec(), placed(state, engine.axis))
+  specs = (engine.same, placed(state, engine.axis))
   kept = engine.shardings((params, state), specs)
   program = engine.jit(worker, specs, specs, shardings=kept and (kept, kept))
   return dispatch(program, *engine.place((params, state), specs))

@@ -62,8 +62,7 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   ]
   every = gather_where_different(engine, leaves, lambda: leaves)
-  kinds = [[leaf[:3] for leaf in one] for one in every]
-  if others := unlike_first(kinds):
+  if others := unlike_first([[leaf[:3] for leaf in one] for one in every]):
     raise ValueError(
       f"{name}: those of {listing(others)} have other names, shapes or dtypes than those of process 0; on this process "
       f"they are {[leaf[:3] for leaf in leaves]}. Every process must give the same"

@@ -130,19 +130,8 @@ def homes_of(node: ReduceState, params: optax.Params) -> list[list[tuple[int, in
   method = node.layout.method
   shards = node.layout.shards
   assert method is not None
-  numbers = _leaf_numbers(method.names, params)
+  numbers = {name: number for number, name in enumerate(leaf_shapes(params))}  # of all, also outside `optax.masked`
   sizes = shards.sizes if shards else list(map(math.prod, method.shapes))
-  home = lambda leaf: (numbers[leaf], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None)
+  home = lambda leaf: (numbers[method.names[leaf]], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None)
   parts = zip(method.groups, node.groups, strict=True)
   return [[] if part.residual is None else list(map(home, group.leaves)) for group, part in parts]
-
-
-def _leaf_numbers(names: Sequence[str], tree: Any) -> list[int]:
-  """The numbers of the leaves of these names: a transform may cover a part of a pytree, as under `optax.masked`.
-
-  Example:
-    >>> _leaf_numbers(["['a']", "['e']"], {"a": 0.0, "b": {"c": 0.0, "d": 0.0}, "e": 0.0})
-    [0, 3]
-  """
-  numbers = {name: number for number, name in enumerate(leaf_shapes(tree))}
-  return [numbers[name] for name in names]

@@ -181,7 +181,7 @@ def initial(collective: Collective, workers: int, n: int) -> ReduceState:
 def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
   """`reduce_step` at every worker, under vmap: the totals of all workers, f32[P, n], and their next states."""
   checks.check_workers(state, len(grads), held=len(grads))
-  expected = jax.eval_shape(lambda: initial(collective, *grads.shape)).carried
+  expected = jax.eval_shape(functools.partial(initial, collective, *grads.shape)).carried
   if flatten.leaf_shapes(state.carried) != flatten.leaf_shapes(expected):
     raise ValueError(
       f"simulate: the state is not one of {collective.name} with these options and {grads.shape[1]} entries a worker"

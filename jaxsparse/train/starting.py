@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import SoloComm, replication
@@ -78,7 +78,7 @@ def abstract_state(
   engine = engine_of(mesh, axis)
   with engine.typed() as typed:
     arguments, specs = _specs_of(typed, tx.init, jax.tree.map(shape_of, params))
-    state = jax.eval_shape(typed.map(tx.init, (PartitionSpec(),), specs), *arguments)
+    state = jax.eval_shape(typed.map(tx.init, (typed.same,), specs), *arguments)
   if shardings := engine.shardings(state, specs) or engine.shardings_of(specs):
     state = jax.tree.map(shape_of, state, shardings)
   if workers is None or workers == engine.workers:
@@ -104,7 +104,7 @@ def start_workers(engine: Engine, start: Callable, params: optax.Params) -> tupl
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
   start_worker = lambda params: states.with_own_keys(start(params), engine.comm.rank)
-  program = engine.jit(start_worker, (PartitionSpec(),), spec, shardings=(None, None))
+  program = engine.jit(start_worker, (engine.same,), spec, shardings=(None, None))
   replicas.check_traced(engine, "the initial state", program, arguments, makes_state=True)
   return dispatch(program, *arguments), spec
 
@@ -127,21 +127,19 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
     grads = jax.tree.map(jnp.negative, trained(like))  # computed here, as gradients are
     return (optax.with_extra_args_support(tx).update(grads, state, params, value=jnp.float32(0))[0],)
 
-  same = PartitionSpec()
-  split = PartitionSpec(engine.axis)
-  arguments = engine.place((params, state, params), (same, own, same))
+  specs = (engine.same, own, engine.same)
+  arguments = engine.place((params, state, params), specs)
   if engine.processes > 1:
-    head = replicas.described((params, state))
     try:
-      jaxpr = engine.jit(updates, (same, own, same), (same,)).trace(*arguments).jaxpr
+      jaxpr = engine.jit(updates, specs, (engine.same,)).trace(*arguments).jaxpr
     except Exception:  # it needs what only a step gives, or the step will show the error
       jaxpr = None
-    replicas.check_same(engine, "tx.update", head, jaxpr)
+    replicas.check_same(engine, "tx.update", replicas.described((params, state)), jaxpr)
   if not uncovered:
     return
-  checked = replication.checked(updates, (split, own, same), (same,), engine.axis, LIKELY_MISTAKES)
+  checked = replication.checked(updates, (engine.split, *specs[1:]), (engine.same,), engine.axis, LIKELY_MISTAKES)
   try:
-    jax.eval_shape(engine.map(checked, (same, own, same), (same,)), *arguments)
+    jax.eval_shape(engine.map(checked, specs, (engine.same,)), *arguments)
   except ValueError as error:
     warnings.warn(f"js.init: {error}. Ignore this if your own step averages its gradient", stacklevel=3)
   except TypeError as error:
@@ -185,8 +183,8 @@ def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tu
     replication.check_axes(start, (params,), engine.axis)
     return start(params)
 
-  arguments = engine.place((params,), (PartitionSpec(),))
-  state = jax.eval_shape(engine.map(checked, (PartitionSpec(),), PartitionSpec()), *arguments)
+  arguments = engine.place((params,), (engine.same,))
+  state = jax.eval_shape(engine.map(checked, (engine.same,), engine.same), *arguments)
   return arguments, placed(state, engine.axis)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import replication
@@ -183,7 +183,6 @@ class TrainStep:
   def __init__(self, worker: Worker, mesh: Mesh | Comm, axis: AxisName, donate: bool):
     self._engine = engine_of(mesh, axis)
     self.workers = self._engine.workers
-    self._axis = self._engine.axis
     self._worker = worker
     self._donate = donate
     self._made: dict[Any, Any] = {}  # the specs of steps, the programs of steps and exchanges
@@ -195,11 +194,10 @@ class TrainStep:
     arguments = _arguments(params, states.with_rows(state, self._engine.held), batch, named)
     program, specs = self._program(*arguments)
     count_step(self._engine.processes)
-    first = _identity(state) is not self._known
     self._compare_processes(program, arguments, specs)
     arguments = self._engine.place(arguments, specs)
     if self._donate:
-      arguments = without_aliases(arguments, by_buffer=first)
+      arguments = without_aliases(arguments, by_buffer=_identity(state) is not self._known)
     params, state, metrics = dispatch(program, *arguments, follow=lambda results: results[2].loss)
     self._known = _identity(state)
     return params, state, metrics
@@ -214,8 +212,8 @@ class TrainStep:
     starting.check_state(state, params, self._engine)
 
     def exchange() -> Any:
-      specs = (PartitionSpec(), placed(state, self._axis))
-      in_specs = (*specs, dict.fromkeys(extra, PartitionSpec()))
+      specs = (self._engine.same, placed(state, self._engine.axis))
+      in_specs = (*specs, dict.fromkeys(extra, self._engine.same))
       kept = self._engine.shardings((params, state, extra), in_specs)
       return self._engine.jit(self._worker.synchronize, in_specs, specs, shardings=kept and (kept, kept[:2]))
 
@@ -234,8 +232,7 @@ class TrainStep:
     """
     checks.check_alive({"params": params, "state": state})
     checks.check_params(states.reduce_states(state), params)
-    specs = (PartitionSpec(), placed(state, self._axis))
-    replicas.check_replicas(self._engine, (params, state), specs)
+    replicas.check_replicas(self._engine, (params, state), (self._engine.same, placed(state, self._engine.axis)))
 
   def lower(self, params: optax.Params, state: Any, batch: Any, **named: Any) -> jax.stages.Lowered:
     """The lowered step, to inspect its HLO or to compile ahead; the arguments may be `jax.ShapeDtypeStruct`.
@@ -265,12 +262,12 @@ class TrainStep:
 
   def _specs(self, state: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     """The specs of the arguments and results of a step."""
-    same: Any = PartitionSpec()
-    own = placed(state, self._axis)
-    split = PartitionSpec(self._axis)
-    model_state = split if self._worker.model_state == "worker" else same
+    same: Any = self._engine.same
+    own = placed(state, self._engine.axis)
+    model_state = self._engine.split if self._worker.model_state == "worker" else same
     named = {name: model_state if name == "model_state" else same for name in given}
-    return _arguments(same, own, split, named), (same, own, StepMetrics(same, same, same, model_state, same))
+    metrics = StepMetrics(same, same, same, model_state, same)
+    return _arguments(same, own, self._engine.split, named), (same, own, metrics)
 
   def _jitted(self, state: Any, in_specs: Any, out_specs: Any, shardings: Any) -> Any:
     """The jitted step for arguments that lie so inside a worker."""
@@ -291,14 +288,13 @@ class TrainStep:
   def _compare_processes(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> None:
     """Compares a program and its arguments between all processes, where either is new."""
     engine = self._engine
-    worker = self._worker
     # Only some ranks of MPI may come here again, and their messages would be taken for others: they compare once.
     if engine.processes == 1 or (self._alike and isinstance(engine.comm, MpiComm)):
       return
     known = program, *((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(arguments[2:]))
     if known in self._alike:
       return
-    options = {name: value for name, value in worker._asdict().items() if not callable(value) and name != "tx"}
+    options = {name: value for name, value in self._worker._asdict().items() if not callable(value) and name != "tx"}
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     shardings = engine.shardings(arguments, specs)
     head += replicas.described(arguments, shardings)
@@ -306,7 +302,7 @@ class TrainStep:
       new = replicas.described((None, None, *arguments[2:]), shardings and (None, None, *shardings[2:]))
       replicas.wait_for_all(arguments[:2], "the training step", "\n".join(new))
     replicas.check_same(engine, "the training step", head)
-    own = "model_state" if worker.model_state == "worker" else None
+    own = "model_state" if self._worker.model_state == "worker" else None
     alike = {name: value for name, value in _by_name(arguments).items() if name != own}
     replicas.check_processes(engine, alike, "step: argument ")
     replicas.check_traced(engine, "the training step", program, engine.place(arguments, specs))
@@ -319,7 +315,7 @@ class TrainStep:
     for path, leaf in jax.tree_util.tree_leaves_with_path(extra):
       if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float):
         raise TypeError(f"step: extra{jax.tree_util.keystr(path)}={leaf!r}: give arrays or numbers, and no line search")
-    check_batch(batch, self._engine, self._axis, self._worker.accumulate)
+    check_batch(batch, self._engine, self._engine.axis, self._worker.accumulate)
     rows = given.get("model_state") if self._worker.model_state == "worker" else None
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
       if jnp.shape(leaf)[:1] != (self._engine.held,):

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jaxsparse.collectives import Collective
 from jaxsparse.comm import SoloComm
@@ -34,7 +33,7 @@ class Stopwatch:
 
   def __init__(self, engine: Engine):
     self._engine = engine
-    self._rows = rows_of(engine, lambda x: x[0], (PartitionSpec(engine.axis),))
+    self._rows = rows_of(engine, lambda x: x[0], (engine.split,))
 
   def gather(self, value: float) -> np.ndarray:
     """The `value` of each worker's process, f32[P], on every process."""
@@ -69,11 +68,10 @@ class Update:
   """
 
   def __init__(self, engine: Engine, collective: Collective, comm: Comm, n: int):
-    split = PartitionSpec(engine.axis)
     self.function = lambda grads, state: reduce_step(collective, comm, grads, state, comm.size)
     self.state, own = start_workers(engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n))
-    self.specs = (split, own)
-    self.program = engine.jit(self.function, self.specs, (split, own), donate=(0, 1))
+    self.specs = (engine.split, own)
+    self.program = engine.jit(self.function, self.specs, self.specs, donate=(0, 1))
 
 
 def alone(
@@ -99,5 +97,5 @@ def gradients(engine: Engine, n: int) -> Callable[[int], jax.Array]:
     key = jax.random.fold_in(jax.random.key(seed), engine.comm.rank)
     return jax.random.normal(key, (n,), jnp.float32)
 
-  program = engine.jit(make, (PartitionSpec(),), PartitionSpec(engine.axis))
+  program = engine.jit(make, (engine.same,), engine.split)
   return lambda seed: program(np.int32(seed))

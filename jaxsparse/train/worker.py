@@ -16,7 +16,7 @@ from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic
 from jaxsparse.transform.residuals import moved_leaves, own_params
-from jaxsparse.transform.wrapped import synchronizing, trained, view_of
+from jaxsparse.transform.wrapped import map_seen, synchronizing, trained
 from jaxsparse.types import Comm, saturated
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
@@ -83,8 +83,7 @@ class Worker(NamedTuple):
     keep = functools.partial(jnp.where, skipped | ~flatten.stays_finite(before, model_state))
     model_state = jax.tree.map(keep, before, model_state)
     aux = _reduced(aux, self.aux_reduce, functools.partial(_over_workers, comm))
-    words = _words_beside(self, comm.size, aux, model_state)
-    return params, state, StepMetrics(loss, skipped, aux, model_state, words)
+    return params, state, StepMetrics(loss, skipped, aux, model_state, _words_beside(self, comm.size, aux, model_state))
 
   def step_instead(self, comm: Comm, error: TypeError) -> Callable:
     """The step that gives `tx` no `value=`, where a transformation without extra arguments was given it.
@@ -102,17 +101,13 @@ class Worker(NamedTuple):
 
   def synchronize(self, params: optax.Params, state: Any, extra: dict[str, Any]) -> tuple[optax.Params, Any]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
-    nothing = jax.tree.map(jnp.zeros_like, params)
     with synchronizing(True):
-      updates, after = atomic(self.tx).update(nothing, state, params, **extra)
+      updates, after = atomic(self.tx).update(jax.tree.map(jnp.zeros_like, params), state, params, **extra)
     is_local = states.is_local_state
     after = jax.tree.map(lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local)
-    view = view_of(states.reduce_states(state), params)
-    seen = view.see(updates)
     moved = moved_leaves(state)
-    leaves = flatten.leaves_by_name(seen)
-    own = [u if name in moved else jnp.zeros_like(u) for name, u in leaves.items()]
-    return optax.apply_updates(params, view.restore(nothing, jax.tree.unflatten(jax.tree.structure(seen), own))), after
+    own = lambda name, u: u if name in moved else jnp.zeros_like(u)
+    return optax.apply_updates(params, map_seen(own, states.reduce_states(state), updates)), after
 
 
 def _gradients(
@@ -209,9 +204,9 @@ def _words_beside(worker: Worker, size: int, aux: Any, model_state: Any) -> jax.
 
 def _over_parts(x: jax.Array, how: AuxReduce) -> jax.Array:
   """The reduction of a leaf over the micro-batches, its leading axis."""
-  total = functools.partial(x.sum, dtype=x.dtype)
-  over: dict[str, Callable] = {"mean": x.mean, "sum": total, "max": x.max, "min": x.min}
-  return x if how == "stack" else over[how](0)
+  if how == "stack":
+    return x
+  return x.sum(0, dtype=x.dtype) if how == "sum" else getattr(x, how)(0)
 
 
 def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:

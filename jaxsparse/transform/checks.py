@@ -67,10 +67,9 @@ def check_layout(state: Any, workers: int | None = None) -> None:
   for node in reduce_states(state):
     if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(node.layout.workers, "__array__"):
       continue  # under a trace, or a jax.ShapeDtypeStruct
-    found, entries = (int(np.max(_compat.local_shard(number))) for number in node.layout[:2])
+    found, entries, checksum = (int(np.max(_compat.local_shard(number))) for number in node.layout[:3])
     shards = node.layout.shards
     rows = node.counters.skipped.size
-    checksum = int(np.max(_compat.local_shard(node.layout.checksum)))
     if checksum != checksum_of(*node.layout[3:]):
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "

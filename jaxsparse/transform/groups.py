@@ -156,9 +156,7 @@ def groups_of(shapes: Shapes, assignment: Assignment, bundles: Sequence[Bundle] 
       groups.append(Group(own, entries, assignment.collectives[kind], tuple(sorted(earlier - implied))))
     made.append(range(first, len(groups)))
   for kind, numbers in members.items():
-    collectives = [assignment.collectives[kind]]
-    if len(numbers) > 1:
-      collectives = split_k(collectives[0], [groups[number].entries for number in numbers])
+    collectives = split_k(assignment.collectives[kind], [groups[number].entries for number in numbers])
     for number, collective in zip(numbers, collectives, strict=True):
       fitted = collective.for_leaves(tuple(shape_of[leaf] for leaf in groups[number].leaves))
       groups[number] = groups[number]._replace(collective=fitted)

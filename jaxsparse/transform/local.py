@@ -199,9 +199,10 @@ class _LocalSteps(NamedTuple):
     check_own_gradients(grads, state)
     inner, moved, finite = self._own_step(grads, state, params, extra)
     tried = state._replace(inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1)
-    numbers = range(self.fragments.count)
     exchange = lambda number: functools.partial(self._exchange, number)  # without entries an exchange marks no NaN
-    exchanges = [exchange(one) if self.fragments.has_entries(params, one) else self._agree for one in numbers]
+    exchanges = [
+      exchange(one) if self.fragments.has_entries(params, one) else self._agree for one in range(self.fragments.count)
+    ]
     kinds = [self._agree, *exchanges, *([self._apply_flight] if self.delay else [])]
     # The branches return neither what was moved nor the inner state: XLA copies the results of a conditional.
     branches = [lambda tried, kind=kind: kind(tried, params, finite, extra) for kind in kinds]
@@ -290,12 +291,13 @@ class _LocalSteps(NamedTuple):
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
     skipped = states.is_skipped(outer)
     updates = fill_zeros(params, updates)
-    idle = functools.partial(states.idle_step, skipped=skipped)
-    outer = tuple(outer if one == number else idle(before) for one, before in enumerate(state.outer))
+    outer = tuple(
+      outer if one == number else states.idle_step(before, skipped) for one, before in enumerate(state.outer)
+    )
     if self.delay:
-      zeros = jax.tree.map(jnp.zeros_like, updates)
-      return _Stepped(zeros, outer, Flight(updates, jnp.int32(self.delay), jnp.int32(number)), skipped)
-    return _Stepped(updates, outer, (), skipped)
+      flight = Flight(updates, jnp.int32(self.delay), jnp.int32(number))
+      return _Stepped(jax.tree.map(jnp.zeros_like, updates), outer, flight, skipped)
+    return _Stepped(updates, outer, state.flight, skipped)
 
   def _apply_flight(self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any) -> _Stepped:
     """The update of the anchor that was in flight; `_keep_moved` mixes the parameters of the worker with it."""
@@ -305,14 +307,13 @@ class _LocalSteps(NamedTuple):
 
   def _synchronize(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
     """The update of the anchor after which nothing is moved or in flight."""
-    total = jax.tree.map(jnp.zeros_like, params)
+    nothing = lambda: (jax.tree.map(jnp.zeros_like, params), state)
     if self.every == 1:  # each step has exchanged what it moved
-      return total, state
-    if self.fragments.count == 1 and not self.mixing:
-      # Nothing is moved right after an exchange, and outer momentum would move the anchor all the same.
-      again = lambda: self._exchange_all(state, params, extra)
-      return varying.cond(state.since == 0, lambda: (total, state), again)
-    return self._exchange_all(state, params, extra)
+      return nothing()
+    exchange = functools.partial(self._exchange_all, state, params, extra)
+    # Nothing is moved right after an exchange, and outer momentum would move the anchor all the same.
+    may_be_done = self.fragments.count == 1 and not self.mixing
+    return varying.cond(state.since == 0, nothing, exchange) if may_be_done else exchange()
 
   def _exchange_all(self, state: LocalState, params: optax.Params, extra: Any) -> tuple[optax.Updates, LocalState]:
     """The exchanges of all fragments; of one in flight its update is applied instead."""
@@ -321,14 +322,10 @@ class _LocalSteps(NamedTuple):
     skipped = jnp.bool_(False)
     finite = jnp.bool_(True)
     is_flying = lambda number: (state.flight.left > 0) & (state.flight.fragment == number)
+    apply = lambda state: self._apply_flight(state, params, finite, extra)
     for number in range(self.fragments.count):
       exchange = lambda state, number=number: self._replace(delay=0)._exchange(number, state, params, finite, extra)
-      if self.delay:
-        apply = lambda state: self._apply_flight(state, params, finite, extra)
-        others = lambda state, exchange=exchange: exchange(state)._replace(flight=state.flight)
-        done = varying.cond(is_flying(number), apply, others, after)
-      else:
-        done = exchange(after)
+      done = varying.cond(is_flying(number), apply, exchange, after) if self.delay else exchange(after)
       total = jax.tree.map(jnp.add, total, done.updates)
       skipped |= done.skipped
       after = after._replace(outer=done.outer, flight=done.flight)

@@ -187,8 +187,7 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
   whole = whole._replace(skipped=whole.skipped.astype(jnp.int32), total_words=sum(words for _, words in workers))
   read = {name: x for name, x in whole._asdict().items() if name in Metrics._fields}
   found = {name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in read.items()}
-  residuals = jax.tree.leaves([node.carried.residual for node in nodes])
-  squares = [over_workers(residual**2, "sum") for residual in residuals]
+  squares = [over_workers(x**2, "sum") for x in jax.tree.leaves([node.carried.residual for node in nodes])]
   own = {
     "skipped": found["skipped"] > 0,
     "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
@@ -221,8 +220,8 @@ def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
   by_device = lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T
   rows = jax.tree.map(by_device, counters)
   each = [jax.tree.map(lambda x, number=number: x[number], rows) for number in range(devices)]
-  density = rows.density.mean(0)  # devices have equally many entries
-  return combine_counters(each, 1)._replace(density=density), by_device(words).sum(0)
+  # The density is the mean, as devices have equally many entries.
+  return combine_counters(each, 1)._replace(density=rows.density.mean(0)), by_device(words).sum(0)
 
 
 def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:

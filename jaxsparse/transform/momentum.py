@@ -75,12 +75,8 @@ def momentum_corrected(
   corrected = transform.with_collectives(lambda collectives: [correct(collective) for collective in collectives])
   if clip_norm is None:
     return corrected
-
-  def clip(grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    del params
-    largest = clip_norm * transform.comm.size**-0.5
-    return optax.clip_by_global_norm(largest).update(grads, optax.EmptyState())[0]
-
+  largest = lambda: clip_norm * transform.comm.size**-0.5  # which is known inside the axis
+  clip = lambda grads, _: optax.clip_by_global_norm(largest()).update(grads, optax.EmptyState())[0]
   return optax.chain(optax.stateless(clip), corrected)
 
 

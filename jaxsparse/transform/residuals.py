@@ -14,7 +14,7 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import Applied, ReduceState
 from jaxsparse.transform.update import at_devices
-from jaxsparse.transform.wrapped import view_of
+from jaxsparse.transform.wrapped import map_seen
 
 
 def own_params(params: optax.Params, state: Any) -> optax.Params:
@@ -39,11 +39,10 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
     >>> js.own_params(params, state)
     Array([0.75, 1.  ], dtype=float32)
   """
+  behind: dict[str, Any] = {name: leaf[0] for name, leaf in moved_leaves(state).items()}
   for node in states.local_states(state):
     if rows := {len(leaf) for leaf in jax.tree.leaves((node.inner, node.moved))} - {1}:
       raise ValueError(f"own_params: the state of {max(rows)} workers, give that of one: call it inside shard_map")
-  behind: dict[str, Any] = {name: leaf[0] for name, leaf in moved_leaves(state).items()}
-  for node in states.local_states(state):
     for one in states.reduce_states(node.outer) if isinstance(node.applied, Applied) else ():
       behind |= {name: behind.get(name, 0.0) + leaf for name, leaf in residual_leaves(one).items()}
 
@@ -52,11 +51,8 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
     return (p.astype(wide) - behind[name].astype(wide)).astype(p.dtype) if name in behind else p
 
   nodes = states.reduce_states(state)
-  view = view_of(nodes, params)
-  seen = view.see(params)
-  leaves = [own(name, p) for name, p in flatten.leaves_by_name(seen).items()]
   axes = frozenset().union(*(_compat.axes_of_type(node.counters.skipped) for node in nodes))
-  return varying.as_varying(view.restore(params, jax.tree.unflatten(jax.tree.structure(seen), leaves)), axes)
+  return varying.as_varying(map_seen(own, nodes, params), axes)
 
 
 def moved_leaves(state: Any) -> dict[str, jax.Array]:
@@ -89,8 +85,7 @@ def take_residuals(
     mean: maps the float32 leaves of a device to their means over the workers.
   """
 
-  def step(groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, inside: Any = ()) -> Any:
-    del inside
+  def step(groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, **_: Any) -> Any:
     parts = state.groups
     leaves = list(leaves)
     owing: dict[int, jax.Array] = {}
@@ -107,8 +102,7 @@ def take_residuals(
       leaves[leaf] = sent.astype(leaves[leaf].dtype)
     for number, (group, part) in enumerate(zip(groups, parts, strict=True)):
       if part.residual is not None:
-        rest, _ = flatten.flatten([left[leaf] for leaf in group.leaves])
-        parts[number] = part._replace(residual=rest)
+        parts[number] = part._replace(residual=flatten.flatten([left[leaf] for leaf in group.leaves])[0])
     return leaves, state.with_groups(parts)
 
   method: Any = node.layout.method

@@ -46,7 +46,6 @@ def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
 
   Arrays of other transformations than ours keep the shardings inside that they have; their specs do not name them.
   """
-  per_worker = PartitionSpec(axis)
   replicated = PartitionSpec()
   _check_wrappers(state)
   _check_chains(state)
@@ -56,7 +55,7 @@ def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
 
   def spec_of(node: Any, row: bool) -> Any:
     if row:  # leaves keep the shardings inside that they have
-      return jax.tree.map(lambda _: per_worker, node)
+      return jax.tree.map(lambda _: PartitionSpec(axis), node)
     if not is_reduce_state(node):
       return replicated
     devices = node.layout.shards.names if inside and node.layout.shards else ()

@@ -127,8 +127,12 @@ class ReduceState(NamedTuple):
   def idle(self, skipped: jax.Array) -> Self:
     """The state after a step without messages; `skipped`, bool[], says whether the workers skip it."""
     before = self.counters
-    step = Counters(skipped=skipped, total_words=before.total_words, total_wraps=before.total_wraps)
-    step = step._replace(skipped_steps=before.skipped_steps + skipped.astype(jnp.int32))
+    step = Counters(
+      skipped=skipped,
+      skipped_steps=before.skipped_steps + skipped.astype(jnp.int32),
+      total_words=before.total_words,
+      total_wraps=before.total_wraps,
+    )
     return self._replace(counters=jax.tree.map(jnp.full_like, before, step))
 
   def undo_if(self, skipped: jax.Array, before: Self) -> Self:

@@ -12,7 +12,7 @@ to the next step. What follows in a chain is undone by `atomic`.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,8 @@ def grouped_transform(
     if isinstance(params, PLACEHOLDER):
       return cast(Any, jnp.int32(0))  # one leaf for all of the state, which has no copy of them
     checks.check_own_leaves(params)
-    check_special(special or {}, params)
+    if special:
+      check_special(special, params)
     shapes = flatten.leaf_shapes(params)
     method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)))
     return first_state(comm, method, shards_of(comm, params, shardings))
@@ -114,7 +115,6 @@ def grouped_transform(
     checks.check_local(comm, updates)
     checks.warn_of_frozen(state, updates)
     leaves, structure = jax.tree.flatten(updates)
-    leaves = _without_derivatives(groups, leaves)
     # `js.local_steps` gives the dtypes of parameters where its updates are wider.
     given = dict(mean_dtypes.value)
     dtypes = [given.get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
@@ -135,16 +135,10 @@ def grouped_transform(
   return transform
 
 
-def _without_derivatives(groups: Sequence[Group], leaves: Sequence[jax.Array]) -> list[jax.Array]:
-  """The leaves, whose derivative is refused where they have a collective that has none."""
-  without = [group for group in groups if not group.collective.differentiable]
-  names = {leaf: group.collective.name for group in without for leaf in group.leaves}
-  return [_without_derivative(x, names[leaf]) if leaf in names else x for leaf, x in enumerate(leaves)]
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _without_derivative(leaf: jax.Array, name: str) -> jax.Array:  # noqa: ARG001
-  return leaf
+def _without_derivative(flat: jax.Array, name: str) -> jax.Array:  # noqa: ARG001
+  """The gradient of a group whose collective has no derivative."""
+  return flat
 
 
 @_without_derivative.defjvp
@@ -160,8 +154,7 @@ def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceStat
   check_inside(comm, shards)
   start = functools.partial(_start_groups, size=comm.size)
   if shards:
-    own = shards.groups(method.groups)
-    device = lambda: add_device_axis(*start(own))
+    device = lambda: add_device_axis(*start(shards.groups(method.groups)))
     carried, counters = _compat.shard_map(device, None, (), PartitionSpec(shards.names), shards.names)()
   else:
     carried, counters = start(method.groups)
@@ -196,14 +189,13 @@ def at_devices(
   shards = layout.shards
   if not shards:
     return step(groups, leaves, state)
-  groups_of_device = shards.groups(groups)
   specs = list(shards.specs)
   split = PartitionSpec(shards.names)
 
   def device(leaves: list[jax.Array], carried: State, counters: Counters) -> tuple[list[jax.Array], State, Counters]:
     shared = jax.tree.map(lambda x: x[0], carried.shared)
     one = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
-    pieces, after = step(groups_of_device, shards.cut(leaves), one, inside=shards.names)
+    pieces, after = step(shards.groups(groups), shards.cut(leaves), one, inside=shards.names)
     return shards.join(pieces, leaves), *add_device_axis(after.carried, after.counters)
 
   program = _compat.shard_map(device, None, (specs, split, split), (specs, split, split), shards.names)
@@ -221,24 +213,8 @@ def reduce_step(
   collective: Collective, comm: Comm, grads: jax.Array, state: ReduceState, divisor: int = 1
 ) -> tuple[jax.Array, ReduceState]:
   """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state."""
-  (update,), state = reduce_groups(comm, [Group((0,), grads.size, collective)], [grads], state, divisor)
+  (update,), state = reduce_groups(comm, [Group((0,), grads.size, collective)], [grads], state, divisor, [grads.dtype])
   return update, state
-
-
-class _Delivered(NamedTuple):
-  """A reduction before it is known whether the step is skipped.
-
-  Attributes:
-    reduced: of the collective.
-    mean: the total, or the values of its entries, divided by the number of workers and rounded.
-    error: what was rounded off, like `mean`; None without rounding.
-    finite: whether `mean` has neither NaN nor Inf, bool[], the same at every worker.
-  """
-
-  reduced: Reduced
-  mean: Any
-  error: jax.Array | None
-  finite: jax.Array
 
 
 def reduce_groups(
@@ -247,8 +223,8 @@ def reduce_groups(
   leaves: list[jax.Array],
   state: ReduceState,
   divisor: int,
+  dtypes: Sequence[Any],
   inside: Sequence[str] = (),
-  dtypes: Sequence[Any] | None = None,
 ) -> tuple[list[jax.Array], ReduceState]:
   """One reduction of each group of leaves at one worker, or of their pieces at one of its devices.
 
@@ -262,8 +238,8 @@ def reduce_groups(
     leaves: of the gradient.
     state: of one worker or device.
     divisor: of the totals.
+    dtypes: of the results.
     inside: names of the axes of the devices of a worker, which agree on one scalar: all of them skip a step, or none.
-    dtypes: of the results; by default those of the leaves.
 
   Returns:
     The sums of the leaves over the workers, divided by `divisor` and rounded to `dtypes`; and the next state. What is
@@ -271,52 +247,65 @@ def reduce_groups(
   """
   means = list(leaves)
   states = state.groups
-  dtypes = list(map(jnp.result_type, leaves)) if dtypes is None else dtypes
   grads, restore = zip(*(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups), strict=True)
   axes = axes_of(comm)
-  delivered = list[_Delivered]()
+  delivered = []  # what the collectives return, with the mean, and what was rounded off
+  are_finite: list[jax.Array] = []  # the means, the same at every worker
   for group, flat, before in zip(groups, grads, states, strict=True):
-    earlier = [delivered[number].finite for number in group.waits_for]
-    reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, flat, before)
-    error = None
+    earlier = [are_finite[number] for number in group.waits_for]
+    own = flat if group.collective.differentiable else _without_derivative(flat, group.collective.name)
+    reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, own, before)
     rounded = [dtypes[leaf] for leaf in group.leaves]
     rounding = flatten.rounding([leaves[leaf].size for leaf in group.leaves], rounded)
     up_to_sign = isinstance(reduced.total, Deferred) and reduced.total.up_to_sign
     if rounding and not (up_to_sign and len(set(rounded)) == 1):
       reduced = reduced.computed()
     total = reduced.total
-    values = total.values if isinstance(total, Sparse | Deferred) else total
-    indices = total.indices if isinstance(total, Sparse) else None
-    mean = jax.tree.map(lambda x: x / divisor, values)
+    mean = jax.tree.map(lambda x: x / divisor, total.values if isinstance(total, Sparse | Deferred) else total)
+    error = None
     if rounding:
-      exact, mean = mean, rounding(mean, indices)
+      exact = mean
+      mean = rounding(exact, total.indices if isinstance(total, Sparse) else None)
       error = exact - mean
-    delivered.append(_Delivered(reduced, mean, error, mark_total(flatten.all_finite(mean), axes)))
-  finite = functools.reduce(jnp.logical_and, [one.finite for one in delivered])
+    delivered.append((reduced, mean, error))
+    are_finite.append(mark_total(flatten.all_finite(mean), axes))
+  finite = functools.reduce(jnp.logical_and, are_finite)
   if inside:
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
-  updates = []
-  for number, (group, one) in enumerate(zip(groups, delivered, strict=True)):
-    update, after = _commit(one, grads[number], states[number], group.collective.decay, finite)
-    updates.append(mark_total(update, axes) if group.collective.replicates else update)
+  for number, (group, result) in enumerate(zip(groups, delivered, strict=True)):
+    update, after = _commit(*result, grads[number], states[number], group.collective.decay, finite)
+    update = mark_total(update, axes) if group.collective.replicates else update
     states[number] = after._replace(shared=mark_total(after.shared, axes))
-  entries = sum(group.entries for group in groups)
-  counters = count_step([one.reduced.counters for one in delivered], entries, state.counters, finite, updates[0])
-  for group, unflatten, update in zip(groups, restore, updates, strict=True):
-    for leaf, mean in zip(group.leaves, unflatten(update), strict=True):
+    for leaf, mean in zip(group.leaves, restore[number](update), strict=True):
       means[leaf] = mean.astype(dtypes[leaf])
+  entries = sum(group.entries for group in groups)
+  counters = count_step([reduced.counters for reduced, *_ in delivered], entries, state.counters, finite, update)
   return means, state.with_groups(states)._replace(counters=counters)
 
 
 def _commit(
-  delivered: _Delivered, grads: jax.Array, before: State, decay: float, finite: jax.Array
+  reduced: Reduced,
+  mean: jax.Array,
+  error: jax.Array | None,
+  grads: jax.Array,
+  before: State,
+  decay: float,
+  finite: jax.Array,
 ) -> tuple[jax.Array, State]:
-  """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`."""
-  total, after, _ = delivered.reduced
+  """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`.
+
+  Args:
+    reduced: of the collective.
+    mean: the total, or the values of its entries, divided by the number of workers and rounded.
+    error: what was rounded off, like `mean`; None without rounding.
+    grads: f32[n].
+    before: the state before the step.
+    decay: of the residual.
+    finite: whether no mean of a group has NaN or Inf, bool[], the same at every worker.
+  """
+  total, after, _ = reduced
   zero = jnp.float32(0)
   residual = after.residual
-  mean = delivered.mean
-  error = delivered.error
   keep = functools.partial(jnp.where, finite)
   rest = jax.tree.map(keep, after._replace(residual=None), before._replace(residual=None))
   if isinstance(total, Deferred):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse.sparse.flatten import leaf_shapes, parts
+from jaxsparse.sparse.flatten import leaf_shapes, leaves_by_name, parts
 from jaxsparse.transform.state import ReduceState
 
 synchronizing = jax.make_user_context(False)
@@ -114,6 +114,16 @@ def view_of(nodes: Sequence[ReduceState], params: optax.Params) -> View:
     if all(shapes.get(name) == shape for name, shape in made):
       return view
   return View()
+
+
+def map_seen(
+  change: Callable[[str, jax.Array], jax.Array], nodes: Sequence[ReduceState], tree: optax.Params
+) -> optax.Params:
+  """A pytree like the parameters with `change(name, leaf)` for each leaf that the transforms with these states see."""
+  view = view_of(nodes, tree)
+  seen = view.see(tree)
+  leaves = [change(name, leaf) for name, leaf in leaves_by_name(seen).items()]
+  return view.restore(tree, jax.tree.unflatten(jax.tree.structure(seen), leaves))
 
 
 def shapes_seen(nodes: Sequence[ReduceState], params: optax.Params) -> Any:
