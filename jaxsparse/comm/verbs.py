@@ -180,7 +180,9 @@ def pack(tree: Tree) -> jax.Array:
     if jnp.iscomplexobj(flat):
       flat = jnp.stack([flat.real, flat.imag], -1).reshape(-1)
     per_word = max(1, _WORD // flat.dtype.itemsize)
-    words.append(jnp.pad(flat, (0, -flat.size % per_word)).view(jnp.uint32))
+    if per_word > 1:
+      flat = jnp.pad(flat, (0, -flat.size % per_word))
+    words.append(flat.view(jnp.uint32))
   return jnp.concatenate(words)
 
 
