@@ -214,7 +214,9 @@ class SelectingCollective(EncodingCollective):
 
   def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array, Any]:
     """The k entries of f32[n] to send at once, [1, k], how many they are i32[], and the selector's next memory."""
-    k = self.entries(acc.size)
-    chosen = self.selection.choose(acc, k, memory)
-    count = jnp.int32(k) if self.selection.fills_slots else sparse.count(chosen, acc.size)
-    return chosen, count, self.selection.next(memory, chosen, acc.size)
+    chosen = self.selection.choose(acc, self.entries(acc.size), memory)
+    return chosen, self.count_chosen(chosen, acc.size), self.selection.next(memory, chosen, acc.size)
+
+  def count_chosen(self, chosen: Sparse, length: int) -> jax.Array:
+    """The number of entries selected of blocks of `length`, i32[]."""
+    return jnp.int32(chosen.indices.size) if self.selection.fills_slots else sparse.count(chosen, length)

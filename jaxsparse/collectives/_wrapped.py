@@ -93,8 +93,7 @@ class Corrected(Wrapped):
     if self.masking and (is_partial := self.collective.is_partial(grads.size, state)) is not False:
       masked = _mask_momentum(momentum, sent, state.residual, reduced.state.residual)
       momentum = jnp.where(is_partial, masked, momentum)
-    after = reduced.state._replace(worker=Momentum(momentum, reduced.state.worker))
-    return reduced._replace(state=after)
+    return reduced._replace(state=reduced.state._replace(worker=Momentum(momentum, reduced.state.worker)))
 
 
 def _mask_momentum(momentum: jax.Array, sent: jax.Array, residual: jax.Array, after: jax.Array | Pending) -> jax.Array:

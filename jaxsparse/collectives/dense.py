@@ -31,10 +31,7 @@ class Dense(Collective):
   """
 
   dtype: Literal["float32", "bfloat16"] = "float32"
-
-  @property
-  def differentiable(self) -> bool:
-    return True
+  differentiable = True
 
   def slots(self, n: int, size: int) -> int:
     return 0  # a dense all-reduce has no indices

@@ -101,8 +101,7 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
 
   def average(number: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """First of the values, then of the squares of their distances from that mean."""
-    squares = lambda values: round_mantissa((values - before[1]) ** 2)
-    term = lambda values: jnp.where(number == 0, values, squares(values))
+    term = lambda values: jnp.where(number == 0, values, round_mantissa((values - before[1]) ** 2))
     return before[1], ordered_sum(*x.parts, term=term) / x.size
 
   # A loop of two rounds: otherwise XLA on CPUs computes the mean again for every entry.

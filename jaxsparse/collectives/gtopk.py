@@ -58,20 +58,20 @@ class GTopk(SelectingCollective):
   def _merge(self, comm: Comm, chosen: Sparse, writer: Writer, n: int) -> tuple[Sparse, list[Sparse]]:
     """The ⊕ of the [1, k] entries of all workers, and what merges and messages of this worker dropped of the sums."""
     k = chosen.indices.size
-    merged = sparse.only_row(chosen)
+    merged = chosen
     rounds = schedules.tree_rounds(comm.size)
     returned = list[Sparse]()
     for number, edges in enumerate(rounds):
-      message, errors = writer.encode(sparse.as_row(merged), number)
-      received = sparse.only_row(writer.codec.decode(comm.permute(message, edges)))
+      message, errors = writer.encode(merged, number)
+      received = writer.codec.decode(comm.permute(message, edges))
       # Empty slots where no message arrives: `permute` returns zeros, which would be entries of index 0.
       received = sparse.where(_is_among(comm, [parent for _, parent in edges]), received, n)
       if writer.codec.rounds:
         returned.append(sparse.where(_is_among(comm, [child for child, _ in edges]), errors, n))
-      both = sparse.concatenate([sparse.as_row(merged), sparse.as_row(received)])
-      merged, rest = top_k_of_entries(sparse.merge(both, n), k, k, n)
+      kept, rest = top_k_of_entries(sparse.merge(sparse.concatenate([merged, received]), n), k, k, n)
+      merged = sparse.as_row(kept)
       returned.append(rest)
-    message, errors = writer.encode(sparse.as_row(merged), len(rounds))
+    message, errors = writer.encode(merged, len(rounds))
     if writer.codec.rounds:
       returned.append(sparse.where(comm.rank == 0, errors, n))
     for edges in reversed(rounds):

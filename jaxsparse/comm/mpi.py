@@ -14,11 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse.comm.schedules import all_reduce_in_order
-from jaxsparse.comm.verbs import MESSAGE, View, mark_total, rank_p
+from jaxsparse.comm.verbs import MESSAGE, View, rank_p
 from jaxsparse.launch import environment
 from jaxsparse.launch.rank import join_mpi
-from jaxsparse.types import Reduction
 
 RANKS = "ranks of MPI"  # name of the axis of the workers
 
@@ -61,19 +59,11 @@ class MpiComm(View):
 
   communicator: Any = dataclasses.field(default_factory=_world)
   host_staging: bool | None = None
+  _names = (RANKS,)
 
   def __post_init__(self) -> None:
     if found := join_mpi():  # also where the caller gives a communicator
       environment.check_mpi("js.MpiComm()", found, _mpi4jax()[0])
-
-  @property
-  def axes(self) -> tuple[str, ...]:
-    """(`RANKS`,) where all ranks belong to this view, else ()."""
-    return (RANKS,) if self.size == self._engine_size() else ()
-
-  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-    """Combines `x` of all workers of the view in rank order."""
-    return mark_total(all_reduce_in_order(self, x, op), self.axes)
 
   def _engine_size(self) -> int:
     return self.communicator.Get_size()

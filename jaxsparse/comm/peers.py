@@ -7,9 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse.comm.schedules import all_reduce_in_order
-from jaxsparse.comm.verbs import View, mark_total
-from jaxsparse.types import Reduction
+from jaxsparse.comm.verbs import View
 
 PEERS = "peers"  # name of the axis of the workers of a round
 
@@ -46,15 +44,7 @@ class PeerComm(View):
   number: jax.Array
   send: Send
   divisor = 1
-
-  @property
-  def axes(self) -> tuple[str, ...]:
-    """(`PEERS`,) where all workers belong to this view, else ()."""
-    return (PEERS,) if self.size == self.workers else ()
-
-  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
-    """Combines `x` of all workers of the view in rank order."""
-    return mark_total(all_reduce_in_order(self, x, op), self.axes)
+  _names = (PEERS,)
 
   def _engine_size(self) -> int:
     return self.workers

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +80,7 @@ class View:
 
   stride: int = 1
   members: int | None = None
+  _names: ClassVar[tuple[str, ...]] = ()  # of the axes of the engine
 
   @property
   def size(self) -> int:
@@ -99,7 +100,7 @@ class View:
   @property
   def axes(self) -> tuple[str, ...]:
     """Names of the axes all of whose workers belong to this view; empty for a view of some workers."""
-    return ()
+    return self._names if self.size == self._engine_size() else ()
 
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` to worker (rank + by) mod size and returns that of worker (rank − by) mod size: one message."""
@@ -118,6 +119,10 @@ class View:
       ValueError: if a worker is out of range, sends twice or receives twice.
     """
     return self._send(tree, schedules.checked_pairs(pairs, self.size))
+
+  def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
+    """Combines `x` of all workers of the view in rank order."""
+    return mark_total(schedules.all_reduce_in_order(self, x, op), self.axes)
 
   def split(self, teams: int) -> tuple[Self, Self]:
     """(team, member): views of the size / teams workers of this team, and of the workers of this rank in all teams.
@@ -174,12 +179,10 @@ def pack(tree: Tree) -> jax.Array:
     flat = leaf.reshape(-1)
     if jnp.iscomplexobj(flat):
       flat = jnp.stack([flat.real, flat.imag], -1).reshape(-1)
-    if leaf.dtype == jnp.bool_:
-      flat = flat.astype(jnp.uint8)
     per_word = max(1, _WORD // flat.dtype.itemsize)
     if per_word > 1:
-      flat = jnp.pad(flat, (0, -flat.size % per_word)).reshape(-1, per_word)
-    words.append(jax.lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1))
+      flat = jnp.pad(flat, (0, -flat.size % per_word))
+    words.append(flat.view(jnp.uint32))
   return jnp.concatenate(words)
 
 
@@ -189,15 +192,10 @@ def unpack(words: jax.Array, like: Tree) -> Tree:
   ends = itertools.accumulate((math.ceil(leaf.size * leaf.dtype.itemsize / _WORD) for leaf in leaves), initial=0)
   parts = []
   for leaf, (start, end) in zip(leaves, itertools.pairwise(ends), strict=True):
-    part = words[start:end]
-    dtype = jnp.dtype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf.dtype
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    dtype = jnp.finfo(dtype).dtype if is_complex else dtype  # of pairs of numbers
-    if dtype.itemsize > _WORD:
-      part = part.reshape(-1, dtype.itemsize // _WORD)
-    flat = jax.lax.bitcast_convert_type(part, dtype).reshape(-1)
+    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    flat = words[start:end].view(jnp.finfo(leaf.dtype).dtype if is_complex else leaf.dtype)
     flat = jax.lax.complex(flat[::2], flat[1::2]) if is_complex else flat
-    parts.append(flat[: leaf.size].reshape(leaf.shape).astype(leaf.dtype))
+    parts.append(flat[: leaf.size].reshape(leaf.shape))
   return jax.tree.unflatten(structure, parts)
 
 

@@ -110,8 +110,7 @@ def audit(
     raise ValueError(f"audit: axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
   compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
   found = _Text(compiled if isinstance(compiled, str) else compiled.as_text() or "", _positions(mesh, axis))
-  operations = sorted(found.operations(), key=lambda one: -one.bytes)
-  result = Audit(tuple(operations))
+  result = Audit(tuple(sorted(found.operations(found.entry), key=lambda one: -one.bytes)))
   if at_most is not None and result.bytes > at_most:
     raise ValueError(f"audit: more than at_most={at_most:,} bytes cross axis {axis!r}: {result}")
   return result
@@ -133,16 +132,13 @@ class _Text:
     self.computations, self.entry = computations_of(text)
     self.frames = _Frames(text)
 
-  def operations(self) -> list[Operation]:
-    """Those that cross the axis, in one run."""
-    return self._of(self.entry)
-
-  def _of(self, computation: str) -> list[Operation]:
+  def operations(self, computation: str) -> list[Operation]:
+    """Those that cross the axis, in one run of a computation."""
     found = list[Operation]()
     for line in self.computations[computation]:
       if (match := _OPERATION.match(line.removeprefix("ROOT "))) and (own := self._operation(match, line)):
         found.append(own)
-      inside = [self._of(name) for name in called_by(line) if name in self.computations]
+      inside = [self.operations(name) for name in called_by(line) if name in self.computations]
       if " conditional(" in line:
         found += max(inside, key=lambda branch: sum(one.bytes for one in branch), default=[])
       else:
@@ -200,8 +196,7 @@ class _Frames:
     """File and line of the innermost caller outside of JAX and jaxsparse, else of the outermost that is known."""
     if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
       return f"{plain[1]}:{plain[2]}"
-    number = re.search(r"stack_frame_id=(\d+)", line)
-    places = list(self._places(number[1])) if number else []
+    places = list(self._places(_field(line, "stack_frame_id")))
     users = [place for place in places if "site-packages" not in place and not place.startswith(_OWN)]
     return next(iter([*users, *reversed(places)]), "added by the compiler")
 

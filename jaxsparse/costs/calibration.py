@@ -149,8 +149,7 @@ class Profile:
 
   def over(self, link: Link) -> Self:
     """The profile with α, β and γ of another link, for the platform's all-reduce, too."""
-    found = dataclasses.replace(self, alpha=link.alpha, beta=link.beta, gamma=link.gamma)
-    return dataclasses.replace(found, reduce_alpha=link.alpha, reduce_beta=link.beta)
+    return dataclasses.replace(self, **link._asdict(), reduce_alpha=link.alpha, reduce_beta=link.beta)
 
 
 def fit(

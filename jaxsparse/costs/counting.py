@@ -145,8 +145,7 @@ def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:
   def worker(grads: jax.Array) -> jax.Array:
     return reduce_step(collective, AxisComm(_AXIS), grads, init_state(collective, n, workers))[0]
 
-  traced = jax.make_jaxpr(worker, axis_env=[(_AXIS, workers)])
-  return traced(jax.ShapeDtypeStruct((n,), jnp.float32)).jaxpr
+  return jax.make_jaxpr(worker, axis_env=[(_AXIS, workers)])(jax.ShapeDtypeStruct((n,), jnp.float32)).jaxpr
 
 
 def count_jaxpr(jaxpr: core.Jaxpr, workers: int, branch: Branch = "most") -> Cost:

@@ -208,13 +208,10 @@ def _mpirun(command: Sequence[str], ranks: int, hosts: Sequence[Host], folder: s
     own["OMPI_MCA_btl_sm_backing_directory"] = guard.memory_of(folder)
   if not sys.stdout.isatty():
     own["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
-  enter = []
-  places = ["--map-by", ":OVERSUBSCRIBE"]
-  if hosts:
-    slots = [f"{host.name}:{-(-(ranks - number) // len(hosts))}" for number, host in enumerate(hosts[:ranks])]
-    enter = hosts[0].enter
-    places = ["--map-by", "node", "--host", ",".join(slots)]
-  start = [*enter, mpirun, "-n", str(ranks), "--bind-to", "none", *places]
+  enter = hosts[0].enter if hosts else []
+  slots = [f"{host.name}:{-(-(ranks - number) // len(hosts))}" for number, host in enumerate(hosts[:ranks])]
+  places = ["node", "--host", ",".join(slots)] if hosts else [":OVERSUBSCRIBE"]
+  start = [*enter, mpirun, "-n", str(ranks), "--bind-to", "none", "--map-by", *places]
   yield [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command], own
 
 

@@ -164,8 +164,8 @@ def plan(
   link = Link(_checked("alpha", alpha), _checked("beta", beta), _checked("gamma", gamma, least=1))
   check_whole("plan", 1, ways=ways)
   ways = min(int(ways), len(times))
-  build = functools.partial(_build, kind, times, bytes_, link, ways)
-  ready = _ready(times)
+  ready = list(itertools.accumulate(reversed(times)))[::-1]  # seconds until the gradient of each layer is
+  build = functools.partial(_build, Plan(kind, times, bytes_, link, (), ()), ready, ways)
   if kind == "single":
     return build({0: False})
   if kind == "wfbp":
@@ -182,28 +182,20 @@ def plan(
   return best
 
 
-def _ready(times: Sequence[float]) -> list[float]:
-  """Seconds until the gradient of each layer is ready."""
-  return list(itertools.accumulate(reversed(times)))[::-1]
-
-
 _Firsts = dict[int, bool]
 """The first layer of each group, in the order of sending, and whether the group starts before those before it end."""
 
 
-def _build(
-  kind: Kind, times: tuple[float, ...], sizes: tuple[float, ...], link: Link, ways: int, firsts: _Firsts
-) -> Plan:
+def _build(plan: Plan, ready: Sequence[float], ways: int, firsts: _Firsts) -> Plan:
   """The plan with these groups, at most `ways` of which overlap."""
-  ready = _ready(times)
   groups = list[Group]()
-  layers = [tuple(range(first, end)) for end, first in itertools.pairwise([len(sizes), *firsts])]
-  bytes_ = [sum(sizes[layer] for layer in group) for group in layers]
-  after, timeline = simulate([ready[first] for first in firsts], bytes_, list(firsts.values()), link, ways)
+  layers = [tuple(range(first, end)) for end, first in itertools.pairwise([len(ready), *firsts])]
+  bytes_ = [sum(plan.sizes[layer] for layer in group) for group in layers]
+  after, timeline = simulate([ready[first] for first in firsts], bytes_, list(firsts.values()), plan.link, ways)
   for number, (own, waits) in enumerate(zip(layers, after, strict=True)):
     kind_of_group: GroupKind = "simultaneous" if len(waits) < number else "merged" if len(own) > 1 else "normal"
     groups.append(Group(own, kind_of_group, waits))
-  return Plan(kind, times, sizes, link, tuple(groups), timeline)
+  return plan._replace(groups=tuple(groups), timeline=timeline)
 
 
 def _merge(ready: Sequence[float], sizes: Sequence[float], link: Link, simultaneous: bool) -> _Firsts:

@@ -94,8 +94,9 @@ class TopKAccumulator:
     for new in (new[first:last] for new in self.new if first < len(new)):
       more = ((0, rows - len(new)), (0, bitset.align(new.shape[1]) - new.shape[1]))
       known.append(jnp.pad(new, more, constant_values=blocks.length))
-    low, fits = (of_all[first:last] for of_all in (self.candidates.low, self.candidates.fits))
-    candidates = self.candidates._replace(indices=jnp.concatenate(known, axis=1), low=low, fits=fits)
+    candidates = self.candidates._replace(
+      indices=jnp.concatenate(known, axis=1), low=self.candidates.low[first:last], fits=self.candidates.fits[first:last]
+    )
 
     def search_all() -> jax.Array:
       starts = blocks.order[first:last] * blocks.length
@@ -110,7 +111,7 @@ class TopKAccumulator:
     """Adds [r, c] entries to the first r rows."""
     n = self.blocks.x.size
     flat = self.blocks.flat_indices(entries.indices)
-    before = self._read_at(entries.indices, 0)
+    before = self._read_flat(flat)
     untouched = ~bitset.contains(self.touched, flat)
     new = untouched & ~bitset.contains(self.candidates.members, flat) if self.candidates else untouched
     indices = jnp.where(untouched, flat, n)

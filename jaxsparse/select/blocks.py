@@ -100,11 +100,6 @@ class Blocks:
     order = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
     return cls(x, order, length=-(-x.size // comm.size), k=k)
 
-  @classmethod
-  def single(cls, x: LazySum, k: int) -> Self:
-    """One block of all entries."""
-    return cls(x, jnp.zeros(1, jnp.int32), length=x.size, k=k)
-
   def flat_indices(self, indices: jax.Array, first: jax.Array | int = 0) -> jax.Array:
     """Flat indices of block-relative ones, i32[r, c] of the rows from `first` on; n for empty slots and padding."""
     n = self.x.size

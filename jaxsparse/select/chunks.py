@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat
-from jaxsparse.comm import varying
 from jaxsparse.select.blocks import TOP, LazySum, keys_of
 from jaxsparse.select.exact import sort_rows
+from jaxsparse.select.threshold import largest_that
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -160,11 +160,5 @@ def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Ar
 
 def _kth_largest(keys: jax.Array, k: jax.Array, bits: int) -> jax.Array:
   """The k-th largest of each column, bit by bit; keys are integers [c, rows] below 2 to the power of `bits`."""
-  one = jnp.ones((), keys.dtype)
-
-  def decide(bit: jax.Array, least: jax.Array) -> jax.Array:
-    higher = least | (one << (bits - 1 - bit).astype(keys.dtype))
-    reached = jnp.sum((keys >= higher[None]).astype(keys.dtype), axis=0, dtype=keys.dtype)
-    return jnp.where(reached >= k, higher, least)
-
-  return varying.fori_loop(0, bits, decide, jnp.zeros(keys.shape[1], keys.dtype))
+  reaches = lambda key: jnp.sum((keys >= key[None]).astype(keys.dtype), axis=0, dtype=keys.dtype) >= k
+  return largest_that(reaches, jnp.zeros(keys.shape[1], keys.dtype), bits)

@@ -88,7 +88,7 @@ def kth_magnitude(entries: Sparse, k: int, end: int, add: Callable[[jax.Array], 
 
 
 def largest_that(holds: Callable[[jax.Array], jax.Array], zero: jax.Array, bits: int) -> jax.Array:
-  """The largest numbers below 2^bits for which `holds`, i32 like `zero`; 0 where it holds for none.
+  """The largest numbers below 2^bits for which `holds`, integers like `zero`; 0 where it holds for none.
 
   A number above one for which it does not hold must not be one for which it does. One bit after the other: a loop of
   constant length, since in one of unknown length a GPU waits for the host.
@@ -99,7 +99,7 @@ def largest_that(holds: Callable[[jax.Array], jax.Array], zero: jax.Array, bits:
   """
 
   def decide(step: jax.Array, found: jax.Array) -> jax.Array:
-    candidate = found | (1 << (bits - 1 - step))
+    candidate = found | (jnp.ones((), zero.dtype) << (bits - 1 - step).astype(zero.dtype))
     return jnp.where(holds(candidate), candidate, found)
 
   return varying.fori_loop(0, bits, decide, zero)

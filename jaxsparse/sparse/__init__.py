@@ -114,8 +114,8 @@ def add_rows(rows: Sparse, end: int) -> jax.Array:
     >>> add_rows(Sparse(jnp.array([[0, 2], [2, 3]]), jnp.array([[1.0, 2.0], [4.0, 8.0]])), end=3)
     Array([1., 0., 6.], dtype=float32)
   """
-  add = lambda total, row: (total.at[row.indices].add(row.values, mode="drop", unique_indices=True), None)
-  return varying.scan(add, jnp.zeros(end, jnp.float32), rows)[0]
+  add_row = lambda total, row: (add(total, *row), None)
+  return varying.scan(add_row, jnp.zeros(end, jnp.float32), rows)[0]
 
 
 def merge(rows: Sparse, end: int) -> Sparse:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxsparse import _compat
 
 BITS = 32
-_ALIGNED = 256  # slots
 _LANES = 128  # of a TPU
 _ROW = BITS * _LANES  # flags of 128 words
 _SHORT = 256  # numbers that a running sum adds up all at once
@@ -56,7 +55,7 @@ def _pack_by_product(flags: jax.Array) -> jax.Array:
   both = (((1, 2), (0, 1)), ((), ()))
   halves = jax.lax.dot_general(rows.astype(jnp.bfloat16), weights, both, preferred_element_type=jnp.float32)
   lower, upper = jnp.split(halves.astype(jnp.uint32), 2, axis=1)
-  return (lower | upper << 16).reshape(-1)[: GROUP * -(-flags.size // (GROUP * BITS))]
+  return (lower | upper << 16).reshape(-1)[: align(flags.size) // BITS]
 
 
 def _pack_whole(flags: jax.Array) -> jax.Array:
@@ -81,17 +80,17 @@ def empty(n: int) -> jax.Array:
     >>> empty(40).shape
     (8,)
   """
-  return jnp.zeros(GROUP * -(-n // (GROUP * BITS)), jnp.uint32)
+  return jnp.zeros(align(n) // BITS, jnp.uint32)
 
 
 def align(capacity: int) -> int:
-  """`capacity` rounded up to a multiple of 256, for full vector registers.
+  """`capacity` rounded up to a multiple of 256, for full vector registers and whole groups of words.
 
   Example:
     >>> align(1000)
     1024
   """
-  return -(-capacity // _ALIGNED) * _ALIGNED
+  return -(-capacity // (GROUP * BITS)) * (GROUP * BITS)
 
 
 def count(words: jax.Array) -> jax.Array:

@@ -151,7 +151,8 @@ def test_rows_of_few_entries_are_filled_with_their_first_zeros():
 
 def test_too_few_candidates_that_reach_their_key_are_no_proof():
   """Of values that became smaller after the candidates were found."""
-  blocks = Blocks.single(LazySum((jnp.asarray(GRADIENTS["normal"]),)), 500)
+  x = LazySum((jnp.asarray(GRADIENTS["normal"]),))
+  blocks = Blocks(x, jnp.zeros(1, jnp.int32), x.size, 500)
 
   @jax.jit
   def search(factor):

@@ -61,22 +61,19 @@ class Tiling(NamedTuple):
     leaves = flatten.parts(flat, list(map(math.prod, self.shapes)))
     leaves = [leaf.reshape(_matrix_shape(shape)) for leaf, shape in zip(leaves, self.shapes, strict=True)]
     parts = []
-    for (height, width), regions in self._sizes():
-      tiles = jnp.concatenate([_cut(leaves[one.leaf][one.part], one) for one in regions])
-      parts.append(_transform(tiles, cosines(height), cosines(width)).reshape(-1))
+    for group in self._groups():
+      tiles = jnp.concatenate([_cut(leaves[one.leaf][one.part], one) for one in group.regions])
+      parts.append(_transform(tiles, *group.cosines).reshape(-1))
     return jnp.concatenate(parts)
 
   def entries(self, coefficients: jax.Array) -> jax.Array:
     """The entries of f32[n] coefficients: the inverse."""
     leaves = [jnp.zeros(_matrix_shape(shape), coefficients.dtype) for shape in self.shapes]
-    start = 0
-    for (height, width), regions in self._sizes():
-      counts = [one.down * one.across for one in regions]
-      end = start + sum(counts) * height * width
-      tiles = coefficients[start:end].reshape(-1, height, width)
-      tiles = _transform(tiles, cosines(height).T, cosines(width).T)
-      start = end
-      for one, part in zip(regions, flatten.parts(tiles, counts), strict=True):
+    for group in self._groups():
+      tiles = coefficients[group.start :][: group.tiles * group.area].reshape(-1, group.height, group.width)
+      left, right = group.cosines
+      parts = flatten.parts(_transform(tiles, left.T, right.T), [one.down * one.across for one in group.regions])
+      for one, part in zip(group.regions, parts, strict=True):
         leaves[one.leaf] = leaves[one.leaf].at[one.part].set(_join(part, one))
     return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
 
@@ -87,11 +84,8 @@ class Tiling(NamedTuple):
       """Pieces of whole chunks of the largest tiles, which may be almost all, one after the other; then the rest."""
       groups = self._groups()
       rows = max(1, self.size // _GPU_PIECES // length)
-      per_piece = 0
-      pieces = 0
-      if length % groups[0].area == 0:
-        per_piece = rows * length // groups[0].area
-        pieces = groups[0].tiles // per_piece
+      per_piece = 0 if length % groups[0].area else rows * length // groups[0].area
+      pieces = groups[0].tiles // per_piece if per_piece else 0
 
       def coefficients(group: _Group, tiles: jax.Array) -> jax.Array:
         at = self._positions(group, tiles)
@@ -106,11 +100,9 @@ class Tiling(NamedTuple):
       if pieces:
         by_piece = jax.lax.map(one, jnp.arange(pieces, dtype=jnp.int32))
         found.append(jax.tree.map(lambda x: x.reshape(-1, k), by_piece))
-      firsts = [pieces * per_piece, *[0] * (len(groups) - 1)]
-      counts = zip(groups, firsts, strict=True)
-      tiles = [(group, jnp.arange(first, group.tiles, dtype=jnp.int32)) for group, first in counts]
-      rest = [coefficients(group, numbers) for group, numbers in tiles if numbers.size]
-      if rest:
+      left = zip(groups, [pieces * per_piece, *[0] * (len(groups) - 1)], strict=True)
+      tiles = [(group, jnp.arange(first, group.tiles, dtype=jnp.int32)) for group, first in left if first < group.tiles]
+      if rest := [coefficients(group, numbers) for group, numbers in tiles]:
         found.append(top_k_of_chunks(LazySum((jnp.concatenate(rest),)), length, k))
       return sparse.concatenate(found)
 
@@ -159,22 +151,19 @@ class Tiling(NamedTuple):
 
   def _groups(self) -> list["_Group"]:
     """The tiles of each size, the largest first."""
-    groups = list[_Group]()
-    start = 0
-    for (height, width), regions in self._sizes():
-      groups.append(_Group(height, width, start, sum(one.down * one.across for one in regions), regions))
-      start += groups[-1].tiles * groups[-1].area
-    return groups
-
-  def _sizes(self) -> list[tuple[tuple[int, int], list[_Region]]]:
-    """The regions of each size of tiles, the largest first."""
     regions = []
     for number, shape in enumerate(self.shapes):
       axes = (_split_axis(size, self.side) for size in _matrix_shape(shape))
       for (rows, height, down), (columns, width, across) in itertools.product(*axes):
         regions.append(_Region(height, width, number, (rows, columns), down, across))
     regions.sort(key=lambda one: (-one.height * one.width, one.height))
-    return [(key, list(group)) for key, group in itertools.groupby(regions, key=lambda one: one[:2])]
+    groups = list[_Group]()
+    start = 0
+    for (height, width), same in itertools.groupby(regions, key=lambda one: one[:2]):
+      alike = list(same)
+      groups.append(_Group(height, width, start, sum(one.down * one.across for one in alike), alike))
+      start += groups[-1].tiles * groups[-1].area
+    return groups
 
 
 class _Group(NamedTuple):

@@ -60,18 +60,18 @@ class OneBit(Collective):
     return State(residual=jnp.zeros(n, jnp.float32))
 
   def slots(self, n: int, size: int) -> int:
-    layout = self._blocks(n, size)
+    layout = Blocks.of(n, size, self.bits)
     return layout.count * layout.block
 
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * self._blocks(n, size).words)
+    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * Blocks.of(n, size, self.bits).words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
     rank = comm.rank
     # A GPU stores the vector of all leaves: the passes over it would look for the leaf of each entry.
     grads = _compat.by_platform(grads, gpu=jax.lax.optimization_barrier, default=lambda grads: grads)
-    blocks = self._blocks(n, comm.size)
+    blocks = Blocks.of(n, comm.size, self.bits)
     acc = grads, state.residual
     codes, scales, steps = blocks.encode(acc, jnp.int32(0), blocks.count)
     received = comm.all_to_all(blocks.pack(codes, scales))
@@ -82,6 +82,3 @@ class OneBit(Collective):
     finish = functools.partial(blocks.finish, acc, Exchanged(rank, sums, kept, codes))
     total = Deferred(steps, finish, up_to_sign=self.bits == 1)
     return Reduced(total, state, self.count(comm, n, selected=n, delivered=n))
-
-  def _blocks(self, n: int, size: int) -> Blocks:
-    return Blocks.of(n, size, self.bits)

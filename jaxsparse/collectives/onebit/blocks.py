@@ -21,6 +21,8 @@ _LONG = 1 << 16  # entries of a vector whose blocks are folded row by row
 _UNROLLED = 8  # messages that are added without a loop
 CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
 
+_cut = jax.lax.dynamic_slice_in_dim  # of an array, from a start on, so many rows
+
 
 class Exchanged(NamedTuple):
   """What a worker has after the messages of a step.
@@ -199,9 +201,7 @@ class Blocks:
       at_once = has_last and count == used
       if at_once:
         residual, grads = buffers
-        region = sums[self.margin : -self.margin].reshape(1, self.region, self.block)
-        region = jnp.broadcast_to(region, (self.count // self.region, *region.shape[1:])).reshape(-1)
-        region = region[: count * self.block]
+        region = jnp.tile(sums[self.margin : -self.margin], self.count // self.region)[: count * self.block]
       else:
         if has_last:  # a gather is stored, so that its buffer can be written in place
           rest = jnp.arange(start * self.block, self.n, dtype=jnp.int32)
@@ -343,8 +343,3 @@ def _by_chunks(
     return results
 
   return _compat.by_platform(*results, gpu=at_once, default=functools.partial(run, CHUNK))
-
-
-def _cut(x: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-  """`size` rows of x from `start` on."""
-  return jax.lax.dynamic_slice_in_dim(x, start, size)

@@ -66,7 +66,7 @@ def of_signs(means: jax.Array, share: jax.Array) -> jax.Array:
     share: of a column in the entries of its block, f32[blocks].
   """
   squares = lambda unit: row_sums(round_mantissa(round_mantissa(means * unit) ** 2))
-  return _words(root_mean(squares, share))[:, None]
+  return jax.lax.bitcast_convert_type(root_mean(squares, share), jnp.uint32)[:, None]
 
 
 def of_columns(maxima: jax.Array, used: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
@@ -88,8 +88,9 @@ def of_columns(maxima: jax.Array, used: jax.Array, bits: int) -> tuple[jax.Array
   padded = jnp.pad(numbers, ((0, 0), (0, words * code.ratios_per_word - maxima.shape[1])))
   fields = padded.reshape(-1, code.ratios_per_word, words) << _shifts(code)
   packed = functools.reduce(jnp.bitwise_or, [fields[:, number] for number in range(code.ratios_per_word)])
+  scales = jnp.concatenate([jax.lax.bitcast_convert_type(mean, jnp.uint32)[:, None], packed], axis=1)
   # The steps of the numbers, not of the words: XLA for CPUs would compute all numbers of a word for each of them.
-  return jnp.concatenate([_words(mean)[:, None], packed], axis=1), _steps(mean[:, None], numbers, bits)
+  return scales, _steps(mean[:, None], numbers, bits)
 
 
 def steps(scales: jax.Array, bits: int, columns: int) -> jax.Array:
@@ -156,7 +157,3 @@ def root_mean(squares: Callable[[float], jax.Array], share: jax.Array) -> jax.Ar
 def _shifts(code: _Code) -> jax.Array:
   """Of the numbers of ratios in a word, u32[1, numbers, 1]."""
   return (32 // code.ratios_per_word * jnp.arange(code.ratios_per_word, dtype=jnp.uint32)).reshape(1, -1, 1)
-
-
-def _words(x: jax.Array) -> jax.Array:
-  return jax.lax.bitcast_convert_type(x, jnp.uint32)

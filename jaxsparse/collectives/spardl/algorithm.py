@@ -156,10 +156,9 @@ class SparDL(SelectingCollective):
       sent = Sparse(gone_at, jnp.zeros(gone_at.shape, jnp.float32))
     residual = acc.pending(gone_at, sent)
     words = saturated_sum(words_of(writer.codec, team.size, k_block), summed.words, gather_words)
+    selected = self.count_chosen(chosen, blocks.length)
     used = words
-    selected = jnp.int32(chosen.indices.size)
     if not self.selection.fills_slots:
-      selected = sparse.count(chosen, blocks.length)
       used = words.astype(jnp.float32) * selected.astype(jnp.float32) / (k_block * team.size)
     delivers = jnp.count_nonzero(delivered.values)
     counters = Counters(words, used, selected=selected, delivered=delivers, merged=summed.merged)
