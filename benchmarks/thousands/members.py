@@ -198,8 +198,8 @@ class Member(VirtualWorker):
     """Whether the donor has been through the round whose result this worker has."""
     return None if piece.number <= position.round else self.network.bases[position.round + 1] == position.last
 
-  def adopt(self, piece: Piece, base: int, digest: int) -> RoundPosition | None:
+  def adopt(self, piece: Piece, base: int, digest: int) -> RoundPosition:
     """The anchor of a donor, unless it is older."""
     if piece.number < self.protocol.membership.position.round:
-      return None
+      raise ValueError("it is older")
     return RoundPosition(piece.number, int(piece.values[0]))

@@ -29,11 +29,19 @@ def main() -> None:
   kind("--group_size", type=int, default=argparse.SUPPRESS, help="number of workers in a group, P")
   kind("--quorum", type=int, default=argparse.SUPPRESS, help="number of workers that a round takes, K")
   add("--grace", type=float, default=argparse.SUPPRESS, help="seconds that K workers wait for more; default 2")
-  weights = "of models in an average of a group; default constant"
-  add("--weights", choices=("constant", "dynamic"), default=argparse.SUPPRESS, help=weights)
+  add(
+    "--weights",
+    choices=("constant", "dynamic"),
+    default=argparse.SUPPRESS,
+    help="of models in an average of a group; default constant",
+  )
   add("--decay", type=float, default=argparse.SUPPRESS, help="of dynamic weights, in [0, 1); default 0.5")
-  missing = "where weights without a member go; default closest"
-  add("--missing", choices=("closest", "initial"), default=argparse.SUPPRESS, help=missing)
+  add(
+    "--missing",
+    choices=("closest", "initial"),
+    default=argparse.SUPPRESS,
+    help="where weights without a member go; default closest",
+  )
   add("--history", type=int, default=argparse.SUPPRESS, help="T: groups that it may take to connect all workers")
   add("--address", default=sockets.LOOPBACK, help="where to listen")
   add("--keys", type=pathlib.Path, help="file of the run's CURVE keys; created if it does not exist")

@@ -68,14 +68,19 @@ def test_the_anchor_of_a_donor_with_the_residual_of_this_worker(worker):
   donor.round(6, 0.0, 7.0, 0.0)
   assert worker.exchanger.adopt(donor.exchanger.model(), 0, 0) == RoundPosition(2, 6)
   assert (worker.anchor, worker.residual) == ([-4, -7, 0], [0, 2, 1])
-  assert donor.exchanger.adopt(Worker().exchanger.model(), 0, 0) is None  # an older one
-  assert donor.exchanger.adopt(Piece(PieceKind.MODEL, 0, 0, np.ones(7, np.float32)), 0, 0) is None
+  refused = lambda reason: pytest.raises(ValueError, match=reason)
+  with refused("it is that of round 0, before round 2"):
+    donor.exchanger.adopt(Worker().exchanger.model(), 0, 0)
+  with refused("."):
+    donor.exchanger.adopt(Piece(PieceKind.MODEL, 0, 0, np.ones(7, np.float32)), 0, 0)
   broken = Worker()
   broken.exchanger.anchor = donor.exchanger.anchor._replace(params=jnp.full(3, jnp.nan))
-  assert worker.exchanger.adopt(broken.exchanger.model(), 0, 0) is None
+  with refused("the parameters of the anchor have NaN or Inf"):
+    worker.exchanger.adopt(broken.exchanger.model(), 0, 0)
   assert donor.anchor == worker.anchor
-  digest = donor.exchanger.outer.digest(donor.exchanger.anchor)
-  assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest + 1) is None
+  digest = donor.exchanger.digest()
+  with refused(f"its digest is {digest:x}, that of round 2 is {digest + 1:x}"):
+    worker.exchanger.adopt(donor.exchanger.model(), 6, digest + 1)
   assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest) == RoundPosition(2, 6)
   assert worker.exchanger.adopt(donor.exchanger.model(), 5, digest + 1) == RoundPosition(2, 6)  # of a round before
   assert worker.exchanger.returned is None

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.alike import Alike
-from jaxsparse.partial.net.endpoint import PartLost
 from jaxsparse.partial.net.membership import Member, Members, Membership
-from jaxsparse.partial.net.messages import Answer, RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import Answer, Piece, PieceKind, RoundPosition, ServerMessage, Signal, WorkerMessage
 from jaxsparse.partial.rounds.exchanger import Done
-from jaxsparse.partial.rounds.lead import LeadProtocol
-from jaxsparse.partial.rounds.parts import Decision, Next, PartProtocol
+from jaxsparse.partial.rounds.lead import LeadProtocol, _digest_of
+from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
 from jaxsparse.partial.rounds.protocol import Request
 from tests.partial import protocols_test, rounds_protocol_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
@@ -158,9 +157,10 @@ class Network(rounds_protocol_test.Network):
 class Alone:
   """The lead of three parts, by hand."""
 
-  digest, skipped = 7, False
+  skipped = False
 
-  def __init__(self, donor=None):
+  def __init__(self, donor=None, round=0, base=0, digest=0):
+    self.anchor_digest = 7
     self.to_server, self.to_parts, self.replies = [], [], []
     quiet = lambda *_: None
     place = Membership(0, "tcp://a:1", TIMEOUT, 0.0, self.to_server.append, quiet, self.replies.append, TIMEOUT)
@@ -172,11 +172,21 @@ class Alone:
     for part in (1, 2):
       self.hear(part, WorkerMessage.HELLO, address=addresses[part], alike=Alike(start=(f"of part {part}",)))
     (self.hello,) = self.to_server
-    options = {"limit": LIMIT, "grace": 1.0, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0, "run": 7}
-    self.answer(ServerMessage.WELCOME, donor=donor, number=0, **options)
+    last = {"round": round, "base": base, "digest": digest, "run": 7}
+    self.options = {"limit": LIMIT, "grace": 1.0, "sizes": [1, 2], "donor": donor, "number": 0, **last}
+    self.welcome()
 
-  def hear(self, part, kind, value=0, **facts):
-    self.lead.hear_part(part, [Signal(kind, 0, value, **facts).pack()], 0.0)
+  def welcome(self):
+    self.answer(ServerMessage.WELCOME, **self.options)
+
+  def adopt(self, piece, base, digest):
+    return RoundPosition(piece.number, base)
+
+  def digest(self):
+    return self.anchor_digest
+
+  def hear(self, part, kind, value=0, now=0.0, **facts):
+    self.lead.hear_part(part, [Signal(kind, 0, value, **facts).pack()], now)
 
   def answer(self, kind, **content):
     self.lead.handle(Answer(kind, content), 0.0)
@@ -208,6 +218,40 @@ def test_training_begins_when_a_donor_has_given_all_parts_the_anchor_of_one_roun
     assert again == ([] if rounds == (newest, newest) else [1, 2])
     assert lead.membership.state == ("joining" if again else "joined")
   assert alone.replies == [newest]
+
+
+def test_a_worker_that_joins_again_says_for_how_long_its_parts_have_waited_for_an_anchor():
+  alone = Alone(donor="tcp://b:1,tcp://b:2,tcp://b:3")
+  assert alone.hello.value == 0
+  alone.lead.membership.miss_donor("tcp://b:1")
+  alone.lead.tick(7.0)
+  for part in (1, 2):
+    alone.hear(part, WorkerMessage.HELLO, 1, now=7.0, address=f"tcp://a:{part + 1}", alike=Alike(start=("of a part",)))
+  assert [hello.value for hello in alone.told(WorkerMessage.HELLO)] == [0, 7]
+
+
+def test_parts_that_have_fetched_another_anchor_than_that_of_the_last_round_fetch_again(caplog):
+  """Each knows the digest of its own part; the server knows that of all."""
+  right = _digest_of({0: 20, 1: 21, 2: 22})
+  alone = Alone(donor="tcp://b:1,tcp://b:2,tcp://b:3", round=4, base=9, digest=right)
+  lead, newest = alone.lead, RoundPosition(4, 9)
+  for digests in ((20, 21, 5), (20, 21, 22)):
+    alone.anchor_digest = digests[0]
+    lead.handle(Piece(PieceKind.MODEL, 4, 1), 0.0)
+    for part in (1, 2):
+      alone.hear(part, WorkerMessage.ANSWERED, position=newest, digest=digests[part])
+    if digests[2] == 5:
+      assert alone.replies == []
+      assert "worker 0 refuses an anchor for all its parts: its digest is" in caplog.text
+      assert lead.membership.state == "joining"
+      lead.tick(1.0)
+      for part in (1, 2):
+        facts = {"address": f"tcp://a:{part + 1}", "alike": Alike(start=(f"of part {part}",)), "position": newest}
+        alone.hear(part, WorkerMessage.HELLO, 1, **facts)
+      assert alone.told(WorkerMessage.HELLO)[-1].position == RoundPosition(0, -1)
+      alone.welcome()
+  assert alone.replies == [newest]
+  assert alone.told(WorkerMessage.HELLO)[-1].position == RoundPosition(0, -1)
 
 
 def test_a_result_that_was_told_before_a_part_has_skipped_is_not_counted():

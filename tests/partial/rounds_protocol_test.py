@@ -97,7 +97,7 @@ class Process(VirtualWorker):
 
   def __init__(self, network, number):
     self.failed = self.diverges = self.wrong = self.leaves = self.left = False
-    self.made = self.moved = self.offered = self.residual = 0
+    self.made = self.moved = self.offered = self.residual = self.anchor_digest = 0
     self.anchor, self.run, self.before, self.inherited = (), None, None, 0
     self.delivered = {}  # by the anchor after the round
     super().__init__(network, number, entries=1000, timeout=TIMEOUT)
@@ -122,6 +122,7 @@ class Process(VirtualWorker):
 
   def make_model(self, peer):
     self.network.models.append(self.anchor)
+    self.network.digests.append(self.anchor_digest)
     self.network.fetched[peer.serial].append(self.network.now)
     values = np.array([len(self.network.models) - 1], np.float32)
     return Piece(PieceKind.MODEL, 0, self.number, values), self.network.transfer
@@ -141,6 +142,7 @@ class Process(VirtualWorker):
     delivered = 0 if run.skipped else own - own // 2
     self.moved += self.offered if run.skipped else 0
     self.anchor = *run.anchor, run.group.number
+    self.anchor_digest = run.digest
     self.residual = (run.residual if run.skipped else own - delivered) + self.inherited
     self.offered = 0
     self.delivered[self.anchor] = delivered
@@ -164,8 +166,9 @@ class Process(VirtualWorker):
   def adopt(self, piece, base, digest):
     anchor = self.network.models[int(piece.values[0])]
     if len(anchor) < len(self.anchor):
-      return None
+      raise ValueError("it is older")
     self.wrong = False
+    self.anchor_digest = self.network.digests[int(piece.values[0])]
     if self.anchor and self.anchor[-1] not in anchor:  # the last round does not count
       before, _, offered, residual = self.before
       assert before == () or before[-1] in anchor
@@ -173,6 +176,9 @@ class Process(VirtualWorker):
       del self.delivered[self.anchor]
     self.anchor = anchor
     return RoundPosition(len(anchor), anchor[-1] if anchor else 0)
+
+  def digest(self):
+    return self.anchor_digest
 
   def hand_over(self):
     self.left = True
@@ -233,6 +239,7 @@ class Network(VirtualNetwork, protocols_test.Network):
     self.heirs = collections.defaultdict(list)  # who has taken over the residual of a process
     self.members = collections.defaultdict(list)  # processes, by the number of the group
     self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
+    self.digests = []  # of `models`
     self.numbers = {
       ServerMessage.GROUP: set(),
       ServerMessage.COMMIT: set(),
@@ -240,7 +247,7 @@ class Network(VirtualNetwork, protocols_test.Network):
     self.transfer = 0.0  # seconds that an anchor takes on its way to another process
     self.fetched = collections.defaultdict(list)  # by the serial number of a process, when anchors were sent to it
     self.severed = set()  # pairs of processes, by serial, of which the first one does not reach the second one
-    self.behind = 0  # how often workers were told so
+    self.behind = 0  # how often workers were told so, and a donor
     self.servers = [None] * servers  # a controller and its server each
     super().__init__(random, workers, quorum, entries=1000)
 
@@ -253,7 +260,7 @@ class Network(VirtualNetwork, protocols_test.Network):
   def note(self, answer, frame):
     if answer.kind in self.numbers:
       self.numbers[answer.kind].add(answer.content["number"])
-    self.behind += answer.kind == ServerMessage.BEHIND
+    self.behind += answer.kind == ServerMessage.BEHIND and answer.content["donor"] is not None
 
   def disturb(self, kind):
     """Also: the links of a process, or of a server, are cut for a while."""
@@ -329,7 +336,7 @@ def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_beh
   for time in (10, 20, 30, 40):
     network.at(time, None, network.disturb, disturbance if disturbance != "restart" else "dead")
     network.at(time + 8, None, network.disturb, "restart" if disturbance == "restart" else "resume")
-  run_until(network, lambda: network.now > 60 and not network.servers[0][0]._under_way, 100)
+  run_until(network, lambda: network.now > 60 and not network.servers[0][0].under_way, 100)
   logged = lambda name, text: [
     line for *where, line in caplog.record_tuples if where[0].endswith(name) and text in line
   ]
@@ -341,7 +348,7 @@ def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_beh
     re.fullmatch(r"round \d+ of workers [\d, ]+ counts for nobody: worker \d (is lost|has .*|misses .* worker \d)", x)
     for x in aborted
   )
-  assert network.behind == len(logged("rounds.server", "is behind"))
+  assert network.behind == len(logged("rounds.server", "it fetches it"))
   if disturbance == "dead":  # the members that live all say so
     assert aborted
     what = lambda lines: {re.search("round .* nobody", line)[0] for line in lines}
@@ -496,6 +503,55 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
     WorkerMessage.READY,
   ]
   assert ready.position == RoundPosition()
+
+
+class Complaining(Pieces):
+  """An exchange that takes no anchor."""
+
+  def adopt(self, *_):
+    raise ValueError("of another model")
+
+
+@pytest.mark.parametrize("donor", [None, "tcp://b:1"])
+def test_a_worker_that_gets_no_anchor_says_so_rarely(donor, caplog):
+  """At once, then after 10, 20 and 40 s, however often it asks; at once for another reason. Its server says it once."""
+  quiet = lambda *_: None
+  place = Membership(0, "tcp://a:1", TIMEOUT, 0.0, quiet, quiet, quiet, TIMEOUT)
+  protocol = RoundProtocol(place, Complaining(), 4, quiet)
+  server = RoundServer(js.partial.Quorum(2, quorum=1, grace=0.0), Members(RoundMember, lambda *_: True, 1000.0, 0.0))
+  server.receive(b"c", [Signal(WorkerMessage.HELLO, 0, address="tcp://a:1").pack()], 0.0)
+  server._quorum.position = RoundPosition(5, 9)
+  options = {"grace": GRACE, "sizes": [1, 2], "round": 5, "base": 9, "digest": 0, "run": 7}
+
+  def ask(now):
+    protocol.tick(now)
+    protocol.handle(Answer(ServerMessage.WELCOME, {"limit": 1000.0, "donor": donor, "number": 0, **options}), now)
+    if donor:
+      protocol.handle(Piece(PieceKind.MODEL, 5, 1, np.zeros(4, np.float32)), now)
+    else:
+      protocol.handle(Request(WorkerMessage.READY, 1), now)
+      protocol.handle(Answer(ServerMessage.BEHIND, {"donor": None, **options}), now)
+    server.members.now = now
+    server._tell_behind([0])
+
+  for second in range(75):
+    ask(float(second))
+  said = lambda: [name.rpartition(".")[2] for name, *_ in caplog.record_tuples]
+  assert sorted(said()) == ["membership"] * 4 + ["server"]
+  protocol.handle(Request(WorkerMessage.READY, 1), 75.0)
+  protocol.membership.state, protocol.membership.waits = "joined", True
+  protocol.handle(Answer(ServerMessage.BEHIND, {"donor": None, **options, "round": 6}), 75.0)
+  assert sorted(said()) == ["membership"] * 5 + ["server"]
+
+
+def test_a_server_remembers_only_workers_that_it_knows_and_that_have_asked_of_late():
+  """Whether a last round counts is asked with any number and by any worker that has joined before."""
+  server = RoundServer(js.partial.Quorum(3, quorum=2), Members(RoundMember, lambda *_: True, LIMIT, 0.0))
+  position = RoundPosition(4, 8, last=9)
+  for now, worker in enumerate([*range(3, 40), 0, 1, 2, 1]):
+    frame = Signal(WorkerMessage.HELLO, worker, address="tcp://a:1", position=position).pack()
+    server.receive(b"", [frame], now * LIMIT * 0.9)
+  assert server._undecided.keys() == {1, 2}
 
 
 @pytest.mark.parametrize("rejected", [False, True])

@@ -186,7 +186,7 @@ def test_a_late_worker_keeps_what_it_moved_and_a_new_one_gets_the_anchor():
 
 def test_a_worker_that_nobody_reaches_is_left_out_and_named(monkeypatch, caplog):
   """It gives the others an address at which nobody listens."""
-  endpoint = rounds.Endpoint
+  endpoint = rounds.processes.PartEndpoint
 
   def unreached(addresses, bind, *options):
     made = endpoint(addresses, bind, *options)
@@ -202,7 +202,7 @@ def test_a_worker_that_nobody_reaches_is_left_out_and_named(monkeypatch, caplog)
       ended.set()
       return worker.round
 
-  monkeypatch.setattr(rounds, "Endpoint", unreached)
+  monkeypatch.setattr(rounds.processes, "PartEndpoint", unreached)
   ended = threading.Event()
   with serve(3, quorum=2, grace=1.0) as server:
     assert min(in_threads(3, train)[:2]) >= 5

@@ -12,7 +12,7 @@ import jaxsparse as js
 from jaxsparse.partial.groups.server import GroupMember, GroupServer
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.alike import Alike
-from jaxsparse.partial.net.membership import Members
+from jaxsparse.partial.net.membership import Members, Membership
 from jaxsparse.partial.net.messages import Group, Rejected, ServerMessage, Signal, WorkerMessage
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9, 10)]
@@ -99,6 +99,25 @@ def test_addresses_are_told_once_to_each_connection_that_takes_them(wire):
   assert group(2, 3, iteration=3) == [[everybody]] * 2
   wire.say(hello(0))
   assert group(0, 3, iteration=4) == [[everybody], [{0: ADDRESSES[0]}]]
+
+
+def test_workers_forget_the_addresses_of_those_that_have_left(wire):
+  """Each is told once; one that has joined again has an address again."""
+  place = Membership(1, ADDRESSES[1], 1.0, 0.0, print, print, print, limit=LIMIT)
+
+  def group(*workers, iteration):
+    for worker in workers:
+      wire.protocol.receive(worker, [Signal(WorkerMessage.READY, worker, iteration).pack()], wire.now)
+    addresses = wire.heard(1)[-1].content["addresses"]
+    place.learn(addresses)
+    return addresses, place.addresses.keys()
+
+  assert group(0, 1, iteration=1)[1] == {0, 1, 2, 3}
+  wire.say(Signal(WorkerMessage.BYE, 3))
+  assert group(0, 1, iteration=2) == ({3: None}, {0, 1, 2})
+  assert group(1, 2, iteration=3) == ({}, {0, 1, 2})
+  wire.say(hello(3))
+  assert group(0, 1, iteration=4) == ({3: ADDRESSES[3]}, {0, 1, 2, 3})
 
 
 def test_a_message_to_a_group_of_many_is_short():

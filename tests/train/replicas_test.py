@@ -152,6 +152,38 @@ def test_processes_that_compute_with_other_instructions_are_warned(monkeypatch, 
   )
 
 
+def test_programs_that_differ_are_refused_also_where_processes_compute_with_other_instructions(monkeypatch):
+  """Programs whose text is the same, but not their digest; and the warning is given as well."""
+
+  class Text:
+    def __init__(self, _):
+      self.digest = threading.current_thread().name
+
+    def lines(self):
+      return [replicas.Line("the same")]
+
+  monkeypatch.setattr(replicas, "_instructions", lambda: f"avx{threading.current_thread().name}")
+  monkeypatch.setattr(replicas, "ProgramText", Text)
+  engine, errors = _Threads(), []
+
+  def check():
+    try:
+      replicas.check_same(engine, "the step", ["a line"], "a program")
+    except ValueError as error:
+      errors.append(str(error))
+
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    threads = [threading.Thread(target=check, name=str(number)) for number in range(2)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+  assert ["computed with other instructions" in str(one.message) for one in caught] == [True, True]
+  assert len(errors) == 2
+  assert all("the step is not the same on all processes, but its text is" in error for error in errors)
+
+
 def test_instructions_are_compared_unless_they_are_chosen(monkeypatch):
   assert replicas._instructions() == "" or set(replicas._instructions().split()) & {"avx", "asimd"}
   monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")

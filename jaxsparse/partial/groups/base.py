@@ -20,48 +20,14 @@ from jaxsparse.sparse.flatten import flatten
 _all_finite = jax.jit(lambda vector: jnp.isfinite(vector).all())
 
 
-class Refusals:
-  """Checks the models of one worker; `count` is how many in succession were not finite, 0 after a finite one."""
-
-  def __init__(self, worker: int):
-    self._worker = worker
-    self.count = 0
-    self.last = ""
-
-  def refuse(self, vector: jax.Array, iteration: int, unflatten: Callable[[jax.Array], Any]) -> bool:
-    """Returns whether a model is not finite; `last` names its first such leaf then, and is logged.
-
-    Raises:
-      FloatingPointError: for the `REFUSALS`-th such model in succession.
-    """
-    if _all_finite(vector):
-      self.count = 0
-      return False
-    self.count += 1
-    self.last = f"worker {self._worker}: {first_not_finite(unflatten(vector))} of iteration {iteration} is not finite"
-    if self.count >= REFUSALS:
-      raise FloatingPointError(
-        f"{self.last}, {REFUSALS} times in succession, each time after a step from another worker's finite model: "
-        "reset the optimizer's state when `refused` is above 0, and check this worker's data"
-      )
-    warning = f"{self.last}; it enters no average, and the worker continues from another worker's model"
-    logging.getLogger(__name__).warning(warning)
-    return True
-
-
 class BaseWorker(abc.ABC):
   """A worker; it leaves when its `with` block ends."""
 
   def __init__(self, number: int, entries: int, unflatten: Callable[[jax.Array], Any]):
     self.number = number
+    self.refused = 0  # models of this worker in succession that were not finite
     self._entries = entries
     self._unflatten = unflatten
-    self._refusals = Refusals(number)
-
-  @property
-  def refused(self) -> int:
-    """How many models of this worker in succession were not finite; 0 after a finite one."""
-    return self._refusals.count
 
   def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
     """Averages with a group. If the average fails, it is repeated with another group until one succeeds.
@@ -111,17 +77,34 @@ class BaseWorker(abc.ABC):
     vector = flatten(params)[0]
     if vector.size != self._entries:
       raise ValueError(f"params have {vector.size} entries, the initial ones have {self._entries}")
-    if refused := self._refusals.refuse(vector, iteration, self._unflatten):
-      try:
-        vector, iteration = self._ask(WorkerMessage.NOT_FINITE, vector, iteration)
-      except FloatingPointError as error:
-        raise FloatingPointError(
-          f"{self._refusals.last}, and no other worker has a trained model that is: restart from parameters saved "
-          "earlier, for example with a smaller learning rate"
-        ) from error
-    if kind == WorkerMessage.SYNCHRONIZE or not refused:
+    if is_finite := bool(_all_finite(vector)):
+      self.refused = 0
+    else:
+      vector, iteration = self._replace(vector, iteration)
+    if kind == WorkerMessage.SYNCHRONIZE or is_finite:
       vector, iteration = self._ask(kind, vector, iteration)
     return self._unflatten(vector), iteration
+
+  def _replace(self, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+    """The model of another worker in place of this one's, which is not finite; a warning names its first such leaf."""
+    self.refused += 1
+    leaf = first_not_finite(self._unflatten(vector))
+    problem = f"worker {self.number}: {leaf} of iteration {iteration} is not finite"
+    if self.refused >= REFUSALS:
+      raise FloatingPointError(
+        f"{problem}, {REFUSALS} times in succession, each time after a step from another worker's finite model: "
+        "reset the optimizer's state when `refused` is above 0, and check this worker's data"
+      )
+    logging.getLogger(__name__).warning(
+      f"{problem}; it enters no average, and the worker continues from another worker's model"
+    )
+    try:
+      return self._ask(WorkerMessage.NOT_FINITE, vector, iteration)
+    except FloatingPointError as error:
+      raise FloatingPointError(
+        f"{problem}, and no other worker has a trained model that is: restart from parameters saved "
+        "earlier, for example with a smaller learning rate"
+      ) from error
 
   @abc.abstractmethod
   def _ask(self, kind: WorkerMessage, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:

@@ -69,8 +69,9 @@ class Devices:
 
   def __init__(self, controller: Controller, devices: Sequence[jax.Device], params: Any):
     if (different := len(set(devices))) != controller.workers:
-      workers = f"{controller.workers} workers on {different} different devices"
-      raise ValueError(f"{workers}: give each worker a device of its own")
+      raise ValueError(
+        f"{controller.workers} workers on {different} different devices: give each worker a device of its own"
+      )
     check_start(params)
     vector, self.unflatten = flatten(params)
     self.controller = controller

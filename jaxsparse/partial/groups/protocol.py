@@ -92,7 +92,10 @@ class GroupProtocol:
       case Request(WorkerMessage.BYE):
         self._leave()
       case Request():
-        self._take_request(event)
+        self._request = event.kind
+        self.model = event.model or self.model
+        if membership.open_request():
+          self._begin_request()
       case Answer():
         self._take_answer(event)
       case Piece(PieceKind.MODEL):
@@ -112,7 +115,7 @@ class GroupProtocol:
     if now > membership.peer_until and (self._average or membership.state != "joined"):
       self._give_up()
     elif now > membership.server_until:
-      membership.lose_server()
+      membership.lose("sign of life", membership.limit + membership.reconnect)
     else:
       membership.repeat_signal(WorkerMessage.NOT_FINITE if self._waits_for_a_finite_model else WorkerMessage.HELLO)
 
@@ -126,8 +129,9 @@ class GroupProtocol:
     elif membership.state == "joining":
       membership.lose("WELCOME", membership.timeout)
     elif self._request == WorkerMessage.HELLO:  # the donor's model is that to start from
-      silence = f"no model from {membership.donor} for {membership.timeout:g} s"
-      membership.reply(RuntimeError(f"worker {membership.number}: {silence}"))
+      membership.reply(
+        RuntimeError(f"worker {membership.number}: no model from {membership.donor} for {membership.timeout:g} s")
+      )
       self._leave()
     else:
       membership.donor = None
@@ -142,12 +146,6 @@ class GroupProtocol:
   @property
   def _waits_for_a_finite_model(self) -> bool:
     return self.membership.waits and self._request == WorkerMessage.NOT_FINITE
-
-  def _take_request(self, request: Request) -> None:
-    self._request = request.kind
-    self.model = request.model or self.model
-    if self.membership.open_request():
-      self._begin_request()
 
   def _begin_request(self) -> None:
     """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
@@ -171,18 +169,19 @@ class GroupProtocol:
   def _take_answer(self, answer: Answer) -> None:
     membership = self.membership
     kind, content = answer
-    membership.addresses |= content.get("addresses", {})
-    if kind == ServerMessage.WELCOME and membership.state == "joining":
-      membership.enter(content["limit"], content["donor"])
-      self._early = EarlyPieces(self.initial.size)
-      if membership.waits:
-        self._begin_request()
-    elif kind == ServerMessage.GROUP and self._awaits_group:
-      self._start_average(content)
-    elif kind == ServerMessage.ABORT and self._average and self._average.needs(content["number"], content["worker"]):
-      self._fail(self._average, f"worker {content['worker']} is lost")
-    elif kind == ServerMessage.REJECTED:
-      self._take_rejection(content["reason"])
+    membership.learn(content.get("addresses", {}))
+    match kind:
+      case ServerMessage.WELCOME if membership.state == "joining":
+        membership.enter(content["limit"], content["donor"])
+        self._early = EarlyPieces(self.initial.size)
+        if membership.waits:
+          self._begin_request()
+      case ServerMessage.GROUP if self._awaits_group:
+        self._start_average(content)
+      case ServerMessage.ABORT if self._average and self._average.needs(content["number"], content["worker"]):
+        self._fail(self._average, f"worker {content['worker']} is lost")
+      case ServerMessage.REJECTED:
+        self._take_rejection(content["reason"])
     membership.hear()
 
   def _take_rejection(self, reason: str) -> None:

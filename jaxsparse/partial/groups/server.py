@@ -66,19 +66,20 @@ class GroupServer:
       self._take_hello(connection, signal)
       return
     member = self.members.find(connection, worker)
-    if kind == WorkerMessage.BYE:
-      self._leave(worker, settled=value)
-    elif kind in (WorkerMessage.READY, WorkerMessage.SYNCHRONIZE):
-      is_ready = kind == WorkerMessage.READY
-      groups = (self._controller.ready if is_ready else self._controller.synchronize)(worker, value)
-      member.patience = self.members.now + (self.members.now - member.step_began)
-      member.iteration = value
-      member.seeks = False
-      self._announce(groups)
-    elif kind == WorkerMessage.FAILED:
-      groups = self._controller.failed(worker, value - self._first)
-      self._abort(worker, member.group)
-      self._announce(groups)
+    match kind:
+      case WorkerMessage.BYE:
+        self._leave(worker, settled=value)
+      case WorkerMessage.READY | WorkerMessage.SYNCHRONIZE:
+        is_ready = kind == WorkerMessage.READY
+        groups = (self._controller.ready if is_ready else self._controller.synchronize)(worker, value)
+        member.patience = self.members.now + (self.members.now - member.step_began)
+        member.iteration = value
+        member.seeks = False
+        self._announce(groups)
+      case WorkerMessage.FAILED:
+        groups = self._controller.failed(worker, value - self._first)
+        self._abort(worker, member.group)
+        self._announce(groups)
 
   def _take_hello(self, connection: bytes, signal: Signal) -> None:
     """Joins a worker, or names another donor to one that has joined; it is no donor until it is ready again."""

@@ -45,8 +45,10 @@ def check_start(params: Any) -> None:
   """
   for where, leaf in jax.tree_util.tree_leaves_with_path(params):
     if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
-      choice = "choose floating point: keep other leaves out of the parameters"
-      raise TypeError(f"params{jax.tree_util.keystr(where)} has dtype {dtype.name}, {choice}")
+      raise TypeError(
+        f"params{jax.tree_util.keystr(where)} has dtype {dtype.name}, "
+        "choose floating point: keep other leaves out of the parameters"
+      )
   if path := first_not_finite(params):
     raise ValueError(f"{path} is not finite: training has to start from finite parameters")
 

@@ -35,10 +35,6 @@ class ControllerLost(RuntimeError):
   """
 
 
-class PartLost(RuntimeError):
-  """Another process of this worker is lost, as the message says."""
-
-
 class Transfers:
   """Requests of other workers for the model of this one: one is answered at a time, so that they share its uplink.
 
@@ -97,7 +93,6 @@ class Endpoint:
     self._network = sockets.Network(keys)
     self._data, self.address = self._network.bind(bind, longest, self._from_worker, closes_stalled=True)
     self._data.router_mandatory = True  # a message to a connection that is gone raises an error
-    self.hear_part: Callable[[bytes, list[bytes], float], None] = lambda *_: None  # takes signals of a worker's parts
     self._transfers = Transfers()
     self._transfer: zmq.MessageTracker | None = None  # of the model that was sent last
     self._servers = itertools.cycle(servers)
@@ -108,9 +103,12 @@ class Endpoint:
     posted.bind("inproc://events")
     self._wake_up.connect("inproc://events")
     self._network.listen(posted, lambda _: self._handle(self._events.get()))
-    from_donor = lambda frames: self._from_worker([b"", *frames])
-    unreachable = lambda address: self._handle(Unreachable(address))
-    self._peers = sockets.Peers(self._network, longest, from_donor, unreachable)
+    self._peers = sockets.Peers(
+      self._network,
+      longest,
+      answered=lambda frames: self._from_worker([b"", *frames]),
+      lost=lambda address: self._handle(Unreachable(address)),
+    )
 
   def start(
     self,
@@ -135,7 +133,7 @@ class Endpoint:
 
   def make_membership(self, number: int, **options: Any) -> Membership:
     """The place of a worker that uses this endpoint, with the options of `Membership`."""
-    outlets = self.tell, self.send, self.reply
+    outlets = self.tell, self._peers.send, self._answers.put
     return Membership(number, self.address, self.timeout, time.monotonic(), *outlets, **options)
 
   # In other threads.
@@ -180,36 +178,10 @@ class Endpoint:
     with contextlib.suppress(zmq.Again):  # no connection, for lack of keys for example: the deadline will pass
       self._server.send(signal.pack(), zmq.NOBLOCK)
 
-  def send(self, address: str, piece: Piece) -> None:
-    """Sends a piece to another worker."""
-    self._peers.send(address, piece)
-
-  def reply(self, answer: Any) -> None:
-    """Answers the open request."""
-    self._answers.put(answer)
-
   def switch(self) -> None:
     """Connects to the next server."""
     self._network.forget(self._server)
     self._connect()
-
-  def follow(self, lead: str) -> None:
-    """From now on the server is the first part of this worker, at this address."""
-    self._servers = itertools.cycle([lead])
-    self.switch()
-
-  def tell_part(self, connection: bytes, frame: bytes) -> bool:
-    """Sends an answer to a part of this worker; whether the connection is there."""
-    try:
-      self._data.send_multipart([connection, frame], zmq.NOBLOCK)
-    except zmq.ZMQError as error:
-      return error.errno != zmq.EHOSTUNREACH
-    return True
-
-  def check_parts(self) -> None:
-    """Raises PartLost if the thread has ended since a part of this worker is lost."""
-    if isinstance(self._last_answer, PartLost):
-      raise self._last_answer
 
   def _connect(self) -> None:
     """Connects to the next server."""
@@ -269,5 +241,3 @@ class Endpoint:
         self._data.send_multipart([connection, *self._answer[piece.kind](piece).pack()], copy=False)
     elif piece:
       self._handle(piece)
-    else:
-      self.hear_part(connection, content, time.monotonic())

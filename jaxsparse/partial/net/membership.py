@@ -12,6 +12,7 @@ which may be retried; as "taken" once the worker that has joined was heard after
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -27,10 +28,12 @@ from jaxsparse.partial.net.messages import (
   WorkerMessage,
 )
 
+_LOG = logging.getLogger(__name__)
 RETRY = 0.2  # seconds between two HELLO, or two NOT_FINITE
 _BEATS = 5  # heartbeats in the time after which the server drops a silent worker
 _PULSE = 1.0  # seconds between two heartbeats at most: the next one proves that a second worker has the same number
 _PROBES = 10  # heartbeats of the server to each worker in `limit` seconds
+_WARN_AGAIN = 10.0  # seconds after which a warning that has not changed is repeated, at first
 _START = RoundPosition()
 _UNKNOWN = Alike()
 
@@ -67,13 +70,16 @@ class Membership:
   donor: str | None = None  # the address of the worker whose model has to replace that of this one
   fetches_since: float | None = None  # when it began to ask for a model that has not come
   waits: bool = True  # whether a request of the training loop is open; the first one is that for a start
-  addresses: dict[int, str] = dataclasses.field(default_factory=dict)  # of all workers of whom the server has told it
+  addresses: dict[int, str] = dataclasses.field(default_factory=dict)  # of the workers of whom the server has told it
   lost: tuple[str, float] = ("", 0.0)  # once the server is lost, which message has not come for how many seconds
 
   def __post_init__(self) -> None:
     self.server_until = self.now + self.limit  # for the next message of the server
     self.peer_until = self.now + self.timeout  # for WELCOME, and for the next message of another worker
     self._last_tick = self.now
+    self._warning = ""
+    self._warned = 0.0  # when
+    self._pause = 0.0  # after it
     self._next_signal = self.now  # when HELLO, NOT_FINITE or BEAT is sent
 
   @property
@@ -112,6 +118,20 @@ class Membership:
   def hear(self) -> None:
     """The server has sent something."""
     self.server_until = self.now + self.limit + self.reconnect
+
+  def warn(self, text: str) -> None:
+    """Logs why this worker does not go on: when that changes, and after 10, 20, 40, … seconds while it does not."""
+    changes = text != self._warning
+    if changes or self.now >= self._warned + self._pause:
+      self._pause = _WARN_AGAIN if changes else 2 * self._pause
+      self._warned = self.now
+      self._warning = text
+      _LOG.warning(f"worker {self.number} {text}")
+
+  def learn(self, addresses: dict[int, str | None]) -> None:
+    """The server has told addresses of workers, None of those that have left."""
+    if addresses:
+      self.addresses = {worker: address for worker, address in (self.addresses | addresses).items() if address}
 
   def enter(self, limit: float, donor: str | None) -> None:
     """The server has answered WELCOME."""
@@ -173,10 +193,6 @@ class Membership:
     self.state = "ended"
     self.lost = awaited, seconds
 
-  def lose_server(self) -> None:
-    """Ends because the server is silent."""
-    self.lose("sign of life", self.limit + self.reconnect)
-
 
 @dataclasses.dataclass(eq=False)
 class EarlyPieces:
@@ -209,8 +225,7 @@ class Member:
   connection: bytes = b""
   address: str = ""  # where other workers reach it
   heard: float = 0.0  # when its last message came
-  joined: int = 0  # how many had joined, with it
-  told: int = 0  # of how many of these it has been told the addresses
+  told: int = 0  # how many changes of addresses it has been told
   rivals: dict[bytes, float] = dataclasses.field(default_factory=dict)  # since when others send HELLO with its number
 
 
@@ -233,7 +248,8 @@ class Members(Generic[M]):
   def __post_init__(self) -> None:
     self._last_tick = self.now
     self._last_probe = -float("inf")
-    self._joins = 0
+    self._changes = 0  # how often workers have joined and left
+    self._addresses = dict[int, tuple[int, str | None]]()  # by worker: the number of its last change; None: it has left
 
   def receive(
     self, connection: bytes, frames: list[bytes], now: float, handle: Callable[[bytes, Signal], None]
@@ -280,11 +296,11 @@ class Members(Generic[M]):
     for worker in group.members:
       by_told.setdefault(self.known[worker].told, []).append(self.known[worker])
     for told, members in by_told.items():
-      addresses = {worker: member.address for worker, member in self.known.items() if member.joined > told}
+      addresses = {worker: address for worker, (change, address) in self._addresses.items() if change > told}
       frame = messages.pack_answer(ServerMessage.GROUP, **group._asdict(), addresses=addresses)
       for member in members:
         if self.send(member.connection, frame):
-          member.told = self._joins
+          member.told = self._changes
 
   def find(self, connection: bytes, worker: int) -> M:
     """What is known of a worker that has joined by this connection."""
@@ -314,13 +330,19 @@ class Members(Generic[M]):
     member.address = signal.address
     member.heard = self.now
     member.rivals.clear()
-    self._joins += 1
-    member.joined = self._joins
     member.told = 0
+    self._note(signal.worker, signal.address)
     self.alike = signal.alike
     return member
 
   def forget(self, worker: int) -> M | None:
     """A worker is not there any more; what was known of it."""
     self.dead_at.pop(worker, None)
+    if worker in self.known:
+      self._note(worker, None)
     return self.known.pop(worker, None)
+
+  def _note(self, worker: int, address: str | None) -> None:
+    """Members of a group are told where a worker is, or that it is not there any more."""
+    self._changes += 1
+    self._addresses[worker] = self._changes, address

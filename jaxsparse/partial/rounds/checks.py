@@ -71,9 +71,9 @@ def check_state(state: dict[str, Any], number: int, fragments: int, part: tuple[
     if not np.isfinite(state[name]).all():
       raise ValueError(f"Rounds: the {name} in the state has NaN or Inf")
   if int(state["digest"]) != (digest := _digest(state)):
-    changed = f"its digest is {digest:08x} in place of {int(state['digest']):08x}"
     raise ValueError(
-      f"Rounds: the state has changed since it was saved, {changed}: give it as it was saved, or an older one"
+      f"Rounds: the state has changed since it was saved, its digest is {digest:08x} in place of "
+      f"{int(state['digest']):08x}: give it as it was saved, or an older one"
     )
 
 

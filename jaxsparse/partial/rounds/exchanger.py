@@ -116,8 +116,10 @@ class Run:
     if received is not None and received.size == words.size:
       return received.view(np.uint32)
     if received is not None:
-      unlike = f"worker {key[0]} sent {received.size} words instead of {words.size} in a round"
-      _LOG.warning(f"{unlike}: have all workers the same outer chain and the same version?")
+      _LOG.warning(
+        f"worker {key[0]} sent {received.size} words instead of {words.size} in a round: "
+        "have all workers the same outer chain and the same version?"
+      )
     self.failed = True
     return np.zeros_like(words)
 
@@ -168,10 +170,10 @@ class Exchanger:
 
   def _exchange(self, run: Run, anchor: Anchor, given: Any) -> None:
     group = run.group
-    rank = run.group.members.index(self._number)
+    rank = group.members.index(self._number)
     try:
-      facts = group.weights[rank], len(group.members), rank, group.number
-      run.result = self.outer.run(anchor, given, *facts, run.exchange)
+      size = len(group.members)
+      run.result = self.outer.run(anchor, given, group.weights[rank], size, rank, group.number, run.exchange)
       run.digest = self.outer.digest(run.result.anchor)
       self.post(Done(group.number, None if run.failed else run.digest))
     except Exception as error:  # raised by the training loop
@@ -180,9 +182,9 @@ class Exchanger:
   def skip(self) -> int:
     """The outer step of the exchange that is done is skipped after all; the digest of the result."""
     run = self._run
-    assert run is not None
-    assert run.result is not None
-    if not run.result.skipped:
+    assert run
+    assert run.result
+    if not run.skipped:
       run.result = self.outer.skip(self._base, run.result)
       run.digest = self.outer.digest(run.result.anchor)
     return run.digest
@@ -193,8 +195,10 @@ class Exchanger:
     assert run is not None
     assert run.result is not None
     if run.skipped:
-      reason = "the sum of what they gave, or the outer step, is not finite"
-      _LOG.warning(f"worker {self._number}: {run.group.round} is skipped: {reason}")
+      _LOG.warning(
+        f"worker {self._number}: {run.group.round} is skipped: "
+        "the sum of what they gave, or the outer step, is not finite"
+      )
     self._before = self.anchor, self.given
     self.anchor = run.result.anchor
     self.delivered = run.result
@@ -218,30 +222,39 @@ class Exchanger:
       self._run.fail()
 
   def was_committed(self, model: Piece, position: RoundPosition) -> bool | None:
-    """Whether the donor's anchor includes round `position.last`; None if the donor cannot know it yet."""
+    """Whether the donor's anchor includes round `position.last`; None if the donor cannot know it yet.
+
+    Raises:
+      ValueError: for an anchor of another model.
+    """
     anchor = self._unpack(model)
-    if anchor is None or anchor.position.round < position.round or anchor.position[:2] == position[:2]:
+    if anchor.position.round < position.round or anchor.position[:2] == position[:2]:
       return None
     return anchor.follows(RoundPosition(position.round + 1, position.last))
 
-  def _unpack(self, model: Piece) -> Anchor | None:
+  def _unpack(self, model: Piece) -> Anchor:
     try:
       return self.outer.unpack(model.values.tobytes(), self.anchor)
-    except (ValueError, TypeError) as error:
-      _LOG.warning(f"worker {self._number} refuses the anchor of another worker: {error}")
-      return None
+    except TypeError as error:  # of a header that is none
+      raise ValueError(str(error)) from error
 
-  def adopt(self, model: Piece, base: int, digest: int) -> RoundPosition | None:
+  def digest(self) -> int:
+    """Of the anchor, as that of the result of its last round."""
+    return self.outer.digest(self.anchor)
+
+  def adopt(self, model: Piece, base: int, digest: int) -> RoundPosition:
     """Takes the anchor of a donor; the residual of this worker stays, and what it gives.
 
-    Not one that is older, nor that of round `base` with another digest than this one, unless that is 0.
+    Raises:
+      ValueError: for an anchor that is older, or that of round `base` with another digest than this one, unless that is
+        not above 0, or of another model.
     """
     anchor = self._unpack(model)
-    if anchor is None:
-      return None
-    differs = digest > 0 and anchor.position.base == base and self.outer.digest(anchor) != digest
-    if differs or anchor.position.round < self.anchor.position.round:
-      return None
+    (round_, of, _) = anchor.position
+    if digest > 0 and of == base and (found := self.outer.digest(anchor)) != digest:
+      raise ValueError(f"its digest is {found:x}, that of round {round_} is {digest:x}")
+    if round_ < self.anchor.position.round:
+      raise ValueError(f"it is that of round {round_}, before round {self.anchor.position.round} of this worker's")
     if self._before and not anchor.follows(self.anchor.position):  # its last round does not count
       before, self.returned = self._before
       anchor = self.outer.with_residual(anchor, before)
@@ -282,8 +295,7 @@ class Exchanger:
     """
     self._sizes = sizes
     last = self.anchor.size
-    (_, most) = sizes
-    for size in (last, last + 1) if last else range(most, most - _FIRST, -1):
+    for size in (last, last + 1) if last else range(sizes[1], sizes[1] - _FIRST, -1):
       self._compile(size)
 
   def _compile(self, size: int) -> None:

@@ -8,12 +8,17 @@ from typing import Any
 import numpy as np
 
 from jaxsparse.partial.net import messages
-from jaxsparse.partial.net.endpoint import PartLost
 from jaxsparse.partial.net.membership import Member, Members
 from jaxsparse.partial.net.messages import Answer, Rejected, RoundPosition, ServerMessage, Signal, WorkerMessage
-from jaxsparse.partial.rounds.parts import Decision, Next, PartProtocol
+from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
 
 _UNEQUAL = RoundPosition(0, -1)  # of parts with different anchors: that of no round
+
+
+def _digest_of(digests: dict[int, int]) -> int:
+  """The digest of a worker, of those of its parts."""
+  ordered = np.array([digest for _, digest in sorted(digests.items())])
+  return int.from_bytes(hashlib.sha256(ordered.tobytes()).digest()[:8]) >> 2
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -42,6 +47,8 @@ class LeadProtocol(PartProtocol):
     self._answered = set[int]()
     self._group = 0  # the number of that under way
     self._digests: dict[int, int] = {}  # of the results of its parts
+    self._digest_of_last = 0  # that of the last round of all, as the server says
+    self._refused = False  # whether the anchor that all parts have fetched is another one
     self._skipping = set[int]()
     self._digest_of_all = 0  # that the server was told last
     self._has_left = False
@@ -153,8 +160,8 @@ class LeadProtocol(PartProtocol):
       return
     if is_new or part == 0:  # all parts repeat it
       alike = self._hellos[0].alike.joined(self._hellos[other].alike for other in sorted(self._all - {0}))
-      fetching = self.membership.fetching
-      self._pass_to_server(signal._replace(value=fetching, address=",".join(self.addresses), alike=alike))
+      signal = signal._replace(address=",".join(self.addresses), alike=alike)
+      self._pass_to_server(signal._replace(value=self.membership.fetching))
 
   def _take_ready(self, part: int, signal: Signal) -> None:
     """The worker is ready when all parts are."""
@@ -163,10 +170,19 @@ class LeadProtocol(PartProtocol):
       self._pass_to_server(signal)
 
   def _agree(self, parts: set[int]) -> bool:
-    """Whether these are all parts, and a donor has not given them anchors of different rounds, or they ask again."""
+    """Whether these are all parts, and a donor has given them the anchor of one round, or they ask again."""
     if parts != self._all:
       return False
     parts.clear()
+    self._refused = False
+    digests = {part: signal.digest for part, signal in self._last_signals.items()}
+    fetched = _digest_of(digests)
+    if all(digests.values()) and self._digest_of_last not in (0, fetched) and self._position[:2] == self._last[:2]:
+      self._refused = True
+      self.membership.warn(
+        f"refuses an anchor for all its parts: its digest is {fetched:x}, "
+        f"that of round {self._last.round} is {self._digest_of_last:x}"
+      )
     if self._position == _UNEQUAL:
       self._tell_parts(self._all, ServerMessage.DECISION, next=Next.AGAIN)
       return False
@@ -182,8 +198,7 @@ class LeadProtocol(PartProtocol):
       return
     self._digests[part] = signal.digest
     if self._digests.keys() == self._all and self._skipping in (set(), self._all):
-      digests = np.array([self._digests[part] for part in sorted(self._all)])
-      self._digest_of_all = int.from_bytes(hashlib.sha256(digests.tobytes()).digest()[:8]) >> 2
+      self._digest_of_all = _digest_of(self._digests)
       self._pass_to_server(signal._replace(digest=self._digest_of_all))
 
   def _take_bye(self, part: int, signal: Signal) -> None:
@@ -201,7 +216,7 @@ class LeadProtocol(PartProtocol):
   def _position(self) -> RoundPosition:
     """Where all parts stand."""
     positions = {signal.position for signal in self._last_signals.values()}
-    if len({position[:2] for position in positions}) > 1:
+    if self._refused or len({position[:2] for position in positions}) > 1:
       return _UNEQUAL
     position, *others = positions
     return position._replace(last=0) if others else position
@@ -225,8 +240,8 @@ class LeadProtocol(PartProtocol):
       self._skipping = set()
     elif kind == ServerMessage.WELCOME or content.get("number") == self._group:
       self._group = 0
-    # The digest is that of all parts together. Parts get 0, or -1 for another one than theirs, and so check none of an
-    # anchor that they fetch: where one differs, the next round shows it.
+    # The digest is that of all parts together: parts get 0, or -1 for another one than theirs.
     if "digest" in content:
+      self._digest_of_last = content["digest"]
       content = content | {"digest": 0 if content["digest"] in (0, self._digest_of_all) else -1}
     self._tell_parts(self._all, kind, **content)

@@ -13,10 +13,14 @@ import dataclasses
 import enum
 from typing import Any, NamedTuple
 
-from jaxsparse.partial.net.endpoint import PartLost
 from jaxsparse.partial.net.membership import RETRY
-from jaxsparse.partial.net.messages import Answer, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import Answer, Piece, RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.rounds.exchanger import Run
 from jaxsparse.partial.rounds.protocol import RoundProtocol
+
+
+class PartLost(RuntimeError):
+  """Another process of this worker is lost, as the message says."""
 
 
 class Next(enum.StrEnum):
@@ -46,6 +50,7 @@ class PartProtocol(RoundProtocol):
     self.membership.tell_server = self._tell_lead
     self._welcomes = 0  # how often it has joined; the lead ignores HELLO that was sent before the last time
     self._skips = 0  # the number of the last group in which another part has skipped the outer step
+    self._fetched = 0  # the digest of the anchor that it has fetched, until a round counts
 
   def handle(self, event: Any, now: float) -> None:
     """Does what an event asks for.
@@ -58,10 +63,10 @@ class PartProtocol(RoundProtocol):
         self._decide(Next(content["next"]))
       case Answer(ServerMessage.LOST, content) if self.membership.state != "leaving":
         raise PartLost(content["reason"])
-      case Answer(ServerMessage.SKIP, content) if self._runs(content["number"]):
-        self._skips = content["number"]
-        if self._run and self.membership.position.last and not self._run.skipped:
-          self._take_result(self._skips, self._run.digest)
+      case Answer(ServerMessage.SKIP, content) if run := self._run_of(content["number"]):
+        self._skips = run.group.number
+        if self.membership.position.last and not run.skipped:
+          self._take_result(run, run.digest)
       case _:
         self._welcomes += isinstance(event, Answer) and event.kind == ServerMessage.WELCOME
         super().handle(event, now)
@@ -76,7 +81,18 @@ class PartProtocol(RoundProtocol):
       membership.join_again(RETRY)
 
   def _tell_lead(self, signal: Signal) -> None:
-    self._tell(signal._replace(value=self._welcomes) if signal.kind == WorkerMessage.HELLO else signal)
+    if signal.kind == WorkerMessage.HELLO:
+      signal = signal._replace(value=self._welcomes)
+    self._tell(signal if signal.kind == WorkerMessage.DONE else signal._replace(digest=self._fetched))
+
+  def _adopt(self, piece: Piece) -> RoundPosition:
+    position = super()._adopt(piece)
+    self._fetched = self.exchange.digest()
+    return position
+
+  def _settle(self, run: Run, counts: bool) -> None:
+    super()._settle(run, counts)
+    self._fetched = 0
 
   def _answer(self, answer: Any) -> None:
     if isinstance(answer, Exception):
@@ -84,11 +100,10 @@ class PartProtocol(RoundProtocol):
     elif answer is not None:  # that parameters are not finite all parts find, and the lead decides
       self.membership.tell(WorkerMessage.ANSWERED)
 
-  def _take_result(self, number: int, digest: int | None) -> None:
+  def _take_result(self, run: Run, digest: int | None) -> None:
     if digest is not None:
-      assert self._run
-      if self._skips == number:
+      if self._skips == run.group.number:
         digest = self.exchange.skip()
-      if self._run.skipped:
-        self.membership.tell(WorkerMessage.SKIPPED, number)
-    super()._take_result(number, digest)
+      if run.skipped:
+        self.membership.tell(WorkerMessage.SKIPPED, run.group.number)
+    super()._take_result(run, digest)

@@ -1,23 +1,58 @@
 """The processes of a worker: they meet when it starts, and its training loops go on together."""
 
 import contextlib
+import itertools
 import queue
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsparse.partial.net.endpoint import Endpoint, PartLost
+from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.endpoint import Endpoint
 from jaxsparse.partial.net.membership import Member, Members, Membership
+from jaxsparse.partial.net.sockets import zmq
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.lead import LeadProtocol
-from jaxsparse.partial.rounds.parts import Decision, Next, PartProtocol
+from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
 from jaxsparse.partial.rounds.protocol import RoundProtocol
 from jaxsparse.partial.rounds.slices import Whole
 
 _LONGEST = 1 << 10  # bytes of an address, or of an error
 _FAILED = "!"  # begins an error
+
+
+class PartEndpoint(Endpoint):
+  """The endpoint of a worker, or of one part of it, whose server is the lead."""
+
+  hear_part: Callable[[bytes, list[bytes], float], None] | None = None  # takes signals of the other parts; of the lead
+
+  def follow(self, lead: str) -> None:
+    """From now on the server is the first part of this worker, at this address."""
+    self._servers = itertools.cycle([lead])
+    self.switch()
+
+  def tell_part(self, connection: bytes, frame: bytes) -> bool:
+    """Sends an answer to a part of this worker; whether the connection is there."""
+    try:
+      self._data.send_multipart([connection, frame], zmq.NOBLOCK)
+    except zmq.ZMQError as error:
+      return error.errno != zmq.EHOSTUNREACH
+    return True
+
+  def check_parts(self) -> None:
+    """Raises PartLost if the thread has ended since a part of this worker is lost."""
+    if isinstance(self._last_answer, PartLost):
+      raise self._last_answer
+
+  def _from_worker(self, frames: list[bytes]) -> None:
+    connection, *content = frames
+    if self.hear_part and not messages.parse_piece(content):
+      self.hear_part(connection, content, time.monotonic())
+    else:
+      super()._from_worker(frames)
 
 
 @contextlib.contextmanager
@@ -46,7 +81,7 @@ def _meet(text: str) -> list[str]:
 
 
 def make_protocol(
-  place: Whole, endpoint: Endpoint, membership: Membership, exchange: Exchanger, entries: int, servers: int
+  place: Whole, endpoint: PartEndpoint, membership: Membership, exchange: Exchanger, entries: int, servers: int
 ) -> RoundProtocol:
   """The protocol of a worker of one process, or of a part of one of several, which meet here."""
   if place.parts == 1:

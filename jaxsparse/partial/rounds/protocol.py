@@ -84,7 +84,9 @@ class RoundProtocol:
       case Request(WorkerMessage.NOT_FINITE):
         membership.answer_loop(None)
       case Request():
-        self._take_request(event)
+        self._request = event
+        if membership.open_request():
+          self._begin_request()
       case Answer():
         self._take_answer(event)
       case Piece(PieceKind.MODEL):
@@ -93,12 +95,12 @@ class RoundProtocol:
       case Piece():
         self._take_piece(event)
       case Unreachable(address) if self._run and address in self._members:
-        self._miss_member(self._members[address])
+        self._miss_member(self._run, self._members[address])
       case Unreachable(address):
         membership.miss_donor(address)
-      case Done(number, digest) if self._runs(number):
-        self._take_result(number, digest)
-      case Send(member, piece) if self._runs(piece.number):
+      case Done(number, digest) if run := self._run_of(number):
+        self._take_result(run, digest)
+      case Send(member, piece) if self._run_of(piece.number):
         membership.await_peer()
         membership.send(membership.addresses[member], piece)
 
@@ -130,20 +132,19 @@ class RoundProtocol:
     elif self._run and not membership.position.last:
       missing = self._run.missing
       silence = "no message" if missing is None else f"no message of worker {missing}"
-      self._fail(f"{silence} for {membership.timeout:g} s", missing)
+      self._fail(self._run, f"{silence} for {membership.timeout:g} s", missing)
     elif membership.state == "joining" and is_new:
       membership.lose("WELCOME", membership.timeout)
     else:  # a server knows, or a donor, also whether the last round counts
       membership.await_peer()
       membership.join_again(0)
 
-  def _miss_member(self, member: int) -> None:
+  def _miss_member(self, run: Run, member: int) -> None:
     """A member cannot be reached: it misses messages of this worker, which may have the result already."""
-    assert self._run
     if not self.membership.position.last:
-      self._fail(f"worker {member} cannot be reached at {self.membership.addresses[member]}", member)
+      self._fail(run, f"worker {member} cannot be reached at {self.membership.addresses[member]}", member)
     elif self.membership.state == "joined":
-      self.membership.tell(WorkerMessage.FAILED, self._run.group.number, missing=member)
+      self.membership.tell(WorkerMessage.FAILED, run.group.number, missing=member)
 
   def _miss_server(self) -> None:
     """The server has been silent for too long, or has too few workers."""
@@ -162,14 +163,9 @@ class RoundProtocol:
   def _lose_place(self) -> None:
     """Keeps a result that may count."""
     if self._run and not self.membership.position.last:
-      self._drop("the server does not count on this worker any more, or cannot be reached")
+      self._drop(self._run, "the server does not count on this worker any more, or cannot be reached")
 
   # Requests of the training loop.
-
-  def _take_request(self, request: Request) -> None:
-    self._request = request
-    if self.membership.open_request():
-      self._begin_request()
 
   def _begin_request(self) -> None:
     """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
@@ -200,7 +196,7 @@ class RoundProtocol:
     membership = self.membership
     if membership.state != "leaving":
       if self._run:
-        self._drop("this worker leaves")
+        self._drop(self._run, "this worker leaves")
       membership.tell(WorkerMessage.BYE, self._settled)
       membership.state = "leaving"
       self._residual = self.exchange.hand_over()
@@ -217,27 +213,33 @@ class RoundProtocol:
   def _take_answer(self, answer: Answer) -> None:
     membership = self.membership
     kind, content = answer
-    membership.addresses |= content.get("addresses", {})
+    membership.learn(content.get("addresses", {}))
     if "base" in content:
       self._last = RoundPosition(content["round"], content["base"])
       self._digest = content["digest"]
       membership.alike = membership.alike._replace(run=content["run"])
-    if kind == ServerMessage.WELCOME and membership.state == "joining":
-      self._take_welcome(content)
-    elif kind == ServerMessage.GROUP and self._awaits_group:
-      self._start_round(content)
-    elif kind == ServerMessage.ABORT and self._runs(content["number"]):
-      self._fail(content["reason"])
-    elif kind == ServerMessage.REJECTED:
-      if membership.take_rejection(content["reason"], awaits_group=self._awaits_group):
-        self._lose_place()
-        self._settled = 0
-    elif kind == ServerMessage.COMMIT and self._runs(content["number"]) and membership.position.last:
-      self._commit(content)
-      if membership.state == "joined":
-        self._begin_request()
-    elif kind == ServerMessage.BEHIND and self._awaits_group:
-      self._fall_behind(content)
+    match kind:
+      case ServerMessage.WELCOME if membership.state == "joining":
+        self._take_welcome(content)
+      case ServerMessage.GROUP if self._awaits_group:
+        self._start_round(content)
+      case ServerMessage.ABORT if run := self._run_of(content["number"]):
+        self._fail(run, content["reason"])
+      case ServerMessage.REJECTED:
+        if membership.take_rejection(content["reason"], awaits_group=self._awaits_group):
+          self._lose_place()
+          self._settled = 0
+      case ServerMessage.COMMIT if (run := self._run_of(content["number"])) and membership.position.last:
+        self._commit(run, content)
+        if membership.state == "joined":
+          self._begin_request()
+      case ServerMessage.BEHIND if self._awaits_group:
+        donor = membership.donor = content["donor"]
+        membership.warn(
+          f"is behind, with the anchor of round {membership.position.round} in place of {content['round']}, "
+          f"{f'and fetches it from {donor}' if donor else 'which no worker that is there has'}"
+        )
+        self._begin_request() if donor else membership.join_again(RETRY)
     membership.hear()
     if kind == ServerMessage.WELCOME or content.get("alive", 0) >= self.sizes[0]:
       self._await_quorum()
@@ -248,33 +250,35 @@ class RoundProtocol:
     self.sizes = tuple(content["sizes"])
     self._early = EarlyPieces(2 * self.sizes[1] * self.entries)  # an index and a value of each entry
     if self._run and content["number"] == position.last:
-      self._commit(content)
+      self._commit(self._run, content)
     elif self._run and content["base"] == position.base:
-      self._drop("the server has not heard that all members have the result")
+      self._drop(self._run, "the server has not heard that all members have the result")
     self.membership.enter(content["limit"], content["donor"])
     if self.membership.waits:
       self._begin_request()
 
-  def _fall_behind(self, content: dict[str, Any]) -> None:
-    donor = self.membership.donor = content["donor"]
-    behind = f"is behind, with the anchor of round {self.membership.position.round} in place of {content['round']}"
-    how = f"and fetches it from {donor}" if donor else "which no worker that is there has"
-    _LOG.warning(f"worker {self.membership.number} {behind}, {how}")
-    self._begin_request() if donor else self.membership.join_again(RETRY)
-
   def _take_model(self, piece: Piece) -> None:
     membership = self.membership
-    if self._run and (committed := self.exchange.was_committed(piece, membership.position)) is not None:
-      self._settle(counts=True) if committed else self._drop("another worker has an anchor without it")
-    if not self._run and (position := self.exchange.adopt(piece, self._last.base, self._digest)):
-      membership.position = position
-      membership.donor = membership.fetches_since = None
-      membership.state = "joined"
-      self._doublings -= 1
-      membership.await_peer()
-      self._begin_request()
-    else:  # the donor may not have heard that the round counts
+    try:
+      if self._run and (committed := self.exchange.was_committed(piece, membership.position)) is not None:
+        reason = "another worker has an anchor without it"
+        self._settle(self._run, counts=True) if committed else self._drop(self._run, reason)
+      if self._run:
+        raise ValueError("it may not have heard whether the last round counts")
+      membership.position = self._adopt(piece)
+    except ValueError as error:
+      membership.warn(f"refuses the anchor of worker {piece.sender}: {error}")
       membership.join_again(RETRY)
+      return
+    membership.donor = membership.fetches_since = None
+    membership.state = "joined"
+    self._doublings -= 1
+    membership.await_peer()
+    self._begin_request()
+
+  def _adopt(self, piece: Piece) -> RoundPosition:
+    """Where this worker stands with the anchor of a donor."""
+    return self.exchange.adopt(piece, self._last.base, self._digest)
 
   # The exchange of a round.
 
@@ -283,9 +287,9 @@ class RoundProtocol:
     """Whether a GROUP message may still be in transit."""
     return self.membership.state == "joined" and self.membership.waits and self._run is None
 
-  def _runs(self, number: int) -> bool:
-    """Whether this is the round whose exchange runs or has a result."""
-    return self._run is not None and self._run.group.number == number
+  def _run_of(self, number: int) -> Run | None:
+    """The exchange that runs or has a result, if it is that of this round."""
+    return self._run if self._run and self._run.group.number == number else None
 
   def _start_round(self, content: dict[str, Any]) -> None:
     group = Group.parse(content)
@@ -296,16 +300,17 @@ class RoundProtocol:
     self.membership.await_peer()
 
   def _take_piece(self, piece: Piece) -> None:
-    if self._run and self._runs(piece.number):
-      self._run.receive(piece)
+    if run := self._run_of(piece.number):
+      run.receive(piece)
       self.membership.await_peer()
     elif piece.number != self._settled and self._awaits_group:
       self._early.keep(piece)
 
-  def _take_result(self, number: int, digest: int | None) -> None:
+  def _take_result(self, run: Run, digest: int | None) -> None:
     membership = self.membership
+    number = run.group.number
     if digest is None:  # with a pause: members with other outer chains would fail again at once
-      self._drop("the exchange of this worker has failed")
+      self._drop(run, "the exchange of this worker has failed")
       membership.tell(WorkerMessage.FAILED, number)
       membership.join_again(RETRY)
     else:
@@ -313,25 +318,21 @@ class RoundProtocol:
       if membership.state == "joined":
         membership.tell(WorkerMessage.DONE, number, digest=digest)
 
-  def _commit(self, content: dict[str, Any]) -> None:
+  def _commit(self, run: Run, content: dict[str, Any]) -> None:
     """The round counts; if its result is not that of most members, this worker fetches theirs."""
-    assert self._run
-    differs = content["digest"] not in (0, self._run.digest)
-    self._settle(counts=True)
-    if differs:
+    self._settle(run, counts=True)
+    if content["digest"] not in (0, run.digest):
       self.membership.position = self.exchange.go_back()
       self.membership.donor = content["donor"]
 
-  def _drop(self, reason: str) -> None:
+  def _drop(self, run: Run, reason: str) -> None:
     """The round of the exchange counts for nobody."""
-    assert self._run
-    _LOG.warning(f"worker {self.membership.number}: {self._run.group.round} counts for nobody: {reason}")
-    self._settle(counts=False)
+    _LOG.warning(f"worker {self.membership.number}: {run.group.round} counts for nobody: {reason}")
+    self._settle(run, counts=False)
 
-  def _settle(self, counts: bool) -> None:
+  def _settle(self, run: Run, counts: bool) -> None:
     """The exchange has a result that counts, or is dropped."""
-    assert self._run
-    self._settled = self._run.group.number
+    self._settled = run.group.number
     self._run = None
     if counts:
       self.membership.position = self.exchange.commit()
@@ -341,9 +342,9 @@ class RoundProtocol:
       self.exchange.drop()
       self.membership.position = self.membership.position._replace(last=0)
 
-  def _fail(self, reason: str, missing: int | None = None) -> None:
+  def _fail(self, run: Run, reason: str, missing: int | None = None) -> None:
     """The round counts for nobody; asks for another one."""
-    self._drop(reason)
+    self._drop(run, reason)
     if self.membership.state == "joined":
       self.membership.tell(WorkerMessage.FAILED, self._settled, missing=-1 if missing is None else missing)
       self._begin_request()

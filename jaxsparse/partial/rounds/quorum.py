@@ -66,6 +66,7 @@ class Quorum:
     lost: how many workers were lost, and `lost_weight` the sum of what they had trained and not delivered.
     paused: whether no round begins: after its start a server waits for workers that know more than others, and later
       for one that fetches the anchor.
+    under_way: the group whose round is under way.
     over: whether all workers have left, the last one in good order.
 
   Raises:
@@ -99,7 +100,7 @@ class Quorum:
     self._present: set[int] = set()
     self._expected: dict[int, int] = {}  # weights of those who have been ready since they joined
     self._ready: dict[int, None] = {}  # the longest-waiting first
-    self._under_way: Group | None = None
+    self.under_way: Group | None = None
     self._failed: Group | None = None  # the last one whose result counts for nobody
     self._apart: dict[frozenset[int], tuple[int, int]] = {}  # pairs: how often they failed, and in which group last
     self._blamed = 0  # the number of the group for whose failure all pairs in it have been counted
@@ -110,11 +111,6 @@ class Quorum:
   def alive(self) -> tuple[int, ...]:
     """The workers that are there, ascending."""
     return tuple(sorted(self._present))
-
-  @property
-  def under_way(self) -> Group | None:
-    """The group whose round is under way."""
-    return self._under_way
 
   @property
   def waiting(self) -> tuple[int, ...]:
@@ -132,9 +128,8 @@ class Quorum:
     self._forget(worker)
     self._present.add(worker)
     self.over = False
-    if self._under_way is None and position.round > self.position.round:
-      self.position = RoundPosition(position.round, position.base)
-      self.digest = 0
+    if self.under_way is None and position.round > self.position.round:
+      self.go_back(position)
       self._ready.clear()  # they are behind
     return group
 
@@ -167,17 +162,17 @@ class Quorum:
 
   def release(self) -> list[Group]:
     """The round of those that are ready, if they are enough."""
-    if self.paused or self._under_way or len(chosen := self._choose()) < self.quorum:
+    if self.paused or self.under_way or len(chosen := self._choose()) < self.quorum:
       return []
     self._number += 1
     members = tuple(sorted(chosen))
     total = sum(self._expected.values())
     weights = tuple(self._expected[worker] / total if total else 1 / len(members) for worker in members)
-    self._under_way = Group(members, weights, self.position.round, number=self._number)
+    self.under_way = Group(members, weights, self.position.round, number=self._number)
     self._digests = {}
     for worker in members:
       del self._ready[worker]
-    return [self._under_way]
+    return [self.under_way]
 
   def _choose(self) -> Collection[int]:
     """Of the workers that are ready as many as reach each other; all if not enough of those that are there do."""
@@ -205,7 +200,7 @@ class Quorum:
     return frozenset((worker, other)) in self._apart
 
   def go_back(self, position: RoundPosition) -> None:
-    """Nobody has the anchor of the last round any more: the last one is that of this position."""
+    """The last round is that of this position: nobody has the anchor of a later one, or nobody knew of this one."""
     self.position = RoundPosition(position.round, position.base)
     self.digest = 0
 
@@ -223,7 +218,7 @@ class Quorum:
     verdict = Verdict(group, agreed, differing, self.waiting)
     self.position = RoundPosition(self.position.round + 1, number)
     self.digest = agreed
-    self._under_way = None
+    self.under_way = None
     self._ready.clear()
     self._counted |= dict.fromkeys(group.members, number)
     self._apart = {pair: failures for pair, failures in self._apart.items() if not all(map(group.has, pair))}
@@ -282,11 +277,11 @@ class Quorum:
 
   def _round_of(self, worker: int) -> Group | None:
     """The group under way, if a worker is in it."""
-    return self._under_way if self._under_way and self._under_way.has(worker) else None
+    return self.under_way if self.under_way and self.under_way.has(worker) else None
 
   def _drop_round_of(self, worker: int) -> Group | None:
     """The same, whose result counts for nobody from now on."""
     if group := self._round_of(worker):
-      self._under_way = None
+      self.under_way = None
       self._failed = group
     return group

@@ -134,21 +134,22 @@ class RoundServer:
       member.fetch_seconds = self.members.now - member.fetches_since
       member.fetches_since = None
       member.position = signal.position._replace(last=0)
-    if kind == WorkerMessage.BYE:
-      self._leave(worker, lost=False)
-    elif kind == WorkerMessage.BEAT:
-      member.weight = value
-    elif kind == WorkerMessage.READY:
-      self._take_ready(signal, member)
-    elif kind == WorkerMessage.DONE:
-      if verdict := self._quorum.done(worker, value, digest=signal.digest):
-        self._commit(verdict)
-    elif kind == WorkerMessage.FAILED:
-      missing = None if signal.missing < 0 else signal.missing
-      what = "could not finish its exchange" if missing is None else f"misses a message of worker {missing}"
-      self._abort(self._quorum.failed(worker, value, missing), worker, what)
-    else:
-      raise Rejected(f"unknown: {kind!r} in rounds")
+    match kind:
+      case WorkerMessage.BYE:
+        self._leave(worker, lost=False)
+      case WorkerMessage.BEAT:
+        member.weight = value
+      case WorkerMessage.READY:
+        self._take_ready(signal, member)
+      case WorkerMessage.DONE:
+        if verdict := self._quorum.done(worker, value, digest=signal.digest):
+          self._commit(verdict)
+      case WorkerMessage.FAILED:
+        missing = None if signal.missing < 0 else signal.missing
+        what = "could not finish its exchange" if missing is None else f"misses a message of worker {missing}"
+        self._abort(self._quorum.failed(worker, value, missing), worker, what)
+      case _:
+        raise Rejected(f"unknown: {kind!r} in rounds")
 
   # Workers that are behind.
 
@@ -202,18 +203,17 @@ class RoundServer:
 
   def _tell_behind(self, workers: Iterable[int], newest: str | None = None) -> None:
     """Tells workers that they are behind, with a donor: the one at the address `newest` if only that can be one."""
-    last = self._quorum.position.round
     for worker in workers:
       donor = newest or self._find_donor(worker)
       member = self.members.known[worker]
-      self._begin_fetch(member)
-      anchors = f"with the anchor of round {member.position.round} in place of {last}"
-      _LOG.warning(f"worker {worker} is behind, {anchors}: it fetches it")
+      if donor or member.fetches_since is None:  # else it asks again, several times a second
+        _LOG.warning(
+          f"worker {worker} is behind, with the anchor of round {member.position.round} in place of "
+          f"{self._quorum.position.round}: {'it fetches it' if donor else 'no worker that is there has it'}"
+        )
+      if member.fetches_since is None:
+        member.fetches_since = self.members.now
       self.members.tell([worker], ServerMessage.BEHIND, donor=donor, **self._last)
-
-  def _begin_fetch(self, member: RoundMember, seconds: int = 0) -> None:
-    if member.fetches_since is None:
-      member.fetches_since = self.members.now - seconds
 
   def _find_donor(self, worker: int) -> str | None:
     """The address of one with the anchor of the last round, for a worker: of the donor of fewest others.
@@ -252,8 +252,10 @@ class RoundServer:
     for group in groups:
       for worker in self._quorum.waiting:
         others = [str(member) for member in group.members if self._quorum.have_failed(worker, member)]
-        missed = f"it and worker {', '.join(others)} have missed messages of each other"
-        _LOG.warning(f"round {group.iteration + 1} leaves out worker {worker}: {missed}")
+        _LOG.warning(
+          f"round {group.iteration + 1} leaves out worker {worker}: "
+          f"it and worker {', '.join(others)} have missed messages of each other"
+        )
       self.members.tell_group(group)
 
   def _commit(self, verdict: Verdict) -> None:
@@ -272,8 +274,10 @@ class RoundServer:
     agreeing = [worker for worker in verdict.group.members if worker not in verdict.differing]
     self.members.tell(agreeing, ServerMessage.COMMIT, donor=None, **facts)
     for worker in verdict.differing:
-      cure = "CPUs with other instructions need XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have"
-      _LOG.warning(f"the result of worker {worker} differs from that of most members, and it fetches theirs: {cure}")
+      _LOG.warning(
+        f"the result of worker {worker} differs from that of most members, and it fetches theirs: "
+        "CPUs with other instructions need XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have"
+      )
       self.members.tell([worker], ServerMessage.COMMIT, donor=self._find_donor(worker), **facts)
     for worker in verdict.behind:
       known[worker].is_late = True
@@ -302,8 +306,7 @@ class RoundServer:
     """Joins a worker, or joins it again; it gets a donor unless it has the anchor of the last round."""
     worker = signal.worker
     quorum = self._quorum
-    at_start = signal.position.round == quorum.position.round == 0
-    self.members.check(connection, signal, at_start=at_start)
+    self.members.check(connection, signal, at_start=signal.position.round == quorum.position.round == 0)
     self._check_round(signal)
     waiting = quorum.waiting
     self._abort(quorum.join(worker, signal.position), worker, "has joined again")
@@ -316,26 +319,24 @@ class RoundServer:
     counts = last != 0 and last == quorum.position.base
     member.position = quorum.position if counts else signal.position._replace(last=0)
     donor = None if member.position == quorum.position else self._find_donor(worker)
-    if donor:
-      self._begin_fetch(member, signal.value)
-    options = {"limit": self.members.limit, "grace": quorum.grace, "sizes": [quorum.quorum, quorum.workers]}
-    number = last if counts else 0
-    self.members.tell([worker], ServerMessage.WELCOME, donor=donor, number=number, **options, **self._last)
+    if donor and member.fetches_since is None:
+      member.fetches_since = self.members.now - signal.value
+    facts = {"limit": self.members.limit, "grace": quorum.grace, "sizes": [quorum.quorum, quorum.workers], **self._last}
+    self.members.tell([worker], ServerMessage.WELCOME, donor=donor, number=last if counts else 0, **facts)
 
   def _check_round(self, signal: Signal) -> None:
     """Raises Rejected for a worker whose last round nobody here can judge yet, or of another run."""
-    worker = signal.worker
     position = signal.position
     if position.last and position.last != self._quorum.position.base:
       now = self.members.now
-      self._undecided[worker] = now
-      asking = {worker for worker, at in self._undecided.items() if now < at + self.members.limit}
-      if not self._started or len(asking.union(self._quorum.alive)) < self._quorum.quorum:
+      asked = {worker: at for worker, at in self._undecided.items() if at > now - self.members.limit}
+      self._undecided = asked | ({signal.worker: now} if signal.worker < self._quorum.workers else {})
+      if not self._started or len(self._undecided.keys() | self._quorum.alive) < self._quorum.quorum:
         raise Rejected(f"duplicate: whether round {position.last} counts is known when others are there")
     if position.round:
       run = signal.alike.run
       if self._quorum.position.round and run != self._run:
-        raise Rejected(f"unlike: worker {worker} has been in the run {run:x}, the others are in {self._run:x}")
+        raise Rejected(f"unlike: worker {signal.worker} has been in the run {run:x}, the others are in {self._run:x}")
       self._run = run
 
   def _leave(self, worker: int, *, lost: bool = True) -> None:

@@ -15,7 +15,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.alike import REFUSALS, Alike, check_start
-from jaxsparse.partial.net.endpoint import ControllerLost, Endpoint
+from jaxsparse.partial.net.endpoint import ControllerLost
 from jaxsparse.partial.net.messages import PieceKind, WorkerMessage
 from jaxsparse.partial.net.sockets import Keys
 from jaxsparse.partial.rounds import checks, moving, processes, slices
@@ -147,7 +147,7 @@ class Rounds:
       exchanger = self._exchanger = Exchanger(step, anchor, number)
       # A donor sends its anchor with the state of the outer chain, of Adam for example two arrays a parameter.
       longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
-      endpoint = self._endpoint = Endpoint(addresses, bind, keys, longest, timeout)
+      endpoint = self._endpoint = processes.PartEndpoint(addresses, bind, keys, longest, timeout)
     exchanger.post = endpoint.post
     facts = {"position": anchor.position, "alike": alike._replace(run=int(state["run"]) if state else 0)}
     self._membership = endpoint.make_membership(number, limit=timeout / len(addresses), **facts)
