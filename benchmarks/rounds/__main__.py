@@ -28,7 +28,7 @@ import json
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import flags
@@ -193,7 +193,7 @@ def main() -> None:
   for part in set(_BESIDE_TORCHFT).intersection(_PARTS.value):
     is_old = lambda row, part=part: row["fault" if part == "interrupted" else "mode"].startswith(again)
     result[part] = list(itertools.filterfalse(is_old, result.get(part, [])))
-  parts = {
+  parts: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
     "goodput": _goodput,
     "faults": _faults,
     "hidden": _hidden,

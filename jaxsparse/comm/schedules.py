@@ -133,10 +133,9 @@ def rounded_all_reduce(comm: Comm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
   Example:
     >>> from jaxsparse.comm import SimComm
     >>> sums = lambda x: rounded_all_reduce(SimComm("w"), x)
-    >>> jax.vmap(sums, axis_name="w")(jnp.array([[1.0], [1 / 512]]))
-    (Array([[1.],
-           [1.]], dtype=float32), Array([[0.9980469],
-           [0.0019531]], dtype=float32))
+    >>> total, share = jax.vmap(sums, axis_name="w")(jnp.array([[1.0], [1 / 512]]))
+    >>> total.ravel(), 512 * share.ravel()
+    (Array([1., 1.], dtype=float32), Array([511.,   1.], dtype=float32))
   """
   blocks = jnp.pad(x, (0, -x.size % (2 * comm.size))).reshape(comm.size, -1).astype(jnp.bfloat16)
   exact = combine_rows(comm.all_to_all(blocks).astype(jnp.float32), "sum")
