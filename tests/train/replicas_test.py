@@ -132,11 +132,8 @@ class _Threads:
     return rows
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_processes_that_compute_with_other_instructions_are_warned(monkeypatch, same):
-  monkeypatch.setattr(replicas, "_instructions", lambda: "avx" if same else f"avx{threading.current_thread().name}")
-  engine, found = _Threads(), []
-  target = lambda: found.append(replicas.check_same(engine, "the step", ["a line"]))
+def _warnings_of_both(target):
+  """The texts of the warnings of two threads, "0" and "1"."""
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     threads = [threading.Thread(target=target, name=str(number)) for number in range(2)]
@@ -144,11 +141,20 @@ def test_processes_that_compute_with_other_instructions_are_warned(monkeypatch, 
       thread.start()
     for thread in threads:
       thread.join()
+  return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_processes_that_compute_with_other_instructions_are_warned(monkeypatch, same):
+  monkeypatch.setattr(replicas, "_instructions", lambda: "avx" if same else f"avx{threading.current_thread().name}")
+  engine, found = _Threads(), []
+  target = lambda: found.append(replicas.check_same(engine, "the step", ["a line"]))
+  caught = _warnings_of_both(target)
   assert found == [None, None]
   assert len(caught) == (0 if same else 2)
   assert all(
-    "the step of process 1 is computed with other instructions than that of process 0 ('avx1'" in str(one.message)
-    for one in caught
+    "the step of process 1 is computed with other instructions than that of process 0 ('avx1'" in text
+    for text in caught
   )
 
 
@@ -172,14 +178,8 @@ def test_programs_that_differ_are_refused_also_where_processes_compute_with_othe
     except ValueError as error:
       errors.append(str(error))
 
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    threads = [threading.Thread(target=check, name=str(number)) for number in range(2)]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join()
-  assert ["computed with other instructions" in str(one.message) for one in caught] == [True, True]
+  caught = _warnings_of_both(check)
+  assert ["computed with other instructions" in text for text in caught] == [True, True]
   assert len(errors) == 2
   assert all("the step is not the same on all processes, but its text is" in error for error in errors)
 

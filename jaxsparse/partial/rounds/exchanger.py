@@ -250,11 +250,13 @@ class Exchanger:
         not above 0, or of another model.
     """
     anchor = self._unpack(model)
-    (round_, of, _) = anchor.position
-    if digest > 0 and of == base and (found := self.outer.digest(anchor)) != digest:
-      raise ValueError(f"its digest is {found:x}, that of round {round_} is {digest:x}")
-    if round_ < self.anchor.position.round:
-      raise ValueError(f"it is that of round {round_}, before round {self.anchor.position.round} of this worker's")
+    position = anchor.position
+    if digest > 0 and position.base == base and (found := self.outer.digest(anchor)) != digest:
+      raise ValueError(f"its digest is {found:x}, that of round {position.round} is {digest:x}")
+    if position.round < self.anchor.position.round:
+      raise ValueError(
+        f"it is that of round {position.round}, before round {self.anchor.position.round} of this worker's"
+      )
     if self._before and not anchor.follows(self.anchor.position):  # its last round does not count
       before, self.returned = self._before
       anchor = self.outer.with_residual(anchor, before)
