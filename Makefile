@@ -12,6 +12,8 @@ DOCS_STAMP := $(VENV)/docs
 SITE := out/site
 ACCELERATORS := .venv-accelerators
 TRAINERS := .venv-trainers
+LEVANTER := .venv-levanter
+NOT_LEVANTERS := datasets|filelock|flax|fsspec|gcsfs|jax|jaxlib|optax|orbax-checkpoint|protobuf|python-dateutil|safetensors|tensorstore|tokenizers|transformers
 PEERS := .venv-peers
 
 .PHONY: help install demo docs tables test test-all accelerators trainers peers lint types format clean
@@ -83,8 +85,19 @@ $(TRAINERS)/installed: pyproject.toml constraints.txt
 	  -e '.[trainers]'
 	@touch $@
 
-trainers: $(TRAINERS)/installed  ## run inside other people's trainers, in an environment of its own: Ray, DrJAX, Tunix, MaxText
+# Levanter requires older versions of NOT_LEVANTERS, optax below 0.2.7 too, so jaxsparse goes in without what
+# it requires. It does not say that it imports GitPython.
+$(LEVANTER)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(LEVANTER)
+	sed -E '/^($(NOT_LEVANTERS))==/d' constraints.txt > $(LEVANTER)/constraints.txt
+	$(LEVANTER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LEVANTER)/constraints.txt \
+	  marin-levanter==0.2.20.dev202606180959 gitpython jax==0.10.2 hatchling editables hypothesis pytest pytest-timeout pyzmq
+	$(LEVANTER)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+trainers: $(TRAINERS)/installed $(LEVANTER)/installed  ## run inside other people's trainers, in environments of their own: Ray, DrJAX, Tunix, MaxText, Levanter
 	$(TRAINERS)/bin/python -m pytest -m '' tests/trainers
+	$(LEVANTER)/bin/python -m pytest -m '' tests/trainers/levanter_test.py
 
 # The 8 bits of hivemind fail with NumPy 2.4.
 $(PEERS)/installed: constraints.txt
@@ -108,4 +121,4 @@ format: install  ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 clean:  ## removes the environment and everything built
-	rm -rf $(VENV) $(ACCELERATORS) $(TRAINERS) $(PEERS) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ACCELERATORS) $(TRAINERS) $(LEVANTER) $(PEERS) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
