@@ -13,7 +13,6 @@ SITE := out/site
 ACCELERATORS := .venv-accelerators
 TRAINERS := .venv-trainers
 LEVANTER := .venv-levanter
-NOT_LEVANTERS := datasets|filelock|flax|fsspec|gcsfs|jax|jaxlib|optax|orbax-checkpoint|protobuf|python-dateutil|safetensors|tensorstore|tokenizers|transformers
 PEERS := .venv-peers
 
 .PHONY: help install demo docs tables test test-all accelerators trainers peers lint types format clean
@@ -85,12 +84,11 @@ $(TRAINERS)/installed: pyproject.toml constraints.txt
 	  -e '.[trainers]'
 	@touch $@
 
-# Levanter requires older versions of NOT_LEVANTERS, optax below 0.2.7 too, so jaxsparse goes in without what
-# it requires. It does not say that it imports GitPython.
-$(LEVANTER)/installed: pyproject.toml constraints.txt
+# Levanter requires optax below 0.2.7, and older versions than constraints.txt of much else: jaxsparse goes in without what
+# it requires. Levanter has pre-releases only, and does not say that it imports GitPython.
+$(LEVANTER)/installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(LEVANTER)
-	sed -E '/^($(NOT_LEVANTERS))==/d' constraints.txt > $(LEVANTER)/constraints.txt
-	$(LEVANTER)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LEVANTER)/constraints.txt \
+	$(LEVANTER)/bin/python -m pip install --quiet --disable-pip-version-check --pre \
 	  marin-levanter==0.2.20.dev202606180959 gitpython jax==0.10.2 hatchling editables hypothesis pytest pytest-timeout pyzmq
 	$(LEVANTER)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
