@@ -12,6 +12,7 @@ DOCS_STAMP := $(VENV)/docs
 SITE := out/site
 ACCELERATORS := .venv-accelerators
 TRAINERS := .venv-trainers
+LEVANTER := .venv-levanter
 PEERS := .venv-peers
 
 .PHONY: help install demo docs tables test test-all accelerators trainers peers lint types format clean
@@ -83,8 +84,18 @@ $(TRAINERS)/installed: pyproject.toml constraints.txt
 	  -e '.[trainers]'
 	@touch $@
 
-trainers: $(TRAINERS)/installed  ## run inside other people's trainers, in an environment of its own: Ray, DrJAX, Tunix, MaxText
+# Levanter requires optax below 0.2.7, and older versions than constraints.txt of much else: jaxsparse goes in without what
+# it requires. Levanter has pre-releases only, and does not say that it imports GitPython.
+$(LEVANTER)/installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(LEVANTER)
+	$(LEVANTER)/bin/python -m pip install --quiet --disable-pip-version-check --pre \
+	  marin-levanter==0.2.20.dev202606180959 gitpython jax==0.10.2 hatchling editables hypothesis pytest pytest-timeout pyzmq
+	$(LEVANTER)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+trainers: $(TRAINERS)/installed $(LEVANTER)/installed  ## run inside other people's trainers, in environments of their own: Ray, DrJAX, Tunix, MaxText, Levanter
 	$(TRAINERS)/bin/python -m pytest -m '' tests/trainers
+	$(LEVANTER)/bin/python -m pytest -m '' tests/trainers/levanter_test.py
 
 # The 8 bits of hivemind fail with NumPy 2.4.
 $(PEERS)/installed: constraints.txt
@@ -108,4 +119,4 @@ format: install  ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 clean:  ## removes the environment and everything built
-	rm -rf $(VENV) $(ACCELERATORS) $(TRAINERS) $(PEERS) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ACCELERATORS) $(TRAINERS) $(LEVANTER) $(PEERS) out dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -362,6 +362,29 @@ def test_training_goes_on_from_a_saved_state_as_if_it_had_not_ended(tmp_path):
   assert state["moved"].any()
 
 
+def test_a_loop_may_set_a_mesh_and_donate_what_it_has_given():
+  """The mesh is without the device of the exchanges. The first parameters are donated, too, and those of each step."""
+  mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[8:10])
+  move = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+  first = jax.jit(lambda: START, out_shardings=jax.NamedSharding(mesh, jax.P()))
+  with serve(1) as server, jax.set_mesh(mesh):
+    given = first()
+    worker = join(server, 0, given, choosing, every=2, apply_residual=True)
+    move(given)
+    own = worker.params
+    for _ in range(4):
+      before = own
+      own = worker.step(move(before))
+      assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+      assert jax.sharding.get_abstract_mesh().axis_names == ("data",)
+    assert own["w"].sharding.mesh == mesh
+    state = worker.state
+    worker.leave(own)
+  with serve(1) as server, jax.set_mesh(mesh), join(server, 0, first(), choosing, every=2, state=state) as worker:
+    assert worker.round == 2
+    np.testing.assert_array_equal(flat(worker.params) - state["residual"], flat(START) + 4)
+
+
 def test_what_was_given_in_a_round_that_another_server_undid_is_given_once_more():
   """The next round delivers it, once."""
 

@@ -4,10 +4,11 @@ Each of P parts exchanges one of P equal slices of every leaf, in the order of i
 So every entry is in one part, also of leaves that are replicated, and how a worker shards its leaves does not matter.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +17,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse.sparse.flatten import leaves_by_name
+
+
+@contextlib.contextmanager
+def without_mesh() -> Iterator[None]:
+  """Leaves the mesh of `jax.set_mesh` for a block or a function: JAX refuses arrays of other devices, here of the CPU.
+
+  Example:
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))), without_mesh():
+    ...   jax.sharding.get_abstract_mesh().axis_names
+    ()
+  """
+  with jax.set_mesh(Mesh(np.empty((), object), ())):
+    yield
 
 
 class Whole:

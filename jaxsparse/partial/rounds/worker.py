@@ -46,10 +46,9 @@ class Rounds:
 
       Σ_rounds total + Σ_w r_w = Σ_rounds Σ_w weight_w (θ − θ_w)        (Law C)
 
-  A worker that leaves for good hands its residual over to another one; that of a lost worker is lost.
-
-  The exchange runs on the CPU in the background. With a delay of τ steps it begins τ steps before it is applied, so
-  that it takes no time from training. What a worker moves meanwhile goes into the next round.
+  A worker that leaves for good hands its residual over to another one; that of a lost worker is lost. The exchange runs
+  on the CPU in the background. With a delay of τ steps it begins τ steps before it is applied, and takes no time from
+  training. What a worker moves meanwhile goes into the next round.
 
   Args:
     address: of the server, or a list, the same for all workers: where a server is silent for the `limit` that it was
@@ -102,6 +101,7 @@ class Rounds:
   DiLoCo (Douillard et al., 2023), Streaming DiLoCo (2025) for fragments, delay and mixing.
   """
 
+  @slices.without_mesh()
   def __init__(
     self,
     address: str | Sequence[str],
@@ -173,6 +173,7 @@ class Rounds:
     self._flight: tuple[Any, np.ndarray, Any] | None = None  # what was given, its `_undelivered`, and the result before
 
   @property
+  @slices.without_mesh()
   def state(self) -> dict[str, Any]:
     """Arrays to save and to begin with again: the anchor and the outer state, the residual, and what was moved since.
 
@@ -187,9 +188,9 @@ class Rounds:
     moved = np.asarray(flatten(outer.on_cpu(self._place.to_host(self._moved)))[0])
     local = {"moved": moved, "trained": self._undelivered.copy(), "share": np.float64(self._recent_weight)}
     shared = {"anchor": content, "residual": outer.residual(anchor), "fragments": np.int64(len(self._undelivered))}
-    local["part"] = np.array(self._place.where)
-    return checks.seal(shared | local, self._number, self._membership.alike.run)
+    return checks.seal(shared | local | {"part": np.array(self._place.where)}, self._number, self._membership.alike.run)
 
+  @slices.without_mesh()
   def step(self, params: Any, weight: int = 1) -> Any:
     """To be called after each local step: begins an exchange or applies a round where it is time.
 
@@ -217,6 +218,7 @@ class Rounds:
     wait = self._protocol.grace if self._wait is None else self._wait
     return self._finish(params, 0 if self._since % self._turn else wait)
 
+  @slices.without_mesh()
   def leave(self, params: Any = None) -> Any:
     """Leaves: the other workers continue without this one.
 
@@ -265,7 +267,6 @@ class Rounds:
       logging.getLogger(__name__).warning(f"worker {self._number} leaves, and {unheard}")
 
   def __enter__(self) -> Self:
-    """The worker."""
     return self
 
   def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
