@@ -89,7 +89,7 @@ def test_parameters_are_averaged_and_other_leaves_pass_through(tmp_path):
 def test_signs_train_workers_of_two_devices(tmp_path):
   logs = train(tmp_path, PROGRAM, XLA_FLAGS="--xla_force_host_platform_device_count=2")
   for log in logs:
-    assert float(log.rpartition("loss ")[2].split()[0]) < 0.2  # 1.1 at the start
+    assert float(log.rpartition("loss ")[2].split()[0]) < 0.2
   first, second = (np.load(tmp_path / f"{number}" / "end.npy") for number in range(2))
   np.testing.assert_array_equal(first, second)
   for number in range(1, 20):
