@@ -75,7 +75,16 @@ def by_part(tree, parts=2):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{"nan": 6}, {"fragments": 2, "delay": 1}, {"delay": 1, "mixing": 0.5}], ids=str)
+@pytest.mark.parametrize(
+  "options",
+  [
+    {"nan": 6},
+    {"fragments": 2, "delay": 1},
+    {"delay": 1, "mixing": 0.5},
+    {"dtype": "bfloat16", "delay": 1, "mixing": 0.5, "nan": 6},
+  ],
+  ids=str,
+)
 def test_two_processes_are_a_worker_as_one_process_is_bit_for_bit(options, start, finish):
   """With leaves that are sharded over all devices, and replicated, and whose sizes two does not divide."""
   every = 4
@@ -83,8 +92,9 @@ def test_two_processes_are_a_worker_as_one_process_is_bit_for_bit(options, start
   steps = [(0, 4 * every), (0, (4 + ("nan" in options)) * every)]
 
   def train(number):
-    given = {"every": every} | {name: value for name, value in options.items() if name != "nan"}
-    with join(server, number, jax.tree.map(jnp.asarray, START), parts_trainer.outer, **given) as worker:
+    given = {"every": every} | {name: value for name, value in options.items() if name not in ("nan", "dtype")}
+    params = jax.tree.map(jnp.asarray, parts_trainer.start(options.get("dtype", "float32")))
+    with join(server, number, params, parts_trainer.outer, **given) as worker:
       own = parts_trainer.train(worker, number, steps[number], options.get("nan"))
       return worker._exchanger.anchor.params, own
 
@@ -96,7 +106,7 @@ def test_two_processes_are_a_worker_as_one_process_is_bit_for_bit(options, start
   for (anchor, own), parts in zip(expected, found, strict=True):
     for part, vector in zip(parts, by_part(anchor), strict=True):
       np.testing.assert_array_equal(part["vector"], vector)
-      for name, leaf in own.items():
+      for name, leaf in parts_trainer.as_float32(own).items():
         np.testing.assert_array_equal(part[name], leaf)
 
 

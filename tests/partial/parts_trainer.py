@@ -4,6 +4,7 @@ import json
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -12,6 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxsparse as js
 
 START = {"b": np.arange(5, dtype=np.float32), "w": np.arange(48, dtype=np.float32).reshape(8, 6)}
+
+
+def start(dtype="float32"):
+  """The parameters at the start, whose weights have this dtype."""
+  return START | {"w": START["w"].astype(jnp.dtype(dtype))}
 
 
 def outer(comm):
@@ -58,6 +64,11 @@ def flat(tree):
   return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
+def as_float32(tree):
+  """A file of numpy has no bfloat16."""
+  return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), tree)
+
+
 def report(exchanger, path):
   """Saves what a part has after each round: its number, the anchor, the residual, and what was given, weighted."""
   commit = exchanger.commit
@@ -86,12 +97,14 @@ def main(address, number, part, port, folder, parts, devices, steps, **options):
   meets = options.pop("meets", False)
   saved = options.pop("saved", [])  # the numbers of the parts whose states the parts go on from
   state = dict(np.load(f"{folder}/{number}.{saved[part]}.npz")) if saved else None
-  with js.partial.Rounds(address, number, place(START), chain, state=state, **options) as worker:
+  params = place(start(options.pop("dtype", "float32")))
+  with js.partial.Rounds(address, number, params, chain, state=state, **options) as worker:
     report(worker._exchanger, f"{folder}/{number}.{part}")
     began = worker.round
-    params = multihost_utils.process_allgather(train(worker, number, steps, nan, meets), tiled=True)
+    params = train(worker, number, steps, nan, meets)
+    whole = as_float32(multihost_utils.process_allgather(params, tiled=True))
     found = {"began": began, "round": worker.round, "vector": flat(worker._exchanger.anchor.params)}
-    np.savez(f"{folder}/{number}.{part}.npz", **found, **worker.state, **params)
+    np.savez(f"{folder}/{number}.{part}.npz", **found, **worker.state, **whole)
 
 
 if __name__ == "__main__":
