@@ -86,8 +86,8 @@ class Case(NamedTuple):
   @property
   def by_magnitude(self) -> bool:
     """Whether a giant entry is delivered at once. A threshold that everything else equals selects too much for that."""
-    by_share = self.name in ("a2sgd", "gaussiank", "micro", "oktopk", "randomk") or "contributors" in str(self)
-    return self.exact and not by_share
+    by_other_rule = self.name in ("a2sgd", "gaussiank", "micro", "oktopk", "randomk") or "contributors" in str(self)
+    return self.exact and not by_other_rule
 
   @property
   def exact(self) -> bool:

@@ -163,7 +163,11 @@ class Collective(abc.ABC):
 
   @abc.abstractmethod
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    """Estimates the sum of the f32[n] `grads` of all workers of `comm`, and returns it with the next state."""
+    """Estimates the sum of the f32[n] `grads` of all workers of `comm`, and returns it with the next state.
+
+    Where a gradient has NaN or Inf, the total must have one too, whichever entries it delivers: all workers then skip
+    the step.
+    """
 
   @abc.abstractmethod
   def cost(self, n: int, size: int) -> Cost:

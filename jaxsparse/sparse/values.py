@@ -19,7 +19,7 @@ class Values:
   """Unchanged values, and the base of formats that round.
 
   Attributes:
-    bytes: size of a value.
+    bytes: size of a value, a whole number.
     scaled: whether each row has a scale, one more word.
     rounds: whether values are rounded.
     draws: whether rounding is random and needs noise.
@@ -28,7 +28,12 @@ class Values:
   bytes, scaled, rounds, draws = 4, False, False, False
 
   def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Encodes f32[rows, c] values; the second result is their scale f32[rows], or None without one."""
+    """Encodes f32[rows, c] values.
+
+    Returns:
+      (values, scale): [rows, c] of any dtype, which codecs reorder and `read` converts to f32; f32[rows], by which
+      `read` multiplies, or None.
+    """
     return values, None
 
 

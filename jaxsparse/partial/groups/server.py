@@ -17,7 +17,7 @@ class GroupMember(Member):
   """What the server knows of a worker that has joined."""
 
   step_began: float = 0.0  # when it joined, or its last group was formed
-  patience: float = 0.0  # once it is ready: until when it waits for the group filter, as long as its step took
+  waits_until: float = 0.0  # once it is ready: until when it waits for the group filter, as long as its step took
   iteration: int = 0  # of its model; 0 if that is not trained, or not finite
   seeks: bool = False  # its model is not finite, and there is no donor for it yet
   group: Group | None = None  # the last one
@@ -57,7 +57,7 @@ class GroupServer:
     """Sends heartbeats, and drops dead workers; to be called several times in `limit` seconds."""
     for worker in self.members.tick(now):
       self._leave(worker)
-    if any(self.members.known[worker].patience < now for worker in self._controller.waiting):
+    if any(self.members.known[worker].waits_until < now for worker in self._controller.waiting):
       self._announce(self._controller.release())
 
   def _handle(self, connection: bytes, signal: Signal) -> None:
@@ -72,7 +72,7 @@ class GroupServer:
       case WorkerMessage.READY | WorkerMessage.SYNCHRONIZE:
         is_ready = kind == WorkerMessage.READY
         groups = (self._controller.ready if is_ready else self._controller.synchronize)(worker, value)
-        member.patience = self.members.now + (self.members.now - member.step_began)
+        member.waits_until = self.members.now + (self.members.now - member.step_began)
         member.iteration = value
         member.seeks = False
         self._announce(groups)

@@ -78,7 +78,7 @@ class Endpoint:
     bind: the address at which other workers reach this one.
     keys: CURVE keys of the run.
     longest: bytes of the longest piece.
-    timeout: seconds that a worker that leaves waits for its last pieces to be sent.
+    timeout: `Membership.timeout`; also the seconds that a worker that leaves waits for its last pieces to be sent.
 
   Attributes:
     address: where other workers reach this one, with the port.

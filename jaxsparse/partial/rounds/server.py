@@ -38,7 +38,7 @@ class RoundMember(Member):
 
   position: RoundPosition = _START
   weight: int = 0  # what it has trained for since it last delivered
-  patience: float = 0.0  # once it is ready: until when it waits for others
+  waits_until: float = 0.0  # once it is ready: until when it waits for others
   is_late: bool = False  # it is behind, and has not been told so
   donor: int | None = None  # of its last anchor
   donor_named: float = 0.0  # when
@@ -83,7 +83,7 @@ class RoundServer:
     for worker in self.members.tick(now, alive=len(known)):
       self._leave(worker)
     enough = self._quorum.waiting[self._quorum.quorum - 1 :]
-    if enough and known[enough[0]].patience < now:
+    if enough and known[enough[0]].waits_until < now:
       self._announce(self._quorum.release())
 
   def status(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class RoundServer:
 
   def _take_ready(self, signal: Signal, member: RoundMember) -> None:
     member.position = signal.position._replace(last=0)
-    member.patience = self.members.now + self._quorum.grace
+    member.waits_until = self.members.now + self._quorum.grace
     try:
       self._announce(self._quorum.ready(signal.worker, signal.value, signal.position))
       if member.awaited_until is not None:
@@ -298,7 +298,7 @@ class RoundServer:
     _LOG.warning(f"{group.round} counts for nobody: {reason}")
     self.members.tell(group.members, ServerMessage.ABORT, number=group.number, worker=worker, reason=reason)
     for other in self._quorum.waiting:  # or the first member that is ready again would begin with them alone
-      self.members.known[other].patience = self.members.now + self._quorum.grace
+      self.members.known[other].waits_until = self.members.now + self._quorum.grace
 
   # Workers that join and leave.
 
