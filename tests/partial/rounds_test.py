@@ -694,6 +694,12 @@ STATE = make_state(START)
 NOT_FINITE = make_state(START | {"b": jnp.full(4, jnp.inf)})
 WRONG = [
   ({"outer": lambda _: optax.sgd(1.0)}, ValueError, "outer has no jaxsparse transform"),
+  ({"outer": lambda comm: optax.masked(averaging(comm), {"b": True, "w": False})}, ValueError, r"anchor\['w'\] would"),
+  (
+    {"outer": lambda comm: optax.chain(optax.trace(0.5), averaging(comm))},
+    ValueError,
+    r"outer\[0\].trace\['b'\] would",
+  ),
   ({"outer": lambda comm: js.spardl_transform(comm, density=2.0)}, ValueError, "density=2.0"),
   ({"number": -1}, ValueError, "number=-1, choose a whole number from 0 to 65535"),
   ({"wait": -1}, ValueError, "wait=-1, choose seconds from 0"),
