@@ -192,6 +192,20 @@ def test_momentum_and_fragments_are_handed_to_a_worker_that_was_away():
   np.testing.assert_allclose(group.flat(2)[9:], PARAMS["w"].ravel() - (1 + 1.5 + 1.75), rtol=1e-6)
 
 
+def test_random_keys_of_the_outer_optimizer_are_handed_to_a_worker_that_was_away():
+  def add_noise(updates, key, _):
+    now, after = jax.random.split(key)
+    return jax.tree.map(lambda leaf: leaf + jax.random.normal(now, leaf.shape), updates), after
+
+  noise = optax.GradientTransformation(lambda _: jax.random.key(0), add_noise)
+  chain = lambda comm: optax.chain(js.dense_transform(comm), noise, optax.sgd(1.0))
+  group = Team(chain, workers=3)
+  ones = {name: np.ones_like(leaf) for name, leaf in PARAMS.items()}
+  group.catch_up(2, group.round((0, 1), [ones] * 3))
+  group.round((1, 2), [ones] * 3)
+  np.testing.assert_array_equal(group.flat(1), group.flat(2))
+
+
 def test_one_program_for_a_size_whoever_is_in_the_group():
   group = Team(js.dense_transform, workers=3)
   content = group.round((0, 1), trees(0, 3))

@@ -13,7 +13,7 @@ import zmq
 
 import jaxsparse as js
 from jaxsparse.partial.net.messages import Piece, PieceKind
-from jaxsparse.partial.rounds import checks
+from jaxsparse.partial.rounds import checks, exchanger
 from jaxsparse.partial.rounds import worker as rounds
 from jaxsparse.partial.rounds.outer_step import OuterStep
 from tests.cases import averaged, quick_of, row
@@ -542,6 +542,55 @@ def test_a_worker_that_leaves_without_a_quorum_keeps_what_it_has_moved_in_its_st
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + moved), left, START)
 
 
+@pytest.mark.parametrize(
+  ("where", "name"), [(exchanger, "_all_finite"), (rounds.moving, "keep"), (rounds.Rounds, "_own")], ids=str
+)
+def test_a_step_that_is_interrupted_loses_no_round(where, name, monkeypatch):
+  """As Ctrl-C in a notebook: when the exchange begins, and while the round is applied. The next step goes on."""
+  with serve(1) as server, join(server, 0, every=2) as worker:
+    own = worker.step(worker.step(worker.params))
+
+    def interrupt(*_):
+      monkeypatch.undo()
+      raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, name, interrupt)
+    interrupted = 0
+    for _ in range(8):
+      own = plus(own, 1.0)
+      try:
+        own = worker.step(own)
+      except KeyboardInterrupt:
+        interrupted += 1
+    assert interrupted == 1
+    assert worker.round >= 4
+    own = worker.leave(own)
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 8.0), own, START)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (lambda own: own | {"b": jnp.zeros((1, 4))}, r"params\['b'\] of \[1, 4\], where training started from .*\[4\]"),
+    (lambda own: own | {"more": jnp.zeros(2)}, r"params\['more'\] of \[2\], where training started from params\['w'\]"),
+    (lambda own: own["b"], r"params of \[4\], where training started from params\['b'\] of \[4\]"),
+  ],
+)
+def test_parameters_with_other_leaves_are_refused_and_training_goes_on(change, message, delay):
+  """Also while an exchange is under way, whose round is applied by the next step."""
+  with serve(1) as server, join(server, 0, every=2, delay=delay) as worker:
+    own = worker.step(worker.params)
+    assert not delay or soon(lambda: worker._exchanger.delivered)
+    with pytest.raises(ValueError, match=message):
+      worker.step(change(own))
+    for _ in range(4):
+      own = worker.step(plus(own, 1.0))
+    assert worker.round >= 2
+    own = worker.leave(own)
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 4.0), own, START)
+
+
 def test_nan_is_not_kept_by_a_worker_that_leaves_in_the_middle_of_an_exchange():
   with serve(2, grace=60.0) as server, join(server, 0, every=2, delay=1) as worker:
     worker.step(plus(worker.params, np.nan))
@@ -645,6 +694,12 @@ STATE = make_state(START)
 NOT_FINITE = make_state(START | {"b": jnp.full(4, jnp.inf)})
 WRONG = [
   ({"outer": lambda _: optax.sgd(1.0)}, ValueError, "outer has no jaxsparse transform"),
+  ({"outer": lambda comm: optax.masked(averaging(comm), {"b": True, "w": False})}, ValueError, r"anchor\['w'\] would"),
+  (
+    {"outer": lambda comm: optax.chain(optax.trace(0.5), averaging(comm))},
+    ValueError,
+    r"outer\[0\].trace\['b'\] would",
+  ),
   ({"outer": lambda comm: js.spardl_transform(comm, density=2.0)}, ValueError, "density=2.0"),
   ({"number": -1}, ValueError, "number=-1, choose a whole number from 0 to 65535"),
   ({"wait": -1}, ValueError, "wait=-1, choose seconds from 0"),

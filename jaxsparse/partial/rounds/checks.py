@@ -1,16 +1,26 @@
-"""Checks of what `Rounds` is given: options, and a saved state, which is sealed with a number and a digest."""
+"""Checks of what `Rounds` is given: options, an outer chain, and a saved state, sealed with a number and a digest."""
 
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxsparse.collectives._base import check_whole
+from jaxsparse.comm import replication
+from jaxsparse.comm.peers import PEERS
 from jaxsparse.partial.net import sockets
 from jaxsparse.partial.net.sockets import Keys
+from jaxsparse.transform import state as states
 
+_UNLIKE = (
+  "no jaxsparse transform covers it (optax.masked passes masked leaves on unchanged), or it is computed from what one "
+  "worker gives (by a transformation before the transform, or around it, as optax.apply_if_finite), or the totals of "
+  "the collective differ (A2SGD). Give every leaf a transform, and begin the chain with it"
+)
 _SEALED = {"anchor": np.uint8, "residual": np.float32, "moved": np.float32}
 
 
@@ -41,6 +51,22 @@ def check_options(
   for name, value in seconds.items():
     if value is not None and not 0 <= value <= threading.TIMEOUT_MAX:
       raise ValueError(f"Rounds: {name}={value!r}, choose seconds from 0 to {threading.TIMEOUT_MAX:g}")
+
+
+def check_alike(step: Callable, outer: Any) -> Callable:
+  """An outer step, which raises ValueError when it is traced if its results would not be alike on all workers.
+
+  Args:
+    step: of a rank, a weight, what a worker gives, the state of the outer chain and the anchor, to the next anchor, the
+      next state, and whether the step is skipped.
+    outer: that state.
+  """
+  alike = PartitionSpec()
+  own = PartitionSpec(PEERS)
+  spec = lambda node: own if states.is_reduce_state(node) else alike
+  state = jax.tree.map(spec, outer, is_leaf=states.is_reduce_state)
+  results = dict.fromkeys(("anchor", "outer", "skipped"), _UNLIKE)
+  return replication.checked(step, (own, own, own, state, alike), (alike, state, alike), PEERS, results)
 
 
 def seal(state: dict[str, Any], number: int, run: int) -> dict[str, Any]:

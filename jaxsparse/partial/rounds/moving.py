@@ -1,10 +1,13 @@
 """What a worker of rounds has moved: the parameters that it goes on from, and what is left after a round."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxsparse.sparse.flatten import leaves_by_name
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -15,7 +18,15 @@ def parameters(base: jax.Array, moved: jax.Array, dtype: Any) -> jax.Array:
 
 @jax.jit
 def movement(base: Any, before: Any, params: Any) -> Any:
-  """Base − θ_w: what it was when `step` returned parameters last, and what was moved since."""
+  """Base − θ_w: what it was when `step` returned parameters last, and what was moved since.
+
+  Raises:
+    ValueError: for parameters whose leaves have other names or shapes.
+  """
+  named = lambda tree: [f"params{name} of {[*leaf.shape]}" for name, leaf in leaves_by_name(tree).items()]
+  for expected, found in itertools.zip_longest(named(base), named(params), fillvalue="nothing"):
+    if found != expected:
+      raise ValueError(f"Rounds: {found}, where training started from {expected}: give what `step` returned, trained")
 
   def add(base: jax.Array, moved: jax.Array, param: jax.Array) -> jax.Array:
     return moved + (parameters(base, moved, param.dtype).astype(jnp.float32) - param.astype(jnp.float32))

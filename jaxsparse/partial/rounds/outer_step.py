@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse.comm.peers import PeerComm, Send
+from jaxsparse._compat import is_key, words_of_keys
+from jaxsparse.comm.peers import PEERS, PeerComm, Send
 from jaxsparse.comm.program_text import ProgramText
+from jaxsparse.comm.verbs import mark_total
 from jaxsparse.partial.net.messages import RoundPosition
+from jaxsparse.partial.rounds.checks import check_alike
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
@@ -129,7 +132,7 @@ class OuterStep:
     key = size, fragment
     if key not in self._programs:
       with jax.default_device(self._cpu):
-        step = jax.jit(functools.partial(self._step, size, fragment))
+        step = jax.jit(check_alike(functools.partial(self._step, size, fragment), operands[-2]))
         self._programs[key] = step.lower(*operands).compile()
     return self._programs[key]
 
@@ -144,7 +147,8 @@ class OuterStep:
           raise
     operands = self._operands(0, np.int32(0), np.float32(0), anchor.params, outer[0], anchor.params)
     with jax.default_device(self._cpu):
-      return ProgramText(jax.make_jaxpr(functools.partial(self._step, size, 0))(*operands)).digest
+      step = check_alike(functools.partial(self._step, size, 0), outer[0])
+      return ProgramText(jax.make_jaxpr(step)(*operands)).digest
 
   def compile(self, anchor: Anchor, size: int) -> None:
     """Compiles the outer steps of all fragments for groups of a size."""
@@ -166,8 +170,8 @@ class OuterStep:
     if self._fragments.count > 1:
       updates = fill_zeros(params, updates)
     after = optax.apply_updates(params, updates)
-    # The optimizer behind the collective may overflow, alike on all workers.
-    skipped = states.is_skipped(outer) | ~flatten.all_finite(after)
+    # The optimizer behind the collective may overflow, alike on all workers: `check_alike` looks at the rest.
+    skipped = mark_total(states.is_skipped(outer) | ~flatten.all_finite(after), (PEERS,))
     after = jax.tree.map(functools.partial(jnp.where, skipped), params, after)
     return after, select_state(skipped, before, outer), skipped
 
@@ -319,17 +323,22 @@ def _shapes(params: Any) -> int:
 def _alike(outer: Any) -> list[Any]:
   """The arrays of a state of the outer chain that are the same on every worker."""
   nodes = jax.tree.leaves(outer, is_leaf=states.is_reduce_state)
-  return jax.tree.leaves([node.carried.shared if states.is_reduce_state(node) else node for node in nodes])
+  shared = [node.carried.shared if states.is_reduce_state(node) else node for node in nodes]
+  return [words_of_keys(leaf) for leaf in jax.tree.leaves(shared)]
 
 
 def _with_alike(outer: Any, arrays: list[Any]) -> Any:
   """A state of the outer chain with these in place of the arrays that are the same on every worker."""
   following = iter(arrays)
 
+  def take(leaf: Any) -> Any:
+    words = next(following)
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf)) if is_key(leaf) else words
+
   def replace(node: Any) -> Any:
     if not states.is_reduce_state(node):
-      return next(following)
-    shared = jax.tree.map(lambda _: next(following), node.carried.shared)
+      return take(node)
+    shared = jax.tree.map(take, node.carried.shared)
     return node._replace(carried=node.carried._replace(shared=shared))
 
   return jax.tree.map(replace, outer, is_leaf=states.is_reduce_state)

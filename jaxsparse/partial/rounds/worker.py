@@ -132,7 +132,6 @@ class Rounds:
     self._wait = wait
     self._number = number
     self._applies = apply_residual
-    self._since = 0
     self._refused = 0
     with processes.errors_told(place):
       addresses = checks.check_worker(address, keys, number, fragments, place.where, state)
@@ -164,13 +163,23 @@ class Rounds:
   def _start(self, params: Any, saved_part: dict[str, Any], unflatten: Callable[[Any], Any]) -> None:
     """Goes on from the anchor, with what was moved and not delivered when the state was saved."""
     self._dtypes = jax.tree.map(jnp.result_type, params)
-    self._recent_weight = float(saved_part["share"])  # of this worker in a round, smoothed
-    self._undelivered = np.array(saved_part["trained"])  # by fragment: weights of the steps, and steps
-    self._base = self._make_base()
-    self._moved = self._place.to_device(unflatten(saved_part["moved"]))  # base − θ_w when `step` returned last
-    self.params = self._own(self._base, self._moved)
-    self._tell_round()
+    share = float(saved_part["share"])
+    base = self._make_base(share)
+    moved = self._place.to_device(unflatten(saved_part["moved"]))
+    self._go_on(base, moved, np.array(saved_part["trained"]), share)
+    self.params = self._own(base, moved)
+
+  def _go_on(self, base: Any, moved: Any, undelivered: np.ndarray, recent: float) -> None:
+    """Training goes on from the anchor as it is now. Between assignments Python raises no KeyboardInterrupt."""
+    self._base = base
+    self._moved = moved  # base − θ_w when `step` returned last
+    self._undelivered = undelivered  # by fragment: weights of the steps, and steps
+    self._recent_weight = recent  # of this worker in a round, smoothed
     self._flight: tuple[Any, np.ndarray, Any] | None = None  # what was given, its `_undelivered`, and the result before
+    self._answer: Any = Next.LATER  # to the exchange under way, until it is applied
+    self._since = 0
+    self.round = self._exchanger.anchor.position.round
+    self.group = self._exchanger.group
 
   @property
   @slices.without_mesh()
@@ -278,18 +287,20 @@ class Rounds:
   def _begin(self, params: Any) -> None:
     """Begins the exchange of what was moved."""
     given = moving.movement(self._base, self._moved, params)
-    self._flight = given, self._undelivered.copy(), self._exchanger.delivered
+    flight = given, self._undelivered.copy(), self._exchanger.delivered
     weight, steps = self._undelivered[self._exchanger.anchor.position.round % len(self._undelivered)].tolist()
     request = Request(WorkerMessage.READY, weight=(weight << _FRACTION) // max(1, steps))
     post = lambda finite: self._endpoint.post(request if finite else Request(WorkerMessage.NOT_FINITE))
     self._exchanger.prepare(given, self._place.to_host(given), post)
+    self._flight = flight  # after what may raise, or be interrupted: the next step begins the exchange then
 
   def _finish(self, params: Any, wait: float) -> Any:
     """Applies the round of the exchange under way if it has ended after so many seconds."""
-    answer = processes.take(self._place, self._endpoint, wait)
-    if answer == Next.LATER:
+    if self._answer == Next.LATER:  # else an error or an interrupt has kept it from being applied
+      self._answer = processes.take(self._place, self._endpoint, wait)
+    if self._answer == Next.LATER:
       return params
-    return self._restart() if answer is None else self._apply(params)
+    return self._restart() if self._answer is None else self._apply(params)
 
   def _restart(self) -> Any:
     """The parameters of the anchor, in place of those that are not finite."""
@@ -298,52 +309,41 @@ class Rounds:
       raise FloatingPointError(f"the parameters are not finite, {REFUSALS} times in succession")
     not_finite = "the parameters are not finite, and enter no round: training goes on from the anchor"
     logging.getLogger(__name__).warning(f"worker {self._number}: {not_finite}")
-    self._base = self._make_base()
-    self._moved = jax.tree.map(jnp.zeros_like, self._base)
-    self._flight = None
-    self._since = 0
-    self._undelivered[:] = 0
-    self._tell_round()
-    return self._own(self._base, self._moved)
-
-  def _tell_round(self) -> None:
-    """From now on this worker goes on from the anchor as it is now."""
-    self.round = self._exchanger.anchor.position.round
-    self.group = self._exchanger.group
+    base = self._make_base(self._recent_weight)
+    own = self._own(base, moved := jax.tree.map(jnp.zeros_like, base))
+    self._go_on(base, moved, np.zeros_like(self._undelivered), self._recent_weight)
+    return own
 
   def _apply(self, params: Any) -> Any:
     """The parameters after the round of the exchange that was under way."""
+    result: Any = self._exchanger.delivered
     assert self._flight is not None
-    result = self._exchanger.delivered
-    (given, trained, _) = self._flight
-    assert result is not None
-    self._tell_round()
-    weight = self.group.weights[self.group.members.index(self._number)]
-    recent = self._recent_weight or weight
-    self._recent_weight = (recent + weight) / 2  # the residual is of earlier rounds, too
-    after = self._make_base()
+    given, trained, _ = self._flight
+    group = self._exchanger.group
+    weight = group.weights[group.members.index(self._number)]
+    recent = ((self._recent_weight or weight) + weight) / 2  # the residual is of earlier rounds, too
+    after = self._make_base(recent)
+    undelivered = self._undelivered.copy()
     moved = moving.movement(self._base, self._moved, params)
     if not result.skipped:
       keep = moving.keep if self._mixing is None else functools.partial(moving.mix, self._mixing)
       choose = lambda number, *leaves: keep(*leaves) if number == result.fragment else leaves[0]
       moved = jax.tree.map(choose, self._of_fragment, moved, given, self._base, after)
-      self._undelivered[result.fragment] -= trained[result.fragment]
+      undelivered[result.fragment] -= trained[result.fragment]
     if (returned := self._exchanger.returned) is not None:
       moved = jax.tree.map(jnp.add, moved, self._place.to_device(returned))
-      self._exchanger.returned = None
-    self._base = after
-    self._moved = moved
-    self._flight = None
-    self._since = 0
+    own = self._own(after, moved)
+    self._protocol.undelivered = int(undelivered[:, 0].max())
     self._refused = 0
-    self._protocol.undelivered = int(self._undelivered[:, 0].max())
-    return self._own(after, moved)
+    self._exchanger.returned = None
+    self._go_on(after, moved, undelivered, recent)
+    return own
 
-  def _make_base(self) -> Any:
+  def _make_base(self, weight: float) -> Any:
     """f32 on the device: the anchor, with `apply_residual` less the residual, from which a worker goes on."""
     anchor = self._exchanger.anchor
-    applies = self._applies and self._recent_weight
-    params = self._exchanger.outer.less_residual(anchor, self._recent_weight) if applies else anchor.params
+    applies = self._applies and weight
+    params = self._exchanger.outer.less_residual(anchor, weight) if applies else anchor.params
     return self._place.to_device(params)
 
   def _own(self, anchor: Any, moved: Any) -> Any:
