@@ -111,7 +111,7 @@ class PowerSGD(ByLeaf):
     start = super().init(n, size)
     shapes = [matrix for _, matrix in self._layout(n) if matrix]
     keys = (jax.random.fold_in(jax.random.key(self.seed), number) for number in range(len(shapes)))
-    right = tuple(jax.random.normal(key, (b, self.rank)) for key, (_, b) in zip(keys, shapes, strict=True))
+    right = tuple(jax.random.normal(key, (b, self.rank), jnp.float32) for key, (_, b) in zip(keys, shapes, strict=True))
     left = tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes) if self.alternate else ()
     return start._replace(shared=Factors(left, right, jnp.int32(0)))
 

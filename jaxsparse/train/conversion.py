@@ -71,6 +71,7 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
   engine = engine_of(mesh, axis)
   checks.check_not_traced("js.resize", state, params)
   check_state(state, params)
+  state = states.with_rows(state)
 
   def restart(row: bool, node: Any) -> Any:
     if not states.is_reduce_state(node):
@@ -88,7 +89,7 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     shape = np.shape(x)[len(rows) :]
     spec = _spec_of_moment(path, shape, params)
     sharding = None if spec is None else engine.shardings_of(PartitionSpec(*axes, *spec))
-    return jax.ShapeDtypeStruct((*rows, *shape), x.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct((*rows, *shape), jnp.result_type(x), sharding=sharding)
 
   fresh = jax.tree_util.tree_map_with_path(begin, every_row, state, restarted)
   return _carry_state(engine, state, fresh, params)
@@ -130,6 +131,7 @@ def convert(
   engine = engine_of(mesh, axis)
   checks.check_not_traced("js.convert", state, params)
   check_state(state, params)
+  state = states.with_rows(state)
   checks.check_landed("js.convert", state)
   fresh = init(tx, params, mesh, axis=axis)
   if states.local_states(fresh) and not states.local_states(state):
@@ -285,7 +287,7 @@ def _check_structure(state: Any, fresh: Any) -> None:
 def _described(tree: Any) -> set[str]:
   """The path of each array of a state, with its type and its shape at a worker."""
   found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
-  shape = lambda x, row: "" if states.is_reduce_state(x) else f" {x.dtype}{list(np.shape(x)[row:])}"
+  shape = lambda x, row: "" if states.is_reduce_state(x) else f" {jnp.result_type(x)}{list(np.shape(x)[row:])}"
   rows = jax.tree.leaves(states.worker_rows(tree))
   return {jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)}
 

@@ -15,7 +15,7 @@ from jaxsparse.train.starting import check_state
 from jaxsparse.transform import checks
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import LocalState, is_reduce_state, map_states, reduce_states, worker_rows
+from jaxsparse.transform.state import LocalState, is_reduce_state, map_states, reduce_states, with_rows, worker_rows
 from jaxsparse.transform.wrapped import map_seen, view_of
 from jaxsparse.types import Comm
 
@@ -60,6 +60,7 @@ def flush(
   """
   engine = engine_of(mesh, axis)
   check_state(state, params, engine)
+  state = with_rows(state)
   checks.check_landed("js.flush", state)
 
   def mean(owing: list[jax.Array]) -> list[jax.Array]:

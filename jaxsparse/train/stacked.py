@@ -17,11 +17,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import replication
 from jaxsparse.sparse import flatten
-from jaxsparse.train.engine import check_batch, engine_of, shape_of
+from jaxsparse.train.engine import Engine, check_batch, engine_of, shape_of
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_state
 from jaxsparse.train.step import init
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, commit_early
+from jaxsparse.transform.checks import check_workers
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.specs import specs
 from jaxsparse.transform.wrapped import shapes_seen, synchronizing, trained
@@ -100,6 +101,7 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
     grads: optax.Updates, state: Any, params: Any = None, *, synchronize: bool = False, **extra: Any
   ) -> tuple[optax.Updates, Any]:
     _check_rows(grads, state, params, engine.held)
+    state = _of_workers(state, engine)
     has_rows = params is not None and _has_rows(state, params, engine.held)
     form, own = rows if has_rows else _SAME, specs(state, axis)
     in_specs, out_specs = (rows, own, form, _SAME), (form, own)
@@ -115,6 +117,7 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
 
   def each(function: Callable, params: optax.Params, state: Any, batch: Any, shared: Any, results: Any) -> Any:
     """`function(own parameters, batch, shared)` of each worker."""
+    state = _of_workers(state, engine)
     has_rows = _has_rows(state, params, engine.held)
 
     def worker(params: optax.Params, state: Any, batch: Any, shared: Any) -> Any:
@@ -140,6 +143,13 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
   result.own_params = lambda params, state: each(lambda own, *_: as_row(own), params, state, (), (), rows)
   result.value_and_grad = value_and_grad
   return result
+
+
+def _of_workers(state: Any, engine: Engine) -> Any:
+  """The state with a row for each worker of what was set by hand; raises ValueError for one of other workers."""
+  for node in states.reduce_states(state):
+    check_workers(node, engine.workers, held=engine.held)
+  return states.with_rows(state)
 
 
 def _has_rows(state: Any, params: optax.Params, workers: int) -> bool:

@@ -191,7 +191,7 @@ class TrainStep:
 
   def __call__(self, params: optax.Params, state: Any, batch: Any, **named: Any) -> tuple[Any, Any, StepMetrics]:
     """One step; see `make_train_step` for `rng=`, `model_state=`, `shared=` and others."""
-    arguments = _arguments(params, states.with_rows(state, self._engine.held), batch, named)
+    arguments = _arguments(params, states.with_rows(state), batch, named)
     program, specs = self._program(*arguments)
     count_step(self._engine.processes)
     self._compare_processes(program, arguments, specs)
@@ -210,6 +210,7 @@ class TrainStep:
     if not states.local_states(state):
       return params, state
     starting.check_state(state, params, self._engine)
+    state = states.with_rows(state)
 
     def exchange() -> Any:
       specs = (self._engine.same, placed(state, self._engine.axis))
@@ -232,6 +233,7 @@ class TrainStep:
     """
     checks.check_alive({"params": params, "state": state})
     checks.check_params(states.reduce_states(state), params)
+    state = states.with_rows(state)
     replicas.check_replicas(self._engine, (params, state), (self._engine.same, placed(state, self._engine.axis)))
 
   def lower(self, params: optax.Params, state: Any, batch: Any, **named: Any) -> jax.stages.Lowered:
@@ -241,7 +243,7 @@ class TrainStep:
     that have the step's shardings. Keyword arguments, where there are some, are a dict in the fourth place:
     `compiled(params, state, batch, {"rng": key})`.
     """
-    arguments = _arguments(params, state, batch, named)
+    arguments = _arguments(params, states.with_rows(state), batch, named)
     program, specs = self._program(*arguments)
     return program.lower(*self._engine.place(jax.tree.map(shape_of, arguments), specs))
 

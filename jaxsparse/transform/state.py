@@ -227,7 +227,7 @@ def with_own_keys(state: Any, rank: jax.Array) -> Any:
   return jax.tree.map(own, jax.tree.broadcast(worker_rows(state), state), state)
 
 
-def with_rows(state: Any, workers: int) -> Any:
+def with_rows(state: Any) -> Any:
   """The state with numbers that were set by hand in workers' own optimizers, a learning rate, given to each of them.
 
   Raises:
@@ -244,7 +244,11 @@ def with_rows(state: Any, workers: int) -> Any:
       f"{workers} workers"
     )
 
-  nodes = filter(_has_rows, jax.tree.leaves(state, is_leaf=_has_rows))
+  nodes = local_states(state)
+  if not nodes:
+    return state
+  one = reduce_states(nodes[0].outer)[0]
+  workers = one.counters.skipped.size // one.devices  # of the state, which may be one of other workers
   own = [getattr(node, name) for node in nodes for name in node.per_worker()]
   if all(jnp.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(own)):  # quick, as it runs in every step
     return state

@@ -11,7 +11,7 @@ from jaxsparse import _compat
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import noise
 from jaxsparse.sparse.low_rank import orthonormal
-from tests.cases import mesh_of, normals, quick_of
+from tests.cases import assert_same_bits, mesh_of, normals, quick_of
 from tests.reference.powersgd import PowerSGD
 
 SHAPES = {"a": (12, 9), "bias": (5,), "kernel": (3, 3, 4, 8), "small": (3, 3), "tall": (40, 6)}
@@ -84,6 +84,16 @@ def test_a_gradient_of_zeros_loses_no_direction(alternate, scale):
     assert not out.metrics.skipped
   missing = np.linalg.norm(total / 30 - grads["w"].sum(0) / scale) / np.linalg.norm(grads["w"].sum(0) / scale)
   assert missing < 0.1
+
+
+def test_matrices_under_x64_are_those_without():
+  grads = {name: normals(i, 2, *shape) for i, (name, shape) in enumerate(SHAPES.items())}
+  found = []
+  for wide in (False, True):
+    with jax.enable_x64(wide):
+      out = js.simulate("powersgd", grads, rank=2)
+      found.append((out.total, out.state.carried))
+  assert_same_bits(*found)
 
 
 def test_a_state_of_other_leaves():

@@ -378,6 +378,16 @@ def test_frozen_leaves_around_local_steps_stay(recwarn):
   assert not recwarn.list
 
 
+def test_a_state_of_other_workers_is_refused_by_their_number():
+  tx = js.local_steps(optax.sgd(1.0), averaged(), every=2)
+  state, params, batch = js.init(tx, jnp.zeros(N), mesh_of(3)), jnp.zeros(N), np.ones((2, N), np.float32)
+  loss = lambda p, batch: jnp.vdot(p, batch[0])
+  step, stacked = js.make_train_step(loss, tx, mesh_of(2), donate=False), js.stacked(tx, mesh_of(2))
+  for use in (step, stacked.value_and_grad(loss), lambda *_: stacked.update(jnp.zeros((2, N)), state, params)):
+    with pytest.raises(ValueError, match=r"made for 3 workers, the axis has 2: .* js\.resize"):
+      use(params, state, batch)
+
+
 @pytest.mark.parametrize("where", quick_of([mesh_of, sim], quick=[mesh_of]))
 def test_a_rate_that_is_set_by_hand(where):
   """As a number, or one for each worker."""
@@ -395,6 +405,30 @@ def test_a_rate_that_is_set_by_hand(where):
   wrong = r"inner.hyperparams\['learning_rate'\] has shape \(3,\): give a number, or a row for each of the 2 workers"
   with pytest.raises(ValueError, match=wrong):
     step(params, optax.tree.set(state, learning_rate=np.ones(3, np.float32)), batch)
+
+
+@pytest.mark.parametrize("where", quick_of([mesh_of, sim], quick=[mesh_of]))
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_rate_that_is_set_by_hand_is_taken_wherever_a_state_is(is_local, where):
+  """Before a step makes an array of the number, with local steps one for each worker."""
+  axis, rate = "workers" if where is mesh_of else sim(2), optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+  chained = optax.chain(js.dense_transform(axis), rate)
+  tx = js.local_steps(rate, averaged(axis), every=2) if is_local else chained
+  loss, params, batch = lambda p, batch: jnp.vdot(p, batch[0]), jnp.zeros(N), np.ones((2, N), np.float32)
+  step, stacked = js.make_train_step(loss, tx, where(2), donate=False), js.stacked(tx, where(2))
+  state = optax.tree.set(js.init(tx, params, where(2)), learning_rate=0.5)
+  found = [
+    js.convert(state, tx, params, where(2)),
+    js.flush(state, params, where(2))[1],
+    js.resize(state, params, where(2)),
+    stacked.update(stacked.value_and_grad(loss)(params, state, batch)[1], state, params)[1],
+    step.synchronize(params, state)[1],
+  ]
+  for after in found:
+    rates = optax.tree.get(after, "learning_rate")
+    np.testing.assert_array_equal(rates, np.full(2 if is_local else (), 0.5, np.float32))
+  step.check(params, state)
+  step.lower(params, state, batch)
 
 
 def test_own_params_are_those_of_one_worker_in_the_dtype_of_the_parameters():
