@@ -86,13 +86,13 @@ _PLATFORMS = ("cpu", *_GPUS, "tpu", "any")
 def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
   """Context in which programs are traced for a platform, wherever they are traced.
 
-  jaxsparse does some computations in another way on GPUs and TPUs, with the same bits. Without this context it traces
-  the way of the mesh's devices, or of JAX's default device where there is no mesh. A program of one way runs on other
+  jaxsparse has other implementations of some computations for GPUs and TPUs, with the same bits. Without this context
+  it traces those for the mesh's devices, or for JAX's default device where there is no mesh. They run on other
   platforms, too, but slower.
 
   Args:
-    platform: "cpu", "gpu", "cuda", "rocm" or "tpu"; or "any" for a program with the ways of all platforms, which takes
-      twice as long to trace: `jax.export` for several platforms.
+    platform: "cpu", "gpu", "cuda", "rocm" or "tpu"; or "any" for a program with the implementations of all
+      platforms, which takes twice as long to trace: for `jax.export` to several platforms.
 
   Raises:
     ValueError: if the platform is none of these.

@@ -275,7 +275,7 @@ class Reduced(NamedTuple):
   counters: Counters
 
   def computed(self) -> Self:
-    """The same, with a `Deferred` total computed: f32[n], and the next residual, not yet decayed."""
+    """The result with a `Deferred` total computed, f32[n], and the next residual, before its decay."""
     if not isinstance(self.total, Deferred):
       return self
     total, residual = self.total.finish(self.total.values, None, jnp.bool_(True), 1.0)

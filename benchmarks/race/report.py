@@ -17,7 +17,7 @@ PACE = "ms a step = compute + rest + exchange"
 _PARTS = "compute: forward, backward; rest: selection, sums, optimizer; exchange: what messages add"
 _LOSS = "% above dense", "accuracy", "bits", "drift"
 _BITS = (
-  "bits: that a worker sends a parameter and step; drift: largest distance of the workers' parameters to their mean"
+  "bits: that a worker sends a parameter and step; drift: largest RMS distance of the workers' parameters to their mean"
 )
 NAMES = {  # of methods in tables and figures
   "dense": "dense",

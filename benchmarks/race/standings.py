@@ -56,7 +56,7 @@ class Point(NamedTuple):
   loss: float  # after the last of them, mean over the seeds
   above: Spread | None  # percent over that of dense with its best optimizer, from the same seeds
   accuracy: float  # after the last of them, mean over the seeds
-  drift: float  # the largest distance of the workers' parameters to their mean
+  drift: float  # the largest RMS distance of the workers' parameters to their mean
 
 
 def crossing(curve: Curve | Whole, target: float, along: str = "steps") -> float | None:

@@ -203,7 +203,7 @@ class WarmedUp(Wrapped):
     first, *others = (one.init(n, size) for one in self.rungs())
     shapes = lambda state: jax.tree.map(jnp.shape, state)
     if any(shapes(other) != shapes(first) for other in others):
-      raise ValueError(f"{self.name}: its state has other sizes at other densities, choose other options")
+      raise ValueError(f"{self.name}: the sizes of its state depend on the density, choose other options")
     return first._replace(shared=WarmUp(jnp.int32(0), first.shared))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:

@@ -32,7 +32,7 @@ class NBit(OneBit):
 
   Args:
     bits: b, of an entry.
-    decay: as of `js.SparseCollective`.
+    decay: as in `js.SparseCollective`.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js

@@ -1,4 +1,4 @@
-"""Rows of matrices: the sum of those rows of each worker that are not zero, as of embeddings (Parallax, 2019).
+"""Rows of matrices: the sum of those rows of each worker that are not zero, for embeddings (Parallax, 2019).
 
 All workers gather the numbers of all rows that are sent, and so know which form of the exchange of values takes fewer
 words. The messages that worker 0 of six sends:
@@ -80,7 +80,7 @@ class Rows(ByLeaf):
 
   Args:
     capacity: rows of each leaf that a worker sends, 1 or more; at most all.
-    decay: as of `js.SparseCollective`.
+    decay: as in `js.SparseCollective`.
 
   Example:
     Two workers with one row each, of the same embedding:

@@ -42,7 +42,7 @@ class MpiComm(View):
     communicator: of mpi4py; a clone of COMM_WORLD by default. Use your own communicator for nothing else.
     host_staging: whether messages go through host memory and mpi4py. None chooses this where the device is not a CPU
       and mpi4jax was built without CUDA, which would crash otherwise.
-    stride, members: as of `js.comm.View`.
+    stride, members: as in `js.comm.View`.
 
   Raises:
     RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`, which MPI does not connect, or if

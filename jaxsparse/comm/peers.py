@@ -31,7 +31,7 @@ class PeerComm(View):
     send: sends u32[m] words of each message to its destination, then returns those that come from its source; either
       may be None, and without a source the result is zeros. Called in the order of the program.
     divisor: 1, of a total, for its mean.
-    stride, members: as of `js.comm.View`.
+    stride, members: as in `js.comm.View`.
 
   Example:
     >>> import jax.numpy as jnp

@@ -235,7 +235,7 @@ class AxisComm(View):
 
   Attributes:
     axis: the name of the axis, or a tuple of names (ranks vary slowest along the first).
-    stride, members: as of `js.comm.View`.
+    stride, members: as in `js.comm.View`.
 
   Example:
     >>> from jax.sharding import PartitionSpec as P

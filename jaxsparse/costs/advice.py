@@ -225,7 +225,7 @@ def advise(
     'spardl:density=0.01 every 30 steps: ... s per step, ... times as fast as dense every 30 steps: it saves ...'
     >>> slow = js.costs.evidence("sgd")[0]._replace(steps=40.0, deviation=1.0)
     >>> js.costs.advise(14_728_266, profile, evidence=[slow], compute=0.2).why
-    "dense reaches dense's loss ... times as soon as spardl:density=0.01: 40.00 ± 1.00 times dense's steps (...)"
+    "dense reaches dense's loss ... times as fast as spardl:density=0.01: 40.00 ± 1.00 times dense's steps (...)"
   """
   if not 0 <= compute < math.inf:
     raise ValueError(f"advise: compute={compute}, give the seconds of forward and backward")
@@ -335,8 +335,8 @@ def _explain(predictions: list[Prediction]) -> str:
   if trained:
     sooner = other.to_loss / best.to_loss
     if sooner < 1:
-      return f"{best.title}: that {other.title} is {1 / sooner:.2f} times as soon is within its deviation: {trained}"
-    than = f" {sooner:.2f} times as soon as {other.title}" if math.isfinite(sooner) else f", {other.title} never"
+      return f"{best.title}: that {other.title} is {1 / sooner:.2f} times as fast is within its deviation: {trained}"
+    than = f" {sooner:.2f} times as fast as {other.title}" if math.isfinite(sooner) else f", {other.title} never"
     return f"{best.title} reaches dense's loss{than}: {trained}"
   first = f"{best.title}: {best.seconds:.4f} s per step"
   if is_dense(best):

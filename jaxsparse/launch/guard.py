@@ -142,7 +142,7 @@ def _start(command: list[str], sink: int | None) -> subprocess.Popen:
 
 
 def _wait(child: int, is_rank: bool) -> int | None:
-  """Exit status of the child, negative for a signal; None if the guard is told to end while the child runs, or by it.
+  """Exit status of the child, negative for a signal; None if a signal tells the guard to end.
 
   Where the child is a rank, it records when it was stopped and continued.
   """

@@ -46,8 +46,9 @@ def bucketed_transform(
   or Inf in one group skips the step for all. Simultaneous groups wait for the same ones before them and not for each
   other: which of them starts first is the runtime's choice.
 
-  Like every jaxsparse transform it must be the first of its chain and run inside `jax.shard_map` over `axis`; see
-  `js.spardl_transform`. In a `jax.jit` of your own give `compiler_options=js.overlap.compiler_options(platform)`.
+  Like every jaxsparse transform it stands before the optimizer in its chain, and runs inside `jax.shard_map` over
+  `axis`; see `js.make_transform`. In a `jax.jit` of your own give
+  `compiler_options=js.overlap.compiler_options(platform)`.
 
   Args:
     name: one of `js.collective_names()` whose total is the same on every worker.
@@ -55,10 +56,10 @@ def bucketed_transform(
     plan: from `js.overlap.plan`, with a layer for each leaf of the parameters.
     order: the number in pytree order of the leaf that each layer is: `.order` of `js.overlap.measure`. By default
       layer l is leaf l.
-    special: collectives of leaves by their names, as of `js.make_transform`. The k entries of a collective with `k`
+    special: collectives of leaves by their names, as in `js.make_transform`. The k entries of a collective with `k`
       are those of all leaves of its expression together. A group with leaves of several collectives becomes several
       communications, one after the other.
-    shardings: of the parameters inside a worker, as of `js.make_transform`.
+    shardings: of the parameters inside a worker, as in `js.make_transform`.
     **config: the options of the collective.
 
   Returns:

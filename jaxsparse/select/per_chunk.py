@@ -120,7 +120,7 @@ def _champions_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkAccumulator:
-  """Blocks of which the largest known entry of each of k chunks of a row is sent; methods as of `TopKAccumulator`.
+  """Blocks of which the largest known entry of each of k chunks of a row is sent; methods as in `TopKAccumulator`.
 
   The known entries are the initially largest one of each chunk, and received ones. Slot j of a sent or received row is
   an entry of chunk j, so the current value of an entry is found by comparing indices slot by slot: there are no lookups

@@ -199,7 +199,7 @@ def running_sum(x: jax.Array) -> jax.Array:
 
 
 def _running_sum_of_lanes(x: jax.Array) -> jax.Array:
-  """In whole tiles of 8 rows of 128, by shifts: windows, and rows of 8 or 16, compile for seconds."""
+  """For TPU: by shifts within rows of 128, a tile's width. `reduce_window` and shorter rows compile for seconds."""
   sums = jnp.pad(x, (0, -x.size % (8 * _LANES))).reshape(-1, _LANES)
   for step in (1, 2, 4, 8, 16, 32, 64):
     sums += jnp.pad(sums[:, :-step], ((0, 0), (step, 0)))

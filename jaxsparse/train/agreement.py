@@ -47,8 +47,8 @@ def agreement(
 
   Small batches differ by chance, shuffled or not. Where the agreement of the workers' `own` rows is well below that of
   `dealt` ones, workers have data of different kinds: an optimizer of each worker's own and local steps then lose
-  accuracy (`docs/which_method.md`). Call it before training and after some hundred steps, on a large batch: it compiles
-  two gradients, and sends the batch and the gradients whole.
+  accuracy (`docs/how_to/different_data.md`). Call it before training and after some hundred steps, on a large batch: it
+  compiles two gradients, and sends the batch and the gradients whole.
 
   Args:
     loss_fn: that of `js.make_train_step`.
@@ -68,7 +68,7 @@ def agreement(
     TypeError: if `mesh` is neither a mesh nor a comm that knows its workers.
 
   Example:
-    Two workers that pull into opposite directions:
+    Two workers that pull in opposite directions:
 
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> loss = lambda x, batch: jnp.mean((x - batch) ** 2)

@@ -58,7 +58,7 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
 
   Raises:
     ValueError: if the state was donated, cut or padded, is not one of these parameters, or not of `js.init`; if the
-      mesh has no workers, or other devices inside a worker; under a trace, as of `jax.jit`.
+      mesh has no workers, or other devices inside a worker; under a trace, such as `jax.jit`.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js

@@ -123,7 +123,7 @@ def check_traced(engine: Engine, what: str, program: Any, arguments: Sequence[An
 def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.ClosedJaxpr | None = None) -> None:
   """Checks that all processes of an engine have the same lines and the same jaxpr; every process must call.
 
-  Warns where they compute with other instructions, for then results may differ in bits.
+  Warns where their CPUs have different instructions, for then results may differ in bits.
 
   Args:
     engine: the workers.

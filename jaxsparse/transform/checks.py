@@ -305,6 +305,6 @@ def check_not_traced(name: str, *trees: Any) -> None:
   """Raises ValueError under a trace, also of captured arrays: what is computed with them there has no values."""
   if any(isinstance(leaf, jax.core.Tracer) for leaf in (jnp.int32(0) + 1, *jax.tree.leaves(trees))):
     raise ValueError(
-      f"{name}: called under a trace, as of jax.jit, jax.vmap or jax.eval_shape, and it computes with values on the "
+      f"{name}: called under a trace, by jax.jit, jax.vmap or jax.eval_shape, and it computes with values on the "
       "host: call it outside, between two steps"
     )

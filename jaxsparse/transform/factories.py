@@ -75,8 +75,8 @@ def _documentation(kind: type[Collective]) -> str:
   args, raises, example = (found.get(name, "").rstrip() for name in ("Args", "Raises", "Example"))
   shared = [option for option in inspect.signature(kind).parameters if f"  {option}: " not in args]
   if shared:
-    args = f"  {', '.join(shared)}: as of `js.SparseCollective`.\n{args}".rstrip()
-  common = "  axis, special, shardings: as of `js.make_transform`, which says where in a chain the transform belongs."
+    args = f"  {', '.join(shared)}: as in `js.SparseCollective`.\n{args}".rstrip()
+  common = "  axis, special, shardings: as in `js.make_transform`, which says where in a chain the transform belongs."
   completed = {
     "Args": f"{common}\n{args}",
     "Returns": "  An `optax.GradientTransformation` whose state is a `ReduceState`.",

@@ -143,7 +143,7 @@ def local_steps(
     raise ValueError(f"local_steps: apply_residual={apply_residual!r} with delay={delay!r}, choose one of them")
   if not 0 <= mixing < 1 or (mixing and every in (1, None)):
     raise ValueError(
-      f"local_steps: mixing={mixing!r} with every={every!r}, choose 0, or less than 1 with 2 steps or more"
+      f"local_steps: mixing={mixing!r} with every={every!r}, choose a number in [0, 1), and 0 with every=1 or None"
     )
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
   steps_of = _LocalSteps(inner, outer, every, Fragments(fragments), delay, mixing, apply_residual)

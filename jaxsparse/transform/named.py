@@ -165,7 +165,7 @@ def demo_transform(
     decay: β.
     chunk: entries of a full tile, a square number.
     combine: "workers", or "contributors" as in the authors' code, which does not conserve: see `js.dcttopk_transform`.
-    special: other collectives for some leaves, as of `js.make_transform`; the sign is taken of their means as well.
+    special: other collectives for some leaves, as in `js.make_transform`; the sign is taken of their means as well.
 
   Raises:
     ValueError: for an argument outside its choices.

@@ -117,21 +117,21 @@ def test_evidence_orders_methods_by_seconds_to_the_loss():
   assert best.to_loss < other.to_loss < dense.to_loss
   assert [one.evidence for one in found.predictions] == [rarely, often, None]
   ratio = dense.to_loss / best.to_loss
-  assert found.why == f"local:every=10/spardl reaches dense's loss {ratio:.2f} times as soon as dense: {rarely}"
+  assert found.why == f"local:every=10/spardl reaches dense's loss {ratio:.2f} times as fast as dense: {rarely}"
   assert "to loss" in str(found).splitlines()[0]
   # Two dense ones: the sentence is about the faster one and the first method of the evidence.
   both = dataclasses.replace(PROFILE, algorithms=PROFILE.algorithms | {"dense:dtype=bfloat16": Algorithm(1e-9)})
   much = js.costs.advise(10_000_000, both, evidence=[often, rarely], compute=100.0)
   assert [one.name for one in much.predictions] == ["dense", "dense", "spardl", "spardl"]
   assert much.why.startswith(f"{much.best.label} reaches dense's loss 1.")
-  assert much.why.endswith(f"times as soon as {often.method}: {often}")
+  assert much.why.endswith(f"times as fast as {often.method}: {often}")
 
 
 def test_a_gain_within_its_deviation_puts_dense_first():
   unsure = row_of("updates/spardl", steps=0.94)._replace(deviation=0.13)
   found = js.costs.advise(1000, PROFILE, evidence=[unsure], compute=100.0)
   assert [one.name for one in found.predictions] == ["dense", "spardl"]
-  assert found.why == f"dense: that updates/spardl is 1.06 times as soon is within its deviation: {unsure}"
+  assert found.why == f"dense: that updates/spardl is 1.06 times as fast is within its deviation: {unsure}"
   sure = unsure._replace(deviation=0.01)
   assert js.costs.advise(1000, PROFILE, evidence=[sure], compute=100.0).best.evidence == sure
 

@@ -348,7 +348,7 @@ def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_beh
     re.fullmatch(r"round \d+ of workers [\d, ]+ counts for nobody: worker \d (is lost|has .*|misses .* worker \d)", x)
     for x in aborted
   )
-  assert network.behind == len(logged("rounds.server", "it fetches it"))
+  assert network.behind == len(logged("rounds.server", "which it fetches"))
   if disturbance == "dead":  # the members that live all say so
     assert aborted
     what = lambda lines: {re.search("round .* nobody", line)[0] for line in lines}

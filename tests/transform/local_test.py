@@ -250,7 +250,7 @@ CHOICES = [
   ({"every": 6, "fragments": 7}, "fragments=7, choose a whole number from 1 to 6"),
   ({"every": 6, "fragments": 2, "delay": 3}, "delay=3, choose a whole number from 0 to 2"),
   ({"every": None, "delay": 1}, "delay=1, choose a whole number from 0 to 0"),
-  ({"every": 3, "mixing": 1.0}, "mixing=1.0 with every=3, choose 0, or less than 1"),
+  ({"every": 3, "mixing": 1.0}, "mixing=1.0 with every=3, choose a number in \\[0, 1"),
   ({"every": 3, "delay": 1, "apply_residual": True}, "apply_residual=True with delay=1, choose one of them"),
   ({"every": 8, "fragments": 4}, "fragments=4, choose at most the number of leaves, 2"),
   ({"outer": SGD}, "outer has no jaxsparse transform"),

@@ -58,8 +58,8 @@ def psum_scatter(x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimensio
 
   Args:
     x: float[…], a term of the sum.
-    axis: as of `all_gather`.
-    bits: as of `all_gather`.
+    axis: as in `all_gather`.
+    bits: as in `all_gather`.
     dimension: of x, that is divided over workers.
 
   Raises:

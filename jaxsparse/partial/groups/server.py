@@ -1,7 +1,7 @@
 """The server's protocol with the workers of a `Controller`: a state machine without sockets and clocks.
 
-Workers form groups without one that is dead, and members of its current group receive ABORT, except if its BYE says
-that it owes nothing to that group: all that they wait for is in transit then. The group filter lets a worker that is
+A dead worker joins no more groups, and the members of its current group receive ABORT. They do not where it left by a
+BYE which says that it has sent them all that they wait for. The group filter lets a worker that is
 ready wait for others no longer than its own last step took.
 """
 

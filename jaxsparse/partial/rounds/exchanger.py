@@ -118,7 +118,7 @@ class Run:
     if received is not None:
       _LOG.warning(
         f"worker {key[0]} sent {received.size} words instead of {words.size} in a round: "
-        "have all workers the same outer chain and the same version?"
+        "do all workers have the same outer chain and the same version of jaxsparse?"
       )
     self.failed = True
     return np.zeros_like(words)

@@ -1,4 +1,4 @@
-"""The protocol of the lead, part 0 of a worker of several processes: `parts` says what passes through it."""
+"""The protocol of the lead, part 0 of a worker of several processes, between its parts and the server; see `parts`."""
 
 import collections
 import dataclasses

@@ -74,7 +74,7 @@ class OuterStep:
 
   Args:
     chain: makes the chain for a comm: `lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))`.
-    fragments: F, as of `js.local_steps`: round r exchanges fragment r mod F.
+    fragments: F, as in `js.local_steps`: round r exchanges fragment r mod F.
     device: of the CPU, by default the first one. JAX runs programs with messages one after the other on a device, so
       that workers in one process need one each.
   """
@@ -106,7 +106,7 @@ class OuterStep:
       size: P, the number of workers in the round.
       rank: of this worker among them.
       number: of the group.
-      send: sends and receives messages, as of `PeerComm`.
+      send: sends and receives messages, as in `PeerComm`.
     """
     fragment = anchor.position.round % self._fragments.count
     outer = self._carry(anchor, size)

@@ -236,8 +236,8 @@ class RoundProtocol:
       case ServerMessage.BEHIND if self._awaits_group:
         donor = membership.donor = content["donor"]
         membership.warn(
-          f"is behind, with the anchor of round {membership.position.round} in place of {content['round']}, "
-          f"{f'and fetches it from {donor}' if donor else 'which no worker that is there has'}"
+          f"is behind: it has the anchor of round {membership.position.round}, not that of round {content['round']}, "
+          f"{f'which it fetches from {donor}' if donor else 'which no worker that is there has'}"
         )
         self._begin_request() if donor else membership.join_again(RETRY)
     membership.hear()

@@ -161,7 +161,7 @@ class Quorum:
     return self.release() if len(expected) == len(self._ready) else []  # the latter are among the former
 
   def release(self) -> list[Group]:
-    """The round of those that are ready, if they are enough."""
+    """Begins a round of the workers that are ready, if these are a quorum: its group, or []."""
     if self.paused or self.under_way or len(chosen := self._choose()) < self.quorum:
       return []
     self._number += 1

@@ -208,8 +208,8 @@ class RoundServer:
       member = self.members.known[worker]
       if donor or member.fetches_since is None:  # else it asks again, several times a second
         _LOG.warning(
-          f"worker {worker} is behind, with the anchor of round {member.position.round} in place of "
-          f"{self._quorum.position.round}: {'it fetches it' if donor else 'no worker that is there has it'}"
+          f"worker {worker} is behind: it has the anchor of round {member.position.round}, not that "
+          f"of round {self._quorum.position.round}, which {'it fetches' if donor else 'no worker that is there has'}"
         )
       if member.fetches_since is None:
         member.fetches_since = self.members.now
@@ -276,7 +276,7 @@ class RoundServer:
     for worker in verdict.differing:
       _LOG.warning(
         f"the result of worker {worker} differs from that of most members, and it fetches theirs: "
-        "CPUs with other instructions need XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have"
+        "CPUs with different instructions need XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have"
       )
       self.members.tell([worker], ServerMessage.COMMIT, donor=self._find_donor(worker), **facts)
     for worker in verdict.behind:

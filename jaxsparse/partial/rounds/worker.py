@@ -42,7 +42,7 @@ class Rounds:
   workers after each round, bit for bit, which they check. The server (`python -m jaxsparse.partial --quorum=K`) begins
   a round when all workers that are there are ready, or K have been for the grace window, with all that are ready. Who
   comes later keeps what it has moved, and its residual, for the next round. A round counts for all its members or for
-  none. Over all rounds, with r the residuals, and weights as of `step`:
+  none. Over all rounds, with r the residuals, and weights as in `step`:
 
       Σ_rounds total + Σ_w r_w = Σ_rounds Σ_w weight_w (θ − θ_w)        (Law C)
 
@@ -59,15 +59,15 @@ class Rounds:
     outer: makes the outer chain for the `js.Comm` of a round, by any collective of this library:
       `lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))`.
     every: H, the steps from a round to the next one. A slow worker may have fewer.
-    fragments, delay: F and τ, as of `js.local_steps`.
-    mixing: α, as of `js.local_steps`, whose default with a delay is 0: a worker then drops what it moved meanwhile.
+    fragments, delay: F and τ, as in `js.local_steps`.
+    mixing: α, as in `js.local_steps`, whose default with a delay is 0: a worker then drops what it moved meanwhile.
       None, the default here, keeps it.
-    apply_residual: whether the parameters of a worker include what it has given and no round has delivered, as of
+    apply_residual: whether the parameters of a worker include what it has given and no round has delivered, as in
       `js.local_steps`: θ_w ← θ − r_w / weight_w after a round. One-bit collectives then converge faster. Not with
       `mixing`.
     wait: every H steps, wait up to so many seconds for the round to end; a late round is applied after a later step. So
       a worker that is alone goes slowly, and not far from the others. By default the grace window of the server.
-    bind, keys: as of `js.partial.Worker`.
+    bind, keys: as in `js.partial.Worker`.
     timeout: seconds to wait for the server at the start, and for the next message of another worker that the server
       takes for alive.
     device: a CPU device for the exchanges; one for each of several workers in one process.
@@ -201,17 +201,17 @@ class Rounds:
 
   @slices.without_mesh()
   def step(self, params: Any, weight: int = 1) -> Any:
-    """To be called after each local step: begins an exchange or applies a round where it is time.
+    """Call it after each local step: begins an exchange or applies a round when one is due.
 
     Args:
       params: of this worker, after a local step from those that the last call returned.
-      weight: of this step: the examples or tokens of its batch, a whole number; 0 if nothing was trained. The weight of
-        a worker in a round is its mean over the sum of those of all workers that are there, also of late ones: every
-        step counts alike, whenever it is delivered.
+      weight: of this step: the examples or tokens of its batch, a whole number; 0 if nothing was trained. The weight
+        of a worker in a round is the mean of its steps, divided by the sum of the means of all workers that are there,
+        late ones included: every step counts alike, whenever it is delivered.
 
     Returns:
-      The parameters to go on from: the given ones, or after a round the anchor and what was moved meanwhile. Where it
-      is time for a round, parameters that are not finite are replaced by the anchor, with a warning.
+      The parameters to go on from: the given ones, or after a round the anchor and what was moved meanwhile. When
+      a round is due, parameters that are not finite are replaced by the anchor, with a warning.
 
     Raises:
       FloatingPointError: at the tenth time in succession that the parameters are not finite.
