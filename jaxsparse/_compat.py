@@ -155,8 +155,14 @@ def partly_mapped(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any,
   JAX 0.10.2 lowers the boundary of a shard_map over a part of the axes as if arrays were replicated along the others:
   every argument and result that is sharded along an Explicit one is gathered. It leaves Auto axes alone. So all axes
   are Auto at the boundary and Explicit on both sides of it.
+
+  Raises:
+    ValueError: if some axes of the mesh are Auto, naming the types of all.
   """
   inside = tuple(name for name in mesh.axis_names if name not in axes)
+  if AxisType.Auto in mesh.axis_types:
+    types = ", ".join(f"{name!r} {kind}" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
+    raise ValueError(f"the axes of the mesh are {types}: where a worker has several devices, give all axes one type")
 
   def mapped(*arguments: Any) -> Any:
     explicit = shard_map(function, mesh, in_specs, out_specs, axes)

@@ -521,6 +521,9 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
     _, _, other = model_of(tx, sizes=sizes)
     with pytest.raises(ValueError, match=message):
       step(params, other, batch_of(0))
+  mixed = Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(KINDS))
+  with pytest.raises(ValueError, match="'hosts' AxisType.Auto, 'x' AxisType.Explicit: .* give all axes one type"):
+    js.make_train_step(LOSSES[AxisType.Auto], tx, mixed, axis="hosts")(params, state, batch_of(0))
   with pytest.raises(ValueError, match="'x' lies inside a worker, and is not Explicit.* make the state with js.init"):
     jax.eval_shape(lambda p: js.init(tx, p, mesh, axis="hosts"), params)
   specs = P(), js.specs(state, "hosts")
