@@ -188,7 +188,7 @@ def draw_bars(results: Results, rates: Sequence[str], target: Target, path: path
     panel.set_yticks(range(len(names)), [name_of(method) for method in names])
     panel.spines[["top", "right"]].set_visible(False)
   panels[0][0].invert_yaxis()
-  report.save(plot, f"seconds to {target}: {title(results)}; × = times as soon as dense", path)
+  report.save(plot, f"seconds to {target}: {title(results)}; × = times as fast as dense", path)
 
 
 def draw_frontier(results: Results, steps: int, path: pathlib.Path) -> None:
