@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxsparse import launch
-from jaxsparse.launch import guard, watch
+from jaxsparse.launch import guard, rank, watch
 from jaxsparse.launch import start as launch_start
 from tests.cases import quick_of, row
 from tests.environment_test import outside
@@ -399,6 +399,34 @@ def test_each_rank_sees_gpus_of_its_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     commands = launch_start._ranks(["true"], ranks=2, devices=2, hosts=[])
     assert [own.get("CUDA_VISIBLE_DEVICES") for _, own in commands] == expected
+
+
+def test_ranks_reach_their_coordinator_without_a_proxy(monkeypatch):
+  """JAX warns of every variable of proxies, so there is none without a proxy."""
+  for name in ("no_grpc_proxy", "grpc_proxy", "https_proxy"):
+    monkeypatch.delenv(name, raising=False)
+  for proxy, others, expected in (
+    ("", "", None),
+    ("http://proxy:1", "", "127.0.0.1"),
+    ("http://proxy:1", ".internal", ".internal,127.0.0.1"),
+  ):
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.setenv("no_proxy", others)
+    ((_, own),) = launch_start._ranks(["true"], ranks=1, devices=1, hosts=[])
+    assert own.get("no_grpc_proxy") == expected
+
+
+def test_steps_are_counted_without_space_on_the_disk(monkeypatch, tmp_path):
+  """A step must not fail where the folder of temporary files is full: a byte written would need a block of the disk."""
+  for name, value in ((guard.RECORDS, str(tmp_path)), (guard.RANK, "0"), (guard.RANKS, "1")):
+    monkeypatch.setenv(name, value)
+  file = rank._open_steps.__wrapped__()
+  monkeypatch.setattr(rank, "_open_steps", lambda: file)
+  with file:
+    for _ in range(3):
+      rank.count_step(1)
+  assert watch.read_life(tmp_path, 0).steps == 3
+  assert not (tmp_path / "0.steps").stat().st_blocks
 
 
 @pytest.mark.long

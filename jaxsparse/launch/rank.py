@@ -171,7 +171,7 @@ def count_step(processes: int) -> None:
   Only steps of all ranks count: once a rank has ended, a later step of another rank never completes.
   """
   if processes == int(os.environ.get(guard.RANKS, "0")) and (file := _open_steps()):
-    file.write(b".")
+    file.truncate(file.seek(0, os.SEEK_END) + 1)  # longer, without a block of the disk, which may be full
 
 
 def is_rank() -> bool:
@@ -243,7 +243,7 @@ def _record_exit(rank: int) -> None:
 
 @functools.cache
 def _open_steps() -> io.FileIO | None:
-  """The file that has a byte for each step of this rank; None without a launcher."""
+  """The file that is as many bytes long as this rank has begun steps; None without a launcher."""
   folder = os.environ.get(guard.RECORDS)
   rank = guard.rank()
   return open(f"{folder}/{rank}.steps", "ab", buffering=0) if folder and rank is not None else None

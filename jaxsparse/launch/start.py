@@ -186,10 +186,11 @@ def _wait(
 
 def _ranks(command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host]) -> Iterator[Command]:
   """The guarded command of each rank."""
-  address = f"{hosts[0].address if hosts else '127.0.0.1'}:{free_port()}"
+  host = hosts[0].address if hosts else "127.0.0.1"
+  address = f"{host}:{free_port()}"
   gpus = list_gpus()
   for rank in range(ranks):
-    own = {guard.COORDINATOR: address, guard.RANK: str(rank)}
+    own = {guard.COORDINATOR: address, guard.RANK: str(rank)} | _avoid_proxy(host)
     if len(gpus) >= ranks * devices:
       own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * devices : (rank + 1) * devices])
     enter = hosts[rank % len(hosts)].enter if hosts else []
@@ -219,6 +220,14 @@ def _defaults(devices: int) -> dict[str, str]:
   """Variables of every rank that the user has not set, for so many devices of all ranks."""
   platform = {"JAX_PLATFORMS": "cpu"} if devices > len(list_gpus()) else {}
   return MALLOC | platform
+
+
+def _avoid_proxy(host: str) -> dict[str, str]:
+  """Variables with which gRPC, by which JAX reaches the coordinator, goes to a host directly: it uses proxies, too."""
+  if not any(os.environ.get(f"{name}_proxy") for name in ("grpc", "https", "http")):
+    return {}  # JAX warns of every such variable
+  others = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")  # noqa: SIM112
+  return {"no_grpc_proxy": f"{others},{host}" if others else host}
 
 
 def list_gpus() -> list[str]:
