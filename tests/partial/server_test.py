@@ -119,6 +119,7 @@ def test_only_workers_with_the_keys_can_join(socket):
     ("tcp://node7:2900", "can be reached from other machines"),
     ("ipc://here", "choose tcp://HOST:PORT"),
     ("tcp://127.0.0.1:x", "choose tcp://HOST:PORT"),
+    ("tcp://127.0.0.1:65536", "choose tcp://HOST:PORT"),
     ("tcp://[::1]:2900", "is one of IPv6"),
   ],
 )

@@ -116,8 +116,9 @@ def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -
     ValueError: tcp://*:2900 can be reached from other machines: give keys=js.partial.Keys.make(), the same to all
   """
   host, colon, port = address.removeprefix("tcp://").rpartition(":")
-  if not address.startswith("tcp://") or not colon or not (port == "*" or port.isdecimal()):
-    raise ValueError(f"address={address!r}, choose tcp://HOST:PORT, where PORT may be * for any")
+  is_port = port == "*" or (port.isdecimal() and 0 < int(port) < 2**16)
+  if not address.startswith("tcp://") or not colon or not is_port:
+    raise ValueError(f"address={address!r}, choose tcp://HOST:PORT with a PORT of 1 … 65535, or * for any")
   if ":" in host:
     raise ValueError(f"address={address!r} is one of IPv6: give the name of the host or an address of IPv4")
   if reachable and host in ("*", "0.0.0.0"):
