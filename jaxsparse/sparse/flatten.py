@@ -136,7 +136,9 @@ def all_finite(tree: Any) -> jax.Array:
   """
   leaves = map(jnp.asarray, jax.tree.leaves(tree))
   inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-  return jnp.all(jnp.array([jnp.sum(leaf - leaf) == 0 for leaf in inexact], jnp.bool_))
+  are_finite = jnp.array([jnp.sum(leaf - leaf) == 0 for leaf in inexact], jnp.bool_)
+  # Else XLA computes it anew, from all leaves, in each loop that uses it: compilation is quadratic in their number.
+  return jnp.all(jax.lax.optimization_barrier(are_finite))
 
 
 def stays_finite(before: Any, after: Any) -> jax.Array:
