@@ -156,7 +156,7 @@ class PowerSGD(ByLeaf):
       finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
       return low_rank.put(pieces, grads, finite), residual
 
-    # Linear in the left factors. The bounds are Inf or NaN where a product may be.
+    # Linear in the left factors. The bound is Inf or NaN where a product may be.
     lefts = [piece[0] if isinstance(piece, tuple) else piece for piece in total]
     after_state = state._replace(shared=after._replace(step=factors.step + 1))
     counters = Counters(words, words, selected=n, delivered=n)
@@ -240,7 +240,7 @@ class _Turn(NamedTuple):
     own: the projection of each matrix of this worker, which the total contains.
     others: the sum of all other entries.
     own_others: what of it is of this worker.
-    bound: f32[2], no magnitude of an entry of `total`, and of `others`, is larger.
+    bound: f32[], no magnitude of an entry of `total` or `others` is larger.
     factors: those before, with the new ones.
   """
 
@@ -288,9 +288,8 @@ def _turn(
   new = tuple(factor.T if to_right else factor for factor in summed)
   # No entry of a basis is larger than 1, but for rounding.
   rank = len(bases[0]) if bases else 0
-  largest = lambda x: largest_magnitude(x) if x.size else jnp.float32(0)
-  # Two numbers: XLA would compute a single one, and whether it is finite, again for each entry of the update.
-  bound = jnp.stack([2 * rank * largest(flat[: flat.size - others.size]), largest(others)])
+  largest = lambda x: largest_magnitude(x) if x.size else 0.0
+  bound = jnp.maximum(2 * rank * largest(flat[: flat.size - others.size]), largest(others))
   after = factors._replace(right=new) if to_right else factors._replace(left=new)
   return _Turn(total, mine, others, own_others, bound, after)
 
