@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-PATIENCE = 300.0  # seconds of a collective operation, after which it has failed
+PATIENCE = 900.0  # seconds of a collective operation, after which it has failed
 MOST = 20.0  # seconds of the untimed updates of a method, and of the timed ones, after which fewer have to do
 
 
@@ -78,7 +78,7 @@ def parallel(module: torch.nn.Module, label: str) -> tuple[DistributedDataParall
   name, *pairs = label.split(":")
   options = {key: int(value) for key, value in (pair.split("=") for pair in pairs)}
   size = options.get("bucket", 1000 if name == "powersgd" else 25)
-  model = DistributedDataParallel(module, bucket_cap_mb=size, gradient_as_bucket_view=True)
+  model = DistributedDataParallel(module, bucket_cap_mb=size, gradient_as_bucket_view=True, init_sync=False)
   state = None
   if name == "powersgd":
     state = powerSGD_hook.PowerSGDState(

@@ -4,7 +4,7 @@ r"""How many workers rounds hold: thousands on paper, 200 at a real server, 32 i
 
     simulated   --workers with the real protocol in virtual time, beside lockstep: goodput, messages, CPU of the server
     state       of the server of so many: its memory, CPU time, and the messages that begin a round
-    levels      the first in groups of √P, each with a server of its own, and rounds of one delegate of each
+    levels      the first in groups of √P, each with a server of its own, and rounds among groups, of their links
     server      200 real connections that join at once, then rounds of 64 while workers come and go
     processes   32 processes of `js.partial.Rounds`
 
@@ -19,7 +19,6 @@ One level of 10,000 workers takes hours and 4 GB: each failure makes 40,000 mess
 """
 
 import json
-import math
 import pathlib
 import time
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from typing import Any
 from absl import flags, logging
 
 from benchmarks import entry, report, tables, workers
-from benchmarks.thousands import load, processes, simulation, state
+from benchmarks.thousands import levels, load, processes, simulation, state
 from benchmarks.thousands.members import Setting
 
 _ALL = ["simulated", "state", "levels", "server", "processes"]
@@ -46,6 +45,7 @@ _JOINING = flags.DEFINE_integer("joining", 200, "Workers that join a real server
 _MEMBERS = flags.DEFINE_integer("members", 64, "Workers in a round while others come and go.", lower_bound=2)
 _CHURN = flags.DEFINE_float("churn", 300, "Seconds in which workers of a real server come and go.", lower_bound=1)
 _PROCESSES = flags.DEFINE_integer("processes", 32, "Real processes.", lower_bound=2)
+_GROUPS = flags.DEFINE_integer("groups", 1, "Groups of them, with a link each if there are several.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds that they have.", lower_bound=2)
 _SEED = flags.DEFINE_integer("seed", 0, "Of links, failures, and of who comes and goes.")
 _REPORT_DIR = entry.define_report_dir("thousands.json")
@@ -77,14 +77,9 @@ def _state() -> Iterator[Any]:
 
 def _levels() -> Iterator[Any]:
   for setting in _settings():
-    group = round(math.sqrt(setting.workers))
-    inner = simulation.simulate(setting._replace(workers=group, site=group))
-    # A site is a group here. A delegate that is lost is followed by another member, after the server's limit.
-    outer = simulation.simulate(
-      setting._replace(workers=-(-setting.workers // group), site=1, restart=10, succeeds=True)
-    )
-    rows = {"inner": inner._asdict(), "outer": outer._asdict()}
-    yield setting._asdict() | rows | {"goodput": inner.goodput * outer.goodput, "group": group}
+    begin = time.process_time()
+    found = levels.simulate(setting)
+    yield setting._asdict() | found._asdict() | {"simulating": time.process_time() - begin}
 
 
 def _server() -> Iterator[Any]:
@@ -92,7 +87,7 @@ def _server() -> Iterator[Any]:
 
 
 def _processes() -> Iterator[Any]:
-  yield processes.measure(_PROCESSES.value, _ROUNDS.value)._asdict()
+  yield processes.measure(_PROCESSES.value, _ROUNDS.value, _GROUPS.value)._asdict()
 
 
 def main() -> None:
@@ -101,7 +96,7 @@ def main() -> None:
   console = workers.make_console(stderr=_JSON.value)
   path = pathlib.Path(_REPORT_DIR.value, "thousands.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
-  key = lambda row: [row.get(name) for name in Setting._fields if name != "seconds"]
+  key = lambda row: [row.get(name) for name in (*Setting._fields, "groups") if name != "seconds"]
   makers = _simulated, _state, _levels, _server, _processes
   for part, make in zip(_ALL, makers, strict=True):
     for row in make() if part in _PARTS.value else ():

@@ -107,22 +107,22 @@ class Crowd(Simulation):
     """Starts a worker."""
     process = Client(self, number)
     self.processes.append(process)
-    self._working[number] = process
+    self.working[number] = process
 
   def end(self, number: int, *, kill: bool) -> None:
     """Ends a worker."""
-    process = self._working[number]
+    process = self.working[number]
     process.end(kill=kill)
     if self._exchange and number in self._exchange.group.members:
       self._exchange.lose(process, 0.0)
 
   def living(self) -> list[int]:
     """The numbers of the workers that have joined."""
-    return [number for number, process in enumerate(self._working) if process and process.lives and process.has_joined]
+    return [number for number, process in enumerate(self.working) if process and process.lives and process.has_joined]
 
   def free(self) -> list[int]:
     """The numbers that no worker has."""
-    return [number for number, process in enumerate(self._working) if not (process and process.lives)]
+    return [number for number, process in enumerate(self.working) if not (process and process.lives)]
 
   def live(self) -> None:
     """Time passes for as long as messages are awaited."""
@@ -130,7 +130,7 @@ class Crowd(Simulation):
     self.advance(time.monotonic() - self._zero - self.now)
     if self.now >= self._ticked + _TICK:
       self._ticked = self.now
-      for process in self._working:
+      for process in self.working:
         if process and process.lives:
           process.tick()
 

@@ -76,6 +76,9 @@ class Exchange:
     stages = cost.messages - len(links) + 2 if cost.messages >= len(links) else cost.messages
     latency = 2 * max(link.latency for link in links) * stages
     self.seconds = latency + _ALPHA * cost.messages + 4 * cost.words / min(link.rate for link in links)
+    # What each link has moved: a slice to each member, and a slice of each to all, in float32.
+    moved = 4 * network.setting.entries / min(link.rate for link in links)
+    self.seconds += len(group.links) * (4 * max(link.latency for link in links) + 2 * _ALPHA * len(links) + moved)
     self.part = min(1.0, cost.messages / max(1, len(links) - 1))  # of the others to which a member sends
 
   def begin(self, member: "Member", run: Run) -> None:
@@ -129,9 +132,9 @@ class Member(VirtualWorker):
     if isinstance(answer, Exception):
       raise answer
     end = 0.0 if self._since is None else self._since + self._turn
-    self.network.at(max(end, self.network.now), self, self._apply)
+    self.network.at(max(end, self.network.now), self, self.apply)
 
-  def _apply(self) -> None:
+  def apply(self) -> None:
     """A new interval begins, and in it an exchange."""
     network = self.network
     self._carried = self.undelivered

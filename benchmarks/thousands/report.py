@@ -42,10 +42,11 @@ _LEVELS: Mapping[str, Column] = {
   "in a group": _plain("group", ".0f"),
   "failures an hour": _plain("failures", "g"),
   "goodput": _plain("goodput", ".1%"),
-  "of groups": lambda row: f"{row['inner']['goodput']:.1%}",
-  "of delegates": lambda row: f"{row['outer']['goodput']:.1%}",
-  "s a round of a group": lambda row: number(row["inner"]["round"], ".0f"),
-  "of delegates, s": lambda row: number(row["outer"]["round"], ".0f"),
+  "of groups": _plain("inner", ".1%"),
+  "s a round of a group": _plain("inner_round", ".0f"),
+  "failed / counted": lambda row: f"{row['inner_failed']:,} / {row['inner_counted']:,}",
+  "s a round among groups": lambda row: number(row["outer"]["round"], ".0f"),
+  "failed / counted ": lambda row: f"{row['outer']['failed']} / {row['outer']['counted']}",
 }
 _SERVER: Mapping[str, Column] = {
   "join at once": _plain("workers"),
@@ -65,7 +66,9 @@ _SERVER: Mapping[str, Column] = {
 }
 _PROCESSES: Mapping[str, Column] = {
   "processes": _plain("workers"),
+  "groups": _plain("groups"),
   "rounds of all": _plain("rounds"),
+  "among groups": _plain("above"),
   "s until all have joined": _plain("joining", ".0f"),
   "s a round": _plain("gap", ".1f"),
   "MB of a worker": _plain("memory", ".0f"),

@@ -19,7 +19,7 @@ from benchmarks.thousands.virtual import Connection, VirtualNetwork
 from jaxsparse.partial.net.messages import Answer, Group, ServerMessage, WorkerMessage
 from jaxsparse.partial.rounds.quorum import Quorum
 
-_TICK = 0.1  # seconds between two ticks of the server, and half of those of a worker
+TICK = 0.1  # seconds between two ticks of the server, and half of those of a worker
 _LATENCIES = 0.5e-3, 100e-3  # seconds from a worker to the backbone: between two workers 1 to 200 ms
 _RATES = 10e6 / 8, 1000e6 / 8  # bytes a second of a worker's link, each way
 
@@ -61,11 +61,12 @@ class Simulation(VirtualNetwork):
     self.links = [Link(draw(*_LATENCIES), draw(*_RATES)) for _ in range(setting.workers)]
     self.processes = []
     self.servers = [None]
+    self._step = 0
     self.bases: dict[int, int] = {}  # by round, the number of its group
     self._costs: dict[int, js.Cost] = {}  # by the number of members
     self._exchange: Exchange | None = None  # that began last
     self._busy = {"in": 0.0, "out": 0.0}  # until when the server's link is, by direction
-    self._working: list[Any] = [None] * setting.workers  # by number, the process that lives, or has just failed
+    self.working: list[Any] = [None] * setting.workers  # by number, the process that lives, or has just failed
     self.restart_counts()
     self.begin()
 
@@ -119,7 +120,7 @@ class Simulation(VirtualNetwork):
       self._exchange = Exchange(self, group)
       self.exchanges.append(self._exchange.seconds)
       for member in group.members:
-        if (process := self._working[member]).dead:
+        if (process := self.working[member]).dead:
           self._exchange.lose(process, STALLED if process.is_silent else 0.0)
     return self._exchange
 
@@ -133,12 +134,16 @@ class Simulation(VirtualNetwork):
 
   # Failures.
 
+  def make_member(self, number: int, undelivered: float) -> Member:
+    """The next process of a worker."""
+    return Member(self, number, undelivered)
+
   def _start(self, number: int, undelivered: float = 0.0) -> None:
-    process = Member(self, number, undelivered)
+    process = self.make_member(number, undelivered)
     self.processes.append(process)
-    self._working[number] = process
+    self.working[number] = process
     if self.setting.failures:
-      self._await_failure(1 - self.setting.together, self._fail, process)
+      self._await_failure(1 - self.setting.together, self.fail, process)
 
   def _await_failure(self, part: float, fail: Any, what: Any) -> None:
     if part > 0:
@@ -147,11 +152,11 @@ class Simulation(VirtualNetwork):
   def _fail_site(self, site: int) -> None:
     """Power or network of a site is gone, and back when its workers have been started again."""
     size = self.setting.site
-    for process in self._working[site * size : (site + 1) * size]:
-      self._fail(process, is_silent=True)
+    for process in self.working[site * size : (site + 1) * size]:
+      self.fail(process, is_silent=True)
     self._await_failure(self.setting.together, self._fail_site, site)
 
-  def _fail(self, process: Member, is_silent: bool = False) -> None:
+  def fail(self, process: Member, is_silent: bool = False) -> None:
     """A process ends, with what it has not delivered."""
     if not process.lives:
       return
@@ -196,9 +201,10 @@ class Simulation(VirtualNetwork):
 
   def run(self, seconds: float) -> None:
     """Time passes: the server ticks at each step, a worker at each second one."""
-    for step in range(round(seconds / _TICK)):
-      self.advance(_TICK)
-      for process in self._working[step % 2 :: 2]:
+    for _ in range(round(seconds / TICK)):
+      self._step += 1
+      self.advance(TICK)
+      for process in self.working[self._step % 2 :: 2]:
         if process.lives:
           process.tick()
       self.tick_server()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks.thousands import load, report, simulation, state
+from benchmarks.thousands import levels, load, report, simulation, state
 from benchmarks.thousands.members import Exchange, Link, Setting
 from benchmarks.thousands.simulation import Simulation
 from benchmarks.thousands.timeline import Timeline
@@ -46,15 +46,25 @@ def test_without_failures_all_that_is_trained_is_delivered_in_rounds_of_all():
 def test_a_lost_worker_costs_what_it_has_not_delivered_and_the_time_until_it_is_back():
   network = Simulation(CALM._replace(interval=20.0))
   network.run(110)
-  undelivered = network._working[3].undelivered
-  network._fail(network._working[3])
+  undelivered = network.working[3].undelivered
+  network.fail(network.working[3])
   assert 0 < undelivered == network.lost
   network.run(2 * CALM.restart)
-  assert network._working[3].lives
+  assert network.working[3].lives
   last = [*network.counted.values()][-1]
   assert last == 8
   absent = (CALM.restart + undelivered) / (8 * (network.ended[-1] - network.ended[0]))
   assert network.result().goodput == pytest.approx(1 - absent, abs=0.015)
+
+
+@pytest.mark.parametrize("failures", [0.0, 2.0])
+def test_what_groups_train_reaches_all_groups(failures):
+  found = levels.simulate(CALM._replace(workers=16, failures=failures, interval=20.0, seconds=1500, seed=1))
+  assert found.group == found.outer["workers"] == 4
+  least = 1 - failures * (CALM.restart + 20) / 3600  # a worker that fails is away, and has not delivered an interval
+  assert found.inner == pytest.approx(least, abs=0.015 + 0.02 * failures)
+  assert found.goodput == pytest.approx(found.inner, abs=0.01 + 0.02 * failures)
+  assert found.inner_counted > 4 * 50
 
 
 def test_the_slowest_link_and_the_number_of_messages_make_an_exchange():

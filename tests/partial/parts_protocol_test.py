@@ -262,7 +262,7 @@ def test_a_result_that_was_told_before_a_part_has_skipped_is_not_counted():
   for part in (1, 2):
     assert not alone.told(WorkerMessage.READY)
     alone.hear(part, WorkerMessage.READY, 1)
-  group = {"members": [0], "weights": [1.0], "iteration": 0, "initial": 0.0, "number": 5}
+  group = {"members": [0], "weights": [1.0], "iteration": 0, "initial": 0.0, "number": 5, "links": []}
   alone.answer(ServerMessage.GROUP, **group, addresses={0: "tcp://a:1,tcp://a:2,tcp://a:3"})
   alone.hear(1, WorkerMessage.DONE, 5, digest=8)
   alone.skipped = True

@@ -82,6 +82,7 @@ def by_part(tree, parts=2):
     {"fragments": 2, "delay": 1},
     {"delay": 1, "mixing": 0.5},
     {"dtype": "bfloat16", "delay": 1, "mixing": 0.5, "nan": 6},
+    {"fragments": 2, "link": True},
   ],
   ids=str,
 )

@@ -1,7 +1,8 @@
 """Rounds in virtual time: real protocols of workers and server, over a network that delays, crashes and suspends.
 
 What a round delivers is abstract: a worker makes units of mass, gives those that it has in a round, and half of them
-are delivered. An anchor is the sequence of the rounds that it has been through. Whatever the schedule:
+are delivered, or all where it is a link. An anchor is the sequence of the rounds that it has been through. Whatever the
+schedule:
 
 - the workers that have been through the same round have been through the same rounds before, and equal results;
 - a living worker has what it has made and what the rounds of its anchor have not delivered, to the unit;
@@ -54,7 +55,8 @@ class Run:
     self.process, self.group, self.digest, self.active = process, group, 0, True
     self.is_quiet = bool(process.network.goal)
     self.skipped = process.skips(group.number)
-    self.parts = {process.number: process.offered + process.residual}
+    own = (process.residual, process.offered) if process.is_link else (process.offered + process.residual, 0)
+    self.parts = {process.number: own}  # of which half is delivered, and what a link has moved
     self.anchor, self.residual = process.anchor, process.residual
 
   @property
@@ -64,24 +66,28 @@ class Run:
   def begin(self):
     for member in self.group.members:
       if member != self.process.number:
-        values = np.array([self.parts[self.process.number]], np.float32)
+        values = np.array(self.parts[self.process.number], np.float32)
         piece = Piece(PieceKind.MESSAGE, self.group.number, self.process.number, values, tag=1)
         self.process.network.at(self.process.network.now, self.process, self.process.finish, self, Send(member, piece))
     self.finish()
 
   def receive(self, piece):
-    self.parts.setdefault(piece.sender, int(piece.values[0]))
+    self.parts.setdefault(piece.sender, tuple(map(int, piece.values)))
     self.finish()
 
   def finish(self):
     if len(self.parts) == len(self.group.members) and not self.digest:
       number = self.group.number
-      total = sum(part - part // 2 for part in self.parts.values())
+      total = sum(map(self.delivers, self.parts))
       assert self.process.network.totals.setdefault((self.anchor, number, self.process.part), total) == total
       self.wrong, self.process.diverges = self.process.diverges, False
       self.process.network.wrong[number] += self.wrong
       event = Done(number, self.hash())
       self.process.network.at(self.process.network.now + LATENCY, self.process, self.process.finish, self, event)
+
+  def delivers(self, member):
+    part, whole = self.parts[member]
+    return part - part // 2 + (whole if member in self.group.links else 0)
 
   def hash(self):
     """Makes the digest, of a result that is not 0."""
@@ -96,6 +102,7 @@ class Process(VirtualWorker):
   part = 0
 
   def __init__(self, network, number):
+    self.is_link = number in network.links
     self.failed = self.diverges = self.wrong = self.leaves = self.left = False
     self.made = self.moved = self.offered = self.residual = self.anchor_digest = 0
     self.anchor, self.run, self.before, self.inherited = (), None, None, 0
@@ -138,12 +145,11 @@ class Process(VirtualWorker):
   def commit(self):
     run = self.run
     self.before = self.anchor, self.moved, self.offered, self.residual
-    own = run.parts[self.number]
-    delivered = 0 if run.skipped else own - own // 2
+    delivered = 0 if run.skipped else run.delivers(self.number)
     self.moved += self.offered if run.skipped else 0
     self.anchor = *run.anchor, run.group.number
     self.anchor_digest = run.digest
-    self.residual = (run.residual if run.skipped else own - delivered) + self.inherited
+    self.residual = (run.residual if run.skipped else run.parts[self.number][0] // 2) + self.inherited
     self.offered = 0
     self.delivered[self.anchor] = delivered
     self.wrong = run.wrong
@@ -211,7 +217,7 @@ class Process(VirtualWorker):
     made = self.network.random.randint(1, 100)
     self.made, self.moved = self.made + made, self.moved + made
     self.offered, self.moved = self.moved, 0
-    self.handle(Request(WorkerMessage.READY, weight=1))
+    self.handle(Request(WorkerMessage.LINK) if self.is_link else Request(WorkerMessage.READY, weight=1))
 
   def tick(self):
     if self.leaves and not self.protocol._leaves:
@@ -234,7 +240,8 @@ class Network(VirtualNetwork, protocols_test.Network):
 
   kind = Process
 
-  def __init__(self, random, workers, quorum, servers):
+  def __init__(self, random, workers, quorum, servers, links=()):
+    self.links = links  # their numbers
     self.wrong = collections.Counter()  # results that differ, by the number of the group
     self.heirs = collections.defaultdict(list)  # who has taken over the residual of a process
     self.members = collections.defaultdict(list)  # processes, by the number of the group
@@ -284,11 +291,11 @@ class Network(VirtualNetwork, protocols_test.Network):
 
 
 @settings(max_examples=2 * settings().max_examples)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 5), DISTURBED)
-def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbed):
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), DISTURBED, st.sets(st.integers(0, 4), max_size=2))
+def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbed, links):
   """A random schedule with the disturbances in it, then a quiet one for `ROUNDS` rounds more."""
   random, (servers, disturbances) = Random(seed), disturbed
-  network = Network(random, workers, workers // 2 + 1, servers)
+  network = Network(random, workers, workers // 2 + 1, servers, links)
   for kind in disturbances:
     network.at(random.random() * 30, None, network.disturb, kind)
   run_until_goal(network)
@@ -487,7 +494,7 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
   place = Membership(0, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, TIMEOUT)
   protocol = RoundProtocol(place, Pieces(), 4, quiet)
   options = {"grace": GRACE, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0, "run": 7}
-  group = {"members": (0, 1), "weights": (0.5, 0.5), "iteration": 0, "initial": 0.0, "number": 5}
+  group = {"members": (0, 1), "weights": (0.5, 0.5), "iteration": 0, "initial": 0.0, "number": 5, "links": []}
   for event in (
     Answer(ServerMessage.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}),
     Request(WorkerMessage.READY, weight=1),
@@ -576,7 +583,14 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
       protocol.handle(
         Piece(PieceKind.MESSAGE, number, member, np.ones(2 * entries, np.float32), tag=1), protocol.membership.now
       )
-    facts = {"members": tuple(members), "weights": (0.25,) * 4, "iteration": 0, "initial": 0.0, "number": number}
+    facts = {
+      "members": tuple(members),
+      "weights": (0.25,) * 4,
+      "iteration": 0,
+      "initial": 0.0,
+      "number": number,
+      "links": [],
+    }
     answer(ServerMessage.GROUP, **facts, addresses={member: f"tcp://{member}" for member in members})
     assert [(piece.number, piece.sender) for piece in exchange.received] == [(number, member) for member in members[1:]]
 

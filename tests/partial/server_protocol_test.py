@@ -133,7 +133,7 @@ def test_groups_go_to_their_members_and_nobody_else(wire):
   assert wire.say(Signal(WorkerMessage.READY, 3, 5)) == []
   (answer,) = wire.say(Signal(WorkerMessage.READY, 1, 7))
   expected = {"members": (1, 3), "weights": (0.5, 0.5), "iteration": 7, "initial": 0.0, "number": FIRST + 1}
-  assert answer == (ServerMessage.GROUP, {**expected, "addresses": dict(enumerate(ADDRESSES[:4]))})
+  assert answer == (ServerMessage.GROUP, {**expected, "links": [], "addresses": dict(enumerate(ADDRESSES[:4]))})
   assert wire.heard(3) == [answer]
   assert wire.heard(0) == wire.heard(2) == []
   assert wire.protocol.members.rejected == 0

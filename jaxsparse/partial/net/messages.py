@@ -46,6 +46,7 @@ class Group(NamedTuple):
     iteration: in partial reduce the largest one of the members, from which all continue; in rounds the round, from 0.
     initial: weight of the model that training started from; 0 except for dynamic weights with `missing="initial"`.
     number: in messages.
+    links: members that are links of rounds, and have moved something; ascending.
   """
 
   members: tuple[int, ...]
@@ -53,11 +54,12 @@ class Group(NamedTuple):
   iteration: int
   initial: float = 0.0
   number: int = 0
+  links: tuple[int, ...] = ()
 
   @classmethod
   def parse(cls, content: dict[str, Any]) -> Self:
     """The group in a GROUP answer."""
-    return cls(**{name: content[name] for name in cls._fields})
+    return cls(**{name: content[name] for name in cls._fields})._replace(links=tuple(content["links"]))
 
   def has(self, worker: int) -> bool:
     """Whether a worker is a member."""
@@ -91,6 +93,7 @@ class WorkerMessage(enum.IntEnum):
   STATUS = 9  # asks a server of rounds what it knows of the run; the sender need not be a worker
   SKIPPED = 10  # a part of a worker to the lead: its result of round `value` is that the outer step was skipped
   ANSWERED = 11  # a part of a worker to the lead: has an answer for its training loop
+  LINK = 12  # READY of a link that has moved something
 
 
 class ServerMessage(enum.IntEnum):

@@ -38,7 +38,13 @@ def check_worker(
 
 
 def check_options(
-  every: int, fragments: int, delay: int, mixing: float | None, apply_residual: bool, **seconds: float | None
+  every: int,
+  fragments: int,
+  delay: int,
+  mixing: float | None,
+  apply_residual: bool,
+  link: bool,
+  **seconds: float | None,
 ) -> None:
   """Raises ValueError for options outside the choices of `Rounds`."""
   check_whole("Rounds", 1, every=every)
@@ -48,6 +54,8 @@ def check_options(
     raise ValueError(f"Rounds: mixing={mixing!r}, choose 0 up to less than 1, or None")
   if apply_residual and mixing is not None:
     raise ValueError(f"Rounds: apply_residual={apply_residual!r} with mixing={mixing!r}, choose one of them")
+  if link and (apply_residual or mixing is not None):
+    raise ValueError(f"Rounds: link=True with apply_residual={apply_residual!r}, mixing={mixing!r}: a link has neither")
   for name, value in seconds.items():
     if value is not None and not 0 <= value <= threading.TIMEOUT_MAX:
       raise ValueError(f"Rounds: {name}={value!r}, choose seconds from 0 to {threading.TIMEOUT_MAX:g}")

@@ -9,10 +9,12 @@ from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse.comm.peers import Message
-from jaxsparse.partial.net.messages import MOST_MEMBERS, Group, Piece, PieceKind, RoundPosition
+from jaxsparse.partial.net.messages import MOST_MEMBERS, Group, Piece, PieceKind, RoundPosition, WorkerMessage
+from jaxsparse.partial.rounds import links
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
 from jaxsparse.sparse.flatten import all_finite
 
@@ -20,6 +22,7 @@ _LOG = logging.getLogger(__name__)
 _FIRST = 3  # sizes of groups for which a worker compiles before the first round
 _MOST_RESIDUAL = 1e6  # times 1 + the largest parameter: the largest entry of a residual that is taken over
 _all_finite = jax.jit(all_finite)
+_any = jax.jit(lambda tree: jnp.array([jnp.any(leaf) for leaf in jax.tree.leaves(tree)]).any())
 
 
 class Done(NamedTuple):
@@ -131,6 +134,7 @@ class Exchanger:
     outer: the outer step; also an attribute.
     anchor: before the first round.
     number: of this worker.
+    is_link: whether it is a link; also an attribute.
 
   Attributes:
     anchor: after the last round that counted.
@@ -141,13 +145,14 @@ class Exchanger:
     returned: movement of a revoked round, to give again.
   """
 
-  def __init__(self, outer: OuterStep, anchor: Anchor, number: int):
+  def __init__(self, outer: OuterStep, anchor: Anchor, number: int, is_link: bool = False):
     self.outer = outer
     self.anchor = anchor
     self.group = Group((), (), 0)
     self.given = anchor.params
     self.delivered: Result | None = None
     self.is_final = False
+    self.is_link = is_link
     self.returned: Any = None
     self._number = number
     self._sizes = 1, 1
@@ -173,7 +178,9 @@ class Exchanger:
     rank = group.members.index(self._number)
     try:
       size = len(group.members)
-      run.result = self.outer.run(anchor, given, group.weights[rank], size, rank, group.number, run.exchange)
+      weight = 0.0 if self.is_link else group.weights[rank]  # a link gives all by itself
+      run.result = self.outer.run(anchor, given, weight, size, rank, group.number, run.exchange)
+      run.result = links.add_moved(self.outer, anchor, run.result, given, group, rank, run.exchange)
       run.digest = self.outer.digest(run.result.anchor)
       self.post(Done(group.number, None if run.failed else run.digest))
     except Exception as error:  # raised by the training loop
@@ -304,8 +311,8 @@ class Exchanger:
     if self._sizes[0] <= size <= self._sizes[1]:
       self.outer.compile(self.anchor, size)
 
-  def prepare(self, given: Any, own: Any, post: Callable[[Any], None]) -> None:
-    """Copies what is to be given to the CPU and calls `post(whether it is finite)`, in the thread of exchanges.
+  def prepare(self, given: Any, own: Any, post: Callable[[WorkerMessage], None]) -> None:
+    """Copies what is to be given to the CPU and calls `post(the request to make)`, in the thread of exchanges.
 
     Args:
       given: by the worker.
@@ -313,10 +320,12 @@ class Exchanger:
       post: is called afterwards.
     """
     finite = _all_finite(given)  # on the device, before the next step that it is given
+    moved = self.is_link and _any(given)
 
     def copy() -> None:
       self.given = self.outer.on_cpu(own)
-      post(bool(finite))
+      kind = WorkerMessage.LINK if moved else WorkerMessage.READY
+      post(kind if finite else WorkerMessage.NOT_FINITE)
 
     self._thread.submit(copy)
 

@@ -131,7 +131,7 @@ class LeadProtocol(PartProtocol):
     match signal.kind:
       case WorkerMessage.HELLO if signal.value == self._joined:
         self._take_hello(part, signal)
-      case WorkerMessage.READY:
+      case WorkerMessage.READY | WorkerMessage.LINK:
         self._take_ready(part, signal)
       case WorkerMessage.DONE | WorkerMessage.SKIPPED if signal.value == self._group:
         self._take_done(part, signal)

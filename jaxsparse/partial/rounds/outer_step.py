@@ -77,13 +77,16 @@ class OuterStep:
     fragments: F, as in `js.local_steps`: round r exchanges fragment r mod F.
     device: of the CPU, by default the first one. JAX runs programs with messages one after the other on a device, so
       that workers in one process need one each.
+
+  Attributes:
+    fragments: the leaves of each.
   """
 
   def __init__(
     self, chain: Callable[[Comm], optax.GradientTransformation], fragments: int = 1, device: jax.Device | None = None
   ):
     self._chain = chain
-    self._fragments = Fragments(fragments)
+    self.fragments = Fragments(fragments)
     self._cpu = device or _first_cpu()
     self._send: Send = lambda messages: [words for words, *_ in messages]  # of the exchange that runs
     self._programs: dict[tuple[int, int], Any] = {}
@@ -108,7 +111,7 @@ class OuterStep:
       number: of the group.
       send: sends and receives messages, as in `PeerComm`.
     """
-    fragment = anchor.position.round % self._fragments.count
+    fragment = anchor.position.round % self.fragments.count
     outer = self._carry(anchor, size)
     self._send = send
     operands = self._operands(fragment, np.int32(rank), np.float32(weight), given, outer[fragment], anchor.params)
@@ -125,7 +128,7 @@ class OuterStep:
     return result._replace(anchor=result.anchor._replace(params=anchor.params, outer=kept), skipped=True)
 
   def _operands(self, fragment: int, rank: np.int32, weight: np.float32, given: Any, outer: Any, params: Any) -> Any:
-    return jax.device_put((rank, weight, self._fragments.part(given, fragment), outer, params), self._cpu)
+    return jax.device_put((rank, weight, self.fragments.part(given, fragment), outer, params), self._cpu)
 
   def program(self, size: int, fragment: int, operands: Any) -> Any:
     """The compiled outer step of a fragment for groups of a size."""
@@ -152,7 +155,7 @@ class OuterStep:
 
   def compile(self, anchor: Anchor, size: int) -> None:
     """Compiles the outer steps of all fragments for groups of a size."""
-    missing = [fragment for fragment in range(self._fragments.count) if (size, fragment) not in self._programs]
+    missing = [fragment for fragment in range(self.fragments.count) if (size, fragment) not in self._programs]
     outer = self._carry(anchor, size) if missing else {}
     for fragment in missing:
       zeros = np.int32(0), np.float32(0), anchor.params
@@ -164,10 +167,10 @@ class OuterStep:
   def _step(
     self, size: int, fragment: int, rank: jax.Array, weight: jax.Array, given: Any, before: Any, params: Any
   ) -> tuple[Any, Any, jax.Array]:
-    part = self._fragments.part(params, fragment)
+    part = self.fragments.part(params, fragment)
     weighted = jax.tree.map(lambda leaf: weight * leaf, given)
     updates, outer = atomic(self._chain(self._comm(size, rank))).update(weighted, before, part)
-    if self._fragments.count > 1:
+    if self.fragments.count > 1:
       updates = fill_zeros(params, updates)
     after = optax.apply_updates(params, updates)
     # The optimizer behind the collective may overflow, alike on all workers: `check_alike` looks at the rest.
@@ -179,7 +182,7 @@ class OuterStep:
     """The state of the outer chain before the first round, for groups of a size."""
     with jax.default_device(self._cpu):
       chain = self._chain(self._comm(size, jnp.int32(0)))
-      first = {n: chain.init(self._fragments.part(params, n)) for n in range(self._fragments.count)}
+      first = {n: chain.init(self.fragments.part(params, n)) for n in range(self.fragments.count)}
     if not all(map(states.reduce_states, first.values())):
       raise ValueError(
         "Rounds: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "

@@ -29,7 +29,7 @@ _GOLDEN = 0.618  # the fractional parts of its multiples are well spread: each w
 
 
 class Request(NamedTuple):
-  """Event: the training loop asks for a place (HELLO, first), a round (READY), None (NOT_FINITE) or the end (BYE)."""
+  """Event: the training loop asks for a place (HELLO), a round (READY, LINK), None (NOT_FINITE) or the end (BYE)."""
 
   kind: WorkerMessage
   weight: int = 0  # of a step

@@ -77,7 +77,7 @@ class Quorum:
     >>> [quorum.join(worker, RoundPosition()) for worker in range(3)]
     [None, None, None]
     >>> quorum.ready(0, 4, RoundPosition()), quorum.ready(2, 1, RoundPosition()), quorum.release()
-    ([], [], [Group(members=(0, 2), weights=(0.8, 0.2), iteration=0, initial=0.0, number=7)])
+    ([], [], [Group(members=(0, 2), weights=(0.8, 0.2), iteration=0, initial=0.0, number=7, links=())])
     >>> quorum.done(0, 7, digest=99), quorum.done(2, 7, digest=99).digest, quorum.position
     (None, 99, RoundPosition(round=1, base=7, last=0))
   """
@@ -99,7 +99,7 @@ class Quorum:
     self._number = secrets.randbits(61) if first is None else first
     self._present: set[int] = set()
     self._expected: dict[int, int] = {}  # weights of those who have been ready since they joined
-    self._ready: dict[int, None] = {}  # the longest-waiting first
+    self._ready: dict[int, bool] = {}  # whether they bring what a link has moved; the longest-waiting first
     self.under_way: Group | None = None
     self._failed: Group | None = None  # the last one whose result counts for nobody
     self._apart: dict[frozenset[int], tuple[int, int]] = {}  # pairs: how often they failed, and in which group last
@@ -133,13 +133,14 @@ class Quorum:
       self._ready.clear()  # they are behind
     return group
 
-  def ready(self, worker: int, weight: int, position: RoundPosition) -> list[Group]:
+  def ready(self, worker: int, weight: int, position: RoundPosition, *, links: bool = False) -> list[Group]:
     """A worker has something to deliver; the round that begins now, if any.
 
     Args:
       worker: its number.
       weight: of each of its steps beside those of other workers.
       position: where it stands.
+      links: whether it is a link that has moved something.
 
     Raises:
       Behind: if its anchor is not that of the last round.
@@ -151,7 +152,7 @@ class Quorum:
       raise Rejected(f"weight {weight} of worker {worker} must be >= 0")
     if (position.round, position.base) != self.position[:2]:
       raise Behind
-    self._ready[worker] = None
+    self._ready[worker] = links
     self._expected[worker] = weight
     return self.begin_if_all_ready()
 
@@ -168,10 +169,9 @@ class Quorum:
     members = tuple(sorted(chosen))
     total = sum(self._expected.values())
     weights = tuple(self._expected[worker] / total if total else 1 / len(members) for worker in members)
-    self.under_way = Group(members, weights, self.position.round, number=self._number)
+    links = tuple(worker for worker in members if self._ready.pop(worker))
+    self.under_way = Group(members, weights, self.position.round, number=self._number, links=links)
     self._digests = {}
-    for worker in members:
-      del self._ready[worker]
     return [self.under_way]
 
   def _choose(self) -> Collection[int]:

@@ -139,7 +139,7 @@ class RoundServer:
         self._leave(worker, lost=False)
       case WorkerMessage.BEAT:
         member.weight = value
-      case WorkerMessage.READY:
+      case WorkerMessage.READY | WorkerMessage.LINK:
         self._take_ready(signal, member)
       case WorkerMessage.DONE:
         if verdict := self._quorum.done(worker, value, digest=signal.digest):
@@ -161,8 +161,9 @@ class RoundServer:
   def _take_ready(self, signal: Signal, member: RoundMember) -> None:
     member.position = signal.position._replace(last=0)
     member.waits_until = self.members.now + self._quorum.grace
+    links = signal.kind == WorkerMessage.LINK
     try:
-      self._announce(self._quorum.ready(signal.worker, signal.value, signal.position))
+      self._announce(self._quorum.ready(signal.worker, signal.value, signal.position, links=links))
       if member.awaited_until is not None:
         self._end_waits([member])
     except Behind:

@@ -65,6 +65,9 @@ class Rounds:
     apply_residual: whether the parameters of a worker include what it has given and no round has delivered, as in
       `js.local_steps`: θ_w ← θ − r_w / weight_w after a round. One-bit collectives then converge faster. Not with
       `mixing`.
+    link: whether this is no worker but a link: what it moves, here or in other rounds, is added to the anchor as it is,
+      Σ_links (θ_w − θ), in float32, and its steps have no weight. A process with a link in the rounds of a group, and a
+      worker of rounds among groups, joins the two levels: `params = top.step(group.step(params), weight)`.
     wait: every H steps, wait up to so many seconds for the round to end; a late round is applied after a later step. So
       a worker that is alone goes slowly, and not far from the others. By default the grace window of the server.
     bind, keys: as in `js.partial.Worker`.
@@ -114,6 +117,7 @@ class Rounds:
     delay: int = 0,
     mixing: float | None = None,
     apply_residual: bool = False,
+    link: bool = False,
     wait: float | None = None,
     bind: str = sockets.LOOPBACK,
     keys: Keys | None = None,
@@ -121,7 +125,7 @@ class Rounds:
     device: jax.Device | None = None,
     state: dict[str, Any] | None = None,
   ):
-    checks.check_options(every, fragments, delay, mixing, apply_residual, wait=wait, timeout=timeout)
+    checks.check_options(every, fragments, delay, mixing, apply_residual, link, wait=wait, timeout=timeout)
     check_start(params)
     params = jax.tree.map(jnp.asarray, params)
     place = self._place = slices.place_of(params)
@@ -143,7 +147,7 @@ class Rounds:
       if state:
         anchor = step.add_residual(step.unpack(state["anchor"].tobytes(), anchor), state["residual"])
       alike = Alike.of(params, own_params, fragments=fragments, parts=place.parts, outer=step.chain_digest(anchor))
-      exchanger = self._exchanger = Exchanger(step, anchor, number)
+      exchanger = self._exchanger = Exchanger(step, anchor, number, link)
       # A donor sends its anchor with the state of the outer chain, of Adam for example two arrays a parameter.
       longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
       endpoint = self._endpoint = processes.PartEndpoint(addresses, bind, keys, longest, timeout)
@@ -218,7 +222,7 @@ class Rounds:
     """
     check_whole("step", 0, _MOST_WEIGHT, weight=weight)
     self._since += 1
-    self._undelivered += weight, 1
+    self._undelivered += 0 if self._exchanger.is_link else weight, 1
     self._protocol.undelivered = int(self._undelivered[:, 0].max())
     if self._flight is None and self._since >= self._turn - self._delay:
       self._begin(params)
@@ -289,8 +293,7 @@ class Rounds:
     given = moving.movement(self._base, self._moved, params)
     flight = given, self._undelivered.copy(), self._exchanger.delivered
     weight, steps = self._undelivered[self._exchanger.anchor.position.round % len(self._undelivered)].tolist()
-    request = Request(WorkerMessage.READY, weight=(weight << _FRACTION) // max(1, steps))
-    post = lambda finite: self._endpoint.post(request if finite else Request(WorkerMessage.NOT_FINITE))
+    post = lambda kind: self._endpoint.post(Request(kind, (weight << _FRACTION) // max(1, steps)))
     self._exchanger.prepare(given, self._place.to_host(given), post)
     self._flight = flight  # after what may raise, or be interrupted: the next step begins the exchange then
 

@@ -1,0 +1,55 @@
+"""What the links among the members of a round have moved: it is added to the anchor as it is, in float32."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxsparse.comm.peers import Send
+from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
+from jaxsparse.sparse.flatten import all_finite, flatten
+
+
+def add_moved(
+  outer: OuterStep, before: Anchor, result: Result, given: Any, group: Group, rank: int, send: Send
+) -> Result:
+  """`result` after all links of its group have sent what they give; skipped if the sum is not finite.
+
+  Args:
+    outer: the outer step.
+    before: the anchor before the round.
+    result: of the outer step, the same on all members.
+    given: θ − θ_w of this member, which is sent if it is a link.
+    group: of the round.
+    rank: of this member.
+    send: as in `PeerComm`.
+  """
+  for link in () if result.skipped else map(group.members.index, group.links):
+    part, unflatten = flatten(outer.fragments.part(given, result.fragment))
+    moved = unflatten(outer.on_cpu(broadcast(np.asarray(part), link, rank, len(group.members), send)))
+    params = jax.tree.map(_subtract, result.anchor.params, moved)
+    if not all_finite(params):
+      return outer.skip(before, result)
+    result = result._replace(anchor=result.anchor._replace(params=params))
+  return result
+
+
+def _subtract(leaf: jax.Array, moved: Any) -> jax.Array:
+  return leaf if isinstance(moved, optax.MaskedNode) else leaf - moved  # of another fragment
+
+
+def broadcast(values: np.ndarray, root: int, rank: int, size: int, send: Send) -> np.ndarray:
+  """f32[n] of the root, from arrays of that size: it sends a slice to each of P members, and each its slice to all.
+
+  Example:
+    >>> broadcast(np.ones(3, np.float32), 0, 0, 1, send=lambda messages: [words for words, *_ in messages])
+    array([1., 1., 1.], dtype=float32)
+  """
+  slices = np.pad(values, (0, -values.size % size)).view(np.uint32).reshape(size, -1)
+  own = send([(part, to if rank == root else None, root if rank == to else None) for to, part in enumerate(slices)])[
+    rank
+  ]
+  found = send([(own, (rank + step) % size, (rank - step) % size) for step in range(size)])
+  return np.concatenate([found[(rank - part) % size] for part in range(size)]).view(np.float32)[: values.size]
