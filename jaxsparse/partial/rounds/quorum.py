@@ -133,14 +133,14 @@ class Quorum:
       self._ready.clear()  # they are behind
     return group
 
-  def ready(self, worker: int, weight: int, position: RoundPosition, *, links: bool = False) -> list[Group]:
+  def ready(self, worker: int, weight: int, position: RoundPosition, *, is_link: bool = False) -> list[Group]:
     """A worker has something to deliver; the round that begins now, if any.
 
     Args:
       worker: its number.
       weight: of each of its steps beside those of other workers.
       position: where it stands.
-      links: whether it is a link that has moved something.
+      is_link: whether it is a link that has moved something.
 
     Raises:
       Behind: if its anchor is not that of the last round.
@@ -152,7 +152,7 @@ class Quorum:
       raise Rejected(f"weight {weight} of worker {worker} must be >= 0")
     if (position.round, position.base) != self.position[:2]:
       raise Behind
-    self._ready[worker] = links
+    self._ready[worker] = is_link
     self._expected[worker] = weight
     return self.begin_if_all_ready()
 

@@ -161,9 +161,9 @@ class RoundServer:
   def _take_ready(self, signal: Signal, member: RoundMember) -> None:
     member.position = signal.position._replace(last=0)
     member.waits_until = self.members.now + self._quorum.grace
-    links = signal.kind == WorkerMessage.LINK
+    is_link = signal.kind == WorkerMessage.LINK
     try:
-      self._announce(self._quorum.ready(signal.worker, signal.value, signal.position, links=links))
+      self._announce(self._quorum.ready(signal.worker, signal.value, signal.position, is_link=is_link))
       if member.awaited_until is not None:
         self._end_waits([member])
     except Behind:
