@@ -1,7 +1,7 @@
 """Groups of workers whose links hold rounds among groups: both levels at once, the protocols real, in virtual time.
 
 A process of each group has a link in its rounds and is a worker of the rounds among groups (`Rounds(..., link=True)`).
-It fails as often as a worker, and goes on from a state that it has saved. A site is a group.
+It fails as often as a worker, with what the group has trained since the last round among groups. A site is a group.
 """
 
 import math
@@ -14,7 +14,7 @@ from benchmarks.thousands.simulation import TICK, Result, Simulation
 from jaxsparse.partial.net.messages import Group, RoundPosition, WorkerMessage
 from jaxsparse.partial.rounds.protocol import Request
 
-EVERY = 5  # rounds of a group from one among groups to the next
+EVERY = 2  # rounds of a group from one among groups to the next
 GRACE = 30.0  # seconds that half of the groups wait for others: their exchange is in the background
 
 
@@ -75,6 +75,8 @@ class _Group(Simulation):
     """The process of the link ends at both levels."""
     if process.lives and isinstance(process, _Link):
       self._top.fail(self._top.working[self._number], is_silent)
+      self._top.lost += self._top.pools[self._number]
+      self._top.pools[self._number] = 0.0
     super().fail(process, is_silent)
 
 
