@@ -14,16 +14,9 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
+from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.membership import Member, Members
-from jaxsparse.partial.net.messages import (
-  Group,
-  Rejected,
-  RoundPosition,
-  ServerMessage,
-  Signal,
-  WorkerMessage,
-  pack_answer,
-)
+from jaxsparse.partial.net.messages import Group, Rejected, RoundPosition, ServerMessage, Signal, WorkerMessage
 from jaxsparse.partial.rounds.quorum import Behind, Quorum, Verdict
 
 _LOG = logging.getLogger(__name__)
@@ -127,7 +120,7 @@ class RoundServer:
       self._take_hello(connection, signal)
       return
     if kind == WorkerMessage.STATUS:
-      self.members.send(connection, pack_answer(ServerMessage.STATUS, **self.status()))
+      self.members.send(connection, messages.pack_answer(ServerMessage.STATUS, **self.status()))
       return
     member = self.members.find(connection, worker)
     if member.fetches_since is not None and signal.position.round > member.position.round:

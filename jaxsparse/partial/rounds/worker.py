@@ -65,17 +65,14 @@ class Rounds:
     apply_residual: whether the parameters of a worker include what it has given and no round has delivered, as in
       `js.local_steps`: θ_w ← θ − r_w / weight_w after a round. One-bit collectives then converge faster. Not with
       `mixing`.
-    link: whether this is no worker but a link: what it moves, here or in other rounds, is added to the anchor as it is,
-      Σ_links (θ_w − θ), in float32, and its steps have no weight. A process with a link in the rounds of a group, and a
-      worker of rounds among groups, joins the two levels: `params = top.step(group.step(params), weight)`.
-    wait: every H steps, wait up to so many seconds for the round to end; a late round is applied after a later step. So
-      a worker that is alone goes slowly, and not far from the others. By default the grace window of the server.
+    link: whether this is no worker but a link, which brings what was moved elsewhere, in rounds among groups: θ_w − θ
+      is added to the anchor as it is, in float32, and its steps have no weight.
+    wait: every H steps, wait up to so many seconds for the round to end; a late round is applied after a later step.
+      By default the grace window of the server.
     bind, keys: as in `js.partial.Worker`.
-    timeout: seconds to wait for the server at the start, and for the next message of another worker that the server
-      takes for alive.
+    timeout: seconds to wait for the server at the start, and for the next message of a worker that the server has.
     device: a CPU device for the exchanges; one for each of several workers in one process.
-    state: a saved `state` of this worker, to resume after all workers have ended; one of an older round takes the
-      anchor of the others.
+    state: a saved `state` of this worker, to resume after all have ended; one of an older round takes the last anchor.
 
   Attributes:
     params: to begin with: those given, or the anchor of a worker that was there before.
