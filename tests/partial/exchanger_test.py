@@ -22,13 +22,14 @@ def outer(comm):
 class Worker:
   """A worker whose rounds have no other member."""
 
-  def __init__(self):
-    step = OuterStep(outer)
-    self.exchanger, self.events = Exchanger(step, step.start(jnp.zeros(3)), number=0), queue.Queue()
+  def __init__(self, params=None, fragments=1):
+    step = OuterStep(outer, fragments)
+    anchor = step.start(jnp.zeros(3) if params is None else params)
+    self.exchanger, self.events = Exchanger(step, anchor, number=0), queue.Queue()
     self.exchanger.post = self.events.put
 
   def round(self, number, *given, commit=True):
-    self.exchanger.given = jnp.array(given)
+    self.exchanger.given = given[0] if isinstance(given[0], dict) else jnp.array(given)
     self.exchanger.begin(Group((0,), (1.0,), 0, number=number))
     event = self.events.get(timeout=60)
     assert isinstance(event, Done), event
@@ -96,6 +97,19 @@ def test_a_last_round_that_another_server_knows_nothing_of_is_undone(worker):
   worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
   assert (worker.anchor, worker.residual) == ([-4, -9, 0], [0, 2, 1])
   assert np.asarray(worker.exchanger.returned).tolist() == [8, 0, 0]
+
+
+@pytest.mark.parametrize(("largest", "returned"), [(8.0, [8.0, 0.0]), (np.inf, None)])
+def test_what_the_undone_round_had_not_delivered_does_not_come_back(largest, returned):
+  """What is of another fragment, or of a round that was skipped, is still in the training loop, and given again."""
+  zeros = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+  worker, donor = Worker(zeros, fragments=2), Worker(zeros, fragments=2)
+  worker.round(5, {"a": jnp.array([largest]), "b": jnp.array([3.0])})
+  donor.round(15, zeros)
+  donor.round(16, zeros)
+  worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
+  found = worker.exchanger.returned
+  assert (found if found is None else [float(found[name][0]) for name in "ab"]) == returned
 
 
 @pytest.mark.parametrize(

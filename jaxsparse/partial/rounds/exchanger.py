@@ -17,6 +17,7 @@ from jaxsparse.partial.net.messages import MOST_MEMBERS, Group, Piece, PieceKind
 from jaxsparse.partial.rounds import links
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
 from jaxsparse.sparse.flatten import all_finite
+from jaxsparse.transform.fragments import fill_zeros
 
 _LOG = logging.getLogger(__name__)
 _FIRST = 3  # sizes of groups for which a worker compiles before the first round
@@ -265,7 +266,9 @@ class Exchanger:
         f"it is that of round {position.round}, before round {self.anchor.position.round} of this worker's"
       )
     if self._before and not anchor.follows(self.anchor.position):  # its last round does not count
-      before, self.returned = self._before
+      before, given = self._before
+      if (result := self.delivered) and not result.skipped:  # the training loop still has what was not delivered
+        self.returned = fill_zeros(given, self.outer.fragments.part(given, result.fragment))
       anchor = self.outer.with_residual(anchor, before)
       self._before = None
     self.anchor = anchor
