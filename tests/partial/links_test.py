@@ -117,54 +117,83 @@ def train_in_a_group(server, number, device, movement):
     return worker.leave()
 
 
-def follow(below, above, params, until):
-  """The loop of a link; returns what each step returned last."""
-  while below.round < until:
-    before = below.round
-    params = returned = below.step(params)
-    if below.round > before:
-      params = above.step(params, weight=len(below.group.members) - 1)
-  return returned, params
-
-
-def link(server, top, group, is_restarted):
-  devices = jax.devices()
-
-  def make(below_state=None, above_state=None):
-    below = join(server, 2, START, every=1, link=True, device=devices[3 * group + 2], state=below_state)
-    return below, join(top, group, START, every=ABOVE, device=devices[8 + group], state=above_state)
-
-  below, above = make()
+def follow(below, above, until):
+  """The loop of a link; what it has saved last."""
+  saved = None
   params = above.params
-  if is_restarted:
-    returned, _ = follow(below, above, params, 2 * ABOVE)  # after a round among groups, which it has not delivered
-    states = below.state, above.state
+  while below.round < until:
+    before = below.round, above.round
+    params = below.step(params)
+    if below.round > before[0]:
+      params = above.step(params, weight=len(below.group.members) - 1)
+    if above.round > before[1]:
+      saved = above.state
+  return saved
+
+
+def link(server, tops, group, is_lost):
+  """Of a group; one that is lost, before it has delivered what a round among groups has moved, goes on at `tops[1]`."""
+  devices = jax.devices()
+  saved = None
+  for top, until in zip(tops, [2 * ABOVE, STEPS // EVERY + 2] if is_lost else [STEPS // EVERY + 2], strict=is_lost):
+    below = join(server, 2, START, every=1, link=True, device=devices[3 * group + 2])
+    above = join(top, group, START, every=ABOVE, device=devices[8 + group], state=saved)
+    saved = follow(below, above, until)
+    rounds = above.round
     below.leave()
     above.leave()
-    below, above = make(*states)
-    params = jax.tree.map(lambda up, down, last: up + (down - last), above.params, below.params, returned)
-  follow(below, above, params, STEPS // EVERY + 2)
-  assert above.round == STEPS // EVERY // ABOVE
-  above.leave()
-  below.leave()
+  assert rounds == STEPS // EVERY // ABOVE
 
 
-@pytest.mark.parametrize("is_restarted", [False, True])
-def test_two_levels_share_all_that_was_trained(is_restarted):
+@pytest.mark.parametrize("lost", [[], [0], [0, 1]], ids=str)
+def test_two_levels_share_all_that_was_trained(lost):
   """Two groups of two workers; each worker ends where the mean of all four workers' movement leads."""
   with contextlib.ExitStack() as stack:
     servers = [stack.enter_context(serve(3)) for _ in range(2)]
-    top = stack.enter_context(serve(2))
+    tops = [stack.enter_context(serve(2))] * 2
+    if len(lost) == 2:  # and the server of the rounds among groups, too
+      tops[1] = stack.enter_context(serve(2))
 
     def work(process):
       group, number = divmod(process, 3)
       if number == 2:
-        return link(servers[group], top, group, is_restarted and group == 0)
+        return link(servers[group], tops, group, group in lost)
       return train_in_a_group(servers[group], number, jax.devices()[process], 2.0 * group + number)
 
     found = in_threads(6, work)
   expected = shifted(START, STEPS * np.mean([0, 1, 2, 3]))
   for params in (found[0], found[1], found[3], found[4]):
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_what_a_group_has_moved_since_the_last_round_among_groups_is_lost_with_its_link_and_nothing_else():
+  """Groups of one worker; the link of the first is lost in round 5, after the round among groups that is in round 4."""
+  ends = 8, 7  # rounds of the groups
+  trained = 7, 4
+
+  def work(process):
+    group, number = divmod(process, 2)
+    device = jax.devices()[process]
+    if number == 0:
+      with join(servers[group], 0, START, device=device, every=1) as worker:
+        params = worker.params
+        while worker.round < ends[group]:
+          params = worker.step(shifted(params, (group + 1.0) * (worker.round < trained[group])))
+        return worker.leave()
+    saved = None
+    for until in (5, ends[0]) if group == 0 else (ends[1],):
+      below = join(servers[group], 1, START, every=1, link=True, device=device)
+      above = join(top, group, START, every=2, device=jax.devices()[8 + group], state=saved)
+      saved = follow(below, above, until)
+      below.leave()
+      above.leave()
+    return None
+
+  with serve(2) as top, serve(2) as first, serve(2) as second:
+    servers = [first, second]
+    found = in_threads(4, work)
+  expected = shifted(START, (1.0 * (trained[0] - 1) + 2.0 * trained[1]) / 2)
+  for params in (found[0], found[2]):
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 

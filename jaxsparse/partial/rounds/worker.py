@@ -65,8 +65,8 @@ class Rounds:
     apply_residual: whether the parameters of a worker include what it has given and no round has delivered, as in
       `js.local_steps`: θ_w ← θ − r_w / weight_w after a round. One-bit collectives then converge faster. Not with
       `mixing`.
-    link: whether this is no worker but a link, which brings what was moved elsewhere, in rounds among groups: θ_w − θ
-      is added to the anchor as it is, in float32, and its steps have no weight.
+    link: whether this is no worker but a link, which brings to its group what others have moved: Σ_links (θ_w − θ) is
+      added to the anchor in a round, as it is, in float32. Its steps have no weight.
     wait: every H steps, wait up to so many seconds for the round to end; a late round is applied after a later step.
       By default the grace window of the server.
     bind, keys: as in `js.partial.Worker`.
