@@ -1,7 +1,7 @@
 """Groups of workers whose links hold rounds among groups: both levels at once, the protocols real, in virtual time.
 
 A process of each group has a link in its rounds and is a worker of the rounds among groups (`Rounds(..., link=True)`).
-It fails as often as a worker, with what the group has trained since the last round among groups. A site is a group.
+It fails as often as a worker; started again, it takes its group back to the last round among groups. A site is a group.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.thousands.members import Member, Setting
-from benchmarks.thousands.simulation import TICK, Result, Simulation
+from benchmarks.thousands.simulation import TICK, Simulation
 from jaxsparse.partial.net.messages import Group, RoundPosition, WorkerMessage
 from jaxsparse.partial.rounds.protocol import Request
 
@@ -63,8 +63,12 @@ class _Group(Simulation):
     super().__init__(setting)
 
   def make_member(self, number: int, undelivered: float) -> Member:
-    """The next process of a worker, or of the link."""
-    return (_Link if number == self.setting.workers - 1 else Member)(self, number, undelivered)
+    """The next process of a worker, or of the link: the group goes back to the last round among groups."""
+    if number < self.setting.workers - 1:
+      return Member(self, number, undelivered)
+    self._top.lost_by_groups += self._top.pools[self._number]
+    self._top.pools[self._number] = 0.0
+    return _Link(self, number, undelivered)
 
   def deliver(self, group: Group, seconds: float) -> None:
     """A round counts for one of its members: the link gives what it has trained to the other groups."""
@@ -75,8 +79,6 @@ class _Group(Simulation):
     """The process of the link ends at both levels."""
     if process.lives and isinstance(process, _Link):
       self._top.fail(self._top.working[self._number], is_silent)
-      self._top.lost += self._top.pools[self._number]
-      self._top.pools[self._number] = 0.0
     super().fail(process, is_silent)
 
 
@@ -103,7 +105,8 @@ class _Top(Simulation):
   groups: list[_Group]
 
   def __init__(self, setting: Setting):
-    self.pools = [0.0] * setting.workers
+    self.pools = [0.0] * setting.workers  # by group, seconds that it has delivered and no round among groups
+    self.lost_by_groups = 0.0  # seconds
     super().__init__(setting)
 
   def make_member(self, number: int, undelivered: float) -> Member:
@@ -117,8 +120,8 @@ def simulate(setting: Setting) -> Outcome:
   count = -(-setting.workers // size)
   long = setting.interval * EVERY
   top = _Top(setting._replace(workers=count, failures=0.0, interval=long, grace=GRACE, site=1, succeeds=True))
-  inner = setting._replace(workers=size + 1, site=size + 1)
-  top.groups = [_Group(inner._replace(seed=setting.seed + 1 + number), number, top) for number in range(count)]
+  own = setting._replace(workers=size + 1, site=size + 1)
+  top.groups = [_Group(own._replace(seed=setting.seed + 1 + number), number, top) for number in range(count)]
   networks: list[Simulation] = [top, *top.groups]
 
   def run(seconds: float) -> None:
@@ -129,13 +132,15 @@ def simulate(setting: Setting) -> Outcome:
   run(2 * long)
   for network in networks:
     network.restart_counts()
+  top.lost_by_groups = 0.0
   run(setting.seconds)
-  outer: Result = top.result()
+  outer = top.result()
   found = [group.result() for group in top.groups]
+  inner = float(np.mean([each.goodput for each in found])) * (size + 1) / size  # a link trains nothing
   return Outcome(
-    goodput=outer.goodput / size,
+    goodput=inner - top.lost_by_groups / (setting.seconds * setting.workers),
     group=size,
-    inner=float(np.mean([each.goodput for each in found])) * (size + 1) / size,
+    inner=inner,
     inner_round=float(np.mean([each.round or np.nan for each in found])),
     inner_counted=sum(each.counted for each in found),
     inner_failed=sum(each.failed for each in found),
