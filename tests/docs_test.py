@@ -9,7 +9,10 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxsparse as js
@@ -227,13 +230,27 @@ def test_stragglers(tmp_path):
 
 @pytest.mark.long
 def test_rounds(tmp_path):
-  (worker,) = snippets("docs/how_to/rounds.md")
+  worker, _ = snippets("docs/how_to/rounds.md")
   assert "range(40 * 16)" in worker
   worker = worker.replace("range(40 * 16)", "range(1_000_000 if number == 2 else 6 * 16)")
   step = "params = worker.step(params)"
   assert step in worker
   worker = worker.replace(step, f"{step}\n    number == 2 and worker.round > 1 and signal.raise_signal(signal.SIGTERM)")
   run_workers(tmp_path, worker, ["--quorum=2", "--grace=0.5"])
+
+
+@pytest.mark.long
+def test_links():
+  _, link = snippets("docs/how_to/rounds.md")
+  names = {"js": js, "number": 0, "group": 0, "params": jnp.zeros(3), "saved": None}
+  names["outer"] = lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))
+  names["told_to_end"] = types.SimpleNamespace(is_set=lambda: names["saved"] is not None)
+  serve = lambda: js.partial.Server(js.partial.Quorum(1, quorum=1))
+  with serve() as below, serve() as above:
+    exec(link, names | {"servers": [below.address], "top_server": above.address}, names)
+    assert names["above"].round == 1 < names["below"].round
+    names["above"].leave()
+    names["below"].leave()
 
 
 def run_workers(tmp_path, worker, options):
