@@ -14,8 +14,8 @@ from benchmarks.thousands.simulation import TICK, Simulation
 from jaxsparse.partial.net.messages import Group, RoundPosition, WorkerMessage
 from jaxsparse.partial.rounds.protocol import Request
 
-EVERY = 2  # rounds of a group from one among groups to the next
-GRACE = 30.0  # seconds that half of the groups wait for others: their exchange is in the background
+_EVERY = 2  # rounds of a group from one among groups to the next
+_GRACE = 30.0  # seconds that half of the groups wait for others: their exchange is in the background
 
 
 class Outcome(NamedTuple):
@@ -118,8 +118,8 @@ def simulate(setting: Setting) -> Outcome:
   """Of so many workers in groups of √P; two intervals among groups pass before anything is counted."""
   size = round(math.sqrt(setting.workers))
   count = -(-setting.workers // size)
-  long = setting.interval * EVERY
-  top = _Top(setting._replace(workers=count, failures=0.0, interval=long, grace=GRACE, site=1, succeeds=True))
+  long = setting.interval * _EVERY
+  top = _Top(setting._replace(workers=count, failures=0.0, interval=long, grace=_GRACE, site=1, succeeds=True))
   own = setting._replace(workers=size + 1, site=size + 1)
   top.groups = [_Group(own._replace(seed=setting.seed + 1 + number), number, top) for number in range(count)]
   networks: list[Simulation] = [top, *top.groups]

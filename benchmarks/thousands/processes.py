@@ -116,10 +116,10 @@ def measure(workers: int, rounds: int, groups: int = 1) -> Outcome:
     for number in range(size * groups):
       group, member = divmod(number, size)
       facts = servers[group].address, member, rounds
-      is_link = top and member == size - 1
-      pipes.append(
-        _start(stack, _link, *facts, top.address, group) if top and is_link else _start(stack, _work, *facts)
-      )
+      if top and member == size - 1:
+        pipes.append(_start(stack, _link, *facts, top.address, group))
+      else:
+        pipes.append(_start(stack, _work, *facts))
     _receive(pipes)
     joining = time.monotonic() - begin
     for pipe in pipes:

@@ -48,8 +48,7 @@ def broadcast(values: np.ndarray, root: int, rank: int, size: int, send: Send) -
     array([1., 1., 1.], dtype=float32)
   """
   slices = np.pad(values, (0, -values.size % size)).view(np.uint32).reshape(size, -1)
-  own = send([(part, to if rank == root else None, root if rank == to else None) for to, part in enumerate(slices)])[
-    rank
-  ]
+  to_each = [(part, to if rank == root else None, root if rank == to else None) for to, part in enumerate(slices)]
+  own = send(to_each)[rank]
   found = send([(own, (rank + step) % size, (rank - step) % size) for step in range(size)])
   return np.concatenate([found[(rank - part) % size] for part in range(size)]).view(np.float32)[: values.size]
