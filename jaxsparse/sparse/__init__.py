@@ -29,7 +29,7 @@ def read_at(x: jax.Array, indices: jax.Array) -> jax.Array:
     >>> read_at(jnp.array([1.0, 2.0]), jnp.array([1, 7]))
     Array([2., 0.], dtype=float32)
   """
-  return x.at[indices].get(mode="fill", fill_value=0.0)
+  return x.at[indices].get(mode="fill", fill_value=0.0, wrap_negative_indices=False)
 
 
 def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Array:
@@ -39,7 +39,7 @@ def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Arra
     >>> put(jnp.zeros(3), jnp.array([2, 7]), 1.0)
     Array([0., 0., 1.], dtype=float32)
   """
-  return x.at[indices].set(values, mode="drop", unique_indices=True)
+  return x.at[indices].set(values, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
 
 def add(x: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
@@ -49,7 +49,7 @@ def add(x: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
     >>> add(jnp.ones(3), jnp.array([2, 7]), jnp.array([1.0, 1.0]))
     Array([1., 1., 2.], dtype=float32)
   """
-  return x.at[indices].add(values, mode="drop", unique_indices=True)
+  return x.at[indices].add(values, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
 
 def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxsparse import _compat
 
 BITS = 32
+_LOG_BITS = 5  # shifts and masks: JAX writes a quotient or a remainder of integers as ten operations
 _LANES = 128  # of a TPU
 _ROW = BITS * _LANES  # flags of 128 words
 _SHORT = 256  # numbers that a running sum adds up all at once
@@ -129,9 +130,9 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
 def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
   """Each index below 32 · words.size that is a member writes itself to the slot of its rank: few kernels, all wide."""
   index = jnp.arange(BITS * words.size, dtype=jnp.int32)
-  up_to = words[index // BITS] << (BITS - 1 - index % BITS).astype(jnp.uint32)  # the bit of the index is the highest
+  up_to = words[index >> _LOG_BITS] << (~index & BITS - 1).astype(jnp.uint32)  # the bit of the index is the highest
   counts = jax.lax.population_count(words).astype(jnp.int32)
-  before = (running_sum(counts) - counts)[index // BITS]
+  before = (running_sum(counts) - counts)[index >> _LOG_BITS]
   slot = jnp.where(up_to >> (BITS - 1) != 0, before + jax.lax.population_count(up_to).astype(jnp.int32) - 1, capacity)
   empty = jnp.full(capacity, BITS * words.size, jnp.int32)
   return empty.at[slot].set(index, mode="drop", unique_indices=True)
@@ -181,9 +182,9 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
     >>> rank(pack(jnp.array([True, False, True])), jnp.array([0, 1, 2, 999]))
     Array([0, 1, 1, 2], dtype=int32)
   """
-  word = jnp.minimum(indices // BITS, words.size - 1)
+  word = jnp.minimum(indices >> _LOG_BITS, words.size - 1)
   bit = jnp.minimum(indices - BITS * word, BITS).astype(jnp.uint32)
-  below = jnp.where(bit < BITS, (jnp.uint32(1) << (bit % BITS)) - 1, ~jnp.uint32(0))
+  below = jnp.where(bit < BITS, (jnp.uint32(1) << (bit & BITS - 1)) - 1, ~jnp.uint32(0))
   counts, inside = (jax.lax.population_count(x).astype(jnp.int32) for x in (words, words[word] & below))
   return (running_sum(counts) - counts)[word] + inside
 
@@ -229,8 +230,8 @@ def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
     >>> contains(pack(jnp.array([True, False, True])), jnp.array([1, 2]))
     Array([False,  True], dtype=bool)
   """
-  found = words.at[indices // BITS].get(mode="fill", fill_value=0)
-  return (found >> (indices % BITS).astype(jnp.uint32)) & 1 != 0
+  found = words.at[indices >> _LOG_BITS].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+  return (found >> (indices & BITS - 1).astype(jnp.uint32)) & 1 != 0
 
 
 def insert(words: jax.Array, indices: jax.Array, n: int) -> jax.Array:
@@ -240,5 +241,6 @@ def insert(words: jax.Array, indices: jax.Array, n: int) -> jax.Array:
     >>> count(insert(pack(jnp.array([True, False, True])), jnp.array([1, 3, 3]), n=3))
     Array(3, dtype=int32)
   """
-  bits = jnp.uint32(1) << (indices % BITS).astype(jnp.uint32)
-  return words.at[jnp.where(indices < n, indices // BITS, words.size)].add(bits, mode="drop")
+  bits = jnp.uint32(1) << (indices & BITS - 1).astype(jnp.uint32)
+  word = jnp.where(indices < n, indices >> _LOG_BITS, words.size)
+  return words.at[word].add(bits, mode="drop", wrap_negative_indices=False)
