@@ -147,18 +147,6 @@ def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, 
       raise
 
 
-def warn_of_selection(platform: str, state: Any) -> None:
-  """Warns of collectives whose selection compiles for minutes on a TPU."""
-  collectives = [collective for node in states.reduce_states(state) for collective in node.collectives]
-  slow = [one.label for one in collectives if getattr(one, "selector", "chunked") != "chunked"]
-  if platform == "tpu" and slow:
-    warnings.warn(
-      f"js.init: on TPUs exact selection compiles for minutes, as in {slow[0]}: choose selector='chunked', which "
-      "selects the largest entry of each of k chunks in one pass",
-      stacklevel=3,
-    )
-
-
 def check_state(state: Any, params: optax.Params, engine: Engine | None = None, shapes: bool = False) -> None:
   """Checks a state of these parameters, and of these workers if an engine is given; it may consist of `shapes`."""
   checks.check_alive({"params": params, "state": state})

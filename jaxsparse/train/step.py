@@ -55,8 +55,7 @@ def init(
       arrays in its state precedes the transform.
 
   Warns:
-    UserWarning: if no transform covers a leaf, whose update would be made of the gradient of one worker; on TPUs, of a
-      selector that compiles for minutes.
+    UserWarning: if no transform covers a leaf, whose update would be made of the gradient of one worker.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -74,7 +73,6 @@ def init(
   replicas.check_processes(engine, params, "params")
   state, specs = starting.place_state(engine, tx.init, params)
   starting.check_update(engine, tx, params, state, specs)
-  starting.warn_of_selection(engine.platform, state)
   return state
 
 

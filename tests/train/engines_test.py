@@ -1,6 +1,5 @@
 """The same collectives on every engine: devices, processes, MPI and the simulator give the same bits."""
 
-import contextlib
 import functools
 import json
 import re
@@ -123,14 +122,3 @@ def test_metrics_over_the_workers_of_a_comm_are_those_of_the_whole_state():
       lambda s: js.metrics(s, comm), (js.specs(state, "workers"),), jax.sharding.PartitionSpec()
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), inside(state), js.metrics(state))
-
-
-@pytest.mark.parametrize(
-  ("platform", "selector", "warns"), [("tpu", "exact", True), ("tpu", "chunked", False), ("gpu", "exact", False)]
-)
-def test_a_selector_that_compiles_for_minutes_is_warned_of(platform, selector, warns, monkeypatch):
-  monkeypatch.setattr(type(engine_of(mesh_of(2), "workers")), "platform", platform)
-  tx = js.spardl_transform("workers", density=0.5, selector=selector)
-  expected = pytest.warns(UserWarning, match="on TPUs exact selection .* in spardl:.*choose selector='chunked'")
-  with expected if warns else contextlib.nullcontext():
-    js.init(tx, jnp.zeros(8), mesh_of(2))
