@@ -110,18 +110,22 @@ def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
   return _PLATFORM(platform)
 
 
-def by_platform(*args: Any, default: Callable[..., Any], gpu: Callable[..., Any] | None = None, **others: Any) -> Any:
-  """`gpu(*args)`, `tpu(*args)` or `cpu(*args)` in a program for such devices, else `default(*args)`: the same bits.
+def by_platform(*, default: Callable[..., Any], gpu: Callable[..., Any] | None = None, **others: Any) -> Callable:
+  """`gpu`, `tpu` or `cpu` in a program for such devices, else `default`; all of them return the same bits.
 
-  Only that one is traced, but all of them for "any". The arguments need not be arrays.
+  So only one of them is traced; for "any" a function that has all of them. Its arguments need not be arrays.
   """
   branches = others | (dict.fromkeys(_GPUS, gpu) if gpu else {})
   platform = _PLATFORM.value or _platform_here()
   if platform != "any":
-    return branches.get(platform, default)(*args)
-  ways = {way: functools.partial(way, *args) for way in (default, *branches.values())}  # one of CUDA and ROCm
-  others = {name: ways[way] for name, way in branches.items() if name != "gpu"}
-  return jax.lax.platform_dependent(default=ways[default], **others)
+    return branches.get(platform, default)
+
+  def choose(*args: Any) -> Any:
+    ways = {way: functools.partial(way, *args) for way in (default, *branches.values())}  # one of CUDA and ROCm
+    others = {name: ways[way] for name, way in branches.items() if name != "gpu"}
+    return jax.lax.platform_dependent(default=ways[default], **others)
+
+  return choose
 
 
 def _platform_here() -> str:

@@ -13,7 +13,7 @@ WAYS = {"default": lambda x: x, "gpu": lambda x: x + 1, "tpu": lambda x: x + 2}
 
 
 def chosen(x):
-  return _compat.by_platform(x, **WAYS)
+  return _compat.by_platform(**WAYS)(x)
 
 
 def test_a_program_has_the_way_of_one_platform_or_of_all():
@@ -29,11 +29,11 @@ def test_a_program_has_the_way_of_one_platform_or_of_all():
 
 def test_the_platform_is_that_of_the_mesh_or_of_the_default_device(monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-  assert _compat.by_platform(0, **WAYS) == 2
+  assert _compat.by_platform(**WAYS)(0) == 2
   with jax.default_device(jax.devices()[0]):
-    assert _compat.by_platform(0, **WAYS) == 0
+    assert _compat.by_platform(**WAYS)(0) == 0
   with jax.default_device("gpu"):
-    assert _compat.by_platform(0, **WAYS) == 1
+    assert _compat.by_platform(**WAYS)(0) == 1
   mapped = jax.shard_map(chosen, mesh=mesh_of(2), in_specs=P("workers"), out_specs=P("workers"))
   assert mapped(jnp.zeros(2)).tolist() == [0, 0]
 

@@ -315,4 +315,4 @@ def _by_blocks(fill: Callable[[jax.Array, Any, int], jax.Array], into: jax.Array
   length = min(_BLOCK, size)
   step = lambda number, into: fill(into, jnp.minimum(number * length, size - length), length)
   loop = lambda into: varying.fori_loop(jnp.int32(0), jnp.int32(-(-size // max(length, 1))), step, into)
-  return _compat.by_platform(into, gpu=lambda into: jax.lax.optimization_barrier(fill(into, 0, size)), default=loop)
+  return _compat.by_platform(gpu=lambda into: jax.lax.optimization_barrier(fill(into, 0, size)), default=loop)(into)

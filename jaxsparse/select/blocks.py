@@ -152,7 +152,7 @@ def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: ja
     Array([1, 2], dtype=int32)
   """
   k, low = (jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])[:, None] for value in (k, low))
-  return _compat.by_platform(keys, indices, k, low, cpu=_kth_by_halves, default=_kth_by_digits)
+  return _compat.by_platform(cpu=_kth_by_halves, default=_kth_by_digits)(keys, indices, k, low)
 
 
 def _kth_by_halves(keys: jax.Array, indices: jax.Array, k: jax.Array, low: jax.Array) -> Cut:
@@ -187,7 +187,8 @@ def _search_row(read: Callable[[jax.Array], jax.Array], length: int, k: int, sta
     return chosen.reshape(*cut.key.shape[:-1], length)
 
   by_halves = functools.partial(search_by_halves, low=jnp.int32(0), high=jnp.int32(TOP))
-  cut = _compat.by_platform(selects, jnp.int32(k), cpu=by_halves, default=functools.partial(search_by_digits, bits=1))
+  search = _compat.by_platform(cpu=by_halves, default=functools.partial(search_by_digits, bits=1))
+  cut = search(selects, jnp.int32(k))
   return bitset.nonzero(bitset.pack(selects(cut).reshape(-1)), k)
 
 

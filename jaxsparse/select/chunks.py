@@ -53,7 +53,7 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
   bracketed = length % (bitset.GROUP * bitset.BITS) == 0 and 4 * _groups(k) <= length
   pieces = max(1, rows * length // _CACHED)
   on_cpu = functools.partial(_in_pieces, _by_threshold if bracketed else _by_sorting, x, length, k, pieces)
-  indices = _compat.by_platform(gpu=on_gpu, tpu=on_tpu, default=on_cpu)
+  indices = _compat.by_platform(gpu=on_gpu, tpu=on_tpu, default=on_cpu)()
   return Sparse(indices, x.read_at(indices + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
 
 

@@ -143,22 +143,19 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     keys = keys_of(blocks.x.read_at(sample + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
     slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
     by_sort = lambda keys: jnp.sort(keys, axis=1)[:, -rank]  # so few that a GPU sorts them in one kernel
-    cut = _compat.by_platform(keys, gpu=by_sort, default=lambda keys: kth_largest(keys, slots, rank).key[:, 0])
+    cut = _compat.by_platform(gpu=by_sort, default=lambda keys: kth_largest(keys, slots, rank).key[:, 0])(keys)
     # Never 0: the candidates of a block of few non-zero entries would fill the slots of other blocks with zeros.
     by_block = jnp.maximum(cut, 1)
   else:
     by_block = jnp.zeros_like(low).at[blocks.order].set(low)
-  low_of_entry = _compat.by_platform(by_block, n, length, tpu=_low_of_entries, default=_low_of_words)
+  low_of_entry = _compat.by_platform(tpu=_low_of_entries, default=_low_of_words)(by_block, n, length)
   members = bitset.pack(keys_of(blocks.x.values) >= low_of_entry)
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
   edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
   starts = _compat.by_platform(
-    members,
-    found,
-    gpu=lambda members, _: bitset.rank(members, edges),
-    default=lambda _, found: jnp.searchsorted(found, edges).astype(jnp.int32),
-  )
+    gpu=lambda: bitset.rank(members, edges), default=lambda: jnp.searchsorted(found, edges).astype(jnp.int32)
+  )()
   begin = starts[blocks.order]
   end = starts[blocks.order + 1]
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
@@ -208,8 +205,8 @@ def search_among(
     i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are selected; `length` in empty
     slots.
   """
-  args = candidates.indices, candidates.low, read, blocks, least
-  found, known = _compat.by_platform(*args, gpu=_by_order, tpu=_by_count, default=_by_count_with_zeros)
+  search = _compat.by_platform(gpu=_by_order, tpu=_by_count, default=_by_count_with_zeros)
+  found, known = search(candidates.indices, candidates.low, read, blocks, least)
   proven = candidates.fits & (known >= candidates.needed)
   return jax.lax.cond(proven.all(), lambda: found, search_all)
 

@@ -31,7 +31,7 @@ def depend_on(read: jax.Array, x: jax.Array) -> jax.Array:
   add = lambda read, x: x + jnp.minimum(jnp.sum(read.astype(jnp.bool_), dtype=x.dtype), 0)
   # On GPUs one element behind a barrier, which all of `read` precedes, is a kernel less.
   one = lambda read, x: add(jax.lax.optimization_barrier(read).reshape(-1)[:1], x)
-  return _compat.by_platform(read, x, gpu=one, default=add) if read.size > 1 else add(read, x)
+  return _compat.by_platform(gpu=one, default=add)(read, x) if read.size > 1 else add(read, x)
 
 
 def following(comm: Comm, totals: Sequence[jax.Array]) -> Comm:

@@ -40,7 +40,7 @@ def find_champions(blocks: Blocks) -> jax.Array:
     Array([[0, 1],
            [2, 1]], dtype=int32)
   """
-  return _compat.by_platform(blocks, gpu=find_champions_at_once, default=_find_champions_in_loops)
+  return _compat.by_platform(gpu=find_champions_at_once, default=_find_champions_in_loops)(blocks)
 
 
 def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:

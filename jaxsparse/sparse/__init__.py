@@ -39,7 +39,7 @@ def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Arra
     >>> put(jnp.zeros(3), jnp.array([2, 7]), 1.0)
     Array([0., 0., 1.], dtype=float32)
   """
-  return x.at[indices].set(values, mode="drop", unique_indices=True, wrap_negative_indices=False)
+  return x.at[indices].set(values, mode="drop", unique_indices=True)
 
 
 def add(x: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
@@ -49,7 +49,7 @@ def add(x: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
     >>> add(jnp.ones(3), jnp.array([2, 7]), jnp.array([1.0, 1.0]))
     Array([1., 1., 2.], dtype=float32)
   """
-  return x.at[indices].add(values, mode="drop", unique_indices=True, wrap_negative_indices=False)
+  return x.at[indices].add(values, mode="drop", unique_indices=True)
 
 
 def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:

@@ -34,7 +34,7 @@ def pack(flags: jax.Array) -> jax.Array:
     Array([5, 0], dtype=uint32)
   """
   flat = flags.reshape(-1)  # all rows as one: XLA on CPU compiles a batch of them to slower code
-  words = _compat.by_platform(flat, gpu=_pack_padded, tpu=_pack_by_product, default=_pack_whole)
+  words = _compat.by_platform(gpu=_pack_padded, tpu=_pack_by_product, default=_pack_whole)(flat)
   return words.reshape(*flags.shape[:-1], -1)
 
 
@@ -111,9 +111,8 @@ def count_true(flags: jax.Array) -> jax.Array:
     >>> count_true(jnp.array([True, False, True]))
     Array(2, dtype=int32)
   """
-  return _compat.by_platform(
-    flags, cpu=lambda flags: count(pack(flags)), default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
-  )
+  of_words = lambda flags: count(pack(flags))
+  return _compat.by_platform(cpu=of_words, default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32))(flags)
 
 
 def nonzero(words: jax.Array, capacity: int) -> jax.Array:
@@ -124,7 +123,7 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
     Array([0, 2], dtype=int32)
   """
   by_word = functools.partial(_nonzero_by_slot, group=1)  # a TPU gathers entry by entry, and pads rows of 8 to 128
-  return _compat.by_platform(words, capacity, gpu=_nonzero_by_index, tpu=by_word, default=_nonzero_by_slot)
+  return _compat.by_platform(gpu=_nonzero_by_index, tpu=by_word, default=_nonzero_by_slot)(words, capacity)
 
 
 def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
@@ -196,7 +195,7 @@ def running_sum(x: jax.Array) -> jax.Array:
     >>> running_sum(jnp.array([3, 1, 2]))
     Array([3, 4, 6], dtype=int32)
   """
-  return _compat.by_platform(x, gpu=jnp.cumsum, tpu=_running_sum_of_lanes, default=_running_sum_of_rows)
+  return _compat.by_platform(gpu=jnp.cumsum, tpu=_running_sum_of_lanes, default=_running_sum_of_rows)(x)
 
 
 def _running_sum_of_lanes(x: jax.Array) -> jax.Array:

@@ -137,8 +137,10 @@ def all_finite(tree: Any) -> jax.Array:
   leaves = map(jnp.asarray, jax.tree.leaves(tree))
   inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
   are_finite = jnp.array([jnp.sum(leaf - leaf) == 0 for leaf in inexact], jnp.bool_)
-  # Else XLA computes it anew, from all leaves, in each loop that uses it: compilation is quadratic in their number.
-  return jnp.all(jax.lax.optimization_barrier(are_finite))
+  # Else XLA on CPU computes it anew, from all leaves, in each loop that uses it: compilation is quadratic in their
+  # number. On GPUs, without these loops, a barrier takes 40 kernels and half a byte a parameter more in a step.
+  once = _compat.by_platform(cpu=jax.lax.optimization_barrier, default=lambda flags: flags)
+  return jnp.all(once(are_finite))
 
 
 def stays_finite(before: Any, after: Any) -> jax.Array:
@@ -150,7 +152,7 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
   compare = lambda: jnp.all(jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_))
   # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the host.
   look = lambda: varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
-  return _compat.by_platform(cpu=look, default=compare)
+  return _compat.by_platform(cpu=look, default=compare)()
 
 
 def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Array]:

@@ -38,7 +38,7 @@ def put(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
     Array([1., 0.], dtype=float32)
   """
   # XLA on CPU would choose the piece anew for each entry.
-  return _compat.by_platform(x, into, finite, cpu=_put_by_pieces, default=_put_at_once)
+  return _compat.by_platform(cpu=_put_by_pieces, default=_put_at_once)(x, into, finite)
 
 
 def _put_by_pieces(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def subtract(x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: 
     Array([1. , 1.5], dtype=float32)
   """
   ways = {"cpu": _subtract_on_cpu, "gpu": _subtract_at_once, "default": _subtract_by_pieces}
-  return _compat.by_platform(x, grads, residual, finite, decay, **ways)
+  return _compat.by_platform(**ways)(x, grads, residual, finite, decay)
 
 
 def _subtract_by_pieces(

@@ -253,10 +253,7 @@ def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: ja
   # A run-time false keeps the update of all counters in one kernel of a GPU; XLA would copy each constant. There it
   # depends on an array, since XLA would copy scalars, too.
   bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
-  always_false = _compat.by_platform(
-    update,
-    before.skipped_steps,
-    gpu=lambda update, steps: (bits(update[:1]) < 0) & (steps >= 0),
-    default=lambda _, steps: steps < 0,
-  )
+  steps = before.skipped_steps
+  of_array = lambda: (bits(update[:1]) < 0) & (steps >= 0)
+  always_false = _compat.by_platform(gpu=of_array, default=lambda: steps < 0)()
   return jax.tree.map(functools.partial(jnp.where, always_false), before, step)

@@ -69,7 +69,7 @@ class DctTopk(ChunkTopk):
     def finish(values: Any, _: None, finite: jax.Array, decay: float) -> tuple[jax.Array, jax.Array]:
       # The factor is one of entries, not of coefficients: these have the same bits for every number of workers.
       step = _Step(grads, cast(jax.Array, state.residual), total, sent, factor=values[1], finite=finite)
-      return _compat.by_platform(tiling, decay, step, gpu=_finish_by_pieces, default=_finish)
+      return _compat.by_platform(gpu=_finish_by_pieces, default=_finish)(tiling, decay, step)
 
     return Reduced(Deferred((bound, jnp.float32(1)), finish), state, counters)
 

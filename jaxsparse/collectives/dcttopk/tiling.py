@@ -107,7 +107,7 @@ class Tiling(NamedTuple):
       return sparse.concatenate(found)
 
     at_once = lambda *parts: top_k_of_chunks(LazySum((self.coefficients(parts[0] + parts[1]),)), length, k)
-    return _compat.by_platform(grads, residual, gpu=by_pieces, default=at_once)
+    return _compat.by_platform(gpu=by_pieces, default=at_once)(grads, residual)
 
   def put_entries(self, x: jax.Array, coefficients: Sparse, new: Callable[..., jax.Array]) -> jax.Array:
     """f32[n] with `new(x, entries, at)` at flat indices `at`: of all entries of sparse coefficients, by pieces."""

@@ -70,7 +70,7 @@ class OneBit(Collective):
     n = grads.size
     rank = comm.rank
     # A GPU stores the vector of all leaves: the passes over it would look for the leaf of each entry.
-    grads = _compat.by_platform(grads, gpu=jax.lax.optimization_barrier, default=lambda grads: grads)
+    grads = _compat.by_platform(gpu=jax.lax.optimization_barrier, default=lambda grads: grads)(grads)
     blocks = Blocks.of(n, comm.size, self.bits)
     acc = grads, state.residual
     codes, scales, steps = blocks.encode(acc, jnp.int32(0), blocks.count)

@@ -342,4 +342,4 @@ def _by_chunks(
       results = write(results, start, jax.lax.optimization_barrier(new) if apart else new)
     return results
 
-  return _compat.by_platform(*results, gpu=at_once, default=functools.partial(run, CHUNK))
+  return _compat.by_platform(gpu=at_once, default=functools.partial(run, CHUNK))(*results)
