@@ -29,7 +29,7 @@ def read_at(x: jax.Array, indices: jax.Array) -> jax.Array:
     >>> read_at(jnp.array([1.0, 2.0]), jnp.array([1, 7]))
     Array([2., 0.], dtype=float32)
   """
-  return x.at[indices].get(mode="fill", fill_value=0.0, wrap_negative_indices=False)
+  return x.at[indices].get(mode="fill", fill_value=0.0)
 
 
 def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Array:
