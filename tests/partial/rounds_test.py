@@ -706,6 +706,8 @@ WRONG = [
   ({"timeout": float("inf")}, ValueError, "timeout=inf, choose seconds"),
   ({"address": "localhost:2900"}, ValueError, "choose tcp://HOST:PORT"),
   ({"address": []}, ValueError, "choose tcp://HOST:PORT"),
+  ({"address": "tcp://127.0.0.1:*"}, ValueError, "choose tcp://HOST:PORT with a PORT of 1 … 65535$"),
+  ({"params": {"w": None}}, ValueError, r"params={'w': None} has no arrays"),
   ({"params": {"count": jnp.zeros(3, jnp.int32)}}, TypeError, r"params\['count'\] has dtype int32"),
   ({"state": STATE | {"fragments": np.int64(2)}}, ValueError, "fragments=1, but the state was saved with 2"),
   ({"state": {"fragments": np.int64(1)}}, ValueError, "the state has no anchor, digest, moved, number, residual"),

@@ -127,8 +127,17 @@ def test_bad_addresses(address, message):
   with pytest.raises(ValueError, match=message):
     serve(address=address)
   keys = js.partial.Keys.make() if "*:" in address else None  # others have to reach a worker
-  with pytest.raises(ValueError, match="name the address of this machine" if keys else message):
+  with pytest.raises(ValueError, match="name the host by which" if keys else message):
     js.partial.Worker(ADDRESS, 0, jnp.zeros(1), bind=address, keys=keys)
+
+
+@pytest.mark.parametrize(
+  ("address", "message"),
+  [("tcp://127.0.0.1:*", "with a PORT of 1 … 65535$"), ("tcp://*:2900", "name the host"), ("here:1", "choose tcp")],
+)
+def test_the_address_of_a_server_names_its_host_and_port(address, message):
+  with pytest.raises(ValueError, match=message):
+    js.partial.Worker(address, 0, jnp.zeros(1))
 
 
 def test_training_goes_on_with_a_controller_that_is_restarted():

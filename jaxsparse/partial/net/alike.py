@@ -43,7 +43,10 @@ def check_start(params: Any) -> None:
     ...
     TypeError: params['step'] has dtype int32, choose floating point: keep other leaves out of the parameters
   """
-  for where, leaf in jax.tree_util.tree_leaves_with_path(params):
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  if not leaves:
+    raise ValueError(f"params={params!r} has no arrays: give the parameters of a model")
+  for where, leaf in leaves:
     if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
       raise TypeError(
         f"params{jax.tree_util.keystr(where)} has dtype {dtype.name}, "

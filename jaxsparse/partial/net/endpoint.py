@@ -86,6 +86,8 @@ class Endpoint:
 
   def __init__(self, servers: Sequence[str], bind: str, keys: Keys | None, longest: int, timeout: float):
     sockets.check_address(bind, keys, reachable=True)
+    for address in servers or [""]:
+      sockets.check_address(address, keys, reachable=True, any_port=False)
     self.timeout = timeout
     self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._last_answer: Exception = RuntimeError("this worker has left")  # to every request after the end

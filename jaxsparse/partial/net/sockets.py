@@ -102,11 +102,11 @@ class Keys(NamedTuple):
       file.write(b"\n".join([self.public, self.secret, *self.own, *self.workers, b""]))
 
 
-def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -> None:
+def check_address(address: str, keys: Keys | None, *, reachable: bool = False, any_port: bool = True) -> None:
   """Raises ValueError for an address that is malformed, or that other machines can reach without keys.
 
   Without keys, anybody who reaches the address could join the run and read the parameters. A `reachable` address is
-  handed to other workers, so its host has to name one interface.
+  one to connect to, so its host has to name one interface; without `any_port` it has to name the port.
 
   Example:
     >>> check_address("tcp://127.0.0.1:*", None)
@@ -116,13 +116,14 @@ def check_address(address: str, keys: Keys | None, *, reachable: bool = False) -
     ValueError: tcp://*:2900 can be reached from other machines: give keys=js.partial.Keys.make(), the same to all
   """
   host, colon, port = address.removeprefix("tcp://").rpartition(":")
-  is_port = port == "*" or (port.isdecimal() and 0 < int(port) < 2**16)
+  is_port = (any_port and port == "*") or (port.isdecimal() and 0 < int(port) < 2**16)
   if not address.startswith("tcp://") or not colon or not is_port:
-    raise ValueError(f"address={address!r}, choose tcp://HOST:PORT with a PORT of 1 … 65535, or * for any")
+    or_any = ", or * for any" if any_port else ""
+    raise ValueError(f"address={address!r}, choose tcp://HOST:PORT with a PORT of 1 … 65535{or_any}")
   if ":" in host:
     raise ValueError(f"address={address!r} is one of IPv6: give the name of the host or an address of IPv4")
   if reachable and host in ("*", "0.0.0.0"):
-    raise ValueError(f"address={address!r}: name the address of this machine that the other workers reach")
+    raise ValueError(f"address={address!r}: name the host by which other processes reach it")
   if keys is None and not is_loopback(host):
     raise ValueError(f"{address} can be reached from other machines: give keys=js.partial.Keys.make(), the same to all")
 

@@ -2,7 +2,7 @@
 
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.peers import PEERS
-from jaxsparse.partial.net import sockets
-from jaxsparse.partial.net.sockets import Keys
 from jaxsparse.transform import state as states
 
 _UNLIKE = (
@@ -24,20 +22,8 @@ _UNLIKE = (
 _SEALED = {"anchor": np.uint8, "residual": np.float32, "moved": np.float32}
 
 
-def check_worker(
-  address: str | Sequence[str], keys: Keys | None, number: int, fragments: int, part: tuple[int, int], state: Any
-) -> list[str]:
-  """The addresses of the server; raises ValueError for what does not fit."""
-  check_whole("Rounds", 0, 2**16 - 1, number=number)
-  addresses = [address] if isinstance(address, str) else list(address)
-  for each in addresses or [""]:
-    sockets.check_address(each, keys)
-  if state:
-    check_state(state, number, fragments, part)
-  return addresses
-
-
 def check_options(
+  number: int,
   every: int,
   fragments: int,
   delay: int,
@@ -47,6 +33,7 @@ def check_options(
   **seconds: float | None,
 ) -> None:
   """Raises ValueError for options outside the choices of `Rounds`."""
+  check_whole("Rounds", 0, 2**16 - 1, number=number)
   check_whole("Rounds", 1, every=every)
   check_whole("Rounds", 1, every, fragments=fragments)
   check_whole("Rounds", 0, every // fragments - 1, delay=delay)

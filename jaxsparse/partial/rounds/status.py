@@ -34,7 +34,7 @@ def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
     TimeoutError: if there is no answer within 5 s.
     ValueError: for a malformed address, one that requires keys, and a server of partial reduce.
   """
-  sockets.check_address(address, keys)
+  sockets.check_address(address, keys, reachable=True, any_port=False)
   number = keys.workers.index(keys.own[0]) if keys and keys.own else 0
   network = sockets.Network(keys)
   try:

@@ -63,8 +63,7 @@ class Rounds:
     mixing: α, as in `js.local_steps`, whose default with a delay is 0: a worker then drops what it moved meanwhile.
       None, the default here, keeps it.
     apply_residual: whether the parameters of a worker include what it has given and no round has delivered, as in
-      `js.local_steps`: θ_w ← θ − r_w / weight_w after a round. One-bit collectives then converge faster. Not with
-      `mixing`.
+      `js.local_steps`: θ_w ← θ − r_w / weight_w after a round. Signs then converge faster. Not with `mixing`.
     link: whether this is no worker but a link, which brings to its group what others have moved: Σ_links (θ_w − θ) is
       added to the anchor in a round, as it is, in float32. Its steps have no weight.
     wait: every H steps, wait up to so many seconds for the round to end; a late round is applied after a later step.
@@ -122,7 +121,7 @@ class Rounds:
     device: jax.Device | None = None,
     state: dict[str, Any] | None = None,
   ):
-    checks.check_options(every, fragments, delay, mixing, apply_residual, link, wait=wait, timeout=timeout)
+    checks.check_options(number, every, fragments, delay, mixing, apply_residual, link, wait=wait, timeout=timeout)
     check_start(params)
     params = jax.tree.map(jnp.asarray, params)
     place = self._place = slices.place_of(params)
@@ -135,13 +134,14 @@ class Rounds:
     self._applies = apply_residual
     self._refused = 0
     with processes.errors_told(place):
-      addresses = checks.check_worker(address, keys, number, fragments, place.where, state)
+      addresses = [address] if isinstance(address, str) else list(address)
       step = OuterStep(outer, fragments, device)
       anchor = step.start(own_params)
       self._of_fragment = Fragments(fragments).numbers(anchor.params)
       vector, unflatten = flatten(anchor.params)
       saved_part = state or {"moved": np.zeros_like(vector), "trained": np.zeros((fragments, 2), int), "share": 0.0}
       if state:
+        checks.check_state(state, number, fragments, place.where)
         anchor = step.add_residual(step.unpack(state["anchor"].tobytes(), anchor), state["residual"])
       alike = Alike.of(params, own_params, fragments=fragments, parts=place.parts, outer=step.chain_digest(anchor))
       exchanger = self._exchanger = Exchanger(step, anchor, number, link)
