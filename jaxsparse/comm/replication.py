@@ -1,9 +1,9 @@
 """Checks on the jaxpr of a program, before it runs, which values are equal on all workers.
 
 JAX types a value inside `jax.shard_map` as varying or not over each axis, and so tells that a result differs, but not
-which leaf and why, and only on a mesh. It also refuses losses, such as a scan over a batch that begins with zeros. So
-in the library's own steps that check is off (`check_vma=False`), and for every value of one worker's program this
-module computes the set of axes that the value may vary over:
+which leaf and why, and only on a mesh. It also refuses losses that are right: a scan over the batch whose carry begins
+with zeros. So in the library's own steps that check is off (`check_vma=False`), and for every value of one worker's
+program this module computes the set of axes that the value may vary over:
 
     sharded inputs, axis_index         the axes of their PartitionSpec, of their name
     psum and the like over whole axes  without these axes

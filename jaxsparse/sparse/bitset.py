@@ -129,7 +129,8 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
 def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
   """Each index below 32 · words.size that is a member writes itself to the slot of its rank: few kernels, all wide."""
   index = jnp.arange(BITS * words.size, dtype=jnp.int32)
-  up_to = words[index >> _LOG_BITS] << (~index & BITS - 1).astype(jnp.uint32)  # the bit of the index is the highest
+  # The word of each index, shifted so that the bit of the index is the highest.
+  up_to = words[index >> _LOG_BITS] << (BITS - 1 - (index & BITS - 1)).astype(jnp.uint32)
   counts = jax.lax.population_count(words).astype(jnp.int32)
   before = (running_sum(counts) - counts)[index >> _LOG_BITS]
   slot = jnp.where(up_to >> (BITS - 1) != 0, before + jax.lax.population_count(up_to).astype(jnp.int32) - 1, capacity)
