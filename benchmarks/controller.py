@@ -1,8 +1,9 @@
 r"""Signals a second that the controller of partial reduce takes, and how long a worker waits for its group.
 
-A server with its controller in one process; workers in another, each a connection that says READY as soon as it has
-heard of its group, and computes nothing. Throughput is of all of them together. Latency is that of a lone group: of P
-workers, from the last one's READY until it hears of the group.
+A server with its controller in one process; workers in another, each a connection that
+says READY as soon as it has heard of its group, and computes nothing. Throughput is of
+all of them together. Latency is that of a lone group: of P workers, from the last one's
+READY until it hears of the group.
 
 Examples:
   python -m benchmarks.controller
@@ -27,9 +28,15 @@ from jaxsparse.partial.net.sockets import Keys, Network
 
 _WORKERS = flags.DEFINE_integer("workers", 32, "Number of workers.")
 _GROUP_SIZE = flags.DEFINE_integer("group_size", 4, "Workers in a group.")
-_SECONDS = flags.DEFINE_float("seconds", 5, "How long to measure throughput.", lower_bound=0.1)
-_GROUPS = flags.DEFINE_integer("groups", 500, "How many groups to measure latency with.", lower_bound=2)
-_CURVE = flags.DEFINE_bool("curve", False, "Encrypt, as on any other network than loopback.")
+_SECONDS = flags.DEFINE_float(
+  "seconds", 5, "How long to measure throughput.", lower_bound=0.1
+)
+_GROUPS = flags.DEFINE_integer(
+  "groups", 500, "How many groups to measure latency with.", lower_bound=2
+)
+_CURVE = flags.DEFINE_bool(
+  "curve", False, "Encrypt, as on any other network than loopback."
+)
 _JSON = entry.define_json()
 
 _GOAL = 2000  # "thousands of signals a second"
@@ -82,7 +89,8 @@ def measure(address: str, keys: Keys | None) -> Result:
       socket.send(Signal(WorkerMessage.HELLO, worker, 0, "tcp://127.0.0.1:9").pack())
       socket.recv()
     latencies = []
-    for number in range(_GROUPS.value):  # each has one member of the one before: the sync-graph stays connected
+    # each has one member of the one before: the sync-graph stays connected
+    for number in range(_GROUPS.value):
       *others, last = [(number * (size - 1) + place) % count for place in range(size)]
       for worker in others:
         ready(worker)
@@ -98,14 +106,25 @@ def measure(address: str, keys: Keys | None) -> Result:
       socket.send(Signal(WorkerMessage.BYE, worker).pack())
     quantiles = statistics.quantiles(latencies, n=100)
     signal = len(Signal(WorkerMessage.READY, 0, 1).pack())
-    return Result(rate, rate / size, statistics.median(latencies), quantiles[98], signal, group_bytes, 0)
+    return Result(
+      rate,
+      rate / size,
+      statistics.median(latencies),
+      quantiles[98],
+      signal,
+      group_bytes,
+      0,
+    )
   finally:
     network.close(linger=1000)
 
 
 def _throughput(sockets: list[zmq.Socket], ready, heard) -> tuple[float, int]:  # type: ignore[no-untyped-def]
   """Signals a second of all workers, and the bytes of an answer."""
-  poller, worker_of = zmq.Poller(), {socket: worker for worker, socket in enumerate(sockets)}
+  poller, worker_of = (
+    zmq.Poller(),
+    {socket: worker for worker, socket in enumerate(sockets)},
+  )
   for socket in sockets:
     poller.register(socket, zmq.POLLIN)
   for worker in worker_of.values():
@@ -123,7 +142,9 @@ def _measure_in_process(keys: Keys | None) -> Result:
   """Measures a server in a process of its own."""
   context = multiprocessing.get_context("spawn")
   pipe, end = context.Pipe()
-  process = context.Process(target=_serve, args=(keys, _WORKERS.value, _GROUP_SIZE.value, end), daemon=True)
+  process = context.Process(
+    target=_serve, args=(keys, _WORKERS.value, _GROUP_SIZE.value, end), daemon=True
+  )
   process.start()
   end.close()  # so that `recv` fails if the server does
   try:
@@ -136,7 +157,8 @@ def _measure_in_process(keys: Keys | None) -> Result:
 def main() -> None:
   """Starts the server, measures and reports."""
   console = workers.make_console(stderr=_JSON.value)
-  js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)  # says what is wrong with the flags
+  # says what is wrong with the flags
+  js.partial.Controller(_WORKERS.value, _GROUP_SIZE.value)
   keys = Keys.make() if _CURVE.value else None
   result = _measure_in_process(keys)
   for line in (
@@ -146,10 +168,14 @@ def main() -> None:
     f"READY to GROUP: {1e6 * result.latency:.0f} µs, 99 % within {1e6 * result.latency_99:.0f} µs",
   ):
     console.print(line, highlight=False, soft_wrap=True)
-  goal = report.goal(f"at least {_GOAL:,} signals a second", result.signals_per_second, least=_GOAL)
+  goal = report.goal(
+    f"at least {_GOAL:,} signals a second", result.signals_per_second, least=_GOAL
+  )
   report.say([goal], console)
   if _JSON.value:
-    report.print_json({"workers": _WORKERS.value, "group_size": _GROUP_SIZE.value, **result._asdict()})
+    report.print_json(
+      {"workers": _WORKERS.value, "group_size": _GROUP_SIZE.value, **result._asdict()}
+    )
 
 
 if __name__ == "__main__":

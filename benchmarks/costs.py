@@ -1,7 +1,8 @@
 r"""Messages and words of one update: counted from the schedule, beside the paper's formula (SparDL, Table 1).
 
-Where sizes vary from step to step, the schedule has a switch: its least and its most words are counted, and the formula
-is an upper bound of the most. The ratio is to 2k(P − 1)/P, the least words of any sparse all-reduce.
+Where sizes vary from step to step, the schedule has a switch: its least and its most
+words are counted, and the formula is an upper bound of the most. The ratio is to 2k(P −
+1)/P, the least words of any sparse all-reduce.
 
 Examples:
   python -m benchmarks.costs --workers=2,4,6,8,14,64,256
@@ -24,7 +25,9 @@ from benchmarks.workers import make_console
 from jaxsparse.costs import counting
 
 _ALGORITHM = flags.DEFINE_multi_string("algorithm", ["all"], specs.HELP)
-_WORKERS = entry.define_numbers("workers", [2, 4, 6, 8, 14, 64, 256], "Numbers of workers.")
+_WORKERS = entry.define_numbers(
+  "workers", [2, 4, 6, 8, 14, 64, 256], "Numbers of workers."
+)
 _N = flags.DEFINE_integer("n", 14_728_266, "Gradient entries; VGG-16 by default.")
 _DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to deliver.")
 _JSON = entry.define_json()
@@ -45,11 +48,24 @@ def row(spec: specs.Spec, workers: int, n: int, density: float) -> Row:
   """Counts and predicts one algorithm; RuntimeError where the two contradict each other."""
   collective = spec.collective
   jaxpr = counting.schedule(collective, n, workers)
-  least, most = (counting.count_jaxpr(jaxpr, workers, branch) for branch in ("least", "most"))
+  least, most = (
+    counting.count_jaxpr(jaxpr, workers, branch) for branch in ("least", "most")
+  )
   formula = collective.cost(n, workers)
-  if most != formula and not (collective.sizes_vary and all(map(operator.le, most, formula))):
-    raise RuntimeError(f"{spec.label} at {workers} workers: counted {most}, the formula says {formula}")
-  return Row(spec.label, workers, least, most, formula, 2 * math.ceil(density * n) * (workers - 1) / workers)
+  if most != formula and not (
+    collective.sizes_vary and all(map(operator.le, most, formula))
+  ):
+    raise RuntimeError(
+      f"{spec.label} at {workers} workers: counted {most}, the formula says {formula}"
+    )
+  return Row(
+    spec.label,
+    workers,
+    least,
+    most,
+    formula,
+    2 * math.ceil(density * n) * (workers - 1) / workers,
+  )
 
 
 def table(rows: list[Row], title: str) -> rich.table.Table:
@@ -58,10 +74,27 @@ def table(rows: list[Row], title: str) -> rich.table.Table:
   for one in rows:
     formula = "" if one.most == one.formula else "≤ "
     messages, words, agreements = map(_range, one.least, one.most)
-    least, most = (cost.words / one.bound if one.bound else 1.0 for cost in (one.least, one.most))
-    counts = [messages, f"{formula}{one.formula.messages}", words, f"{formula}{one.formula.words:,}", agreements]
+    least, most = (
+      cost.words / one.bound if one.bound else 1.0 for cost in (one.least, one.most)
+    )
+    counts = [
+      messages,
+      f"{formula}{one.formula.messages}",
+      words,
+      f"{formula}{one.formula.words:,}",
+      agreements,
+    ]
     lines.append([str(one.workers), one.algorithm, *counts, _range(least, most, ".2f")])
-  heads = "P", "algorithm", "messages", "formula", "words", "formula", "agreed", "× 2k(P−1)/P"
+  heads = (
+    "P",
+    "algorithm",
+    "messages",
+    "formula",
+    "words",
+    "formula",
+    "agreed",
+    "× 2k(P−1)/P",
+  )
   return report.table(title, heads, lines, text=2)
 
 
@@ -74,9 +107,13 @@ def _rows(console: rich.console.Console) -> list[Row]:
   for workers in _WORKERS.value:
     names = _ALGORITHM.value
     if names == ["all"]:
-      teams = [f"spardl:teams={d}" for d in (2, 4, 7) if workers % d == 0 and workers > d]
+      teams = [
+        f"spardl:teams={d}" for d in (2, 4, 7) if workers % d == 0 and workers > d
+      ]
       names = [*specs.of_vectors(), *teams]
-    chosen += [(spec, workers) for spec in specs.parse(names, workers, density=_DENSITY.value)]
+    chosen += [
+      (spec, workers) for spec in specs.parse(names, workers, density=_DENSITY.value)
+    ]
   work: Any = rich.progress.track(chosen, "tracing", console=console, transient=True)
   return [row(spec, workers, _N.value, _DENSITY.value) for spec, workers in work]
 
@@ -86,7 +123,10 @@ def main() -> None:
   console = make_console(stderr=_JSON.value)
   rows = _rows(console)
   console.print(
-    table(rows, f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}, 4-byte words a worker")
+    table(
+      rows,
+      f"one update of n = {_N.value:,} entries, density {_DENSITY.value:g}, 4-byte words a worker",
+    )
   )
   if _JSON.value:
     report.print_json(rows)

@@ -9,9 +9,15 @@ from absl import app, flags, logging
 
 from jaxsparse import launch
 
-_OF_THE_PROGRAM = (jax.errors.JaxRuntimeError, NotImplementedError, RecursionError)  # errors that need their traceback
+# errors that need their traceback
+_OF_THE_PROGRAM = (
+  jax.errors.JaxRuntimeError,
+  NotImplementedError,
+  RecursionError,
+)
 
-flags.disclaim_key_flags()  # what is defined here is a flag of the benchmark that asks for it
+# what is defined here is a flag of the benchmark that asks for it
+flags.disclaim_key_flags()
 
 
 class _Numbers(flags.ListParser):
@@ -23,7 +29,9 @@ class _Numbers(flags.ListParser):
 
   def parse(self, argument: Any) -> Any:
     """The numbers, each once."""
-    numbers = list(dict.fromkeys(self._one.parse(text) for text in super().parse(argument)))
+    numbers = list(
+      dict.fromkeys(self._one.parse(text) for text in super().parse(argument))
+    )
     if not numbers:
       raise ValueError("give at least one number")
     return numbers
@@ -42,22 +50,35 @@ class _Repeated(flags.Flag):
 def define_seeds(default: Sequence[int]) -> flags.FlagHolder[Any]:
   """The flag --seed."""
   text = "Seeds of the parameters and of the batches, separated by commas."
-  parser, serializer = _Numbers(flags.IntegerParser(0, 2**32 - 1)), flags.ListSerializer[Any](",")
+  parser, serializer = (
+    _Numbers(flags.IntegerParser(0, 2**32 - 1)),
+    flags.ListSerializer[Any](","),
+  )
   return flags.DEFINE_flag(_Repeated(parser, serializer, "seed", list(default), text))
 
 
-def define_numbers(name: str, default: Sequence[float], text: str, one: Any = None) -> flags.FlagHolder[Any]:
+def define_numbers(
+  name: str, default: Sequence[float], text: str, one: Any = None
+) -> flags.FlagHolder[Any]:
   """A flag that holds numbers separated by commas: whole ones above 0, or those that the parser `one` accepts."""
   parser = _Numbers(one or flags.IntegerParser(lower_bound=1))
-  return flags.DEFINE(parser, name, list(default), text, serializer=flags.ListSerializer(","))
+  return flags.DEFINE(
+    parser, name, list(default), text, serializer=flags.ListSerializer(",")
+  )
 
 
-def require(flag: flags.FlagHolder[Any], holds: Callable[[Any], bool], choices: str) -> None:
+def require(
+  flag: flags.FlagHolder[Any], holds: Callable[[Any], bool], choices: str
+) -> None:
   """Refuses values of a flag for which `holds` is false; None is for no value."""
-  flags.register_validator(flag, lambda value: value is None or holds(value), f"choose {choices}")
+  flags.register_validator(
+    flag, lambda value: value is None or holds(value), f"choose {choices}"
+  )
 
 
-def require_choices(flag: flags.FlagHolder[Any], choices: Sequence[str], empty: bool = True) -> None:
+def require_choices(
+  flag: flags.FlagHolder[Any], choices: Sequence[str], empty: bool = True
+) -> None:
   """Refuses a list with other values than these, and an empty one unless `empty`."""
   holds = lambda values: set(values) <= set(choices) and (empty or bool(values))
   require(flag, holds, f"from {', '.join(dict.fromkeys(choices))}")
@@ -70,12 +91,18 @@ def define_report_dir(files: str) -> flags.FlagHolder[str]:
 
 def define_cache_dir() -> flags.FlagHolder[str]:
   """The flag --cache_dir."""
-  return flags.DEFINE_string("cache_dir", "out/cache", "Folder for recorded gradients and compiled programs.")
+  return flags.DEFINE_string(
+    "cache_dir", "out/cache", "Folder for recorded gradients and compiled programs."
+  )
 
 
 def define_json() -> flags.FlagHolder[bool]:
   """The flag --json."""
-  return flags.DEFINE_bool("json", False, "Print the result as JSON on standard output, all else on standard error.")
+  return flags.DEFINE_bool(
+    "json",
+    False,
+    "Print the result as JSON on standard output, all else on standard error.",
+  )
 
 
 def run(main: Callable[[], None]) -> None:
@@ -84,7 +111,8 @@ def run(main: Callable[[], None]) -> None:
   def checked(argv: list[str]) -> None:
     if len(argv) > 1:
       raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
-    logging.set_verbosity(logging.WARNING)  # JAX tells at INFO which backends it does not find
+    # JAX tells at INFO which backends it does not find
+    logging.set_verbosity(logging.WARNING)
     try:
       main()
     except _OF_THE_PROGRAM:

@@ -1,10 +1,11 @@
 """Writes what was measured into the library, for `js.costs.advise`.
 
-evidence.json, from the curves in benchmarks/results/race_*.json and best_lm.json: the steps of each method to the loss
-that dense has after its last step, over the steps of dense. A method that did not reach it from every seed has none:
-null.
+evidence.json, from the curves in benchmarks/results/race_*.json and best_lm.json: the
+steps of each method to the loss that dense has after its last step, over the steps of
+dense. A method that did not reach it from every seed has none: null.
 
-predictions.json, from the kept table of predictions: milliseconds of updates as predicted, and as measured.
+predictions.json, from the kept table of predictions: milliseconds of updates as
+predicted, and as measured.
 """
 
 import json
@@ -27,9 +28,17 @@ def rows(results: Results) -> list[dict[str, Any]]:
   steps = max(curve.steps[-1] for curve in results.find("curves", method=DENSE))
   task = registry.make(results.setting["task"])
   dense, hosts = baselines(results, steps), results.setting["hosts"]
-  seeds, kind_of = len(dense), lambda optimizer: optimizer.split(":")[0].split("_")[-1]  # window_adam is an adam
+  # window_adam is an adam
+  seeds, kind_of = (
+    len(dense),
+    lambda optimizer: optimizer.split(":")[0].split("_")[-1],
+  )
   kinds = {kind_of(curve.optimizer) for curve in dense.values()}
-  same = {"task": f"{task.name}, {task.entries:,} parameters", "workers": hosts, "seeds": seeds}
+  same = {
+    "task": f"{task.name}, {task.entries:,} parameters",
+    "workers": hosts,
+    "seeds": seeds,
+  }
   found = []
   for one in standings(results, "", Target(steps)):
     if one.method == DENSE or kind_of(one.optimizer) not in kinds:
@@ -38,8 +47,17 @@ def rows(results: Results) -> list[dict[str, Any]]:
       (method,) = methods.parse("method", [one.method], hosts)
       ratio = one.more_steps if one.more_steps and not one.more_steps.missing else None
       collective = js.costs.label_of(method.spec.name, method.spec.config)
-      row = {"method": one.method, "collective": collective, "every": method.every, "optimizer": one.optimizer}
-      found.append(row | {"steps": ratio and ratio.mean, "deviation": ratio and ratio.deviation} | same)
+      row = {
+        "method": one.method,
+        "collective": collective,
+        "every": method.every,
+        "optimizer": one.optimizer,
+      }
+      found.append(
+        row
+        | {"steps": ratio and ratio.mean, "deviation": ratio and ratio.deviation}
+        | same
+      )
   return found
 
 
@@ -55,9 +73,14 @@ def predictions() -> list[dict[str, Any]]:
 
 def texts() -> dict[str, str]:
   """The files, by name."""
-  evidence = [report.rounded(row) for path in RESULTS for row in rows(Results(path, None))]
+  evidence = [
+    report.rounded(row) for path in RESULTS for row in rows(Results(path, None))
+  ]
   files = {"evidence.json": evidence, "predictions.json": predictions()}
-  return {name: "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n" for name, found in files.items()}
+  return {
+    name: "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n"
+    for name, found in files.items()
+  }
 
 
 def main() -> None:

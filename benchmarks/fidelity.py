@@ -24,12 +24,17 @@ entry.require_choices(_VERDICT, _VERDICTS)
 
 def main() -> None:
   """Prints the chosen cells, and how many there are of each verdict."""
-  wanted = lambda cell: cell.paper in (_PAPER.value or [cell.paper]) and cell.verdict in (_VERDICT.value or _VERDICTS)
+  wanted = lambda cell: (
+    cell.paper in (_PAPER.value or [cell.paper])
+    and cell.verdict in (_VERDICT.value or _VERDICTS)
+  )
   cells = [cell for cell in papers.every() if wanted(cell)]
   console = make_console(stderr=_JSON.value)
   console.print(papers.beside(cells))
   counts = collections.Counter(cell.verdict for cell in cells)
-  console.print(", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS), highlight=False)
+  console.print(
+    ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS), highlight=False
+  )
   if _JSON.value:
     report.print_json([cell._asdict() | {"verdict": cell.verdict} for cell in cells])
 

@@ -25,7 +25,9 @@ class GatheredRows(Rows):
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     """That of the only leaf."""
     if len(shapes) != 1:
-      raise ValueError(f"gathered_rows: {len(shapes)} leaves, choose --gradients=zipf, whose gradients have one")
+      raise ValueError(
+        f"gathered_rows: {len(shapes)} leaves, choose --gradients=zipf, whose gradients have one"
+      )
     return super().for_leaves(shapes)
 
   def init(self, n: int, size: int) -> js.State:
@@ -37,11 +39,16 @@ class GatheredRows(Rows):
     (leaf,) = self._leaves(grads.size)
     matrix = grads.reshape(leaf.rows, leaf.width)
     own = bitset.nonzero(bitset.pack(jnp.any(matrix != 0, 1)), leaf.sent)
-    numbers, values = (in_rank_order(comm, all_gather(comm, x)) for x in (own, sparse.read_at(matrix, own)))
+    numbers, values = (
+      in_rank_order(comm, all_gather(comm, x))
+      for x in (own, sparse.read_at(matrix, own))
+    )
     members, ordinals = _touch(numbers, leaf.rows)
     (sums,) = _sum_rows([ordinals], [values], [numbers.size])
     indices = leaf.entries(bitset.nonzero(members, len(sums)), grads.size)
-    counters = self.count(comm, grads.size, selected=own.size * leaf.width, delivered=sums.size)
+    counters = self.count(
+      comm, grads.size, selected=own.size * leaf.width, delivered=sums.size
+    )
     return js.Reduced(js.Sparse(indices.reshape(-1), sums.reshape(-1)), state, counters)
 
   def _capacities(self, n: int, size: int) -> list:

@@ -1,7 +1,8 @@
 """Methods of training: what workers exchange (a way), how it is changed before, and by which collective.
 
-A label is WAY/CHANGES/COLLECTIVE, all with options: `local:every=10/warmed_up:steps=100/spardl:density=0.02`. Without a
-way workers exchange gradients, and there may be no changes: `dense`, `corrected/spardl:density=0.01`.
+A label is WAY/CHANGES/COLLECTIVE, all with options:
+`local:every=10/warmed_up:steps=100/spardl:density=0.02`. Without a way workers exchange
+gradients, and there may be no changes: `dense`, `corrected/spardl:density=0.01`.
 """
 
 import inspect
@@ -24,7 +25,9 @@ _Exchange: TypeAlias = Callable[[str | Comm, dict[str, float]], _Transform]
 AVERAGED_EVERY = 100  # steps, for workers with parameters of their own
 
 
-def gradients(exchange: _Transform, optimizer: _Transform, ending: int = 0) -> _Transform:
+def gradients(
+  exchange: _Transform, optimizer: _Transform, ending: int = 0
+) -> _Transform:
   """Workers exchange gradients; one optimizer follows, the same on all. A2SGD ends as published in step `ending`."""
   return optax.chain(_without_last(exchange, ending) if ending else exchange, optimizer)
 
@@ -32,22 +35,33 @@ def gradients(exchange: _Transform, optimizer: _Transform, ending: int = 0) -> _
 def _without_last(exchange: _Transform, steps: int) -> _Transform:
   """The exchange in all steps but the last of so many, in which each worker has its own gradient.
 
-  Models that are averaged before and after that step take a step of SGD with the mean gradient.
+  Models that are averaged before and after that step take a step of SGD with the mean
+  gradient.
   """
 
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     total, own = exchange.update(grads, state[0], params)
     step = state[1] + 1
-    return jax.tree.map(lambda total, grad: jnp.where(step < steps, total, grad), total, grads), (own, step)
+    return jax.tree.map(
+      lambda total, grad: jnp.where(step < steps, total, grad), total, grads
+    ), (own, step)
 
-  return optax.GradientTransformation(lambda params: (exchange.init(params), jnp.int32(0)), update)
+  return optax.GradientTransformation(
+    lambda params: (exchange.init(params), jnp.int32(0)), update
+  )
 
 
 def updates(
-  exchange: _Transform, optimizer: _Transform, rate: float = 1.0, apply_residual: bool = False, averaged: int = 0
+  exchange: _Transform,
+  optimizer: _Transform,
+  rate: float = 1.0,
+  apply_residual: bool = False,
+  averaged: int = 0,
 ) -> _Transform:
   """Each worker has an optimizer of its own, and workers exchange its updates in every step."""
-  return local(exchange, optimizer, 1, rate, apply_residual=apply_residual, averaged=averaged)
+  return local(
+    exchange, optimizer, 1, rate, apply_residual=apply_residual, averaged=averaged
+  )
 
 
 def local(
@@ -67,8 +81,15 @@ def local(
   if averaged:
     optimizer = js.average_momentum(optimizer, exchange.comm, every=averaged)
   period = (lambda step: every * 2 ** (step // doubles)) if doubles else every
-  outer = optax.chain(exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum)))
-  more: dict[str, Any] = {"fragments": fragments, "delay": delay, "mixing": mixing, "apply_residual": apply_residual}
+  outer = optax.chain(
+    exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum))
+  )
+  more: dict[str, Any] = {
+    "fragments": fragments,
+    "delay": delay,
+    "mixing": mixing,
+    "apply_residual": apply_residual,
+  }
   return js.local_steps(optimizer, outer, every=period, **more)
 
 
@@ -79,7 +100,9 @@ def demo(exchange: _Transform, optimizer: _Transform) -> _Transform:
 
 def corrected(exchange: _Exchange, momentum: float = 0.9) -> _Exchange:
   """Momentum of each worker's own before the exchange (Deep Gradient Compression); take an optimizer without."""
-  return lambda axis, densities: js.momentum_corrected(exchange(axis, densities), momentum)
+  return lambda axis, densities: js.momentum_corrected(
+    exchange(axis, densities), momentum
+  )
 
 
 def ef21(exchange: _Exchange, momentum: float = 0.9) -> _Exchange:
@@ -87,21 +110,31 @@ def ef21(exchange: _Exchange, momentum: float = 0.9) -> _Exchange:
   return lambda axis, densities: js.ef21(exchange(axis, densities), momentum)
 
 
-def warmed_up(exchange: _Exchange, steps: int = 100, density: float = 0.25) -> _Exchange:
+def warmed_up(
+  exchange: _Exchange, steps: int = 100, density: float = 0.25
+) -> _Exchange:
   """Another density in the first steps."""
-  return lambda axis, densities: js.warmed_up(exchange(axis, densities), {steps: density})
+  return lambda axis, densities: js.warmed_up(
+    exchange(axis, densities), {steps: density}
+  )
 
 
-def leaves(exchange: _Exchange, names: str = "scale|bias", density: float = 1.0) -> _Exchange:
+def leaves(
+  exchange: _Exchange, names: str = "scale|bias", density: float = 1.0
+) -> _Exchange:
   """Another density for leaves whose names match a regular expression; 1 exchanges them densely."""
   return lambda axis, densities: exchange(axis, {names: density, **densities})
 
 
-WAYS: dict[str, Callable[..., _Transform]] = {way.__name__: way for way in (gradients, updates, local, demo)}
+WAYS: dict[str, Callable[..., _Transform]] = {
+  way.__name__: way for way in (gradients, updates, local, demo)
+}
 CHANGES: dict[str, Callable[..., _Exchange]] = {
   change.__name__: change for change in (corrected, ef21, warmed_up, leaves)
 }
-_described = "; ".join(f"{name}: {one.__doc__}" for kinds in (WAYS, CHANGES) for name, one in kinds.items())
+_described = "; ".join(
+  f"{name}: {one.__doc__}" for kinds in (WAYS, CHANGES) for name, one in kinds.items()
+)
 HELP = (
   f"as WAY/CHANGES/COLLECTIVE; ways ({', '.join(WAYS)}) and changes ({', '.join(CHANGES)}): {_described} Without a "
   "way: gradients. Options follow a name: spardl:density=0.01. Repeat it, or separate by commas."
@@ -111,7 +144,9 @@ HELP = (
 class Method(NamedTuple):
   """What is exchanged, and how."""
 
-  label: str  # as the user wrote it; exchanges of gradients by that of the collective alone
+  label: (
+    str  # as the user wrote it; exchanges of gradients by that of the collective alone
+  )
   way: str  # one of `WAYS`
   options: dict[str, Any]  # of the way
   spec: specs.Spec  # of the collective
@@ -130,26 +165,38 @@ class Method(NamedTuple):
     if self.spec.collective.replicates:
       return tx
     ending = self.options.get("ending", 0)  # averages before and after the last step
-    every = (lambda step: jnp.where(step < ending - 1, ending - 1, 1)) if ending else AVERAGED_EVERY
-    return js.local_steps(tx, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=every)
+    every = (
+      (lambda step: jnp.where(step < ending - 1, ending - 1, 1))
+      if ending
+      else AVERAGED_EVERY
+    )
+    return js.local_steps(
+      tx, optax.chain(js.dense_transform(axis), optax.sgd(1.0)), every=every
+    )
 
 
 def parse(flag: str, values: list[str], workers: int, **shared: Any) -> list[Method]:
   """The methods that a flag names, each once, checked for `workers` workers before anything runs."""
-  labels = [label.removeprefix(f"{gradients.__name__}/") for label in specs.labels_of(values)]
+  labels = [
+    label.removeprefix(f"{gradients.__name__}/") for label in specs.labels_of(values)
+  ]
   return [_method(flag, label, workers, shared) for label in dict.fromkeys(labels)]
 
 
 def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Method:
   *before, collective = label.split("/")
   parts = [collective_of(part) for part in before]
-  way, options = parts.pop(0) if parts and parts[0][0] not in CHANGES else ("gradients", {})
+  way, options = (
+    parts.pop(0) if parts and parts[0][0] not in CHANGES else ("gradients", {})
+  )
   where = f"--{flag}={label}"
   _check(where, "way", WAYS, way, options)
   (spec,) = specs.parse([collective], workers, **shared)
 
   def plain(axis: str | Comm, densities: dict[str, float]) -> _Transform:
-    label = lambda density: "dense" if density == 1 else js.costs.label_of(spec.name, {"density": density})
+    label = lambda density: (
+      "dense" if density == 1 else js.costs.label_of(spec.name, {"density": density})
+    )
     special = {names: label(density) for names, density in densities.items()}
     return js.make_transform(spec.name, axis, special=special, **spec.config)
 
@@ -158,24 +205,42 @@ def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Meth
     _check(where, "change", CHANGES, name, own)
     exchange = CHANGES[name](exchange, **own)
   if way != "gradients" and not spec.collective.replicates:
-    raise ValueError(f"{where}: workers exchange gradients by {spec.name}, whose totals differ between them")
+    raise ValueError(
+      f"{where}: workers exchange gradients by {spec.name}, whose totals differ between them"
+    )
   if options.get("ending") and spec.collective.replicates:
-    raise ValueError(f"{where}: ending is for collectives whose totals differ between workers, not {spec.name}")
+    raise ValueError(
+      f"{where}: ending is for collectives whose totals differ between workers, not {spec.name}"
+    )
   method = Method(label, way, options, spec, exchange)
   method.make("workers", optax.identity())
   return method
 
 
-def _check(where: str, kind: str, known: dict[str, Callable[..., Any]], name: str, options: dict[str, Any]) -> None:
+def _check(
+  where: str,
+  kind: str,
+  known: dict[str, Callable[..., Any]],
+  name: str,
+  options: dict[str, Any],
+) -> None:
   """Raises ValueError unless a way, or a change, of this name has these options."""
   if name not in known:
-    raise ValueError(f"{where}: unknown {kind} {name!r}, choose one of {', '.join(known)}")
+    raise ValueError(
+      f"{where}: unknown {kind} {name!r}, choose one of {', '.join(known)}"
+    )
   own = _defaults(known[name])
   if unknown := sorted(set(options) - set(own)):
-    raise ValueError(f"{where}: {name} has no option {unknown[0]!r}, choose from {', '.join(own) or 'none'}")
+    raise ValueError(
+      f"{where}: {name} has no option {unknown[0]!r}, choose from {', '.join(own) or 'none'}"
+    )
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
   """The options of a way or a change and what they are by default."""
   parameters = inspect.signature(function).parameters.values()
-  return {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+  return {
+    one.name: one.default
+    for one in parameters
+    if one.default is not inspect.Parameter.empty
+  }

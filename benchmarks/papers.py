@@ -41,16 +41,26 @@ class Cell(NamedTuple):
   setting: str = ""  # of the paper
   benchmark: str = ""  # that measures ours, "" for none
   paper_value: float | None = None  # the paper's number; None where it has a curve only
-  bound: Literal["", ">", "<"] = ""  # ">" or "<" where the paper says only that it is above or below this number
+  bound: Literal["", ">", "<"] = (
+    ""  # ">" or "<" where the paper says only that it is above or below this number
+  )
   ours: float | None = None  # our number; None where it was not measured
   differs: str = ""  # how our setting differs, "" for the same
-  draw: float | None = None  # the number of which neither side is ahead, None where no sides are compared
+  draw: float | None = (
+    None  # the number of which neither side is ahead, None where no sides are compared
+  )
   reason: str = ""  # why ours differs, "" where that is not known
   noise: float = 0.0  # standard error of our number, a fraction of it
-  fitted: bool = False  # whether a parameter of ours was chosen so that ours is the paper's number
-  repeats: str = ""  # the table whose predictions these numbers restate, "" where they are of their own
+  fitted: bool = (
+    False  # whether a parameter of ours was chosen so that ours is the paper's number
+  )
+  # the table whose predictions these numbers restate, "" where they are of their own
+  repeats: str = ""
   kind: Kind = ""  # "formula" or "drawing" where the paper has no result
-  control: float | None = None  # loss or error without an exchange / that of the best methods; None if not measured
+  control: float | None = (
+    # loss or error without an exchange / that of the best methods; None if not measured
+    None
+  )
 
   @property
   def verdict(self) -> Verdict:
@@ -97,7 +107,9 @@ def every() -> tuple[Cell, ...]:
   """All cells, in the order of the file."""
   found = []
   for own in _FILE["table"]:
-    same = {field: value for field, value in own.items() if field not in ("name", "cells")}
+    same = {
+      field: value for field, value in own.items() if field not in ("name", "cells")
+    }
     for name, values in own.get("cells", {"": {}}).items():
       key = next(iter(_BOUNDS.keys() & values), "paper")
       number = {"paper_value": values.get(key), "bound": _BOUNDS[key]}
@@ -108,34 +120,67 @@ def every() -> tuple[Cell, ...]:
 
 def number(paper: str, table: str, name: str) -> float:
   """The paper's number of a cell; KeyError if there is no such cell, or it has none."""
-  values = {(one.paper, one.table, one.name): one.paper_value for one in every() if one.paper_value is not None}
+  values = {
+    (one.paper, one.table, one.name): one.paper_value
+    for one in every()
+    if one.paper_value is not None
+  }
   return values[paper, table, name]
 
 
-def tables_of(cells: Sequence[Cell], measured: Iterable[str] = ()) -> list[rich.table.Table]:
+def tables_of(
+  cells: Sequence[Cell], measured: Iterable[str] = ()
+) -> list[rich.table.Table]:
   """The numbers of a paper's cells, those of `measured` with a star, and what each of its tables is."""
   rows: list[list[str]] = []
   about: dict[str, list[str]] = {}
   for one in cells:
     ours = text(one.ours) + "*" * (one.name in measured)
-    rows.append([one.table, one.name, f"{one.bound} {text(one.paper_value)}".strip(), ours, one.verdict])
+    rows.append(
+      [
+        one.table,
+        one.name,
+        f"{one.bound} {text(one.paper_value)}".strip(),
+        ours,
+        one.verdict,
+      ]
+    )
     more = f"; noise {one.noise:.0%}" if one.noise else ""
     more += f"; without an exchange {one.control:g}" if one.control else ""
-    setting = f"`{one.benchmark}`: {one.differs or 'the same'}{more}" if one.benchmark else ""
+    setting = (
+      f"`{one.benchmark}`: {one.differs or 'the same'}{more}" if one.benchmark else ""
+    )
     about.setdefault(one.table, [one.table, one.what, one.setting, setting, one.reason])
-  heads = ("", "what", "paper's setting", "our benchmark and setting", "why ours differs")
+  heads = (
+    "",
+    "what",
+    "paper's setting",
+    "our benchmark and setting",
+    "why ours differs",
+  )
   caption = "* measured by this run" if measured else None
-  numbers = report.table(cells[0].paper, ("", "", "paper", "ours", "verdict"), rows, text=2, caption=caption)
-  return [numbers, report.table("", heads, about.values(), text=len(heads), wraps=heads)]
+  numbers = report.table(
+    cells[0].paper, ("", "", "paper", "ours", "verdict"), rows, text=2, caption=caption
+  )
+  return [
+    numbers,
+    report.table("", heads, about.values(), text=len(heads), wraps=heads),
+  ]
 
 
-def beside(cells: Sequence[Cell], measured: Mapping[str, float] | None = None) -> rich.console.Group:
+def beside(
+  cells: Sequence[Cell], measured: Mapping[str, float] | None = None
+) -> rich.console.Group:
   """The papers' numbers beside ours; `measured` are ours of this run by name of the cell."""
   now = measured or {}
   groups: dict[str, list[Cell]] = {}
   for cell in cells:
-    groups.setdefault(cell.paper, []).append(cell._replace(ours=now.get(cell.name, cell.ours)))
-  return rich.console.Group(*(table for own in groups.values() for table in tables_of(own, now)))
+    groups.setdefault(cell.paper, []).append(
+      cell._replace(ours=now.get(cell.name, cell.ours))
+    )
+  return rich.console.Group(
+    *(table for own in groups.values() for table in tables_of(own, now))
+  )
 
 
 def of(benchmark: str) -> list[Cell]:

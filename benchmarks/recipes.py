@@ -14,30 +14,51 @@ from benchmarks import specs
 from jaxsparse.collectives._base import collective_of
 
 
-def window_adam(rate: Any, window: int = 4, b1: float = 0.9, b2: float = 0.999) -> optax.GradientTransformation:
+def window_adam(
+  rate: Any, window: int = 4, b1: float = 0.9, b2: float = 0.999
+) -> optax.GradientTransformation:
   """Adam with the second moment of averages over a window of gradients."""
-  return optax.chain(js.scale_by_window_adam(window, b1, b2), optax.scale_by_learning_rate(rate))
+  return optax.chain(
+    js.scale_by_window_adam(window, b1, b2), optax.scale_by_learning_rate(rate)
+  )
 
 
 def muon(
-  rate: Any, adam: float = 0.001, only: str = "", rows: int = 0, steps: int = 5, beta: float = 0.95
+  rate: Any,
+  adam: float = 0.001,
+  only: str = "",
+  rows: int = 0,
+  steps: int = 5,
+  beta: float = 0.95,
 ) -> optax.GradientTransformation:
   """Muon for matrices whose names match `only`, and Adam with a constant rate of its own for everything else.
 
-  With `rows`, each block of so many rows or columns of a matrix, along its longer side, is orthogonalized by itself.
+  With `rows`, each block of so many rows or columns of a matrix, along its longer side,
+  is orthogonalized by itself.
   """
 
   def sides(params: Any) -> Any:
-    is_chosen = lambda path, leaf: leaf.ndim >= 2 and re.search(only, jax.tree_util.keystr(path))
-    chosen = lambda path, leaf: optax.contrib.MuonDimensionNumbers(-2, -1) if is_chosen(path, leaf) else None
+    is_chosen = lambda path, leaf: (
+      leaf.ndim >= 2 and re.search(only, jax.tree_util.keystr(path))
+    )
+    chosen = lambda path, leaf: (
+      optax.contrib.MuonDimensionNumbers(-2, -1) if is_chosen(path, leaf) else None
+    )
     return jax.tree_util.tree_map_with_path(chosen, params)
 
-  given = {"ns_steps": steps, "beta": beta, "adam_learning_rate": adam, "muon_weight_dimension_numbers": sides}
+  given = {
+    "ns_steps": steps,
+    "beta": beta,
+    "adam_learning_rate": adam,
+    "muon_weight_dimension_numbers": sides,
+  }
   tx = optax.contrib.muon(rate, **given)
   return in_blocks(tx, rows) if rows else tx
 
 
-def in_blocks(inner: optax.GradientTransformation, rows: int) -> optax.GradientTransformation:
+def in_blocks(
+  inner: optax.GradientTransformation, rows: int
+) -> optax.GradientTransformation:
   """`inner` with each matrix as f32[blocks, rows, shorter side]; one whose longer side `rows` does not divide whole."""
 
   def split(leaf: jax.Array) -> jax.Array:
@@ -51,10 +72,14 @@ def in_blocks(inner: optax.GradientTransformation, rows: int) -> optax.GradientT
     return blocks.reshape(like.shape[::-1]).T if is_wide else blocks.reshape(like.shape)
 
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-    updates, state = inner.update(jax.tree.map(split, grads), state, jax.tree.map(split, params))
+    updates, state = inner.update(
+      jax.tree.map(split, grads), state, jax.tree.map(split, params)
+    )
     return jax.tree.map(join, updates, grads), state
 
-  return optax.GradientTransformation(lambda params: inner.init(jax.tree.map(split, params)), update)
+  return optax.GradientTransformation(
+    lambda params: inner.init(jax.tree.map(split, params)), update
+  )
 
 
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
@@ -79,7 +104,13 @@ class Optimizer(NamedTuple):
   options: tuple[tuple[str, Any], ...] = ()  # of the optimizer, besides the rate
 
   def __str__(self) -> str:
-    return ":".join([self.name, f"{self.rate:g}", *(f"{option}={value}" for option, value in self.options)])
+    return ":".join(
+      [
+        self.name,
+        f"{self.rate:g}",
+        *(f"{option}={value}" for option, value in self.options),
+      ]
+    )
 
   def make(self, rate: Any) -> optax.GradientTransformation:
     """The optax transformation, with this rate or schedule."""
@@ -97,22 +128,35 @@ def _optimizer(label: str, rate: float) -> Optimizer:
     raise ValueError(f"--optimizer={label}, choose one of {', '.join(OPTIMIZERS)}")
   own = parts.pop(0) if parts and "=" not in parts[0] else rate
   try:
-    optimizer = Optimizer(name, float(own), tuple(collective_of(":".join([name, *parts]))[1].items()))
+    optimizer = Optimizer(
+      name, float(own), tuple(collective_of(":".join([name, *parts]))[1].items())
+    )
     if not 0 < optimizer.rate < math.inf:
       raise ValueError(f"learning rate {own}, choose a positive one")
-    jax.eval_shape(optimizer.make(optimizer.rate).init, {"w": jax.ShapeDtypeStruct((64, 64), "float32")})
+    jax.eval_shape(
+      optimizer.make(optimizer.rate).init,
+      {"w": jax.ShapeDtypeStruct((64, 64), "float32")},
+    )
   except (TypeError, ValueError, re.error) as error:
-    raise ValueError(f"--optimizer={label}: {error}; write name:rate:option=value, as in {_EXAMPLE}") from None
+    raise ValueError(
+      f"--optimizer={label}: {error}; write name:rate:option=value, as in {_EXAMPLE}"
+    ) from None
   return optimizer
 
 
-SCHEDULES: dict[str, Callable[[float, int], optax.Schedule]] = {  # of the peak rate and the steps
+SCHEDULES: dict[
+  str, Callable[[float, int], optax.Schedule]
+] = {  # of the peak rate and the steps
   "constant": lambda rate, _: optax.constant_schedule(rate),
   "cosine": optax.cosine_decay_schedule,
   "linear": lambda rate, steps: optax.linear_schedule(rate, 0.0, steps),
   "polynomial": lambda rate, steps: optax.polynomial_schedule(rate, 0.0, 2, steps),
-  "step": lambda rate, steps: optax.piecewise_constant_schedule(rate, {2 * steps // 3: 0.1}),
-  "early_step": lambda rate, steps: optax.piecewise_constant_schedule(rate, {steps // 3: 0.1}),
+  "step": lambda rate, steps: optax.piecewise_constant_schedule(
+    rate, {2 * steps // 3: 0.1}
+  ),
+  "early_step": lambda rate, steps: optax.piecewise_constant_schedule(
+    rate, {steps // 3: 0.1}
+  ),
 }
 
 
@@ -126,7 +170,10 @@ class Recipe(NamedTuple):
   steps: int = 1  # of the schedule
 
   def __str__(self) -> str:
-    parts = [f"{self.schedule} rate" + (f" over {self.steps} steps" if self.schedule != "constant" else "")]
+    parts = [
+      f"{self.schedule} rate"
+      + (f" over {self.steps} steps" if self.schedule != "constant" else "")
+    ]
     parts += [f"{self.warm_up} steps of warm-up"] * bool(self.warm_up)
     parts += [f"clipping at {self.clip:g}"] * bool(self.clip)
     return ", ".join(parts)

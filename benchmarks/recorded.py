@@ -1,9 +1,10 @@
 """Records the gradients of every worker in a training, for benchmarks to time real ones in the order they came.
 
-Eight workers train `lm.small` (136,896 parameters, 4 windows of text each) with SparDL at 1 % and SGD at 0.3; gradients
-of steps 200 … 299 are kept in --cache_dir, 438 MB. A gradient of n entries repeats the model: copy c is the whole one
-with a sign, a scale of 1/2 … 2 and a first step of its own, the same on every worker and in every step. Workers beyond
-the eighth begin 37 steps later each round.
+Eight workers train `lm.small` (136,896 parameters, 4 windows of text each) with SparDL
+at 1 % and SGD at 0.3; gradients of steps 200 … 299 are kept in --cache_dir, 438 MB. A
+gradient of n entries repeats the model: copy c is the whole one with a sign, a scale of
+1/2 … 2 and a first step of its own, the same on every worker and in every step. Workers
+beyond the eighth begin 37 steps later each round.
 """
 
 import itertools
@@ -34,7 +35,9 @@ def path_in(folder: str | pathlib.Path) -> pathlib.Path:
   return pathlib.Path(folder) / f"gradients-lm-{lm.load().digest[:8]}.npy"
 
 
-def record(path: pathlib.Path, size: int = _WORKERS, skipped: int = _SKIPPED, steps: int = _STEPS) -> None:
+def record(
+  path: pathlib.Path, size: int = _WORKERS, skipped: int = _SKIPPED, steps: int = _STEPS
+) -> None:
   """Trains, and writes the gradients of `size` workers in `steps` steps behind the first `skipped` ones."""
   task = lm.small()
   model = model_of(task, seed=0)
@@ -42,19 +45,30 @@ def record(path: pathlib.Path, size: int = _WORKERS, skipped: int = _SKIPPED, st
   rows = jax.jit(jax.vmap(lambda grads: flatten.flatten(grads)[0]))
   path.parent.mkdir(parents=True, exist_ok=True)
   beside = path.with_suffix(".new")
-  file = np.lib.format.open_memmap(beside, "w+", np.float32, (size, steps, task.entries))
+  file = np.lib.format.open_memmap(
+    beside, "w+", np.float32, (size, steps, task.entries)
+  )
   params, state = model.params, None
-  for number, batch in enumerate(itertools.islice(task.stream(0, size, _BATCH), skipped + steps)):
-    grads = gradient(params, jax.tree.map(lambda x: x.reshape(size, _BATCH, *x.shape[1:]), batch))
+  for number, batch in enumerate(
+    itertools.islice(task.stream(0, size, _BATCH), skipped + steps)
+  ):
+    grads = gradient(
+      params, jax.tree.map(lambda x: x.reshape(size, _BATCH, *x.shape[1:]), batch)
+    )
     if number >= skipped:
       file[:, number - skipped] = rows(grads)
     done = js.simulate("spardl", grads, state=state, density=_DENSITY)
-    params, state = jax.tree.map(lambda p, total: p - _RATE / size * total, params, done.total), done.state
+    params, state = (
+      jax.tree.map(lambda p, total: p - _RATE / size * total, params, done.total),
+      done.state,
+    )
   file.flush()
   beside.rename(path)
 
 
-def gradients(place: workers.Workers, path: pathlib.Path, n: int) -> Callable[[int], jax.Array]:
+def gradients(
+  place: workers.Workers, path: pathlib.Path, n: int
+) -> Callable[[int], jax.Array]:
   """Makes the gradients of all workers in a step, f32[n] each, from a recording."""
   engine = engine_of(place.where, "workers")
   recording = np.load(path, mmap_mode="r")
@@ -62,14 +76,19 @@ def gradients(place: workers.Workers, path: pathlib.Path, n: int) -> Callable[[i
   copies = math.ceil(n / entries)
   random = np.random.default_rng(0)
   first = random.integers(0, steps, copies).astype(np.int32)
-  scales = (random.choice([-1, 1], copies) * 2 ** random.uniform(-1, 1, copies)).astype(np.float32)
+  scales = (random.choice([-1, 1], copies) * 2 ** random.uniform(-1, 1, copies)).astype(
+    np.float32
+  )
 
   def make(own: jax.Array, step: jax.Array) -> jax.Array:
     late = _SHIFT * (engine.comm.rank // size)
     return (own[(step + first + late) % steps] * scales[:, None]).ravel()[:n]
 
   split = PartitionSpec("workers")
-  program, own = engine.jit(make, (split, PartitionSpec()), split), _placed(engine, place, recording)
+  program, own = (
+    engine.jit(make, (split, PartitionSpec()), split),
+    _placed(engine, place, recording),
+  )
   return lambda step: program(own, np.int32(step))
 
 
@@ -80,9 +99,15 @@ def _placed(engine: Engine, place: workers.Workers, recording: np.ndarray) -> ja
   if not isinstance(place.where, Mesh):
     rows = place.share(1)
     return jnp.asarray(of_workers(range(rows.start, rows.stop)))
-  shape, sharding = (engine.workers * steps, entries), NamedSharding(place.where, PartitionSpec("workers"))
-  own = lambda index: range(engine.workers * steps)[index[0]][::steps]  # first rows of the workers of one device
-  return jax.make_array_from_callback(shape, sharding, lambda index: of_workers(row // steps for row in own(index)))
+  shape, sharding = (
+    (engine.workers * steps, entries),
+    NamedSharding(place.where, PartitionSpec("workers")),
+  )
+  # first rows of the workers of one device
+  own = lambda index: range(engine.workers * steps)[index[0]][::steps]
+  return jax.make_array_from_callback(
+    shape, sharding, lambda index: of_workers(row // steps for row in own(index))
+  )
 
 
 def main() -> None:
@@ -93,6 +118,7 @@ def main() -> None:
   print(f"recorded gradients: {path}")
 
 
-if __name__ == "__main__":  # the flag as well: who imports this module has one of the same name
+# the flag as well: who imports this module has one of the same name
+if __name__ == "__main__":
   entry.define_cache_dir()
   entry.run(main)

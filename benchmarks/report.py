@@ -23,11 +23,14 @@ class Goal(NamedTuple):
   """A ratio to reach."""
 
   what: str  # the goal in words
-  measured: float | None  # the ratio, of the worst case where there are several; None where none was measured
+  # the ratio, of the worst case where there are several; None where none was measured
+  measured: float | None
   met: bool | None  # whether it is reached
 
 
-def goal(what: str, measured: float | None, least: float = -math.inf, most: float = math.inf) -> Goal:
+def goal(
+  what: str, measured: float | None, least: float = -math.inf, most: float = math.inf
+) -> Goal:
   """A goal that is met from `least` to `most`."""
   return Goal(what, measured, None if measured is None else least <= measured <= most)
 
@@ -35,7 +38,11 @@ def goal(what: str, measured: float | None, least: float = -math.inf, most: floa
 def say(goals: Sequence[Goal], console: rich.console.Console) -> None:
   """Prints a line for each goal: the measured ratio, and whether the goal is met."""
   for goal in goals:
-    verdict = "not measured" if goal.measured is None else f"{goal.measured:.2f}, {'met' if goal.met else 'not met'}"
+    verdict = (
+      "not measured"
+      if goal.measured is None
+      else f"{goal.measured:.2f}, {'met' if goal.met else 'not met'}"
+    )
     console.print(f"goal: {goal.what}: {verdict}", highlight=False, soft_wrap=True)
 
 
@@ -52,11 +59,20 @@ def table(
   Cells under the heads `wraps` may take several lines.
   """
   rows = list(rows)
-  groups = [row[0] for row, before in zip(rows, [[None], *rows], strict=False) if row[0] != before[0]]
+  groups = [
+    row[0]
+    for row, before in zip(rows, [[None], *rows], strict=False)
+    if row[0] != before[0]
+  ]
   grouped = len(set(groups)) == len(groups) < len(rows)
   found = rich.table.Table(title=title, caption=caption)
   for number, head in enumerate(heads):
-    found.add_column(head, justify="left" if number < text else "right", no_wrap=head not in wraps, overflow="fold")
+    found.add_column(
+      head,
+      justify="left" if number < text else "right",
+      no_wrap=head not in wraps,
+      overflow="fold",
+    )
   for row, after in zip(rows, [*rows[1:], [""]], strict=True):
     found.add_row(*row, end_section=grouped and row[0] != after[0])
   return found
@@ -67,19 +83,29 @@ class Spread(NamedTuple):
 
   mean: float  # over the seeds that have the number
   deviation: float  # standard deviation of these, 0 for one seed
-  missing: int = 0  # seeds without a finite number: not trained, not as far, or diverged
+  missing: int = (
+    0  # seeds without a finite number: not trained, not as far, or diverged
+  )
 
   @classmethod
   def of(cls, values: Sequence[float | None] | np.ndarray) -> "Spread | None":
     """The spread of the finite numbers; None if there is none."""
-    known = [float(value) for value in values if value is not None and math.isfinite(value)]
+    known = [
+      float(value) for value in values if value is not None and math.isfinite(value)
+    ]
     if not known:
       return None
-    return cls(statistics.mean(known), statistics.stdev(known) if len(known) > 1 else 0.0, len(values) - len(known))
+    return cls(
+      statistics.mean(known),
+      statistics.stdev(known) if len(known) > 1 else 0.0,
+      len(values) - len(known),
+    )
 
   def __format__(self, form: str) -> str:
     deviation = f" ± {self.deviation:{form}}" if self.deviation else ""
-    return f"{self.mean:{form}}{deviation}" + (f" ({self.missing} missing)" if self.missing else "")
+    return f"{self.mean:{form}}{deviation}" + (
+      f" ({self.missing} missing)" if self.missing else ""
+    )
 
 
 def spread(values: Sequence[float | None], form: str) -> str:
@@ -87,12 +113,16 @@ def spread(values: Sequence[float | None], form: str) -> str:
   return number(Spread.of(values), form)
 
 
-def means(rows: Iterable[dict[str, Any]], by: Sequence[str], forms: Mapping[str, str]) -> list[list[str]]:
+def means(
+  rows: Iterable[dict[str, Any]], by: Sequence[str], forms: Mapping[str, str]
+) -> list[list[str]]:
   """For each group of rows, that are equal in the fields `by`, these fields, and the spreads of those of `forms`."""
   groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
   for row in rows:
     groups.setdefault(tuple(str(row[name]) for name in by), []).append(row)
-  spreads = lambda own: [spread([row[name] for row in own], form) for name, form in forms.items()]
+  spreads = lambda own: [
+    spread([row[name] for row in own], form) for name, form in forms.items()
+  ]
   return [[*key, *spreads(own)] for key, own in groups.items()]
 
 
@@ -119,17 +149,23 @@ def replace(path: pathlib.Path, content: str) -> None:
   beside.rename(path)
 
 
-def keep(path: pathlib.Path, head: Mapping[str, Any], lists: Mapping[str, Iterable[Any]]) -> None:
+def keep(
+  path: pathlib.Path, head: Mapping[str, Any], lists: Mapping[str, Iterable[Any]]
+) -> None:
   """Replaces a JSON file: what `head` has, and lists of records, a record a line; infinite numbers become null."""
   lines = [f'"{name}": {json.dumps(value)}' for name, value in head.items()]
   for name, records in lists.items():
-    lines.append(f'"{name}": [\n' + ",\n".join(json.dumps(plain(one)) for one in records) + "\n]")
+    lines.append(
+      f'"{name}": [\n' + ",\n".join(json.dumps(plain(one)) for one in records) + "\n]"
+    )
   replace(path, "{" + ",\n".join(lines) + "}\n")
 
 
 def rounded(value: Any) -> Any:
   """The same with every float to six digits, more than any repetition agrees on."""
-  return jax.tree.map(lambda leaf: float(f"{leaf:.6g}") if isinstance(leaf, float) else leaf, value)
+  return jax.tree.map(
+    lambda leaf: float(f"{leaf:.6g}") if isinstance(leaf, float) else leaf, value
+  )
 
 
 def plain(value: Any) -> Any:
@@ -148,19 +184,33 @@ def print_json(value: Any) -> None:
 
 
 @contextlib.contextmanager
-def progress(console: rich.console.Console, name: str, steps: int) -> Iterator[Callable[[int, float], None]]:
+def progress(
+  console: rich.console.Console, name: str, steps: int
+) -> Iterator[Callable[[int, float], None]]:
   """A line that shows the step and its loss while the block runs; it calls what it gets with both."""
-  with rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
+  with rich.progress.Progress(
+    console=console, transient=True, disable=not console.is_terminal
+  ) as bars:
     bar = bars.add_task(name, total=steps)
-    yield lambda step, loss: bars.update(bar, completed=step, description=f"{name}: loss {loss:.3f}")
+    yield lambda step, loss: bars.update(
+      bar, completed=step, description=f"{name}: loss {loss:.3f}"
+    )
 
 
-def band(panel: axes.Axes, x: Sequence[float], lines: Sequence[Sequence[float]], label: str) -> None:
+def band(
+  panel: axes.Axes, x: Sequence[float], lines: Sequence[Sequence[float]], label: str
+) -> None:
   """Draws the mean of `lines` over `x`, and a band from the least to the most."""
   columns = list(zip(*lines, strict=True))
   (line,) = panel.plot(x, list(map(statistics.mean, columns)), label=label)
   if len(lines) > 1:
-    panel.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=line.get_color(), alpha=0.2)
+    panel.fill_between(
+      x,
+      list(map(min, columns)),
+      list(map(max, columns)),
+      color=line.get_color(),
+      alpha=0.2,
+    )
   panel.grid(alpha=0.3)
 
 

@@ -33,11 +33,19 @@ class Spec(NamedTuple):
   def collective(self) -> js.Collective:
     """The collective with its options."""
     other = _OTHERS.get(self.name)
-    return make_instance(other, self.config) if other else js.make_collective(self.name, **self.config)
+    return (
+      make_instance(other, self.config)
+      if other
+      else js.make_collective(self.name, **self.config)
+    )
 
   def sized(self, n: int, of: Callable[[int], Shapes] | None = None) -> js.Collective:
     """The collective of n entries: where it needs shapes, of the leaves that `of`, or else `shapes`, gives."""
-    return self.collective.for_leaves((of or shapes)(n)) if self.collective.needs_shapes else self.collective
+    return (
+      self.collective.for_leaves((of or shapes)(n))
+      if self.collective.needs_shapes
+      else self.collective
+    )
 
 
 def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
@@ -46,9 +54,14 @@ def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
   for label in labels_of(values):
     name, own = collective_of(label)
     known = () if name in _OTHERS else js.collective_options(name)
-    spec = Spec(label, name, {option: value for option, value in shared.items() if option in known} | own)
+    spec = Spec(
+      label,
+      name,
+      {option: value for option, value in shared.items() if option in known} | own,
+    )
     try:
-      jax.eval_shape(lambda spec=spec: spec.collective.init(1_000_000, workers))  # no array yet: devices come later
+      # no array yet: devices come later
+      jax.eval_shape(lambda spec=spec: spec.collective.init(1_000_000, workers))
     except TypeError as error:
       raise ValueError(error) from error
     found.append(spec)
@@ -63,7 +76,9 @@ def labels_of(values: list[str]) -> list[str]:
 
 def listed(values: Sequence[str]) -> list[str]:
   """What a flag names that is repeated, or separated by commas, each once."""
-  return list(dict.fromkeys(part.strip() for value in values for part in value.split(",")))
+  return list(
+    dict.fromkeys(part.strip() for value in values for part in value.split(","))
+  )
 
 
 def of_vectors() -> list[str]:

@@ -1,10 +1,12 @@
 r"""Outcomes of averages of groups as JAX's collectives when a member dies and is started again.
 
-Three processes of `jax.distributed` with gloo, groups as sub-meshes. 0 and 1 average, and 1 and 2. Then process 2 kills
-itself while 1 averages with it; 0 and 1 go on; process 2 is started again and tries to average with 1; at the end
-process 0 leaves, which holds the coordinator. Once as JAX comes, once with its jax_enable_recoverability.
+Three processes of `jax.distributed` with gloo, groups as sub-meshes. 0 and 1 average,
+and 1 and 2. Then process 2 kills itself while 1 averages with it; 0 and 1 go on;
+process 2 is started again and tries to average with 1; at the end process 0 leaves,
+which holds the coordinator. Once as JAX comes, once with its jax_enable_recoverability.
 
-It is why `js.partial.Worker` sends models over sockets of its own: tests/partial/faults_test.py does the same to it.
+It is why `js.partial.Worker` sends models over sockets of its own:
+tests/partial/faults_test.py does the same to it.
 
 Example:
   python -m benchmarks.survival
@@ -31,7 +33,9 @@ _ENTRIES = 1_000_000  # of the model
 _HEARTBEAT = 10  # seconds without a sign of life after which JAX takes one for dead
 _SECONDS = 20.0  # how long the processes that are left go on after the death
 _LATER = 10.0  # seconds that the others run on when process 0 has left
-_GRACE = 30.0  # seconds beyond the time that the processes shall run, then they are ended
+_GRACE = (
+  30.0  # seconds beyond the time that the processes shall run, then they are ended
+)
 _Pair = tuple[int, int]
 
 
@@ -60,17 +64,26 @@ class _Process:
   def average(self, pair: _Pair) -> None:
     """Tries one average and records its outcome."""
     try:
-      mesh = Mesh(np.array([device for device in jax.devices() if device.process_index in pair]), ("group",))
+      mesh = Mesh(
+        np.array([device for device in jax.devices() if device.process_index in pair]),
+        ("group",),
+      )
       spec = PartitionSpec("group")
-      mean = jax.jit(_compat.shard_map(lambda x: jax.lax.pmean(x, "group"), mesh, (spec,), spec))
+      mean = jax.jit(
+        _compat.shard_map(lambda x: jax.lax.pmean(x, "group"), mesh, (spec,), spec)
+      )
       shape, place = (2 * _ENTRIES,), NamedSharding(mesh, spec)
-      jax.block_until_ready(mean(jax.make_array_from_callback(shape, place, lambda _: self._mine)))
+      jax.block_until_ready(
+        mean(jax.make_array_from_callback(shape, place, lambda _: self._mine))
+      )
       self._log.write(f"{pair} came\n")
     except Exception as error:
       self._log.write(f"{pair} failed: {' '.join(str(error).split())}\n")
 
 
-def _run(rank: int, address: str, folder: pathlib.Path, recoverable: bool, again: bool) -> None:
+def _run(
+  rank: int, address: str, folder: pathlib.Path, recoverable: bool, again: bool
+) -> None:
   """The life of a process."""
   for stream in (1, 2):  # of what JAX says about the dead
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -96,12 +109,17 @@ def _run(rank: int, address: str, folder: pathlib.Path, recoverable: bool, again
 
 def measure(recoverable: bool) -> Fate:
   """One run of three processes, one of which dies and is started again."""
-  with tempfile.TemporaryDirectory(prefix="jaxsparse-") as name, contextlib.ExitStack() as stack:
+  with (
+    tempfile.TemporaryDirectory(prefix="jaxsparse-") as name,
+    contextlib.ExitStack() as stack,
+  ):
     folder, address = pathlib.Path(name), f"127.0.0.1:{free_port()}"
 
     def start(rank: int, again: bool = False) -> multiprocessing.process.BaseProcess:
       arguments = rank, address, folder, recoverable, again
-      process = multiprocessing.get_context("spawn").Process(target=_run, args=arguments)
+      process = multiprocessing.get_context("spawn").Process(
+        target=_run, args=arguments
+      )
       process.start()
       stack.callback(process.join)
       stack.callback(process.kill)
@@ -117,7 +135,12 @@ def measure(recoverable: bool) -> Fate:
     for process in (first[1], back):
       process.join(max(0.0, end - time.monotonic()))
     lines = {path.name: path.read_text().splitlines() for path in folder.iterdir()}
-    failures = [line for name in ("1", "2again") for line in lines.get(name, []) if "failed" in line]
+    failures = [
+      line
+      for name in ("1", "2again")
+      for line in lines.get(name, [])
+      if "failed" in line
+    ]
     return Fate(
       told=any(line.startswith("(1, 2) failed") for line in lines["1"]),
       others=lines["0"].count("(0, 1) came") - 1,
@@ -135,10 +158,30 @@ def main() -> None:
   for way in (False, True):
     fate = measure(way)
     alive = " and ".join(map(str, fate.alive)) or "neither"
-    lines.append([yes(way), yes(fate.told), str(fate.others), str(fate.back), alive, yes(fate.outlives), fate.said])
-  heads = "recoverable", "1 is told", "averages of 0, 1 after it", "of 2 again", "alive", "1 outlives 0", "error"
+    lines.append(
+      [
+        yes(way),
+        yes(fate.told),
+        str(fate.others),
+        str(fate.back),
+        alive,
+        yes(fate.outlives),
+        fate.said,
+      ]
+    )
+  heads = (
+    "recoverable",
+    "1 is told",
+    "averages of 0, 1 after it",
+    "of 2 again",
+    "alive",
+    "1 outlives 0",
+    "error",
+  )
   title = "three processes of JAX over gloo; process 2 dies, and comes back"
-  workers.make_console().print(report.table(title, heads, lines, text=len(heads), wraps=heads))
+  workers.make_console().print(
+    report.table(title, heads, lines, text=len(heads), wraps=heads)
+  )
 
 
 if __name__ == "__main__":

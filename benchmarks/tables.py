@@ -3,8 +3,9 @@
     <!-- table: race race_lm -->
     <!-- end -->
 
-The first word is a function of this module, the others are its arguments. Tables that no function computes are kept
-with their command and commit in benchmarks/results/tables, and `kept NAME` writes one.
+The first word is a function of this module, the others are its arguments. Tables that
+no function computes are kept with their command and commit in
+benchmarks/results/tables, and `kept NAME` writes one.
 """
 
 import collections
@@ -39,10 +40,18 @@ from benchmarks.thousands import report as rows_of_thousands
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-_REGION = re.compile(r"^(<!-- table: ([^\n]+?) -->\n).*?^(<!-- end -->)", re.DOTALL | re.MULTILINE)
+_REGION = re.compile(
+  r"^(<!-- table: ([^\n]+?) -->\n).*?^(<!-- end -->)", re.DOTALL | re.MULTILINE
+)
 _NUMBER = re.compile(r"([-+≤>–\d][^A-Za-z]*(e[-+]\d+|ms|µs| of .*)?)?")
-_UPDATES = ("updates_1gbit", "6 hosts, 1 Gbit/s"), ("updates_two_hosts", "2 hosts, a core each, 1 Gbit/s")
-_SIGNS, _SIGNS_4 = "updates:apply_residual=True/onebit", "local:every=4:apply_residual=True/onebit"
+_UPDATES = (
+  ("updates_1gbit", "6 hosts, 1 Gbit/s"),
+  ("updates_two_hosts", "2 hosts, a core each, 1 Gbit/s"),
+)
+_SIGNS, _SIGNS_4 = (
+  "updates:apply_residual=True/onebit",
+  "local:every=4:apply_residual=True/onebit",
+)
 
 
 def fill(page: str) -> str:
@@ -52,13 +61,19 @@ def fill(page: str) -> str:
 
 def pages() -> list[pathlib.Path]:
   """The pages of the repository, with or without tables."""
-  return [*ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "docs").rglob("*.md")]
+  return [
+    *ROOT.glob("*.md"),
+    *(ROOT / "benchmarks").rglob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+  ]
 
 
 def _make(mark: str) -> str:
   name, *arguments = mark.split()
   if name not in TABLES:
-    raise ValueError(f"<!-- table: {mark} -->: no table {name!r}, choose one of {', '.join(TABLES)}")
+    raise ValueError(
+      f"<!-- table: {mark} -->: no table {name!r}, choose one of {', '.join(TABLES)}"
+    )
   return TABLES[name](*arguments)
 
 
@@ -67,7 +82,10 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
   rows = [list(row) for row in rows]
   if not any([head[0], *(row[0] for row in rows)]):
     head, rows = head[1:], [row[1:] for row in rows]
-  is_number = [column and all(_NUMBER.fullmatch(row[column]) for row in rows) for column in range(len(head))]
+  is_number = [
+    column and all(_NUMBER.fullmatch(row[column]) for row in rows)
+    for column in range(len(head))
+  ]
   rule = ["--:" if right else "---" for right in is_number]
   return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
 
@@ -94,8 +112,13 @@ def kept(name: str) -> str:
   if name not in _kept():
     raise ValueError(f"no kept table {name!r}, choose one of {', '.join(_kept())}")
   found = _kept()[name]
-  rows = ([_text(*cell) for cell in zip(row, found["columns"].values(), strict=True)] for row in found["rows"])
-  return "\n".join(["```bash", *found["command"], "```", "", markdown(list(found["columns"]), rows)])
+  rows = (
+    [_text(*cell) for cell in zip(row, found["columns"].values(), strict=True)]
+    for row in found["rows"]
+  )
+  return "\n".join(
+    ["```bash", *found["command"], "```", "", markdown(list(found["columns"]), rows)]
+  )
 
 
 def kept_rows(name: str) -> list[dict[str, Any]]:
@@ -111,7 +134,9 @@ def compiled(part: str, *topologies: str) -> str:
     found = json.loads((RESULTS / f"compiled_{topology}.json").read_text())
     for one in found[part]:
       exchanges = [hlo.Exchange(**exchange) for exchange in one["exchanges"]]
-      rows.append([topology.replace("_", " "), *Row(**one | {"exchanges": exchanges}).cells])
+      rows.append(
+        [topology.replace("_", " "), *Row(**one | {"exchanges": exchanges}).cells]
+      )
   return markdown(["devices", *HEADS], rows)
 
 
@@ -121,7 +146,9 @@ def device(part: str, name: str) -> str:
   tables = {
     "speed": lambda: speed.table(found["speed"], found["launches"], ""),
     "step": lambda: step.table(found["step"], ""),
-    "worth": lambda: worth.table([row for row in found["worth"] if "predictions" in row]),
+    "worth": lambda: worth.table(
+      [row for row in found["worth"] if "predictions" in row]
+    ),
   }
   return _of_rich("", {"": tables[part]()}, ["program", "algorithm"])
 
@@ -132,7 +159,11 @@ def peers(name: str = "peers", steps: str = "") -> str:
     trained = rows_of_peers.trained(_results(name), int(steps))
     return _of_rich("", {"": rows_of_peers.trained_table(trained)}, ["optimizer"])
   found = json.loads((RESULTS / f"{name}.json").read_text())
-  return _of_rich("", {"": rows_of_peers.table([rows_of_peers.Row(**row) for row in found["rows"]])}, ["method"])
+  return _of_rich(
+    "",
+    {"": rows_of_peers.table([rows_of_peers.Row(**row) for row in found["rows"]])},
+    ["method"],
+  )
 
 
 @functools.cache
@@ -147,12 +178,22 @@ def race(name: str, *options: str) -> str:
   results.rows["paces"] = _results(given.get("paces", name)).rows["paces"]
   target = Target(300, float(given["loss"]) if "loss" in given else None)
   rates = slow_first(pace.rate for pace in results.rows["paces"])
-  return _of_rich("links", {rate_text(rate): race_report.table(results, rate, target) for rate in rates}, ["optimizer"])
+  return _of_rich(
+    "links",
+    {rate_text(rate): race_report.table(results, rate, target) for rate in rates},
+    ["optimizer"],
+  )
 
 
 def paces(*names: str) -> str:
   """Milliseconds a step of races without curves, and another method's / those of SparDL."""
-  return _of_rich("task", {_results(name).setting["task"]: race_report.paces(_results(name)) for name in names})
+  return _of_rich(
+    "task",
+    {
+      _results(name).setting["task"]: race_report.paces(_results(name))
+      for name in names
+    },
+  )
 
 
 def wholes(name: str) -> str:
@@ -163,19 +204,42 @@ def wholes(name: str) -> str:
 def losses(name: str, *words: str) -> str:
   """Held-out loss after so many steps over bits, lowest loss first; with `seeds=3` of rows that have as many seeds."""
   steps = [float(word) for word in words if word.isdigit()]
-  (seeds,) = [int(word.removeprefix("seeds=")) for word in words if not word.isdigit()] or [1]
-  return _of_rich("", {"": race_report.losses(_results(name), *steps, seeds=seeds)}, ["method", "optimizer"])
+  (seeds,) = [
+    int(word.removeprefix("seeds=")) for word in words if not word.isdigit()
+  ] or [1]
+  return _of_rich(
+    "",
+    {"": race_report.losses(_results(name), *steps, seeds=seeds)},
+    ["method", "optimizer"],
+  )
 
 
 def runs(*names: str) -> str:
   """Runs of `benchmarks.train`: means over seeds and folds."""
-  forms = {"test_loss": ",.4f", "test_accuracy": ",.4f", "train_loss": ",.4f", "words_per_step": ",.0f"}
+  forms = {
+    "test_loss": ",.4f",
+    "test_accuracy": ",.4f",
+    "train_loss": ",.4f",
+    "words_per_step": ",.0f",
+  }
   rows = []
   for name in names:
     found = json.loads((RESULTS / f"{name}.json").read_text())
     same = {"workers": re.findall(r"(\d+) workers", found["title"])[0]}
-    rows += means([run | same for run in found["runs"]], ["optimizer", "algorithm", "workers"], forms)
-  head = ["optimizer", "exchange", "workers", "held-out loss", "held-out accuracy", "train loss", "words a step"]
+    rows += means(
+      [run | same for run in found["runs"]],
+      ["optimizer", "algorithm", "workers"],
+      forms,
+    )
+  head = [
+    "optimizer",
+    "exchange",
+    "workers",
+    "held-out loss",
+    "held-out accuracy",
+    "train loss",
+    "words a step",
+  ]
   return markdown(head, rows)
 
 
@@ -183,23 +247,45 @@ def elastic(part: str, folder: str = str(RESULTS)) -> str:
   """Trainings that lose a worker and gain two: `runs` in the lab, `simulated`, `recoveries`, or the residual `lost`."""
   found = json.loads(pathlib.Path(folder, "elastic.json").read_text())[part]
   if part == "lost":
-    head = ["the lost worker's residual / the update of a step, ℓ₂", "what it gained since the last checkpoint"]
+    head = [
+      "the lost worker's residual / the update of a step, ℓ₂",
+      "what it gained since the last checkpoint",
+    ]
     return markdown(head, means(found, [], {"all": ",.2f", "since": ",.2f"}))
   if part == "recoveries":
-    parts = ["end the others, start processes", "import, join", "model, restore, resize", "compile, first step"]
-    named = [one | dict(zip(parts, one["parts"], strict=True)) | {"all, s": sum(one["parts"])} for one in found]
+    parts = [
+      "end the others, start processes",
+      "import, join",
+      "model, restore, resize",
+      "compile, first step",
+    ]
+    named = [
+      one | dict(zip(parts, one["parts"], strict=True)) | {"all, s": sum(one["parts"])}
+      for one in found
+    ]
     forms = dict.fromkeys([*parts, "all, s"], ",.1f") | {"again": ",.0f"}
-    return markdown(["workers", *parts, "all, s", "steps done again"], means(named, ["change"], forms))
-  lost = {one["run"]: max(other["lost"] for other in found if other["run"] == one["run"]) for one in found}
+    return markdown(
+      ["workers", *parts, "all, s", "steps done again"], means(named, ["change"], forms)
+    )
+  lost = {
+    one["run"]: max(other["lost"] for other in found if other["run"] == one["run"])
+    for one in found
+  }
   rows = means(found, ["run"], {"accuracy": ",.4f", "delivered": ",.4f"})
-  return markdown(["run", "test accuracy", "delivered", "lost"], [[*row, f"{lost[row[0]]:.1e}"] for row in rows])
+  return markdown(
+    ["run", "test accuracy", "delivered", "lost"],
+    [[*row, f"{lost[row[0]]:.1e}"] for row in rows],
+  )
 
 
 def late() -> str:
   """Trainings in rounds of which some workers are late."""
   found = json.loads((RESULTS / "late.json").read_text())
   of = f"late in each round, of {found['setting']['workers']}"
-  return markdown([of, "steps", "held-out loss"], means(found["outcomes"], ["late", "steps"], {"loss": ",.3f"}))
+  return markdown(
+    [of, "steps", "held-out loss"],
+    means(found["outcomes"], ["late", "steps"], {"loss": ",.3f"}),
+  )
 
 
 def rounds(part: str, folder: str = str(RESULTS)) -> str:
@@ -216,26 +302,41 @@ def thousands(part: str, folder: str = str(RESULTS)) -> str:
 
 def heterogeneous(*parts: str) -> str:
   """Parts of the comparison in virtual time as `benchmarks.heterogeneous` prints them, or `speed_ups` over a worker."""
-  rows = virtual.from_json(json.loads((RESULTS / "heterogeneous.json").read_text())["rows"])
+  rows = virtual.from_json(
+    json.loads((RESULTS / "heterogeneous.json").read_text())["rows"]
+  )
   if parts == ("speed_ups",):
-    return _of_rich("", {"": in_virtual_time.scale_table(in_virtual_time.speed_ups(rows))})
-  groups = in_virtual_time.group_by_environment(row for row in rows if row.part in parts)
-  return _of_rich("workers", {str(own[0].environment): in_virtual_time.table(own, "") for own in groups})
+    return _of_rich(
+      "", {"": in_virtual_time.scale_table(in_virtual_time.speed_ups(rows))}
+    )
+  groups = in_virtual_time.group_by_environment(
+    row for row in rows if row.part in parts
+  )
+  return _of_rich(
+    "workers",
+    {str(own[0].environment): in_virtual_time.table(own, "") for own in groups},
+  )
 
 
 def contention(source: str) -> str:
   """Two all-reduces at once: `measured` in the lab, or in the model of the `paper`."""
   if source == "paper":
-    curve = contention_of.predicted(js.overlap.Link(alpha=1.4e-3, beta=1.7e-9, gamma=1.5), WORKERS)
+    curve = contention_of.predicted(
+      js.overlap.Link(alpha=1.4e-3, beta=1.7e-9, gamma=1.5), WORKERS
+    )
     return _of_rich("", {curve.name: overlap_report.contention_table(curve)})
   made = {}
   for one in json.loads((RESULTS / "contention.json").read_text()):
     points = [contention_of.Point(**point) for point in one["points"]]
-    made[rate_text(one["name"])] = overlap_report.contention_table(contention_of.Curve(**one | {"points": points}))
+    made[rate_text(one["name"])] = overlap_report.contention_table(
+      contention_of.Curve(**one | {"points": points})
+    )
   return _of_rich("links", made)
 
 
-def _of_rich(label: str, found: Mapping[str, rich.table.Table], code: Sequence[str] = ()) -> str:
+def _of_rich(
+  label: str, found: Mapping[str, rich.table.Table], code: Sequence[str] = ()
+) -> str:
   """Tables with the same columns as one, which begins with their names; cells under the heads `code` are code."""
   head = [str(column.header) for column in next(iter(found.values())).columns]
   shown = lambda name, cell: f"`{cell}`" if name in code else name_of(str(cell))
@@ -265,63 +366,148 @@ def trainers() -> str:
   }
   found = json.loads((RESULTS / "trainers.json").read_text())
   dense = {row["seed"]: row["words"] for row in found if row["exchange"] == "drjax"}
-  shown = [row | {"exchange": names[row["exchange"]], "share": row["words"] / dense[row["seed"]]} for row in found]
+  shown = [
+    row
+    | {"exchange": names[row["exchange"]], "share": row["words"] / dense[row["seed"]]}
+    for row in found
+  ]
   forms = {"loss": ",.3f", "accuracy": ",.3f", "words": ",.0f", "share": ",.3f"}
-  head = ["exchange and outer optimizer", "held-out loss", "accuracy", "words an exchange", "of DrJAX's"]
+  head = [
+    "exchange and outer optimizer",
+    "held-out loss",
+    "accuracy",
+    "words an exchange",
+    "of DrJAX's",
+  ]
   return markdown(head, means(shown, ["exchange"], forms))
 
 
 def verdicts() -> str:
   """How many numbers of each paper have which verdict."""
-  counts = collections.Counter((cell.paper, cell.verdict) for cell in cells_of_papers.every())
+  counts = collections.Counter(
+    (cell.paper, cell.verdict) for cell in cells_of_papers.every()
+  )
   known = get_args(cells_of_papers.Verdict)
   names = dict.fromkeys(paper for paper, _ in counts)
-  return markdown(["paper", *known], [[name, *(str(counts[name, one]) for one in known)] for name in names])
+  return markdown(
+    ["paper", *known],
+    [[name, *(str(counts[name, one]) for one in known)] for name in names],
+  )
 
 
 def summary() -> str:
   """What users want to know first: recommended methods beside dense."""
   rows = []
   for name, what, methods in (
-    ("race_lm", "seconds to dense's loss, transformer of 3.3 M parameters, Adam", (_SIGNS, _SIGNS_4)),
-    ("race_resnet20", "seconds to dense's loss, ResNet-20, SGD", ("spardl:density=0.01",)),
+    (
+      "race_lm",
+      "seconds to dense's loss, transformer of 3.3 M parameters, Adam",
+      (_SIGNS, _SIGNS_4),
+    ),
+    (
+      "race_resnet20",
+      "seconds to dense's loss, ResNet-20, SGD",
+      ("spardl:density=0.01",),
+    ),
   ):
     for rate in slow_first(pace.rate for pace in _results(name).rows["paces"]):
       found = {one.method: one for one in standings(_results(name), rate, Target(300))}
       for method in methods:
         numbers = [number(found[one].seconds, ",.1f") for one in (DENSE, method)]
         gain = number(found[method].speed_up, ",.2f")
-        rows.append([what, f"4 hosts, {rate_text(rate)}", name_of(method), *numbers, gain])
-  ms_of = {f"6 hosts, {row['links']}": row for row in kept_rows("updates_rates") if row["n"] == 14_728_266}
+        rows.append(
+          [what, f"4 hosts, {rate_text(rate)}", name_of(method), *numbers, gain]
+        )
+  ms_of = {
+    f"6 hosts, {row['links']}": row
+    for row in kept_rows("updates_rates")
+    if row["n"] == 14_728_266
+  }
   gains: dict[tuple[str, str], float] = {}
   for table, network in _UPDATES:
     ms_of[network] = {row["algorithm"]: row["ms"] for row in kept_rows(table)}
     gains |= {(network, row["algorithm"]): row["× f32"] for row in kept_rows(table)}
   for network, ms in ms_of.items():
-    for method, text in (("spardl", "SparDL"), ("spardl:selector=chunked:wire=bf16", "SparDL, chunked, bf16")):
+    for method, text in (
+      ("spardl", "SparDL"),
+      ("spardl:selector=chunked:wire=bf16", "SparDL, chunked, bf16"),
+    ):
       if method in ms:
         numbers = [f"{ms[DENSE]:,.0f}", f"{ms[method]:,.0f}"]
         gain = f"{gains.get((network, method), ms[DENSE] / ms[method]):.1f}"
-        rows.append(["ms an update, n = 14.7 M (VGG-16), 1 %", network, text, *numbers, gain])
-  return markdown(["measured", "network", "method", "dense", "this method", "times as fast"], rows)
+        rows.append(
+          ["ms an update, n = 14.7 M (VGG-16), 1 %", network, text, *numbers, gain]
+        )
+  return markdown(
+    ["measured", "network", "method", "dense", "this method", "times as fast"], rows
+  )
 
 
 def wire() -> str:
   """Seconds on the wire of one update, by the formulas: the most that a method can save."""
-  networks = {"100 Mbit/s": (3e-4, 8e-8), "1 Gbit/s": (1e-4, 8e-9), "25 Gbit/s": (3e-5, 3.2e-10)}  # α, β
-  models = {"ResNet-20": 269_722, "transformer": 3_295_232, "VGG-16": 14_728_266, "BERT": 133_547_324}
+  # α, β
+  networks = {
+    "100 Mbit/s": (3e-4, 8e-8),
+    "1 Gbit/s": (1e-4, 8e-9),
+    "25 Gbit/s": (3e-5, 3.2e-10),
+  }
+  models = {
+    "ResNet-20": 269_722,
+    "transformer": 3_295_232,
+    "VGG-16": 14_728_266,
+    "BERT": 133_547_324,
+  }
   methods: dict[str, dict[str, Any]] = {"dense": {}, "spardl": {"density": 0.01}}
   rows = []
   for model, n in models.items():
-    costs = [js.costs.predict(name, n=n, workers=6, **options) for name, options in methods.items()]
-    rows.append([model, f"{n:,}", *(f"{one.seconds(*link):.2g}" for link in networks.values() for one in costs)])
-  return markdown(["model", "n", *(f"{name}: {one}" for name in networks for one in ("dense", "SparDL 1 %"))], rows)
+    costs = [
+      js.costs.predict(name, n=n, workers=6, **options)
+      for name, options in methods.items()
+    ]
+    rows.append(
+      [
+        model,
+        f"{n:,}",
+        *(f"{one.seconds(*link):.2g}" for link in networks.values() for one in costs),
+      ]
+    )
+  return markdown(
+    [
+      "model",
+      "n",
+      *(f"{name}: {one}" for name in networks for one in ("dense", "SparDL 1 %")),
+    ],
+    rows,
+  )
 
 
-_SIMPLE = (kept, race, paces, wholes, losses, runs, papers, trainers, verdicts, summary, wire, peers)
+_SIMPLE = (
+  kept,
+  race,
+  paces,
+  wholes,
+  losses,
+  runs,
+  papers,
+  trainers,
+  verdicts,
+  summary,
+  wire,
+  peers,
+)
 TABLES = {
   function.__name__: function
-  for function in (*_SIMPLE, elastic, late, rounds, thousands, heterogeneous, contention, compiled, device)
+  for function in (
+    *_SIMPLE,
+    elastic,
+    late,
+    rounds,
+    thousands,
+    heterogeneous,
+    contention,
+    compiled,
+    device,
+  )
 }
 
 

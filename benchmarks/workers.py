@@ -30,15 +30,22 @@ ENGINE_HELP = "; ".join(f"{name}: {what}" for name, what in ENGINES.items())
 class Workers(NamedTuple):
   """The workers of a benchmark, seen from one process."""
 
-  where: Mesh | js.Comm  # the argument `mesh` of `js.init` and `js.make_train_step`: a mesh, or a comm
-  axis: str | js.Comm  # the argument `axis` of a transform: the axis of the mesh, or the comm
+  # the argument `mesh` of `js.init` and `js.make_train_step`: a mesh, or a comm
+  where: Mesh | js.Comm
+  # the argument `axis` of a transform: the axis of the mesh, or the comm
+  axis: str | js.Comm
   size: int  # number of workers P
-  shares: int  # the number of workers whose part of a batch this process gives: all of them, or under MPI one
+  # the number of workers whose part of a batch this process gives: all of them, or
+  # under MPI one
+  shares: int
   number: int  # of this process among those that run; the first one reports
 
   def __str__(self) -> str:
     platform = jax.default_backend()
-    engines = {js.MpiComm: f"{platform} ranks of MPI", js.SimComm: f"one {platform} device, simulated"}
+    engines = {
+      js.MpiComm: f"{platform} ranks of MPI",
+      js.SimComm: f"one {platform} device, simulated",
+    }
     where = f"{platform} processes" if jax.process_count() > 1 else platform
     return f"{self.size} workers on {engines.get(type(self.where), where)}"
 
@@ -65,19 +72,36 @@ def launched(engine: str, workers: int) -> bool:
   return True
 
 
-def start_again(ranks: int, engine: Any = "processes", *flags: str, **options: Any) -> None:
+def start_again(
+  ranks: int, engine: Any = "processes", *flags: str, **options: Any
+) -> None:
   """Runs this command, with these flags too, as ranks until they end; `options` are those of `launch.run`."""
   spec = sys.modules["__main__"].__spec__
-  program = ["-m", spec.name.removesuffix(".__main__")] if spec else [str(pathlib.Path(sys.argv[0]).resolve())]
+  program = (
+    ["-m", spec.name.removesuffix(".__main__")]
+    if spec
+    else [str(pathlib.Path(sys.argv[0]).resolve())]
+  )
   transport: Any = "mpi" if engine == "mpi" else "processes"
-  launch.run([sys.executable, *program, *sys.argv[1:], *flags], ranks, transport, **options)
+  launch.run(
+    [sys.executable, *program, *sys.argv[1:], *flags], ranks, transport, **options
+  )
 
 
-def measure_in_lab(program: str, hosts: int, rate: str, transport: Any = "processes", devices: int = 1) -> Any:
+def measure_in_lab(
+  program: str, hosts: int, rate: str, transport: Any = "processes", devices: int = 1
+) -> Any:
   """Starts a rank on each host of a lab whose links are that fast; the JSON that rank 0 has written to --rows."""
   with tempfile.TemporaryDirectory() as folder, netlab.lab(hosts, rate) as team:
     path = pathlib.Path(folder) / "rows.json"
-    command = [sys.executable, "-m", program, *sys.argv[1:], f"--rate={rate}", f"--rows={path}"]
+    command = [
+      sys.executable,
+      "-m",
+      program,
+      *sys.argv[1:],
+      f"--rate={rate}",
+      f"--rows={path}",
+    ]
     launch.run(command, hosts, transport, devices=devices, hosts=team)
     return json.loads(path.read_text())
 
@@ -108,11 +132,14 @@ def share_programs(folder: pathlib.Path) -> None:
   jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  # Rank 0 sends binaries to ranks with the same cache key. On CPU, JAX hashes the devices of the process that asks, so
-  # keys differ; hash the kinds of all devices instead. Without this private function every rank compiles for itself.
+  # Rank 0 sends binaries to ranks with the same cache key. On CPU, JAX hashes the
+  # devices of the process that asks, so keys differ; hash the kinds of all devices
+  # instead. Without this private function every rank compiles for itself.
   from jax._src import cache_key
 
-  if hasattr(cache_key, "_hash_accelerator_config") and hasattr(cache_key, "_hash_devices"):
+  if hasattr(cache_key, "_hash_accelerator_config") and hasattr(
+    cache_key, "_hash_devices"
+  ):
     setattr(cache_key, "_hash_accelerator_config", cache_key._hash_devices)  # noqa: B010  # private, so untyped
     jax.config.update("jax_share_binary_between_hosts", True)
 
@@ -131,4 +158,6 @@ def make_console(stderr: bool = False) -> rich.console.Console:
 
 def _check_ranks(workers: int, ranks: int) -> None:
   if workers != ranks:
-    raise ValueError(f"--workers={workers}, but the job has {ranks}: start as many ranks as workers")
+    raise ValueError(
+      f"--workers={workers}, but the job has {ranks}: start as many ranks as workers"
+    )

@@ -19,7 +19,14 @@ author = "the jaxsparse authors"
 copyright = author
 version = release = jaxsparse.__version__
 root_doc = "docs/index"
-include_patterns = ["docs/**", "colabs/*.ipynb", "benchmarks/**.md", "CONTRIBUTING.md", "BUILD.md", "CHANGELOG.md"]
+include_patterns = [
+  "docs/**",
+  "colabs/*.ipynb",
+  "benchmarks/**.md",
+  "CONTRIBUTING.md",
+  "BUILD.md",
+  "CHANGELOG.md",
+]
 exclude_patterns = [".*", "out", "tests", "jaxsparse", "dist"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
@@ -46,15 +53,21 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the sections "Args:" name shapes and units, which types do not
+autodoc_typehints = (
+  "none"  # the sections "Args:" name shapes and units, which types do not
+)
 napoleon_use_ivar = True
 default_role = "code"
 
-# Every name of the library that a page or a docstring mentions is in the reference; of others nothing is known.
+# Every name of the library that a page or a docstring mentions is in the reference; of
+# others nothing is known.
 nitpicky = True
 nitpick_ignore_regex = [
   ("py:.*", r"(?!jaxsparse\.).*"),
-  ("py:.*", r"jaxsparse\.([A-Z]+(_transform)?|ring_transform|PerWorker)"),  # placeholders, an example, the past
+  (
+    "py:.*",
+    r"jaxsparse\.([A-Z]+(_transform)?|ring_transform|PerWorker)",
+  ),  # placeholders, an example, the past
   ("py:.*", r"jaxsparse\.partial\.(simulate|sharing)"),  # the past
   ("py:class", r"jaxsparse\.transform\.state\.Layout"),  # not public
   (

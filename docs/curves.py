@@ -18,7 +18,12 @@ SHORT = [
 ]
 LONG = [
   ("dense, then Adam", "black", "dense", "adam:0.0007:b1=0.8"),
-  ("signs of updates, every step", "tab:blue", SIGNS, "window_adam:0.0007:window=4:b1=0.8"),
+  (
+    "signs of updates, every step",
+    "tab:blue",
+    SIGNS,
+    "window_adam:0.0007:window=4:b1=0.8",
+  ),
   (
     "signs of updates, every 2 steps",
     "tab:cyan",
@@ -28,18 +33,28 @@ LONG = [
 ]
 
 
-def draw(axes: Axes, name: str, curves: list[tuple[str, str, str, str]], last: int) -> None:
+def draw(
+  axes: Axes, name: str, curves: list[tuple[str, str, str, str]], last: int
+) -> None:
   """Held-out loss over steps: a line for the mean over seeds, a band for the standard deviation."""
   rows = json.loads((ROOT / "benchmarks" / "results" / name).read_text())["curves"]
   for label, color, method, optimizer in curves:
-    same = [row for row in rows if (row["method"], row["optimizer"]) == (method, optimizer)]
+    same = [
+      row for row in rows if (row["method"], row["optimizer"]) == (method, optimizer)
+    ]
     steps = [step for step in same[0]["steps"] if step <= last]
     losses = np.array([row["loss"][: len(steps)] for row in same])
     mean, deviation = losses.mean(0), losses.std(0, ddof=1)
     dense = next(row["words"] for row in rows if row["method"] == "dense")
-    words = f"{100 * same[0]['words'] / dense:.2g} % of the words" if method != "dense" else "100 %"
+    words = (
+      f"{100 * same[0]['words'] / dense:.2g} % of the words"
+      if method != "dense"
+      else "100 %"
+    )
     axes.plot(steps, mean, color=color, label=f"{label}: {words}")
-    axes.fill_between(steps, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
+    axes.fill_between(
+      steps, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0
+    )
   axes.set(xlabel="step", ylabel="held-out loss, nats a byte")
   axes.legend(fontsize="small")
   axes.grid(alpha=0.3)

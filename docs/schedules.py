@@ -1,11 +1,13 @@
 """Figures of communication schedules, drawn from the messages that the collectives really send.
 
-A collective runs in the simulator, on gradients whose values name the worker and the block: entry b of worker w is
-2^w + b · 2^P. So the numbers in a message tell which blocks it carries, and which workers' gradients they sum up. No
-schedule is written down a second time here.
+A collective runs in the simulator, on gradients whose values name the worker and the
+block: entry b of worker w is 2^w + b · 2^P. So the numbers in a message tell which
+blocks it carries, and which workers' gradients they sum up. No schedule is written down
+a second time here.
 
-Each row of a figure shows what all workers hold, a cell for each block; an arrow is one message, below its sender the
-blocks that it carries. `python docs/schedules.py FOLDER` writes the figures for six workers.
+Each row of a figure shows what all workers hold, a cell for each block; an arrow is one
+message, below its sender the blocks that it carries. `python docs/schedules.py FOLDER`
+writes the figures for six workers.
 """
 
 import dataclasses
@@ -61,18 +63,23 @@ Round = list[Message]
 class _Recorder(SimComm):
   """A simulated comm that notes the (source, destination) pairs and the buffer of each round."""
 
-  log: list[tuple[list[tuple[int, int]], jax.Array]] = dataclasses.field(default_factory=list, compare=False)
+  log: list[tuple[list[tuple[int, int]], jax.Array]] = dataclasses.field(
+    default_factory=list, compare=False
+  )
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     self.log.append((pairs, buffer))
     return super()._ppermute(buffer, pairs)
 
 
-def record(program: Callable[[js.Comm, jax.Array], object], workers: int, blocks: int) -> list[Round]:
+def record(
+  program: Callable[[js.Comm, jax.Array], object], workers: int, blocks: int
+) -> list[Round]:
   """The messages of `program(comm, f32[blocks])`, which every worker runs.
 
   Args:
-    program: what one worker does with its gradient; messages contain float32 values, unchanged or summed up.
+    program: what one worker does with its gradient; messages contain float32 values,
+      unchanged or summed up.
     workers: number of workers P, at most 8, so that all sums are exact.
     blocks: number of blocks, each of one entry.
 
@@ -101,17 +108,22 @@ def record(program: Callable[[js.Comm, jax.Array], object], workers: int, blocks
 def rounds_of(name: str, workers: int, blocks: int, **options: object) -> list[Round]:
   """The messages of one update of a collective that sends all entries."""
   collective = js.make_collective(name, density=1.0, **options)
-  reduce = lambda comm, gradient: collective.reduce(comm, gradient, collective.init(blocks, workers))
+  reduce = lambda comm, gradient: collective.reduce(
+    comm, gradient, collective.init(blocks, workers)
+  )
   return record(reduce, workers, blocks)
 
 
-def held(rounds: Sequence[Round], start: Sequence[Parts], given: int) -> list[list[Parts]]:
+def held(
+  rounds: Sequence[Round], start: Sequence[Parts], given: int
+) -> list[list[Parts]]:
   """What each worker holds before the first round and after each.
 
   Args:
     rounds: the messages.
     start: what each worker holds at first.
-    given: the number of rounds, from the first on, after which senders no longer hold what they sent.
+    given: the number of rounds, from the first on, after which senders no longer hold
+      what they sent.
   """
   states = [list(start)]
   for number, messages in enumerate(rounds):
@@ -121,7 +133,12 @@ def held(rounds: Sequence[Round], start: Sequence[Parts], given: int) -> list[li
         del after[message.source][block]
     for message in messages:
       own = after[message.destination]
-      own.update({block: own.get(block, frozenset()) | summed for block, summed in message.parts.items()})
+      own.update(
+        {
+          block: own.get(block, frozenset()) | summed
+          for block, summed in message.parts.items()
+        }
+      )
     states.append(after)
   return states
 
@@ -131,12 +148,16 @@ def spar_reduce_scatter(workers: int) -> Figure:
   given = len(strides(workers))
   rounds = rounds_of("spardl", workers, workers)[:given]
   title = f"Spar-Reduce-Scatter: after {given} rounds each of {workers} workers has the sum of one block"
-  return _draw(title, _SUMS, rounds, held(rounds, _everything(workers, workers), given), workers)
+  return _draw(
+    title, _SUMS, rounds, held(rounds, _everything(workers, workers), given), workers
+  )
 
 
 def bruck(workers: int) -> Figure:
   """Bruck's all-gather, which most collectives end with: every worker's own block to all workers."""
-  rounds = record(lambda comm, gradient: all_gather(comm, gradient[comm.rank]), workers, workers)
+  rounds = record(
+    lambda comm, gradient: all_gather(comm, gradient[comm.rank]), workers, workers
+  )
   title = f"Bruck's all-gather: after {len(rounds)} rounds each of {workers} workers has all blocks"
   return _draw(title, _BLOCKS, rounds, held(rounds, _own(workers), 0), workers)
 
@@ -147,14 +168,19 @@ def teams(workers: int, teams: int) -> Figure:
   rounds, given = rounds_of("spardl", workers, size, teams=teams), len(strides(size))
   between = len(rounds) - 2 * given
   title = f"SparDL, {teams} teams of {size}: {given} rounds inside teams, {between} between them, {given} inside teams"
-  return _draw(title, _SUMS, rounds, held(rounds, _everything(workers, size), given), size)
+  return _draw(
+    title, _SUMS, rounds, held(rounds, _everything(workers, size), given), size
+  )
 
 
 def tree(workers: int) -> Figure:
   """The binary tree of gTopk, to worker 0 and back: a cell for each worker whose entries are in the sum."""
   whole = rounds_of("gtopk", workers, 1)  # one block; what it sums up becomes the cells
   cells = lambda parts: {worker: frozenset([worker]) for worker in parts[0]}
-  rounds = [[message._replace(parts=cells(message.parts)) for message in messages] for messages in whole]
+  rounds = [
+    [message._replace(parts=cells(message.parts)) for message in messages]
+    for messages in whole
+  ]
   half = len(rounds) // 2
   title = f"gTopk: {half} rounds sum up the top-k of {workers} workers at worker 0, {half} return the sum"
   return _draw(title, _WORKERS, rounds, held(rounds, _own(workers), 0), workers)
@@ -172,7 +198,9 @@ def _parts(values: np.ndarray, workers: int) -> Parts:
 
 def _everything(workers: int, blocks: int) -> list[Parts]:
   """The gradient of each worker: all blocks, of itself alone."""
-  return [{block: frozenset([worker]) for block in range(blocks)} for worker in range(workers)]
+  return [
+    {block: frozenset([worker]) for block in range(blocks)} for worker in range(workers)
+  ]
 
 
 def _own(workers: int) -> list[Parts]:
@@ -180,38 +208,73 @@ def _own(workers: int) -> list[Parts]:
   return [{worker: frozenset([worker])} for worker in range(workers)]
 
 
-def _draw(title: str, caption: str, rounds: Sequence[Round], states: Sequence[Sequence[Parts]], cells: int) -> Figure:
+def _draw(
+  title: str,
+  caption: str,
+  rounds: Sequence[Round],
+  states: Sequence[Sequence[Parts]],
+  cells: int,
+) -> Figure:
   """A row for each state, worker w at x = w and state t at y = −t, with the messages of a round between two rows."""
   workers = len(states[0])
-  figure = pyplot.figure(figsize=(_WIDTH, 1.4 + 0.95 * len(rounds)), dpi=100, facecolor="white", layout="constrained")
+  figure = pyplot.figure(
+    figsize=(_WIDTH, 1.4 + 0.95 * len(rounds)),
+    dpi=100,
+    facecolor="white",
+    layout="constrained",
+  )
   pyplot.close(figure)  # else a notebook shows it twice
   axes = figure.add_subplot(xlim=(-0.6, workers - 0.4), ylim=(-len(rounds) - 0.3, 0.3))
   axes.set_title(title, fontsize=10)
   axes.set_xlabel(caption, fontsize=9)
-  axes.set_xticks(range(workers), [f"worker {worker}" for worker in range(workers)], fontsize=9)
-  axes.set_yticks(range(0, -len(states), -1), ["start", *(f"round {t + 1}" for t in range(len(rounds)))], fontsize=9)
+  axes.set_xticks(
+    range(workers), [f"worker {worker}" for worker in range(workers)], fontsize=9
+  )
+  axes.set_yticks(
+    range(0, -len(states), -1),
+    ["start", *(f"round {t + 1}" for t in range(len(rounds)))],
+    fontsize=9,
+  )
   axes.tick_params(length=0, labeltop=True, labelbottom=False)
   axes.spines[:].set_visible(False)
   for y, state in zip(range(0, -len(states), -1), states, strict=True):
     for worker, parts in enumerate(state):
-      _draw_cells(axes, worker, y, [parts.get(cell, frozenset()) for cell in range(cells)], caption == _SUMS)
+      _draw_cells(
+        axes,
+        worker,
+        y,
+        [parts.get(cell, frozenset()) for cell in range(cells)],
+        caption == _SUMS,
+      )
   for y, messages in zip(range(0, -len(rounds), -1), rounds, strict=True):
     for message in messages:
       _draw_message(axes, message, y, cells)
   return figure
 
 
-def _draw_cells(axes: Axes, worker: int, y: int, cells: Sequence[frozenset[int]], sums: bool) -> None:
+def _draw_cells(
+  axes: Axes, worker: int, y: int, cells: Sequence[frozenset[int]], sums: bool
+) -> None:
   """What a worker holds: a filled cell with the size of its sum, or with its own number."""
   for cell, summed in enumerate(cells):
     shade = 0.25 if not sums else 0.12 * len(summed)
     left, bottom, width = _cell(worker, y, cell, len(cells))
-    box = Rectangle((left, bottom), width, _HEIGHT, facecolor=_SHADES(shade) if summed else "white")
+    box = Rectangle(
+      (left, bottom), width, _HEIGHT, facecolor=_SHADES(shade) if summed else "white"
+    )
     box.set(edgecolor="0.6", linewidth=0.6)
     axes.add_patch(box)
     if summed:
       text, color = len(summed) if sums else cell, "white" if shade > 0.55 else "black"
-      axes.text(left + width / 2, y - 0.01, str(text), color=color, ha="center", va="center", fontsize=8)
+      axes.text(
+        left + width / 2,
+        y - 0.01,
+        str(text),
+        color=color,
+        ha="center",
+        va="center",
+        fontsize=8,
+      )
 
 
 def _draw_message(axes: Axes, message: Message, y: int, cells: int) -> None:
@@ -219,14 +282,32 @@ def _draw_message(axes: Axes, message: Message, y: int, cells: int) -> None:
   color = _COLORS(message.source)
   for cell in message.parts:
     left, bottom, width = _cell(message.source, y, cell, cells)
-    frame = Rectangle((left + 0.012, bottom + 0.02), width - 0.024, _HEIGHT - 0.04, fill=False)
+    frame = Rectangle(
+      (left + 0.012, bottom + 0.02), width - 0.024, _HEIGHT - 0.04, fill=False
+    )
     frame.set(edgecolor=color, linewidth=1.5)
     axes.add_patch(frame)
   label = " ".join(map(str, sorted(message.parts)))
-  axes.text(message.source, y - _HEIGHT / 2 - 0.08, label, color=color, ha="center", va="center", fontsize=8)
-  style = {"arrowstyle": "-|>", "color": color, "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
+  axes.text(
+    message.source,
+    y - _HEIGHT / 2 - 0.08,
+    label,
+    color=color,
+    ha="center",
+    va="center",
+    fontsize=8,
+  )
+  style = {
+    "arrowstyle": "-|>",
+    "color": color,
+    "linewidth": 1.3,
+    "shrinkA": 0,
+    "shrinkB": 0,
+  }
   start, end = y - _HEIGHT / 2 - 0.14, y - 1 + _HEIGHT / 2 + 0.02
-  axes.annotate("", (message.destination, end), (message.source, start), arrowprops=style)
+  axes.annotate(
+    "", (message.destination, end), (message.source, start), arrowprops=style
+  )
 
 
 def _cell(worker: int, y: int, cell: int, cells: int) -> tuple[float, float, float]:
@@ -237,6 +318,11 @@ def _cell(worker: int, y: int, cell: int, cells: int) -> tuple[float, float, flo
 
 if __name__ == "__main__":
   folder = pathlib.Path(*sys.argv[1:])
-  figures = {"spar_reduce_scatter": spar_reduce_scatter(6), "bruck": bruck(6), "teams": teams(6, 2), "tree": tree(6)}
+  figures = {
+    "spar_reduce_scatter": spar_reduce_scatter(6),
+    "bruck": bruck(6),
+    "teams": teams(6, 2),
+    "tree": tree(6),
+  }
   for name, figure in figures.items():
     figure.savefig(folder / f"{name}.png")

@@ -1,7 +1,7 @@
 """Communication-efficient data-parallel training in JAX.
 
-A sparse all-reduce is an ordinary JAX function over the verbs of a `Comm`. A gradient passes through the packages in
-this order:
+A sparse all-reduce is an ordinary JAX function over the verbs of a `Comm`. A gradient
+passes through the packages in this order:
 
     gradient pytree
       -> one f32[n]                            flatten
@@ -77,7 +77,12 @@ from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.metrics import Metrics, metrics
 from jaxsparse.transform.momentum import ef21, momentum_corrected, warmed_up
-from jaxsparse.transform.named import demo_transform, diloco, sparseloco, streaming_diloco
+from jaxsparse.transform.named import (
+  demo_transform,
+  diloco,
+  sparseloco,
+  streaming_diloco,
+)
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.specs import specs
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
@@ -103,13 +108,43 @@ topka_transform = factories.transform_function(topka.TopkA)
 topkdsa_transform = factories.transform_function(topkdsa.TopkDSA)
 
 __all__ = ["costs", "overlap", "partial", "select"]
-__all__ += ["Collective", "SparseCollective", "collective_names", "collective_options", "make_collective"]
+__all__ += [
+  "Collective",
+  "SparseCollective",
+  "collective_names",
+  "collective_options",
+  "make_collective",
+]
 __all__ += ["AxisComm", "Comm", "MpiComm", "SimComm", "all_gather", "psum_scatter"]
 __all__ += ["Cost", "Counters", "Metrics", "Reduced", "Sparse", "State", "metrics"]
-__all__ += ["atomic", "bucketed_transform", "ef21", "make_transform", "momentum_corrected", "specs", "warmed_up"]
-__all__ += ["average_momentum", "demo_transform", "diloco", "local_steps", "own_params", "scale_by_window_adam"]
+__all__ += [
+  "atomic",
+  "bucketed_transform",
+  "ef21",
+  "make_transform",
+  "momentum_corrected",
+  "specs",
+  "warmed_up",
+]
+__all__ += [
+  "average_momentum",
+  "demo_transform",
+  "diloco",
+  "local_steps",
+  "own_params",
+  "scale_by_window_adam",
+]
 __all__ += ["sparseloco", "streaming_diloco"]
-__all__ += ["abstract_state", "agreement", "contraction", "convert", "flush", "init", "make_train_step", "resize"]
+__all__ += [
+  "abstract_state",
+  "agreement",
+  "contraction",
+  "convert",
+  "flush",
+  "init",
+  "make_train_step",
+  "resize",
+]
 __all__ += ["simulate", "stacked", "traced_for"]
 __all__ += [f"{name}_transform" for name in collective_names()]
 __all__.sort()

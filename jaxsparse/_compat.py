@@ -8,7 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed, source_info_util  # JAX has no public barrier with a time limit, nor equation's source
+
+# JAX has no public barrier with a time limit, nor equation's source
+from jax._src import (
+  distributed,
+  source_info_util,
+)
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -20,15 +25,19 @@ def names_of(axis: AxisName) -> tuple[str, ...]:
   return (axis,) if isinstance(axis, str) else axis
 
 
-def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+def ppermute(
+  x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]
+) -> jax.Array:
   """`jax.lax.ppermute` along pairs of workers in the numbering of `jax.lax.axis_index`.
 
-  Over a tuple of axes `axis_index` counts in the order of the tuple and `ppermute` in that of the mesh; newer versions
-  reject tuples in another order.
+  Over a tuple of axes `axis_index` counts in the order of the tuple and `ppermute` in
+  that of the mesh; newer versions reject tuples in another order.
   """
   inner, number = _in_mesh_order(axis)
   if number is not None:
-    pairs = [(int(number[source]), int(number[destination])) for source, destination in pairs]
+    pairs = [
+      (int(number[source]), int(number[destination])) for source, destination in pairs
+    ]
   return jax.lax.ppermute(x, inner, pairs)
 
 
@@ -70,7 +79,10 @@ def bodies_of(params: Mapping[str, Any]) -> Iterator[core.Jaxpr | core.ClosedJax
 
 def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
   """`bodies_of`, without the constants of closed ones."""
-  return (body.jaxpr if isinstance(body, core.ClosedJaxpr) else body for body in bodies_of(params))
+  return (
+    body.jaxpr if isinstance(body, core.ClosedJaxpr) else body
+    for body in bodies_of(params)
+  )
 
 
 def source_of(equation: core.JaxprEqn) -> str:
@@ -86,13 +98,14 @@ _PLATFORMS = ("cpu", *_GPUS, "tpu", "any")
 def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
   """Context in which programs are traced for a platform, wherever they are traced.
 
-  jaxsparse has other implementations of some computations for GPUs and TPUs, with the same bits. Without this context
-  it traces those for the mesh's devices, or for JAX's default device where there is no mesh. They run on other
-  platforms, too, but slower.
+  jaxsparse has other implementations of some computations for GPUs and TPUs, with the
+  same bits. Without this context it traces those for the mesh's devices, or for JAX's
+  default device where there is no mesh. They run on other platforms, too, but slower.
 
   Args:
-    platform: "cpu", "gpu", "cuda", "rocm" or "tpu"; or "any" for a program with the implementations of all
-      platforms, which takes twice as long to trace: for `jax.export` to several platforms.
+    platform: "cpu", "gpu", "cuda", "rocm" or "tpu"; or "any" for a program with the
+      implementations of all platforms, which takes twice as long to trace: for
+      `jax.export` to several platforms.
 
   Raises:
     ValueError: if the platform is none of these.
@@ -106,14 +119,19 @@ def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
     ('cpu', 'cuda')
   """
   if platform not in _PLATFORMS:
-    raise ValueError(f"platform={platform!r}, choose one of {', '.join(map(repr, _PLATFORMS))}")
+    raise ValueError(
+      f"platform={platform!r}, choose one of {', '.join(map(repr, _PLATFORMS))}"
+    )
   return _PLATFORM(platform)
 
 
-def by_platform(*, default: Callable[..., Any], gpu: Callable[..., Any] | None = None, **others: Any) -> Callable:
+def by_platform(
+  *, default: Callable[..., Any], gpu: Callable[..., Any] | None = None, **others: Any
+) -> Callable:
   """`gpu`, `tpu` or `cpu` in a program for such devices, else `default`; all of them return the same bits.
 
-  So only one of them is traced; for "any" a function that has all of them. Its arguments need not be arrays.
+  So only one of them is traced; for "any" a function that has all of them. Its
+  arguments need not be arrays.
   """
   branches = others | (dict.fromkeys(_GPUS, gpu) if gpu else {})
   platform = _PLATFORM.value or _platform_here()
@@ -121,7 +139,8 @@ def by_platform(*, default: Callable[..., Any], gpu: Callable[..., Any] | None =
     return branches.get(platform, default)
 
   def choose(*args: Any) -> Any:
-    ways = {way: functools.partial(way, *args) for way in (default, *branches.values())}  # one of CUDA and ROCm
+    # one of CUDA and ROCm
+    ways = {way: functools.partial(way, *args) for way in (default, *branches.values())}
     others = {name: ways[way] for name, way in branches.items() if name != "gpu"}
     return jax.lax.platform_dependent(default=ways[default], **others)
 
@@ -137,7 +156,11 @@ def _platform_here() -> str:
 
 
 def shard_map(
-  function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any, axes: Sequence[str] = ()
+  function: Callable,
+  mesh: Mesh | None,
+  in_specs: Any,
+  out_specs: Any,
+  axes: Sequence[str] = (),
 ) -> Callable:
   """`jax.shard_map` without its check of replication, which types a total made of ppermutes as device-varying.
 
@@ -146,34 +169,54 @@ def shard_map(
     mesh: None for that of the shard_map around it.
     in_specs: of the arguments.
     out_specs: of the results.
-    axes: names of the axes to map over; all of them by default. The compiler partitions the program along the others.
+    axes: names of the axes to map over; all of them by default. The compiler partitions
+      the program along the others.
   """
   return jax.shard_map(
-    function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False
+    function,
+    mesh=mesh,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names=set(axes),
+    check_vma=False,
   )
 
 
-def partly_mapped(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, axes: Sequence[str]) -> Callable:
+def partly_mapped(
+  function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any, axes: Sequence[str]
+) -> Callable:
   """`shard_map` over `axes` of a mesh whose other axes are Explicit, without gathering arrays at its boundary.
 
-  JAX 0.10.2 lowers the boundary of a shard_map over a part of the axes as if arrays were replicated along the others:
-  every argument and result that is sharded along an Explicit one is gathered. It leaves Auto axes alone. So all axes
-  are Auto at the boundary and Explicit on both sides of it.
+  JAX 0.10.2 lowers the boundary of a shard_map over a part of the axes as if arrays
+  were replicated along the others: every argument and result that is sharded along an
+  Explicit one is gathered. It leaves Auto axes alone. So all axes are Auto at the
+  boundary and Explicit on both sides of it.
 
   Raises:
     ValueError: if some axes of the mesh are Auto, naming the types of all.
   """
   inside = tuple(name for name in mesh.axis_names if name not in axes)
   if AxisType.Auto in mesh.axis_types:
-    types = ", ".join(f"{name!r} {kind}" for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
-    raise ValueError(f"the axes of the mesh are {types}: where a worker has several devices, give all axes one type")
+    types = ", ".join(
+      f"{name!r} {kind}"
+      for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    )
+    raise ValueError(
+      f"the axes of the mesh are {types}: where a worker has several devices, give all axes one type"
+    )
 
   def mapped(*arguments: Any) -> Any:
     explicit = shard_map(function, mesh, in_specs, out_specs, axes)
-    after = jax.tree.map(lambda x: x.sharding.spec, jax.eval_shape(explicit, *arguments))
-    specs = jax.tree.map(lambda x: without_axes(jax.typeof(x).sharding.spec, axes), arguments)
+    after = jax.tree.map(
+      lambda x: x.sharding.spec, jax.eval_shape(explicit, *arguments)
+    )
+    specs = jax.tree.map(
+      lambda x: without_axes(jax.typeof(x).sharding.spec, axes), arguments
+    )
     body = jax.sharding.explicit_axes(function, axes=inside, in_sharding=specs)
-    boundary = lambda *arguments: shard_map(body, None, in_specs, out_specs, axes)(*arguments)
+    boundary = lambda *arguments: shard_map(body, None, in_specs, out_specs, axes)(
+      *arguments
+    )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       return jax.sharding.auto_axes(boundary, out_sharding=after)(*arguments)
 
@@ -182,7 +225,9 @@ def partly_mapped(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any,
 
 def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
   """The spec without the names `axes`."""
-  parts = [tuple(name for name in names_of(part or ()) if name not in axes) for part in spec]
+  parts = [
+    tuple(name for name in names_of(part or ()) if name not in axes) for part in spec
+  ]
   return PartitionSpec(*parts)  # which stores one name as itself, and none as None
 
 
@@ -191,7 +236,9 @@ def axes_inside(axes: Sequence[str] | None) -> dict[str, int]:
   mesh = jax.sharding.get_abstract_mesh()
   if not axes or not set(axes) <= set(mesh.manual_axes):
     return {}
-  return {name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes}
+  return {
+    name: size for name, size in mesh.shape.items() if name not in mesh.manual_axes
+  }
 
 
 def is_explicit(axis: str) -> bool:
@@ -203,7 +250,9 @@ def is_explicit(axis: str) -> bool:
 def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   """`x` with that spec in its type where axes are Explicit; elsewhere `x`, which the compiler reshards at its use."""
   sharding = jax.typeof(x).sharding
-  if AxisType.Explicit not in sharding.mesh.axis_types or trimmed(sharding.spec) == trimmed(spec):
+  if AxisType.Explicit not in sharding.mesh.axis_types or trimmed(
+    sharding.spec
+  ) == trimmed(spec):
     return x
   return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
 
@@ -231,7 +280,11 @@ def trimmed(spec: PartitionSpec) -> PartitionSpec:
 def axes_of_type(x: Any) -> frozenset[str]:
   """The axes that a value, or an abstract value, varies over by its type."""
   own = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
-  return own.manual_axis_type.varying if hasattr(own, "manual_axis_type") else getattr(own, "vma", frozenset())
+  return (
+    own.manual_axis_type.varying
+    if hasattr(own, "manual_axis_type")
+    else getattr(own, "vma", frozenset())
+  )
 
 
 def equal_along(x: Any, axes: frozenset[str] | None) -> Any:
@@ -240,20 +293,34 @@ def equal_along(x: Any, axes: frozenset[str] | None) -> Any:
   if not axes_of_type(x) & axes:
     return x
   if hasattr(x, "manual_axis_type"):
-    return x.update(manual_axis_type=x.manual_axis_type.update(varying=x.manual_axis_type.varying - axes))
+    return x.update(
+      manual_axis_type=x.manual_axis_type.update(
+        varying=x.manual_axis_type.varying - axes
+      )
+    )
   return x.update(vma=x.vma - axes)
 
 
 def is_psum(x: jax.Array, axis: AxisName) -> bool:
   """Whether the traced x is a psum or pmean over `axis`, perhaps scaled, cast or reshaped.
 
-  This follows the equations of an unfinished trace backwards from x. It detects gradients that are averaged already
-  where the types do not show it.
+  This follows the equations of an unfinished trace backwards from x. It detects
+  gradients that are averaged already where the types do not show it.
   """
-  while isinstance(x, jax.core.Tracer) and (equation := getattr(x, "parent", None)) is not None:
+  while (
+    isinstance(x, jax.core.Tracer)
+    and (equation := getattr(x, "parent", None)) is not None
+  ):
     if equation.primitive.name.startswith("psum"):
-      return set(names_of(axis)) <= set(equation.params["axes"]) and equation.params.get("axis_index_groups") is None
-    operands = [operand for operand in equation.in_tracers if getattr(operand, "size", 1) == x.size]
+      return (
+        set(names_of(axis)) <= set(equation.params["axes"])
+        and equation.params.get("axis_index_groups") is None
+      )
+    operands = [
+      operand
+      for operand in equation.in_tracers
+      if getattr(operand, "size", 1) == x.size
+    ]
     if equation.primitive.name not in _SCALINGS or len(operands) != 1:
       return False
     (x,) = operands
@@ -267,21 +334,47 @@ def is_key(x: Any) -> bool:
 
 def is_zero(x: jax.Array) -> bool:
   """Whether the traced x is zero by its last operations, as the gradient of a leaf that a loss does not use."""
-  while isinstance(x, jax.core.Tracer) and (equation := getattr(x, "parent", None)) is not None:
-    if equation.primitive.name not in (*_SCALINGS, *_COPIES) or len(equation.in_tracers) != 1:
+  while (
+    isinstance(x, jax.core.Tracer)
+    and (equation := getattr(x, "parent", None)) is not None
+  ):
+    if (
+      equation.primitive.name not in (*_SCALINGS, *_COPIES)
+      or len(equation.in_tracers) != 1
+    ):
       return False
     (x,) = equation.in_tracers
-  return isinstance(value := getattr(x, "val", None), core.Literal) and not np.any(value.val)
+  return isinstance(value := getattr(x, "val", None), core.Literal) and not np.any(
+    value.val
+  )
 
 
 def is_argument_of_shard_map(x: jax.Array) -> bool:
   """Whether the traced x is an argument of the program of a shard_map around it, and not checked for replication."""
   frame = getattr(getattr(x, "_trace", None), "frame", None)
-  return frame is not None and frame.debug_info.traced_for == "shard_map" and x.parent is None  # type: ignore[attr-defined]
+  if frame is None or frame.debug_info.traced_for != "shard_map":
+    return False
+  return x.parent is None  # type: ignore[attr-defined]
 
 
-_COPIES = ("neg", "pvary", "pcast", "copy", "broadcast_in_dim", "sharding_constraint", "reshard")
-_SCALINGS = ("div", "mul", "convert_element_type", "reshape", "ravel", "squeeze", "expand_dims")
+_COPIES = (
+  "neg",
+  "pvary",
+  "pcast",
+  "copy",
+  "broadcast_in_dim",
+  "sharding_constraint",
+  "reshard",
+)
+_SCALINGS = (
+  "div",
+  "mul",
+  "convert_element_type",
+  "reshape",
+  "ravel",
+  "squeeze",
+  "expand_dims",
+)
 
 
 def words_of_keys(x: Any) -> Any:
@@ -291,7 +384,11 @@ def words_of_keys(x: Any) -> Any:
 
 def local_shard(x: Any) -> np.ndarray:
   """The first shard of x on this process; all of x if this process holds it. In numpy, under a trace too."""
-  return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x)
+  return np.asarray(
+    x.addressable_data(0)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable
+    else x
+  )
 
 
 def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
@@ -305,15 +402,26 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
   Raises:
     RuntimeError: if one of the processes does not call in time.
   """
-  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
-  devices: list[Any] = [device for x in arrays if not x.is_fully_addressable for device in x.sharding.device_set]
+  arrays = [
+    x
+    for x in jax.tree.leaves(tree)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+  ]
+  devices: list[Any] = [
+    device
+    for x in arrays
+    if not x.is_fully_addressable
+    for device in x.sharding.device_set
+  ]
   holders = tuple(sorted({device.process_index for device in devices}))
   client = distributed.global_state.client
   if not holders or client is None:
     return
   number = _BARRIERS[what, holders] = _BARRIERS.get((what, holders), 0) + 1
   try:
-    client.wait_at_barrier(f"{what}/{number}/{holders}", round(1000 * timeout), process_ids=list(holders))
+    client.wait_at_barrier(
+      f"{what}/{number}/{holders}", round(1000 * timeout), process_ids=list(holders)
+    )
   except Exception as error:
     raise RuntimeError(
       f"{what} reads arrays of {len(holders)} processes, and not all of them called it within {timeout:g} s: call it "
@@ -322,4 +430,6 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
     ) from error
 
 
-_BARRIERS: dict[tuple[str, tuple[int, ...]], int] = {}  # barriers so far, by processes: a barrier's name serves once
+_BARRIERS: dict[
+  tuple[str, tuple[int, ...]], int
+] = {}  # barriers so far, by processes: a barrier's name serves once

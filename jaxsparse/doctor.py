@@ -3,9 +3,10 @@
     python -m jaxsparse.doctor
     python -m jaxsparse.doctor --json | jq '.[] | select(.status != "ok")'
 
-It checks versions, devices, huge pages and MPI, and lets two workers reduce known gradients on each engine. Every check
-that could hang, abort or hold a GPU is a probe, which runs in a process of its own with a time limit. The exit status
-is 1 if a check failed, 0 otherwise: a warning concerns features that not everybody needs.
+It checks versions, devices, huge pages and MPI, and lets two workers reduce known
+gradients on each engine. Every check that could hang, abort or hold a GPU is a probe,
+which runs in a process of its own with a time limit. The exit status is 1 if a check
+failed, 0 otherwise: a warning concerns features that not everybody needs.
 """
 
 import argparse
@@ -36,18 +37,26 @@ from jaxsparse.launch.start import TUNABLES, find_program, list_gpus
 __all__ = ["examine"]
 
 _TIMEOUT = 60.0  # seconds for a program of two workers
-_BACKSTOP = 15.0  # seconds beyond its limit that the launcher gets to end its ranks and to name the one that hangs
+# seconds beyond its limit that the launcher gets to end its ranks and to name the one
+# that hangs
+_BACKSTOP = 15.0
 _TAIL = 12  # lines of a failed program's output that a finding shows
-_ANSWER = "doctor: "  # begins the line of a probe's answer, among other output of libraries
+_ANSWER = (
+  "doctor: "  # begins the line of a probe's answer, among other output of libraries
+)
 _ENTRIES = 60  # of a gradient
 _TRANSPARENT = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_INSTALL_MPI = "make install (in a checkout), or with pip as docs/how_to/many_hosts.md says: MPI"
+_INSTALL_MPI = (
+  "make install (in a checkout), or with pip as docs/how_to/many_hosts.md says: MPI"
+)
 # pip keeps the wheel that it built for another JAX or MPI, and would install it again.
 _REBUILD_MPI = (
   "build mpi4jax for the JAX and the MPI that are installed now: make clean install (in a checkout),\n"
   "or pip uninstall mpi4jax; pip cache remove mpi4jax; then as docs/how_to/many_hosts.md says: MPI"
 )
-_REINSTALL = "unset JAX_PLATFORMS and XLA_FLAGS; pip install -U jax jaxlib, which belong together"
+_REINSTALL = (
+  "unset JAX_PLATFORMS and XLA_FLAGS; pip install -U jax jaxlib, which belong together"
+)
 _MEET = "let processes of this host meet on 127.0.0.1: export no_proxy=127.0.0.1,localhost, and no firewall on lo; "
 
 
@@ -66,7 +75,9 @@ class Finding(NamedTuple):
   fix: str = ""
 
   def __str__(self) -> str:
-    text = f"{self.status:4} {self.what}: {self.detail}" + (f"\nfix: {self.fix}" if self.fix else "")
+    text = f"{self.status:4} {self.what}: {self.detail}" + (
+      f"\nfix: {self.fix}" if self.fix else ""
+    )
     return text.replace("\n", "\n     ")
 
 
@@ -77,9 +88,10 @@ def examine(timeout: float = _TIMEOUT) -> list[Finding]:
     timeout: seconds that each program of two workers may take.
 
   Returns:
-    For each check a named tuple: `status`, "ok", "warn" where a feature that not everybody needs is missing, or "FAIL"
-    where something is broken; `what` was checked; the `detail` that the check found, several lines where a program
-    failed; and `fix`, what to do, empty where nothing is to be done.
+    For each check a named tuple: `status`, "ok", "warn" where a feature that not
+    everybody needs is missing, or "FAIL" where something is broken; `what` was checked;
+    the `detail` that the check found, several lines where a program failed; and `fix`,
+    what to do, empty where nothing is to be done.
 
   Example:
     >>> from jaxsparse import doctor
@@ -92,16 +104,26 @@ def examine(timeout: float = _TIMEOUT) -> list[Finding]:
 def _find(timeout: float) -> Iterator[Finding]:
   """All findings, one by one."""
   versions = {"jaxsparse": js.__version__, "Python": platform.python_version()}
-  versions |= {name: metadata.version(name) for name in ("jax", "jaxlib", "numpy", "optax")}
-  yield Finding("ok", "versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
+  versions |= {
+    name: metadata.version(name) for name in ("jax", "jaxlib", "numpy", "optax")
+  }
+  yield Finding(
+    "ok",
+    "versions",
+    ", ".join(f"{name} {version}" for name, version in versions.items()),
+  )
   yield from check_devices(timeout)
   yield from check_memory()
   for engine in ("devices", "sim"):
     yield _check_probe(f"engine {engine}", engine, timeout, [], _REINSTALL)
-  yield _check_probe("engine processes", "processes", timeout, ["--ranks=2"], _MEET + _REINSTALL)
+  yield _check_probe(
+    "engine processes", "processes", timeout, ["--ranks=2"], _MEET + _REINSTALL
+  )
   # In some versions gloo has added wrongly.
   fix = f"pip install -U jax jaxlib (jax issue 40830), or one process for each host; {_MEET}{_REINSTALL}"
-  yield _check_probe("reduce-scatter", "scatter", timeout, ["--ranks=2", "--devices=2"], fix)
+  yield _check_probe(
+    "reduce-scatter", "scatter", timeout, ["--ranks=2", "--devices=2"], fix
+  )
   yield from check_mpi(timeout)
 
 
@@ -111,7 +133,10 @@ def check_devices(timeout: float) -> Iterator[Finding]:
   unset = f"unset JAX_PLATFORMS, which is {wanted!r}" if wanted else ""
   answer = _run_probe("jax", timeout)
   if "error" in answer:
-    fix = unset or "test without the accelerator: JAX_PLATFORMS=cpu python -m jaxsparse.doctor"
+    fix = (
+      unset
+      or "test without the accelerator: JAX_PLATFORMS=cpu python -m jaxsparse.doctor"
+    )
     yield Finding("FAIL", "JAX", f"finds no devices: {answer['error']}", fix)
     return
   found = answer["devices"]
@@ -121,8 +146,14 @@ def check_devices(timeout: float) -> Iterator[Finding]:
     fix = unset or "pip install 'jax[cuda13]'"
   yield _report("JAX", found, fix)
   if answer["platform"] == "gpu":  # JAX loads NCCL at the first message between GPUs
-    wheels = [f"{wheel.name} {wheel.version}" for wheel in metadata.distributions() if "nccl" in (wheel.name or "")]
-    nccl = ", ".join([*wheels, *filter(None, map(ctypes.util.find_library, ("nccl", "rccl")))])
+    wheels = [
+      f"{wheel.name} {wheel.version}"
+      for wheel in metadata.distributions()
+      if "nccl" in (wheel.name or "")
+    ]
+    nccl = ", ".join(
+      [*wheels, *filter(None, map(ctypes.util.find_library, ("nccl", "rccl")))]
+    )
     fix = "" if nccl else "pip install 'jax[cuda13]' brings it"
     yield _report("NCCL", nccl or "not found: GPUs may not reach each other", fix)
 
@@ -135,8 +166,12 @@ def check_memory() -> Iterator[Finding]:
     yield _report("huge pages of the kernel", setting, fix)
   libc, version = platform.libc_ver()
   tunables = os.environ.get("GLIBC_TUNABLES", "")
-  known = dict(tunable.split("=", 1) for tunable in tunables.split(":") if "=" in tunable)
-  missing = {name: TUNABLES[name] for name in TUNABLES if not known.get(name, "").strip("0x")}
+  known = dict(
+    tunable.split("=", 1) for tunable in tunables.split(":") if "=" in tunable
+  )
+  missing = {
+    name: TUNABLES[name] for name in TUNABLES if not known.get(name, "").strip("0x")
+  }
   found = f"GLIBC_TUNABLES={tunables}"
   fix = ""
   if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 35):
@@ -151,15 +186,31 @@ def check_memory() -> Iterator[Finding]:
 
 def check_mpi(timeout: float) -> Iterator[Finding]:
   """mpi4jax, mpirun, messages of GPUs, the engine: until one of them fails on which the next ones depend."""
-  missing = [module for module in ("mpi4py", "mpi4jax") if importlib.util.find_spec(module) is None]
+  missing = [
+    module
+    for module in ("mpi4py", "mpi4jax")
+    if importlib.util.find_spec(module) is None
+  ]
   if missing:
-    yield Finding("warn", "MPI", f"{' and '.join(missing)} not installed: there is no engine mpi", _INSTALL_MPI)
+    yield Finding(
+      "warn",
+      "MPI",
+      f"{' and '.join(missing)} not installed: there is no engine mpi",
+      _INSTALL_MPI,
+    )
     return
   answer = _run_probe("mpi4jax", timeout)
   if "error" in answer:
-    yield Finding("FAIL", "MPI", f"mpi4jax is installed and cannot be loaded: {answer['error']}", _REBUILD_MPI)
+    yield Finding(
+      "FAIL",
+      "MPI",
+      f"mpi4jax is installed and cannot be loaded: {answer['error']}",
+      _REBUILD_MPI,
+    )
     return
-  versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("mpi4py", "mpi4jax"))
+  versions = ", ".join(
+    f"{name} {metadata.version(name)}" for name in ("mpi4py", "mpi4jax")
+  )
   library = answer["library"]
   cuda = "with" if answer["cuda"] else "without"
   yield Finding("ok", "MPI", f"{library}, {versions} built {cuda} CUDA")
@@ -182,14 +233,30 @@ def check_gpu_messages(cuda: bool, aware: bool | None) -> Finding:
   if forced and not aware:
     cause = "may not read it" if aware is None else "does not read it: it would crash"
     cause = f"MPI4JAX_USE_CUDA_MPI=1 hands GPU memory to an MPI that {cause}"
-    return Finding("warn" if aware is None else "FAIL", what, cause, "unset MPI4JAX_USE_CUDA_MPI")
+    return Finding(
+      "warn" if aware is None else "FAIL", what, cause, "unset MPI4JAX_USE_CUDA_MPI"
+    )
   if forced:
-    return Finding("ok", what, "this MPI reads GPU memory, and MPI4JAX_USE_CUDA_MPI lets it")
+    return Finding(
+      "ok", what, "this MPI reads GPU memory, and MPI4JAX_USE_CUDA_MPI lets it"
+    )
   if cuda and aware:
-    return Finding("ok", what, "this MPI reads GPU memory: export MPI4JAX_USE_CUDA_MPI=1 to send from there")
+    return Finding(
+      "ok",
+      what,
+      "this MPI reads GPU memory: export MPI4JAX_USE_CUDA_MPI=1 to send from there",
+    )
   if cuda:
-    return Finding("ok", what, "mpi4jax copies messages of GPUs to host memory, which every MPI reads")
-  return Finding("ok", what, "js.MpiComm sends messages of GPUs through host memory and mpi4py (host staging)")
+    return Finding(
+      "ok",
+      what,
+      "mpi4jax copies messages of GPUs to host memory, which every MPI reads",
+    )
+  return Finding(
+    "ok",
+    what,
+    "js.MpiComm sends messages of GPUs through host memory and mpi4py (host staging)",
+  )
 
 
 def _report(what: str, detail: str, fix: str = "") -> Finding:
@@ -197,13 +264,17 @@ def _report(what: str, detail: str, fix: str = "") -> Finding:
   return Finding("warn" if fix else "ok", what, detail, fix)
 
 
-def _check_probe(what: str, probe: str, timeout: float, ranks: Sequence[str], fix: str) -> Finding:
+def _check_probe(
+  what: str, probe: str, timeout: float, ranks: Sequence[str], fix: str
+) -> Finding:
   """Whether a probe succeeds within `timeout` seconds."""
   start = time.monotonic()
   answer = _run_probe(probe, timeout, ranks)
   seconds = time.monotonic() - start
   if "error" in answer:
-    longer = f"--timeout={4 * timeout:g} on a slow machine; or " if seconds >= timeout else ""
+    longer = (
+      f"--timeout={4 * timeout:g} on a slow machine; or " if seconds >= timeout else ""
+    )
     return Finding("FAIL", what, answer["error"], longer + fix)
   return Finding("ok", what, f"{answer['detail']}, {seconds:.1f} s")
 
@@ -213,17 +284,33 @@ def _run_probe(name: str, limit: float, ranks: Sequence[str] = ()) -> dict[str, 
   command = [sys.executable, "-m", "jaxsparse.doctor", f"--probe={name}"]
   if ranks:
     limits = [f"--start_timeout={limit:g}", f"--limit={limit:g}"]
-    command = [sys.executable, "-m", "jaxsparse.launch", *ranks, *limits, "--", *command]
+    command = [
+      sys.executable,
+      "-m",
+      "jaxsparse.launch",
+      *ranks,
+      *limits,
+      "--",
+      *command,
+    ]
     limit += _BACKSTOP
   # A file: a pipe would stay open as long as any descendant holds it.
   with tempfile.TemporaryFile("w+", errors="replace") as output:
     try:
-      done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=limit, check=False)
+      done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        timeout=limit,
+        check=False,
+      )
       how = f"exit status {done.returncode}"
     except subprocess.TimeoutExpired:
       how = f"ended after {limit:g} s"
     output.seek(0)
-    lines = [line.rstrip() for line in output if line.strip("-^~ \r\n")]  # without the markers of tracebacks
+    # without the markers of tracebacks
+    lines = [line.rstrip() for line in output if line.strip("-^~ \r\n")]
   answers = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
   if how == "exit status 0" and answers:
     return json.loads(answers[0])
@@ -233,7 +320,9 @@ def _run_probe(name: str, limit: float, ranks: Sequence[str] = ()) -> dict[str, 
 def _find_devices() -> dict[str, Any]:
   found = jax.devices()
   kind = jax.default_backend()
-  devices = f"{len(found)} {kind} device{'s' * (len(found) != 1)} ({found[0].device_kind})"
+  devices = (
+    f"{len(found)} {kind} device{'s' * (len(found) != 1)} ({found[0].device_kind})"
+  )
   return {"platform": kind, "devices": devices}
 
 
@@ -242,7 +331,11 @@ def _load_mpi() -> dict[str, Any]:
   from mpi4py import MPI
 
   reads = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
-  return {"library": name_mpi(MPI), "cuda": bool(xla_bridge.HAS_CUDA_EXT), "aware": reads and bool(reads())}
+  return {
+    "library": name_mpi(MPI),
+    "cuda": bool(xla_bridge.HAS_CUDA_EXT),
+    "aware": reads and bool(reads()),
+  }
 
 
 def _reduce(engine: str) -> dict[str, Any]:
@@ -263,13 +356,19 @@ def _reduce(engine: str) -> dict[str, Any]:
   for transform in (js.dense_transform(axis), js.spardl_transform(axis, k=_ENTRIES)):
     tx = optax.chain(transform, optax.sgd(-1.0))
     params = jnp.zeros(_ENTRIES)
-    step = js.make_train_step(lambda params, batch: jnp.vdot(params, batch[0]), tx, where)
-    rows = np.outer(np.arange(1, step.workers + 1), np.arange(_ENTRIES) - 9.0).astype(np.float32)
+    step = js.make_train_step(
+      lambda params, batch: jnp.vdot(params, batch[0]), tx, where
+    )
+    rows = np.outer(np.arange(1, step.workers + 1), np.arange(_ENTRIES) - 9.0).astype(
+      np.float32
+    )
     batch = rows[where.communicator.Get_rank(), None] if engine == "mpi" else rows
     moved, _, _ = step(params, js.init(tx, params, where), batch)
     np.testing.assert_array_equal(moved.addressable_data(0), rows.mean(0))
   platform = next(iter(moved.devices())).platform
-  return {"detail": f"{step.workers} workers on {platform} have the mean of their gradients by dense and spardl"}
+  return {
+    "detail": f"{step.workers} workers on {platform} have the mean of their gradients by dense and spardl"
+  }
 
 
 def _scatter() -> dict[str, Any]:
@@ -277,7 +376,9 @@ def _scatter() -> dict[str, Any]:
   launch.join()
   axes = ("hosts", "devices")
   mesh = jax.make_mesh((jax.process_count(), jax.local_device_count()), axes)
-  rows = np.arange(mesh.size * _ENTRIES, dtype=np.float32).reshape(*mesh.devices.shape, _ENTRIES)
+  rows = np.arange(mesh.size * _ENTRIES, dtype=np.float32).reshape(
+    *mesh.devices.shape, _ENTRIES
+  )
 
   def count_wrong() -> jax.Array:
     host, device = map(jax.lax.axis_index, axes)
@@ -285,11 +386,18 @@ def _scatter() -> dict[str, Any]:
     for along, over in (("hosts", 0), ("devices", 1), (axes, (0, 1))):
       part = jax.lax.psum_scatter(jnp.asarray(rows)[host, device], along, tiled=True)
       sums = jnp.asarray(rows.sum(over, keepdims=True))
-      mine = sums[host % sums.shape[0], device % sums.shape[1]].reshape(-1, part.size)[jax.lax.axis_index(along)]
+      mine = sums[host % sums.shape[0], device % sums.shape[1]].reshape(-1, part.size)[
+        jax.lax.axis_index(along)
+      ]
       wrong += jnp.sum(part != mine)
     return jax.lax.psum(wrong, axes)
 
-  assert int(jax.jit(_compat.shard_map(count_wrong, mesh, (), jax.sharding.PartitionSpec()))()) == 0, "wrong sums"
+  assert (
+    int(
+      jax.jit(_compat.shard_map(count_wrong, mesh, (), jax.sharding.PartitionSpec()))()
+    )
+    == 0
+  ), "wrong sums"
   return {"detail": f"{mesh.size} devices of 2 processes have the sums of psum_scatter"}
 
 
@@ -302,16 +410,27 @@ def _answer(probe: str) -> dict[str, Any]:
 def main() -> None:
   """Prints each finding as soon as it is there; the exit status is 1 if one is "FAIL", else 0."""
   description = "Reports what this installation can do, and for everything that it cannot do, a fix."
-  parser = argparse.ArgumentParser(prog="python -m jaxsparse.doctor", description=description)
-  parser.add_argument("--timeout", type=float, default=_TIMEOUT, help="seconds for a two-worker program (%(default)g)")
-  parser.add_argument("--json", action="store_true", help="a list of objects instead of lines")
+  parser = argparse.ArgumentParser(
+    prog="python -m jaxsparse.doctor", description=description
+  )
+  parser.add_argument(
+    "--timeout",
+    type=float,
+    default=_TIMEOUT,
+    help="seconds for a two-worker program (%(default)g)",
+  )
+  parser.add_argument(
+    "--json", action="store_true", help="a list of objects instead of lines"
+  )
   parser.add_argument("--probe", help=argparse.SUPPRESS)
   options = parser.parse_args()
   if options.probe:
     print(f"{_ANSWER}{json.dumps(_answer(options.probe))}", flush=True)
     return
   if launch.is_rank():
-    parser.error("this process is a rank of a run: start the doctor by itself, it starts ranks of its own")
+    parser.error(
+      "this process is a rank of a run: start the doctor by itself, it starts ranks of its own"
+    )
   found = []
   for finding in _find(options.timeout):
     found.append(finding)

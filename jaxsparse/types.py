@@ -32,9 +32,9 @@ class Sparse(NamedTuple):
 class Comm(Protocol):
   """The communication of one worker: `size`, `rank`, and verbs that send messages between workers.
 
-  A collective uses these only, so that it runs unchanged on a mesh, under MPI and in the simulator. Every worker calls
-  the same verbs in the same order. `rank` is traced under shard_map: do not branch on it in Python, use `jnp.where` or
-  index with it.
+  A collective uses these only, so that it runs unchanged on a mesh, under MPI and in
+  the simulator. Every worker calls the same verbs in the same order. `rank` is traced
+  under shard_map: do not branch on it in Python, use `jnp.where` or index with it.
 
   Example:
     >>> import jaxsparse as js
@@ -73,9 +73,11 @@ class State(NamedTuple):
   """What a collective carries from step to step. Arrays only, the same shapes and dtypes after every step.
 
   Attributes:
-    residual: f32[n] at this worker, the entries not yet delivered; None for a collective without error feedback. In the
-      state of a transform this, `worker` and `shared` are tuples with a part for each group of leaves.
-    worker: any pytree that differs between workers; every leaf has a leading axis (it is sharded along it).
+    residual: f32[n] at this worker, the entries not yet delivered; None for a
+      collective without error feedback. In the state of a transform this, `worker` and
+      `shared` are tuples with a part for each group of leaves.
+    worker: any pytree that differs between workers; every leaf has a leading axis (it
+      is sharded along it).
     shared: any pytree that is bitwise the same on every worker.
 
   Example:
@@ -93,17 +95,23 @@ class Counters(NamedTuple):
   """What one reduction did at one worker: scalars from a collective; [1] in a worker's state, [P] outside.
 
   Attributes:
-    words_sent: 4-byte words this worker sent, empty slots included; 2³² − 1 stands for that many or more.
+    words_sent: 4-byte words this worker sent, empty slots included; 2³² − 1 stands for
+      that many or more.
     words_used: words of those that carried an entry, without empty slots; likewise.
     selected: entries that this worker chose to send.
     delivered: entries that the total delivers.
     density: `delivered` / n.
-    overflow: entries that overflowed the capacity of a message and went back to the residual.
-    imbalance: the largest number of entries that a worker owns over the mean, before balancing (Ok-Topk).
+    overflow: entries that overflowed the capacity of a message and went back to the
+      residual.
+    imbalance: the largest number of entries that a worker owns over the mean, before
+      balancing (Ok-Topk).
     balanced: the same after balancing.
-    merged: the largest number of different indices of a block after the sum over teams (SparDL's B-SAG; else 0).
-    threshold_age: steps since exact thresholds were last computed (Ok-Topk, `threshold_period`).
-    skipped: whether every worker skipped the step, because of NaN or Inf at one of them.
+    merged: the largest number of different indices of a block after the sum over teams
+      (SparDL's B-SAG; else 0).
+    threshold_age: steps since exact thresholds were last computed (Ok-Topk,
+      `threshold_period`).
+    skipped: whether every worker skipped the step, because of NaN or Inf at one of
+      them.
     skipped_steps: how many steps have been skipped since the state was made.
     total_words: words sent since the state was made, modulo 2³².
     total_wraps: how often `total_words` has passed 2³².
@@ -133,12 +141,16 @@ class Counters(NamedTuple):
   def zeros(cls) -> Self:
     """Counters of a worker before its first step, one entry each: the leading axis is the worker's."""
     dtypes = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
-    zeros = {name: jnp.zeros(1, dtypes[type(value)]) for name, value in cls._field_defaults.items()}
+    zeros = {
+      name: jnp.zeros(1, dtypes[type(value)])
+      for name, value in cls._field_defaults.items()
+    }
     words = ("words_sent", "words_used", "total_words", "total_wraps")
     return cls(**zeros | {name: jnp.zeros(1, jnp.uint32) for name in words})
 
 
-_MOST_WORDS = 2**32 - 1  # 16 GiB; the words of a step are u32, which needs no 64-bit mode of JAX
+# 16 GiB; the words of a step are u32, which needs no 64-bit mode of JAX
+_MOST_WORDS = 2**32 - 1
 
 
 def saturated(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -155,7 +167,11 @@ def saturated(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Arra
     return jnp.asarray(min(int(value), most), dtype)
   if jnp.issubdtype(value.dtype, jnp.integer) and jnp.iinfo(value.dtype).max <= most:
     return value.astype(dtype)
-  return jnp.where(value >= jnp.asarray(most, value.dtype), jnp.asarray(most, dtype), value.astype(dtype))
+  return jnp.where(
+    value >= jnp.asarray(most, value.dtype),
+    jnp.asarray(most, dtype),
+    value.astype(dtype),
+  )
 
 
 def saturated_sum(*counts: jax.Array | int) -> jax.Array:
@@ -182,7 +198,9 @@ def saturated_product(count: jax.Array | int, factor: int) -> jax.Array:
   factor = min(factor, _MOST_WORDS)
   count = saturated(count, jnp.uint32)
   most = jnp.uint32(_MOST_WORDS)
-  return jnp.where(count > jnp.uint32(_MOST_WORDS // max(1, factor)), most, count * jnp.uint32(factor))
+  return jnp.where(
+    count > jnp.uint32(_MOST_WORDS // max(1, factor)), most, count * jnp.uint32(factor)
+  )
 
 
 def is_number(value: Any, kind: type) -> bool:
@@ -201,7 +219,9 @@ def check_fraction(name: str, **values: Any) -> None:
       raise ValueError(f"{name}: {field}={value!r}, choose a number in (0, 1]")
 
 
-def check_whole(name: str, low: int, high: int | None = None, *, optional: bool = False, **values: Any) -> None:
+def check_whole(
+  name: str, low: int, high: int | None = None, *, optional: bool = False, **values: Any
+) -> None:
   """Checks that `values` are whole numbers from `low` to `high`, or None where that is `optional`.
 
   Raises:
@@ -210,19 +230,26 @@ def check_whole(name: str, low: int, high: int | None = None, *, optional: bool 
   for field, value in values.items():
     if optional and value is None:
       continue
-    if not (is_number(value, numbers.Integral) and low <= value and (high is None or value <= high)):
+    if not (
+      is_number(value, numbers.Integral)
+      and low <= value
+      and (high is None or value <= high)
+    ):
       upper = "up" if high is None else f"to {high}"
-      raise ValueError(f"{name}: {field}={value!r}, choose a whole number from {low} {upper}{', or None' * optional}")
+      raise ValueError(
+        f"{name}: {field}={value!r}, choose a whole number from {low} {upper}{', or None' * optional}"
+      )
 
 
 class Pending(NamedTuple):
   """A residual that is not materialized yet: gradient + old residual, except at some entries.
 
   Attributes:
-    grads: f32[n], the gradient; where values were received, gradient + residual + received values; `entries` contains
-      all these indices.
+    grads: f32[n], the gradient; where values were received, gradient + residual +
+      received values; `entries` contains all these indices.
     residual: f32[n], the old residual.
-    entries: entries of the new residual that replace the sum. Each index below n occurs once; others are empty slots.
+    entries: entries of the new residual that replace the sum. Each index below n occurs
+      once; others are empty slots.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -240,12 +267,14 @@ class Deferred(NamedTuple):
   """A total and a next residual that one pass over n entries writes, once it is known whether the step is skipped.
 
   Attributes:
-    values: f32 arrays of which the total is a linear function; NaN or Inf where an entry of the total may be.
-    finish: (values, error, finite, decay) -> the update and the next residual, f32[n] each: the total of `values`, and
-      `decay` times the sum of what the total does not deliver and of the total of `error`, like values or None. Zeros
-      and the residual before if not `finite`.
-    up_to_sign: whether each entry is plus or minus one of the values, so that rounded values are those of rounded
-      entries.
+    values: f32 arrays of which the total is a linear function; NaN or Inf where an
+      entry of the total may be.
+    finish: (values, error, finite, decay) -> the update and the next residual, f32[n]
+      each: the total of `values`, and `decay` times the sum of what the total does not
+      deliver and of the total of `error`, like values or None. Zeros and the residual
+      before if not `finite`.
+    up_to_sign: whether each entry is plus or minus one of the values, so that rounded
+      values are those of rounded entries.
   """
 
   values: Any
@@ -257,11 +286,11 @@ class Reduced(NamedTuple):
   """The result of a collective at one worker.
 
   Attributes:
-    total: the estimate of the *sum* over workers, as a vector bitwise the same on every worker (Law R): f32[n], its
-      `Sparse` entries in any order, each index once, empty slots with index n or more, which the caller scatters, or
-      `Deferred`.
-    state: the next `State`; its residual, f32[n] or `Pending`, is what `total` did not deliver (Law C). That of a
-      `Deferred` total is the one before.
+    total: the estimate of the *sum* over workers, as a vector bitwise the same on every
+      worker (Law R): f32[n], its `Sparse` entries in any order, each index once, empty
+      slots with index n or more, which the caller scatters, or `Deferred`.
+    state: the next `State`; its residual, f32[n] or `Pending`, is what `total` did not
+      deliver (Law C). That of a `Deferred` total is the one before.
     counters: the step's `Counters`, scalars.
 
   Example:
@@ -288,7 +317,8 @@ class Cost(NamedTuple):
   Attributes:
     messages: number of messages, one after the other.
     words: 4-byte words sent.
-    agreements: words of all-reduces by which workers agree on a size or a boundary; not part of `words`.
+    agreements: words of all-reduces by which workers agree on a size or a boundary; not
+      part of `words`.
 
   Example:
     >>> cost = Cost(messages=6, words=1000)

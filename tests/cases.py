@@ -15,19 +15,27 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse.collectives import Collective, SparseCollective, _base, _kinds, make_collective
+from jaxsparse.collectives import (
+  Collective,
+  SparseCollective,
+  _base,
+  _kinds,
+  make_collective,
+)
 from jaxsparse.transform.state import reduce_states
 
 WORKERS = (1, 2, 3, 4, 5, 6, 8, 13, 16)
 QUICK = (1, 3, 4)
 """The sizes of `make test`: one worker, and a power of two and another number. `make test-all` has all WORKERS."""
 
-AS_USERS = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False} | (
-  {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
-)
+AS_USERS = {
+  "xla_backend_optimization_level": 3,
+  "xla_llvm_disable_expensive_passes": False,
+} | ({"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {})
 """Compiler options that undo those of conftest.py, for bits that depend on the machine code."""
 
-# Options that are numbers, and so have no list of choices; and what a choice needs beside it to mean something.
+# Options that are numbers, and so have no list of choices; and what a choice needs
+# beside it to mean something.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
   "chunktopk": [{"chunk": 7}],
   "dcttopk": [{"chunk": 16}],
@@ -77,7 +85,9 @@ class Case(NamedTuple):
   options: tuple[tuple[str, Any], ...] = ()
 
   def __str__(self) -> str:
-    return "-".join([self.name, *(f"{option}={value}" for option, value in self.options)])
+    return "-".join(
+      [self.name, *(f"{option}={value}" for option, value in self.options)]
+    )
 
   @property
   def is_sparse(self) -> bool:
@@ -86,7 +96,13 @@ class Case(NamedTuple):
   @property
   def by_magnitude(self) -> bool:
     """Whether a giant entry is delivered at once. A threshold that everything else equals selects too much for that."""
-    by_other_rule = self.name in ("a2sgd", "gaussiank", "micro", "oktopk", "randomk") or "contributors" in str(self)
+    by_other_rule = self.name in (
+      "a2sgd",
+      "gaussiank",
+      "micro",
+      "oktopk",
+      "randomk",
+    ) or "contributors" in str(self)
     return self.exact and not by_other_rule
 
   @property
@@ -109,8 +125,11 @@ class Case(NamedTuple):
   def workers(self, sizes: Iterable[int] = WORKERS) -> list[int]:
     """Those numbers of workers that its teams divide."""
     teams = dict(self.options).get("teams", 1)
-    if self.options:  # every compiled program takes seconds: fewer of them for all but the default options
-      few = (6,) if self.options == (("residual", "partial"),) else (3, 6)  # of 3 workers hardly an entry is lost
+    # every compiled program takes seconds: fewer of them for all but the default
+    # options
+    if self.options:
+      # of 3 workers hardly an entry is lost
+      few = (6,) if self.options == (("residual", "partial"),) else (3, 6)
       sizes = [size for size in sizes if size in (few if teams == 1 else (5, 6, 8, 16))]
     fitting = [size for size in sizes if size % teams == 0]
     return fitting[:1] if len(self.options) > 1 else fitting
@@ -123,7 +142,11 @@ def all_cases() -> list[Case]:
     configs = [{}, *VARIANTS.get(name, [])]
     for option, choices in _base.choices_of(kind).items():
       default = kind.__dataclass_fields__[option].default
-      configs += [BESIDE.get((name, choice), {}) | {option: choice} for choice in choices if choice != default]
+      configs += [
+        BESIDE.get((name, choice), {}) | {option: choice}
+        for choice in choices
+        if choice != default
+      ]
     cases.update(dict.fromkeys(Case(name, tuple(config.items())) for config in configs))
   return list(cases)
 
@@ -142,32 +165,46 @@ def averaged(axis: Any = "workers") -> optax.GradientTransformation:
 
 
 def each(
-  cases: list[Case], sizes: Iterable[int] = WORKERS, quick: Iterable[int] = QUICK, options: str = ""
+  cases: list[Case],
+  sizes: Iterable[int] = WORKERS,
+  quick: Iterable[int] = QUICK,
+  options: str = "",
 ) -> pytest.MarkDecorator:
   """Parametrizes with (case, workers).
 
-  Quick are the sizes `quick` of cases without options, and the first size of others that the pattern `options` matches,
-  but for `LONG`.
+  Quick are the sizes `quick` of cases without options, and the first size of others
+  that the pattern `options` matches, but for `LONG`.
   """
 
   def is_quick(case: Case, workers: int) -> bool:
     if not case.options:
       return workers in quick
-    return bool(re.match(options, str(case))) and not LONG.match(str(case)) and workers == case.workers(sizes)[0]
+    return (
+      bool(re.match(options, str(case)))
+      and not LONG.match(str(case))
+      and workers == case.workers(sizes)[0]
+    )
 
   pairs = [(case, workers) for case in cases for workers in case.workers(sizes)]
   rows = [row(*pair, quick=is_quick(*pair), id="{}-{}".format(*pair)) for pair in pairs]
   return pytest.mark.parametrize(("case", "workers"), rows)
 
 
-def each_case(cases: list[Case], quick: Container[str] = UNLIKE) -> pytest.MarkDecorator:
+def each_case(
+  cases: list[Case], quick: Container[str] = UNLIKE
+) -> pytest.MarkDecorator:
   """Parametrizes with each case; long but for those of the names `quick`."""
-  return pytest.mark.parametrize("case", [row(case, quick=str(case) in quick, id=str(case)) for case in cases])
+  return pytest.mark.parametrize(
+    "case", [row(case, quick=str(case) in quick, id=str(case)) for case in cases]
+  )
 
 
 def quick_of(rows: Iterable[Any], quick: Container[Any] = QUICK) -> list[Any]:
   """What to parametrize with, values or tuples of them: long but for the `quick` ones."""
-  return [row(*(one if isinstance(one, tuple) else (one,)), quick=one in quick) for one in rows]
+  return [
+    row(*(one if isinstance(one, tuple) else (one,)), quick=one in quick)
+    for one in rows
+  ]
 
 
 def row(*values: Any, quick: bool = False, id: str | None = None) -> Any:
@@ -195,18 +232,30 @@ def quadratic(params: Any, batch: jax.Array) -> jax.Array:
 
 
 def _concatenated(params: Any) -> jax.Array:
-  return jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(params)])
+  return jnp.concatenate(
+    [jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(params)]
+  )
 
 
 def start(
-  tx: optax.GradientTransformation, where: Any, params: Any, loss: Callable = linear, **options: Any
+  tx: optax.GradientTransformation,
+  where: Any,
+  params: Any,
+  loss: Callable = linear,
+  **options: Any,
 ) -> tuple[Callable, Any, Any]:
   """(step, a copy of the parameters, state); the step keeps its arguments, or as `donate` says."""
   params = jax.tree.map(jnp.copy, params)
-  return js.make_train_step(loss, tx, where, **{"donate": False} | options), params, js.init(tx, params, where)
+  return (
+    js.make_train_step(loss, tx, where, **{"donate": False} | options),
+    params,
+    js.init(tx, params, where),
+  )
 
 
-def update_program(tx: optax.GradientTransformation, state: Any, workers: int) -> Callable:
+def update_program(
+  tx: optax.GradientTransformation, state: Any, workers: int
+) -> Callable:
   """The update of all workers: their gradients and the state to their updates, as rows, and the next state."""
   spec = js.specs(state, "workers")
 
@@ -215,7 +264,9 @@ def update_program(tx: optax.GradientTransformation, state: Any, workers: int) -
     return jax.tree.map(lambda x: x[None], updates), state
 
   specs = (P("workers"), spec)
-  return jax.jit(jax.shard_map(worker, mesh=mesh_of(workers), in_specs=specs, out_specs=specs))
+  return jax.jit(
+    jax.shard_map(worker, mesh=mesh_of(workers), in_specs=specs, out_specs=specs)
+  )
 
 
 def residuals_by_leaf(state: Any, workers: int) -> dict[str, np.ndarray]:
@@ -226,8 +277,12 @@ def residuals_by_leaf(state: Any, workers: int) -> dict[str, np.ndarray]:
     for group, part in zip(method.groups, node.groups, strict=True):
       if part.residual is not None:
         ends = np.cumsum([math.prod(method.shapes[leaf]) for leaf in group.leaves])[:-1]
-        each = np.split(np.asarray(part.residual, np.float64).reshape(workers, -1), ends, axis=1)
-        found |= {method.names[leaf]: row for leaf, row in zip(group.leaves, each, strict=True)}
+        each = np.split(
+          np.asarray(part.residual, np.float64).reshape(workers, -1), ends, axis=1
+        )
+        found |= {
+          method.names[leaf]: row for leaf, row in zip(group.leaves, each, strict=True)
+        }
   return found
 
 
@@ -246,7 +301,9 @@ def bits(x: Any) -> np.ndarray:
 
 
 def assert_same_bits(found: Any, expected: Any) -> None:
-  jax.tree.map(lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), found, expected)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_array_equal(bits(a), bits(b)), found, expected
+  )
 
 
 def flat(tree: Any) -> np.ndarray:
@@ -256,11 +313,16 @@ def flat(tree: Any) -> np.ndarray:
 
 def rows(tree: Any, workers: int) -> np.ndarray:
   """f64[P, n] of a pytree whose leaves begin with an axis of workers."""
-  leaves = [np.asarray(leaf).astype(np.float64).reshape(workers, -1) for leaf in jax.tree.leaves(tree)]
+  leaves = [
+    np.asarray(leaf).astype(np.float64).reshape(workers, -1)
+    for leaf in jax.tree.leaves(tree)
+  ]
   return np.concatenate([np.zeros((workers, 0)), *leaves], axis=1)
 
 
-def check_steps(name: str, grads: np.ndarray, reference: Callable, **options: Any) -> Any:
+def check_steps(
+  name: str, grads: np.ndarray, reference: Callable, **options: Any
+) -> Any:
   """Totals and residuals of steps are those of `reference(gradients, residuals)`, bit for bit; returns the last one."""
   left, state = np.zeros_like(grads[0]), None
   for step in grads:

@@ -1,7 +1,8 @@
 """The laws that every collective obeys, for every option it has and any number of workers.
 
-A new file in jaxsparse/collectives/ is in these tables by existing. C is conservation, R replication, 1 exactly once, W
-the wire; then come bit equality of simulator and mesh, and behaviour on bad and extreme input.
+A new file in jaxsparse/collectives/ is in these tables by existing. C is conservation,
+R replication, 1 exactly once, W the wire; then come bit equality of simulator and mesh,
+and behaviour on bad and extreme input.
 """
 
 import functools
@@ -48,12 +49,18 @@ FLUSHED = 2.0**-126  # smaller numbers are 0 on this hardware
 
 def residuals_of(state, workers, n):
   kept = state.carried.residual[0]
-  return np.zeros((workers, n), np.float32) if kept is None else np.asarray(kept).reshape(workers, n)
+  return (
+    np.zeros((workers, n), np.float32)
+    if kept is None
+    else np.asarray(kept).reshape(workers, n)
+  )
 
 
 def mass(grads, state):
   """Σ_w (gradient + residual), in float64."""
-  return np.asarray(grads, np.float64).sum(0) + residuals_of(state, *grads.shape).astype(np.float64).sum(0)
+  return np.asarray(grads, np.float64).sum(0) + residuals_of(
+    state, *grads.shape
+  ).astype(np.float64).sum(0)
 
 
 def lost_in_three_steps(collective, workers, n):
@@ -69,7 +76,9 @@ def lost_in_three_steps(collective, workers, n):
 
 def law_c_nothing_is_lost(case, collective, workers, n):
   atol = 0 if case.exact else 1e-3  # levels are not whole numbers
-  np.testing.assert_allclose(lost_in_three_steps(collective, workers, n), np.zeros((3, n)), atol=atol)
+  np.testing.assert_allclose(
+    lost_in_three_steps(collective, workers, n), np.zeros((3, n)), atol=atol
+  )
 
 
 def what_declares_to_lose_mass_loses_it(_, collective, workers, n):
@@ -79,7 +88,9 @@ def what_declares_to_lose_mass_loses_it(_, collective, workers, n):
 def law_r_every_worker_has_the_same_bits(_, collective, workers, n):
   state = simulation.initial(collective, workers, n)
   for step in range(3):
-    totals, state = simulation.reduce_all(collective, jnp.asarray(normals(step, workers, n)), state)
+    totals, state = simulation.reduce_all(
+      collective, jnp.asarray(normals(step, workers, n)), state
+    )
     assert_same_bits(totals, np.broadcast_to(totals[0], totals.shape))
     for leaf in jax.tree.leaves(state.carried.shared[0]):
       np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[0], leaf.shape))
@@ -87,7 +98,9 @@ def law_r_every_worker_has_the_same_bits(_, collective, workers, n):
 
 def not_a_number_anywhere_skips_the_step_everywhere(_, collective, workers, n):
   state = simulation.initial(collective, workers, n)
-  _, state = simulation.reduce_all(collective, jnp.asarray(normals(0, workers, n)), state)
+  _, state = simulation.reduce_all(
+    collective, jnp.asarray(normals(0, workers, n)), state
+  )
   clean = jnp.asarray(normals(2, workers, n))
   expected, _ = simulation.reduce_all(collective, clean, state)
   for poison in (np.nan, np.inf, -np.inf):
@@ -107,7 +120,12 @@ def not_a_number_anywhere_skips_the_step_everywhere(_, collective, workers, n):
 def extreme_gradients_are_delivered_or_kept(case, collective, workers, n):
   giant = np.ones((workers, n), np.float32)
   giant[0, n // 2] = 2.0**100
-  for grads in (0 * giant, -0.5 * np.ones_like(giant), giant, 2.0**-120 * np.ones_like(giant)):
+  for grads in (
+    0 * giant,
+    -0.5 * np.ones_like(giant),
+    giant,
+    2.0**-120 * np.ones_like(giant),
+  ):
     start = simulation.initial(collective, workers, n)
     totals, state = simulation.reduce_all(collective, jnp.asarray(grads), start)
     assert np.isfinite(totals).all()
@@ -115,7 +133,9 @@ def extreme_gradients_are_delivered_or_kept(case, collective, workers, n):
       exact = mass(grads, start)
       left = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
       scale = np.abs(grads, dtype=np.float64).sum(0).max()
-      assert np.all(np.abs(left - exact) <= workers * (4 * case.rounding * scale + FLUSHED))
+      assert np.all(
+        np.abs(left - exact) <= workers * (4 * case.rounding * scale + FLUSHED)
+      )
     if grads is giant and case.by_magnitude:
       assert totals[0, n // 2] == 2.0**100
 
@@ -124,7 +144,9 @@ def any_input_is_delivered_or_kept(case, collective, workers, n):
   """Two steps of what hypothesis draws; all examples run the same compiled program."""
   elements = st.floats(-(2.0**40), 2.0**40, width=32, allow_subnormal=False)
 
-  @hypothesis.given(hypothesis.extra.numpy.arrays(np.float32, (2, workers, n), elements=elements))
+  @hypothesis.given(
+    hypothesis.extra.numpy.arrays(np.float32, (2, workers, n), elements=elements)
+  )
   @hypothesis.example(np.full((2, workers, n), 2.0**-125, np.float32))
   def holds(grads):
     state = simulation.initial(collective, workers, n)
@@ -133,20 +155,30 @@ def any_input_is_delivered_or_kept(case, collective, workers, n):
       scale = np.abs(step).sum(0) + np.abs(residuals_of(state, workers, n)).sum(0)
       totals, state = simulation.reduce_all(collective, jnp.asarray(step), state)
       after = np.asarray(totals[0], np.float64) + mass(0 * step, state)
-      # Rounding to levels is relative to the norm and not to the entry, and each product of a transform may be flushed.
-      scale, flushed = (scale, FLUSHED) if case.exact else (np.max(scale) * n, n * FLUSHED)
-      assert np.all(np.abs(after - before) <= workers * (case.rounding * scale + flushed))
+      # Rounding to levels is relative to the norm and not to the entry, and each
+      # product of a transform may be flushed.
+      scale, flushed = (
+        (scale, FLUSHED) if case.exact else (np.max(scale) * n, n * FLUSHED)
+      )
+      assert np.all(
+        np.abs(after - before) <= workers * (case.rounding * scale + flushed)
+      )
       assert_same_bits(totals, np.broadcast_to(totals[0], totals.shape))
       if case.name in ("spardl", "gtopk", "micro", "randomk"):
-        assert np.count_nonzero(totals[0]) <= collective.entries(n) + workers  # rounded up for each of P/d blocks
+        # rounded up for each of P/d blocks
+        assert np.count_nonzero(totals[0]) <= collective.entries(n) + workers
 
   holds()
 
 
 def law_1_each_entry_arrives_exactly_once(case, collective, workers, n):
   """Where all entries are delivered."""
-  grads = np.broadcast_to(2.0 ** np.arange(workers, dtype=np.float32)[:, None], (workers, n))
-  totals, state = simulation.reduce_all(collective, jnp.asarray(grads), simulation.initial(collective, workers, n))
+  grads = np.broadcast_to(
+    2.0 ** np.arange(workers, dtype=np.float32)[:, None], (workers, n)
+  )
+  totals, state = simulation.reduce_all(
+    collective, jnp.asarray(grads), simulation.initial(collective, workers, n)
+  )
   expected = 2**workers - 1
   if "bfloat16" in str(case):  # 8 bits of mantissa
     expected = float(jnp.bfloat16(expected))
@@ -176,7 +208,9 @@ EXEMPT = {
   any_input_is_delivered_or_kept: LOSING,
   law_r_every_worker_has_the_same_bits: {"a2sgd", "a2sgd-means=leaf"},
   law_1_each_entry_arrives_exactly_once: {
-    str(case) for case in CASES if not case.exact or str(case) in ("a2sgd", "a2sgd-means=leaf", "rows-capacity=7")
+    str(case)
+    for case in CASES
+    if not case.exact or str(case) in ("a2sgd", "a2sgd-means=leaf", "rows-capacity=7")
   },
 }
 """The cases for which a law does not hold, or of which rounding leaves nothing to compare (law 1)."""
@@ -184,7 +218,9 @@ EXEMPT = {
 
 def test_what_is_exempt_says_so():
   assert {str(case) for case in CASES if case not in CONSERVING} == LOSING
-  assert {str(case) for case in CASES if case not in REPLICATING} == EXEMPT[law_r_every_worker_has_the_same_bits]
+  assert {str(case) for case in CASES if case not in REPLICATING} == EXEMPT[
+    law_r_every_worker_has_the_same_bits
+  ]
 
 
 def hold(laws, case, collective, workers, n, subtests):
@@ -196,10 +232,22 @@ def hold(laws, case, collective, workers, n, subtests):
 
 
 # The tests of each collective compare the other choices with numpy.
-@each(CASES, WORKERS[:-1], quick=[4], options="a2sgd|dense|qsgd|spardl-(teams=4|residual=local)|topka")
+@each(
+  CASES,
+  WORKERS[:-1],
+  quick=[4],
+  options="a2sgd|dense|qsgd|spardl-(teams=4|residual=local)|topka",
+)
 def test_the_laws(case, workers, subtests):
   """All in one test, since they share a compiled program, and compiling is what takes the time."""
-  hold(LAWS, case, case.make(density=DENSITY).for_leaves(((5, 4), (10,))), workers, 30, subtests)
+  hold(
+    LAWS,
+    case,
+    case.make(density=DENSITY).for_leaves(((5, 4), (10,))),
+    workers,
+    30,
+    subtests,
+  )
 
 
 @each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options="$")
@@ -220,9 +268,13 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
     counted = js.costs.count(collective, n=n, workers=workers)
     predicted = js.costs.predict(collective, n=n, workers=workers)
     if collective.sizes_vary:
-      assert all(was <= most for was, most in zip(counted, predicted, strict=True)), (counted, predicted)
+      assert all(was <= most for was, most in zip(counted, predicted, strict=True)), (
+        counted,
+        predicted,
+      )
       if case.is_sparse and "wire" not in str(case):
-        assert counted.words >= 2 * k * (workers - 1) / workers  # of any sparse all-reduce in 32 bits (SparDL, §2)
+        # of any sparse all-reduce in 32 bits (SparDL, §2)
+        assert counted.words >= 2 * k * (workers - 1) / workers
     else:
       assert counted == predicted
     if workers == 1:
@@ -262,10 +314,14 @@ def test_the_state_keeps_its_types_under_x64(case):
   describe = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
   grads = jax.ShapeDtypeStruct((workers, n), jnp.float32)
   with jax.enable_x64(False):
-    expected = describe(jax.eval_shape(lambda: simulation.initial(collective, workers, n)))
+    expected = describe(
+      jax.eval_shape(lambda: simulation.initial(collective, workers, n))
+    )
   with jax.enable_x64(True):
     state = jax.eval_shape(lambda: simulation.initial(collective, workers, n))
-    totals, after = jax.eval_shape(functools.partial(simulation.reduce_all, collective), grads, state)
+    totals, after = jax.eval_shape(
+      functools.partial(simulation.reduce_all, collective), grads, state
+    )
   assert totals.dtype == jnp.float32
   assert describe(state) == expected
   assert describe(after) == expected
@@ -299,11 +355,16 @@ def test_oktopk_gives_the_same_under_x64():
 
 # engines_test.py compares the bits of all; these send all kinds of messages.
 @each_case(FEWER, ["dense", "topka"])
-def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit(case, subtests):
+def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit(
+  case, subtests
+):
   n, k, workers = 103, 13, case.workers([6, 8, 5])[0]
   collective, simulated = case.make(k=k), simulation.initial(case.make(k=k), workers, n)
   tx = js.make_transform(case.name, "workers", **case.config(k=k))
-  on_mesh, rows = js.init(tx, jnp.zeros(n), mesh_of(workers)), jax.ShapeDtypeStruct((workers, n), jnp.float32)
+  on_mesh, rows = (
+    js.init(tx, jnp.zeros(n), mesh_of(workers)),
+    jax.ShapeDtypeStruct((workers, n), jnp.float32),
+  )
   program = update_program(tx, on_mesh, workers).lower(rows, on_mesh).compile(AS_USERS)
   simulator = simulation.reduce_all.lower(collective, rows, simulated).compile(AS_USERS)
   with subtests.test("the compiler keeps the messages as they are (law W)"):
@@ -314,14 +375,20 @@ def test_the_mesh_sends_these_messages_and_agrees_with_the_simulator_bit_for_bit
       sharded = jax.device_put(grads, NamedSharding(mesh_of(workers), P("workers")))
       updates, on_mesh = program(sharded, on_mesh)
       totals, simulated = simulator(grads, simulated)
-      if case.name == "nbit":  # steps of blocks are divided, and not the entries that are multiples of them
-        np.testing.assert_array_max_ulp(np.asarray(updates), np.asarray(mean(totals, workers)))
+      # steps of blocks are divided, and not the entries that are multiples of them
+      if case.name == "nbit":
+        np.testing.assert_array_max_ulp(
+          np.asarray(updates), np.asarray(mean(totals, workers))
+        )
       else:
         assert_same_bits(updates, mean(totals, workers))
-      assert_same_bits(residuals_of(on_mesh, workers, n), residuals_of(simulated, workers, n))
+      assert_same_bits(
+        residuals_of(on_mesh, workers, n), residuals_of(simulated, workers, n)
+      )
 
 
-mean = jax.jit(lambda total, workers: total / workers, static_argnums=1)  # by a constant, as in the update
+# by a constant, as in the update
+mean = jax.jit(lambda total, workers: total / workers, static_argnums=1)
 
 
 def check_messages(text, collective, workers, n):
@@ -330,8 +397,11 @@ def check_messages(text, collective, workers, n):
   # An all-to-all has a result for each worker, the one for itself is no message.
   for results in re.findall(r"= \(?(.*?)\)? all-to-all(?:-start)?\(", text):
     buffers += re.findall(r"(\w+)\[1,(\d+)\]", results)[1:]
-  reduces = re.findall(r"[fb]\w+\[([\d,]*)\]\S* all-reduce(?:-start)?\(", text)  # integers are agreements
-  others = re.findall(r"\s(all-gather|reduce-scatter|collective-broadcast)(?:-start)?\(", text)
+  # integers are agreements
+  reduces = re.findall(r"[fb]\w+\[([\d,]*)\]\S* all-reduce(?:-start)?\(", text)
+  others = re.findall(
+    r"\s(all-gather|reduce-scatter|collective-broadcast)(?:-start)?\(", text
+  )
   assert not others
   assert all(dtype == "u32" for dtype, _ in buffers)
   itemsize = jnp.dtype(getattr(collective, "dtype", "float32")).itemsize
@@ -340,4 +410,6 @@ def check_messages(text, collective, workers, n):
   cost = count_jaxpr(schedule(collective, n, workers), workers, branch="every")
   if workers > 1:
     assert len(buffers) + sum(c.messages for c in dense) == cost.messages
-    assert sum(int(dims) for _, dims in buffers) + sum(c.words for c in dense) == cost.words
+    assert (
+      sum(int(dims) for _, dims in buffers) + sum(c.words for c in dense) == cost.words
+    )

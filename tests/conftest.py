@@ -21,7 +21,8 @@ from tests.whole_run import (  # noqa: F401
   pytest_unconfigure,
 )
 
-# XLA reads the variable when JAX makes its devices; child processes read both when they start.
+# XLA reads the variable when JAX makes its devices; child processes read both when they
+# start.
 os.environ |= quick_compilation.ENVIRONMENT
 jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_disable_most_optimizations", True)
@@ -31,11 +32,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _CHILDREN = str(pathlib.Path(__file__).with_name("children"))
-os.environ["PYTHONPATH"] = os.pathsep.join([_CHILDREN, *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+  [_CHILDREN, *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
-# Examples of a test share one program, so they are cheap, but shrinking them is not: no clock.
-hypothesis.settings.register_profile("jaxsparse", deadline=None, max_examples=25, print_blob=True)
-hypothesis.settings.register_profile("all", deadline=None, max_examples=100, print_blob=True)
+# Examples of a test share one program, so they are cheap, but shrinking them is not: no
+# clock.
+hypothesis.settings.register_profile(
+  "jaxsparse", deadline=None, max_examples=25, print_blob=True
+)
+hypothesis.settings.register_profile(
+  "all", deadline=None, max_examples=100, print_blob=True
+)
 hypothesis.settings.load_profile("jaxsparse")
 
 
@@ -57,7 +65,9 @@ def _has_many_programs():
   if not _PROCESS.exists():
     return True
   resident = int((_PROCESS / "statm").read_text().split()[1])
-  return resident > _MOST_PAGES or (_PROCESS / "maps").read_bytes().count(b"\n") > _MOST_MAPS
+  return (
+    resident > _MOST_PAGES or (_PROCESS / "maps").read_bytes().count(b"\n") > _MOST_MAPS
+  )
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,14 @@ import jaxsparse
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(jaxsparse.__file__).parent
-SECTIONS = ["a collective", "a metric", "a selector", "a format of values", "an engine", "a wrapper of an optimizer"]
+SECTIONS = [
+  "a collective",
+  "a metric",
+  "a selector",
+  "a format of values",
+  "an engine",
+  "a wrapper of an optimizer",
+]
 USE = """
 import sys
 import warnings
@@ -69,25 +76,47 @@ with warnings.catch_warnings(record=True):
 
 def diffs():
   """The diff of each section "Adding …" by the rest of its heading."""
-  sections = re.split(r"^## Adding (.*)\n", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)[1:]
+  sections = re.split(
+    r"^## Adding (.*)\n", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE
+  )[1:]
   found = {
-    name: re.findall(r"```diff\n(.*?)```", text, re.DOTALL) for name, text in zip(*[iter(sections)] * 2, strict=True)
+    name: re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    for name, text in zip(*[iter(sections)] * 2, strict=True)
   }
   return {name: diff for name, (diff,) in found.items()}
 
 
 @pytest.mark.long
 def test_the_diffs_apply_and_what_they_add_works(tmp_path, subtests):
-  shutil.copytree(PACKAGE, tmp_path / "jaxsparse", ignore=shutil.ignore_patterns("__pycache__"))
-  outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}  # a repository above would take the paths
+  shutil.copytree(
+    PACKAGE, tmp_path / "jaxsparse", ignore=shutil.ignore_patterns("__pycache__")
+  )
+  # a repository above would take the paths
+  outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
   added = diffs()
   assert list(added) == SECTIONS
   for name, diff in added.items():
     with subtests.test(name):
       apply = ["git", "apply", "--whitespace=nowarn", "-"]
-      done = subprocess.run(apply, input=diff, cwd=tmp_path, env=outside, capture_output=True, text=True, check=False)
+      done = subprocess.run(
+        apply,
+        input=diff,
+        cwd=tmp_path,
+        env=outside,
+        capture_output=True,
+        text=True,
+        check=False,
+      )
       assert done.returncode == 0, done.stderr
   modules = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
   use = [sys.executable, "-c", USE, str(tmp_path)]
-  done = subprocess.run(use, cwd=tmp_path, env=modules, capture_output=True, text=True, timeout=240, check=False)
+  done = subprocess.run(
+    use,
+    cwd=tmp_path,
+    env=modules,
+    capture_output=True,
+    text=True,
+    timeout=240,
+    check=False,
+  )
   assert done.returncode == 0, done.stderr[-3000:]

@@ -1,7 +1,7 @@
 """The snippets of README.md and of the pages run, literally, each after those before it, on the mesh that they make.
 
-lost_rank_test.py runs docs/how_to/checkpoints.md. The cells of pages that are notebooks (`file_format: mystnb`) run
-whenever `make docs` builds the site.
+lost_rank_test.py runs docs/how_to/checkpoints.md. The cells of pages that are notebooks
+(`file_format: mystnb`) run whenever `make docs` builds the site.
 """
 
 import os
@@ -40,11 +40,16 @@ def snippets(page):
   found = []
   for kind, code in re.findall(FENCE, (ROOT / page).read_text(), re.DOTALL):
     lines = code.splitlines()
-    found.append("\n".join(line[1:] for line in lines if not line.startswith("-")) if kind == "diff" else code)
+    found.append(
+      "\n".join(line[1:] for line in lines if not line.startswith("-"))
+      if kind == "diff"
+      else code
+    )
   return found
 
 
-# What the snippets take for granted: imports, the mesh of two workers, and a model, its loss and batches.
+# What the snippets take for granted: imports, the mesh of two workers, and a model, its
+# loss and batches.
 CONTEXT = snippets("docs/how_to/training_step.md")[0]
 IMPORTS, _, DATA = (f"{part}\n" for part in CONTEXT.split("\n\n"))
 
@@ -57,17 +62,29 @@ def run(program, folder, ranks=None, engine="processes"):
   if ranks is not None:
     launch.run(command, ranks, engine, start_timeout=120, limit=240)
     return ""
-  done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+  done = subprocess.run(
+    command, cwd=folder, capture_output=True, text=True, timeout=280, check=False
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   return done.stdout
 
 
 def test_every_snippet_is_run():
   """Each page with code is named in a test; the diff of docs/how_to/migrating.md begins in PyTorch."""
-  pages = {"README.md", *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))}
-  files = "docs_test.py", "lost_rank_test.py", "trainers/ray_test.py", "trainers/drjax_test.py"
+  pages = {
+    "README.md",
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+  }
+  files = (
+    "docs_test.py",
+    "lost_rank_test.py",
+    "trainers/ray_test.py",
+    "trainers/drjax_test.py",
+  )
   tests = "".join((ROOT / "tests" / name).read_text() for name in files)
-  unnamed = [page for page in pages if snippets(page) and f'snippets("{page}")' not in tests]
+  unnamed = [
+    page for page in pages if snippets(page) and f'snippets("{page}")' not in tests
+  ]
   assert unnamed == ["docs/how_to/migrating.md"]
   (four_lines,), (advice,) = snippets("docs/index.md"), snippets("docs/which_method.md")
   readme = "\n".join(snippets("README.md"))
@@ -78,7 +95,11 @@ def test_every_snippet_is_run():
 def test_the_readme_links_to_files_that_exist():
   """`make docs` checks the links of all other pages."""
   links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
-  assert [link for link in links if not link.startswith("https:") and not (ROOT / link).exists()] == []
+  assert [
+    link
+    for link in links
+    if not link.startswith("https:") and not (ROOT / link).exists()
+  ] == []
 
 
 def test_the_citation_names_this_version():
@@ -102,14 +123,19 @@ def test_use(tmp_path):
   (board,) = snippets("docs/how_to/metrics.md")
   writer = "class writer: add_scalar = lambda *found: print(*found)\nstep_number = 3\n"
   trained = "assert loss_fn(params, batch) < 1\n"
-  out = run("\n".join([CONTEXT, diff, trained, MOVED, DATA, labels, TRAIN, writer, board]), tmp_path)
+  out = run(
+    "\n".join([CONTEXT, diff, trained, MOVED, DATA, labels, TRAIN, writer, board]),
+    tmp_path,
+  )
   assert "residual_norm" in out
   assert "jaxsparse/sparse/words_sent" in out
 
 
 @pytest.mark.long
 def test_your_trainer(tmp_path):
-  jit, nnx, linen, inside, equinox, rows, scaled = snippets("docs/how_to/your_trainer.md")
+  jit, nnx, linen, inside, equinox, rows, scaled = snippets(
+    "docs/how_to/your_trainer.md"
+  )
   learns = "assert loss < 1\n"
   same = "import numpy as np\nassert all((row == row[:1]).all() for row in map(np.asarray, jax.tree.leaves(rows)))\n"
   parts = [CONTEXT, jit, learns, MOVED, DATA, nnx, DATA, linen, learns, inside, equinox]
@@ -140,10 +166,34 @@ def test_steps_leaves_and_precision(tmp_path):
     TRAIN,
     MOVED,
   ]
-  parts += [still, DATA, local, TRAIN, MOVED, still, DATA, adapters, "assert float(abs(params['up']).max()) > 0\n"]
+  parts += [
+    still,
+    DATA,
+    local,
+    TRAIN,
+    MOVED,
+    still,
+    DATA,
+    adapters,
+    "assert float(abs(params['up']).max()) > 0\n",
+  ]
   run(
     "\n".join(
-      [*parts, CONTEXT, conjugated, TRAIN, cast, MOVED, scaled, DATA, wire, TRAIN, hyperparameters, DATA, TRAIN]
+      [
+        *parts,
+        CONTEXT,
+        conjugated,
+        TRAIN,
+        cast,
+        MOVED,
+        scaled,
+        DATA,
+        wire,
+        TRAIN,
+        hyperparameters,
+        DATA,
+        TRAIN,
+      ]
     ),
     tmp_path,
   )
@@ -156,7 +206,12 @@ def test_costs_and_overlap(tmp_path):
   # Two algorithms, few entries and repetitions; the calls are those of the pages.
   few = 'n=2**16, algorithms=["dense", "spardl"], repetitions=1'
   quick = f"import functools; js.costs.fit = functools.partial(js.costs.fit, {few})\n"
-  out = run("\n".join([CONTEXT, quick, wire, costs, kept, machine, overlap, TRAIN, planners, known]), tmp_path)
+  out = run(
+    "\n".join(
+      [CONTEXT, quick, wire, costs, kept, machine, overlap, TRAIN, planners, known]
+    ),
+    tmp_path,
+  )
   assert "times as fast as dense:dtype=bfloat16" in out
   assert "0.786 s" in out
   assert "0.016 s" in out
@@ -178,15 +233,27 @@ def test_many_hosts(tmp_path):
 @pytest.mark.parametrize("launcher", ["mpirun", "RANK="])
 def test_your_cluster(launcher, tmp_path):
   """The blocks for one machine; tests/trainers has that of Ray, tests/launchers_test.py the variables of the others."""
-  (block,) = [code for code in blocks("docs/how_to/clusters.md", "bash") if launcher in code]
+  (block,) = [
+    code for code in blocks("docs/how_to/clusters.md", "bash") if launcher in code
+  ]
   assert "29500" in block or launcher == "mpirun"
   _, program, _ = snippets("docs/how_to/many_hosts.md")
   (tmp_path / "train.py").write_text(program)
   folders = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
-  root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+  root = dict.fromkeys(
+    ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"
+  )
   own = outside() | root | {"PATH": folders, "JAX_PLATFORMS": "cpu"}
   script = ["bash", "-ec", block.replace("29500", str(free_port()))]
-  done = subprocess.run(script, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+  done = subprocess.run(
+    script,
+    env=own,
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+    timeout=240,
+    check=False,
+  )
   assert done.stdout.count("2 workers, loss ") == 2, done.stderr[-3000:]
 
 
@@ -196,7 +263,9 @@ def test_sharded_models(tmp_path):
   gathered = "assert float(abs(weights - weights[0]).max()) == 0 and float(weights.max()) < 1\n"  # all rows fell alike
   check = "assert not params['bias'].sharding.is_fully_replicated and int(state[0].layout.workers) == 2\n"
   four = CONTEXT.replace('"jax_num_cpu_devices", 2', '"jax_num_cpu_devices", 4')
-  assert "words_sent" in run("\n".join([four, howto, check, eight_bits, gathered]), tmp_path)
+  assert "words_sent" in run(
+    "\n".join([four, howto, check, eight_bits, gathered]), tmp_path
+  )
 
 
 @pytest.mark.long
@@ -206,7 +275,17 @@ def test_local_steps(tmp_path):
   measure, tracked = snippets("docs/how_to/different_data.md")
   chains = [muon, f"{muon}\n{average}", momentum, corrected, tracked]
   run(
-    "\n".join([CONTEXT, measure, local, DATA, adam, MOVED, *(part for tx in chains for part in (DATA, tx, TRAIN))]),
+    "\n".join(
+      [
+        CONTEXT,
+        measure,
+        local,
+        DATA,
+        adam,
+        MOVED,
+        *(part for tx in chains for part in (DATA, tx, TRAIN)),
+      ]
+    ),
     tmp_path,
   )
 
@@ -218,24 +297,33 @@ def test_compile_ahead(tmp_path):
 
 
 def test_the_table_of_the_reference_is_that_of_the_docstrings():
-  assert (ROOT / "docs" / "reference" / "index.md").read_text() == api.page(), "run `python docs/api.py`"
+  assert (ROOT / "docs" / "reference" / "index.md").read_text() == api.page(), (
+    "run `python docs/api.py`"
+  )
 
 
 @pytest.mark.long
 def test_stragglers(tmp_path):
   (worker,) = snippets("docs/how_to/stragglers.md")
   assert "1_000" in worker
-  run_workers(tmp_path, worker.replace("1_000", "5"), ["--group_size=3", "--weights=dynamic"])
+  run_workers(
+    tmp_path, worker.replace("1_000", "5"), ["--group_size=3", "--weights=dynamic"]
+  )
 
 
 @pytest.mark.long
 def test_rounds(tmp_path):
   worker, _ = snippets("docs/how_to/rounds.md")
   assert "range(40 * 16)" in worker
-  worker = worker.replace("range(40 * 16)", "range(1_000_000 if number == 2 else 6 * 16)")
+  worker = worker.replace(
+    "range(40 * 16)", "range(1_000_000 if number == 2 else 6 * 16)"
+  )
   step = "params = worker.step(params)"
   assert step in worker
-  worker = worker.replace(step, f"{step}\n    number == 2 and worker.round > 1 and signal.raise_signal(signal.SIGTERM)")
+  worker = worker.replace(
+    step,
+    f"{step}\n    number == 2 and worker.round > 1 and signal.raise_signal(signal.SIGTERM)",
+  )
   run_workers(tmp_path, worker, ["--quorum=2", "--grace=0.5"])
 
 
@@ -244,7 +332,9 @@ def test_links():
   _, link = snippets("docs/how_to/rounds.md")
   names = {"js": js, "number": 0, "group": 0, "params": jnp.zeros(3), "saved": None}
   names["outer"] = lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))
-  names["told_to_end"] = types.SimpleNamespace(is_set=lambda: names["saved"] is not None)
+  names["told_to_end"] = types.SimpleNamespace(
+    is_set=lambda: names["saved"] is not None
+  )
   serve = lambda: js.partial.Server(js.partial.Quorum(1, quorum=1))
   with serve() as below, serve() as above:
     exec(link, names | {"servers": [below.address], "top_server": above.address}, names)
@@ -260,7 +350,12 @@ def run_workers(tmp_path, worker, options):
   server = subprocess.Popen([*serve, f"--address={address}"], cwd=ROOT)
   try:
     ranks = [
-      subprocess.Popen([sys.executable, "program.py", str(number)], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+      subprocess.Popen(
+        [sys.executable, "program.py", str(number)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+      )
       for number in range(3)
     ]
     for rank in ranks:

@@ -14,19 +14,38 @@ KEPT = "glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold=17179869184:glibc.mal
 
 def examined(*arguments, **environment):
   command = [sys.executable, "-m", "jaxsparse.doctor", *arguments]
-  return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=280, check=False)
+  return subprocess.run(
+    command,
+    env=os.environ | environment,
+    capture_output=True,
+    text=True,
+    timeout=280,
+    check=False,
+  )
 
 
 @pytest.mark.long
 def test_this_machine():
-  done = examined("--json", GLIBC_TUNABLES=f"{KEPT}:glibc.malloc.mmap_threshold=0x10000000")
+  done = examined(
+    "--json", GLIBC_TUNABLES=f"{KEPT}:glibc.malloc.mmap_threshold=0x10000000"
+  )
   assert done.returncode == 0, done.stdout + done.stderr
   assert not done.stderr
   found = {finding["what"]: finding for finding in json.loads(done.stdout)}
   for engine in ("devices", "sim", "processes", "mpi"):
     assert "2 workers on" in found[f"engine {engine}"]["detail"]
-  assert "4 devices of 2 processes have the sums of psum_scatter" in found["reduce-scatter"]["detail"]
-  assert {"versions", "JAX", "MPI", "mpirun", "MPI and GPUs", "memory of this process"} <= set(found)
+  assert (
+    "4 devices of 2 processes have the sums of psum_scatter"
+    in found["reduce-scatter"]["detail"]
+  )
+  assert {
+    "versions",
+    "JAX",
+    "MPI",
+    "mpirun",
+    "MPI and GPUs",
+    "memory of this process",
+  } <= set(found)
   assert all(finding["status"] == "ok" or finding["fix"] for finding in found.values())
   assert found["memory of this process"]["status"] == "ok"
 
@@ -38,10 +57,26 @@ def test_what_hangs_is_ended():
   assert not done.stderr
   found = done.stdout.replace("\n     ", "\t").splitlines()
   for engine, said, fix in (
-    ("JAX", "finds no devices: ended after 0.5 s", "test without the accelerator: JAX_PLATFORMS=cpu"),
-    ("engine sim", "ended after 0.5 s", "--timeout=2 on a slow machine; or unset JAX_PLATFORMS and XLA_FLAGS; "),
-    ("engine processes", "exit status 1\terror: ", "--timeout=2 on a slow machine; or let processes of this host meet"),
-    ("MPI", "mpi4jax is installed and cannot be loaded: ended after 0.5 s", "build mpi4jax for the JAX and the MPI"),
+    (
+      "JAX",
+      "finds no devices: ended after 0.5 s",
+      "test without the accelerator: JAX_PLATFORMS=cpu",
+    ),
+    (
+      "engine sim",
+      "ended after 0.5 s",
+      "--timeout=2 on a slow machine; or unset JAX_PLATFORMS and XLA_FLAGS; ",
+    ),
+    (
+      "engine processes",
+      "exit status 1\terror: ",
+      "--timeout=2 on a slow machine; or let processes of this host meet",
+    ),
+    (
+      "MPI",
+      "mpi4jax is installed and cannot be loaded: ended after 0.5 s",
+      "build mpi4jax for the JAX and the MPI",
+    ),
   ):
     (line,) = [line for line in found if line.startswith(f"FAIL {engine}: {said}")]
     assert f"\tfix: {fix}" in line
@@ -51,24 +86,46 @@ def test_what_hangs_is_ended():
 def test_a_probe_that_fails_is_shown_by_its_last_lines(monkeypatch, tmp_path):
   monkeypatch.setenv("JAX_PLATFORMS", "nonsense")
   (found,) = doctor.check_devices(60)
-  assert (found.status, found.what, found.fix) == ("FAIL", "JAX", "unset JAX_PLATFORMS, which is 'nonsense'")
+  assert (found.status, found.what, found.fix) == (
+    "FAIL",
+    "JAX",
+    "unset JAX_PLATFORMS, which is 'nonsense'",
+  )
   assert found.detail.startswith("finds no devices: exit status 1\n")
-  assert "RuntimeError: Unable to initialize backend 'nonsense'" in found.detail.splitlines()[-1]
+  assert (
+    "RuntimeError: Unable to initialize backend 'nonsense'"
+    in found.detail.splitlines()[-1]
+  )
   assert len(found.detail.splitlines()) < 20
-  (tmp_path / "mpi4jax.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')")
-  monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+  (tmp_path / "mpi4jax.py").write_text(
+    "raise ImportError('libmpi.so.40: cannot open shared object file')"
+  )
+  monkeypatch.setenv(
+    "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+  )
   (found,) = doctor.check_mpi(60)
   assert found.status == "FAIL"
-  assert found.detail.endswith("ImportError: libmpi.so.40: cannot open shared object file")
+  assert found.detail.endswith(
+    "ImportError: libmpi.so.40: cannot open shared object file"
+  )
   assert "pip cache remove mpi4jax" in found.fix
 
 
 @pytest.mark.parametrize(
   ("tunables", "fix"),
   [
-    ("", "export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_"),
-    ("glibc.malloc.check=1:glibc.malloc.hugetlb=0", "GLIBC_TUNABLES=glibc.malloc.check=1:glibc.malloc.hugetlb=1:"),
-    (f"{KEPT}:glibc.malloc.mmap_threshold=0", f"{KEPT}:glibc.malloc.mmap_threshold=17179869184 "),
+    (
+      "",
+      "export GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=17179869184:glibc.malloc.trim_",
+    ),
+    (
+      "glibc.malloc.check=1:glibc.malloc.hugetlb=0",
+      "GLIBC_TUNABLES=glibc.malloc.check=1:glibc.malloc.hugetlb=1:",
+    ),
+    (
+      f"{KEPT}:glibc.malloc.mmap_threshold=0",
+      f"{KEPT}:glibc.malloc.mmap_threshold=17179869184 ",
+    ),
   ],
 )
 def test_settings_of_glibc_that_are_missing(monkeypatch, tunables, fix):

@@ -18,17 +18,45 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
 
 def outside():
   """The environment without variables of launchers."""
-  prefixes = ("JAXSPARSE_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_", "TPU_", "MEGASCALE_", "KUBERNETES_")
-  names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_COMPLETION_INDEX")
+  prefixes = (
+    "JAXSPARSE_",
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "SLURM_",
+    "TORCHELASTIC_",
+    "TPU_",
+    "MEGASCALE_",
+    "KUBERNETES_",
+  )
+  names = (
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "JOB_COMPLETION_INDEX",
+  )
   own = os.environ.items()
-  return {name: value for name, value in own if not name.startswith(prefixes) and name not in names}
+  return {
+    name: value
+    for name, value in own
+    if not name.startswith(prefixes) and name not in names
+  }
 
 
 def run_two(arguments, variables):
   """(status, output, error) of two ranks that this launcher has not started; "{rank}" in a variable is the number."""
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-  own = [outside() | {name: value.format(rank=rank) for name, value in variables.items()} for rank in range(2)]
-  ranks = [subprocess.Popen([sys.executable, *arguments], env=environment, **pipes) for environment in own]
+  own = [
+    outside() | {name: value.format(rank=rank) for name, value in variables.items()}
+    for rank in range(2)
+  ]
+  ranks = [
+    subprocess.Popen([sys.executable, *arguments], env=environment, **pipes)
+    for environment in own
+  ]
   printed = [rank.communicate(timeout=120) for rank in ranks]
   return [(rank.returncode, *texts) for rank, texts in zip(ranks, printed, strict=True)]
 
@@ -64,7 +92,9 @@ def test_ranks_that_would_train_alone_are_refused(call, variables, says):
     row(
       STEP
       | {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "PMI_SIZE": "2"}
-      | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"), "{rank}"),
+      | dict.fromkeys(
+        ("SLURM_PROCID", "SLURM_LOCALID", "PMI_RANK", "PMIX_RANK"), "{rank}"
+      ),
       quick=True,
       id="srun",
     ),
@@ -76,9 +106,16 @@ def test_ranks_join_without_mpi_and_without_a_guard(variables):
   port = str(free_port())
   named = {"JAXSPARSE_COORDINATOR": f"127.0.0.1:{port}"}
   place = named if "JAXSPARSE_RANK" in variables else {"JAX_COORDINATOR_PORT": port}
-  ranks = run_two([str(RANKS), "quiet", "processes", "none"], variables | place | {"JAX_PLATFORMS": "cpu"})
+  ranks = run_two(
+    [str(RANKS), "quiet", "processes", "none"],
+    variables | place | {"JAX_PLATFORMS": "cpu"},
+  )
   assert [(status, printed) for status, printed, _ in ranks] == [(0, "2.0\n"), (0, "")]
-  assert all(line.startswith("[Gloo] Rank ") for *_, error in ranks for line in error.splitlines())
+  assert all(
+    line.startswith("[Gloo] Rank ")
+    for *_, error in ranks
+    for line in error.splitlines()
+  )
 
 
 def of(prefix, rank, size):
@@ -89,7 +126,10 @@ def step(tasks):
   return {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(tasks)}
 
 
-OPEN_MPI, RUN = "OMPI_COMM_WORLD", {"JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "3", "JAXSPARSE_COORDINATOR": "a:1"}
+OPEN_MPI, RUN = (
+  "OMPI_COMM_WORLD",
+  {"JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "3", "JAXSPARSE_COORDINATOR": "a:1"},
+)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +137,20 @@ OPEN_MPI, RUN = "OMPI_COMM_WORLD", {"JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "3
   [
     ({}, []),
     ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, []),  # a batch script
-    (step(1) | {"SLURM_NTASKS": "1", "PMIX_RANK": "0"} | of("PMI", 0, 1), []),  # srun --pty
+    (
+      step(1) | {"SLURM_NTASKS": "1", "PMIX_RANK": "0"} | of("PMI", 0, 1),
+      [],
+    ),  # srun --pty
     (step(8) | {"SLURM_NTASKS": "8", "PMIX_RANK": "7"}, ["SLURM_STEP_NUM_TASKS=8"]),
     (step(8) | of("PMI", 7, 8), ["SLURM_STEP_NUM_TASKS=8"]),
-    (step(8) | of("PMI", 0, 1), ["SLURM_STEP_NUM_TASKS=8"]),  # srun in a shell that PMI has started
-    (step(2) | of(OPEN_MPI, 5, 60) | {"PMIX_RANK": "5"}, ["OMPI_COMM_WORLD_SIZE=60", "PMIX_RANK=5"]),  # daemons by srun
+    (
+      step(8) | of("PMI", 0, 1),
+      ["SLURM_STEP_NUM_TASKS=8"],
+    ),  # srun in a shell that PMI has started
+    (
+      step(2) | of(OPEN_MPI, 5, 60) | {"PMIX_RANK": "5"},
+      ["OMPI_COMM_WORLD_SIZE=60", "PMIX_RANK=5"],
+    ),  # daemons by srun
     (step(2) | of("PMI", 5, 60), ["PMI_SIZE=60"]),
     (step(8) | of(OPEN_MPI, 5, 8), ["OMPI_COMM_WORLD_SIZE=8"]),
     (of(OPEN_MPI, 0, 1), ["OMPI_COMM_WORLD_SIZE=1"]),
@@ -113,7 +162,10 @@ OPEN_MPI, RUN = "OMPI_COMM_WORLD", {"JAXSPARSE_RANK": "0", "JAXSPARSE_RANKS": "3
     (of("PMI", 3, ""), ["PMI_RANK=3"]),
     ({"PMIX_RANK": "3"}, ["PMIX_RANK=3"]),
     (RUN | of(OPEN_MPI, 1, 2) | step(8), ["JAXSPARSE_RANKS=3"]),
-    ({"JAXSPARSE_RANKS": "3"} | of(OPEN_MPI, 1, 3), ["JAXSPARSE_RANKS=3", "OMPI_COMM_WORLD_SIZE=3"]),
+    (
+      {"JAXSPARSE_RANKS": "3"} | of(OPEN_MPI, 1, 3),
+      ["JAXSPARSE_RANKS=3", "OMPI_COMM_WORLD_SIZE=3"],
+    ),
   ],
 )
 def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, found):
@@ -121,14 +173,22 @@ def test_the_inner_launcher_states_the_number_of_ranks(monkeypatch, variables, f
   stated = launchers.read_counts()
   assert [str(one).split()[0] for one in stated] == found
   assert launch.is_rank() == bool(found)
-  environment.check("a rank", stated, max((one.ranks for one in stated), default=1), "it counts", "")
+  environment.check(
+    "a rank", stated, max((one.ranks for one in stated), default=1), "it counts", ""
+  )
 
 
 @pytest.mark.parametrize(
   ("variables", "message"),
   [
-    (of(OPEN_MPI, 0, 4) | of("PMI", 0, 2), "a rank: OMPI_.*=4 states 4 ranks, but it counts 2. Unset OMPI_COMM_WORLD_"),
-    (of("PMI", 0, 2) | {"PMIX_RANK": "2"}, "a rank: PMIX_RANK=2 states at least 3 ranks, but it counts 2. Unset PMIX_"),
+    (
+      of(OPEN_MPI, 0, 4) | of("PMI", 0, 2),
+      "a rank: OMPI_.*=4 states 4 ranks, but it counts 2. Unset OMPI_COMM_WORLD_",
+    ),
+    (
+      of("PMI", 0, 2) | {"PMIX_RANK": "2"},
+      "a rank: PMIX_RANK=2 states at least 3 ranks, but it counts 2. Unset PMIX_",
+    ),
     (of("PMI", "0", "two"), "PMI_SIZE='two' is not a number, .*: unset it$"),
     (of("PMI", "-1", ""), "PMI_RANK='-1' is not a number, .*: unset it$"),
   ],

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# What other packages change when they are imported is there before; then every public module is imported.
+# What other packages change when they are imported is there before; then every public
+# module is imported.
 PROGRAM = """
 import atexit, gc, logging, os, pkgutil, signal, sys, threading, warnings
 import jax, numpy, optax, zmq
@@ -51,9 +52,18 @@ for name in before:
   if before[name] != after[name]:
     print(name, before[name], after[name])
 """
-RANK = {f"{prefix}_RANK": "0" for prefix in ("PMI", "PMIX", "OMPI_COMM_WORLD", "JAXSPARSE")}
+RANK = {
+  f"{prefix}_RANK": "0" for prefix in ("PMI", "PMIX", "OMPI_COMM_WORLD", "JAXSPARSE")
+}
 RANK |= dict.fromkeys(
-  ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "JAXSPARSE_RANKS", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "2"
+  (
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "JAXSPARSE_RANKS",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NTASKS",
+  ),
+  "2",
 )
 RANK |= {f"SLURM_{name}": "0" for name in ("JOB_ID", "STEP_ID", "PROCID", "LOCALID")}
 RANK |= {"SLURM_STEP_NODELIST": "localhost", "JAXSPARSE_COORDINATOR": "127.0.0.1:1"}
@@ -62,18 +72,23 @@ RANK |= {"SLURM_STEP_NODELIST": "localhost", "JAXSPARSE_COORDINATOR": "127.0.0.1
 def run(*arguments, status=0, **options):
   """(standard output, standard error) of Python."""
   command = [sys.executable, *arguments]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **options)
+  done = subprocess.run(
+    command, capture_output=True, text=True, timeout=240, check=False, **options
+  )
   assert done.returncode == status, done.stdout[-1000:] + done.stderr[-2000:]
   return done.stdout, done.stderr
 
 
 def test_importing_changes_nothing(tmp_path):
   """In a rank of a run neither."""
-  assert run("-c", PROGRAM, env=os.environ | RANK | {"JAXSPARSE_RECORDS": str(tmp_path)}) == ("", "")
+  assert run(
+    "-c", PROGRAM, env=os.environ | RANK | {"JAXSPARSE_RECORDS": str(tmp_path)}
+  ) == ("", "")
   assert not os.listdir(tmp_path)
 
 
-# Whatever else is installed cannot be imported: what is no dependency of jax, numpy or optax.
+# Whatever else is installed cannot be imported: what is no dependency of jax, numpy or
+# optax.
 ALONE = """
 import importlib.metadata, re, sys
 
@@ -114,7 +129,9 @@ main()
 
 def test_jax_numpy_and_optax_are_enough():
   """Partial reduce between processes names the extra that it needs."""
-  expected = "error: js.partial.Server and Worker need pyzmq: pip install 'jaxsparse[partial]'\n"
+  expected = (
+    "error: js.partial.Server and Worker need pyzmq: pip install 'jaxsparse[partial]'\n"
+  )
   assert run("-c", ALONE, status=1) == ("", expected)
 
 
@@ -123,10 +140,22 @@ def test_the_wheel_works_outside_the_tree(tmp_path):
   run("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, cwd=ROOT)
   (wheel,) = tmp_path.glob("*.whl")
   site = tmp_path / "site"
-  run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
+  run(
+    "-m",
+    "pip",
+    "install",
+    "--quiet",
+    "--no-deps",
+    "--no-index",
+    "--target",
+    site,
+    wheel,
+  )
   assert (site / "jaxsparse" / "py.typed").exists()
   assert not (site / "benchmarks").exists()
   program = "import jaxsparse as js, numpy as np; print(js.__file__, js.simulate('spardl', np.ones((3, 6)), k=6).total)"
-  printed, _ = run("-c", program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)})
+  printed, _ = run(
+    "-c", program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)}
+  )
   assert printed.startswith(str(site))
   assert "[3. 3. 3. 3. 3. 3.]" in printed

@@ -18,7 +18,9 @@ from tests.environment_test import outside
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 # `make test` takes `mpirun` where it is ended itself.
-ENGINES = pytest.mark.parametrize("engine", quick_of(["processes", "mpi"], quick=["processes"]))
+ENGINES = pytest.mark.parametrize(
+  "engine", quick_of(["processes", "mpi"], quick=["processes"])
+)
 # A shell's way to tell the launcher that the rank has joined.
 JOINED = "echo '{\"arrived\": true}' >> $JAXSPARSE_RECORDS/${JAXSPARSE_RANK-$OMPI_COMM_WORLD_RANK}; "
 
@@ -30,24 +32,58 @@ def ends(engine, folder, statement, others="step()"):
 
 def command(*arguments):
   # With the default signals: who started the tests in the background had them ignored.
-  return ["env", "--default-signal", sys.executable, "-m", "jaxsparse.launch", *arguments]
+  return [
+    "env",
+    "--default-signal",
+    sys.executable,
+    "-m",
+    "jaxsparse.launch",
+    *arguments,
+  ]
 
 
 def launched(*arguments, **options):
-  return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=290, check=False, **options)
+  return subprocess.run(
+    command(*arguments),
+    capture_output=True,
+    text=True,
+    timeout=290,
+    check=False,
+    **options,
+  )
 
 
 def as_rank(program, folder, rank, ranks):
   """Runs a program of Python as a rank that records to a folder."""
-  own = {"JAXSPARSE_RECORDS": str(folder), "JAXSPARSE_RANK": str(rank), "JAXSPARSE_RANKS": str(ranks)}
-  arguments = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program]  # of a fork, in Python 3.12
-  return subprocess.run(arguments, env=outside() | own, capture_output=True, text=True, timeout=120, check=False)
+  own = {
+    "JAXSPARSE_RECORDS": str(folder),
+    "JAXSPARSE_RANK": str(rank),
+    "JAXSPARSE_RANKS": str(ranks),
+  }
+  # of a fork, in Python 3.12
+  arguments = [
+    sys.executable,
+    "-W",
+    "ignore::DeprecationWarning",
+    "-c",
+    program,
+  ]
+  return subprocess.run(
+    arguments,
+    env=outside() | own,
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
 
 
 def gone(pid):
   """Whether a process has ended (or is only waited for)."""
   try:
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    return (
+      pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    )
   except FileNotFoundError:
     return True
 
@@ -61,9 +97,27 @@ def soon(holds):
 
 
 ENDS = [  # whether it is quick with processes and with MPI
-  ("killed", "os.kill(os.getpid(), 9)", "was ended by SIGKILL; the other 1 of 2 ranks were ended", True, False),
-  ("raises", "raise ValueError('enough')", "failed: ValueError: enough; the other 1 of 2 ranks", False, False),
-  ("exits", "sys.exit('disk is full')", "failed: SystemExit: disk is full; the other 1 of 2 ranks", False, False),
+  (
+    "killed",
+    "os.kill(os.getpid(), 9)",
+    "was ended by SIGKILL; the other 1 of 2 ranks were ended",
+    True,
+    False,
+  ),
+  (
+    "raises",
+    "raise ValueError('enough')",
+    "failed: ValueError: enough; the other 1 of 2 ranks",
+    False,
+    False,
+  ),
+  (
+    "exits",
+    "sys.exit('disk is full')",
+    "failed: SystemExit: disk is full; the other 1 of 2 ranks",
+    False,
+    False,
+  ),
   ("vanishes", "os._exit(0)", "ended with status 0 ", False, False),
   ("stops", f"os.kill(os.getpid(), {signal.SIGSTOP:d})", "is stopped ", False, False),
   ("leaves", "sys.exit()", "left the run after 1 training steps, and ", True, False),
@@ -78,7 +132,9 @@ ENDS = [  # whether it is quick with processes and with MPI
     for engine, quick in zip(("processes", "mpi"), both, strict=True)
   ],
 )
-def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, statement, message, engine):
+def test_a_rank_that_ends_before_the_others_is_named(
+  tmp_path, capfd, statement, message, engine
+):
   with pytest.raises(launch.RunFailed) as error:
     launch.run(ends(engine, tmp_path, statement), 2, engine, limit=150)
   assert str(error.value).startswith(f"rank 1 {message}")
@@ -96,17 +152,31 @@ def test_a_rank_that_ends_before_the_others_is_named(tmp_path, capfd, statement,
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["processes", "mpi"])
 def test_ranks_that_go_on_without_a_step_get_the_grace(tmp_path, engine):
-  program = ends(engine, tmp_path, "sys.exit()", others=f"open({str(tmp_path / 'end')!r}, 'w'); time.sleep(2)")
+  program = ends(
+    engine,
+    tmp_path,
+    "sys.exit()",
+    others=f"open({str(tmp_path / 'end')!r}, 'w'); time.sleep(2)",
+  )
   launch.run(program, 2, engine, limit=150)
 
 
 @ENGINES
 def test_a_rank_that_does_not_join_is_named(tmp_path, engine):
-  program = ["sh", "-c", 'test ${JAXSPARSE_RANK-$OMPI_COMM_WORLD_RANK} = 2 && sleep 600; exec "$@"', "sh"]
+  program = [
+    "sh",
+    "-c",
+    'test ${JAXSPARSE_RANK-$OMPI_COMM_WORLD_RANK} = 2 && sleep 600; exec "$@"',
+    "sh",
+  ]
   for limit in (5, 20, 80):  # on a loaded machine the others need more time to join
     begin = time.monotonic()
-    with pytest.raises(launch.RunFailed, match=f"^ranks? .* did not join within {limit} s") as error:
-      launch.run([*program, *ends(engine, tmp_path, "pass")], 3, engine, start_timeout=limit)
+    with pytest.raises(
+      launch.RunFailed, match=f"^ranks? .* did not join within {limit} s"
+    ) as error:
+      launch.run(
+        [*program, *ends(engine, tmp_path, "pass")], 3, engine, start_timeout=limit
+      )
     assert limit < time.monotonic() - begin < limit + 30
     if error.value.lost == {2}:
       break
@@ -114,7 +184,9 @@ def test_a_rank_that_does_not_join_is_named(tmp_path, engine):
 
 
 NOT_JOINED = r"^ranks? .*without having joined.*launch.join\(\).*MpiComm\(\)"
-CLONE = "from mpi4py import MPI; import jaxsparse as js; js.MpiComm(MPI.COMM_WORLD.Clone())"
+CLONE = (
+  "from mpi4py import MPI; import jaxsparse as js; js.MpiComm(MPI.COMM_WORLD.Clone())"
+)
 ALONE = r"^rank \d failed: RuntimeError: js.MpiComm\(\) in rank \d of 2, .*--engine=mpi --ranks=2"
 EXITS_FIRST = 'test "$JAXSPARSE_RANK" = 0 && sleep 60; echo why >&2; exit 7'
 
@@ -122,12 +194,24 @@ EXITS_FIRST = 'test "$JAXSPARSE_RANK" = 0 && sleep 60; echo why >&2; exit 7'
 @pytest.mark.parametrize(
   ("program", "message", "options"),
   [
-    row(["sleep", "60"], r"more than 0.5 s and ranks 0, 1 still ran", {"limit": 0.5}, quick=True),
-    row(["sleep", "60"], r"more than 0.5 s", {"limit": 0.5, "restarts": 3}, quick=True),  # nothing is lost
+    row(
+      ["sleep", "60"],
+      r"more than 0.5 s and ranks 0, 1 still ran",
+      {"limit": 0.5},
+      quick=True,
+    ),
+    row(
+      ["sleep", "60"], r"more than 0.5 s", {"limit": 0.5, "restarts": 3}, quick=True
+    ),  # nothing is lost
     row(["true"], NOT_JOINED, {"restarts": 3}, quick=True),
     row(["true"], NOT_JOINED, {"engine": "mpi"}),
     row([sys.executable, "-c", CLONE], ALONE, {}, quick=True),
-    row(["sh", "-c", EXITS_FIRST], r"^rank 1 exited with status 7: why; the other 1 of 2 ranks", {}, quick=True),
+    row(
+      ["sh", "-c", EXITS_FIRST],
+      r"^rank 1 exited with status 7: why; the other 1 of 2 ranks",
+      {},
+      quick=True,
+    ),
   ],
 )
 def test_runs_that_fail(program, message, options):
@@ -135,7 +219,9 @@ def test_runs_that_fail(program, message, options):
     launch.run(program, 2, **options)
 
 
-@pytest.mark.parametrize("program", quick_of([["true"], [sys.executable, "-c", CLONE]], quick=[["true"]]))
+@pytest.mark.parametrize(
+  "program", quick_of([["true"], [sys.executable, "-c", CLONE]], quick=[["true"]])
+)
 def test_a_rank_may_be_alone(program):
   launch.run(program, 1)
 
@@ -150,9 +236,13 @@ def failed(ended, said):
 @pytest.mark.parametrize(
   ("lives", "cause"),
   [
-    # The exception of a rank that lost another one is recorded before the end of that one.
+    # The exception of a rank that lost another one is recorded before the end of that
+    # one.
     ([failed(1.0, GLOO), {"ended": 1.1, "status": -9}], "rank 1 was ended by SIGKILL"),
-    ([{"ended": 1.0, "status": -6}, failed(1.1, "ValueError: no")], "rank 1 failed: ValueError: no"),
+    (
+      [{"ended": 1.0, "status": -6}, failed(1.1, "ValueError: no")],
+      "rank 1 failed: ValueError: no",
+    ),
     ([failed(1.2, "E: a"), failed(1.1, "E: b")], "rank 1 failed: E: b"),
     ([failed(9.0, "E: a"), {"left": 1.0, "ended": 1.0}], "rank 0 failed: E: a"),
     (
@@ -165,7 +255,9 @@ def failed(ended, said):
   ],
 )
 def test_the_first_cause(lives, cause):
-  failure = watch.find_failure([watch.Life(rank, **facts) for rank, facts in enumerate(lives)], [None, None])
+  failure = watch.find_failure(
+    [watch.Life(rank, **facts) for rank, facts in enumerate(lives)], [None, None]
+  )
   assert str(failure) == f"{cause}; the other 1 of 2 ranks were ended"
   assert failure.lost == ({0, 1} if "E: b" in cause else {int(cause[5])})
 
@@ -175,10 +267,19 @@ def test_the_first_cause(lives, cause):
   [
     ([{"left": 7.0}, {}], None),
     ([{"left": 4.0}, {}], "rank 0 left the run and rank 1 still ran 5 s later"),
-    ([{"left": 9.0, "steps": 3}, {"steps": 4}], "rank 0 left the run after 3 training steps, and rank 1 still ran: "),
+    (
+      [{"left": 9.0, "steps": 3}, {"steps": 4}],
+      "rank 0 left the run after 3 training steps, and rank 1 still ran: ",
+    ),
     ([{"left": 9.0, "steps": 4}, {"steps": 4}], None),
-    ([{"left": 3.0, "ended": 3.0}, {"left": 4.0}], "rank 1 did not end within 5 s after the last rank"),
-    ([{"ended": 3.0}, {"ended": 4.0}], "mpirun did not end within 5 s after the last rank"),
+    (
+      [{"left": 3.0, "ended": 3.0}, {"left": 4.0}],
+      "rank 1 did not end within 5 s after the last rank",
+    ),
+    (
+      [{"ended": 3.0}, {"ended": 4.0}],
+      "mpirun did not end within 5 s after the last rank",
+    ),
     ([{"ended": 3.0}, {"ended": 7.0}], None),
     ([{}, {"stopped": 1.0}], None),
     ([{}, {"stopped": -1.0}], "rank 1 is stopped (SIGSTOP), for more than 10 s"),
@@ -186,7 +287,9 @@ def test_the_first_cause(lives, cause):
 )
 def test_ranks_that_end_before_others_or_do_not_end(lives, problem):
   lives = [watch.Life(rank, arrived=True, **facts) for rank, facts in enumerate(lives)]
-  found = watch.find_overdue(lives, 10.0, 10.0, start=5.0, grace=5.0, whole=math.inf, begun=0.0)
+  found = watch.find_overdue(
+    lives, 10.0, 10.0, start=5.0, grace=5.0, whole=math.inf, begun=0.0
+  )
   assert found is None if problem is None else str(found).startswith(problem)
 
 
@@ -194,12 +297,21 @@ def test_ranks_that_end_before_others_or_do_not_end(lives, problem):
   ("said", "lost"),
   [
     (GLOO, True),
-    ("jax.errors.JaxRuntimeError: UNAVAILABLE: failed to connect to all addresses", True),
+    (
+      "jax.errors.JaxRuntimeError: UNAVAILABLE: failed to connect to all addresses",
+      True,
+    ),
     ("XlaRuntimeError: INTERNAL: CoordinationServiceAgent is in error state", True),
-    ("ValueError: UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection", True),
+    (
+      "ValueError: UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection",
+      True,
+    ),
     ("Exception: MPI_ERR_PROC_FAILED: process failure", True),
     ("mpi4py.MPI.Exception: MPI_ERR_OTHER: known error not in list", True),
-    ("[node7:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,", True),
+    (
+      "[node7:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,",
+      True,
+    ),
     ("[node7:4711] PMIX ERROR: PMIX_ERR_UNREACH in file client.c", True),
     ("HTTPError: 503 Service Unavailable", False),
     ("HTTPError: 503 UNAVAILABLE", False),
@@ -209,12 +321,16 @@ def test_ranks_that_end_before_others_or_do_not_end(lives, problem):
     ("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory", False),
   ],
 )
-def test_only_exceptions_of_the_runtime_are_those_of_a_rank_that_has_lost_another(said, lost):
+def test_only_exceptions_of_the_runtime_are_those_of_a_rank_that_has_lost_another(
+  said, lost
+):
   assert watch.lost_another(said) == lost
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_rank_that_has_lost_another_prints_a_traceback_only_without_the_cause(tmp_path, known):
+def test_a_rank_that_has_lost_another_prints_a_traceback_only_without_the_cause(
+  tmp_path, known
+):
   if known:
     (tmp_path / "1").write_text('{"ended": 1.0, "status": -9}\n')
   kind, _, message = GLOO.partition(": ")
@@ -262,7 +378,14 @@ finally:
 @pytest.mark.parametrize(
   ("how", "code", "status", "printed", "said"),
   [
-    row("in main", "disk is full", 1, "disk is full\n", "SystemExit: disk is full", quick=True),
+    row(
+      "in main",
+      "disk is full",
+      1,
+      "disk is full\n",
+      "SystemExit: disk is full",
+      quick=True,
+    ),
     row("in main", 3, 3, "", "SystemExit: 3"),
     row("in main", True, 1, "", "SystemExit: True"),
     row("in main", 0, 99, "", ""),
@@ -270,10 +393,18 @@ finally:
     row("", 3, 99, "", ""),  # Python has looked up `sys.exit` before `main` joins
   ],
 )
-def test_sys_exit_with_a_status_ends_a_rank_at_once(tmp_path, how, code, status, printed, said):
+def test_sys_exit_with_a_status_ends_a_rank_at_once(
+  tmp_path, how, code, status, printed, said
+):
   """Unless it is caught, or in a thread or a child."""
-  done = as_rank(EXITS.replace("HOW", repr(how)).replace("STATUS", repr(code)), tmp_path, 0, 2)
-  assert (done.returncode, done.stderr, done.stdout) == (status, printed, "cleaned up\n")
+  done = as_rank(
+    EXITS.replace("HOW", repr(how)).replace("STATUS", repr(code)), tmp_path, 0, 2
+  )
+  assert (done.returncode, done.stderr, done.stdout) == (
+    status,
+    printed,
+    "cleaned up\n",
+  )
   life = watch.read_life(tmp_path, 0)
   assert life.said == said
   assert math.isinf(life.left) == bool(said)
@@ -286,7 +417,9 @@ GLOO_LINE = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of conn
 def test_lines_are_marked_with_their_rank(engine):
   """All lines of the program, and none of gloo's, wherever these begin."""
   own = ["first", "[Gloo] Rank 0 is connected to a printer", "50%", "second"]
-  printed = f"{own[0]}\n{GLOO_LINE}{own[1]}\n{own[2]}{GLOO_LINE}\n{own[3]}".replace("%", "%%")
+  printed = f"{own[0]}\n{GLOO_LINE}{own[1]}\n{own[2]}{GLOO_LINE}\n{own[3]}".replace(
+    "%", "%%"
+  )
   program = ["sh", "-c", f"{JOINED}echo out; printf '{printed}' >&2"]
   done = launched("--ranks=2", f"--engine={engine}", "--", *program)
   assert (done.returncode, done.stdout.split()) == (0, ["out"])
@@ -308,10 +441,15 @@ def test_long_lines_of_several_ranks_are_not_mixed():
 def test_lines_of_gloo_from_several_threads():
   """As two devices of a process write them at once, before a line of the program that looks alike."""
   mixed = "[Gloo] Rank [Gloo] Rank 1 is connected to 01 is connected to  peer ranks. 1Expected number of connected peer"
-  mixed += " ranks is :  peer ranks. 1Expected number of connected peer ranks is : \n1\n"
+  mixed += (
+    " ranks is :  peer ranks. 1Expected number of connected peer ranks is : \n1\n"
+  )
   late = f"{GLOO_LINE[:-2]}{GLOO_LINE[:-2]}11\n\n"
   end = " peer ranks. Expected number of connected peer ranks is : 1\n5\n"
-  for written, kept in ((f"a\n{mixed}7\n{GLOO_LINE}{late}{mixed}8\n\nb", "a\n7\n8\n\nb"), (end, "5\n")):
+  for written, kept in (
+    (f"a\n{mixed}7\n{GLOO_LINE}{late}{mixed}8\n\nb", "a\n7\n8\n\nb"),
+    (end, "5\n"),
+  ):
     assert "".join(guard.drop_gloo_lines(written.splitlines(keepends=True))) == kept
 
 
@@ -319,13 +457,25 @@ def test_lines_of_gloo_from_several_threads():
 @ENGINES
 def test_a_quiet_program_leaves_standard_error_empty(engine, monkeypatch):
   """Without warnings of Python about the launcher, and without gloo's lines."""
-  monkeypatch.setenv("MPI4JAX_NO_WARN_JAX_VERSION", "1")  # JAX for Python 3.12 may be newer than it knows
-  done = launched("--ranks=2", f"--engine={engine}", "--", sys.executable, str(RANKS), "quiet", engine, "none")
+  # JAX for Python 3.12 may be newer than it knows
+  monkeypatch.setenv("MPI4JAX_NO_WARN_JAX_VERSION", "1")
+  done = launched(
+    "--ranks=2",
+    f"--engine={engine}",
+    "--",
+    sys.executable,
+    str(RANKS),
+    "quiet",
+    engine,
+    "none",
+  )
   assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
 
 
 # Ignores what it can, starts a process in a session of its own, and writes down both.
-STUBBORN = "trap '' TERM INT HUP; setsid sleep 300 & echo $$ $! >> $PIDS; sleep 300; sleep 300"
+STUBBORN = (
+  "trap '' TERM INT HUP; setsid sleep 300 & echo $$ $! >> $PIDS; sleep 300; sleep 300"
+)
 
 
 @pytest.mark.parametrize(
@@ -341,9 +491,13 @@ def test_a_launcher_that_ends_leaves_nobody(tmp_path, signals, engine):
   files, noted = tmp_path / "files", tmp_path / "pids"
   files.mkdir()
   environment = os.environ | {"TMPDIR": str(files), "PIDS": str(noted)}
-  arguments = command("--ranks=2", f"--engine={engine}", "--restarts=9", "--", "sh", "-c", STUBBORN)
+  arguments = command(
+    "--ranks=2", f"--engine={engine}", "--restarts=9", "--", "sh", "-c", STUBBORN
+  )
   pipe = {"stderr": subprocess.PIPE, "text": True}
-  with subprocess.Popen(arguments, env=environment, start_new_session=True, **pipe) as launcher:
+  with subprocess.Popen(
+    arguments, env=environment, start_new_session=True, **pipe
+  ) as launcher:
     try:
       assert soon(lambda: noted.exists() and len(noted.read_text().split()) == 4)
       for number in [signal.Signals[f"SIG{name}"] for name in signals.split("-")]:
@@ -364,12 +518,20 @@ def test_a_launcher_that_ends_leaves_nobody(tmp_path, signals, engine):
   assert soon(lambda: not os.listdir(files))
 
 
-def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(tmp_path, monkeypatch):
+def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(
+  tmp_path, monkeypatch
+):
   """As where the system is not Linux: the child gets its grace, and what it leaves in its group is killed."""
-  noted, grace, folder = tmp_path / "pids", tmp_path / "grace", pathlib.Path(launch.__file__).parent
+  noted, grace, folder = (
+    tmp_path / "pids",
+    tmp_path / "grace",
+    pathlib.Path(launch.__file__).parent,
+  )
   program = f"import sys; sys.path.append({str(folder)!r}); import guard; guard.HAS_PROC = False; guard._main()"
   monkeypatch.setattr(
-    launch_start, "_guard", lambda kind, launcher: [sys.executable, "-c", program, str(launcher), kind]
+    launch_start,
+    "_guard",
+    lambda kind, launcher: [sys.executable, "-c", program, str(launcher), kind],
   )
   child = f"trap 'touch {grace}; exit' TERM; sleep 300 & echo $$ $! > {noted}; wait"
   with pytest.raises(launch.RunFailed, match="more than 3 s"):
@@ -385,8 +547,14 @@ def test_without_proc_a_guard_ends_its_child_and_the_launcher_the_group(tmp_path
     ({"ranks": 0}, "ranks=0, choose at least 1"),
     ({"engine": "smoke"}, "engine='smoke', choose 'processes' or 'mpi'"),
     ({"devices": 0}, "devices=0, choose at least 1"),
-    ({"devices": 2, "engine": "mpi"}, "devices=2, choose 1, a rank of MPI is one device"),
-    ({"min_ranks": 2}, "restarts=0, min_ranks=2: choose at least 0, and from 1 to ranks=1"),
+    (
+      {"devices": 2, "engine": "mpi"},
+      "devices=2, choose 1, a rank of MPI is one device",
+    ),
+    (
+      {"min_ranks": 2},
+      "restarts=0, min_ranks=2: choose at least 0, and from 1 to ranks=1",
+    ),
   ],
 )
 def test_bad_arguments(options, message):
@@ -418,7 +586,11 @@ def test_ranks_reach_their_coordinator_without_a_proxy(monkeypatch):
 
 def test_steps_are_counted_without_space_on_the_disk(monkeypatch, tmp_path):
   """A step must not fail where the folder of temporary files is full: a byte written would need a block of the disk."""
-  for name, value in ((guard.RECORDS, str(tmp_path)), (guard.RANK, "0"), (guard.RANKS, "1")):
+  for name, value in (
+    (guard.RECORDS, str(tmp_path)),
+    (guard.RANK, "0"),
+    (guard.RANKS, "1"),
+  ):
     monkeypatch.setenv(name, value)
   file = rank._open_steps.__wrapped__()
   monkeypatch.setattr(rank, "_open_steps", lambda: file)
@@ -432,7 +604,9 @@ def test_steps_are_counted_without_space_on_the_disk(monkeypatch, tmp_path):
 @pytest.mark.long
 def test_the_number_of_ranks_has_a_short_name():
   for option in (["-n", "2"], ["-n2"], ["--ranks=2"]):
-    done = launched(*option, "--no-prefix", "--", "sh", "-c", f"{JOINED}echo of $JAXSPARSE_RANKS")
+    done = launched(
+      *option, "--no-prefix", "--", "sh", "-c", f"{JOINED}echo of $JAXSPARSE_RANKS"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "of 2\n", "of 2\n")
 
 
@@ -452,7 +626,16 @@ echo attempt $JAXSPARSE_ATTEMPT of $JAXSPARSE_RANKS"""
 
 @ENGINES
 def test_the_ranks_that_are_left_start_again(engine):
-  arguments = ("--ranks=3", "--no-prefix", "--min_ranks=2", f"--engine={engine}", "--", "sh", "-c", DIES)
+  arguments = (
+    "--ranks=3",
+    "--no-prefix",
+    "--min_ranks=2",
+    f"--engine={engine}",
+    "--",
+    "sh",
+    "-c",
+    DIES,
+  )
   done = launched("--restarts=2", *arguments)
   assert (done.returncode, done.stdout) == (0, "attempt 1 of 2\n")
   told = "rank 1 was ended by SIGKILL; the other 2 of 3 ranks were ended; 2 of 3 start again, 1 restarts remain"

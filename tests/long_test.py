@@ -1,7 +1,8 @@
 """The laws on the path that users run: blocks so long that entries are selected among candidates.
 
-Short rows are sorted. Of blocks of more than 16,384 entries a sample gives a threshold, and the k largest are found
-among the candidates, the few entries that reach it; where these are too few or too many, among all entries.
+Short rows are sorted. Of blocks of more than 16,384 entries a sample gives a threshold,
+and the k largest are found among the candidates, the few entries that reach it; where
+these are too few or too many, among all entries.
 """
 
 import functools
@@ -13,7 +14,16 @@ import numpy as np
 
 from jaxsparse.select import exact
 from jaxsparse.train import simulation
-from tests.cases import CONSERVING, FEWER, REPLICATING, Case, bits, each_case, integers, normals
+from tests.cases import (
+  CONSERVING,
+  FEWER,
+  REPLICATING,
+  Case,
+  bits,
+  each_case,
+  integers,
+  normals,
+)
 from tests.conformance_test import FLUSHED, mass, residuals_of
 
 N, DENSITY = 36_000, 0.3  # blocks of 18,000, and messages of more than 4,096 values
@@ -24,9 +34,15 @@ BY_CANDIDATES = ("gaussiank", "gtopk", "micro", "oktopk", "spardl", "topka", "to
 # Each pair of a selector, a wire and a number of teams; chunked refuses teams.
 COMBINED = [
   Case("spardl", (("selector", selector), ("wire", wire), ("teams", teams)))
-  for selector, wires in (("exact", ("f32", "bf16", "int8")), ("reuse", ("bf16", "int8", "f32")))
+  for selector, wires in (
+    ("exact", ("f32", "bf16", "int8")),
+    ("reuse", ("bf16", "int8", "f32")),
+  )
   for teams, wire in enumerate(wires, 1)
-] + [Case("spardl", (("selector", "chunked"), ("wire", wire), ("teams", 1))) for wire in ("f32", "bf16", "int8")]
+] + [
+  Case("spardl", (("selector", "chunked"), ("wire", wire), ("teams", 1)))
+  for wire in ("f32", "bf16", "int8")
+]
 
 
 def workers_of(case):
@@ -85,9 +101,13 @@ def check_laws(case, grads, found):
       after = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
       scale = np.maximum(np.abs(grads, dtype=np.float64).sum(0), np.abs(before))
       scale = scale if case.exact else np.max(scale)
-      np.testing.assert_array_less(np.abs(after - before), 4 * workers * (case.rounding * scale + FLUSHED))
+      np.testing.assert_array_less(
+        np.abs(after - before), 4 * workers * (case.rounding * scale + FLUSHED)
+      )
     if case in REPLICATING or case in COMBINED:
-      np.testing.assert_array_equal(bits(totals), bits(np.broadcast_to(totals[0], totals.shape)))
+      np.testing.assert_array_equal(
+        bits(totals), bits(np.broadcast_to(totals[0], totals.shape))
+      )
     assert not np.any(state.counters.skipped)
     before = mass(grads, state)
 
@@ -98,7 +118,10 @@ def check_not_a_number(collective, program, workers):
   _, state = program(jnp.asarray(clean), simulation.initial(collective, workers, N))
   ends = itertools.product((0, workers - 1), (0, N // 2 + 7, N - 1))
   infinities = [((0, N - 1), np.inf), ((workers - 1, 0), -np.inf)]
-  for (worker, index), poison in [*((end, np.nan) for end in [*ends, (0, slice(None))]), *infinities]:
+  for (worker, index), poison in [
+    *((end, np.nan) for end in [*ends, (0, slice(None))]),
+    *infinities,
+  ]:
     bad = clean.copy()
     bad[worker, index] = poison
     totals, after = program(jnp.asarray(bad), state)
@@ -108,12 +131,16 @@ def check_not_a_number(collective, program, workers):
     assert np.isfinite(residuals_of(after, workers, N)).all()
 
 
-# Every way to find candidates, and who bounds a total before it is there; other wires meet short gradients.
+# Every way to find candidates, and who bounds a total before it is there; other wires
+# meet short gradients.
 @each_case([*FEWER, *COMBINED], ["spardl-selector=chunked"])
 def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
   """All in one test, since they share a compiled program."""
   workers, collective = workers_of(case), case.make(density=DENSITY)
-  program, grads = program_of(collective), {name: x.astype(np.float32) for name, x in inputs(workers).items()}
+  program, grads = (
+    program_of(collective),
+    {name: x.astype(np.float32) for name, x in inputs(workers).items()},
+  )
   with subtests.test("not a number anywhere skips the step everywhere"):
     check_not_a_number(collective, program, workers)
   found = {name: two_steps(program, collective, x) for name, x in grads.items()}
@@ -123,13 +150,21 @@ def test_the_laws_of_long_gradients(case, monkeypatch, subtests):
 
   start = simulation.initial(collective, workers, N)
   text = program.lower(grads["normal"], start).as_text()
-  monkeypatch.setattr(exact, "SHORT", 1 << 30)  # rows of any length are sorted, and no block has candidates
+  # rows of any length are sorted, and no block has candidates
+  monkeypatch.setattr(exact, "SHORT", 1 << 30)
   plain = program_of(collective)
   same = plain.lower(grads["normal"], start).as_text() == text
   with subtests.test("whether it selects among candidates here"):
     assert same == (case.name not in BY_CANDIDATES or "chunked" in str(case))
-  # Noise of int8 belongs to the slots of a message, whose order is another one where there are candidates. And where a
-  # worker of MiCRO has too few entries, others deliver theirs at whichever zeros it selects.
-  for name, x in {} if same or "int8" in str(case) or case.name == "micro" else grads.items():
+  # Noise of int8 belongs to the slots of a message, whose order is another one where
+  # there are candidates. And where a worker of MiCRO has too few entries, others
+  # deliver theirs at whichever zeros it selects.
+  for name, x in (
+    {} if same or "int8" in str(case) or case.name == "micro" else grads.items()
+  ):
     with subtests.test("the bits of the plain path", input=name):
-      jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), found[name], two_steps(plain, collective, x))
+      jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b),
+        found[name],
+        two_steps(plain, collective, x),
+      )

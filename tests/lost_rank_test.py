@@ -12,7 +12,8 @@ from tests.docs_test import snippets
 from tests.launch_test import launched, soon
 
 TRAIN = ("--", sys.executable, "train.py")
-# Kills rank 1 of the given attempt at a call of a function: before it, or when it returns.
+# Kills rank 1 of the given attempt at a call of a function: before it, or when it
+# returns.
 KILL = """
 import os, signal
 
@@ -55,17 +56,22 @@ def test_a_rank_that_is_killed(tmp_path, phase):
   (program,) = snippets("docs/how_to/checkpoints.md")
   (tmp_path / "train.py").write_text("\n".join([KILL, *PHASES[phase], program]))
   options = ("--ranks=3", "--restarts=2", "--start_timeout=60", "--limit=280")
-  done = launched(*options, *TRAIN, cwd=tmp_path, env=os.environ | {"TMPDIR": str(files)})
+  done = launched(
+    *options, *TRAIN, cwd=tmp_path, env=os.environ | {"TMPDIR": str(files)}
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   lost = len(PHASES[phase])
   assert done.stderr.count("rank 1 was ended by SIGKILL; ") == lost
   assert done.stdout.startswith(f"{3 - lost} workers, attempt {lost}: accuracy ")
   assert float(done.stdout.split()[-1]) > 0.88
   assert sorted(os.listdir(tmp_path / "checkpoints"), key=int)[-1] == "400"
-  assert soon(lambda: not [name for name in os.listdir(files) if name.startswith("jaxsparse-")])
+  assert soon(
+    lambda: not [name for name in os.listdir(files) if name.startswith("jaxsparse-")]
+  )
 
 
-# What ranks of MPI and the simulator run: gradients of each worker's own, which no parameter changes.
+# What ranks of MPI and the simulator run: gradients of each worker's own, which no
+# parameter changes.
 WALK = """
 import jax.numpy as jnp, numpy as np, optax
 import jaxsparse as js
@@ -77,7 +83,8 @@ def walk_of(where):
 batch_of = lambda step, worker: np.random.default_rng([step, worker]).normal(size=(1, 40)).astype(np.float32)
 params = {"w": jnp.zeros(40)}
 """
-# Each rank has its own state, and rank 0 keeps those of all; rank 1 is killed in the first attempt.
+# Each rank has its own state, and rank 0 keeps those of all; rank 1 is killed in the
+# first attempt.
 MPI = """
 import os, pickle, signal
 import jax
@@ -113,7 +120,9 @@ if world.rank == 0:
 @pytest.mark.long
 def test_a_rank_of_mpi_that_is_killed(tmp_path):
   (tmp_path / "train.py").write_text(WALK + MPI)
-  done = launched("--ranks=3", "--engine=mpi", "--restarts=1", "--limit=200", *TRAIN, cwd=tmp_path)
+  done = launched(
+    "--ranks=3", "--engine=mpi", "--restarts=1", "--limit=200", *TRAIN, cwd=tmp_path
+  )
   assert done.returncode == 0, done.stderr[-3000:]
   assert "rank 1 was ended by SIGKILL; " in done.stderr
   assert done.stdout == "2 ranks, attempt 1, from 10\n"
@@ -125,6 +134,13 @@ def test_a_rank_of_mpi_that_is_killed(tmp_path):
     tx, step = walk["walk_of"](comm)
     state = js.resize(state, params, comm) if state else js.init(tx, params, comm)
     for number in steps:
-      batch = np.concatenate([walk["batch_of"](number, worker) for worker in range(workers)])
+      batch = np.concatenate(
+        [walk["batch_of"](number, worker) for worker in range(workers)]
+      )
       params, state, _ = step(params, state, batch)
-  np.testing.assert_allclose(pickle.loads((tmp_path / "saved").read_bytes())[1]["w"], params["w"], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(
+    pickle.loads((tmp_path / "saved").read_bytes())[1]["w"],
+    params["w"],
+    rtol=1e-5,
+    atol=1e-6,
+  )

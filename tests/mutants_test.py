@@ -16,4 +16,6 @@ def test_each_defect_can_be_made_and_names_tests_that_exist(subtests):
         path, _, function = test.partition("::")
         assert (ROOT / path).exists()
         name = function.partition("[")[0]
-        assert not name or re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE)
+        assert not name or re.search(
+          rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE
+        )

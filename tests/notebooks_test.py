@@ -10,7 +10,9 @@ from tests import notebooks
 from tests.structure_test import imported
 
 EACH = pytest.mark.parametrize("path", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
-MACHINE = re.compile(r"/(home|root|tmp|usr|work|opt|Users|content)/|site-packages|Warning|Traceback")
+MACHINE = re.compile(
+  r"/(home|root|tmp|usr|work|opt|Users|content)/|site-packages|Warning|Traceback"
+)
 
 
 def outputs(notebook):
@@ -18,7 +20,9 @@ def outputs(notebook):
 
 
 def figures(notebook):
-  return [output for output in outputs(notebook) if "image/png" in output.get("data", {})]
+  return [
+    output for output in outputs(notebook) if "image/png" in output.get("data", {})
+  ]
 
 
 @EACH
@@ -26,13 +30,19 @@ def test_notebooks_are_short_and_stand_alone(path):
   notebook = nbformat.read(path, as_version=4)
   first, install, *_ = notebook.cells
   assert len(notebook.cells) <= 12
-  assert f"colab.research.google.com/github/jaxsparse/jaxsparse/blob/main/colabs/{path.name}" in first.source
+  assert (
+    f"colab.research.google.com/github/jaxsparse/jaxsparse/blob/main/colabs/{path.name}"
+    in first.source
+  )
   assert "git+https://github.com/jaxsparse/jaxsparse" in install.source
   code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
   assert all(len(source.splitlines()) <= 25 for source in code)
-  plain = "\n".join(re.sub(r"^( *)%.*", r"\1pass", source, flags=re.MULTILINE) for source in code)
+  plain = "\n".join(
+    re.sub(r"^( *)%.*", r"\1pass", source, flags=re.MULTILINE) for source in code
+  )
   names = {name.split(".")[0] for name in imported(ast.parse(plain))}
-  assert names.isdisjoint({"benchmarks", "docs", "tests"})  # of the repository, which are not installed
+  # of the repository, which are not installed
+  assert names.isdisjoint({"benchmarks", "docs", "tests"})
 
 
 @EACH
@@ -44,7 +54,10 @@ def test_outputs_are_saved_and_name_no_machine(path):
   counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
   assert counts == [*range(1, len(counts) + 1)]  # from top to bottom, in a fresh kernel
   assert all("execution" not in cell.metadata for cell in notebook.cells)
-  assert all(output.output_type != "error" and output.get("name") != "stderr" for output in outputs(notebook))
+  assert all(
+    output.output_type != "error" and output.get("name") != "stderr"
+    for output in outputs(notebook)
+  )
   for figure in figures(notebook):
     figure.data.pop("image/png")
   assert not MACHINE.search(nbformat.writes(notebook))

@@ -28,7 +28,9 @@ def draw(rows: int, workers: int, ids: int, exponent: float) -> np.ndarray:
   """
   weights = np.arange(1.0, rows + 1) ** -exponent
   shares = np.cumsum(weights) / weights.sum()
-  return np.searchsorted(shares, np.random.default_rng(0).random((_STEPS, workers, ids))).astype(np.int32)
+  return np.searchsorted(
+    shares, np.random.default_rng(0).random((_STEPS, workers, ids))
+  ).astype(np.int32)
 
 
 def describe(ids: np.ndarray) -> str:
@@ -44,7 +46,14 @@ def gradients(engine: Engine, n: int, ids: np.ndarray) -> Callable[[int], jax.Ar
   def make(ids: jax.Array, step: jax.Array) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(step), engine.comm.rank)
     own = ids[step % _STEPS, engine.comm.rank]
-    return jnp.zeros((n // WIDTH, WIDTH)).at[own].add(jax.random.normal(key, (own.size, WIDTH))).reshape(-1)
+    return (
+      jnp.zeros((n // WIDTH, WIDTH))
+      .at[own]
+      .add(jax.random.normal(key, (own.size, WIDTH)))
+      .reshape(-1)
+    )
 
-  program = engine.jit(make, (PartitionSpec(), PartitionSpec()), PartitionSpec(engine.axis))
+  program = engine.jit(
+    make, (PartitionSpec(), PartitionSpec()), PartitionSpec(engine.axis)
+  )
   return lambda step: program(ids, np.int32(step))

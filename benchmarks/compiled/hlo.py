@@ -1,8 +1,9 @@
 """What an optimized program does, read from the text of its scheduled HLO: kernels, bytes, sorts, exchanges.
 
-A kernel is an instruction that the device runs by itself: a fusion, a sort, a copy, a custom call. The bytes of one are
-those of its operands and results; of an operand of which it reads or replaces entries (gather, slice, scatter in place)
-those of these entries.
+A kernel is an instruction that the device runs by itself: a fusion, a sort, a copy, a
+custom call. The bytes of one are those of its operands and results; of an operand of
+which it reads or replaces entries (gather, slice, scatter in place) those of these
+entries.
 """
 
 import re
@@ -11,14 +12,37 @@ from typing import Any, NamedTuple
 
 from jaxsparse.costs.audit import called_by, computations_of, trip_count
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}  # of others the number in the name
+# of others the number in the name
+_BITS = {
+  "pred": 8,
+  "token": 0,
+  "opaque": 0,
+  "bf16": 16,
+  "c64": 64,
+  "c128": 128,
+}
 _NO_KERNEL = {
-  *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"),
+  *(
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "partition-id",
+    "replica-id",
+    "after-all",
+  ),
   *("opt-barrier", "add-dependency", "domain", "while", "conditional", "call"),
 }
-_COLLECTIVE = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|send|recv)\b")
+_COLLECTIVE = re.compile(
+  r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|send|recv)\b"
+)
 _READS_SOME = {"gather", "dynamic-slice", "slice"}
-_WRITES_SOME = {"scatter": 2, "dynamic-update-slice": 1}  # the operand that has the new entries
+# the operand that has the new entries
+_WRITES_SOME = {
+  "scatter": 2,
+  "dynamic-update-slice": 1,
+}
 _RENAMES = {"bitcast", "get-tuple-element", "reshape"}
 _READS_ALL = {
   "reduce",
@@ -67,10 +91,14 @@ class Summary(NamedTuple):
   kernels: int  # outside of branches and loops
   in_branches: int  # of conditionals, of all branches together
   in_loops: int  # of bodies of loops
-  bytes: int  # moved by kernels; of a conditional by the branch that moves fewest, of a loop by all known rounds
+  # moved by kernels; of a conditional by the branch that moves fewest, of a loop by all
+  # known rounds
+  bytes: int
   sorts: int
   copies: int  # of at least `large` bytes
-  synchronizations: int  # conditionals, and loops of unknown length: the host waits for a value
+  synchronizations: (
+    int  # conditionals, and loops of unknown length: the host waits for a value
+  )
   exchanges: list[Exchange]
 
 
@@ -95,7 +123,9 @@ class _Program:
     places = [place for place, one in everywhere if _is_kernel(one)]
     kinds = [(self._kind(one), one.bytes) for _, one in everywhere]
     waits = [
-      one.opcode == "conditional" or (one.opcode == "while" and not trip_count(one.attributes)) for _, one in everywhere
+      one.opcode == "conditional"
+      or (one.opcode == "while" and not trip_count(one.attributes))
+      for _, one in everywhere
     ]
     return Summary(
       kernels=places.count("once"),
@@ -108,22 +138,32 @@ class _Program:
       exchanges=list(self._exchanges()),
     )
 
-  def _everywhere(self, computation: Computation, place: str) -> Iterator[tuple[str, Instruction]]:
+  def _everywhere(
+    self, computation: Computation, place: str
+  ) -> Iterator[tuple[str, Instruction]]:
     """(where it runs, instruction) of a computation and of all computations that it runs."""
     for one in computation.values():
       yield place, one
-      inside = {"while": "loop", "conditional": "branch" if place == "once" else place, "call": place}.get(one.opcode)
+      inside = {
+        "while": "loop",
+        "conditional": "branch" if place == "once" else place,
+        "call": place,
+      }.get(one.opcode)
       for called in one.called if inside else ():
         yield from self._everywhere(self.computations[called], inside or place)
 
   def _kind(self, one: Instruction) -> str:
     """The opcode of an instruction; of a fusion that of its result."""
-    body = self.computations[one.called[0]].values() if one.opcode == "fusion" else [one]
+    body = (
+      self.computations[one.called[0]].values() if one.opcode == "fusion" else [one]
+    )
     return next((inner.opcode for inner in body if inner.is_root), one.opcode)
 
   def _bytes_of(self, computation: Computation) -> int:
     total = 0
-    inside = lambda one: [self._bytes_of(self.computations[name]) for name in one.called]
+    inside = lambda one: [
+      self._bytes_of(self.computations[name]) for name in one.called
+    ]
     for one in computation.values():
       if one.opcode == "conditional":
         total += min(inside(one))
@@ -137,7 +177,9 @@ class _Program:
     """The bytes that a kernel reads and writes."""
     if one.opcode == "fusion":
       body, known = self.computations[one.called[0]], dict[str, int]()
-      return sum(_used(x, body, known) for x in body.values() if x.opcode == "parameter") + _written_by(body)
+      return sum(
+        _used(x, body, known) for x in body.values() if x.opcode == "parameter"
+      ) + _written_by(body)
     sizes = [around[name].bytes for name in one.operands]
     if one.opcode in _READS_SOME:
       return 2 * one.bytes + sum(sizes[1:])
@@ -157,13 +199,22 @@ class _Program:
       elif one.opcode.endswith("-done"):
         start = self.entry[one.operands[0]]
         is_asynchronous = '"is_sync":true' not in start.attributes
-        yield Exchange(one.opcode.removesuffix("-done"), one.bytes, is_asynchronous, moved - starts[start.name])
+        yield Exchange(
+          one.opcode.removesuffix("-done"),
+          one.bytes,
+          is_asynchronous,
+          moved - starts[start.name],
+        )
       else:
         yield Exchange(one.opcode, one.bytes, False, 0)
 
 
 def _is_kernel(one: Instruction) -> bool:
-  return not (one.opcode in _NO_KERNEL or _COLLECTIVE.match(one.opcode) or one.opcode.endswith("-done"))
+  return not (
+    one.opcode in _NO_KERNEL
+    or _COLLECTIVE.match(one.opcode)
+    or one.opcode.endswith("-done")
+  )
 
 
 def _used(one: Instruction, body: Computation, known: dict[str, int]) -> int:
@@ -172,15 +223,27 @@ def _used(one: Instruction, body: Computation, known: dict[str, int]) -> int:
     used = one.bytes if one.is_root else 0
     for user in body.values():
       places = [place for place, name in enumerate(user.operands) if name == one.name]
-      used += max((_used_by(user, place, one, body, known) for place in places), default=0)
+      used += max(
+        (_used_by(user, place, one, body, known) for place in places), default=0
+      )
     known[one.name] = min(used, one.bytes)
   return known[one.name]
 
 
-def _used_by(user: Instruction, place: int, one: Instruction, body: Computation, known: dict[str, int]) -> int:
+def _used_by(
+  user: Instruction,
+  place: int,
+  one: Instruction,
+  body: Computation,
+  known: dict[str, int],
+) -> int:
   if user.opcode in _READS_SOME and place == 0:
     return user.bytes
-  if user.opcode in _WRITES_SOME and place == 0 and one.opcode in {*_RENAMES, "parameter"}:
+  if (
+    user.opcode in _WRITES_SOME
+    and place == 0
+    and one.opcode in {*_RENAMES, "parameter"}
+  ):
     return 0  # in place
   if user.opcode in _READS_ALL or not user.bytes:
     return one.bytes
@@ -191,10 +254,17 @@ def _written_by(body: Computation) -> int:
   """The bytes that a fusion writes."""
   root = next(one for one in body.values() if one.is_root)
   written = 0
-  for result in [body[name] for name in root.operands] if root.opcode == "tuple" else [root]:
+  for result in (
+    [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
+  ):
     one = _renamed(result, body)
-    in_place = one.opcode in _WRITES_SOME and _renamed(body[one.operands[0]], body).opcode == "parameter"
-    written += body[one.operands[_WRITES_SOME[one.opcode]]].bytes if in_place else one.bytes
+    in_place = (
+      one.opcode in _WRITES_SOME
+      and _renamed(body[one.operands[0]], body).opcode == "parameter"
+    )
+    written += (
+      body[one.operands[_WRITES_SOME[one.opcode]]].bytes if in_place else one.bytes
+    )
   return written
 
 
@@ -210,7 +280,12 @@ def _parse(line: str) -> Instruction:
   operands, attributes = _split(f"({rest}")
   name = head.removeprefix("ROOT ").lstrip("%")
   return Instruction(
-    name, _bytes(shape), opcode, re.findall(r"%([\w.-]+)", operands), attributes, head.startswith("ROOT ")
+    name,
+    _bytes(shape),
+    opcode,
+    re.findall(r"%([\w.-]+)", operands),
+    attributes,
+    head.startswith("ROOT "),
   )
 
 
@@ -245,4 +320,10 @@ def memory_of(compiled: Any) -> Memory:
   """What the compiler says of a compiled program."""
   found = compiled.memory_analysis()
   temp = found.temp_size_in_bytes
-  return Memory(temp, found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + temp)
+  return Memory(
+    temp,
+    found.argument_size_in_bytes
+    + found.output_size_in_bytes
+    - found.alias_size_in_bytes
+    + temp,
+  )

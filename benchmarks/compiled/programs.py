@@ -32,17 +32,28 @@ def traced(spec: specs.Spec, devices: list[Any], n: int) -> jax.stages.Traced:
   """The update of a collective on a gradient of n entries, each device a worker; it is donated, and so is the state."""
   mesh = Mesh(np.array(devices), (AXIS,))
   tx = js.make_transform(spec.name, AXIS, **spec.config)
-  params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in _shapes(spec, n).items()}
+  params = {
+    name: jax.ShapeDtypeStruct(shape, jnp.float32)
+    for name, shape in _shapes(spec, n).items()
+  }
   state = js.abstract_state(tx, params, mesh, axis=AXIS)
   own, rows = js.specs(state, axis=AXIS), PartitionSpec(AXIS)
   split = NamedSharding(mesh, rows)
-  each = lambda x: jax.ShapeDtypeStruct((len(devices) * x.shape[0], *x.shape[1:]), x.dtype, sharding=split)
-  program = jax.shard_map(tx.update, mesh=mesh, in_specs=(rows, own), out_specs=(rows, own))
-  return jax.jit(program, donate_argnums=(0, 1)).trace(jax.tree.map(each, params), state)
+  each = lambda x: jax.ShapeDtypeStruct(
+    (len(devices) * x.shape[0], *x.shape[1:]), x.dtype, sharding=split
+  )
+  program = jax.shard_map(
+    tx.update, mesh=mesh, in_specs=(rows, own), out_specs=(rows, own)
+  )
+  return jax.jit(program, donate_argnums=(0, 1)).trace(
+    jax.tree.map(each, params), state
+  )
 
 
 METHODS: dict[str, Callable[[js.overlap.Plan], optax.GradientTransformation]] = {
-  "dense": lambda plan: optax.chain(js.bucketed_transform("dense", "hosts", plan=plan), optax.adam(3e-4)),
+  "dense": lambda plan: optax.chain(
+    js.bucketed_transform("dense", "hosts", plan=plan), optax.adam(3e-4)
+  ),
   "spardl": lambda plan: optax.chain(
     js.bucketed_transform("spardl", "hosts", plan=plan, density=0.01), optax.adam(3e-4)
   ),
@@ -56,7 +67,9 @@ METHODS: dict[str, Callable[[js.overlap.Plan], optax.GradientTransformation]] = 
 """The way between hosts: dense, and the two that docs/start.md recommends."""
 
 
-def step(method: str, devices: list[Any], hosts: int, sequences: int = 8) -> jax.stages.Lowered:
+def step(
+  method: str, devices: list[Any], hosts: int, sequences: int = 8
+) -> jax.stages.Lowered:
   """The training step of a transformer, with bfloat16 products: each host a worker, whose devices share the parameters.
 
   Args:
@@ -67,12 +80,18 @@ def step(method: str, devices: list[Any], hosts: int, sequences: int = 8) -> jax
   """
   mesh = Mesh(np.array(devices).reshape(hosts, -1), ("hosts", "devices"))
   lies = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
-  along_last = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies(*[None] * (x.ndim - 1), "devices"))
+  along_last = lambda x: jax.ShapeDtypeStruct(
+    x.shape, x.dtype, sharding=lies(*[None] * (x.ndim - 1), "devices")
+  )
   params = jax.tree.map(along_last, jax.eval_shape(MODEL.parameters))
   rows = len(devices) * sequences
-  tokens = jax.ShapeDtypeStruct((rows, MODEL.length + 1), jnp.int32, sharding=lies(("hosts", "devices")))
+  tokens = jax.ShapeDtypeStruct(
+    (rows, MODEL.length + 1), jnp.int32, sharding=lies(("hosts", "devices"))
+  )
   sizes = [4 * x.size for x in jax.tree.leaves(params)]
-  plan = js.overlap.plan("optimal", [1e-3] * len(sizes), sizes, alpha=1e-4, beta=1e-10, gamma=1.5)
+  plan = js.overlap.plan(
+    "optimal", [1e-3] * len(sizes), sizes, alpha=1e-4, beta=1e-10, gamma=1.5
+  )
   tx = METHODS[method](plan)
   state = js.abstract_state(tx, params, mesh, axis="hosts")
   # Weights travel inside a host, and no activations.

@@ -41,22 +41,52 @@ class Row(NamedTuple):
 
 
 HEADS = (
-  *("program", "compile s", "kernels", "in branches", "in loops", "arrays", "temp", "peak"),
+  *(
+    "program",
+    "compile s",
+    "kernels",
+    "in branches",
+    "in loops",
+    "arrays",
+    "temp",
+    "peak",
+  ),
   *("sorts", "copies", "waits", "exchanges", "async", "covered"),
 )
 
 
-_SECONDS, _TEMP, _STEP_SECONDS, _MORE_MEMORY = {"cuda": 10, "tpu": 60}, {"cuda": 1.4, "tpu": 2.0}, 120, 4.4
-_KERNELS_AND_ARRAYS = {"spardl": (70, 12), "spardl:selector=chunked": (40, 8), "onebit": (25, 6)}
+_SECONDS, _TEMP, _STEP_SECONDS, _MORE_MEMORY = (
+  {"cuda": 10, "tpu": 60},
+  {"cuda": 1.4, "tpu": 2.0},
+  120,
+  4.4,
+)
+_KERNELS_AND_ARRAYS = {
+  "spardl": (70, 12),
+  "spardl:selector=chunked": (40, 8),
+  "onebit": (25, 6),
+}
 
 
-def goals(platform: str, updates: Sequence[Row], steps: Sequence[Row]) -> list[report.Goal]:
+def goals(
+  platform: str, updates: Sequence[Row], steps: Sequence[Row]
+) -> list[report.Goal]:
   """The goals of the rows that were compiled."""
   found = list[report.Goal]()
-  most = lambda what, value, limit: found.append(report.goal(f"{what} ≤ {limit}", value, most=limit))
+  most = lambda what, value, limit: found.append(
+    report.goal(f"{what} ≤ {limit}", value, most=limit)
+  )
   if updates:
-    most("compile seconds of an update", max(row.seconds for row in updates), _SECONDS[platform])
-    most("temporary bytes a parameter of an update", max(row.temp for row in updates), _TEMP[platform])
+    most(
+      "compile seconds of an update",
+      max(row.seconds for row in updates),
+      _SECONDS[platform],
+    )
+    most(
+      "temporary bytes a parameter of an update",
+      max(row.temp for row in updates),
+      _TEMP[platform],
+    )
   for row in updates if platform == "cuda" else ():
     if limits := _KERNELS_AND_ARRAYS.get(row.program):
       most(f"{row.program}: kernels", row.kernels, limits[0])
@@ -65,6 +95,14 @@ def goals(platform: str, updates: Sequence[Row], steps: Sequence[Row]) -> list[r
   for row in steps:
     most(f"step, {row.program}: compile seconds", row.seconds, _STEP_SECONDS)
     if row.exchanges and dense:
-      most(f"step, {row.program}: bytes a parameter above dense", row.peak - dense, _MORE_MEMORY)
-      most(f"step, {row.program}: synchronous exchanges", sum(not one.is_asynchronous for one in row.exchanges), 0)
+      most(
+        f"step, {row.program}: bytes a parameter above dense",
+        row.peak - dense,
+        _MORE_MEMORY,
+      )
+      most(
+        f"step, {row.program}: synchronous exchanges",
+        sum(not one.is_asynchronous for one in row.exchanges),
+        0,
+      )
   return found

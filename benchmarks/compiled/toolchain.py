@@ -23,7 +23,8 @@ def prepare() -> None:
   if spec and spec.submodule_search_locations:
     toolkit = spec.submodule_search_locations[0]
     os.environ["PATH"] = f"{toolkit}/bin:{os.environ['PATH']}"  # of ptxas
-    flags = f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0"  # kernels are tuned on a device only
+    # kernels are tuned on a device only
+    flags = f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0"
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
 
 
@@ -33,9 +34,14 @@ def devices(platform: str, topology: str) -> list[Any]:
   Raises:
     RuntimeError: where JAX's compiler for the platform is not installed.
   """
-  options = {"cuda": {"target_config": _H100.read_text(), "topology": topology}, "tpu": {"topology_name": topology}}
+  options = {
+    "cuda": {"target_config": _H100.read_text(), "topology": topology},
+    "tpu": {"topology_name": topology},
+  }
   try:
-    return list(topologies.get_topology_desc(platform=platform, **options[platform]).devices)
+    return list(
+      topologies.get_topology_desc(platform=platform, **options[platform]).devices
+    )
   except (NotImplementedError, RuntimeError, ValueError) as error:
     raise RuntimeError(
       f"no devices {topology} of {platform} to compile for, run `make accelerators`: {error}"

@@ -1,6 +1,7 @@
 r"""What this machine's accelerator computes and how fast: small enough for a machine that is lent for minutes.
 
-Runs on the first of `jax.devices()`, ends by itself, and keeps each row of device_NAME.json as soon as it is measured:
+Runs on the first of `jax.devices()`, ends by itself, and keeps each row of
+device_NAME.json as soon as it is measured:
 
   right     three updates of each collective, simulated, beside those of this machine's CPU; top-k beside a stable sort
   speed     one update of one worker without its messages, beside a read, a copy and top-k of as many entries
@@ -8,15 +9,16 @@ Runs on the first of `jax.devices()`, ends by itself, and keeps each row of devi
   worth     a profile for `js.costs.advise`, profile_NAME.json, and the advice for two hosts of eight such devices
   launches  kernels of each update, by the profiler
 
-A row that fails has the error, one whose turn comes too late says so, and the run goes on. The exit status is 1 where a
-row failed or a result is wrong. After an interruption, --parts measures what is missing and keeps the other rows. The
-part `worth` only reads rows: it also runs on another machine, with --name and the folder of the file.
+A row that fails has the error, one whose turn comes too late says so, and the run goes
+on. The exit status is 1 where a row failed or a result is wrong. After an interruption,
+--parts measures what is missing and keeps the other rows. The part `worth` only reads
+rows: it also runs on another machine, with --name and the folder of the file.
 
 Examples:
-  python -m benchmarks.device --report_dir=benchmarks/results
-  python -m benchmarks.device --report_dir=benchmarks/results --parts=step,launches --seconds=200
-  python -m benchmarks.device --report_dir=benchmarks/results --parts=worth --name=nvidia_h100_80gb_hbm3
-  python -m benchmarks.device --small
+  python -m benchmarks.device --report_dir=benchmarks/results python -m
+  benchmarks.device --report_dir=benchmarks/results --parts=step,launches --seconds=200
+  python -m benchmarks.device --report_dir=benchmarks/results --parts=worth
+  --name=nvidia_h100_80gb_hbm3 python -m benchmarks.device --small
 """
 
 import faulthandler
@@ -38,13 +40,24 @@ from benchmarks.device.setting import SMALL, WHOLE, Setting
 PARTS = (right.PART, speed.PART, step.PART, worth.PART, speed.LAUNCHES)
 
 _SMALL = flags.DEFINE_bool("small", False, "Few and small programs: a minute on a CPU.")
-_PARTS = flags.DEFINE_list("parts", list(PARTS), f"Parts to measure: {', '.join(PARTS)}.")
-_ALGORITHMS = flags.DEFINE_multi_string("algorithms", None, f"{specs.HELP} By default all, or two with --small.")
-_N = flags.DEFINE_multi_integer(
-  "n", None, "Entries of the gradients whose updates are timed, and of which the top-k are selected.", lower_bound=1
+_PARTS = flags.DEFINE_list(
+  "parts", list(PARTS), f"Parts to measure: {', '.join(PARTS)}."
 )
-_SECONDS = flags.DEFINE_float("seconds", 480, "After which the run ends, with whatever it has.", lower_bound=1)
-_NAME = flags.DEFINE_string("name", None, "Of the device, in the names of files; by default as JAX calls it.")
+_ALGORITHMS = flags.DEFINE_multi_string(
+  "algorithms", None, f"{specs.HELP} By default all, or two with --small."
+)
+_N = flags.DEFINE_multi_integer(
+  "n",
+  None,
+  "Entries of the gradients whose updates are timed, and of which the top-k are selected.",
+  lower_bound=1,
+)
+_SECONDS = flags.DEFINE_float(
+  "seconds", 480, "After which the run ends, with whatever it has.", lower_bound=1
+)
+_NAME = flags.DEFINE_string(
+  "name", None, "Of the device, in the names of files; by default as JAX calls it."
+)
 _REPORT_DIR = entry.define_report_dir("device_NAME.json and profile_NAME.json")
 
 entry.require_choices(_PARTS, PARTS, empty=False)
@@ -56,14 +69,16 @@ def _setting() -> Setting:
     setting = setting._replace(algorithms=tuple(specs.labels_of(_ALGORITHMS.value)))
   if _N.value:
     setting = setting._replace(sizes=tuple(sorted(set(_N.value))))
-  setting.parse_algorithms()  # refuses what is no collective before anything is measured
+  # refuses what is no collective before anything is measured
+  setting.parse_algorithms()
   return setting
 
 
 def _measure(run: Run, setting: Setting, profile: pathlib.Path) -> None:
   """Measures the parts; larger updates after the step, whose memory would not be the largest so far otherwise.
 
-  Each part has a share of the time that is left when it begins, so that later ones have a turn in any case.
+  Each part has a share of the time that is left when it begins, so that later ones have
+  a turn in any case.
   """
   smallest, *larger = setting.sizes
   measures = [
@@ -82,9 +97,15 @@ def _measure(run: Run, setting: Setting, profile: pathlib.Path) -> None:
 def _report(run: Run, console: rich.console.Console, name: str) -> list[report.Goal]:
   """Prints tables, advice, what is missing, and goals."""
   if rows := run.measured(speed.PART):
-    console.print(speed.table(rows, run.measured(speed.LAUNCHES), f"one update of one worker alone, {name}"))
+    console.print(
+      speed.table(
+        rows, run.measured(speed.LAUNCHES), f"one update of one worker alone, {name}"
+      )
+    )
   if rows := run.measured(step.PART):
-    console.print(step.table(rows, f"a step of {rows[0]['parameters']:,} parameters, {name}"))
+    console.print(
+      step.table(rows, f"a step of {rows[0]['parameters']:,} parameters, {name}")
+    )
   if rows := [row for row in run.measured(worth.PART) if "predictions" in row]:
     console.print(worth.table(rows))
   for line in (*worth.lines(rows), *(f"missing: {line}" for line in run.missing())):
@@ -97,7 +118,8 @@ def _report(run: Run, console: rich.console.Console, name: str) -> list[report.G
 def main() -> None:
   """Measures the parts, keeps and reports them."""
   setting = _setting()
-  faulthandler.dump_traceback_later(_SECONDS.value, exit=True)  # also out of a compiler or a kernel that hangs
+  # also out of a compiler or a kernel that hangs
+  faulthandler.dump_traceback_later(_SECONDS.value, exit=True)
   console = workers.make_console()
   device = jax.devices()[0]
   name = _NAME.value or re.sub(r"\W+", "_", device.device_kind.lower())

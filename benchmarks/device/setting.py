@@ -20,9 +20,14 @@ class Step(NamedTuple):
 class Setting(NamedTuple):
   """What a run measures."""
 
-  algorithms: tuple[str, ...]  # labels of collectives, the most important first: the time may not suffice for all
-  compared: int  # entries of the gradients whose updates are compared with those of the CPU
-  sizes: tuple[int, ...]  # entries of the gradients whose updates are timed, and of which the top-k are selected
+  # labels of collectives, the most important first: the time may not suffice for all
+  algorithms: tuple[str, ...]
+  compared: (
+    int  # entries of the gradients whose updates are compared with those of the CPU
+  )
+  # entries of the gradients whose updates are timed, and of which the top-k are
+  # selected
+  sizes: tuple[int, ...]
   repetitions: int  # of what is timed, at most
   model: Transformer
   sequences: int  # of a step
@@ -39,10 +44,20 @@ class Setting(NamedTuple):
     """The collective of n entries; where it needs shapes and the model has n entries, of the leaves of the model."""
     if not spec.collective.needs_shapes or n != self.model.entries:
       return spec.sized(n)
-    return spec.collective.for_leaves(tuple(x.shape for x in jax.tree.leaves(jax.eval_shape(self.model.parameters))))
+    return spec.collective.for_leaves(
+      tuple(x.shape for x in jax.tree.leaves(jax.eval_shape(self.model.parameters)))
+    )
 
 
-_FIRST = ("dense", "dense:dtype=bfloat16", "onebit", "spardl:selector=chunked", "spardl", "nbit", "powersgd")
+_FIRST = (
+  "dense",
+  "dense:dtype=bfloat16",
+  "onebit",
+  "spardl:selector=chunked",
+  "spardl",
+  "nbit",
+  "powersgd",
+)
 BACKWARD = Step("forward and backward", "")
 _DENSE = Step("dense, Adam", "dense", "adam:0.0003")
 _SIGNS = "updates:apply_residual=True/onebit"
@@ -63,11 +78,19 @@ WHOLE = Setting(
 )
 
 SMALL = Setting(
-  algorithms=("dense", "dense:dtype=bfloat16", "topka"),  # whose programs are made soonest
+  algorithms=(
+    "dense",
+    "dense:dtype=bfloat16",
+    "topka",
+  ),  # whose programs are made soonest
   compared=5_000,
   sizes=(5_000,),
   repetitions=3,
   model=Transformer(width=16, blocks=1, heads=2, length=16, symbols=64),
   sequences=2,
-  steps=(Step("top-k of updates", "updates:apply_residual=True/topka:density=0.1", "sgd:0.1"),),
+  steps=(
+    Step(
+      "top-k of updates", "updates:apply_residual=True/topka:density=0.1", "sgd:0.1"
+    ),
+  ),
 )

@@ -31,12 +31,15 @@ class Program(NamedTuple):
   compiled: Any
   seconds: float  # of tracing, lowering and compiling
   start: Callable[[], Any]  # gives the first state
-  check: Callable[[np.ndarray, Any, Any], Row]  # (last input, result, last state) -> more of the row, or RuntimeError
+  # (last input, result, last state) -> more of the row, or RuntimeError
+  check: Callable[[np.ndarray, Any, Any], Row]
 
 
 @functools.cache
 def _gradients(n: int) -> list[jax.Array]:
-  make = jax.jit(lambda seed: jax.random.normal(jax.random.key(seed), (n,), jnp.float32))
+  make = jax.jit(
+    lambda seed: jax.random.normal(jax.random.key(seed), (n,), jnp.float32)
+  )
   return [make(np.int32(seed)) for seed in range(_INPUTS)]
 
 
@@ -49,15 +52,25 @@ def _last(n: int, times: timing.Times) -> np.ndarray:
   return np.asarray(_gradients(n)[(times.in_queue - 1) % _INPUTS])
 
 
-def _stateless(function: Callable[[jax.Array], Any], n: int, check: Callable[[np.ndarray, Any], Row]) -> Program:
+def _stateless(
+  function: Callable[[jax.Array], Any], n: int, check: Callable[[np.ndarray, Any], Row]
+) -> Program:
   start = time.perf_counter()
-  compiled = jax.jit(lambda x, state: (function(x), state)).lower(jax.ShapeDtypeStruct((n,), jnp.float32), ()).compile()
-  return Program(compiled, time.perf_counter() - start, tuple, lambda x, result, _: check(x, result))
+  compiled = (
+    jax.jit(lambda x, state: (function(x), state))
+    .lower(jax.ShapeDtypeStruct((n,), jnp.float32), ())
+    .compile()
+  )
+  return Program(
+    compiled, time.perf_counter() - start, tuple, lambda x, result, _: check(x, result)
+  )
 
 
 def _check_sum(x: np.ndarray, result: jax.Array) -> Row:
   if not np.isclose(float(result), np.abs(x).sum(dtype=np.float64), rtol=1e-3):
-    raise RuntimeError(f"the sum of the magnitudes is {result}, numpy says {np.abs(x).sum(dtype=np.float64)}")
+    raise RuntimeError(
+      f"the sum of the magnitudes is {result}, numpy says {np.abs(x).sum(dtype=np.float64)}"
+    )
   return {}
 
 
@@ -74,7 +87,9 @@ def _check_selection(x: np.ndarray, indices: jax.Array, is_exact: bool = True) -
   least = np.partition(magnitudes, -k)[-k]
   right = int((magnitudes[np.unique(np.asarray(indices))] >= least).sum())
   if is_exact and right != k:
-    raise RuntimeError(f"{k - right} of the {k} selected entries are not among the largest")
+    raise RuntimeError(
+      f"{k - right} of the {k} selected entries are not among the largest"
+    )
   return {} if is_exact else {"recall": right / k}
 
 
@@ -87,9 +102,15 @@ def baselines(n: int, density: float) -> dict[str, Callable[[], Program]]:
   return {
     "read": functools.partial(_stateless, lambda x: jnp.abs(x).sum(), n, _check_sum),
     "copy": functools.partial(_stateless, jnp.copy, n, _check_copy),
-    "lax.top_k": functools.partial(_stateless, lambda x: jax.lax.top_k(jnp.abs(x), k), n, exact),
-    "lax.approx_max_k": functools.partial(_stateless, lambda x: jax.lax.approx_max_k(jnp.abs(x), k), n, some),
-    "js.select.top_k": functools.partial(_stateless, functools.partial(js.select.top_k, k=k), n, ours),
+    "lax.top_k": functools.partial(
+      _stateless, lambda x: jax.lax.top_k(jnp.abs(x), k), n, exact
+    ),
+    "lax.approx_max_k": functools.partial(
+      _stateless, lambda x: jax.lax.approx_max_k(jnp.abs(x), k), n, some
+    ),
+    "js.select.top_k": functools.partial(
+      _stateless, functools.partial(js.select.top_k, k=k), n, ours
+    ),
   }
 
 
@@ -98,7 +119,9 @@ def update(spec: Spec, n: int, setting: Setting) -> Program:
   collective = setting.collective(spec, n)
   workers = setting.workers
   make = functools.partial(init_state, collective, n, workers)
-  program = lambda grads, state: reduce_step(collective, SoloComm(workers), grads, state, workers)
+  program = lambda grads, state: reduce_step(
+    collective, SoloComm(workers), grads, state, workers
+  )
   start = time.perf_counter()
   shapes = jax.ShapeDtypeStruct((n,), jnp.float32), jax.eval_shape(make)
   compiled = jax.jit(program, donate_argnums=(0, 1)).lower(*shapes).compile()
@@ -106,7 +129,9 @@ def update(spec: Spec, n: int, setting: Setting) -> Program:
   def check(_: np.ndarray, mean: jax.Array, state: Any) -> Row:
     for x in (mean, state.carried.residual[0]):
       if x is not None and not (x.shape == (n,) and bool(jnp.isfinite(x).all())):
-        raise RuntimeError(f"the update of one of {workers} workers is not finite, or not of {n} entries")
+        raise RuntimeError(
+          f"the update of one of {workers} workers is not finite, or not of {n} entries"
+        )
     return {}
 
   return Program(compiled, time.perf_counter() - start, make, check)
@@ -115,16 +140,30 @@ def update(spec: Spec, n: int, setting: Setting) -> Program:
 @functools.cache
 def programs(setting: Setting, n: int) -> dict[str, Callable[[], Program]]:
   """The programs of n entries by name; each is compiled once, when it is called first."""
-  updates = {spec.label: functools.partial(update, spec, n, setting) for spec in setting.parse_algorithms()}
-  return {name: functools.cache(make) for name, make in (baselines(n, setting.density) | updates).items()}
+  updates = {
+    spec.label: functools.partial(update, spec, n, setting)
+    for spec in setting.parse_algorithms()
+  }
+  return {
+    name: functools.cache(make)
+    for name, make in (baselines(n, setting.density) | updates).items()
+  }
 
 
 def _time(make: Callable[[], Program], n: int, repetitions: int) -> Row:
   program = make()
-  times, result, state = timing.times_of(program.compiled, functools.partial(_fresh, n), program.start(), repetitions)
+  times, result, state = timing.times_of(
+    program.compiled, functools.partial(_fresh, n), program.start(), repetitions
+  )
   checked = program.check(_last(n, times), result, state)
   memory = hlo.memory_of(program.compiled)
-  return {"n": n, "compile": program.seconds, **times._asdict(), "temp": memory.temp / n, **checked}
+  return {
+    "n": n,
+    "compile": program.seconds,
+    **times._asdict(),
+    "temp": memory.temp / n,
+    **checked,
+  }
 
 
 def measure(run: Run, setting: Setting, sizes: Sequence[int], until: float) -> None:
@@ -132,7 +171,9 @@ def measure(run: Run, setting: Setting, sizes: Sequence[int], until: float) -> N
   for n in sizes:
     make_ahead(programs(setting, n).values(), run.left(until) / 2)
     for name, make in programs(setting, n).items():
-      run.measure(PART, name, until, functools.partial(_time, make, n, setting.repetitions))
+      run.measure(
+        PART, name, until, functools.partial(_time, make, n, setting.repetitions)
+      )
     _gradients.cache_clear()  # the memory peak of later parts is theirs
 
 
@@ -143,7 +184,9 @@ def measure_launches(run: Run, setting: Setting, until: float) -> None:
   """
   for row in run.measured(PART):
     make = programs(setting, row["n"])[row["row"]]
-    run.measure(LAUNCHES, row["row"], until, functools.partial(_profile, make, row["n"]))
+    run.measure(
+      LAUNCHES, row["row"], until, functools.partial(_profile, make, row["n"])
+    )
 
 
 def _profile(make: Callable[[], Program], n: int) -> Row:
@@ -157,23 +200,48 @@ def _profile(make: Callable[[], Program], n: int) -> Row:
 def table(rows: Sequence[Row], launches: Sequence[Row], title: str) -> rich.table.Table:
   """Milliseconds, and ratios to what else is done with as many entries: of the kernels' seconds where they are known.
 
-  Kernels of a short program take less time than the host needs to start it, which calls in a queue show.
+  Kernels of a short program take less time than the host needs to start it, which calls
+  in a queue show.
   """
   ms = report.milliseconds
-  profiled = {(row["n"], row["row"]): row for row in launches if row["kernels"] is not None}
+  profiled = {
+    (row["n"], row["row"]): row for row in launches if row["kernels"] is not None
+  }
   lines = []
   for row in rows:
     seen = profiled.get((row["n"], row["row"]), {})
     seconds = {one["row"]: one["queued"] for one in rows if one["n"] == row["n"]}
     if seen:
-      seconds = {name: one["busy"] for (n, name), one in profiled.items() if n == row["n"]}
-    over = [report.ratio(seconds[row["row"]], seconds.get(name), 1) for name in ("read", "copy", "lax.top_k")]
-    lines.append([f"{row['n']:,}", row["row"], *(ms(row[name], 3) for name in ("seconds", "p90", "queued"))])
-    lines[-1] += [report.number(seen.get("kernels"), "d"), ms(seen.get("busy"), 3), *over]
+      seconds = {
+        name: one["busy"] for (n, name), one in profiled.items() if n == row["n"]
+      }
+    over = [
+      report.ratio(seconds[row["row"]], seconds.get(name), 1)
+      for name in ("read", "copy", "lax.top_k")
+    ]
+    lines.append(
+      [
+        f"{row['n']:,}",
+        row["row"],
+        *(ms(row[name], 3) for name in ("seconds", "p90", "queued")),
+      ]
+    )
+    lines[-1] += [
+      report.number(seen.get("kernels"), "d"),
+      ms(seen.get("busy"), 3),
+      *over,
+    ]
     lines[-1] += [f"{row['temp']:.2f}", f"{row['compile']:.1f}"]
   times = ("ms", "p90", "queued", "kernels", "their ms")
-  heads = ("n", "program", *times, "× read", "× copy", "× lax.top_k", "temp", "compile s")
-  caption = (
-    "ms: median of blocked calls; temp: bytes an entry, by the compiler; × of the kernels' ms, or else of queued"
+  heads = (
+    "n",
+    "program",
+    *times,
+    "× read",
+    "× copy",
+    "× lax.top_k",
+    "temp",
+    "compile s",
   )
+  caption = "ms: median of blocked calls; temp: bytes an entry, by the compiler; × of the kernels' ms, else of queued"
   return report.table(title, heads, lines, text=2, caption=caption)

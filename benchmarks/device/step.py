@@ -44,7 +44,9 @@ def _compile(step: Step, setting: Setting) -> Program:
 
   def program(tokens: jax.Array, carried: Any) -> Any:
     params, state = carried
-    loss, grads = jax.value_and_grad(model.loss)(params if tx is None else js.own_params(params, state), tokens)
+    loss, grads = jax.value_and_grad(model.loss)(
+      params if tx is None else js.own_params(params, state), tokens
+    )
     if tx is None:
       return (loss, grads), carried
     updates, state = tx.update(grads, state, params)
@@ -56,7 +58,9 @@ def _compile(step: Step, setting: Setting) -> Program:
 
   began = time.perf_counter()
   tokens = jax.ShapeDtypeStruct((setting.sequences, model.length + 1), jnp.int32)
-  compiled = jax.jit(program, donate_argnums=1).lower(tokens, jax.eval_shape(start)).compile()
+  compiled = (
+    jax.jit(program, donate_argnums=1).lower(tokens, jax.eval_shape(start)).compile()
+  )
   return Program(compiled, time.perf_counter() - began, start)
 
 
@@ -64,8 +68,9 @@ def time_step(step: Step, setting: Setting) -> Row:
   """Times a step, and says what memory it takes by the compiler and by the allocator.
 
   Returns:
-    `peak_by_compiler` and `peak` in bytes. The allocator counts since the process began: `peak` is None where it does
-    not count, or where an earlier program took more.
+    `peak_by_compiler` and `peak` in bytes. The allocator counts since the process
+    began: `peak` is None where it does not count, or where an earlier program took
+    more.
   """
   program = _compile(step, setting)
   model = setting.model
@@ -78,8 +83,13 @@ def time_step(step: Step, setting: Setting) -> Row:
   )
   peak = timing.peak_so_far()
   loss = float(jax.tree.leaves(result)[0])
-  if not all(bool(jnp.isfinite(x).all()) for x in [jnp.float32(loss), *jax.tree.leaves(carried[0])]):
-    raise RuntimeError(f"after {times.calls} steps the loss is {loss}, or a parameter is not finite")
+  if not all(
+    bool(jnp.isfinite(x).all())
+    for x in [jnp.float32(loss), *jax.tree.leaves(carried[0])]
+  ):
+    raise RuntimeError(
+      f"after {times.calls} steps the loss is {loss}, or a parameter is not finite"
+    )
   return {
     "parameters": model.entries,
     "tokens": setting.sequences * model.length,
@@ -93,7 +103,10 @@ def time_step(step: Step, setting: Setting) -> Row:
 
 def measure(run: Run, setting: Setting, until: float) -> None:
   """The rows of this part."""
-  make_ahead([functools.partial(_compile, step, setting) for step in setting.steps], run.left(until) / 2)
+  make_ahead(
+    [functools.partial(_compile, step, setting) for step in setting.steps],
+    run.left(until) / 2,
+  )
   for step in setting.steps:
     run.measure(PART, step.label, until, functools.partial(time_step, step, setting))
 
@@ -110,7 +123,29 @@ def table(rows: Sequence[Row], title: str) -> rich.table.Table:
       megabytes(row["peak_by_compiler"]),
       report.ratio(row["peak"], row["peak_by_compiler"]),
     )
-    lines.append([row["row"], *(ms(row[name], 2) for name in ("seconds", "p90", "queued")), rate, *memory])
+    lines.append(
+      [
+        row["row"],
+        *(ms(row[name], 2) for name in ("seconds", "p90", "queued")),
+        rate,
+        *memory,
+      ]
+    )
     lines[-1].append(f"{row['compile']:.1f}")
-  heads = ("step", "ms", "p90", "queued", "tokens/s", "peak MB", "by the compiler", "ratio", "compile s")
-  return report.table(title, heads, lines, caption="ms: median of blocked calls; queued: of several in a queue")
+  heads = (
+    "step",
+    "ms",
+    "p90",
+    "queued",
+    "tokens/s",
+    "peak MB",
+    "by the compiler",
+    "ratio",
+    "compile s",
+  )
+  return report.table(
+    title,
+    heads,
+    lines,
+    caption="ms: median of blocked calls; queued: of several in a queue",
+  )

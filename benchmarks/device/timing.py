@@ -11,8 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-_WARM_UP = 3  # calls before those that count; an update has an empty residual in its first
-_LONG = 2.0  # seconds of blocked calls, after which fewer than the repetitions have to do
+_WARM_UP = (
+  3  # calls before those that count; an update has an empty residual in its first
+)
+_LONG = (
+  2.0  # seconds of blocked calls, after which fewer than the repetitions have to do
+)
 _QUEUED = 2**29  # entries of the inputs of all queued calls together, at most
 
 
@@ -22,12 +26,17 @@ class Times(NamedTuple):
   seconds: float  # median of calls of which each is waited for
   p90: float  # their 90th percentile
   calls: int  # their number
-  queued: float  # of a call among `in_queue` that are waited for together, so that the host prepares the next meanwhile
+  # of a call among `in_queue` that are waited for together, so that the host prepares
+  # the next meanwhile
+  queued: float
   in_queue: int
 
 
 def times_of(
-  program: Callable[[Any, Any], tuple[Any, Any]], fresh: Callable[[int], Any], state: Any, repetitions: int
+  program: Callable[[Any, Any], tuple[Any, Any]],
+  fresh: Callable[[int], Any],
+  state: Any,
+  repetitions: int,
 ) -> tuple[Times, Any, Any]:
   """Times `result, state = program(x, state)`, which may donate both arguments.
 
@@ -56,7 +65,11 @@ def times_of(
   queued = (time.perf_counter() - start) / in_queue
   counted = blocked[_WARM_UP:]
   p90 = float(np.quantile(counted, 0.9))
-  return Times(statistics.median(counted), p90, len(counted), queued, in_queue), result, state
+  return (
+    Times(statistics.median(counted), p90, len(counted), queued, in_queue),
+    result,
+    state,
+  )
 
 
 def peak_so_far() -> int | None:
@@ -80,8 +93,15 @@ def launches_of(call: Callable[[], Any]) -> Launches | None:
       jax.block_until_ready(call())
     (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
     planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
-    lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
-    events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
+    lines = [
+      line
+      for plane in planes
+      if plane.name.startswith("/device:GPU")
+      for line in plane.lines
+    ]
+    events = [
+      event for line in lines if line.name.startswith("Stream") for event in line.events
+    ]
     names = [event.name.lower() for event in events]
     nanoseconds = math.fsum(event.duration_ns for event in events)
   copies = sum(name.startswith(("memcpy", "memset")) for name in names)

@@ -27,7 +27,13 @@ from jaxsparse.sparse import flatten
 from jaxsparse.train.engine import local_shard as of_this_process
 
 DYING = 1  # the rank that is killed
-_MARKS = ("began", "joined", "restored", "stepped")  # what a phase records of its start, in this order
+# what a phase records of its start, in this order
+_MARKS = (
+  "began",
+  "joined",
+  "restored",
+  "stepped",
+)
 
 
 class Phase(NamedTuple):
@@ -40,7 +46,9 @@ class Phase(NamedTuple):
   save_every: int  # steps between two checkpoints
   folder: str = ""  # of the run, for checkpoints, marks and the outcome
   until: int = 0  # the step that ends the phase
-  kill_at: int = 0  # the step after which rank `DYING` kills itself in the first attempt; 0 for none
+  kill_at: int = (
+    0  # the step after which rank `DYING` kills itself in the first attempt; 0 for none
+  )
 
 
 class Recovery(NamedTuple):
@@ -48,7 +56,8 @@ class Recovery(NamedTuple):
 
   change: str  # the number of workers before and after
   seed: int  # of the run
-  # until the new processes start, they have joined, the state is that of the new workers, a step is done
+  # until the new processes start, they have joined, the state is that of the new
+  # workers, a step is done
   parts: list[float]
   again: int  # steps since the checkpoint, which are done again
 
@@ -64,7 +73,11 @@ class Training:
     sparse = js.spardl_transform(place.axis, density=settings.density)
     self.tx = optax.chain(sparse, _summed(), optax.sgd(schedule))
     self._step = js.make_train_step(self._model.plain_loss, self.tx, place.where)
-    self._gradient = jax.jit(lambda params, batch: flatten.flatten(jax.grad(self._model.plain_loss)(params, batch))[0])
+    self._gradient = jax.jit(
+      lambda params, batch: flatten.flatten(
+        jax.grad(self._model.plain_loss)(params, batch)
+      )[0]
+    )
 
   def first(self) -> tuple[Any, Any]:
     """(params, state) before the first step."""
@@ -72,30 +85,48 @@ class Training:
     return params, js.init(self.tx, params, self.place.where)
 
   def train(
-    self, params: Any, state: Any, gradients: np.ndarray, steps: range, then: Callable[..., None] = lambda *_: None
+    self,
+    params: Any,
+    state: Any,
+    gradients: np.ndarray,
+    steps: range,
+    then: Callable[..., None] = lambda *_: None,
   ) -> tuple[Any, Any, np.ndarray]:
     """Trains for some steps, calls `then` after each with its number and the present values, and returns these."""
-    batches = self._task.batches(self.settings.seed, self.place, self.settings.batch // self.place.size)
-    for number, batch in zip(steps, itertools.islice(batches, steps.start, None), strict=False):
+    batches = self._task.batches(
+      self.settings.seed, self.place, self.settings.batch // self.place.size
+    )
+    for number, batch in zip(
+      steps, itertools.islice(batches, steps.start, None), strict=False
+    ):
       if self.place.reports:
-        local = jax.device_put(jax.tree.map(of_this_process, params), jax.local_devices()[0])
+        local = jax.device_put(
+          jax.tree.map(of_this_process, params), jax.local_devices()[0]
+        )
         gradients = gradients + np.asarray(self._gradient(local, batch))
       params, state, metrics = self._step(params, state, batch)
       jax.block_until_ready(metrics)
       then(number + 1, params, state, gradients)
     return params, state, gradients
 
-  def outcome(self, params: Any, state: Any, gradients: np.ndarray) -> tuple[float, float, float]:
+  def outcome(
+    self, params: Any, state: Any, gradients: np.ndarray
+  ) -> tuple[float, float, float]:
     """(test accuracy, delivered, lost) of a run; every process calls.
 
-    With G the sum over steps of the mean gradient of all workers, D that of the updates that SparDL delivered and O
-    what the workers owe at the end, delivered is 1 − ‖G − D‖₁ / ‖G‖₁, and lost ‖G − D − O‖₁ / ‖G‖₁.
+    With G the sum over steps of the mean gradient of all workers, D that of the updates
+    that SparDL delivered and O what the workers owe at the end, delivered is 1 − ‖G −
+    D‖₁ / ‖G‖₁, and lost ‖G − D − O‖₁ / ‖G‖₁.
     """
     owed, _ = js.flush(state, params, self.place.where)
     left = gradients - delivered(state)
     size = np.abs(gradients).sum() or 1.0
     lost = np.abs(left - _flat(owed)).sum() / size
-    return self._model.accuracy(params), float(1 - np.abs(left).sum() / size), float(lost)
+    return (
+      self._model.accuracy(params),
+      float(1 - np.abs(left).sum() / size),
+      float(lost),
+    )
 
   def untrained(self) -> Any:
     """Copies of the untrained parameters, which a step may take."""
@@ -117,7 +148,9 @@ def run(phase: Phase) -> None:
   place = here("processes", int(os.environ.get(guard.RANKS, 1)))
   marks["joined"] = _now()
   own = Training(place, phase)
-  with ocp.CheckpointManager(folder / "checkpoints", item_handlers=ocp.StandardCheckpointHandler()) as saver:
+  with ocp.CheckpointManager(
+    folder / "checkpoints", item_handlers=ocp.StandardCheckpointHandler()
+  ) as saver:
     begin = saver.latest_step() or 0
     params, state, gradients = _restored(own, saver, begin, folder)
     jax.block_until_ready(state)
@@ -137,7 +170,9 @@ def run(phase: Phase) -> None:
         saved = ocp.args.StandardSave((params, state))
         saver.save(number, args=saved, custom_metadata={"workers": place.size})
 
-    params, state, gradients = own.train(params, state, gradients, range(begin, phase.until), then)
+    params, state, gradients = own.train(
+      params, state, gradients, range(begin, phase.until), then
+    )
   if phase.until == phase.steps:
     outcome = own.outcome(params, state, gradients)
     if place.reports:
@@ -147,16 +182,27 @@ def run(phase: Phase) -> None:
 def recoveries(folder: pathlib.Path, seed: int) -> list[Recovery]:
   """How long each change of the number of workers took in a run."""
   found = []
-  before, *marks = (json.loads(line) for line in (folder / "marks").read_text().splitlines())
+  before, *marks = (
+    json.loads(line) for line in (folder / "marks").read_text().splitlines()
+  )
   for gone, after in zip(marks[::2], marks[1::2], strict=False):
     times = [gone["time"], *(after[mark] for mark in _MARKS)]
     parts = [float(part) for part in np.diff(times)]
-    found.append(Recovery(f"{before['workers']} -> {after['workers']}", seed, parts, gone["at"] - after["begin"]))
+    found.append(
+      Recovery(
+        f"{before['workers']} -> {after['workers']}",
+        seed,
+        parts,
+        gone["at"] - after["begin"],
+      )
+    )
     before = after
   return found
 
 
-def _restored(own: Training, saver: ocp.CheckpointManager, begin: int, folder: pathlib.Path) -> tuple[Any, Any, Any]:
+def _restored(
+  own: Training, saver: ocp.CheckpointManager, begin: int, folder: pathlib.Path
+) -> tuple[Any, Any, Any]:
   """(params, state, gradients) of the checkpoint of a step, for the workers that there are now."""
   if not begin:
     params, state = own.first()
@@ -164,7 +210,11 @@ def _restored(own: Training, saver: ocp.CheckpointManager, begin: int, folder: p
   params, workers = own.untrained(), saver.metadata(begin).custom_metadata["workers"]
   like = params, js.abstract_state(own.tx, params, own.place.where, workers=workers)
   params, state = saver.restore(begin, args=ocp.args.StandardRestore(like))
-  return params, js.resize(state, params, own.place.where), np.load(folder / f"gradients{begin}.npy")
+  return (
+    params,
+    js.resize(state, params, own.place.where),
+    np.load(folder / f"gradients{begin}.npy"),
+  )
 
 
 def _summed() -> optax.GradientTransformation:
@@ -174,7 +224,9 @@ def _summed() -> optax.GradientTransformation:
     del params
     return updates, jax.tree.map(jnp.add, state, updates)
 
-  return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+  return optax.GradientTransformation(
+    lambda params: jax.tree.map(jnp.zeros_like, params), update
+  )
 
 
 def _flat(tree: Any) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The methods of the paper's Table 1: partial reduce, and those that it is compared with.
 
-Each method reacts to one event: the gradient of a worker is computed. Whatever the method, every gradient moves the
-model by the same amount, 1/N of a step of `tx`:
+Each method reacts to one event: the gradient of a worker is computed. Whatever the
+method, every gradient moves the model by the same amount, 1/N of a step of `tx`:
 
     allreduce, bsp       wait for all N gradients; one step with their mean
     backup               the first N − b gradients; later ones are dropped
@@ -40,7 +40,9 @@ def make_method(name: str, lab: Lab, backups: int = 0, **options: Any) -> Method
       return Asynchronous(lab, by_staleness=name == "hete")
     case "adpsgd":
       return Gossip(lab)
-  return Partial(lab, js.partial.Controller(lab.workers, weights=cast(Any, name), **options))
+  return Partial(
+    lab, js.partial.Controller(lab.workers, weights=cast(Any, name), **options)
+  )
 
 
 class _SharedModel(Method):
@@ -61,16 +63,21 @@ class _SharedModel(Method):
 class Synchronous(_SharedModel):
   """In each round, one step with the gradients of the first `need` workers."""
 
-  def __init__(self, lab: Lab, need: int, keeps_late: bool = False, server: bool = False):
+  def __init__(
+    self, lab: Lab, need: int, keeps_late: bool = False, server: bool = False
+  ):
     super().__init__(lab)
     self._need, self._keeps_late, self._server = need, keeps_late, server
     self._round = 0
-    self._began = [0] * lab.workers  # the round in which each worker was given its model
+    self._began = [
+      0
+    ] * lab.workers  # the round in which each worker was given its model
     self._fresh: dict[int, jax.Array] = {}
     self._late: list[jax.Array] = []
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
-    if self._began[worker] < self._round:  # a straggler's gradient: its round is over, it begins anew
+    # a straggler's gradient: its round is over, it begins anew
+    if self._began[worker] < self._round:
       if self._keeps_late:
         self._late.append(gradient)
       self._work(worker)
@@ -87,14 +94,17 @@ class Synchronous(_SharedModel):
     members, gradients = list(self._fresh), [*self._fresh.values(), *self._late]
     self._fresh, self._late = {}, []
     self._round += 1
-    mean = sum(gradients[1:], gradients[0]) / (self._lab.workers if self._keeps_late else self._need)
+    mean = sum(gradients[1:], gradients[0]) / (
+      self._lab.workers if self._keeps_late else self._need
+    )
 
     def done() -> None:
       self._step(mean)
       for worker in members:
         self._work(worker)
 
-    if self._server:  # sharded over many servers: all workers push at once, and pull at once
+    # sharded over many servers: all workers push at once, and pull at once
+    if self._server:
       self._lab.exchange(members, 2, done)
     else:
       self._lab.average(members, self._lab.workers, done)
@@ -110,10 +120,16 @@ class Asynchronous(_SharedModel):
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
     def pushed() -> None:
-      divisor = self._lab.updates - self._read[worker] + 1 if self._by_staleness else self._lab.workers
+      divisor = (
+        self._lab.updates - self._read[worker] + 1
+        if self._by_staleness
+        else self._lab.workers
+      )
       self._step(gradient / divisor)
       self._read[worker] = self._lab.updates
-      self._lab.exchange([worker], 1, functools.partial(self._lab.work, worker, self._model))
+      self._lab.exchange(
+        [worker], 1, functools.partial(self._lab.work, worker, self._model)
+      )
 
     self._lab.exchange([worker], 1, pushed)
 
@@ -140,12 +156,16 @@ class Gossip(_ModelEach):
   """Averages a worker's model with that of a random other worker, even while that one computes (AD-PSGD)."""
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
-    other = (worker + int(self._lab.random.integers(1, self._lab.workers))) % self._lab.workers
+    other = (
+      worker + int(self._lab.random.integers(1, self._lab.workers))
+    ) % self._lab.workers
 
     def done() -> None:
       mean = (self._models[worker] + self._models[other]) / 2
       self._models[other] = mean
-      self._models[worker], self._states[worker] = self._lab.step(mean, self._states[worker], gradient)
+      self._models[worker], self._states[worker] = self._lab.step(
+        mean, self._states[worker], gradient
+      )
       self._lab.updates += 1
       self._work(worker)
 
@@ -162,10 +182,13 @@ class Partial(_ModelEach):
     self._began = [0.0] * lab.workers  # when each worker began its step
 
   def arrive(self, worker: int, gradient: jax.Array) -> None:
-    self._models[worker], self._states[worker] = self._lab.step(self._models[worker], self._states[worker], gradient)
+    self._models[worker], self._states[worker] = self._lab.step(
+      self._models[worker], self._states[worker], gradient
+    )
     self._iterations[worker] += 1
     self._average(self._controller.ready(worker, self._iterations[worker]))
-    took = self._lab.now - self._began[worker]  # the group filter lets a worker wait for as long as its step took
+    # the group filter lets a worker wait for as long as its step took
+    took = self._lab.now - self._began[worker]
     self._lab.after(took, lambda: self._average(self._controller.release()))
 
   def _work(self, worker: int) -> None:
@@ -175,11 +198,16 @@ class Partial(_ModelEach):
   def _average(self, groups: list[Group]) -> None:
     for group in groups:
       self._lab.groups.append(group)
-      members = list(group.members)  # each sends a signal to the controller, and gets an answer
-      self._lab.average(members, len(members), functools.partial(self._averaged, group), signals=2)
+      # each sends a signal to the controller, and gets an answer
+      members = list(group.members)
+      self._lab.average(
+        members, len(members), functools.partial(self._averaged, group), signals=2
+      )
 
   def _averaged(self, group: Group) -> None:
-    models = jnp.stack([*(self._models[member] for member in group.members), self._lab.initial])
+    models = jnp.stack(
+      [*(self._models[member] for member in group.members), self._lab.initial]
+    )
     mean = jnp.array([*group.weights, group.initial], jnp.float32) @ models
     self._lab.updates += 1
     for member in group.members:

@@ -43,7 +43,8 @@ class Environment(NamedTuple):
 class Settings(NamedTuple):
   """The values of the flags that all trainings have in common.
 
-  `workers` is the N for which `rate` is: the rate of N′ workers is N′/N times that, so a gradient counts the same.
+  `workers` is the N for which `rate` is: the rate of N′ workers is N′/N times that, so
+  a gradient counts the same.
   """
 
   workers: int
@@ -76,7 +77,8 @@ class Row(NamedTuple):
 def parse_method(label: str, workers: int) -> Method:
   """The method that a label of --methods names; ValueError for a name, a group size or an α that does not fit."""
   if label in methods.NAMES:
-    return Method(label, {"backups": 3 * workers // 8} if label == "backup" else {})  # the paper's 3 of 8
+    # the paper's 3 of 8
+    return Method(label, {"backups": 3 * workers // 8} if label == "backup" else {})
   found = re.fullmatch(r"(constant):(\d+)|(dynamic|initial):(\d+)(?::(.+))?", label)
   if not found:
     choices = f"{', '.join(methods.NAMES)}, constant:P, dynamic:P, initial:P, and with an α dynamic:P:α, initial:P:α"
@@ -98,9 +100,13 @@ class Bench:
   def __init__(self, settings: Settings) -> None:
     self._settings = settings
     folds = settings.folds if settings.folds > 1 else data.FOLDS
-    self._task = functools.cache(lambda fold: images.make_small("mlp", data.load("digits", fold=fold, folds=folds)))
+    self._task = functools.cache(
+      lambda fold: images.make_small("mlp", data.load("digits", fold=fold, folds=folds))
+    )
 
-  def simulate(self, method: Method, environment: Environment, seed: int, fold: int = 0) -> Simulation:
+  def simulate(
+    self, method: Method, environment: Environment, seed: int, fold: int = 0
+  ) -> Simulation:
     """One run."""
     task, given = self._task(fold), self._settings
     model = model_of(task, seed)
@@ -123,8 +129,8 @@ class Bench:
 def rho(groups: Sequence[Group], workers: int) -> float:
   """How slowly groups spread what a worker has learned (§3.2): `max(|λ₂|, |λ_N|)` of the mean of their W (eq. 6).
 
-  Each W averages the models of one group, X ← X W, and leaves the others as they are. 0 if every group has all
-  workers, 1 if the workers are not connected.
+  Each W averages the models of one group, X ← X W, and leaves the others as they are. 0
+  if every group has all workers, 1 if the workers are not connected.
   """
   total = np.zeros((workers, workers))
   for group in groups:
@@ -136,7 +142,13 @@ def rho(groups: Sequence[Group], workers: int) -> float:
   return float(sorted(np.abs(np.linalg.eigvals(total / len(groups))))[-2])
 
 
-def make_row(part: str, label: str, environment: Environment, settings: Settings, runs: Sequence[Simulation]) -> Row:
+def make_row(
+  part: str,
+  label: str,
+  environment: Environment,
+  settings: Settings,
+  runs: Sequence[Simulation],
+) -> Row:
   """Means over the runs of all seeds and folds."""
   seconds = [run.seconds for run in runs]
   grouped = all(run.groups for run in runs)
@@ -148,11 +160,16 @@ def make_row(part: str, label: str, environment: Environment, settings: Settings
     updates=statistics.mean(run.updates for run in runs),
     gradients=statistics.mean(run.gradients for run in runs),
     per_update=statistics.mean(run.seconds / max(1, run.updates) for run in runs),
-    rho=statistics.mean(rho(run.groups, environment.workers) for run in runs) if grouped else None,
+    rho=statistics.mean(rho(run.groups, environment.workers) for run in runs)
+    if grouped
+    else None,
   )
 
 
 def from_json(rows: Sequence[dict[str, Any]]) -> list[Row]:
   """The rows of a file."""
-  nested = lambda one: {"environment": Environment(**one["environment"]), "settings": Settings(**one["settings"])}
+  nested = lambda one: {
+    "environment": Environment(**one["environment"]),
+    "settings": Settings(**one["settings"]),
+  }
   return [Row(**one | nested(one)) for one in rows]

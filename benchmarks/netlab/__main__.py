@@ -1,12 +1,13 @@
 r"""Runs COMMAND beside a network lab: hosts with a network of their own, joined by a switch, over links of any speed.
 
-Every host is a network namespace, so its programs meet those of other hosts on the wire only. COMMAND runs outside: it
-finds the hosts in the variable JAXSPARSE_HOSTS and starts programs in them. When it ends, or is interrupted, the lab is
-removed with all that still runs in it. Needs root and iproute2.
+Every host is a network namespace, so its programs meet those of other hosts on the wire
+only. COMMAND runs outside: it finds the hosts in the variable JAXSPARSE_HOSTS and
+starts programs in them. When it ends, or is interrupted, the lab is removed with all
+that still runs in it. Needs root and iproute2.
 
 Examples:
-  python -m benchmarks.netlab --hosts=6 --rate=1gbit -- python -m jaxsparse.launch --ranks=6 -- python train.py
-  python -m benchmarks.netlab --rate=none -- bash
+  python -m benchmarks.netlab --hosts=6 --rate=1gbit -- python -m jaxsparse.launch
+  --ranks=6 -- python train.py python -m benchmarks.netlab --rate=none -- bash
 """
 
 import contextlib
@@ -25,7 +26,11 @@ from jaxsparse.launch.guard import die_with_parent
 from jaxsparse.launch.start import HOSTS
 
 _HOSTS = flags.DEFINE_integer("hosts", 6, "Number of hosts.")
-_RATE = flags.DEFINE_string("rate", "1gbit", "Rate of each link as tc writes it, e.g. 10mbit; or none: not shaped.")
+_RATE = flags.DEFINE_string(
+  "rate",
+  "1gbit",
+  "Rate of each link as tc writes it, e.g. 10mbit; or none: not shaped.",
+)
 
 
 def _run(command: list[str], extra: dict[str, str]) -> int:
@@ -41,7 +46,8 @@ def _run(command: list[str], extra: dict[str, str]) -> int:
   try:
     status = process.wait()
   except BaseException as error:
-    if not isinstance(error, KeyboardInterrupt):  # Ctrl-C in a terminal has reached it: twice would break its clean-up
+    # Ctrl-C in a terminal has reached it: twice would break its clean-up
+    if not isinstance(error, KeyboardInterrupt):
       process.terminate()
     _stop(process)
     raise
@@ -64,7 +70,9 @@ def main(argv: list[str]) -> int:
   """Runs COMMAND beside a lab."""
   command = argv[1:]
   if not command:
-    sys.exit("error: COMMAND is missing, for example: python -m benchmarks.netlab --rate=1gbit -- python train.py")
+    sys.exit(
+      "error: COMMAND is missing, for example: python -m benchmarks.netlab --rate=1gbit -- python train.py"
+    )
   try:
     with lab(_HOSTS.value, _RATE.value) as team:
       return _run(command, {HOSTS: json.dumps([host._asdict() for host in team])})
@@ -73,7 +81,8 @@ def main(argv: list[str]) -> int:
   except LabUnavailable as error:
     sys.exit(f"error: {error}. Or run COMMAND without a lab")
   except KeyboardInterrupt:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lab is gone: another Ctrl-C has nothing left to interrupt
+    # the lab is gone: another Ctrl-C has nothing left to interrupt
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     return 128 + signal.SIGINT
 
 

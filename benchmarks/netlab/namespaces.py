@@ -17,27 +17,39 @@ ETC = pathlib.Path("/etc/netns")  # what `ip netns exec` mounts over /etc
 RUN = pathlib.Path("/var/run/netns")
 GRACE = 2.0  # seconds to end after SIGTERM, before SIGKILL
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # that end a program
-_NAME = re.compile(r"jslab-(\d+)-(\d+)-(?:switch|\d+)")  # the owner's process id and when that process started
+# the owner's process id and when that process started
+_NAME = re.compile(r"jslab-(\d+)-(\d+)-(?:switch|\d+)")
 
 
 def batch(tool: list[str], lines: list[str]) -> "subprocess.CompletedProcess[str]":
   """Has `ip` or `tc` carry out all lines in one process."""
   text = "".join(f"{line}\n" for line in lines)
-  return subprocess.run([*tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False)
+  return subprocess.run(
+    [*tool, "-batch", "-"], input=text, capture_output=True, text=True, check=False
+  )
 
 
 @contextlib.contextmanager
 def removed_behind(names: list[str]) -> Iterator[None]:
   """Removes hosts and switches at the end of the block, which signals that end a program end by an exception.
 
-  A program's own handlers are called as before, and signals that it ignores (nohup) stay ignored. During the removal
-  all are ignored, also by `ip`.
+  A program's own handlers are called as before, and signals that it ignores (nohup)
+  stay ignored. During the removal all are ignored, also by `ip`.
   """
-  mine = threading.current_thread() is threading.main_thread()  # the only one that may have handlers
-  before = {number: handler for number in _SIGNALS if mine and (handler := signal.getsignal(number)) is not None}
+  # the only one that may have handlers
+  mine = threading.current_thread() is threading.main_thread()
+  before = {
+    number: handler
+    for number in _SIGNALS
+    if mine and (handler := signal.getsignal(number)) is not None
+  }
   try:
-    try:  # twice: a signal may arrive between the end of the block and the handlers that ignore it
-      for number in (number for number, handler in before.items() if handler == signal.SIG_DFL):
+    # twice: a signal may arrive between the end of the block and the handlers that
+    # ignore it
+    try:
+      for number in (
+        number for number, handler in before.items() if handler == signal.SIG_DFL
+      ):
         signal.signal(number, _exit)
       yield
     finally:
@@ -55,7 +67,9 @@ def _exit(number: int, _: FrameType | None) -> None:
 
 def remove_leftovers() -> None:
   """Removes the labs whose owner is dead, also where another process has its id by now."""
-  names = {name for folder in (RUN, ETC) if folder.is_dir() for name in os.listdir(folder)}
+  names = {
+    name for folder in (RUN, ETC) if folder.is_dir() for name in os.listdir(folder)
+  }
   owners = {name: owner for name in sorted(names) if (owner := _NAME.fullmatch(name))}
   dead = [name for name, owner in owners.items() if started(int(owner[1])) != owner[2]]
   if dead:
@@ -71,19 +85,26 @@ def started(pid: int) -> str | None:
     text = pathlib.Path(f"/proc/{pid}/stat").read_text()
   except OSError:
     return None
-  state, *numbers = text.rpartition(")")[2].split()  # the program's name, in parentheses, may have any character
+  state, *numbers = text.rpartition(")")[
+    2
+  ].split()  # the program's name, in parentheses, may have any character
   return None if state in "ZX" else numbers[18]
 
 
 def remove(names: list[str]) -> int:
   """Removes hosts and switches as far as they are there, and says how many processes it ended in them."""
   ended = _end_processes(names)
-  done = batch(["ip", "-force"], [f"netns del {name}" for name in names if (RUN / name).exists()])
+  done = batch(
+    ["ip", "-force"], [f"netns del {name}" for name in names if (RUN / name).exists()]
+  )
   for name in names:
     shutil.rmtree(ETC / name, ignore_errors=True)
   left = [name for name in names if (RUN / name).exists() or (ETC / name).exists()]
   if left:
-    print(f"netlab: could not remove {', '.join(left)}: {done.stderr.strip()}", file=sys.stderr)
+    print(
+      f"netlab: could not remove {', '.join(left)}: {done.stderr.strip()}",
+      file=sys.stderr,
+    )
   return ended
 
 
@@ -93,7 +114,9 @@ def _end_processes(names: list[str]) -> int:
   while inside := _processes(names):
     waited = time.monotonic() - start
     if waited > 2 * GRACE:
-      break  # not even SIGKILL ends a process that waits for a disk; its namespace goes when it does
+      # not even SIGKILL ends a process that waits for a disk; its namespace goes when
+      # it does
+      break
     for pid in inside if waited > GRACE else inside - asked:
       with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL if waited > GRACE else signal.SIGTERM)
@@ -104,7 +127,9 @@ def _end_processes(names: list[str]) -> int:
 
 def _processes(names: list[str]) -> set[int]:
   """Those in the namespaces, never in our own: one pass over /proc, where `ip netns pids` makes one for each name."""
-  spaces = {f"net:[{(RUN / name).stat().st_ino}]" for name in names if (RUN / name).exists()}
+  spaces = {
+    f"net:[{(RUN / name).stat().st_ino}]" for name in names if (RUN / name).exists()
+  }
   spaces -= {os.readlink("/proc/self/ns/net")}
   found = set()
   for pid in filter(str.isdigit, os.listdir("/proc") if spaces else []):

@@ -1,9 +1,11 @@
 """Gradient tensors of four well-known networks, from their definitions: shapes, and fractions of the backward time.
 
-Tensors are those of the usual PyTorch code, in the order of the forward pass, so the last one is ready first. Seconds
-are a roofline of one RTX 2080 Ti: 4 floating-point operations a multiply-add (the gradients of the input and of the
-weights) at 13.4 TFLOP/s, and for what is bound by memory (normalization with its activation, softmax, embeddings) 6
-passes of 4 bytes over the activations at 616 GB/s. Only their proportions are meant: scale them to a measured total.
+Tensors are those of the usual PyTorch code, in the order of the forward pass, so the
+last one is ready first. Seconds are a roofline of one RTX 2080 Ti: 4 floating-point
+operations a multiply-add (the gradients of the input and of the weights) at 13.4
+TFLOP/s, and for what is bound by memory (normalization with its activation, softmax,
+embeddings) 6 passes of 4 bytes over the activations at 616 GB/s. Only their proportions
+are meant: scale them to a measured total.
 """
 
 import math
@@ -28,12 +30,18 @@ class _Net:
     self.batch, self.side, self.channels = batch, side, channels
     self.tensors: list[Tensor] = []
 
-  def conv(self, out: int, kernel: int | tuple[int, int], stride: int = 1, same: bool = True) -> None:
+  def conv(
+    self, out: int, kernel: int | tuple[int, int], stride: int = 1, same: bool = True
+  ) -> None:
     """A convolution without bias; `same` keeps height and width but for the stride."""
     high, wide = (kernel, kernel) if isinstance(kernel, int) else kernel
-    self.side = math.ceil((self.side if same else self.side - max(high, wide) + 1) / stride)
+    self.side = math.ceil(
+      (self.side if same else self.side - max(high, wide) + 1) / stride
+    )
     entries, self.channels = self.channels * out * high * wide, out
-    self.tensors.append(Tensor(entries, _SECONDS_A_MAC * entries * self.batch * self.side**2))
+    self.tensors.append(
+      Tensor(entries, _SECONDS_A_MAC * entries * self.batch * self.side**2)
+    )
 
   def norm(self) -> None:
     """A batch normalization and the activation after it: scale and shift are ready at once."""
@@ -42,7 +50,10 @@ class _Net:
 
   def linear(self, inputs: int, out: int, rows: int, more: float = 0.0) -> None:
     """A dense layer on so many rows, with its bias; `more` seconds are spent before its gradients."""
-    self.tensors += [Tensor(inputs * out), Tensor(out, _SECONDS_A_MAC * inputs * out * rows + more)]
+    self.tensors += [
+      Tensor(inputs * out),
+      Tensor(out, _SECONDS_A_MAC * inputs * out * rows + more),
+    ]
 
   def pool(self) -> None:
     """Half of height and width."""
@@ -51,7 +62,8 @@ class _Net:
   def branches(self, branches: Sequence[Sequence[Any]], kept: int = 0) -> None:
     """Branches side by side, whose channels are put together with `kept` of a pooling.
 
-    A branch has convolutions (channels, kernel), or (channels, kernel, stride) without padding, then maybe branches.
+    A branch has convolutions (channels, kernel), or (channels, kernel, stride) without
+    padding, then maybe branches.
     """
     side, channels, total = self.side, self.channels, kept
     for branch in branches:
@@ -111,7 +123,9 @@ def densenet201() -> list[Tensor]:
 
 
 _FORK = [[(256, (1, 3))], [(256, (3, 1))]]
-_INCEPTION_V4: list[tuple[int, list[list[Any]], int]] = [  # repetitions, branches, channels of a pooling beside them
+_INCEPTION_V4: list[
+  tuple[int, list[list[Any]], int]
+] = [  # repetitions, branches, channels of a pooling beside them
   (1, [[(32, 3, 2), (32, 3, 1), (64, 3)]], 0),
   (1, [[(96, 3, 2)]], 64),
   (1, [[(64, 1), (96, 3, 1)], [(64, 1), (64, (1, 7)), (64, (7, 1)), (96, 3, 1)]], 0),
@@ -128,8 +142,21 @@ _INCEPTION_V4: list[tuple[int, list[list[Any]], int]] = [  # repetitions, branch
     ],
     0,
   ),
-  (1, [[(192, 1), (192, 3, 2)], [(256, 1), (256, (1, 7)), (320, (7, 1)), (320, 3, 2)]], 1024),
-  (3, [[(256, 1)], [(384, 1), _FORK], [(384, 1), (448, (3, 1)), (512, (1, 3)), _FORK], [(256, 1)]], 0),
+  (
+    1,
+    [[(192, 1), (192, 3, 2)], [(256, 1), (256, (1, 7)), (320, (7, 1)), (320, 3, 2)]],
+    1024,
+  ),
+  (
+    3,
+    [
+      [(256, 1)],
+      [(384, 1), _FORK],
+      [(384, 1), (448, (3, 1)), (512, (1, 3)), _FORK],
+      [(256, 1)],
+    ],
+    0,
+  ),
 ]
 
 
@@ -148,11 +175,19 @@ def bert_base() -> list[Tensor]:
   batch, length, width, heads, words = 64, 64, 768, 12, 30522
   rows = batch * length
   net = _Net(rows, 1, width)
-  net.tensors += [Tensor(words * width, _SECONDS_AN_ACTIVATION * rows * width), Tensor(512 * width), Tensor(2 * width)]
+  net.tensors += [
+    Tensor(words * width, _SECONDS_AN_ACTIVATION * rows * width),
+    Tensor(512 * width),
+    Tensor(2 * width),
+  ]
   net.norm()
-  attention = 2 * _SECONDS_A_MAC * rows * length * width + _SECONDS_AN_ACTIVATION * rows * length * heads
+  attention = (
+    2 * _SECONDS_A_MAC * rows * length * width
+    + _SECONDS_AN_ACTIVATION * rows * length * heads
+  )
   for _ in range(12):
-    net.linear(width, width, rows)  # query, key and value: what is done after them is done before their gradients
+    # query, key and value: what is done after them is done before their gradients
+    net.linear(width, width, rows)
     net.linear(width, width, rows)
     net.linear(width, width, rows, more=attention)
     net.linear(width, width, rows)
@@ -163,9 +198,16 @@ def bert_base() -> list[Tensor]:
   net.linear(width, width, batch)  # the pooler
   net.linear(width, width, rows)
   net.norm()
-  net.tensors.append(Tensor(words, _SECONDS_A_MAC * rows * width * words + _SECONDS_AN_ACTIVATION * rows * words))
+  net.tensors.append(
+    Tensor(
+      words,
+      _SECONDS_A_MAC * rows * width * words + _SECONDS_AN_ACTIVATION * rows * words,
+    )
+  )
   net.linear(width, 2, batch)
   return net.tensors
 
 
-MODELS = {make.__name__: make for make in (resnet152, densenet201, inception_v4, bert_base)}
+MODELS = {
+  make.__name__: make for make in (resnet152, densenet201, inception_v4, bert_base)
+}

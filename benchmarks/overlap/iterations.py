@@ -10,8 +10,14 @@ from benchmarks.overlap import architectures
 
 WORKERS = 32
 LINK = 9.43e9 / 8  # bytes a second, as the paper measured it with iperf3
-_REDUCTIONS = (  # in the text beside Figure 6: cell, plan, plan that it is compared with, networks
-  ("MG-WFBP / WFBP, CNNs", "mg_wfbp", "wfbp", [model for model in architectures.MODELS if model != "bert_base"]),
+# in the text beside Figure 6: cell, plan, plan that it is compared with, networks
+_REDUCTIONS = (
+  (
+    "MG-WFBP / WFBP, CNNs",
+    "mg_wfbp",
+    "wfbp",
+    [model for model in architectures.MODELS if model != "bert_base"],
+  ),
   ("ASC-WFBP / MG-WFBP", "asc_wfbp", "mg_wfbp", list(architectures.MODELS)),
 )
 
@@ -51,7 +57,9 @@ def layers_of(model: str) -> tuple[list[float], list[float]]:
   """Seconds of backward, scaled to the paper's total, and bytes of the float32 gradient of every tensor."""
   tensors = architectures.MODELS[model]()
   scale = PAPER[model].backward / sum(tensor.seconds for tensor in tensors)
-  return [scale * tensor.seconds for tensor in tensors], [4.0 * tensor.entries for tensor in tensors]
+  return [scale * tensor.seconds for tensor in tensors], [
+    4.0 * tensor.entries for tensor in tensors
+  ]
 
 
 def bound_of(model: str) -> float:
@@ -65,9 +73,21 @@ def row(model: str, plan: js.overlap.Plan) -> Row:
   """The prediction."""
   paper = PAPER[model]
   seconds, spans = paper.forward + plan.iteration_time, plan.timeline
-  at_once = max(1 + sum(other.end > one.start for other in spans[:number]) for number, one in enumerate(spans))
+  at_once = max(
+    1 + sum(other.end > one.start for other in spans[:number])
+    for number, one in enumerate(spans)
+  )
   speed_up = WORKERS * (paper.forward + paper.backward) / seconds
-  return Row(model, plan.kind, len(plan.groups), at_once, seconds, plan.exposed, speed_up, bound_of(model))
+  return Row(
+    model,
+    plan.kind,
+    len(plan.groups),
+    at_once,
+    seconds,
+    plan.exposed,
+    speed_up,
+    bound_of(model),
+  )
 
 
 def measured(rows: list[Row]) -> dict[str, float]:
@@ -75,7 +95,11 @@ def measured(rows: list[Row]) -> dict[str, float]:
   found: dict[str, float] = {}
   for row in rows:
     name = f"{row.model} {row.plan}"
-    found |= {name: row.seconds, f"{name} exposed": row.exposed, f"{row.model} bound": row.bound}
+    found |= {
+      name: row.seconds,
+      f"{name} exposed": row.exposed,
+      f"{row.model} bound": row.bound,
+    }
     found |= {f"{row.model} speed_up": row.speed_up} if row.plan == "asc_wfbp" else {}
   for model in PAPER:
     for name, plan in ("s1", "wfbp"), ("s2", "mg_wfbp"):
@@ -83,6 +107,13 @@ def measured(rows: list[Row]) -> dict[str, float]:
       found |= {f"{model} {name}": own[0] / own[1]} if own[0] and own[1] else {}
   exposed = {(row.model, row.plan): row.exposed for row in rows}
   for name, plan, before, models in _REDUCTIONS:
-    ratios = [exposed.get((model, plan), 0) / (exposed.get((model, before)) or np.inf) for model in models]
-    found |= {f"{name}, the most": max(ratios), f"{name}, the least": min(ratios)} if all(ratios) else {}
+    ratios = [
+      exposed.get((model, plan), 0) / (exposed.get((model, before)) or np.inf)
+      for model in models
+    ]
+    found |= (
+      {f"{name}, the most": max(ratios), f"{name}, the least": min(ratios)}
+      if all(ratios)
+      else {}
+    )
   return found

@@ -14,11 +14,46 @@ def table(rows: list[Row], link: js.overlap.Link, ways: int) -> rich.table.Table
   setting = f"α = {1e3 * link.alpha:g} ms, β = {1e9 * link.beta:g} ns/byte, γ = {link.gamma:g}, {ways} at once"
   lines = []
   for one in rows:
-    wfbp = next((other.seconds for other in rows if (other.model, other.plan) == (one.model, "wfbp")), None)
-    lines.append([one.model, one.plan, str(one.groups), str(one.most_at_once), f"{one.seconds:.3f}"])
-    lines[-1] += [f"{one.exposed:.3f}", report.ratio(wfbp, one.seconds), f"{one.speed_up:.1f}", f"{one.bound:.1f}"]
-  heads = "network", "plan", "sent", "at once", "s", "exposed s", "wfbp / this", "S", "S_max"
-  return report.table(f"seconds an iteration, {WORKERS} workers, {setting}: predicted", heads, lines, text=2)
+    wfbp = next(
+      (
+        other.seconds
+        for other in rows
+        if (other.model, other.plan) == (one.model, "wfbp")
+      ),
+      None,
+    )
+    lines.append(
+      [
+        one.model,
+        one.plan,
+        str(one.groups),
+        str(one.most_at_once),
+        f"{one.seconds:.3f}",
+      ]
+    )
+    lines[-1] += [
+      f"{one.exposed:.3f}",
+      report.ratio(wfbp, one.seconds),
+      f"{one.speed_up:.1f}",
+      f"{one.bound:.1f}",
+    ]
+  heads = (
+    "network",
+    "plan",
+    "sent",
+    "at once",
+    "s",
+    "exposed s",
+    "wfbp / this",
+    "S",
+    "S_max",
+  )
+  return report.table(
+    f"seconds an iteration, {WORKERS} workers, {setting}: predicted",
+    heads,
+    lines,
+    text=2,
+  )
 
 
 def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.table.Table:
@@ -28,14 +63,35 @@ def lab_table(setting: hiding.Setting, rows: list[hiding.Measured]) -> rich.tabl
   model = f"{setting.tensors} tensors, {setting.bytes / 1e6:.2f} MB, forward {1e3 * setting.forward:.1f} ms, "
   title = f"{setting.rate}: {model}backward {1e3 * setting.backward:.1f} ms, {link}; {runtime}"
   times = {row.name: row.seconds for row in rows}
-  exposed = lambda seconds: report.milliseconds(seconds and seconds - times[hiding.ALONE])
+  exposed = lambda seconds: report.milliseconds(
+    seconds and seconds - times[hiding.ALONE]
+  )
   lines = []
   for row in rows:
     off = f"{100 * (row.predicted / row.seconds - 1):+.0f}" if row.predicted else "–"
-    lines.append([row.name, str(row.groups or "–"), *map(report.milliseconds, (row.seconds, row.predicted)), off])
+    lines.append(
+      [
+        row.name,
+        str(row.groups or "–"),
+        *map(report.milliseconds, (row.seconds, row.predicted)),
+        off,
+      ]
+    )
     lines[-1] += [exposed(row.seconds), exposed(row.predicted)]
-    lines[-1] += [report.ratio(times.get(name), row.seconds) for name in ("wfbp, dense", hiding.DEFAULT)]
-  heads = ["plan, collective", "sent", "ms", "predicted", "± %", "exposed ms", "predicted", "wfbp / this"]
+    lines[-1] += [
+      report.ratio(times.get(name), row.seconds)
+      for name in ("wfbp, dense", hiding.DEFAULT)
+    ]
+  heads = [
+    "plan, collective",
+    "sent",
+    "ms",
+    "predicted",
+    "± %",
+    "exposed ms",
+    "predicted",
+    "wfbp / this",
+  ]
   return report.table(title, [*heads, "xla default / this"], lines)
 
 

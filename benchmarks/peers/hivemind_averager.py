@@ -1,6 +1,7 @@
 """Averages of hivemind, in a rank of `torch_ddp`: `python hivemind_averager.py SETTING`.
 
-hivemind finds a group for some seconds before each average. Only the exchange behind that is timed, from a barrier on.
+hivemind finds a group for some seconds before each average. Only the exchange behind
+that is timed, from a barrier on.
 """
 
 import socket
@@ -49,7 +50,9 @@ class Average:
     """Gives the vector again, and finds the group."""
     with self._averager.get_tensors() as (held,):
       held.copy_(self._vector)
-    self._step = self._averager.step(wait=False, require_trigger=True, timeout=torch_ddp.PATIENCE)
+    self._step = self._averager.step(
+      wait=False, require_trigger=True, timeout=torch_ddp.PATIENCE
+    )
     while self._step.stage != AveragingStage.AWAITING_TRIGGER:
       if self._step.done():
         raise RuntimeError(f"hivemind found no group: {self._step.exception()}")
@@ -78,7 +81,9 @@ class Average:
 def _join_dht() -> hivemind.DHT:
   """The network of all ranks, of which rank 0 is the first peer."""
   address = socket.gethostbyname(socket.gethostname())
-  make = lambda peers: hivemind.DHT(host_maddrs=[f"/ip4/{address}/tcp/0"], initial_peers=peers, start=True)
+  make = lambda peers: hivemind.DHT(
+    host_maddrs=[f"/ip4/{address}/tcp/0"], initial_peers=peers, start=True
+  )
   dht = make([]) if dist.get_rank() == 0 else None
   known = [list(map(str, dht.get_visible_maddrs())) if dht else None]
   dist.broadcast_object_list(known)

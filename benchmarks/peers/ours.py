@@ -36,15 +36,28 @@ def measure(setting: dict[str, Any]) -> None:
   engine = engine_of(place.where, "workers")
   counter, make = Counter(engine), timing.gradients(engine, setting["n"])
   bench = Bench(
-    place, setting["engine"], setting["n"], setting["warm_up"], setting["repetitions"], lambda _: make(0), counter
+    place,
+    setting["engine"],
+    setting["n"],
+    setting["warm_up"],
+    setting["repetitions"],
+    lambda _: make(0),
+    counter,
   )
-  for spec in specs.parse(setting["methods"], setting["size"], density=setting["density"]):
+  for spec in specs.parse(
+    setting["methods"], setting["size"], density=setting["density"]
+  ):
     collective = spec.collective
     if collective.needs_shapes:
       collective = collective.for_leaves(tuple(map(tuple, setting["shapes"])))
     timed = bench.updates(spec, collective)
     sent = counter.sent[-len(timed.seconds) :]
     if place.reports:
-      row = {"method": spec.label, "seconds": timed.seconds, "bytes": sent, "wrong": float(timed.wrong)}
+      row = {
+        "method": spec.label,
+        "seconds": timed.seconds,
+        "bytes": sent,
+        "wrong": float(timed.wrong),
+      }
       with pathlib.Path(setting["rows"]).open("a") as file:
         file.write(json.dumps(row) + "\n")

@@ -16,7 +16,11 @@ from benchmarks.race.standings import Target, crossing
 
 # Of peers' results, relative to the norm of the mean; else 2⁻¹⁶.
 _ROUNDING = {"fp16": 2**-10, "powersgd": 2**-14}
-_ROUNDING |= {"hivemind:float16": 2**-10, "hivemind:uniform8": 2**-4, "hivemind:quantile8": 2**-4}
+_ROUNDING |= {
+  "hivemind:float16": 2**-10,
+  "hivemind:uniform8": 2**-4,
+  "hivemind:quantile8": 2**-4,
+}
 _OVER = {"ddp": "gloo", "processes": "gloo", "mpi": "MPI", "hivemind": "libp2p"}
 
 
@@ -30,7 +34,9 @@ class Row(NamedTuple):
   method: str
   seconds: float  # of an update, median over the rounds; of the slowest rank
   bytes: float  # that the host that sent most has sent, median
-  wrong: float  # of ours the parts of results that break a law; of a peer the error / its bound, at most 1 allowed
+  # of ours the parts of results that break a law; of a peer the error / its bound, at
+  # most 1 allowed
+  wrong: float
 
   @property
   def is_peer(self) -> bool:
@@ -56,36 +62,78 @@ def fastest(rows: Iterable[Row]) -> list[Row]:
   return list(found.values())
 
 
-def row_of(network: tuple[str, int, str], program: str, method: str, lines: Sequence[dict[str, Any]]) -> Row:
+def row_of(
+  network: tuple[str, int, str],
+  program: str,
+  method: str,
+  lines: Sequence[dict[str, Any]],
+) -> Row:
   """The row of the lines that a method's rank 0 wrote in all rounds."""
-  median = lambda name: statistics.median(value for line in lines for value in line[name])
+  median = lambda name: statistics.median(
+    value for line in lines for value in line[name]
+  )
   wrong = max(line["wrong"] for line in lines)
   if program in ranks.UPDATES:
-    wrong /= _ROUNDING.get(method if program == "hivemind" else method.partition(":")[0], 2**-16)
+    wrong /= _ROUNDING.get(
+      method if program == "hivemind" else method.partition(":")[0], 2**-16
+    )
   return Row(*network, program, method, median("seconds"), median("bytes"), wrong)
 
 
 def _peer(row: Row, rows: Sequence[Row]) -> Row | None:
   """Theirs of the same method in the same network."""
   here = (one for one in rows if one.is_peer and network_of(one) == network_of(row))
-  return next((one for one in here if one.plain == row.method.removesuffix(":wire=bf16")), None)
+  return next(
+    (one for one in here if one.plain == row.method.removesuffix(":wire=bf16")), None
+  )
 
 
 def table(rows: Sequence[Row]) -> rich.table.Table:
   """All methods, the fastest of a network first; × of the fastest peer there, and of the peer of the same method."""
   lines = []
-  for row in sorted(rows, key=lambda row: (row.model, row.hosts, -netlab.bits(row.rate), row.seconds)):
-    best = min(one.seconds for one in rows if network_of(one) == network_of(row) and one.is_peer)
+  for row in sorted(
+    rows, key=lambda row: (row.model, row.hosts, -netlab.bits(row.rate), row.seconds)
+  ):
+    best = min(
+      one.seconds for one in rows if network_of(one) == network_of(row) and one.is_peer
+    )
     same = None if row.is_peer else _peer(row, rows)
     name = ranks.named(row.method) if row.is_peer else row.method
-    ratios = report.ratio(row.seconds, best), report.ratio(row.seconds, same and same.seconds)
+    ratios = (
+      report.ratio(row.seconds, best),
+      report.ratio(row.seconds, same and same.seconds),
+    )
     sizes = f"{row.bytes / 1e6:,.2f}", report.ratio(row.bytes, same and same.bytes)
     lines.append(
-      [row.model, str(row.hosts), row.rate, name, _OVER[row.program], report.milliseconds(row.seconds), *ratios, *sizes]
+      [
+        row.model,
+        str(row.hosts),
+        row.rate,
+        name,
+        _OVER[row.program],
+        report.milliseconds(row.seconds),
+        *ratios,
+        *sizes,
+      ]
     )
-  heads = "model", "hosts", "rate", "method", "over", "ms", "× best peer", "× same of DDP", "MB a host", "× same's"
+  heads = (
+    "model",
+    "hosts",
+    "rate",
+    "method",
+    "over",
+    "ms",
+    "× best peer",
+    "× same of DDP",
+    "MB a host",
+    "× same's",
+  )
   return report.table(
-    "an update", heads, lines, text=5, caption="ms: median, of the slowest rank; MB: of the interface"
+    "an update",
+    heads,
+    lines,
+    text=5,
+    caption="ms: median, of the slowest rank; MB: of the interface",
   )
 
 
@@ -95,15 +143,32 @@ def goals(rows: Sequence[Row]) -> list[report.Goal]:
   for row in rows:
     most = 1.0 if row.is_peer else 0.0
     if not row.wrong <= most:
-      found.append(report.goal(f"{row.program}, {row.method}, {row.hosts}, {row.rate}: right", row.wrong, most=most))
+      found.append(
+        report.goal(
+          f"{row.program}, {row.method}, {row.hosts}, {row.rate}: right",
+          row.wrong,
+          most=most,
+        )
+      )
   for network in dict.fromkeys(map(network_of, rows)):
-    here = sorted((row for row in rows if network_of(row) == network), key=lambda row: row.seconds)
-    theirs, own = ([row for row in here if row.is_peer == is_peer] for is_peer in (True, False))
-    name, bits = f"{network[0]}, {network[1]} hosts, {network[2]}", netlab.bits(network[2])
+    here = sorted(
+      (row for row in rows if network_of(row) == network), key=lambda row: row.seconds
+    )
+    theirs, own = (
+      [row for row in here if row.is_peer == is_peer] for is_peer in (True, False)
+    )
+    name, bits = (
+      f"{network[0]}, {network[1]} hosts, {network[2]}",
+      netlab.bits(network[2]),
+    )
     most = 0.25 if bits >= 1e9 else 0.35 if bits >= 1e8 else 0.7
     gain = own[0].seconds / theirs[0].seconds
     found.append(
-      report.goal(f"{name}: ms, {own[0].method} / {ranks.named(theirs[0].method)} ≤ {most}", gain, most=most)
+      report.goal(
+        f"{name}: ms, {own[0].method} / {ranks.named(theirs[0].method)} ≤ {most}",
+        gain,
+        most=most,
+      )
     )
     for row in own:
       if row.method.startswith("powersgd:rank=4") and (peer := _peer(row, rows)):
@@ -132,16 +197,26 @@ class Trained(NamedTuple):
 
 def trained(results: Results, steps: int) -> list[Trained]:
   """The trainings of a race and its peers to dense's loss after so many steps, the fastest at a rate first."""
-  targets, groups = Target(steps).of_seeds(results), dict[tuple[str, str, str], list[Whole]]()
+  targets, groups = (
+    Target(steps).of_seeds(results),
+    dict[tuple[str, str, str], list[Whole]](),
+  )
   for whole in results.rows["wholes"]:
     groups.setdefault((whole.rate, whole.method, whole.optimizer), []).append(whole)
   found = []
   for key, wholes in groups.items():
     ends = {one.seed: one for one in wholes}
     spread = lambda along, ends=ends: report.Spread.of(
-      [crossing(ends[seed], loss, along) if seed in ends else None for seed, loss in targets.items()]
+      [
+        crossing(ends[seed], loss, along) if seed in ends else None
+        for seed, loss in targets.items()
+      ]
     )
-    found.append(Trained(*key, spread("seconds"), spread("steps"), results.pace_of(wholes[0], key[0])))
+    found.append(
+      Trained(
+        *key, spread("seconds"), spread("steps"), results.pace_of(wholes[0], key[0])
+      )
+    )
   rates = slow_first(one.rate for one in found)
   return sorted(found, key=lambda one: (rates.index(one.rate), _mean(one)))
 
@@ -153,7 +228,14 @@ def _mean(one: Trained) -> float:
 
 def _best(rows: Sequence[Trained], rate: str, is_peer: bool) -> Trained | None:
   """The fastest of ours or of the peers at a rate that reaches the target from every seed."""
-  return next((row for row in rows if (row.rate, row.is_peer) == (rate, is_peer) and math.isfinite(_mean(row))), None)
+  return next(
+    (
+      row
+      for row in rows
+      if (row.rate, row.is_peer) == (rate, is_peer) and math.isfinite(_mean(row))
+    ),
+    None,
+  )
 
 
 def trained_table(rows: Sequence[Trained]) -> rich.table.Table:
@@ -161,15 +243,30 @@ def trained_table(rows: Sequence[Trained]) -> rich.table.Table:
   lines = []
   for row in rows:
     best = _best(rows, row.rate, is_peer=True)
-    ratio = report.ratio(_mean(row), best and _mean(best)) if math.isfinite(_mean(row)) else "–"
-    lines.append([row.rate, row.method, row.optimizer, report.number(row.seconds, ",.1f"), ratio])
+    ratio = (
+      report.ratio(_mean(row), best and _mean(best))
+      if math.isfinite(_mean(row))
+      else "–"
+    )
+    lines.append(
+      [row.rate, row.method, row.optimizer, report.number(row.seconds, ",.1f"), ratio]
+    )
     lines[-1] += [report.number(row.steps, ",.0f"), parts_of(row.pace)]
     lines[-1] += [report.number(row.pace and row.pace.bytes / 1e6, ",.3f")]
-  heads = ["rate", "method", "optimizer", "seconds", "× best peer", "steps", PACE, "MB a step"]
-  caption = (
-    "MB: of the interface of the host that sent most; (1 missing): of a seed that was not trained, or not as far"
+  heads = [
+    "rate",
+    "method",
+    "optimizer",
+    "seconds",
+    "× best peer",
+    "steps",
+    PACE,
+    "MB a step",
+  ]
+  caption = "MB: sent by the interface of the busiest host; (1 missing): of a seed that was not trained, or not as far"
+  return report.table(
+    "to dense's loss", heads, lines, text=3, caption=caption, wraps=[*heads[:3], PACE]
   )
-  return report.table("to dense's loss", heads, lines, text=3, caption=caption, wraps=[*heads[:3], PACE])
 
 
 def trained_goals(rows: Sequence[Trained]) -> list[report.Goal]:

@@ -1,7 +1,8 @@
 """Updates of PyTorch's DistributedDataParallel over gloo, in a rank: `python torch_ddp.py SETTING`, a JSON object.
 
-It imports PyTorch and nothing of this project: PyTorch has an environment of its own. Rank 0 appends a JSON line for
-each method to the file `rows`. Backward gives the gradients at once, so that nothing but their exchange is timed.
+It imports PyTorch and nothing of this project: PyTorch has an environment of its own.
+Rank 0 appends a JSON line for each method to the file `rows`. Backward gives the
+gradients at once, so that nothing but their exchange is timed.
 """
 
 import datetime
@@ -19,7 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 PATIENCE = 900.0  # seconds of a collective operation, after which it has failed
-MOST = 20.0  # seconds of the untimed updates of a method, and of the timed ones, after which fewer have to do
+# seconds of the untimed updates of a method, and of the timed ones, after which fewer
+# have to do
+MOST = 20.0
 
 
 class Given(torch.autograd.Function):
@@ -42,7 +45,9 @@ class Model(torch.nn.Module):
 
   def __init__(self, shapes: list[list[int]]):
     super().__init__()
-    self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes])
+    self.weights = torch.nn.ParameterList(
+      [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    )
 
   def forward(self, grads: Any) -> Any:
     """The loss whose gradients these are."""
@@ -53,7 +58,9 @@ def sent_bytes() -> int:
   """Bytes that the network interfaces of this host have sent, but for the one to itself."""
   lines = pathlib.Path("/proc/self/net/dev").read_text().splitlines()[2:]
   found = [line.partition(":") for line in lines]
-  return sum(int(counts.split()[8]) for name, _, counts in found if name.strip() != "lo")
+  return sum(
+    int(counts.split()[8]) for name, _, counts in found if name.strip() != "lo"
+  )
 
 
 def gradients(shapes: list[list[int]], rank: int) -> list[torch.Tensor]:
@@ -69,16 +76,21 @@ def most(value: float) -> float:
   return float(found)
 
 
-def parallel(module: torch.nn.Module, label: str) -> tuple[DistributedDataParallel, Any]:
+def parallel(
+  module: torch.nn.Module, label: str
+) -> tuple[DistributedDataParallel, Any]:
   """The module under a method, and the state of PowerSGD's hook or None.
 
-  A method is "dense", "fp16" or "powersgd:rank=4:start=2:batched=1", with `bucket=25`, the MB of a bucket; `start` is
-  the first step that PowerSGD compresses, `batched` whether it works on matrices of the same shape together.
+  A method is "dense", "fp16" or "powersgd:rank=4:start=2:batched=1", with `bucket=25`,
+  the MB of a bucket; `start` is the first step that PowerSGD compresses, `batched`
+  whether it works on matrices of the same shape together.
   """
   name, *pairs = label.split(":")
   options = {key: int(value) for key, value in (pair.split("=") for pair in pairs)}
   size = options.get("bucket", 1000 if name == "powersgd" else 25)
-  model = DistributedDataParallel(module, bucket_cap_mb=size, gradient_as_bucket_view=True, init_sync=False)
+  model = DistributedDataParallel(
+    module, bucket_cap_mb=size, gradient_as_bucket_view=True, init_sync=False
+  )
   state = None
   if name == "powersgd":
     state = powerSGD_hook.PowerSGDState(
@@ -98,7 +110,8 @@ class Method:
 
   def __init__(self, label: str, shapes: list[list[int]]):
     self.model, self.state = parallel(Model(shapes), label)
-    self.dense_steps = self.state.start_powerSGD_iter if self.state else 0  # the first ones
+    # the first ones
+    self.dense_steps = self.state.start_powerSGD_iter if self.state else 0
 
   def update(self, grads: list[torch.Tensor]) -> None:
     """One exchange; the parameters' `grad` are the mean."""
@@ -118,16 +131,21 @@ class Method:
   def residual_norm(self, left: torch.Tensor) -> tuple[float, float]:
     """The norm of what steps have left out, `left`, without the mean of the ranks' residuals, which must be all of it.
 
-    Parts of buckets have another order than the parameters, so that norms are compared: that of the residuals too.
+    Parts of buckets have another order than the parameters, so that norms are compared:
+    that of the residuals too.
     """
     if self.state is None:
       return float(left.norm()), 0.0
-    total = torch.cat([error.flatten() for _, error in sorted(self.state.error_dict.items())])
+    total = torch.cat(
+      [error.flatten() for _, error in sorted(self.state.error_dict.items())]
+    )
     dist.all_reduce(total)
     return float(left.norm()), float((total / dist.get_world_size()).norm())
 
 
-def measure(method: Any, setting: dict[str, Any], grads: list[torch.Tensor], mean: torch.Tensor) -> dict[str, Any]:
+def measure(
+  method: Any, setting: dict[str, Any], grads: list[torch.Tensor], mean: torch.Tensor
+) -> dict[str, Any]:
   """Of a method: seconds and bytes of each timed update, and how far the result is from the mean."""
   seconds, sent = list[float](), list[float]()
   delivered, steps, warming = torch.zeros_like(mean), 0, 0.0
@@ -159,11 +177,15 @@ def join() -> dict[str, Any]:
   os.environ.update(MASTER_ADDR=setting["address"], MASTER_PORT=str(setting["port"]))
   torch.set_num_threads(setting["threads"])
   limit = datetime.timedelta(seconds=PATIENCE)
-  dist.init_process_group("gloo", rank=setting["rank"], world_size=setting["size"], timeout=limit)
+  dist.init_process_group(
+    "gloo", rank=setting["rank"], world_size=setting["size"], timeout=limit
+  )
   return setting
 
 
-def append_rows(setting: dict[str, Any], row_of: Callable[[str], dict[str, Any]]) -> None:
+def append_rows(
+  setting: dict[str, Any], row_of: Callable[[str], dict[str, Any]]
+) -> None:
   """Rank 0 appends the row of each method of the setting to its file; ends the rank."""
   for label in setting["methods"]:
     row = row_of(label)
@@ -173,12 +195,20 @@ def append_rows(setting: dict[str, Any], row_of: Callable[[str], dict[str, Any]]
   dist.destroy_process_group()
 
 
-def measure_all(setting: dict[str, Any], make: Callable[[str, list[torch.Tensor]], Any]) -> None:
+def measure_all(
+  setting: dict[str, Any], make: Callable[[str, list[torch.Tensor]], Any]
+) -> None:
   """Measures all methods of the setting, each made from its label and the gradients of this rank."""
   grads = gradients(setting["shapes"], setting["rank"])
-  mean = sum(torch.cat([x.flatten() for x in gradients(setting["shapes"], rank)]) for rank in range(setting["size"]))
+  mean = sum(
+    torch.cat([x.flatten() for x in gradients(setting["shapes"], rank)])
+    for rank in range(setting["size"])
+  )
   mean /= setting["size"]
-  append_rows(setting, lambda label: {"method": label} | measure(make(label, grads), setting, grads, mean))
+  append_rows(
+    setting,
+    lambda label: {"method": label} | measure(make(label, grads), setting, grads, mean),
+  )
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
 """Trainings with PyTorch's DistributedDataParallel or torchft's DiLoCo, in a rank: `python torch_training.py SETTING`.
 
-Of this project it imports `torch_ddp` and `torchft_diloco`, the programs beside it. The file `data` of the setting, an
-.npz, has the parameters as PyTorch's modules name them, the batches of all ranks, and what is held out. Rank 0 appends
-a JSON line for each method to the file `rows`.
+Of this project it imports `torch_ddp` and `torchft_diloco`, the programs beside it. The
+file `data` of the setting, an .npz, has the parameters as PyTorch's modules name them,
+the batches of all ranks, and what is held out. Rank 0 appends a JSON line for each
+method to the file `rows`.
 """
 
 import re
@@ -31,9 +32,12 @@ class CNN(nn.Module):
   def __init__(self, start: Arrays):
     super().__init__()
     self.conv1, self.conv2 = (
-      nn.Conv2d(*start[f"{name}.weight"].shape[1::-1], 3, padding=1) for name in ("conv1", "conv2")
+      nn.Conv2d(*start[f"{name}.weight"].shape[1::-1], 3, padding=1)
+      for name in ("conv1", "conv2")
     )
-    self.dense, self.head = (nn.Linear(*start[f"{name}.weight"].shape[::-1]) for name in ("dense", "head"))
+    self.dense, self.head = (
+      nn.Linear(*start[f"{name}.weight"].shape[::-1]) for name in ("dense", "head")
+    )
 
   def forward(self, images: torch.Tensor) -> torch.Tensor:
     """f32[batch, height, width, channels] to f32[batch, 10]."""
@@ -56,7 +60,10 @@ class Block(nn.Module):
 
   def forward(self, x: torch.Tensor) -> torch.Tensor:
     """f32[batch, length, width] to the same shape."""
-    q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+    q, k, v = (
+      y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+      for y in self.qkv(self.norm1(x)).chunk(3, -1)
+    )
     found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = x + self.out(found.transpose(1, 2).flatten(2))
     return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
@@ -70,7 +77,9 @@ class Transformer(nn.Module):
     symbols, width = start["byte.weight"].shape
     self.byte = nn.Embedding(symbols, width)
     self.position = nn.Embedding(*start["position.weight"].shape)
-    self.blocks = nn.ModuleList([Block(width) for name in start if name.endswith("qkv.weight")])
+    self.blocks = nn.ModuleList(
+      [Block(width) for name in start if name.endswith("qkv.weight")]
+    )
     self.norm = nn.RMSNorm(width, eps=1e-6, elementwise_affine=False)
     self.head = nn.Linear(width, symbols, bias=False)
 
@@ -90,7 +99,9 @@ MODELS: dict[str, Callable[[Arrays], nn.Module]] = {
 }
 
 
-def optimizers_of(model: nn.Module, setting: dict[str, Any]) -> list[torch.optim.Optimizer]:
+def optimizers_of(
+  model: nn.Module, setting: dict[str, Any]
+) -> list[torch.optim.Optimizer]:
   """Adam, or Muon for the matrices whose names match `only` and Adam for everything else."""
   muon = dict(setting["muon"] or {"only": "$."})
   chosen = re.compile(muon.pop("only"))
@@ -98,10 +109,14 @@ def optimizers_of(model: nn.Module, setting: dict[str, Any]) -> list[torch.optim
   for name, param in model.named_parameters():
     sides[param.ndim == 2 and chosen.search(name) is not None].append(param)
   adam = torch.optim.Adam(sides[0], **setting["adam"])
-  return [adam, torch.optim.Muon(sides[1], weight_decay=0.0, **muon)] if sides[1] else [adam]
+  return (
+    [adam, torch.optim.Muon(sides[1], weight_decay=0.0, **muon)] if sides[1] else [adam]
+  )
 
 
-def loss_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(
+  model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
   """The mean cross-entropy of a batch."""
   return F.cross_entropy(model(inputs).flatten(0, -2), labels.flatten().long())
 
@@ -110,9 +125,15 @@ class Training:
   """A training of a method from the start that the data have."""
 
   def __init__(self, label: str, setting: dict[str, Any], data: Arrays):
-    start = {name.removeprefix("start."): value for name, value in data.items() if name.startswith("start.")}
+    start = {
+      name.removeprefix("start."): value
+      for name, value in data.items()
+      if name.startswith("start.")
+    }
     model = MODELS[setting["task"]](start)
-    model.load_state_dict({name: torch.from_numpy(value) for name, value in start.items()})
+    model.load_state_dict(
+      {name: torch.from_numpy(value) for name, value in start.items()}
+    )
     self.optimizers = optimizers_of(model, setting)
     self.is_apart, self.state = label.startswith("diloco"), None
     if self.is_apart:
@@ -122,8 +143,12 @@ class Training:
     self.clip = setting["clip"] or float("inf")
     first = setting["rank"] * setting["batch_size"]
     share = slice(first, first + setting["batch_size"])
-    self.inputs, self.labels = (torch.from_numpy(data[name][:, share]) for name in ("input", "label"))
-    self.held_out = [torch.from_numpy(data[name]) for name in ("held_out.input", "held_out.label")]
+    self.inputs, self.labels = (
+      torch.from_numpy(data[name][:, share]) for name in ("input", "label")
+    )
+    self.held_out = [
+      torch.from_numpy(data[name]) for name in ("held_out.input", "held_out.label")
+    ]
     self.times = list[float]()  # of each step
     self.rest = list[float]()  # of these, clipping and optimizer
 
@@ -145,9 +170,14 @@ class Training:
   def evaluate(self) -> tuple[float, float]:
     """Loss and accuracy on what is held out; a barrier too, so that no rank goes on while another one evaluates."""
     with torch.no_grad():
-      logits = torch.cat([self.model.module(part) for part in self.held_out[0].split(PART)]).flatten(0, -2)
+      logits = torch.cat(
+        [self.model.module(part) for part in self.held_out[0].split(PART)]
+      ).flatten(0, -2)
     labels = self.held_out[1].flatten().long()
-    loss, accuracy = F.cross_entropy(logits, labels), (logits.argmax(-1) == labels).float().mean()
+    loss, accuracy = (
+      F.cross_entropy(logits, labels),
+      (logits.argmax(-1) == labels).float().mean(),
+    )
     return torch_ddp.most(float(loss)), float(accuracy)
 
   def compute(self) -> float:
@@ -164,12 +194,17 @@ class Training:
   def pace(self) -> dict[str, float]:
     """Median seconds of a step, behind those that PowerSGD does not compress, and of its parts; ends the training.
 
-    DiLoCo does not exchange in each step: its mean, and what the steps without an exchange take behind backward.
+    DiLoCo does not exchange in each step: its mean, and what the steps without an
+    exchange take behind backward.
     """
     untimed = max(3, self.state.start_powerSGD_iter + 1 if self.state else 0)
     middle = statistics.fmean if self.is_apart else statistics.median
     of = lambda middle, times: torch_ddp.most(middle(times[untimed:] or times))
-    pace = {"seconds": of(middle, self.times), "rest": of(statistics.median, self.rest), "compute": self.compute()}
+    pace = {
+      "seconds": of(middle, self.times),
+      "rest": of(statistics.median, self.rest),
+      "compute": self.compute(),
+    }
     if self.is_apart:
       self.model.close()
     return pace
@@ -178,13 +213,17 @@ class Training:
 def train(label: str, setting: dict[str, Any], data: Arrays) -> dict[str, Any]:
   """The row of a method: losses before and behind the first step, then each evaluation and the seconds until there.
 
-  The clock stands still during evaluations and the first step, in which DistributedDataParallel begins.
+  The clock stands still during evaluations and the first step, in which
+  DistributedDataParallel begins.
   """
   training = Training(label, setting, data)
   first, steps, seconds = [training.evaluate()[0]], list[int](), list[float]()
   losses, accuracies = list[float](), list[float]()
   sent, target = 0, setting["target"]
-  while not steps or (steps[-1] < setting["most"] and (steps[-1] < setting["least"] or min(losses) > target)):
+  while not steps or (
+    steps[-1] < setting["most"]
+    and (steps[-1] < setting["least"] or min(losses) > target)
+  ):
     before = torch_ddp.sent_bytes()
     training.step()
     sent += torch_ddp.sent_bytes() - before
@@ -197,13 +236,24 @@ def train(label: str, setting: dict[str, Any], data: Arrays) -> dict[str, Any]:
       loss, accuracy = training.evaluate()
       losses.append(loss)
       accuracies.append(accuracy)
-  row = {"method": label, "first": first, "steps": steps, "seconds": seconds, "loss": losses, "accuracy": accuracies}
-  return row | {"bytes": torch_ddp.most(sent / len(training.times)), "pace": training.pace()}
+  row = {
+    "method": label,
+    "first": first,
+    "steps": steps,
+    "seconds": seconds,
+    "loss": losses,
+    "accuracy": accuracies,
+  }
+  return row | {
+    "bytes": torch_ddp.most(sent / len(training.times)),
+    "pace": training.pace(),
+  }
 
 
 def main() -> None:
   """Trains with all methods of the setting."""
-  warnings.filterwarnings("ignore", message="Grad strides do not match")  # those of a dimension of size 1
+  # those of a dimension of size 1
+  warnings.filterwarnings("ignore", message="Grad strides do not match")
   setting = torch_ddp.join()
   data = dict(np.load(setting["data"]))
   torch_ddp.append_rows(setting, lambda label: train(label, setting, data))

@@ -19,7 +19,9 @@ from torchft.local_sgd import DiLoCo
 _PORTS = itertools.count(29610)  # of the lighthouse, another one for each method
 
 
-def make_manager(lighthouse: str, name: str, replicas: int, **states: Any) -> tuple[Manager, Any]:
+def make_manager(
+  lighthouse: str, name: str, replicas: int, **states: Any
+) -> tuple[Manager, Any]:
   """The manager of a replica group of this process, and its store.
 
   Args:
@@ -52,22 +54,38 @@ def make_manager(lighthouse: str, name: str, replicas: int, **states: Any) -> tu
 class Apart(nn.Module):
   """A module that each rank trains apart; after each `every` steps the mean of their movements makes an outer step.
 
-  A method is "diloco:every=10:rate=0.7:momentum=0.9": SGD with Nesterov's momentum is the outer optimizer.
+  A method is "diloco:every=10:rate=0.7:momentum=0.9": SGD with Nesterov's momentum is
+  the outer optimizer.
   """
 
   no_sync = contextlib.nullcontext
 
-  def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, label: str, setting: dict[str, Any]):
+  def __init__(
+    self,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    label: str,
+    setting: dict[str, Any],
+  ):
     super().__init__()
     self.module = module
-    options = {key: float(value) for key, value in (pair.split("=") for pair in label.split(":")[1:])}
+    options = {
+      key: float(value)
+      for key, value in (pair.split("=") for pair in label.split(":")[1:])
+    }
     momentum = options.get("momentum", 0.9)
-    outer = torch.optim.SGD(module.parameters(), options.get("rate", 0.7), momentum, nesterov=momentum > 0)
+    outer = torch.optim.SGD(
+      module.parameters(), options.get("rate", 0.7), momentum, nesterov=momentum > 0
+    )
     port, size = next(_PORTS), setting["size"]
-    self._lighthouse = setting["rank"] == 0 and LighthouseServer(bind=f"0.0.0.0:{port}", min_replicas=size)
+    self._lighthouse = setting["rank"] == 0 and LighthouseServer(
+      bind=f"0.0.0.0:{port}", min_replicas=size
+    )
     lighthouse = f"http://{setting['address']}:{port}"
     self._manager, self._store = make_manager(lighthouse, str(setting["rank"]), size)
-    self._diloco = DiLoCo(self._manager, [module], optimizer, outer, sync_every=int(options["every"]))
+    self._diloco = DiLoCo(
+      self._manager, [module], optimizer, outer, sync_every=int(options["every"])
+    )
     self._diloco.__enter__()
 
   def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """A worker of `benchmarks.rounds` by torchft's DiLoCo over gloo: `python torchft_worker.py SETTINGS`, a JSON object.
 
-Of this project it imports `torchft_diloco` and `torch_training`, the programs beside it. It writes the events that
-worker.py of benchmarks/rounds does. Its parameters are a vector that moves by a number in each step, or those of the
-model in data.npz in the folder of the workers, which Adam trains.
+Of this project it imports `torchft_diloco` and `torch_training`, the programs beside
+it. It writes the events that worker.py of benchmarks/rounds does. Its parameters are a
+vector that moves by a number in each step, or those of the model in data.npz in the
+folder of the workers, which Adam trains.
 """
 
 import json
@@ -22,7 +23,8 @@ from torch_training import MODELS, loss_of
 from torchft import Manager
 from torchft.local_sgd import DiLoCo
 
-Gradient = Callable[[], float]  # puts the gradient of a batch into the parameters and returns the loss
+# puts the gradient of a batch into the parameters and returns the loss
+Gradient = Callable[[], float]
 
 
 class Vector(nn.Module):
@@ -33,7 +35,9 @@ class Vector(nn.Module):
     self.entries = nn.Parameter(torch.zeros(n))
 
 
-def make_vector(one: dict[str, Any]) -> tuple[nn.Module, Gradient, torch.optim.Optimizer]:
+def make_vector(
+  one: dict[str, Any],
+) -> tuple[nn.Module, Gradient, torch.optim.Optimizer]:
   """A vector, with a gradient that is the same in each step."""
   module, step = Vector(int(one["task"])), torch.tensor(-1.0 - one["number"])
 
@@ -44,12 +48,20 @@ def make_vector(one: dict[str, Any]) -> tuple[nn.Module, Gradient, torch.optim.O
   return module, gradient, torch.optim.SGD(module.parameters(), lr=1e-3)
 
 
-def make_model(one: dict[str, Any], path: pathlib.Path) -> tuple[nn.Module, Gradient, torch.optim.Optimizer]:
+def make_model(
+  one: dict[str, Any], path: pathlib.Path
+) -> tuple[nn.Module, Gradient, torch.optim.Optimizer]:
   """A model from the start that a file has, on batches that are drawn from its windows."""
   with np.load(path) as file:
     data = {name.removeprefix("start."): values for name, values in file.items()}
-  inputs, labels = (torch.from_numpy(data.pop(name)).flatten(0, 1) for name in ("input", "label"))
-  start = {name: torch.from_numpy(values) for name, values in data.items() if not name.startswith("held_out.")}
+  inputs, labels = (
+    torch.from_numpy(data.pop(name)).flatten(0, 1) for name in ("input", "label")
+  )
+  start = {
+    name: torch.from_numpy(values)
+    for name, values in data.items()
+    if not name.startswith("held_out.")
+  }
   model = MODELS[one["task"]](data)
   model.load_state_dict(start)
   draws = np.random.default_rng([one["number"], one["life"]])
@@ -93,7 +105,11 @@ def train(
         if number > before:
           members = list(range(manager.num_participants()))
           digest = float(next(module.parameters()).flatten()[0])
-          facts = {"members": members, "skipped": not took_part or number > before + 1, "stand": [number, number]}
+          facts = {
+            "members": members,
+            "skipped": not took_part or number > before + 1,
+            "stand": [number, number],
+          }
           say("round", number=number, steps=behind, digest=digest, **facts)
         behind = 0
 
@@ -102,19 +118,33 @@ def main() -> None:
   """Joins the others and trains."""
   one = json.loads(sys.argv[1])
   torch.set_num_threads(1)
-  with pathlib.Path(one["folder"], f"worker{one['number']}.{one['life']}").open("a", buffering=1) as log:
+  with pathlib.Path(one["folder"], f"worker{one['number']}.{one['life']}").open(
+    "a", buffering=1
+  ) as log:
 
     def say(event: str, **facts: Any) -> None:
-      facts = {"event": event, "worker": one["number"], "life": one["life"], "time": time.monotonic()} | facts
+      facts = {
+        "event": event,
+        "worker": one["number"],
+        "life": one["life"],
+        "time": time.monotonic(),
+      } | facts
       log.write(json.dumps(facts) + "\n")
 
     say("imported")
     path = pathlib.Path(one["folder"], "data.npz")
-    module, gradient, inner = make_model(one, path) if path.exists() else make_vector(one)
+    module, gradient, inner = (
+      make_model(one, path) if path.exists() else make_vector(one)
+    )
     say("compiled")
-    states = {"load_state_dict": module.load_state_dict, "state_dict": module.state_dict}
+    states = {
+      "load_state_dict": module.load_state_dict,
+      "state_dict": module.state_dict,
+    }
     name = f"{one['number']}.{one['life']}"
-    manager, _store = torchft_diloco.make_manager(one["server"], name, one["quorum"], **states)
+    manager, _store = torchft_diloco.make_manager(
+      one["server"], name, one["quorum"], **states
+    )
     say("joined", address=one["address"])
     while not (pathlib.Path(one["folder"]) / "begin").exists():
       time.sleep(0.05)

@@ -61,14 +61,21 @@ class Length(NamedTuple):
     return steps % self.every == 0 or steps in (self.steps, self.most)
 
 
-def curve(trainer: Trainer, length: Length, keep: Callable, show: Callable, folder: pathlib.Path) -> None:
+def curve(
+  trainer: Trainer, length: Length, keep: Callable, show: Callable, folder: pathlib.Path
+) -> None:
   """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss.
 
-  A training that was interrupted goes on behind its last evaluation, from `folder`, which is removed at the end.
+  A training that was interrupted goes on behind its last evaluation, from `folder`,
+  which is removed at the end.
   """
-  so_far = Curve(trainer.method.label, str(trainer.recipe.optimizer), trainer.seed, [], [], [], 0.0)
+  so_far = Curve(
+    trainer.method.label, str(trainer.recipe.optimizer), trainer.seed, [], [], [], 0.0
+  )
   leaves, structure = jax.tree.flatten(trainer.trained)
-  options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+  options = ocp.CheckpointManagerOptions(
+    max_to_keep=1, enable_async_checkpointing=False
+  )
   checkpoints = {"options": options, "item_handlers": ocp.StandardCheckpointHandler()}
   with ocp.CheckpointManager(folder.resolve(), **checkpoints) as saver:
     if begin := saver.latest_step():
@@ -78,7 +85,10 @@ def curve(trainer: Trainer, length: Length, keep: Callable, show: Callable, fold
     while not length.is_done(trainer.steps, so_far.loss):
       show(trainer.steps + 1, trainer.step())
       found = trainer.metrics()
-      words, drift = so_far.words + found["words_sent"], max(so_far.drift, found["drift"])
+      words, drift = (
+        so_far.words + found["words_sent"],
+        max(so_far.drift, found["drift"]),
+      )
       so_far = so_far._replace(words=words, drift=drift)
       if length.is_evaluated(trainer.steps):
         loss, accuracy = trainer.evaluate()
@@ -91,16 +101,21 @@ def curve(trainer: Trainer, length: Length, keep: Callable, show: Callable, fold
   shutil.rmtree(folder)
 
 
-def whole(trainer: Trainer, rate: str, length: Length, keep: Callable[[Whole], None]) -> None:
+def whole(
+  trainer: Trainer, rate: str, length: Length, keep: Callable[[Whole], None]
+) -> None:
   """Trains one method on a clock that stands still while the model is evaluated."""
   watch = timing.Stopwatch(trainer.engine)
-  so_far = Whole(trainer.method.label, str(trainer.recipe.optimizer), trainer.seed, rate, [], [], [])
+  so_far = Whole(
+    trainer.method.label, str(trainer.recipe.optimizer), trainer.seed, rate, [], [], []
+  )
   while not length.is_done(trainer.steps, so_far.loss):
     trainer.step()
     if length.is_evaluated(trainer.steps):
       so_far.steps.append(trainer.steps)
       so_far.seconds.append(float(watch.gather(sum(trainer.times[1:])).max()))
-      losses = watch.gather(trainer.evaluate()[0])  # a barrier too: no host goes on while another one evaluates
+      # a barrier too: no host goes on while another one evaluates
+      losses = watch.gather(trainer.evaluate()[0])
       so_far.loss.append(_round_loss(float(losses[0])))
       keep(so_far)
 
@@ -124,18 +139,39 @@ def pace(trainer: Trainer, rate: str, steps: int) -> Pace:
   compute, alone = _parts(trainer, watch)
   seconds, most = (float(watch.gather(value).max()) for value in own)
   parts = compute, max(0.0, alone - compute)
-  return Pace(trainer.method.label, rate, timed, seconds, *parts, most, str(trainer.recipe.optimizer))
+  return Pace(
+    trainer.method.label,
+    rate,
+    timed,
+    seconds,
+    *parts,
+    most,
+    str(trainer.recipe.optimizer),
+  )
 
 
 def _of_periods(times: list[float], every: int) -> float:
   """Seconds a step: the median over the periods of `every` steps."""
-  return statistics.median(sum(times[start : start + every]) / every for start in range(0, len(times), every))
+  return statistics.median(
+    sum(times[start : start + every]) / every for start in range(0, len(times), every)
+  )
 
 
 def _parts(trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
   """Seconds of forward and backward, and of a step whose messages take no time, all workers at once; ends `trainer`."""
-  engine, every, comm = trainer.engine, trainer.method.every, SoloComm(trainer.place.size)
-  worker = Worker(trainer.model.loss, trainer.method.make(comm, trainer.recipe.make()), False, "mean", "worker", 1)
+  engine, every, comm = (
+    trainer.engine,
+    trainer.method.every,
+    SoloComm(trainer.place.size),
+  )
+  worker = Worker(
+    trainer.model.loss,
+    trainer.method.make(comm, trainer.recipe.make()),
+    False,
+    "mean",
+    "worker",
+    1,
+  )
   same, split = PartitionSpec(), PartitionSpec(AXIS)
 
   def gradients(params: Any, batch: Any, running: Any) -> Any:
@@ -145,7 +181,9 @@ def _parts(trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
 
   backward = engine.jit(gradients, (same, split, split), split)
   given = engine.place((next(trainer.batches), trainer.statistics), (split, split))
-  compute = statistics.median(watch.time(backward, trainer.params, *given)[0] for _ in range(_REPETITIONS + 1))
+  compute = statistics.median(
+    watch.time(backward, trainer.params, *given)[0] for _ in range(_REPETITIONS + 1)
+  )
   state, own = start_workers(engine, worker.tx.init, trainer.params)
 
   def alone(params: Any, state: Any, batch: Any, running: Any) -> tuple[Any, Any]:

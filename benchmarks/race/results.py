@@ -23,7 +23,8 @@ class Curve(NamedTuple):
   loss: list[float]  # on what is held out; infinite from where a training diverges
   accuracy: list[float]  # likewise
   words: float  # 4-byte words a step, of the worker that sent most
-  # the largest of all steps: the root mean square over workers of the distance of their parameters to the mean
+  # the largest of all steps: the root mean square over workers of the distance of their
+  # parameters to the mean
   drift: float = 0.0
 
 
@@ -36,8 +37,12 @@ class Pace(NamedTuple):
   seconds: float  # of a step: the median over the periods
   compute: float  # of these, forward and backward, all workers at once
   rest: float  # selection, sums and optimizer, likewise
-  bytes: float  # a step that the network interface of a host has sent, headers included; of the host that sent most
-  optimizer: str = ""  # that was timed: its name, rate and options; empty in files that do not say it
+  # a step that the network interface of a host has sent, headers included; of the host
+  # that sent most
+  bytes: float
+  optimizer: str = (
+    ""  # that was timed: its name, rate and options; empty in files that do not say it
+  )
 
   @property
   def parts(self) -> tuple[float, float, float]:
@@ -55,7 +60,8 @@ class Whole(NamedTuple):
   seed: int  # of the parameters and batches
   rate: str  # of the links
   steps: list[int]  # at which the model was evaluated
-  seconds: list[float]  # of all steps until then, without the evaluations and the first step, which compiles
+  # of all steps until then, without the evaluations and the first step, which compiles
+  seconds: list[float]
   loss: list[float]  # on what is held out; infinite from where a training diverges
 
 
@@ -78,32 +84,51 @@ class Results:
     try:
       kept = json.loads(self.path.read_text())
       setting = {"task": kept["setting"]["task"], **kept["setting"]}
-      rows = {kind: [_read(make, row) for row in kept.get(kind, [])] for kind, make in KINDS.items()}
+      rows = {
+        kind: [_read(make, row) for row in kept.get(kind, [])]
+        for kind, make in KINDS.items()
+      }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-      raise ValueError(f"--results={self.path} is not the file of a race, choose another: {error!r}") from error
+      raise ValueError(
+        f"--results={self.path} is not the file of a race, choose another: {error!r}"
+      ) from error
     self.setting = self.setting or setting
     for name in self.setting | setting:
       was, now = setting.get(name), self.setting.get(name)
       if was != now:
-        raise ValueError(f"--results={self.path} has {name}={was!r}, this race {now!r}: choose another file")
+        raise ValueError(
+          f"--results={self.path} has {name}={was!r}, this race {now!r}: choose another file"
+        )
     self.rows = rows
 
   def find(self, kind: str, **key: Any) -> list[Any]:
     """The rows of a kind with these fields."""
-    return [row for row in self.rows[kind] if all(getattr(row, name) == value for name, value in key.items())]
+    return [
+      row
+      for row in self.rows[kind]
+      if all(getattr(row, name) == value for name, value in key.items())
+    ]
 
   def pace_of(self, row: Curve | Whole, rate: str) -> Pace | None:
     """The pace of a training at a rate: of its method and optimizer, at any learning rate, or of one not named."""
-    paces = {_options_of(one.optimizer): one for one in self.find("paces", rate=rate, method=row.method)}
+    paces = {
+      _options_of(one.optimizer): one
+      for one in self.find("paces", rate=rate, method=row.method)
+    }
     return paces.get(_options_of(row.optimizer), paces.get(""))
 
   def add(self, row: Any) -> None:
     """Writes a row into the file, in place of one of the same method, optimizer, seed and rate.
 
-    Of two trainings, or paces, the longer one stays: one that starts anew takes nothing away until it is as far.
+    Of two trainings, or paces, the longer one stays: one that starts anew takes nothing
+    away until it is as far.
     """
     kind = next(name for name, make in KINDS.items() if isinstance(row, make))
-    key = {name: getattr(row, name) for name in ("method", "optimizer", "seed", "rate") if name in row._fields}
+    key = {
+      name: getattr(row, name)
+      for name in ("method", "optimizer", "seed", "rate")
+      if name in row._fields
+    }
     length = lambda one: np.max(one.steps)
     self.path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(self.path.parent, os.O_RDONLY)
@@ -129,7 +154,11 @@ def _options_of(optimizer: str) -> str:
 def _read(make: Any, row: dict[str, Any]) -> Any:
   """A row of the file, in which null stands for what is infinite."""
   is_null = lambda leaf: leaf is None
-  found = make(**jax.tree.map(lambda leaf: math.inf if is_null(leaf) else leaf, row, is_leaf=is_null))
+  found = make(
+    **jax.tree.map(
+      lambda leaf: math.inf if is_null(leaf) else leaf, row, is_leaf=is_null
+    )
+  )
   if isinstance(found, Curve | Whole) and not 0 < len(found.steps) == len(found.loss):
     raise ValueError(f"{row} is no training")
   return found

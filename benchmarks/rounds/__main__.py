@@ -13,12 +13,14 @@
     faults       a worker stopped, cut off, slow, with NaN; the controller killed twice; garbage: waits and gaps
     synchronous  goodput of training that starts again from a checkpoint with the ranks that are left
 
-Workers of goodput and faults train the digits CNN in steps of at least --pace seconds, in which the core is idle for
-most of the time, as on a host with an accelerator. benchmarks/pages/faults.md explains the numbers.
+Workers of goodput and faults train the digits CNN in steps of at least --pace seconds,
+in which the core is idle for most of the time, as on a host with an accelerator.
+benchmarks/pages/faults.md explains the numbers.
 
 Example:
-  python -m benchmarks.rounds --parts=goodput --seconds=120 --seed=1
-  python -m benchmarks.rounds --parts=vector --rate=25mbit --every=16 --pace=2 --grace=8 --kill_every=30
+  python -m benchmarks.rounds --parts=goodput --seconds=120 --seed=1 python -m
+  benchmarks.rounds --parts=vector --rate=25mbit --every=16 --pace=2 --grace=8
+  --kill_every=30
 """
 
 import contextlib
@@ -47,18 +49,46 @@ _OWN = ["goodput", "faults", "synchronous", "hidden", "race"]
 _BESIDE_TORCHFT = ["vector", "transformer", "interrupted"]
 _ALL = _OWN + _BESIDE_TORCHFT
 _PARTS = flags.DEFINE_list("parts", _OWN, f"What to measure: {', '.join(_ALL)}.")
-_WORKERS = flags.DEFINE_integer("workers", 6, "Workers of goodput, faults and vector.", lower_bound=2)
-_QUORUM = flags.DEFINE_integer("quorum", 4, "Workers that a round of theirs takes, K.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 300, "Of each run of goodput, and of hidden.", lower_bound=1)
-_KILL_EVERY = flags.DEFINE_float("kill_every", 60, "Seconds between two kills.", lower_bound=1)
-_HOLD = flags.DEFINE_float("hold", 30, "Seconds for which a worker is stopped; cut off for two thirds.", lower_bound=1)
-_EVERY = flags.DEFINE_integer("every", 5, "H of goodput, faults and vector.", lower_bound=1)
-_PACE = flags.DEFINE_float("pace", 0.2, "Seconds of a step of goodput, faults and vector at least.", lower_bound=0)
-_RATES = flags.DEFINE_list("rates", ["100mbit:16:8", "10mbit:32:16"], "Of hidden: the links, H and the delay.")
-_RACE = flags.DEFINE_list("race", ["10mbit:4:2"], "Of the race: the links, H and the delay.")
-_ROUNDS = flags.DEFINE_integer("rounds", 40, "Of the race: so many are held.", lower_bound=8)
+_WORKERS = flags.DEFINE_integer(
+  "workers", 6, "Workers of goodput, faults and vector.", lower_bound=2
+)
+_QUORUM = flags.DEFINE_integer(
+  "quorum", 4, "Workers that a round of theirs takes, K.", lower_bound=1
+)
+_SECONDS = flags.DEFINE_float(
+  "seconds", 300, "Of each run of goodput, and of hidden.", lower_bound=1
+)
+_KILL_EVERY = flags.DEFINE_float(
+  "kill_every", 60, "Seconds between two kills.", lower_bound=1
+)
+_HOLD = flags.DEFINE_float(
+  "hold",
+  30,
+  "Seconds for which a worker is stopped; cut off for two thirds.",
+  lower_bound=1,
+)
+_EVERY = flags.DEFINE_integer(
+  "every", 5, "H of goodput, faults and vector.", lower_bound=1
+)
+_PACE = flags.DEFINE_float(
+  "pace",
+  0.2,
+  "Seconds of a step of goodput, faults and vector at least.",
+  lower_bound=0,
+)
+_RATES = flags.DEFINE_list(
+  "rates", ["100mbit:16:8", "10mbit:32:16"], "Of hidden: the links, H and the delay."
+)
+_RACE = flags.DEFINE_list(
+  "race", ["10mbit:4:2"], "Of the race: the links, H and the delay."
+)
+_ROUNDS = flags.DEFINE_integer(
+  "rounds", 40, "Of the race: so many are held.", lower_bound=8
+)
 _BESIDE = flags.DEFINE_string(
-  "beside", "benchmarks/results/blocks_lm.json", "The synchronous race, with its optimizer; its pace is measured anew."
+  "beside",
+  "benchmarks/results/blocks_lm.json",
+  "The synchronous race, with its optimizer; its pace is measured anew.",
 )
 _GRACE = flags.DEFINE_float(
   "grace",
@@ -66,14 +96,26 @@ _GRACE = flags.DEFINE_float(
   "Seconds that a quorum waits for more: in those of H steps, workers out of step meet again.",
   lower_bound=0,
 )
-_EXCHANGES = flags.DEFINE_list("exchanges", ["onebit", "dense", "torchft"], f"Of {', '.join(_BESIDE_TORCHFT)}.")
-_ENTRIES = flags.DEFINE_integer("entries", 31_000_000, "Of vector and interrupted.", lower_bound=1)
-_PYTHON = flags.DEFINE_string("python", ".venv-peers/bin/python", "The Python of torchft's environment.")
-_RATE = flags.DEFINE_string("rate", "100mbit", "Speed of the links of goodput, faults and vector.")
+_EXCHANGES = flags.DEFINE_list(
+  "exchanges", ["onebit", "dense", "torchft"], f"Of {', '.join(_BESIDE_TORCHFT)}."
+)
+_ENTRIES = flags.DEFINE_integer(
+  "entries", 31_000_000, "Of vector and interrupted.", lower_bound=1
+)
+_PYTHON = flags.DEFINE_string(
+  "python", ".venv-peers/bin/python", "The Python of torchft's environment."
+)
+_RATE = flags.DEFINE_string(
+  "rate", "100mbit", "Speed of the links of goodput, faults and vector."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the choice of the workers that are killed.")
 _REPORT_DIR = entry.define_report_dir("rounds.json")
-_WORKER = flags.DEFINE_string("worker", None, "Internal: the settings of a worker, as JSON.")
-_GARBAGE = flags.DEFINE_string("garbage", None, "Internal: addresses, keys and number of messages, as JSON.")
+_WORKER = flags.DEFINE_string(
+  "worker", None, "Internal: the settings of a worker, as JSON."
+)
+_GARBAGE = flags.DEFINE_string(
+  "garbage", None, "Internal: addresses, keys and number of messages, as JSON."
+)
 
 _BATCH = {"cnn": 16, "lm": 4, "lm_medium": 4}
 _DRAWN = 200  # batches of each worker, from which torchft's draw theirs
@@ -82,22 +124,49 @@ entry.require_choices(_PARTS, _ALL, empty=False)
 
 @contextlib.contextmanager
 def _team(
-  rate: str, workers: int, quorum: int, task: str, every: int, delay: int, pace: float, transform: str, **options: Any
+  rate: str,
+  workers: int,
+  quorum: int,
+  task: str,
+  every: int,
+  delay: int,
+  pace: float,
+  transform: str,
+  **options: Any,
 ) -> Iterator[Team]:
   with contextlib.ExitStack() as stack:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxsparse-"))
     hosts = stack.enter_context(netlab.lab(workers + 1, rate))
-    settings = Settings(task, _BATCH.get(task, 1), every, delay, pace, transform, folder=folder, **options)
+    settings = Settings(
+      task, _BATCH.get(task, 1), every, delay, pace, transform, folder=folder, **options
+    )
     if settings.torchft and not task.isdecimal():
       found = worker.make_task(task)
-      write_data(pathlib.Path(folder, "data.npz"), found, model_of(found, 0), 0, workers, settings.batch, _DRAWN)
+      write_data(
+        pathlib.Path(folder, "data.npz"),
+        found,
+        model_of(found, 0),
+        0,
+        workers,
+        settings.batch,
+        _DRAWN,
+      )
     team = Team(hosts, quorum, _GRACE.value, settings)
     yield stack.enter_context(team)
 
 
 def _six(task: str = "cnn", transform: str = "dense", **options: Any) -> Any:
   steps = _EVERY.value, _EVERY.value // 2
-  return _team(_RATE.value, _WORKERS.value, _QUORUM.value, task, *steps, _PACE.value, transform, **options)
+  return _team(
+    _RATE.value,
+    _WORKERS.value,
+    _QUORUM.value,
+    task,
+    *steps,
+    _PACE.value,
+    transform,
+    **options,
+  )
 
 
 def _hidden() -> Iterator[tuple[str, Any]]:
@@ -109,20 +178,31 @@ def _hidden() -> Iterator[tuple[str, Any]]:
 
 def _race() -> Iterator[tuple[str, Any]]:
   path = pathlib.Path(_BESIDE.value)
-  first = next(curve for curve in Results(path, None).rows["curves"] if curve.method != DENSE)
+  first = next(
+    curve for curve in Results(path, None).rows["curves"] if curve.method != DENSE
+  )
   for text in _RACE.value:
     rate, every, delay = text.split(":")
     results = measures.with_pace(path, first.method, first.optimizer, rate)
     for seed in range(3):
-      options = {"optimizer": first.optimizer, "apply_residual": True, "keep": 2, "seed": seed}
-      with _team(rate, 4, 4, "lm", int(every), int(delay), 0.0, "onebit", **options) as team:
+      options = {
+        "optimizer": first.optimizer,
+        "apply_residual": True,
+        "keep": 2,
+        "seed": seed,
+      }
+      with _team(
+        rate, 4, 4, "lm", int(every), int(delay), 0.0, "onebit", **options
+      ) as team:
         yield "race", measures.race(team, rate, results, _ROUNDS.value)
 
 
 def _goodput() -> Iterator[tuple[str, Any]]:
   for kill_every in (0, _KILL_EVERY.value):
     with _six() as team:
-      found, recoveries, curve = measures.goodput(team, _SECONDS.value, kill_every, _SEED.value)
+      found, recoveries, curve = measures.goodput(
+        team, _SECONDS.value, kill_every, _SEED.value
+      )
     yield "goodput", found
     yield from (("recoveries", one) for one in recoveries)
     yield "curves", curve
@@ -133,7 +213,9 @@ def _mode(exchange: str) -> str:
 
 
 def _beside(exchange: str, task: str) -> Any:
-  options = {"torchft": _PYTHON.value} if exchange == "torchft" else {"transform": exchange}
+  options = (
+    {"torchft": _PYTHON.value} if exchange == "torchft" else {"transform": exchange}
+  )
   return _six(task, **options, apply_residual=exchange == "onebit")
 
 
@@ -144,7 +226,9 @@ def _of_log(found: Any, exchange: str) -> Any:
 
 def _killed(part: str) -> Iterator[tuple[str, Any]]:
   task = "lm_medium" if part == "transformer" else str(_ENTRIES.value)
-  for exchange, kill_every in itertools.product(_EXCHANGES.value, (0, _KILL_EVERY.value)):
+  for exchange, kill_every in itertools.product(
+    _EXCHANGES.value, (0, _KILL_EVERY.value)
+  ):
     with _beside(exchange, task) as team:
       found, _, _ = measures.goodput(team, _SECONDS.value, kill_every, _SEED.value)
     yield part, _of_log(found, exchange)._replace(mode=_mode(exchange))
@@ -154,7 +238,10 @@ def _interrupted() -> Iterator[tuple[str, Any]]:
   for exchange in _EXCHANGES.value:
     with _beside(exchange, str(_ENTRIES.value)) as team:
       for one in itertools.islice(measures.faults(team, _HOLD.value), 3):
-        yield "interrupted", _of_log(one, exchange)._replace(fault=f"{_mode(exchange)}: {one.fault}")
+        yield (
+          "interrupted",
+          _of_log(one, exchange)._replace(fault=f"{_mode(exchange)}: {one.fault}"),
+        )
 
 
 def _faults() -> Iterator[tuple[str, Any]]:
@@ -184,14 +271,22 @@ def main() -> None:
     return
   path = pathlib.Path(_REPORT_DIR.value, "rounds.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
-  kept = {"goodput": ["recoveries", "curves"], "faults": ["faults", "faulty"], "synchronous": []}
+  kept = {
+    "goodput": ["recoveries", "curves"],
+    "faults": ["faults", "faulty"],
+    "synchronous": [],
+  }
   kept |= {part: [] for part in _BESIDE_TORCHFT}
   result |= {name: [] for part in _PARTS.value for name in kept.get(part, [part])}
   part_of = {"rounds": "goodput", "synchronous": "synchronous"}
-  result["goodput"] = [row for row in result.get("goodput", []) if part_of[row["mode"]] not in _PARTS.value]
+  result["goodput"] = [
+    row for row in result.get("goodput", []) if part_of[row["mode"]] not in _PARTS.value
+  ]
   again = tuple(map(_mode, _EXCHANGES.value))
   for part in set(_BESIDE_TORCHFT).intersection(_PARTS.value):
-    is_old = lambda row, part=part: row["fault" if part == "interrupted" else "mode"].startswith(again)
+    is_old = lambda row, part=part: row[
+      "fault" if part == "interrupted" else "mode"
+    ].startswith(again)
     result[part] = list(itertools.filterfalse(is_old, result.get(part, [])))
   parts: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
     "goodput": _goodput,
@@ -203,7 +298,9 @@ def main() -> None:
     "transformer": functools.partial(_killed, "transformer"),
     "interrupted": _interrupted,
   }
-  for name, one in itertools.chain.from_iterable(make() for part, make in parts.items() if part in _PARTS.value):
+  for name, one in itertools.chain.from_iterable(
+    make() for part, make in parts.items() if part in _PARTS.value
+  ):
     result.setdefault(name, []).append(report.rounded(one._asdict()))
     report.keep(path, {}, result)
     print(one, flush=True)

@@ -65,7 +65,9 @@ class Race(NamedTuple):
   target: float  # dense Adam's loss after 300 steps from that seed
   steps: float  # of each worker
   seconds: float
-  synchronous: float  # seconds with the same optimizer, collective and H in one program, by its pace in the same run
+  # seconds with the same optimizer, collective and H in one program, by its pace in the
+  # same run
+  synchronous: float
 
 
 class Curve(NamedTuple):
@@ -106,7 +108,9 @@ class Fault(NamedTuple):
   """What followed a fault."""
 
   fault: str
-  longest: float  # seconds of a call of `Rounds.step`, of all workers that are not stopped
+  longest: (
+    float  # seconds of a call of `Rounds.step`, of all workers that are not stopped
+  )
   gap: float  # seconds between two rounds at most
   usual: float  # the median
   again: float | None  # seconds from the end of the fault until a round had all workers
@@ -132,9 +136,13 @@ def hidden(team: Team, rate: str, seconds: float) -> Hidden:
   begin = time.monotonic()
   time.sleep(seconds)
   steps, one = team.events("step", begin=begin), team.settings[0]
-  median = lambda flying: statistics.median(step["trained"] for step in steps if step["flying"] == flying)
+  median = lambda flying: statistics.median(
+    step["trained"] for step in steps if step["flying"] == flying
+  )
   calls = [step["waited"] for step in steps]
-  flight = sum(step["flying"] > 0 for step in steps) / len(team.events("round", begin=begin))
+  flight = sum(step["flying"] > 0 for step in steps) / len(
+    team.events("round", begin=begin)
+  )
   pace = len(team.hosts) * seconds / len(steps)
   found = median(0), median(2), flight, statistics.median(calls), max(calls), pace
   return Hidden(rate, one.every, one.delay, *found)
@@ -145,8 +153,16 @@ def curve(team: Team, name: str, begin: float, marks: Sequence[float]) -> Curve:
   bins: dict[int, list[float]] = {}
   for step in team.events("step", begin=begin):
     bins.setdefault(int((step["time"] - begin) // _BIN), []).append(step["loss"])
-  means = {number: statistics.mean(filter(math.isfinite, own)) for number, own in sorted(bins.items())}
-  return Curve(name, [_BIN * (1 + number) for number in means], list(means.values()), [at - begin for at in marks])
+  means = {
+    number: statistics.mean(filter(math.isfinite, own))
+    for number, own in sorted(bins.items())
+  }
+  return Curve(
+    name,
+    [_BIN * (1 + number) for number in means],
+    list(means.values()),
+    [at - begin for at in marks],
+  )
 
 
 def with_pace(path: pathlib.Path, method: str, optimizer: str, rate: str) -> Results:
@@ -154,7 +170,13 @@ def with_pace(path: pathlib.Path, method: str, optimizer: str, rate: str) -> Res
   with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
     copy = pathlib.Path(folder, path.name)
     copy.write_text(json.dumps(json.loads(path.read_text()) | {"paces": []}))
-    choice = {"method": method, "optimizer": optimizer, "rate": rate, "results": copy, "report_dir": folder}
+    choice = {
+      "method": method,
+      "optimizer": optimizer,
+      "rate": rate,
+      "results": copy,
+      "report_dir": folder,
+    }
     command = [sys.executable, "-m", "benchmarks.race", "--parts=paces"]
     command += [f"--{name}={value}" for name, value in choice.items()]
     subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
@@ -166,30 +188,61 @@ def race(team: Team, rate: str, results: Results, rounds: int) -> Race:
   one, kept = team.settings[0], lambda number: team.folder / f"anchor{number}.npz"
   last = rounds - rounds % one.keep
   team.wait(kept(last).exists, f"{last} rounds")
-  begin = min(step["time"] - step["trained"] - step["waited"] for step in team.events("step")[: len(team.hosts)])
-  ends = {end["stand"][0]: end["time"] - begin for end in team.events("round") if not end["worker"]}
+  begin = min(
+    step["time"] - step["trained"] - step["waited"]
+    for step in team.events("step")[: len(team.hosts)]
+  )
+  ends = {
+    end["stand"][0]: end["time"] - begin
+    for end in team.events("round")
+    if not end["worker"]
+  }
   team.end()
   model = model_of(make_task(one.task), one.seed)
   whole = Whole("rounds", one.optimizer, one.seed, rate, [], [], [])
   for number in range(one.keep, last, one.keep):
     with np.load(kept(number)) as leaves:
-      params = jax.tree.unflatten(jax.tree.structure(model.params), list(leaves.values()))
+      params = jax.tree.unflatten(
+        jax.tree.structure(model.params), list(leaves.values())
+      )
     whole.steps.append(number * one.every)
     whole.seconds.append(ends[number])
     whole.loss.append(model.evaluate(params, model.statistics)[0])
   target = Target(300).of_seeds(results)[one.seed]
   (beside,) = results.find("curves", optimizer=one.optimizer, seed=one.seed)
-  steps, synchronous, pace = crossing(whole, target), crossing(beside, target), results.pace_of(beside, rate)
+  steps, synchronous, pace = (
+    crossing(whole, target),
+    crossing(beside, target),
+    results.pace_of(beside, rate),
+  )
   if steps is None or synchronous is None or pace is None:
     raise RuntimeError(f"the loss {target} was not reached: {whole.loss}")
   seconds = float(np.interp(steps, whole.steps, whole.seconds))
-  return Race(rate, one.every, one.delay, one.seed, target, steps, seconds, synchronous * pace.seconds)
+  return Race(
+    rate,
+    one.every,
+    one.delay,
+    one.seed,
+    target,
+    steps,
+    seconds,
+    synchronous * pace.seconds,
+  )
 
 
-def goodput(team: Team, seconds: float, kill_every: float, seed: int) -> tuple[Goodput, list[Recovery], Curve]:
+def goodput(
+  team: Team, seconds: float, kill_every: float, seed: int
+) -> tuple[Goodput, list[Recovery], Curve]:
   """Trains for so many seconds, kills a worker every so often, and starts another one in its place at once."""
-  begin, kills, dice, before = time.monotonic(), list[tuple[float, int]](), random.Random(seed), sum(team.lost())
-  while kill_every and (at := begin + kill_every * (len(kills) + 0.5)) < begin + seconds:
+  begin, kills, dice, before = (
+    time.monotonic(),
+    list[tuple[float, int]](),
+    random.Random(seed),
+    sum(team.lost()),
+  )
+  while (
+    kill_every and (at := begin + kill_every * (len(kills) + 0.5)) < begin + seconds
+  ):
     time.sleep(max(0.0, at - time.monotonic()))
     kills.append((time.monotonic(), number := dice.randrange(len(team.hosts))))
     team.kill(number)
@@ -201,12 +254,19 @@ def goodput(team: Team, seconds: float, kill_every: float, seed: int) -> tuple[G
   per_second = lambda steps: team.settings[0].batch * steps / (end - begin)
   rates = per_second(len(steps)), per_second(sum(one.steps for one in rounds))
   loss = statistics.mean(step["loss"] for step in steps[-len(steps) // 4 :])
-  longest, equal = max(step["waited"] for step in steps), all(one.equal for one in rounds)
+  longest, equal = (
+    max(step["waited"] for step in steps),
+    all(one.equal for one in rounds),
+  )
   for number in {number for _, number in kills}:
     team.wait_for(number)
   found = Goodput("rounds", end - begin, len(kills), *rates, lost, loss, longest, equal)
   name = f"a worker killed every {kill_every:g} s" if kill_every else "no fault"
-  return found, [_recovery(team, rounds, *kill) for kill in kills], curve(team, name, begin, [at for at, _ in kills])
+  return (
+    found,
+    [_recovery(team, rounds, *kill) for kill in kills],
+    curve(team, name, begin, [at for at, _ in kills]),
+  )
 
 
 def _recovery(team: Team, rounds: list[Round], killed: float, number: int) -> Recovery:
@@ -214,9 +274,17 @@ def _recovery(team: Team, rounds: list[Round], killed: float, number: int) -> Re
   for one in team.events("imported", "compiled", "joined", "round", begin=killed):
     if one["worker"] == number:
       first.setdefault(one["event"], one["time"])
-  until = [first.get(name, float("nan")) for name in ("imported", "compiled", "joined", "round")]
-  after = next((one.time for one in rounds if one.time > killed and number not in one.members), float("nan"))
-  parts = [after - before for before, after in zip([killed, *until], until, strict=False)]
+  until = [
+    first.get(name, float("nan"))
+    for name in ("imported", "compiled", "joined", "round")
+  ]
+  after = next(
+    (one.time for one in rounds if one.time > killed and number not in one.members),
+    float("nan"),
+  )
+  parts = [
+    after - before for before, after in zip([killed, *until], until, strict=False)
+  ]
   return Recovery(after - killed, _usual(rounds), *parts)
 
 
@@ -265,7 +333,9 @@ def faults(team: Team, hold: float) -> Iterator[Fault]:
   team.replace(last, every=fast.every, delay=fast.delay, pace=fast.pace)
 
 
-def _fault(team: Team, name: str, happen: Callable[[], None], but: int | None = None) -> Fault:
+def _fault(
+  team: Team, name: str, happen: Callable[[], None], but: int | None = None
+) -> Fault:
   begin, lost = time.monotonic(), len(team.lost())
   happen()
   end = time.monotonic()
@@ -274,30 +344,67 @@ def _fault(team: Team, name: str, happen: Callable[[], None], but: int | None = 
   while again is None and time.monotonic() < end + _MOST:
     time.sleep(1)
     rounds = rounds_of(team, begin - _AFTER)
-    again = next((one.time - end for one in rounds if one.time > end and len(one.members) == len(team.hosts)), None)
+    again = next(
+      (
+        one.time - end
+        for one in rounds
+        if one.time > end and len(one.members) == len(team.hosts)
+      ),
+      None,
+    )
   gaps = [after.time - before.time for before, after in itertools.pairwise(rounds)]
-  calls = [step["waited"] for step in team.events("step", begin=begin) if step["worker"] != but]
+  calls = [
+    step["waited"] for step in team.events("step", begin=begin) if step["worker"] != but
+  ]
   equal = all(one.equal for one in rounds)
-  return Fault(name, max(calls), max(gaps), statistics.median(gaps), again, len(team.lost()) - lost, equal)
+  return Fault(
+    name,
+    max(calls),
+    max(gaps),
+    statistics.median(gaps),
+    again,
+    len(team.lost()) - lost,
+    equal,
+  )
 
 
-def synchronous(hosts: Sequence[Host], seconds: float, kill_every: float, seed: int) -> Goodput:
+def synchronous(
+  hosts: Sequence[Host], seconds: float, kill_every: float, seed: int
+) -> Goodput:
   """The training of `benchmarks.elastic` by `jaxsparse.launch --restarts`, which goes on with the ranks that are left.
 
-  Counts the steps up to the last checkpoint, each of as many examples for any number of ranks.
+  Counts the steps up to the last checkpoint, each of as many examples for any number of
+  ranks.
   """
   kills, dice, batch = 0, random.Random(seed), 60
   with tempfile.TemporaryDirectory(prefix="jaxsparse-") as folder:
-    marks, checkpoints = pathlib.Path(folder, "marks"), pathlib.Path(folder, "checkpoints")
+    marks, checkpoints = (
+      pathlib.Path(folder, "marks"),
+      pathlib.Path(folder, "checkpoints"),
+    )
     phase = json.dumps(Phase(0, 10**6, batch, 0.01, 25, folder, until=10**6))
-    command = [sys.executable, "-m", "jaxsparse.launch", f"--ranks={len(hosts)}", "--restarts=99", "--"]
+    command = [
+      sys.executable,
+      "-m",
+      "jaxsparse.launch",
+      f"--ranks={len(hosts)}",
+      "--restarts=99",
+      "--",
+    ]
     command += [sys.executable, "-m", "benchmarks.elastic", f"--phase={phase}"]
-    environment = os.environ | PROGRAMS | {HOSTS: json.dumps([host._asdict() for host in hosts])}
-    with open(f"{folder}/log", "w") as log, subprocess.Popen(command, env=environment, stdout=log, stderr=log) as run:
+    environment = (
+      os.environ | PROGRAMS | {HOSTS: json.dumps([host._asdict() for host in hosts])}
+    )
+    with (
+      open(f"{folder}/log", "w") as log,
+      subprocess.Popen(command, env=environment, stdout=log, stderr=log) as run,
+    ):
       try:
         wait(marks.exists, "the first step")
         begin, first = time.monotonic(), _saved(checkpoints)
-        while kill_every and (at := begin + kill_every * (kills + 0.5)) < begin + seconds:
+        while (
+          kill_every and (at := begin + kill_every * (kills + 0.5)) < begin + seconds
+        ):
           time.sleep(max(0.0, at - time.monotonic()))
           if ranks := _ranks(hosts):
             os.kill(dice.choice(ranks), signal.SIGKILL)
@@ -306,21 +413,32 @@ def synchronous(hosts: Sequence[Host], seconds: float, kill_every: float, seed: 
         took, steps = time.monotonic() - begin, _saved(checkpoints) - first
       finally:
         run.terminate()
-  return Goodput("synchronous", took, kills, None, batch * steps / took, None, None, None, None)
+  return Goodput(
+    "synchronous", took, kills, None, batch * steps / took, None, None, None, None
+  )
 
 
 def _saved(checkpoints: pathlib.Path) -> int:
   """The step of the last checkpoint, 0 without one."""
-  return max((int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()), default=0)
+  return max(
+    (int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal()),
+    default=0,
+  )
 
 
 def _ranks(hosts: Sequence[Host]) -> list[int]:
   """The processes that train: of those with their command on each host the last one, which others have started."""
   found = []
   for host in hosts:
-    listed = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, timeout=10, check=False).stdout
+    listed = subprocess.run(
+      ["ip", "netns", "pids", host.name], capture_output=True, timeout=10, check=False
+    ).stdout
     with contextlib.suppress(OSError):  # one has ended meanwhile
       found.append(
-        [pid for pid in map(int, listed.split()) if b"--phase" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
+        [
+          pid
+          for pid in map(int, listed.split())
+          if b"--phase" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
       )
   return [max(own) for own in found if own]

@@ -15,7 +15,9 @@ Column = Callable[[Row], str]
 _EQUAL = {True: "yes", False: "no", None: "–"}
 _plain = lambda name, form="": lambda row: number(row[name], form)
 _ms = lambda name: lambda row: milliseconds(row[name])
-_per_second = lambda name: lambda row: number(row[name], ",.0f" if (row[name] or 0) >= 10 else ".2f")
+_per_second = lambda name: (
+  lambda row: number(row[name], ",.0f" if (row[name] or 0) >= 10 else ".2f")
+)
 
 _HIDDEN: Mapping[str, Column] = {
   "links": _plain("rate"),
@@ -84,7 +86,12 @@ def draw(curves: list[Row], path: pathlib.Path) -> None:
   plot, panel = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
   for row in curves:
     (line,) = panel.plot(row["seconds"], row["loss"], label=row["name"], linewidth=1.2)
-    panel.plot(row["marks"], np.interp(row["marks"], row["seconds"], row["loss"]), "x", color=line.get_color())
+    panel.plot(
+      row["marks"],
+      np.interp(row["marks"], row["seconds"], row["loss"]),
+      "x",
+      color=line.get_color(),
+    )
   panel.set(xlabel="seconds", ylabel="loss of training", yscale="log")
   panel.grid(alpha=0.3)
   panel.legend(fontsize="small")
@@ -94,10 +101,27 @@ def draw(curves: list[Row], path: pathlib.Path) -> None:
 def make(part: str, rows: list[Row]) -> rich.table.Table:
   """The table of a part."""
   if part == "recoveries":
-    own = {what: [row[name] for row in rows if row[name] is not None] for name, what in _PHASES.items()}
-    cells = [[what, f"{statistics.median(all_):.1f}", f"{max(all_):.1f}"] for what, all_ in own.items() if all_]
+    own = {
+      what: [row[name] for row in rows if row[name] is not None]
+      for name, what in _PHASES.items()
+    }
+    cells = [
+      [what, f"{statistics.median(all_):.1f}", f"{max(all_):.1f}"]
+      for what, all_ in own.items()
+      if all_
+    ]
     return table("", ["seconds", "median", "worst"], cells)
   columns = _COLUMNS[part]
-  calm = {row["mode"]: row["delivered"] for row in rows if not row["kills"]} if "goodput" in columns else {}
-  rows = [row | {"goodput": row["delivered"] / calm[row["mode"]]} for row in rows] if calm else rows
-  return table("", list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+  calm = (
+    {row["mode"]: row["delivered"] for row in rows if not row["kills"]}
+    if "goodput" in columns
+    else {}
+  )
+  rows = (
+    [row | {"goodput": row["delivered"] / calm[row["mode"]]} for row in rows]
+    if calm
+    else rows
+  )
+  return table(
+    "", list(columns), [[cell(row) for cell in columns.values()] for row in rows]
+  )

@@ -17,8 +17,11 @@ from jaxsparse.launch.start import MALLOC, Host
 from jaxsparse.partial.net.sockets import Keys
 
 LIMIT = 3.0  # seconds, of the controller
-# Every start would compile for tens of seconds on a machine whose cores six workers share.
-PROGRAMS = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path("out/cache/programs").resolve())}
+# Every start would compile for tens of seconds on a machine whose cores six workers
+# share.
+PROGRAMS = {
+  "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path("out/cache/programs").resolve())
+}
 PROGRAMS |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 PROGRAMS |= MALLOC  # as of ranks that jaxsparse.launch starts
 _START = 240.0  # seconds in which a worker has to join
@@ -29,9 +32,15 @@ _TORCHFT = pathlib.Path(__file__).parents[1] / "peers" / "torchft_worker.py"
 class Team:
   """A controller on the last host, and a worker on each of the others; `with` ends them."""
 
-  def __init__(self, hosts: Sequence[Host], quorum: int, grace: float, settings: Settings):
+  def __init__(
+    self, hosts: Sequence[Host], quorum: int, grace: float, settings: Settings
+  ):
     *self.hosts, self._controller_host = hosts
-    self._quorum, self._grace, self.folder = quorum, grace, pathlib.Path(settings.folder)
+    self._quorum, self._grace, self.folder = (
+      quorum,
+      grace,
+      pathlib.Path(settings.folder),
+    )
     server = f"{'http' if settings.torchft else 'tcp'}://{self._controller_host.address}:{_PORT}"
     self.settings = [
       settings._replace(number=number, server=server, address=f"tcp://{host.address}:*")
@@ -44,7 +53,9 @@ class Team:
     self.start_controller()
     for number in range(len(self.hosts)):
       self.start(number)
-    self.wait(lambda: len(self.events("joined")) == len(self.hosts), "all workers to join")
+    self.wait(
+      lambda: len(self.events("joined")) == len(self.hosts), "all workers to join"
+    )
     (self.folder / "begin").touch()
     self.settle(1)
     return self
@@ -60,11 +71,20 @@ class Team:
 
   def start_controller(self) -> None:
     """Starts the controller, at the same address each time."""
-    options: dict[str, Any] = {"workers": len(self.hosts), "quorum": self._quorum, "grace": self._grace, "limit": LIMIT}
+    options: dict[str, Any] = {
+      "workers": len(self.hosts),
+      "quorum": self._quorum,
+      "grace": self._grace,
+      "limit": LIMIT,
+    }
     options |= {"address": self.settings[0].server, "keys": self.folder / "keys"}
     program = [sys.executable, "-m", "jaxsparse.partial"]
     if python := self.settings[0].torchft:
-      options = {"bind": f"0.0.0.0:{_PORT}", "min_replicas": self._quorum, "heartbeat_timeout_ms": int(1000 * LIMIT)}
+      options = {
+        "bind": f"0.0.0.0:{_PORT}",
+        "min_replicas": self._quorum,
+        "heartbeat_timeout_ms": int(1000 * LIMIT),
+      }
       options["join_timeout_ms"] = int(1000 * self._grace)
       program = [str(pathlib.Path(python).with_name("torchft_lighthouse"))]
     flags = [f"--{name}={value}" for name, value in options.items()]
@@ -74,13 +94,21 @@ class Team:
 
   def start(self, number: int, **changes: Any) -> None:
     """Starts a worker, in place of one that has ended."""
-    one = self.settings[number] = self.settings[number]._replace(life=self.settings[number].life + 1, **changes)
+    one = self.settings[number] = self.settings[number]._replace(
+      life=self.settings[number].life + 1, **changes
+    )
     program = [sys.executable, "-m", "benchmarks.rounds", f"--worker={json.dumps(one)}"]
     if one.torchft:
-      program = [one.torchft, str(_TORCHFT), json.dumps(one._asdict() | {"quorum": self._quorum})]
+      program = [
+        one.torchft,
+        str(_TORCHFT),
+        json.dumps(one._asdict() | {"quorum": self._quorum}),
+      ]
     command = [*self.hosts[number].enter, *program]
     with (self.folder / "output").open("ab") as log:
-      self.processes[number] = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | PROGRAMS)
+      self.processes[number] = subprocess.Popen(
+        command, stdout=log, stderr=log, env=os.environ | PROGRAMS
+      )
 
   def kill(self, number: int) -> None:
     """Ends a worker by SIGKILL."""
@@ -96,14 +124,19 @@ class Team:
   def wait_for(self, number: int) -> None:
     """Waits until the last worker of a number has joined."""
     last = number, self.settings[number].life
-    joined = lambda: last in [(one["worker"], one["life"]) for one in self.events("joined")]
+    joined = lambda: (
+      last in [(one["worker"], one["life"]) for one in self.events("joined")]
+    )
     self.wait(joined, f"worker {number} to join")
 
   def finish(self) -> list[dict[str, Any]]:
     """Ends all workers in good order: how each one ended."""
     for process in self.processes.values():
       process.send_signal(signal.SIGTERM)
-    self.wait(lambda: all(process.poll() is not None for process in self.processes.values()), "workers to end")
+    self.wait(
+      lambda: all(process.poll() is not None for process in self.processes.values()),
+      "workers to end",
+    )
     return self.events("end")
 
   def wait(self, holds: Callable[[], bool], what: str) -> None:
@@ -116,20 +149,37 @@ class Team:
 
     def found() -> list[float]:
       rounds = self.events("round", begin=begin)
-      return list({one["number"]: one["time"] for one in rounds if len(one["members"]) == len(self.hosts)}.values())
+      return list(
+        {
+          one["number"]: one["time"]
+          for one in rounds
+          if len(one["members"]) == len(self.hosts)
+        }.values()
+      )
 
     self.wait(lambda: len(found()) >= rounds, f"{rounds} rounds of all workers")
     return min(found())
 
   def lost(self) -> list[int]:
     """The steps that workers had trained and not delivered which the controller took for lost."""
-    return [int(steps) for steps in re.findall(r"trained for (\d+) steps", (self.folder / "controller").read_text())]
+    return [
+      int(steps)
+      for steps in re.findall(
+        r"trained for (\d+) steps", (self.folder / "controller").read_text()
+      )
+    ]
 
-  def events(self, *kinds: str, begin: float = 0.0, end: float = float("inf")) -> list[dict[str, Any]]:
+  def events(
+    self, *kinds: str, begin: float = 0.0, end: float = float("inf")
+  ) -> list[dict[str, Any]]:
     """What workers have written from `begin` to `end`, in order of time."""
     found, wanted = [], [f'"event": "{kind}"' for kind in kinds]
     for path in self.folder.glob("worker*"):
-      for line in (line for line in path.read_text().splitlines() if any(words in line for words in wanted)):
+      for line in (
+        line
+        for line in path.read_text().splitlines()
+        if any(words in line for words in wanted)
+      ):
         with contextlib.suppress(ValueError):  # half a line of one that was killed
           found.append(json.loads(line))
     chosen = (one for one in found if begin <= one["time"] <= end)
@@ -149,15 +199,28 @@ class Team:
   def send_garbage(self, count: int) -> None:
     """Sends so many messages that are none to the controller and to a worker."""
     last = self.events("joined")[-1]
-    job = json.dumps([[self.settings[0].server, last["address"]], str(self.folder / "keys"), count])
-    command = [*self.hosts[0].enter, sys.executable, "-m", "benchmarks.rounds", f"--garbage={job}"]
+    job = json.dumps(
+      [[self.settings[0].server, last["address"]], str(self.folder / "keys"), count]
+    )
+    command = [
+      *self.hosts[0].enter,
+      sys.executable,
+      "-m",
+      "benchmarks.rounds",
+      f"--garbage={job}",
+    ]
     subprocess.run(command, check=True, timeout=120)
 
 
-def wait(holds: Callable[[], bool], what: str, output: pathlib.Path | None = None) -> None:
+def wait(
+  holds: Callable[[], bool], what: str, output: pathlib.Path | None = None
+) -> None:
   """Waits until a condition holds; RuntimeError if it does not in time."""
   end = time.monotonic() + _START
   while not holds():
     if time.monotonic() > end:
-      raise RuntimeError(f"waited {_START:g} s for {what}" + (f":\n{output.read_text()[-3000:]}" if output else ""))
+      raise RuntimeError(
+        f"waited {_START:g} s for {what}"
+        + (f":\n{output.read_text()[-3000:]}" if output else "")
+      )
     time.sleep(0.5)

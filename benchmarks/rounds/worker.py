@@ -24,7 +24,9 @@ from jaxsparse.partial.net.sockets import Keys, zmq
 class Settings(NamedTuple):
   """Of a worker."""
 
-  task: str  # cnn, of the digits, the name of another task, or the number of entries that move by a number each step
+  # cnn, of the digits, the name of another task, or the number of entries that move by
+  # a number each step
+  task: str
   batch: int  # examples of a step
   every: int  # H
   delay: int
@@ -32,25 +34,34 @@ class Settings(NamedTuple):
   transform: str  # dense, onebit or another of js.*_transform
   optimizer: str = "adam:0.001"
   apply_residual: bool = False
-  keep: int = 0  # the first worker writes the anchor into the folder after each so many rounds, 0 for never
+  # the first worker writes the anchor into the folder after each so many rounds, 0 for
+  # never
+  keep: int = 0
   seed: int = 0
   number: int = 0
   life: int = 0  # how often a worker has been started in place of this one
   server: str = ""
   address: str = ""  # of this worker's host
   folder: str = ""  # of the keys, and of what the workers write
-  torchft: str = ""  # the Python of torchft's environment, whose DiLoCo takes the place of rounds
+  torchft: str = (
+    ""  # the Python of torchft's environment, whose DiLoCo takes the place of rounds
+  )
 
 
 def make_task(name: str) -> Task:
   """The task of that name."""
-  return images.make_small("cnn", data.load("digits")) if name == "cnn" else registry.make(name)
+  return (
+    images.make_small("cnn", data.load("digits"))
+    if name == "cnn"
+    else registry.make(name)
+  )
 
 
 class Training(NamedTuple):
   """What a worker trains."""
 
-  step: Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]  # parameters, state and batch to the next ones and a loss
+  # parameters, state and batch to the next ones and a loss
+  step: Callable[[Any, Any, Any], tuple[Any, Any, jax.Array]]
   params: Any
   state: Any
   batches: Iterator[Any]
@@ -60,7 +71,9 @@ class Training(NamedTuple):
 def _model(one: Settings) -> Training:
   task = make_task(one.task)
   model = model_of(task, one.seed)
-  tx = recipes.Recipe(recipes.parse_optimizers([one.optimizer], 0.001)[0], clip=1.0).make()
+  tx = recipes.Recipe(
+    recipes.parse_optimizers([one.optimizer], 0.001)[0], clip=1.0
+  ).make()
 
   def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
     loss, gradient = jax.value_and_grad(model.plain_loss)(params, batch)
@@ -76,7 +89,13 @@ def _vector(one: Settings) -> Training:
   """As many entries, which move by the same number in each step."""
   step = lambda params, state, batch: (params + batch, state, jnp.zeros(()))
   params = np.zeros(int(one.task), np.float32)
-  return Training(step, params, (), itertools.repeat(np.float32(1e-3 * (1 + one.number))), lambda _: (0.0, 0.0))
+  return Training(
+    step,
+    params,
+    (),
+    itertools.repeat(np.float32(1e-3 * (1 + one.number))),
+    lambda _: (0.0, 0.0),
+  )
 
 
 def run(one: Settings) -> None:
@@ -87,7 +106,12 @@ def run(one: Settings) -> None:
   with (folder / f"worker{one.number}.{one.life}").open("a", buffering=1) as log:
 
     def say(event: str, **facts: Any) -> None:
-      facts = {"event": event, "worker": one.number, "life": one.life, "time": time.monotonic()} | facts
+      facts = {
+        "event": event,
+        "worker": one.number,
+        "life": one.life,
+        "time": time.monotonic(),
+      } | facts
       log.write(json.dumps(facts) + "\n")
 
     say("imported")
@@ -98,11 +122,19 @@ def run(one: Settings) -> None:
     say("compiled")
     transform = getattr(js, f"{one.transform}_transform")
     outer = lambda comm: optax.chain(transform(comm), optax.sgd(1.0))
-    options: dict[str, Any] = {"every": one.every, "delay": one.delay, "apply_residual": one.apply_residual}
+    options: dict[str, Any] = {
+      "every": one.every,
+      "delay": one.delay,
+      "apply_residual": one.apply_residual,
+    }
     options["keys"] = Keys.read(folder / "keys")
-    with js.partial.Rounds(one.server, one.number, start, outer, bind=one.address, **options) as worker:
+    with js.partial.Rounds(
+      one.server, one.number, start, outer, bind=one.address, **options
+    ) as worker:
       say("joined", address=worker._endpoint.address)
-      while not (folder / "begin").exists():  # until all have joined, and none has trained ahead
+      while not (
+        folder / "begin"
+      ).exists():  # until all have joined, and none has trained ahead
         time.sleep(0.05)
       _train(one, worker, compiled, state, training.batches, asked, say)
       params = worker.leave()
@@ -110,7 +142,15 @@ def run(one: Settings) -> None:
     say("end", loss=loss, accuracy=accuracy)
 
 
-def _train(one: Settings, worker: Any, step: Any, state: Any, batches: Any, asked: set[int], say: Any) -> None:
+def _train(
+  one: Settings,
+  worker: Any,
+  step: Any,
+  state: Any,
+  batches: Any,
+  asked: set[int],
+  say: Any,
+) -> None:
   """Trains until SIGTERM, and says what each step and each round was."""
   exchanger, params, last = worker._exchanger, worker.params, 0
   nan = lambda tree: jax.tree.map(lambda leaf: leaf * jnp.nan, tree)
@@ -128,17 +168,39 @@ def _train(one: Settings, worker: Any, step: Any, state: Any, batches: Any, aske
     if signal.SIGUSR2 in asked:
       asked.discard(signal.SIGUSR2)
       _poison(exchanger)
-    given = worker._flight[1] if worker._flight else worker._undelivered + 1  # of the one fragment
+    # of the one fragment
+    given = worker._flight[1] if worker._flight else worker._undelivered + 1
     steps, start = int(given[0, 1]), time.monotonic()
     params = worker.step(params)
-    say("step", loss=float(loss), trained=trained, waited=time.monotonic() - start, flying=flying)
+    say(
+      "step",
+      loss=float(loss),
+      trained=trained,
+      waited=time.monotonic() - start,
+      flying=flying,
+    )
     if worker._flight is None and worker.group.number != last:
-      group, position, last = worker.group, exchanger.anchor.position, worker.group.number
-      digest = None if one.keep else exchanger.outer.digest(exchanger.anchor)  # not on the clock of a race
+      group, position, last = (
+        worker.group,
+        exchanger.anchor.position,
+        worker.group.number,
+      )
+      # not on the clock of a race
+      digest = None if one.keep else exchanger.outer.digest(exchanger.anchor)
       if one.keep and not one.number and position.round % one.keep == 0:
-        np.savez(pathlib.Path(one.folder, f"anchor{position.round}"), *jax.tree.leaves(exchanger.anchor.params))
+        np.savez(
+          pathlib.Path(one.folder, f"anchor{position.round}"),
+          *jax.tree.leaves(exchanger.anchor.params),
+        )
       facts = {"digest": digest, "skipped": exchanger.delivered.skipped}
-      say("round", number=group.number, members=group.members, steps=steps, stand=position, **facts)
+      say(
+        "round",
+        number=group.number,
+        members=group.members,
+        steps=steps,
+        stand=position,
+        **facts,
+      )
 
 
 def _poison(exchanger: Any) -> None:
@@ -158,13 +220,26 @@ def send_garbage(addresses: list[str], keys: pathlib.Path, count: int) -> None:
   for address in addresses:
     socket = context.socket(zmq.DEALER)
     own = Keys.read(keys)
-    socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = own.public, own.secret, own.public
+    socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = (
+      own.public,
+      own.secret,
+      own.public,
+    )
     socket.connect(address)
     for number in range(count):
       kind, worker, long = (int(random.integers(bound)) for bound in (12, 8, 200))
-      forged = messages._SIGNAL.pack(kind, worker, *(int(x) for x in random.integers(-9, 2**62, 4)))
-      piece = messages._PIECE.pack(kind, int(random.integers(2**62)), worker, int(random.integers(9)))
-      choices = [random.bytes(long)], [forged], [piece, random.bytes(long // 4 * 4)], [b""] * (1 + long % 5)
+      forged = messages._SIGNAL.pack(
+        kind, worker, *(int(x) for x in random.integers(-9, 2**62, 4))
+      )
+      piece = messages._PIECE.pack(
+        kind, int(random.integers(2**62)), worker, int(random.integers(9))
+      )
+      choices = (
+        [random.bytes(long)],
+        [forged],
+        [piece, random.bytes(long // 4 * 4)],
+        [b""] * (1 + long % 5),
+      )
       socket.send_multipart(list(choices[number % 4]))
     socket.close(linger=10_000)
   context.term()

@@ -28,12 +28,16 @@ class Task(NamedTuple):
 
   name: str  # of the task
   source: str  # the data in words
-  module: Callable[[int], nnx.Module]  # seed -> the untrained model, from inputs to logits over the last axis
-  # (seed, workers, size) -> endless batches, the same for the same arguments, of `size` inputs of each worker, one
-  # worker's after the other's; ValueError at once if there are not so many
+  # seed -> the untrained model, from inputs to logits over the last axis
+  module: Callable[[int], nnx.Module]
+  # (seed, workers, size) -> endless batches, the same for the same arguments, of `size`
+  # inputs of each worker, one worker's after the other's; ValueError at once if there
+  # are not so many
   stream: Stream
   held_out: Arrays  # inputs and labels to be tested on
-  train: Arrays | None = None  # inputs and labels of the training set, if the loss on all of it is asked for
+  train: Arrays | None = (
+    None  # inputs and labels of the training set, if the loss on all of it is asked for
+  )
 
   def __str__(self) -> str:
     return f"{self.name} ({self.entries:,} parameters) on {self.source}"
@@ -46,7 +50,10 @@ class Task(NamedTuple):
   def batches(self, seed: int, place: Workers, size: int) -> Iterator[Batch]:
     """What this process gives of the batches of all workers, `size` inputs of each."""
     share = place.share(size)
-    return (jax.tree.map(lambda x: x[share], batch) for batch in self.stream(seed, place.size, size))
+    return (
+      jax.tree.map(lambda x: x[share], batch)
+      for batch in self.stream(seed, place.size, size)
+    )
 
 
 def drawn(draw: Callable[[np.random.Generator, int], Arrays]) -> Stream:
@@ -54,7 +61,10 @@ def drawn(draw: Callable[[np.random.Generator, int], Arrays]) -> Stream:
 
   def stream(seed: int, workers: int, size: int) -> Iterator[Batch]:
     for step in itertools.count():
-      shares = [draw(np.random.default_rng([seed, step, worker]), size) for worker in range(workers)]
+      shares = [
+        draw(np.random.default_rng([seed, step, worker]), size)
+        for worker in range(workers)
+      ]
       inputs, labels = (np.concatenate(parts) for parts in zip(*shares, strict=True))
       yield {"input": inputs, "label": labels}
 
@@ -66,13 +76,15 @@ class Model(NamedTuple):
 
   structure: nnx.GraphDef  # the model without its values
   params: Any  # before the first step
-  # what the model counts beside them, running means of batch normalization: a pytree, maybe without leaves
+  # what the model counts beside them, running means of batch normalization: a pytree,
+  # maybe without leaves
   statistics: Any
   held_out: Arrays  # inputs and labels to be tested on
 
   def loss(self, params: Any, batch: Batch, model_state: Any) -> tuple[jax.Array, Any]:
     """Mean cross-entropy f32[] of a batch, and the next statistics."""
-    module = nnx.merge(self.structure, params, *model_state, copy=True)  # those of the caller stay as they are
+    # those of the caller stay as they are
+    module = nnx.merge(self.structure, params, *model_state, copy=True)
     losses, _, count = _scores(module(batch["input"]), batch["label"])
     _, _, *after = nnx.split(module, nnx.Param, ...)
     return losses / count, after
@@ -81,11 +93,15 @@ class Model(NamedTuple):
     """Mean cross-entropy f32[] of a batch, for a model without statistics."""
     return self.loss(params, batch, self.statistics)[0]
 
-  def evaluate(self, params: Any, statistics: Any, on: Arrays | None = None) -> tuple[float, float]:
+  def evaluate(
+    self, params: Any, statistics: Any, on: Arrays | None = None
+  ) -> tuple[float, float]:
     """Mean loss and accuracy over what is held out, or over other inputs and labels, on one device of this process."""
     inputs, labels = on or self.held_out
     parts = [slice(start, start + _PART) for start in range(0, len(inputs), _PART)]
-    home = jax.device_put(jax.tree.map(local_shard, (params, statistics)), jax.local_devices()[0])
+    home = jax.device_put(
+      jax.tree.map(local_shard, (params, statistics)), jax.local_devices()[0]
+    )
     scores = functools.partial(_evaluated, self.structure, *home)
     rows = [[float(x) for x in scores(inputs[part], labels[part])] for part in parts]
     losses, right, count = (sum(column) for column in zip(*rows, strict=True))
@@ -104,7 +120,11 @@ def model_of(task: Task, seed: int) -> Model:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluated(
-  structure: nnx.GraphDef, params: Any, statistics: Any, inputs: jax.Array, labels: jax.Array
+  structure: nnx.GraphDef,
+  params: Any,
+  statistics: Any,
+  inputs: jax.Array,
+  labels: jax.Array,
 ) -> tuple[jax.Array, ...]:
   """The scores of a model."""
   module = nnx.merge(structure, params, *statistics)
@@ -112,10 +132,14 @@ def _evaluated(
   return _scores(module(inputs), labels)
 
 
-def _scores(logits: jax.Array, labels: jax.Array | np.ndarray) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _scores(
+  logits: jax.Array, labels: jax.Array | np.ndarray
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The sum of the losses, the number of labels that are the most likely ones, and the number of labels."""
   wanted = labels != IGNORED
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(wanted, labels, 0))
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    logits, jnp.where(wanted, labels, 0)
+  )
   right = (jnp.argmax(logits, -1) == labels) & wanted
   count = jnp.sum(wanted, dtype=jnp.float32)
   return jnp.sum(losses, where=wanted), jnp.sum(right), jnp.maximum(count, 1)

@@ -1,7 +1,8 @@
 """Small models of images, and the papers' networks, on CIFAR-10 where the user has it, else on digits.
 
-The papers' MNIST is on no machine. The digits of scikit-learn have 8 × 8 pixels; in the papers' networks each becomes
-4 × 4 in each colour. They are easier than CIFAR-10: a race on them compares methods, and reproduces no accuracy.
+The papers' MNIST is on no machine. The digits of scikit-learn have 8 × 8 pixels; in the
+papers' networks each becomes 4 × 4 in each colour. They are easier than CIFAR-10: a
+race on them compares methods, and reproduces no accuracy.
 """
 
 import hashlib
@@ -40,7 +41,9 @@ class Perceptron(nnx.Module):
   """Dense layers between these widths."""
 
   def __init__(self, widths: Sequence[int], rngs: nnx.Rngs):
-    self.layers = nnx.List([nnx.Linear(*pair, rngs=rngs) for pair in itertools.pairwise(widths)])
+    self.layers = nnx.List(
+      [nnx.Linear(*pair, rngs=rngs) for pair in itertools.pairwise(widths)]
+    )
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """f32[batch, …] to logits f32[batch, classes]."""
@@ -58,10 +61,21 @@ _STAGES = (16, 32, 64)
 _BLOCKS = 3  # of each stage of ResNet-20, two convolutions each
 
 
-def convolution(channels: int, out: int, rngs: nnx.Rngs, stride: int = 1, bias: bool = False) -> nnx.Conv:
+def convolution(
+  channels: int, out: int, rngs: nnx.Rngs, stride: int = 1, bias: bool = False
+) -> nnx.Conv:
   """A convolution of 3 × 3, with weights for the activation behind it."""
   start = nnx.initializers.he_normal()
-  return nnx.Conv(channels, out, (3, 3), stride, padding=1, use_bias=bias, kernel_init=start, rngs=rngs)
+  return nnx.Conv(
+    channels,
+    out,
+    (3, 3),
+    stride,
+    padding=1,
+    use_bias=bias,
+    kernel_init=start,
+    rngs=rngs,
+  )
 
 
 class Block(nnx.Module):
@@ -71,11 +85,17 @@ class Block(nnx.Module):
     self.stride, self.wider = (1, 0) if channels == out else (2, (out - channels) // 2)
     self.conv1 = convolution(channels, out, rngs, self.stride)
     self.conv2 = convolution(out, out, rngs)
-    self.norm1, self.norm2 = nnx.BatchNorm(out, rngs=rngs), nnx.BatchNorm(out, rngs=rngs)
+    self.norm1, self.norm2 = (
+      nnx.BatchNorm(out, rngs=rngs),
+      nnx.BatchNorm(out, rngs=rngs),
+    )
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """f32[batch, height, width, channels] to f32[batch, height / stride, width / stride, out]."""
-    same = jnp.pad(x[:, :: self.stride, :: self.stride], ((0, 0), (0, 0), (0, 0), (self.wider, self.wider)))
+    same = jnp.pad(
+      x[:, :: self.stride, :: self.stride],
+      ((0, 0), (0, 0), (0, 0), (self.wider, self.wider)),
+    )
     y = nnx.relu(self.norm1(self.conv1(x)))
     return nnx.relu(same + self.norm2(self.conv2(y)))
 
@@ -84,7 +104,10 @@ class ResNet20(nnx.Module):
   """ResNet-20 for CIFAR-10 (He et al. 2016): 269,722 parameters, shortcuts without parameters, batch normalization."""
 
   def __init__(self, rngs: nnx.Rngs):
-    self.conv, self.norm = convolution(3, _STAGES[0], rngs), nnx.BatchNorm(_STAGES[0], rngs=rngs)
+    self.conv, self.norm = (
+      convolution(3, _STAGES[0], rngs),
+      nnx.BatchNorm(_STAGES[0], rngs=rngs),
+    )
     widths = [_STAGES[0], *(width for width in _STAGES for _ in range(_BLOCKS))]
     self.blocks = nnx.List([Block(*pair, rngs) for pair in itertools.pairwise(widths)])
     self.head = nnx.Linear(_STAGES[-1], CLASSES, rngs=rngs)
@@ -101,9 +124,13 @@ class VGG(nnx.Module):
   """VGG with biases and batch normalization, one dense layer (Simonyan & Zisserman 2014): VGG-16 has 14,728,266."""
 
   def __init__(self, stages: Sequence[int], classes: int, rngs: nnx.Rngs):
-    widths = [width for width, count in zip(_WIDTHS, stages, strict=True) for _ in range(count)]
+    widths = [
+      width for width, count in zip(_WIDTHS, stages, strict=True) for _ in range(count)
+    ]
     self.stages = tuple(stages)
-    self.convs = nnx.List([convolution(*pair, rngs, bias=True) for pair in itertools.pairwise([3, *widths])])
+    self.convs = nnx.List(
+      [convolution(*pair, rngs, bias=True) for pair in itertools.pairwise([3, *widths])]
+    )
     self.norms = nnx.List([nnx.BatchNorm(width, rngs=rngs) for width in widths])
     self.head = nnx.Linear(widths[-1], classes, rngs=rngs)
 
@@ -117,10 +144,15 @@ class VGG(nnx.Module):
     return self.head(x.reshape(len(x), -1))
 
 
-NETWORKS: dict[str, tuple[Callable[[nnx.Rngs], nnx.Module], tuple[int, int, int]]] = {  # and the shape of their inputs
+NETWORKS: dict[
+  str, tuple[Callable[[nnx.Rngs], nnx.Module], tuple[int, int, int]]
+] = {  # and the shape of their inputs
   "resnet20": (ResNet20, (32, 32, 3)),
   "vgg16": (lambda rngs: VGG(VGG16, CLASSES, rngs), (32, 32, 3)),
-  "fnn3": (lambda rngs: Perceptron((28 * 28, 200, 200, CLASSES), rngs), (28, 28, 1)),  # A2SGD, Table I
+  "fnn3": (
+    lambda rngs: Perceptron((28 * 28, 200, 200, CLASSES), rngs),
+    (28, 28, 1),
+  ),  # A2SGD, Table I
 }
 
 
@@ -128,15 +160,25 @@ def make(name: str, data_dir: str | None = None) -> Task:
   """The task of one of `NETWORKS` on CIFAR-10 in `data_dir`, or on digits."""
   module, shape = NETWORKS[name]
   images = data.load("cifar10", data_dir) if data_dir else data.load("digits")
-  train, test = (_shaped(part, shape) for part in (images.train_images, images.test_images))
-  digest = hashlib.sha256(images.train_images.tobytes() + images.test_images.tobytes()).hexdigest()
+  train, test = (
+    _shaped(part, shape) for part in (images.train_images, images.test_images)
+  )
+  digest = hashlib.sha256(
+    images.train_images.tobytes() + images.test_images.tobytes()
+  ).hexdigest()
   source = f"{'CIFAR-10' if data_dir else 'the digits of scikit-learn'} ({len(train):,} images, SHA-256 {digest[:12]})"
 
   def draw(random: np.random.Generator, size: int) -> Arrays:
     chosen = random.integers(0, len(train), size)
     return train[chosen], images.train_labels[chosen]
 
-  return Task(name, source, lambda seed: module(nnx.Rngs(seed)), drawn(draw), (test, images.test_labels))
+  return Task(
+    name,
+    source,
+    lambda seed: module(nnx.Rngs(seed)),
+    drawn(draw),
+    (test, images.test_labels),
+  )
 
 
 def _shaped(images: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
@@ -145,7 +187,9 @@ def _shaped(images: np.ndarray, shape: tuple[int, int, int]) -> np.ndarray:
   large = images.repeat(times, 1).repeat(times, 2)
   first = (large.shape[1] - shape[0]) // 2
   large = large[:, first : first + shape[0], first : first + shape[1]]
-  return np.broadcast_to(large.mean(-1, keepdims=True) if shape[2] == 1 else large, (len(large), *shape))
+  return np.broadcast_to(
+    large.mean(-1, keepdims=True) if shape[2] == 1 else large, (len(large), *shape)
+  )
 
 
 SMALL: dict[str, Callable[[tuple[int, int, int], nnx.Rngs], nnx.Module]] = {
@@ -156,8 +200,15 @@ SMALL: dict[str, Callable[[tuple[int, int, int], nnx.Rngs], nnx.Module]] = {
 
 def make_small(name: str, images: Dataset, alpha: float | None = None) -> Task:
   """The task of classifying images with the model of that name: in epochs, or with data of each worker's own."""
-  train, test = (images.train_images, images.train_labels), (images.test_images, images.test_labels)
+  train, test = (
+    (images.train_images, images.train_labels),
+    (images.test_images, images.test_labels),
+  )
   module = lambda seed: SMALL[name](train[0].shape[1:], nnx.Rngs(seed))
   stream = epochs(*train) if alpha is None else apart(*train, alpha)
-  source = images.name if alpha is None else f"{images.name}, workers' classes from Dirichlet({alpha:g})"
+  source = (
+    images.name
+    if alpha is None
+    else f"{images.name}, workers' classes from Dirichlet({alpha:g})"
+  )
   return Task(name, source, module, stream, test, train)

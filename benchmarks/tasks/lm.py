@@ -28,7 +28,14 @@ def small() -> Task:
       yield {"input": inputs, "label": labels}
 
   test, train = (_predict(windows(part)) for part in (text.held_out, text.train))
-  return Task("transformer", str(text), lambda seed: Transformer(nnx.Rngs(seed)), stream, test, train)
+  return Task(
+    "transformer",
+    str(text),
+    lambda seed: Transformer(nnx.Rngs(seed)),
+    stream,
+    test,
+    train,
+  )
 
 
 def several(apart: bool) -> Task:
@@ -40,30 +47,51 @@ def several(apart: bool) -> Task:
     while True:
       rows = []
       for worker, random in enumerate(randoms):
-        chosen = np.full(size, worker % len(every)) if apart else random.integers(0, len(every), size)
+        chosen = (
+          np.full(size, worker % len(every))
+          if apart
+          else random.integers(0, len(every), size)
+        )
         rows += [draw(every[source].train, random, 1) for source in chosen]
       inputs, labels = _predict(np.concatenate(rows))
       yield {"input": inputs, "label": labels}
 
-  held_out = _predict(np.concatenate([_at(one.held_out, np.arange(0, 9_900, 99)) for one in every]))
+  held_out = _predict(
+    np.concatenate([_at(one.held_out, np.arange(0, 9_900, 99)) for one in every])
+  )
   train = _predict(np.concatenate([windows(one.train) for one in every]))
-  names = ", ".join(one.name for one in every) + (", one for each worker" if apart else ", mixed")
-  return Task("transformer", names, lambda seed: Transformer(nnx.Rngs(seed)), stream, held_out, train)
+  names = ", ".join(one.name for one in every) + (
+    ", one for each worker" if apart else ", mixed"
+  )
+  return Task(
+    "transformer",
+    names,
+    lambda seed: Transformer(nnx.Rngs(seed)),
+    stream,
+    held_out,
+    train,
+  )
 
 
 def large() -> Task:
   """A transformer of 4 blocks of width 256: 3,295,232 parameters."""
-  return _next_byte("lm", lambda rngs: Transformer(rngs, width=256, blocks=4, bias=False))
+  return _next_byte(
+    "lm", lambda rngs: Transformer(rngs, width=256, blocks=4, bias=False)
+  )
 
 
 def wide() -> Task:
   """A transformer of 4 blocks of width 512: 12,881,920 parameters."""
-  return _next_byte("lm_wide", lambda rngs: Transformer(rngs, width=512, blocks=4, bias=False))
+  return _next_byte(
+    "lm_wide", lambda rngs: Transformer(rngs, width=512, blocks=4, bias=False)
+  )
 
 
 def medium() -> Task:
   """A transformer of 3 blocks of width 128: 664,320 parameters."""
-  return _next_byte("lm_medium", lambda rngs: Transformer(rngs, width=128, blocks=3, bias=False))
+  return _next_byte(
+    "lm_medium", lambda rngs: Transformer(rngs, width=128, blocks=3, bias=False)
+  )
 
 
 def recurrent() -> Task:
@@ -74,14 +102,19 @@ def recurrent() -> Task:
 def masked() -> Task:
   """A small BERT: `medium` without its causal mask, to predict 15 % of the bytes, which are replaced by byte 0.
 
-  The text does not have it. (BERT itself leaves a tenth of these as they are and replaces another by random words.)
+  The text does not have it. (BERT itself leaves a tenth of these as they are and
+  replaces another by random words.)
   """
-  module = lambda seed: Transformer(nnx.Rngs(seed), width=128, blocks=3, bias=False, causal=False)
+  module = lambda seed: Transformer(
+    nnx.Rngs(seed), width=128, blocks=3, bias=False, causal=False
+  )
   source = texts.library()
 
   def hide(random: np.random.Generator, text: np.ndarray) -> Arrays:
     hidden = random.random(text.shape) < _MASKED
-    return np.where(hidden, np.uint8(0), text), np.where(hidden, text.astype(np.int32), IGNORED)
+    return np.where(hidden, np.uint8(0), text), np.where(
+      hidden, text.astype(np.int32), IGNORED
+    )
 
   held_out = hide(np.random.default_rng(0), _sample(source.held_out)[:, :-1])
   one = lambda random, size: hide(random, draw(source.train, random, size)[:, :-1])
@@ -92,7 +125,13 @@ def _next_byte(name: str, module: Callable[[nnx.Rngs], nnx.Module]) -> Task:
   """The task of predicting each next byte of topics and docstrings, a window of `LENGTH` an input."""
   source = texts.library()
   one = lambda random, size: _predict(draw(source.train, random, size))
-  return Task(name, str(source), lambda seed: module(nnx.Rngs(seed)), drawn(one), _predict(_sample(source.held_out)))
+  return Task(
+    name,
+    str(source),
+    lambda seed: module(nnx.Rngs(seed)),
+    drawn(one),
+    _predict(_sample(source.held_out)),
+  )
 
 
 def draw(text: np.ndarray, random: np.random.Generator, size: int) -> np.ndarray:
@@ -124,7 +163,10 @@ class Block(nnx.Module):
   def __init__(self, width: int, heads: int, rngs: nnx.Rngs, bias: bool, causal: bool):
     self.heads, self.causal = heads, causal
     linear = lambda inputs, out: nnx.Linear(inputs, out, use_bias=bias, rngs=rngs)
-    self.norm1, self.norm2 = nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)
+    self.norm1, self.norm2 = (
+      nnx.RMSNorm(width, rngs=rngs),
+      nnx.RMSNorm(width, rngs=rngs),
+    )
     self.qkv = linear(width, 3 * width)
     self.out = linear(width, width)
     self.up = linear(width, 4 * width)
@@ -134,7 +176,9 @@ class Block(nnx.Module):
     """f32[batch, length, width] to the same shape."""
     split = lambda y: y.reshape(*y.shape[:-1], self.heads, -1)
     q, k, v = map(split, jnp.split(self.qkv(self.norm1(x)), 3, -1))
-    x = x + self.out(jax.nn.dot_product_attention(q, k, v, is_causal=self.causal).reshape(x.shape))
+    x = x + self.out(
+      jax.nn.dot_product_attention(q, k, v, is_causal=self.causal).reshape(x.shape)
+    )
     return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
 
 
@@ -142,13 +186,22 @@ class Transformer(nnx.Module):
   """A decoder over bytes; without `bias` no scale ends the last normalization, without `causal` a byte sees all."""
 
   def __init__(
-    self, rngs: nnx.Rngs, width: int = 64, heads: int = 4, blocks: int = 2, bias: bool = True, causal: bool = True
+    self,
+    rngs: nnx.Rngs,
+    width: int = 64,
+    heads: int = 4,
+    blocks: int = 2,
+    bias: bool = True,
+    causal: bool = True,
   ):
     self.byte = nnx.Embed(BYTES, width, rngs=rngs)
     self.position = nnx.Embed(LENGTH, width, rngs=rngs)
-    self.blocks = nnx.List([Block(width, heads, rngs, bias, causal) for _ in range(blocks)])
+    self.blocks = nnx.List(
+      [Block(width, heads, rngs, bias, causal) for _ in range(blocks)]
+    )
     self.norm = nnx.RMSNorm(width, use_scale=bias, rngs=rngs)
-    small = nnx.initializers.normal(0.1 / width**0.5)  # an untrained model knows nothing: its loss is about log 256
+    # an untrained model knows nothing: its loss is about log 256
+    small = nnx.initializers.normal(0.1 / width**0.5)
     self.head = nnx.Linear(width, BYTES, use_bias=bias, kernel_init=small, rngs=rngs)
 
   def __call__(self, text: jax.Array) -> jax.Array:
@@ -165,15 +218,21 @@ class Layer(nnx.Module):
 
   def __init__(self, inputs: int, width: int, rngs: nnx.Rngs):
     self.width = width
-    self.input, self.hidden = nnx.Linear(inputs, 4 * width, rngs=rngs), nnx.Linear(width, 4 * width, rngs=rngs)
+    self.input, self.hidden = (
+      nnx.Linear(inputs, 4 * width, rngs=rngs),
+      nnx.Linear(width, 4 * width, rngs=rngs),
+    )
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """f32[batch, length, inputs] to f32[batch, length, width]."""
 
-    def step(carry: tuple[jax.Array, jax.Array], given: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    def step(
+      carry: tuple[jax.Array, jax.Array], given: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
       cell, out = carry
       keep, write, new, show = jnp.split(given + self.hidden(out), 4, -1)
-      cell = nnx.sigmoid(keep + 1) * cell + nnx.sigmoid(write) * jnp.tanh(new)  # it forgets little at first
+      # it forgets little at first
+      cell = nnx.sigmoid(keep + 1) * cell + nnx.sigmoid(write) * jnp.tanh(new)
       out = nnx.sigmoid(show) * jnp.tanh(cell)
       return (cell, out), out
 

@@ -1,7 +1,8 @@
 """Groups of workers whose links hold rounds among groups: both levels at once, the protocols real, in virtual time.
 
-A process of each group has a link in its rounds and is a worker of the rounds among groups (`Rounds(..., link=True)`).
-It fails as often as a worker; started again, it takes its group back to the last round among groups. A site is a group.
+A process of each group has a link in its rounds and is a worker of the rounds among
+groups (`Rounds(..., link=True)`). It fails as often as a worker; started again, it
+takes its group back to the last round among groups. A site is a group.
 """
 
 import math
@@ -15,13 +16,16 @@ from jaxsparse.partial.net.messages import Group, RoundPosition, WorkerMessage
 from jaxsparse.partial.rounds.protocol import Request
 
 _EVERY = 2  # rounds of a group from one among groups to the next
-_GRACE = 30.0  # seconds that half of the groups wait for others: their exchange is in the background
+# seconds that half of the groups wait for others: their exchange is in the background
+_GRACE = 30.0
 
 
 class Outcome(NamedTuple):
   """Of a simulation."""
 
-  goodput: float  # of the seconds that all workers would train without failures, those that reach all groups
+  # of the seconds that all workers would train without failures, those that reach all
+  # groups
+  goodput: float
   group: int  # workers of each
   inner: float  # goodput of groups, mean
   inner_round: float  # seconds from one to the next, mean
@@ -43,7 +47,9 @@ class _Link(Member):
   def apply(self) -> None:
     """Asks for the next round at once."""
     self._given = 0.0
-    self.handle(Request(WorkerMessage.LINK if self.network.has_moved else WorkerMessage.READY))
+    self.handle(
+      Request(WorkerMessage.LINK if self.network.has_moved else WorkerMessage.READY)
+    )
 
   def commit(self) -> RoundPosition:
     """The round counts."""
@@ -59,7 +65,9 @@ class _Group(Simulation):
   def __init__(self, setting: Setting, number: int, top: "_Top"):
     self._number = number
     self._top = top
-    self.has_moved = False  # whether a round among groups has counted that the link has not delivered
+    self.has_moved = (
+      False  # whether a round among groups has counted that the link has not delivered
+    )
     super().__init__(setting)
 
   def make_member(self, number: int, undelivered: float) -> Member:
@@ -105,7 +113,8 @@ class _Top(Simulation):
   groups: list[_Group]
 
   def __init__(self, setting: Setting):
-    self.pools = [0.0] * setting.workers  # by group, seconds that it has delivered and no round among groups
+    # by group, seconds that it has delivered and no round among groups
+    self.pools = [0.0] * setting.workers
     self.lost_by_groups = 0.0  # seconds
     super().__init__(setting)
 
@@ -119,9 +128,16 @@ def simulate(setting: Setting) -> Outcome:
   size = round(math.sqrt(setting.workers))
   count = -(-setting.workers // size)
   long = setting.interval * _EVERY
-  top = _Top(setting._replace(workers=count, failures=0.0, interval=long, grace=_GRACE, site=1, succeeds=True))
+  top = _Top(
+    setting._replace(
+      workers=count, failures=0.0, interval=long, grace=_GRACE, site=1, succeeds=True
+    )
+  )
   own = setting._replace(workers=size + 1, site=size + 1)
-  top.groups = [_Group(own._replace(seed=setting.seed + 1 + number), number, top) for number in range(count)]
+  top.groups = [
+    _Group(own._replace(seed=setting.seed + 1 + number), number, top)
+    for number in range(count)
+  ]
   networks: list[Simulation] = [top, *top.groups]
 
   def run(seconds: float) -> None:
@@ -136,7 +152,8 @@ def simulate(setting: Setting) -> Outcome:
   run(setting.seconds)
   outer = top.result()
   found = [group.result() for group in top.groups]
-  inner = float(np.mean([each.goodput for each in found])) * (size + 1) / size  # a link trains nothing
+  # a link trains nothing
+  inner = float(np.mean([each.goodput for each in found])) * (size + 1) / size
   return Outcome(
     goodput=inner - top.lost_by_groups / (setting.seconds * setting.workers),
     group=size,

@@ -1,7 +1,7 @@
 """A real server under load: workers that join at once, then come and go, with real protocols and sockets.
 
-The server is a process of its own. All workers are in this one, without JAX: their exchanges are simulated, and take as
-long as the protocol needs.
+The server is a process of its own. All workers are in this one, without JAX: their
+exchanges are simulated, and take as long as the protocol needs.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ class Load(NamedTuple):
   gap: float  # seconds from one that counts to the next, median
   longest: float
   rejected: int  # messages
-  memory: tuple[float, float, float]  # MB of the server: before the first worker, with all, at the end
+  # MB of the server: before the first worker, with all, at the end
+  memory: tuple[float, float, float]
   files: tuple[int, int, int]  # descriptors, likewise
   threads: int  # at most
   cpu_joining: float  # seconds of CPU of the server until all are there
@@ -62,7 +63,9 @@ class Client(Member):
   def __init__(self, network: "Crowd", number: int):
     self._socket = network.sockets.client()
     self._socket.connect(network.address)
-    network.sockets.listen(self._socket, lambda frames: self.handle(messages.parse_answer(frames[0])))
+    network.sockets.listen(
+      self._socket, lambda frames: self.handle(messages.parse_answer(frames[0]))
+    )
     super().__init__(network, number)
 
   @property
@@ -118,11 +121,19 @@ class Crowd(Simulation):
 
   def living(self) -> list[int]:
     """The numbers of the workers that have joined."""
-    return [number for number, process in enumerate(self.working) if process and process.lives and process.has_joined]
+    return [
+      number
+      for number, process in enumerate(self.working)
+      if process and process.lives and process.has_joined
+    ]
 
   def free(self) -> list[int]:
     """The numbers that no worker has."""
-    return [number for number, process in enumerate(self.working) if not (process and process.lives)]
+    return [
+      number
+      for number, process in enumerate(self.working)
+      if not (process and process.lives)
+    ]
 
   def live(self) -> None:
     """Time passes for as long as messages are awaited."""
@@ -138,7 +149,9 @@ class Crowd(Simulation):
 def _serve(workers: int, quorum: int, pipe: Connection) -> None:
   """The server's process: sends its address first, and at the end how many messages it has rejected."""
   logging.disable(logging.WARNING)  # of each worker that is lost
-  server = js.partial.Server(js.partial.Quorum(workers, quorum=quorum, grace=0.5), limit=_LIMIT)
+  server = js.partial.Server(
+    js.partial.Quorum(workers, quorum=quorum, grace=0.5), limit=_LIMIT
+  )
   pipe.send(server.address)
   with server:
     pipe.recv()
@@ -192,13 +205,28 @@ def _server(workers: int, quorum: int) -> Iterator[tuple[str, _Process, Connecti
     process.join()
 
 
-def measure(workers: int, members: int, seconds: float, interval: float, seed: int) -> Load:
+def measure(
+  workers: int, members: int, seconds: float, interval: float, seed: int
+) -> Load:
   """Workers that join at once, all but `members` of which leave; then for `seconds` one comes or goes each half second.
 
   Raises:
-    RuntimeError: if no two rounds count, or none for 20 intervals, or if the server keeps what it needs no more.
+    RuntimeError: if no two rounds count, or none for 20 intervals, or if the server
+      keeps what it needs no more.
   """
-  crowd = Crowd(Setting(workers, 0, 0, interval=interval, jitter=0.1, straggle=0, grace=0.5, seed=seed, entries=1000))
+  crowd = Crowd(
+    Setting(
+      workers,
+      0,
+      0,
+      interval=interval,
+      jitter=0.1,
+      straggle=0,
+      grace=0.5,
+      seed=seed,
+      entries=1000,
+    )
+  )
   with _server(workers, max(1, members // 2)) as (address, server, pipe):
     memory, files = [server.memory], [server.files]
     crowd.connect(address)
@@ -206,7 +234,9 @@ def measure(workers: int, members: int, seconds: float, interval: float, seed: i
     cpu = server.cpu
     for number in range(workers):
       crowd.start(number)
-    _wait(crowd, lambda: len(crowd.living()) == workers, 60, f"{workers} workers to join")
+    _wait(
+      crowd, lambda: len(crowd.living()) == workers, 60, f"{workers} workers to join"
+    )
     joining = time.monotonic() - begin
     cpu_joining = server.cpu - cpu
     _wait(crowd, lambda: crowd.counted, 60, "the first round")
@@ -223,9 +253,13 @@ def measure(workers: int, members: int, seconds: float, interval: float, seed: i
     files.append(server.files)
     alive = len(crowd.living())
     if len(found["workers"]) > alive + 2 or files[-1] > files[0] + alive + _OTHER_FILES:
-      raise RuntimeError(f"the server has {len(found['workers'])} workers, {files[-1]} descriptors; {alive} are alive")
+      raise RuntimeError(
+        f"the server has {len(found['workers'])} workers, {files[-1]} descriptors; {alive} are alive"
+      )
     if memory[-1] > memory[1] + _MOST_GROWTH:
-      raise RuntimeError(f"the server has grown from {memory[1]:.0f} MB to {memory[-1]:.0f} MB")
+      raise RuntimeError(
+        f"the server has grown from {memory[1]:.0f} MB to {memory[-1]:.0f} MB"
+      )
     pipe.send(None)
     rejected = pipe.recv()
   crowd.sockets.close(linger=0)
@@ -252,7 +286,9 @@ def measure(workers: int, members: int, seconds: float, interval: float, seed: i
   )
 
 
-def _churn(crowd: Crowd, members: int, seconds: float, interval: float, server: _Process) -> dict[str, Any]:
+def _churn(
+  crowd: Crowd, members: int, seconds: float, interval: float, server: _Process
+) -> dict[str, Any]:
   """Each half second one comes, leaves or is killed: how many did, threads, and CPU seconds a second."""
   counts = {"joined": 0, "left": 0, "killed": 0}
   cpu, begin, threads = server.cpu, crowd.now, server.threads

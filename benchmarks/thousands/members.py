@@ -7,7 +7,13 @@ import numpy as np
 
 from benchmarks.thousands.virtual import VirtualWorker
 from jaxsparse.partial.net.membership import Unreachable
-from jaxsparse.partial.net.messages import Group, Piece, PieceKind, RoundPosition, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Group,
+  Piece,
+  PieceKind,
+  RoundPosition,
+  WorkerMessage,
+)
 from jaxsparse.partial.rounds.exchanger import Done
 from jaxsparse.partial.rounds.protocol import Request
 
@@ -39,7 +45,9 @@ class Setting(NamedTuple):
   limit: float = 5.0
   server_rate: float = 1e9 / 8  # bytes a second, each way
   seed: int = 0
-  succeeds: bool = False  # whether the next process goes on from what the one before has not delivered
+  succeeds: bool = (
+    False  # whether the next process goes on from what the one before has not delivered
+  )
 
 
 class Link(NamedTuple):
@@ -73,13 +81,23 @@ class Exchange:
     cost = network.cost(len(group.members))
     links = [network.links[member] for member in group.members]
     # Messages to all others are sent before one is awaited.
-    stages = cost.messages - len(links) + 2 if cost.messages >= len(links) else cost.messages
+    stages = (
+      cost.messages - len(links) + 2 if cost.messages >= len(links) else cost.messages
+    )
     latency = 2 * max(link.latency for link in links) * stages
-    self.seconds = latency + _ALPHA * cost.messages + 4 * cost.words / min(link.rate for link in links)
-    # What each link has moved: a slice to each member, and a slice of each to all, in float32.
+    self.seconds = (
+      latency
+      + _ALPHA * cost.messages
+      + 4 * cost.words / min(link.rate for link in links)
+    )
+    # What each link has moved: a slice to each member, and a slice of each to all, in
+    # float32.
     moved = 4 * network.setting.entries / min(link.rate for link in links)
-    self.seconds += len(group.links) * (4 * max(link.latency for link in links) + 2 * _ALPHA * len(links) + moved)
-    self.part = min(1.0, cost.messages / max(1, len(links) - 1))  # of the others to which a member sends
+    self.seconds += len(group.links) * (
+      4 * max(link.latency for link in links) + 2 * _ALPHA * len(links) + moved
+    )
+    # of the others to which a member sends
+    self.part = min(1.0, cost.messages / max(1, len(links) - 1))
 
   def begin(self, member: "Member", run: Run) -> None:
     """A member has heard of the round."""
@@ -110,8 +128,10 @@ class Member(VirtualWorker):
 
   def __init__(self, network: "Simulation", number: int, undelivered: float = 0.0):
     self.link = network.links[number]
-    self.is_silent = False  # whether its machine is gone, so that nobody hears that its connections are closed
-    self._carried = undelivered  # seconds that it had trained and not delivered when the interval began
+    # whether its machine is gone, so that nobody hears that its connections are closed
+    self.is_silent = False
+    # seconds that it had trained and not delivered when the interval began
+    self._carried = undelivered
     self._given: float | None = None
     self._since: float | None = None  # when the interval began
     self._turn = 0.0  # seconds of the interval
@@ -140,7 +160,9 @@ class Member(VirtualWorker):
     self._carried = self.undelivered
     self._since = network.now
     slow = 2 if network.random.random() < network.setting.straggle else 1
-    self._turn = network.setting.interval * max(0.1, slow * network.random.gauss(1, network.setting.jitter))
+    self._turn = network.setting.interval * max(
+      0.1, slow * network.random.gauss(1, network.setting.jitter)
+    )
     network.at(network.now + self._turn * (1 - network.setting.delay), self, self._ask)
 
   def _ask(self) -> None:
@@ -159,7 +181,9 @@ class Member(VirtualWorker):
   def receive(self, sender: VirtualWorker, piece: Piece) -> None:
     """As at an `Endpoint`; nothing answers for a machine that is gone."""
     if self.dead and self.is_silent:
-      self.network.at(self.network.now + STALLED, sender, sender.handle, Unreachable(self.address))
+      self.network.at(
+        self.network.now + STALLED, sender, sender.handle, Unreachable(self.address)
+      )
     else:
       super().receive(sender, piece)
 
@@ -199,7 +223,11 @@ class Member(VirtualWorker):
 
   def was_committed(self, piece: Piece, position: RoundPosition) -> bool | None:
     """Whether the donor has been through the round whose result this worker has."""
-    return None if piece.number <= position.round else self.network.bases[position.round + 1] == position.last
+    return (
+      None
+      if piece.number <= position.round
+      else self.network.bases[position.round + 1] == position.last
+    )
 
   def adopt(self, piece: Piece, base: int, digest: int) -> RoundPosition:
     """The anchor of a donor, unless it is older."""

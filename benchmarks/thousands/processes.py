@@ -19,7 +19,9 @@ import jaxsparse as js
 _ENTRIES = 1000
 _EVERY = 10
 _PACE = 0.2  # seconds of a step
-_START = 1500.0  # seconds until all have joined, and compiled the outer step, on few cores
+_START = (
+  1500.0  # seconds until all have joined, and compiled the outer step, on few cores
+)
 _OF_GROUPS = 2  # rounds of a group from one among groups to the next
 
 
@@ -51,7 +53,9 @@ def _average(comm: js.Comm) -> optax.GradientTransformation:
 
 
 def _join(address: str, number: int, params: Any, **options: Any) -> js.partial.Rounds:
-  return js.partial.Rounds(address, number, params, _average, timeout=_START, wait=60.0, **options)
+  return js.partial.Rounds(
+    address, number, params, _average, timeout=_START, wait=60.0, **options
+  )
 
 
 def _round_of(worker: js.partial.Rounds) -> Round:
@@ -82,7 +86,9 @@ def _work(pipe: Connection, address: str, number: int, rounds: int) -> None:
   worker.leave()
 
 
-def _link(pipe: Connection, address: str, number: int, rounds: int, top: str, group: int) -> None:
+def _link(
+  pipe: Connection, address: str, number: int, rounds: int, top: str, group: int
+) -> None:
   """The link of a group, which also sends what the rounds among groups were."""
   below = _join(address, number, jnp.zeros(_ENTRIES), every=1, link=True)
   above = _join(top, group, below.params, every=_OF_GROUPS)
@@ -129,10 +135,15 @@ def measure(workers: int, rounds: int, groups: int = 1) -> Outcome:
       pipe.send(None)
     for pipe in pipes:
       pipe.poll(60)  # until it is closed: the process has left
-  by_group = [_by_number([own for own, *_ in found[first : first + size]]) for first in range(0, size * groups, size)]
+  by_group = [
+    _by_number([own for own, *_ in found[first : first + size]])
+    for first in range(0, size * groups, size)
+  ]
   inside = [own for each in by_group for own in each]
   among = _by_number([own for *_, own in found])
-  ends = [sorted(min(member.ended for member in own) for own in each) for each in by_group]
+  ends = [
+    sorted(min(member.ended for member in own) for own in each) for each in by_group
+  ]
   return Outcome(
     workers=workers,
     groups=groups,
@@ -140,7 +151,9 @@ def measure(workers: int, rounds: int, groups: int = 1) -> Outcome:
     above=sum(len(own) == groups for own in among),
     members=statistics.mean(own[0].members for own in inside),
     joining=joining,
-    gap=statistics.median(after - before for each in ends for before, after in itertools.pairwise(each)),
+    gap=statistics.median(
+      after - before for each in ends for before, after in itertools.pairwise(each)
+    ),
     memory=statistics.mean(memory for _, memory, _ in found),
     equal=all(len({member.digest for member in own}) == 1 for own in inside + among),
   )
@@ -159,9 +172,13 @@ def _serve(size: int, stack: contextlib.ExitStack) -> js.partial.Server:
   return stack.enter_context(js.partial.Server(quorum, limit=60.0))
 
 
-def _start(stack: contextlib.ExitStack, work: Callable[..., None], *facts: Any) -> Connection:
+def _start(
+  stack: contextlib.ExitStack, work: Callable[..., None], *facts: Any
+) -> Connection:
   """Starts a process, which ends with the stack."""
-  os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of the workers: all compile at the same time
+  os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = (
+    "1"  # of the workers: all compile at the same time
+  )
   context = multiprocessing.get_context("forkserver")
   context.set_forkserver_preload([__name__])
   pipe, end = context.Pipe()

@@ -11,7 +11,9 @@ Row = dict[str, Any]
 Column = Callable[[Row], str]
 _plain = lambda name, form="": lambda row: number(row[name], form)
 _kilo = lambda name: lambda row: f"{row[name] / 1000:,.0f}"
-_last = lambda name, form=",.0f": lambda row: " / ".join(f"{value:{form}}" for value in row[name])
+_last = lambda name, form=",.0f": (
+  lambda row: " / ".join(f"{value:{form}}" for value in row[name])
+)
 
 _SIMULATED: Mapping[str, Column] = {
   "workers": _plain("workers", ",.0f"),
@@ -46,7 +48,9 @@ _LEVELS: Mapping[str, Column] = {
   "s a round of a group": _plain("inner_round", ".0f"),
   "failed / counted": lambda row: f"{row['inner_failed']:,} / {row['inner_counted']:,}",
   "s a round among groups": lambda row: number(row["outer"]["round"], ".0f"),
-  "failed / counted ": lambda row: f"{row['outer']['failed']} / {row['outer']['counted']}",
+  "failed / counted ": lambda row: (
+    f"{row['outer']['failed']} / {row['outer']['counted']}"
+  ),
 }
 _SERVER: Mapping[str, Column] = {
   "join at once": _plain("workers"),
@@ -78,8 +82,14 @@ _PROCESSES: Mapping[str, Column] = {
 
 def make(part: str, rows: list[Row]) -> rich.table.Table:
   """The table of a part, by the number of workers."""
-  columns = {"simulated": _SIMULATED, "state": _STATE, "levels": _LEVELS, "server": _SERVER, "processes": _PROCESSES}[
-    part
-  ]
+  columns = {
+    "simulated": _SIMULATED,
+    "state": _STATE,
+    "levels": _LEVELS,
+    "server": _SERVER,
+    "processes": _PROCESSES,
+  }[part]
   ordered = sorted(rows, key=lambda row: (row["workers"], row.get("failures", 0)))
-  return table("", list(columns), [[cell(row) for cell in columns.values()] for row in ordered])
+  return table(
+    "", list(columns), [[cell(row) for cell in columns.values()] for row in ordered]
+  )

@@ -1,8 +1,9 @@
 """Rounds of P workers in virtual time: links, failures and stragglers are drawn, the protocols are the real ones.
 
-An exchange takes `latency · stages + α · messages + bytes / rate` of the slowest member's link, by the cost that
-`js.costs` predicts for the collective; it begins when all members know of the round, and fails when one of them is
-lost. What a worker trains is measured in seconds, and delivered by the rounds that count.
+An exchange takes `latency · stages + α · messages + bytes / rate` of the slowest
+member's link, by the cost that `js.costs` predicts for the collective; it begins when
+all members know of the round, and fails when one of them is lost. What a worker trains
+is measured in seconds, and delivered by the rounds that count.
 """
 
 import collections
@@ -20,7 +21,11 @@ from jaxsparse.partial.net.messages import Answer, Group, ServerMessage, WorkerM
 from jaxsparse.partial.rounds.quorum import Quorum
 
 TICK = 0.1  # seconds between two ticks of the server, and half of those of a worker
-_LATENCIES = 0.5e-3, 100e-3  # seconds from a worker to the backbone: between two workers 1 to 200 ms
+# seconds from a worker to the backbone: between two workers 1 to 200 ms
+_LATENCIES = (
+  0.5e-3,
+  100e-3,
+)
 _RATES = 10e6 / 8, 1000e6 / 8  # bytes a second of a worker's link, each way
 
 
@@ -29,7 +34,9 @@ class Result(NamedTuple):
 
   workers: int
   failures: float  # of a worker in an hour
-  goodput: float  # of the seconds that all workers would train without failures, from the first round to the last one
+  # of the seconds that all workers would train without failures, from the first round
+  # to the last one
+  goodput: float
   lost: float  # the part that lost workers had not delivered
   round: float | None  # seconds from one that counts to the next
   exchange: float  # seconds, median over all rounds that began
@@ -57,23 +64,38 @@ class Simulation(VirtualNetwork):
     super().__init__()
     self.setting = setting
     self.random = Random(setting.seed)
-    draw = lambda low, high: math.exp(self.random.uniform(math.log(low), math.log(high)))
-    self.links = [Link(draw(*_LATENCIES), draw(*_RATES)) for _ in range(setting.workers)]
+    draw = lambda low, high: math.exp(
+      self.random.uniform(math.log(low), math.log(high))
+    )
+    self.links = [
+      Link(draw(*_LATENCIES), draw(*_RATES)) for _ in range(setting.workers)
+    ]
     self.processes = []
     self.servers = [None]
     self._step = 0
     self.bases: dict[int, int] = {}  # by round, the number of its group
     self._costs: dict[int, js.Cost] = {}  # by the number of members
     self._exchange: Exchange | None = None  # that began last
-    self._busy = {"in": 0.0, "out": 0.0}  # until when the server's link is, by direction
-    self.working: list[Any] = [None] * setting.workers  # by number, the process that lives, or has just failed
+    # until when the server's link is, by direction
+    self._busy = {
+      "in": 0.0,
+      "out": 0.0,
+    }
+    self.working: list[Any] = [
+      None
+    ] * setting.workers  # by number, the process that lives, or has just failed
     self.restart_counts()
     self.begin()
 
   def begin(self) -> None:
     """Starts the server and the workers."""
     setting = self.setting
-    quorum = Quorum(setting.workers, max(1, math.ceil(setting.quorum * setting.workers)), grace=setting.grace, first=0)
+    quorum = Quorum(
+      setting.workers,
+      max(1, math.ceil(setting.quorum * setting.workers)),
+      grace=setting.grace,
+      first=0,
+    )
     self.start_server(0, quorum, setting.limit)
     for number in range(setting.workers):
       self._start(number)
@@ -85,8 +107,11 @@ class Simulation(VirtualNetwork):
     """From now on what happens is counted."""
     self._begin = self.now
     self.lost = 0.0
-    self.counted = collections.Counter[int]()  # members of rounds that count, by the number of the group
-    self.delivered = collections.defaultdict[int, float](float)  # seconds of training in these
+    self.counted = collections.Counter[
+      int
+    ]()  # members of rounds that count, by the number of the group
+    # seconds of training in these
+    self.delivered = collections.defaultdict[int, float](float)
     self.ended = list[float]()  # when rounds began to count
     self.exchanges = list[float]()  # seconds of each
     self.behind = self.deaths = 0
@@ -147,7 +172,12 @@ class Simulation(VirtualNetwork):
 
   def _await_failure(self, part: float, fail: Any, what: Any) -> None:
     if part > 0:
-      self.at(self.now + self.random.expovariate(part * self.setting.failures / 3600), None, fail, what)
+      self.at(
+        self.now + self.random.expovariate(part * self.setting.failures / 3600),
+        None,
+        fail,
+        what,
+      )
 
   def _fail_site(self, site: int) -> None:
     """Power or network of a site is gone, and back when its workers have been started again."""
@@ -254,13 +284,24 @@ def simulate(setting: Setting) -> Result:
 def lockstep(setting: Setting, checkpoint: float = 1.0) -> float:
   """Goodput of training in which all stop when one fails, and go on from the last checkpoint: of the best interval.
 
-  With Λ failures a second of all workers, R seconds to start again and c to write a checkpoint, an interval of C
-  seconds takes `(1/Λ + R) (e^{Λ (C + c)} − 1)` in the mean (Daly, 2006): `C` over that is the goodput. No worker fails
-  while it starts, and steps take no longer with more workers.
+  With Λ failures a second of all workers, R seconds to start again and c to write a
+  checkpoint, an interval of C seconds takes `(1/Λ + R) (e^{Λ (C + c)} − 1)` in the mean
+  (Daly, 2006): `C` over that is the goodput. No worker fails while it starts, and steps
+  take no longer with more workers.
   """
-  rate = setting.failures / 3600 * (1 - setting.together + setting.together / setting.site) * setting.workers
+  rate = (
+    setting.failures
+    / 3600
+    * (1 - setting.together + setting.together / setting.site)
+    * setting.workers
+  )
   if not rate:
     return 1.0
   lengths = np.geomspace(0.01, 36000, 2000)
   with np.errstate(over="ignore"):
-    return float(np.max(lengths / ((1 / rate + setting.restart) * np.expm1(rate * (lengths + checkpoint)))))
+    return float(
+      np.max(
+        lengths
+        / ((1 / rate + setting.restart) * np.expm1(rate * (lengths + checkpoint)))
+      )
+    )

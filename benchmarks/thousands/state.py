@@ -5,7 +5,12 @@ import tracemalloc
 from typing import NamedTuple
 
 from jaxsparse.partial.net.membership import Members
-from jaxsparse.partial.net.messages import RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  RoundPosition,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+)
 from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 
@@ -41,9 +46,19 @@ class _Server:
       self.sizes[frame] = len(frame)
     return True
 
-  def _tell(self, kind: WorkerMessage, value: int = 0, digest: int = 0, position: RoundPosition = _START) -> None:
+  def _tell(
+    self,
+    kind: WorkerMessage,
+    value: int = 0,
+    digest: int = 0,
+    position: RoundPosition = _START,
+  ) -> None:
     for worker in range(self._workers):
-      address = f"tcp://10.0.{worker // 256}.{worker % 256}:29500" if kind == WorkerMessage.HELLO else ""
+      address = (
+        f"tcp://10.0.{worker // 256}.{worker % 256}:29500"
+        if kind == WorkerMessage.HELLO
+        else ""
+      )
       signal = Signal(kind, worker, value, address, position, digest=digest)
       self._protocol.receive(worker.to_bytes(5, "big"), [signal.pack()], 0.0)
 

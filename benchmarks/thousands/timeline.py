@@ -9,7 +9,8 @@ from typing import Any
 class Timeline:
   """Events that happen at a time in seconds; a subclass says how late a message is (`delay`).
 
-  A receiver may be `suspended`: it is given what has come, which is in its list `held`, when it goes on.
+  A receiver may be `suspended`: it is given what has come, which is in its list `held`,
+  when it goes on.
 
   Example:
     >>> line = Timeline()
@@ -24,13 +25,24 @@ class Timeline:
     self._serial = itertools.count()
     self._events: list[Any] = []
 
-  def at(self, time: float, receiver: Any, deliver: Callable[..., Any], *content: Any) -> None:
+  def at(
+    self, time: float, receiver: Any, deliver: Callable[..., Any], *content: Any
+  ) -> None:
     """Calls `deliver(*content)` at this time, or later if the receiver is suspended then."""
     heapq.heappush(self._events, (time, next(self._serial), receiver, deliver, content))
 
-  def post(self, channel: Any, receiver: Any, deliver: Callable[..., Any], *content: Any, size: int = 0) -> None:
+  def post(
+    self,
+    channel: Any,
+    receiver: Any,
+    deliver: Callable[..., Any],
+    *content: Any,
+    size: int = 0,
+  ) -> None:
     """The same once a message of `size` bytes has come through a channel, after those before it."""
-    arrival = self.arrivals[channel] = max(self.arrivals.get(channel, 0.0), self.now + self.delay(channel, size))
+    arrival = self.arrivals[channel] = max(
+      self.arrivals.get(channel, 0.0), self.now + self.delay(channel, size)
+    )
     self.at(arrival, receiver, deliver, *content)
 
   def delay(self, channel: Any, size: int) -> float:

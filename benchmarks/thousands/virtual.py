@@ -1,7 +1,7 @@
 """Workers and servers of rounds in virtual time: real protocols, and what sockets and threads do around them.
 
-`benchmarks.thousands` simulates thousands of workers with it, tests/partial/rounds_protocol_test.py every schedule of a
-few.
+`benchmarks.thousands` simulates thousands of workers with it,
+tests/partial/rounds_protocol_test.py every schedule of a few.
 """
 
 from typing import Any
@@ -15,21 +15,25 @@ from jaxsparse.partial.rounds.protocol import RoundProtocol
 from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 
-Connection = tuple[int, int, int]  # a server, a worker by its serial number, and which of its visits this is
+# a server, a worker by its serial number, and which of its visits this is
+Connection = tuple[int, int, int]
 
 
 class VirtualWorker:
   """One process of a worker: its protocol, and what an `Endpoint` does.
 
-  A subclass has the methods of an `Exchanger` that the protocol calls, `take(answer)`, which is the training loop, and
-  those without a body here.
+  A subclass has the methods of an `Exchanger` that the protocol calls, `take(answer)`,
+  which is the training loop, and those without a body here.
 
   Attributes:
-    serial: of the process; a worker that is started again is another process with the same number.
+    serial: of the process; a worker that is started again is another process with the
+      same number.
     visits: of servers, one after the other.
   """
 
-  def __init__(self, network: "VirtualNetwork", number: int, *, entries: int, timeout: float):
+  def __init__(
+    self, network: "VirtualNetwork", number: int, *, entries: int, timeout: float
+  ):
     self.network = network
     self.number = number
     self.serial = len(network.processes)
@@ -37,11 +41,14 @@ class VirtualWorker:
     self.dead = self.suspended = False
     self.held: list[Any] = []
     self.visits = 0
-    self._transfers = Transfers()  # of the anchor to other processes, one after the other
+    # of the anchor to other processes, one after the other
+    self._transfers = Transfers()
     self._busy_until = 0.0
     outlets = self.tell, self.send, self.take
     servers = len(network.servers)
-    place = Membership(number, self.address, timeout, network.now, *outlets, limit=timeout / servers)
+    place = Membership(
+      number, self.address, timeout, network.now, *outlets, limit=timeout / servers
+    )
     self.protocol = self.make_protocol(place, self, entries, self.switch, servers)
 
   def make_protocol(self, *facts: Any) -> RoundProtocol:
@@ -79,12 +86,16 @@ class VirtualWorker:
     server = self.visits % len(self.network.servers)
     frame = signal.pack()
     connection = (server, self.serial, self.visits)
-    self.network.post((self, server), None, self.network.hear, connection, frame, size=len(frame))
+    self.network.post(
+      (self, server), None, self.network.hear, connection, frame, size=len(frame)
+    )
 
   def send(self, address: str, piece: Piece) -> None:
     """Sends a piece to another process."""
     to = self.network.processes[int(address.rpartition(":")[2]) - 1]
-    self.network.post((self, to), to, to.receive, self, piece._replace(values=piece.values.copy()))
+    self.network.post(
+      (self, to), to, to.receive, self, piece._replace(values=piece.values.copy())
+    )
 
   def hear(self, visit: int, answer: Answer) -> None:
     """A message of the server of one of its visits has come."""
@@ -99,7 +110,9 @@ class VirtualWorker:
       self._transfers.ask(sender, piece, self.network.now)
       self.send_model()
     elif piece.kind == PieceKind.RESIDUAL:
-      answer = Piece(PieceKind.TAKEN, int(self.inherit_from(sender, piece)), self.number)
+      answer = Piece(
+        PieceKind.TAKEN, int(self.inherit_from(sender, piece)), self.number
+      )
       self.network.post((self, sender), sender, sender.handle, answer)
     else:
       self.handle(piece)
@@ -145,8 +158,10 @@ class VirtualNetwork(Timeline):
     server, serial, visit = connection
     process = self.processes[serial]
     if not process.lives or visit != process.visits:
-      return self.arrivals[process, server] > self.now  # a closed connection is noticed after its last message
-    if self._parsed is None or self._parsed[0] is not frame:  # the members of a round get the same frame
+      # a closed connection is noticed after its last message
+      return self.arrivals[process, server] > self.now
+    # the members of a round get the same frame
+    if self._parsed is None or self._parsed[0] is not frame:
       self._parsed = frame, messages.parse_answer(frame)
     answer = self._parsed[1]
     self.note(answer, frame)
@@ -168,4 +183,7 @@ class VirtualNetwork(Timeline):
   def start_server(self, number: int, controller: Quorum, limit: float) -> None:
     """Starts a server that knows nobody, in place of the one before."""
     send: Any = self.send
-    self.servers[number] = controller, RoundServer(controller, Members(RoundMember, send, limit, self.now))
+    self.servers[number] = (
+      controller,
+      RoundServer(controller, Members(RoundMember, send, limit, self.now)),
+    )

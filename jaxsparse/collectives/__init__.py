@@ -1,8 +1,9 @@
 """The algorithms, one module or package each: the file name is the algorithm's name, and no registry lists it.
 
-A collective is a frozen dataclass whose fields are its options; `_base` has the base classes, and writes
-a collective and its options as one string. `js.make_transform` and `js.NAME_transform` turn a collective into an optax
-transformation (transform/factories.py).
+A collective is a frozen dataclass whose fields are its options; `_base` has the base
+classes, and writes a collective and its options as one string. `js.make_transform` and
+`js.NAME_transform` turn a collective into an optax transformation
+(transform/factories.py).
 """
 
 import functools
@@ -32,8 +33,14 @@ def _kinds() -> dict[str, type[Collective]]:
   for module in pkgutil.iter_modules(__path__):
     if not module.name.startswith("_"):
       imported = importlib.import_module(f"{__name__}.{module.name}")
-      classes = [kind for _, kind in inspect.getmembers(imported, inspect.isclass) if issubclass(kind, Collective)]
-      (kinds[module.name],) = {c for c in classes if not inspect.isabstract(c) and c.name == module.name}
+      classes = [
+        kind
+        for _, kind in inspect.getmembers(imported, inspect.isclass)
+        if issubclass(kind, Collective)
+      ]
+      (kinds[module.name],) = {
+        c for c in classes if not inspect.isabstract(c) and c.name == module.name
+      }
   return kinds
 
 
@@ -64,11 +71,13 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
   """The collective of a name with the given options.
 
   Args:
-    name: one of `js.collective_names()`, or a collective, also one of your own, whose other options stay as they are.
+    name: one of `js.collective_names()`, or a collective, also one of your own, whose
+      other options stay as they are.
     **config: the options.
 
   Raises:
-    ValueError: for an unknown name or a rejected value of an option, naming the choices.
+    ValueError: for an unknown name or a rejected value of an option, naming the
+      choices.
     TypeError: for an option that the collective does not have, naming its options.
 
   Example:
@@ -86,19 +95,29 @@ def make_plain(name: str) -> Collective:
     >>> make_plain("topka").entries(5)
     5
   """
-  return make_collective(name, **({"density": 1.0} if "density" in collective_options(name) else {}))
+  return make_collective(
+    name, **({"density": 1.0} if "density" in collective_options(name) else {})
+  )
 
 
-def make_instance(model: type[Collective] | Collective, config: Mapping[str, Any]) -> Collective:
+def make_instance(
+  model: type[Collective] | Collective, config: Mapping[str, Any]
+) -> Collective:
   """An instance of a class, or like another instance, with these options; TypeError for one that it does not have."""
-  options = inspect.signature(model if isinstance(model, type) else type(model)).parameters
+  options = inspect.signature(
+    model if isinstance(model, type) else type(model)
+  ).parameters
   if unknown := sorted(set(config) - set(options)):
-    raise TypeError(f"{model.name}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}")
+    raise TypeError(
+      f"{model.name}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}"
+    )
   return model(**config) if isinstance(model, type) else replace_fields(model, **config)
 
 
 def _kind(name: str) -> type[Collective]:
   if name not in _kinds():
     names = ", ".join(collective_names())
-    raise ValueError(f"unknown collective {name!r}, choose one of {names}; signs are onebit, plain top-k is topka")
+    raise ValueError(
+      f"unknown collective {name!r}, choose one of {names}; signs are onebit, plain top-k is topka"
+    )
   return _kinds()[name]

@@ -15,9 +15,20 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State, check_fraction, check_whole, is_number
+from jaxsparse.types import (
+  Comm,
+  Cost,
+  Counters,
+  Reduced,
+  State,
+  check_fraction,
+  check_whole,
+  is_number,
+)
 
-_MOST = 2**31 - 2**17  # indices are i32; those of padding and of empty slots of a message are up to 2¹⁷ beyond a vector
+# indices are i32; those of padding and of empty slots of a message are up to 2¹⁷ beyond
+# a vector
+_MOST = 2**31 - 2**17
 
 _Kind = TypeVar("_Kind", bound="Collective")
 
@@ -26,12 +37,12 @@ _Kind = TypeVar("_Kind", bound="Collective")
 class Collective(abc.ABC):
   """An all-reduce algorithm: pure functions of arrays that communicate by the verbs of `Comm`.
 
-  Fields are options. A value of a field typed `Literal[...]` is checked against the choices of its type, and that of a
-  field in `ranges` against its range.
+  Fields are options. A value of a field typed `Literal[...]` is checked against the
+  choices of its type, and that of a field in `ranges` against its range.
 
   Example:
-    A new algorithm, a ring: each gradient passes through all workers in P − 1 messages, and each worker adds them in
-    rank order, so that the totals have the same bits:
+    A new algorithm, a ring: each gradient passes through all workers in P − 1 messages,
+    and each worker adds them in rank order, so that the totals have the same bits:
 
     >>> import dataclasses, jax, jax.numpy as jnp, jaxsparse as js
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,10 +68,16 @@ class Collective(abc.ABC):
 
   def __init_subclass__(cls) -> None:
     inside = cls.__module__.removeprefix(f"{__package__}.")
-    cls.name = inside.partition(".")[0] if inside != cls.__module__ else inside.rpartition(".")[2]
+    cls.name = (
+      inside.partition(".")[0]
+      if inside != cls.__module__
+      else inside.rpartition(".")[2]
+    )
 
   def __post_init__(self) -> None:
-    if arrays := [field for field, value in vars(self).items() if isinstance(value, jax.Array)]:
+    if arrays := [
+      field for field, value in vars(self).items() if isinstance(value, jax.Array)
+    ]:
       raise TypeError(
         f"{self.name}: {', '.join(arrays)} must be plain Python values, they are part of the program that is compiled. "
         "optax.inject_hyperparams makes arrays of all numbers, of defaults too, but of those in its static_args: give "
@@ -68,7 +85,9 @@ class Collective(abc.ABC):
       )
     for field, choices in choices_of(type(self)).items():
       if (value := getattr(self, field)) not in choices:
-        raise ValueError(f"{self.name}: {field}={value!r}, choose one of {', '.join(map(repr, choices))}")
+        raise ValueError(
+          f"{self.name}: {field}={value!r}, choose one of {', '.join(map(repr, choices))}"
+        )
     for field, low, high in self.ranges:
       check_whole(self.name, low, high, **{field: getattr(self, field)})
     check_fraction(self.name, decay=self.decay)
@@ -77,7 +96,11 @@ class Collective(abc.ABC):
   def label(self) -> str:
     """The name with the options that differ from their defaults: "spardl:teams=2:density=0.01"."""
     options = inspect.signature(type(self)).parameters
-    changed = {name: getattr(self, name) for name in options if getattr(self, name) != options[name].default}
+    changed = {
+      name: getattr(self, name)
+      for name in options
+      if getattr(self, name) != options[name].default
+    }
     return label_of(self.name, changed)
 
   @property
@@ -165,19 +188,22 @@ class Collective(abc.ABC):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     """Estimates the sum of the f32[n] `grads` of all workers of `comm`, and returns it with the next state.
 
-    Where a gradient has NaN or Inf, the total must have one too, whichever entries it delivers: all workers then skip
-    the step.
+    Where a gradient has NaN or Inf, the total must have one too, whichever entries it
+    delivers: all workers then skip the step.
     """
 
   @abc.abstractmethod
   def cost(self, n: int, size: int) -> Cost:
     """Messages and words of one step by a closed formula; an upper bound where message sizes vary.
 
-    The formulas are those of the papers, rounded up where a size does not divide. Ours are those of Ok-Topk, of the
-    messages of TopkDSA, and of the words of Gaussian-k (a capacity of 5k/4 entries) and QSGD (levels of fixed width).
+    The formulas are those of the papers, rounded up where a size does not divide. Ours
+    are those of Ok-Topk, of the messages of TopkDSA, and of the words of Gaussian-k (a
+    capacity of 5k/4 entries) and QSGD (levels of fixed width).
     """
 
-  def count(self, comm: Comm, n: int, selected: jax.Array | int, delivered: jax.Array | int) -> Counters:
+  def count(
+    self, comm: Comm, n: int, selected: jax.Array | int, delivered: jax.Array | int
+  ) -> Counters:
     """The counters of a step that sends the words of `cost`, none of them in an empty slot."""
     words = self.cost(n, comm.size).words
     return Counters(words, words, selected=selected, delivered=delivered)
@@ -198,7 +224,9 @@ class ByLeaf(Collective):
 
   def init(self, n: int, size: int) -> State:
     if (found := sum(map(math.prod, self.shapes(n)))) != n:
-      raise ValueError(f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {found}")
+      raise ValueError(
+        f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {found}"
+      )
     return State(residual=jnp.zeros(n, jnp.float32))
 
   def shapes(self, n: int) -> tuple[tuple[int, ...], ...]:
@@ -223,7 +251,9 @@ def label_of(name: str, config: Mapping[str, Any]) -> str:
     'spardl:teams=2:density=0.01'
   """
   options = [f"{key}={value}" for key, value in config.items() if key != "density"]
-  return ":".join([name, *options, *([f"density={config['density']}"] if "density" in config else [])])
+  return ":".join(
+    [name, *options, *([f"density={config['density']}"] if "density" in config else [])]
+  )
 
 
 def collective_of(label: str) -> tuple[str, dict[str, Any]]:
@@ -253,31 +283,42 @@ def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:
   """The `Literal` fields of a collective, each with its choices."""
   options = inspect.signature(kind).parameters
   hints = typing.get_type_hints(kind)
-  return {name: get_args(hints[name]) for name in options if get_origin(hints[name]) is Literal}
+  return {
+    name: get_args(hints[name])
+    for name in options
+    if get_origin(hints[name]) is Literal
+  }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseCollective(Collective):
   """A collective that delivers k of n entries and keeps the others in a residual, its state: f32[n] at each worker.
 
-  The options that sparse collectives share: `density`, `k` and `decay` are fields of this class, `wire` of collectives
-  whose messages have entries (`_messages.EncodingCollective`), `selector` of those that choose the entries they send
-  (`_messages.SelectingCollective`).
+  The options that sparse collectives share: `density`, `k` and `decay` are fields of
+  this class, `wire` of collectives whose messages have entries
+  (`_messages.EncodingCollective`), `selector` of those that choose the entries they
+  send (`_messages.SelectingCollective`).
 
   Args:
-    density: ρ in (0, 1]; k = ⌈ρ n⌉, where ρ is the decimal number that Python prints, so that 0.07 of 100 is 7, not 8.
-    k: the number of entries instead, 1 … n: those that are delivered, or those that each worker sends.
-    decay: β in (0, 1]: each worker reduces `gradient + β · (what it has not delivered)`, and the residual holds the
-      product. Less than 1 forgets old gradients (SparseLoCo: 0.95); 1 loses nothing. A skipped step does not decay it.
-    selector: how the largest entries of a block are selected. "exact" selects those of largest magnitude. "chunked"
-      divides a block into as many interleaved chunks as it sends entries, and selects the largest entry of each, which
-      needs less arithmetic, and one or two bytes for an index. "reuse" is "exact" restricted to entries that reach a
-      threshold reused from the last step. The threshold rises as residuals grow, and falls while fewer entries reach
-      it; if far more of them reach it, or fewer than half did in the last step, "exact" is used.
-    wire: the format of values. "f32" sends them unchanged, "bf16" rounds them to 8 significant bits. "int8" rounds them
-      to multiples of 1/127 of the largest magnitude of a block, up or down at random, so that rounding is unbiased.
-      "bf16" and "int8" also send indices in about 9 bits each. Rounding errors stay in the residual of the worker that
-      rounds.
+    density: ρ in (0, 1]; k = ⌈ρ n⌉, where ρ is the decimal number that Python prints,
+      so that 0.07 of 100 is 7, not 8.
+    k: the number of entries instead, 1 … n: those that are delivered, or those that
+      each worker sends.
+    decay: β in (0, 1]: each worker reduces `gradient + β · (what it has not
+      delivered)`, and the residual holds the product. Less than 1 forgets old gradients
+      (SparseLoCo: 0.95); 1 loses nothing. A skipped step does not decay it.
+    selector: how the largest entries of a block are selected. "exact" selects those of
+      largest magnitude. "chunked" divides a block into as many interleaved chunks as it
+      sends entries, and selects the largest entry of each, which needs less arithmetic,
+      and one or two bytes for an index. "reuse" is "exact" restricted to entries that
+      reach a threshold reused from the last step. The threshold rises as residuals
+      grow, and falls while fewer entries reach it; if far more of them reach it, or
+      fewer than half did in the last step, "exact" is used.
+    wire: the format of values. "f32" sends them unchanged, "bf16" rounds them to 8
+      significant bits. "int8" rounds them to multiples of 1/127 of the largest
+      magnitude of a block, up or down at random, so that rounding is unbiased. "bf16"
+      and "int8" also send indices in about 9 bits each. Rounding errors stay in the
+      residual of the worker that rounds.
 
   Example:
     >>> import jaxsparse as js
@@ -294,14 +335,20 @@ class SparseCollective(Collective):
     density = self.density
     k = self.k
     if (density is None) == (k is None):
-      raise ValueError(f"{self.name}: give exactly one of density and k, got density={density!r} and k={k!r}")
+      raise ValueError(
+        f"{self.name}: give exactly one of density and k, got density={density!r} and k={k!r}"
+      )
     if density is not None:
       check_fraction(self.name, density=density)
     if k is not None and not (is_number(k, numbers.Integral) and k >= 1):
-      raise ValueError(f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries")
+      raise ValueError(
+        f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries"
+      )
 
   def for_devices(self, devices: int) -> Self:
-    return self if self.k is None else dataclasses.replace(self, k=-(-self.k // devices))
+    return (
+      self if self.k is None else dataclasses.replace(self, k=-(-self.k // devices))
+    )
 
   def init(self, n: int, size: int) -> State:
     self.entries(n)  # raises if k > n
@@ -311,7 +358,8 @@ class SparseCollective(Collective):
     return self.entries(n) < n
 
   def slots(self, n: int, size: int) -> int:
-    return n + 2 * (size + self.entries(n))  # the last chunk or region may reach so far beyond
+    # the last chunk or region may reach so far beyond
+    return n + 2 * (size + self.entries(n))
 
   def entries(self, n: int) -> int:
     """The number k of entries to deliver of n.
@@ -323,5 +371,7 @@ class SparseCollective(Collective):
       return math.ceil(Fraction(repr(float(self.density))) * n)
     k = int(typing.cast(int, self.k))
     if k > n:
-      raise ValueError(f"{self.name}: k={k}, choose at most the number of gradient entries, {n}")
+      raise ValueError(
+        f"{self.name}: k={k}, choose at most the number of gradient entries, {n}"
+      )
     return k

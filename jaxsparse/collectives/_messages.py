@@ -1,8 +1,9 @@
 """Options of collectives that select entries and send them: the selector, and the wire format and size of messages.
 
-XLA needs every array size at compile time. Where a size changes at run time, a collective compiles its exchange for a
-few capacities, the workers agree on the number of entries that they need, and the step runs the smallest sufficient one
-(`switch`). Entries beyond the largest capacity overflow: they stay in the residual.
+XLA needs every array size at compile time. Where a size changes at run time, a
+collective compiles its exchange for a few capacities, the workers agree on the number
+of entries that they need, and the step runs the smallest sufficient one (`switch`).
+Entries beyond the largest capacity overflow: they stay in the residual.
 """
 
 import dataclasses
@@ -43,7 +44,9 @@ class Writer(NamedTuple):
     """Rows of entries as message `number` of this step, and their rounding errors, in the slots of the entries."""
     noise = None
     if self.key is not None:
-      noise = jax.random.uniform(jax.random.fold_in(self.key, number), entries.values.shape, jnp.float32)
+      noise = jax.random.uniform(
+        jax.random.fold_in(self.key, number), entries.values.shape, jnp.float32
+      )
     message, rounded = self.codec.encode(entries, noise)
     errors = entries.values - rounded if self.codec.rounds else jnp.zeros_like(rounded)
     return message, entries._replace(values=errors)
@@ -52,28 +55,37 @@ class Writer(NamedTuple):
     """All-gathers messages: the rows of all workers, first those of worker `rank`, then those of rank + 1, …."""
     return self.codec.decode(jax.tree.map(_join_rows, all_gather(comm, message)))
 
-  def gather_rows(self, comm: Comm, row: Sparse, number: int, slots: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+  def gather_rows(
+    self, comm: Comm, row: Sparse, number: int, slots: int
+  ) -> tuple[Sparse, list[Sparse], jax.Array]:
     """Gathers a row of entries, [1, c], of each worker as message `number` of this step.
 
     Returns:
-      (rows, lost, words): the rows of all workers, as `gather` orders them; the rounding errors of the own row in
-      `slots` slots, [] if values are not rounded; the words sent.
+      (rows, lost, words): the rows of all workers, as `gather` orders them; the
+      rounding errors of the own row in `slots` slots, [] if values are not rounded; the
+      words sent.
     """
     message, errors = self.encode(row, number)
     words = saturated(words_of(self.codec, comm.size, row.indices.size), jnp.uint32)
-    lost = [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
+    lost = (
+      [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
+    )
     return self.gather(comm, message), lost, words
 
-  def exchange_rows(self, comm: Comm, rows: Sparse, number: int, slots: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+  def exchange_rows(
+    self, comm: Comm, rows: Sparse, number: int, slots: int
+  ) -> tuple[Sparse, list[Sparse], jax.Array]:
     """Sends row w of entries, [P, c], to worker w as message `number` of this step.
 
     Returns:
-      (received, lost, words): a row of each sender; the rounding errors of the rows sent, in rows of `slots` slots, []
-      if values are not rounded; the words sent.
+      (received, lost, words): a row of each sender; the rounding errors of the rows
+      sent, in rows of `slots` slots, [] if values are not rounded; the words sent.
     """
     message, errors = self.encode(rows, number)
     words = saturated_product(self.codec.words(1, rows.indices.shape[1]), comm.size - 1)
-    lost = [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
+    lost = (
+      [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
+    )
     return self.codec.decode(comm.all_to_all(message)), lost, words
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
@@ -89,7 +101,10 @@ _join_rows = functools.partial(jax.lax.collapse, start_dimension=0, stop_dimensi
 
 def words_of(codec: Codec, size: int, capacity: int, rows: int = 1) -> int:
   """Words that a worker sends in a reduce-scatter, or in an all-gather, over `size` workers with so many rows each."""
-  return sum(codec.words(rows * min(stride, size - stride), capacity) for stride in schedules.strides(size))
+  return sum(
+    codec.words(rows * min(stride, size - stride), capacity)
+    for stride in schedules.strides(size)
+  )
 
 
 def geometric(low: int, high: int, count: int = 5) -> tuple[int, ...]:
@@ -103,11 +118,13 @@ def geometric(low: int, high: int, count: int = 5) -> tuple[int, ...]:
   return tuple(sorted({min(high, math.ceil(round(step, 6))) for step in steps}))
 
 
-def agree(comm: Comm, needed: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+def agree(
+  comm: Comm, needed: jax.Array, finite: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Whether the entries of all workers are finite, and the most slots that one of them needs: one all-reduce.
 
-  Selection by a threshold may miss a NaN or Inf, which top-k always selects. So workers exchange here whether there is
-  one.
+  Selection by a threshold may miss a NaN or Inf, which top-k always selects. So workers
+  exchange here whether there is one.
   """
   most = comm.all_reduce(jnp.where(finite, needed, _NOT_FINITE), "max")
   return most != _NOT_FINITE, most
@@ -124,16 +141,22 @@ def switch(
   Args:
     capacities: in increasing order.
     needed: i32[], the same on every worker, since `branch` may communicate.
-    branch: returns a pytree of the same shapes for every capacity; compiled once for each.
-    otherwise: what is returned if no capacity is sufficient; by default `branch` of the largest.
+    branch: returns a pytree of the same shapes for every capacity; compiled once for
+      each.
+    otherwise: what is returned if no capacity is sufficient; by default `branch` of the
+      largest.
 
   Example:
     >>> switch((2, 4, 8), jnp.int32(3), lambda capacity: jnp.int32(capacity))
     Array(4, dtype=int32)
   """
-  branches: list[Callable[[], Any]] = [functools.partial(branch, capacity) for capacity in capacities]
+  branches: list[Callable[[], Any]] = [
+    functools.partial(branch, capacity) for capacity in capacities
+  ]
   branches += [otherwise] if otherwise else []
-  smaller = jnp.sum(needed > jnp.array(capacities[: len(branches) - 1], jnp.int32), dtype=jnp.int32)
+  smaller = jnp.sum(
+    needed > jnp.array(capacities[: len(branches) - 1], jnp.int32), dtype=jnp.int32
+  )
   return varying.switch(smaller, branches)
 
 
@@ -162,7 +185,9 @@ def send_up_to(
   """
 
   def sized(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    rows, lost, words = send(comm, sparse.resize(entries, capacity, end), number, capacities[-1])
+    rows, lost, words = send(
+      comm, sparse.resize(entries, capacity, end), number, capacities[-1]
+    )
     return sparse.resize(rows, capacities[-1], end), lost, words
 
   return switch(capacities, needed, sized)
@@ -190,7 +215,11 @@ class EncodingCollective(SparseCollective):
     """The writer of a step; workers that give the same number `block`, i32[], round alike."""
     if not FORMATS[self.wire].draws:
       return Writer(codec)
-    return Writer(codec, jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), block), step + 1)
+    return Writer(
+      codec,
+      jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), block),
+      step + 1,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,8 +244,16 @@ class SelectingCollective(EncodingCollective):
   def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array, Any]:
     """The k entries of f32[n] to send at once, [1, k], how many they are i32[], and the selector's next memory."""
     chosen = self.selection.choose(acc, self.entries(acc.size), memory)
-    return chosen, self.count_chosen(chosen, acc.size), self.selection.next(memory, chosen, acc.size)
+    return (
+      chosen,
+      self.count_chosen(chosen, acc.size),
+      self.selection.next(memory, chosen, acc.size),
+    )
 
   def count_chosen(self, chosen: Sparse, length: int) -> jax.Array:
     """The number of entries selected of blocks of `length`, i32[]."""
-    return jnp.int32(chosen.indices.size) if self.selection.fills_slots else sparse.count(chosen, length)
+    return (
+      jnp.int32(chosen.indices.size)
+      if self.selection.fills_slots
+      else sparse.count(chosen, length)
+    )

@@ -12,7 +12,16 @@ from jaxsparse.collectives._base import Collective, SparseCollective, replace_fi
 from jaxsparse.comm import varying
 from jaxsparse.select.accumulator import materialize
 from jaxsparse.sparse import flatten
-from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State, saturated
+from jaxsparse.types import (
+  Comm,
+  Cost,
+  Counters,
+  Pending,
+  Reduced,
+  Sparse,
+  State,
+  saturated,
+)
 
 
 def _of_inner(name: str) -> Any:
@@ -74,7 +83,9 @@ class Corrected(Wrapped):
   def __post_init__(self) -> None:
     super().__post_init__()
     if isinstance(self.collective, Corrected):
-      raise ValueError(f"momentum_corrected: {self.collective.name} has a momentum already, give the transform inside")
+      raise ValueError(
+        f"momentum_corrected: {self.collective.name} has a momentum already, give the transform inside"
+      )
     if self.masking and self.collective.mixes_entries:
       raise ValueError(
         f"momentum_corrected: masking=True with {self.collective.name}, which delivers a part of every entry, so that "
@@ -87,16 +98,27 @@ class Corrected(Wrapped):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     before: Momentum = state.worker
-    momentum = self.momentum * (before.momentum + grads) if self.nesterov else self.momentum * before.momentum + grads
+    momentum = (
+      self.momentum * (before.momentum + grads)
+      if self.nesterov
+      else self.momentum * before.momentum + grads
+    )
     sent = momentum + grads if self.nesterov else momentum
     reduced = self.collective.reduce(comm, sent, state._replace(worker=before.memory))
-    if self.masking and (is_partial := self.collective.is_partial(grads.size, state)) is not False:
+    if (
+      self.masking
+      and (is_partial := self.collective.is_partial(grads.size, state)) is not False
+    ):
       masked = _mask_momentum(momentum, sent, state.residual, reduced.state.residual)
       momentum = jnp.where(is_partial, masked, momentum)
-    return reduced._replace(state=reduced.state._replace(worker=Momentum(momentum, reduced.state.worker)))
+    return reduced._replace(
+      state=reduced.state._replace(worker=Momentum(momentum, reduced.state.worker))
+    )
 
 
-def _mask_momentum(momentum: jax.Array, sent: jax.Array, residual: jax.Array, after: jax.Array | Pending) -> jax.Array:
+def _mask_momentum(
+  momentum: jax.Array, sent: jax.Array, residual: jax.Array, after: jax.Array | Pending
+) -> jax.Array:
   """The momentum with zeros where the next residual is not `sent + residual`."""
   if not isinstance(after, Pending):
     return jnp.where(after == sent + residual, momentum, 0.0)
@@ -105,7 +127,8 @@ def _mask_momentum(momentum: jax.Array, sent: jax.Array, residual: jax.Array, af
   return sparse.put(momentum, jnp.where(left, indices, momentum.size), 0.0)
 
 
-_KEPT = 1 - 2.0**-13  # of what is known, in each step: rounding errors of large gradients are forgotten
+# of what is known, in each step: rounding errors of large gradients are forgotten
+_KEPT = 1 - 2.0**-13
 
 
 class Mean(NamedTuple):
@@ -128,7 +151,8 @@ class Tracked(NamedTuple):
 class EF21(Wrapped):
   """A collective that reduces the changes of each worker's mean gradient, and adds them up; see `js.ef21`.
 
-  What is not delivered belongs to a mean, and is no residual: new workers begin with means of zero, and owe nothing.
+  What is not delivered belongs to a mean, and is no residual: new workers begin with
+  means of zero, and owe nothing.
   """
 
   conserves = False  # it conserves means of gradients
@@ -138,8 +162,11 @@ class EF21(Wrapped):
     super().__post_init__()
     inner = self.collective
     if isinstance(inner, Corrected | EF21):
-      raise ValueError(f"ef21: {inner.name} has a momentum already, give the transform inside")
-    rounds = getattr(inner, "dtype", "float32") != "float32"  # of dense, without a residual
+      raise ValueError(
+        f"ef21: {inner.name} has a momentum already, give the transform inside"
+      )
+    # of dense, without a residual
+    rounds = getattr(inner, "dtype", "float32") != "float32"
     if rounds or not (inner.conserves and inner.replicates and inner.decay == 1):
       raise ValueError(
         f"ef21: {inner.label} loses a part of what it is given, choose a collective that delivers it later"
@@ -148,7 +175,11 @@ class EF21(Wrapped):
   def init(self, n: int, size: int) -> State:
     state = self.collective.init(n, size)
     zeros = jnp.zeros(n, jnp.float32)
-    return State(None, Mean(zeros, state.residual, state.worker), Tracked(zeros, jnp.int32(0), state.shared))
+    return State(
+      None,
+      Mean(zeros, state.residual, state.worker),
+      Tracked(zeros, jnp.int32(0), state.shared),
+    )
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     own = state.worker
@@ -163,11 +194,16 @@ class EF21(Wrapped):
       left = materialize(left, jnp.bool_(True), 1.0)
     if isinstance(delivered, Sparse):
       total = sparse.add(_KEPT * shared.total, delivered.indices, delivered.values)
-      total = jnp.where(flatten.all_finite(delivered.values), total, jnp.nan)  # NaN may lie in an empty slot
+      # NaN may lie in an empty slot
+      total = jnp.where(flatten.all_finite(delivered.values), total, jnp.nan)
     else:
       total = _KEPT * shared.total + delivered
     step = shared.step + 1
-    after = State(None, Mean(mean, left, reduced.state.worker), Tracked(total, step, reduced.state.shared))
+    after = State(
+      None,
+      Mean(mean, left, reduced.state.worker),
+      Tracked(total, step, reduced.state.shared),
+    )
     bias = 1 - jnp.float32(self.momentum) ** step.astype(jnp.float32)
     return Reduced(total / bias, after, reduced.counters)
 
@@ -191,10 +227,15 @@ class WarmedUp(Wrapped):
 
   def rungs(self) -> list[SparseCollective]:
     """The collective of each density, its own last."""
-    return [*(replace_fields(self.collective, density=one, k=None) for one in self.densities), self.collective]
+    return [
+      *(replace_fields(self.collective, density=one, k=None) for one in self.densities),
+      self.collective,
+    ]
 
   def is_partial(self, n: int, state: State) -> bool | jax.Array:
-    return jnp.array([one.entries(n) < n for one in self.rungs()])[self._rung(state.shared.step)]
+    return jnp.array([one.entries(n) < n for one in self.rungs()])[
+      self._rung(state.shared.step)
+    ]
 
   def slots(self, n: int, size: int) -> int:
     return max(one.slots(n, size) for one in self.rungs())
@@ -203,18 +244,28 @@ class WarmedUp(Wrapped):
     first, *others = (one.init(n, size) for one in self.rungs())
     shapes = lambda state: jax.tree.map(jnp.shape, state)
     if any(shapes(other) != shapes(first) for other in others):
-      raise ValueError(f"{self.name}: the sizes of its state depend on the density, choose other options")
+      raise ValueError(
+        f"{self.name}: the sizes of its state depend on the density, choose other options"
+      )
     return first._replace(shared=WarmUp(jnp.int32(0), first.shared))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     step, shared = state.shared
     inner = state._replace(shared=shared)
-    reduced = [lambda one=one: one.reduce(comm, grads, inner).computed() for one in self.rungs()]
-    count = lambda *rungs: max(one.indices.size if _is_sparse(one) else 0 for one in rungs)
+    reduced = [
+      lambda one=one: one.reduce(comm, grads, inner).computed() for one in self.rungs()
+    ]
+    count = lambda *rungs: max(
+      one.indices.size if _is_sparse(one) else 0 for one in rungs
+    )
     slots = jax.tree.map(count, *map(jax.eval_shape, reduced), is_leaf=_is_sparse)
-    branches = [lambda one=one: _with_slots(one(), grads.size, slots) for one in reduced]
+    branches = [
+      lambda one=one: _with_slots(one(), grads.size, slots) for one in reduced
+    ]
     after = varying.switch(self._rung(step), branches)
-    return after._replace(state=after.state._replace(shared=WarmUp(step + 1, after.state.shared)))
+    return after._replace(
+      state=after.state._replace(shared=WarmUp(step + 1, after.state.shared))
+    )
 
   def _rung(self, step: jax.Array) -> jax.Array:
     """The number of the collective of a step."""
@@ -227,7 +278,9 @@ def _is_sparse(x: Any) -> bool:
 
 def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
   """The same result, with so many slots of entries, in dtypes that do not depend on the collective's numbers."""
-  widen = lambda x, most: sparse.resize(jax.tree.map(jnp.ravel, x), most, n) if _is_sparse(x) else x
+  widen = lambda x, most: (
+    sparse.resize(jax.tree.map(jnp.ravel, x), most, n) if _is_sparse(x) else x
+  )
   total, state, counters = jax.tree.map(widen, reduced, slots, is_leaf=_is_sparse)
   cast = lambda x, like: saturated(x, like.dtype).reshape(())
   return Reduced(total, state, jax.tree.map(cast, counters, Counters.zeros()))

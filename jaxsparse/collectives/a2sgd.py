@@ -1,9 +1,10 @@
 """A2SGD: workers exchange two means of their gradients and nothing else (Bhattacharya et al., §III).
 
-The two means of a gradient are that of its positive entries and that of its negative ones. They are averaged over the
-workers by one all-reduce of 64 bits. Each worker then shifts its large entries by the difference between the average
-and its own means. The shifted gradients still differ between workers, so the models drift apart and are averaged from
-time to time, by `js.local_steps`.
+The two means of a gradient are that of its positive entries and that of its negative
+ones. They are averaged over the workers by one all-reduce of 64 bits. Each worker then
+shifts its large entries by the difference between the average and its own means. The
+shifted gradients still differ between workers, so the models drift apart and are
+averaged from time to time, by `js.local_steps`.
 """
 
 import dataclasses
@@ -29,19 +30,21 @@ class A2SGD(Collective):
       pos = [g ≥ μ₊],  neg = [g ≤ −μ₋ and g < 0]
       g′  = g − (pos μ₊ − neg μ₋) + pos μ̄₊ − neg μ̄₋          (Algorithm 1)
 
-  where μ̄ is the mean over workers. The update is g′: **it differs between workers**, and so do their parameters. So
-  the transform and the optimizer after it belong inside `js.local_steps`, whose outer chain averages the parameters,
-  here every 100 steps:
+  where μ̄ is the mean over workers. The update is g′: **it differs between workers**,
+  and so do their parameters. So the transform and the optimizer after it belong inside
+  `js.local_steps`, whose outer chain averages the parameters, here every 100 steps:
 
       js.local_steps(optax.chain(js.a2sgd_transform("workers"), optax.sgd(0.1)),
-                     optax.chain(js.dense_transform("workers"), optax.sgd(1.0)), every=100)
+                     optax.chain(js.dense_transform("workers"), optax.sgd(1.0)),
+                     every=100)
 
-  Call `step.synchronize(params, state)`, which averages at once, before you evaluate or save, and at the end. With
-  `every=None` that is the only synchronization, as in the published Algorithm 1, which averages once, after the last
-  step.
+  Call `step.synchronize(params, state)`, which averages at once, before you evaluate or
+  save, and at the end. With `every=None` that is the only synchronization, as in the
+  published Algorithm 1, which averages once, after the last step.
 
   Args:
-    means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of the gradient, an ablation.
+    means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of
+      the gradient, an ablation.
 
   Example:
     The first worker's g′ in the paper's example (§III); the total is P times it:
@@ -66,12 +69,20 @@ class A2SGD(Collective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     parts = flatten.parts(grads, self.leaves or (grads.size,))
     own = jnp.stack([two_means(part) for part in parts])
-    # Divided before the sum: a product that a sum follows may become a fused multiply-add, in some programs only.
+    # Divided before the sum: a product that a sum follows may become a fused
+    # multiply-add, in some programs only.
     mean = comm.all_reduce(own / comm.size)
-    shifts = [shift_entries(part, *pair) for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)]
-    counters = self.count(comm, grads.size, selected=2 * len(parts), delivered=grads.size)
+    shifts = [
+      shift_entries(part, *pair)
+      for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)
+    ]
+    counters = self.count(
+      comm, grads.size, selected=2 * len(parts), delivered=grads.size
+    )
     # A NaN at one worker makes the averaged means NaN, so every worker skips the step.
-    total = jnp.where(jnp.isfinite(mean).all(), comm.size * jnp.concatenate(shifts), jnp.nan)
+    total = jnp.where(
+      jnp.isfinite(mean).all(), comm.size * jnp.concatenate(shifts), jnp.nan
+    )
     return Reduced(total, state, counters)
 
 
@@ -83,8 +94,13 @@ def two_means(grads: jax.Array) -> jax.Array:
     Array([1.5, 1. ], dtype=float32)
   """
   positive = bitset.count_true(grads >= 0)
-  counts = jnp.maximum(jnp.stack([positive, grads.size - positive]), 1).astype(jnp.float32)
-  magnitudes = [lambda part: jnp.maximum(part, 0.0), lambda part: jnp.maximum(-part, 0.0)]
+  counts = jnp.maximum(jnp.stack([positive, grads.size - positive]), 1).astype(
+    jnp.float32
+  )
+  magnitudes = [
+    lambda part: jnp.maximum(part, 0.0),
+    lambda part: jnp.maximum(-part, 0.0),
+  ]
   return jnp.stack([ordered_sum(grads, term=term) for term in magnitudes]) / counts
 
 

@@ -1,7 +1,8 @@
 """ChunkTopk: an all-gather of the largest entries of each chunk, in 2 bits a value if wanted (SparseLoCo).
 
-Every chunk of 4,096 entries sends equally many, so that no layer with small gradients starves, and the index of an
-entry is its position in a chunk. Bruck's all-gather sends ⌈log₂P⌉ messages, and the words of one worker P − 1 times.
+Every chunk of 4,096 entries sends equally many, so that no layer with small gradients
+starves, and the index of an entry is its position in a chunk. Bruck's all-gather sends
+⌈log₂P⌉ messages, and the words of one worker P − 1 times.
 """
 
 import dataclasses
@@ -25,21 +26,24 @@ from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, Stat
 class ChunkTopk(SparseCollective):
   """Sends the largest entries of each chunk of each worker to all others (the exchange of SparseLoCo).
 
-  The gradient, all leaves one after the other, is cut into chunks. With `acc_w = gradient_w + residual_w` and q the
-  rounding of `wire`, the total is `Σ_w q(top_k of each chunk of acc_w)`, added in rank order, and the next residual is
-  what was not sent or rounded off. Of each chunk ⌈ρ · chunk⌉ or ⌈k · chunk / n⌉ entries are sent. Ablation:
-  `combine="contributors"`.
+  The gradient, all leaves one after the other, is cut into chunks. With `acc_w =
+  gradient_w + residual_w` and q the rounding of `wire`, the total is `Σ_w q(top_k of
+  each chunk of acc_w)`, added in rank order, and the next residual is what was not sent
+  or rounded off. Of each chunk ⌈ρ · chunk⌉ or ⌈k · chunk / n⌉ entries are sent.
+  Ablation: `combine="contributors"`.
 
-  The published code cuts each matrix into tiles of 64 × 64 and rounds the values of a whole leaf together; here chunks
-  are consecutive entries, and each is rounded by itself, which takes four more words a chunk and is more precise.
+  The published code cuts each matrix into tiles of 64 × 64 and rounds the values of a
+  whole leaf together; here chunks are consecutive entries, and each is rounded by
+  itself, which takes four more words a chunk and is more precise.
 
   Args:
     chunk: entries of a chunk, 1 … 16384.
-    wire: the format of an entry. "f32" is an index and a value, two words. "2bit" is half a word: a position and the
-      number of one of four values, the means of bins of 1.5 standard deviations of the values that the chunk sends
-      (SparseLoCo).
-    combine: "workers" is the sum over workers. "contributors", of the authors' codes, is P times the mean over the
-      workers that sent an index: it does **not** conserve (Law C), where few send it, it is up to P times as large.
+    wire: the format of an entry. "f32" is an index and a value, two words. "2bit" is
+      half a word: a position and the number of one of four values, the means of bins of
+      1.5 standard deviations of the values that the chunk sends (SparseLoCo).
+    combine: "workers" is the sum over workers. "contributors", of the authors' codes,
+      is P times the mean over the workers that sent an index: it does **not** conserve
+      (Law C), where few send it, it is up to P times as large.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -63,25 +67,34 @@ class ChunkTopk(SparseCollective):
   def chunks(self, n: int) -> tuple[int, int, int]:
     """The number of chunks, their length, and the entries that each sends."""
     length = min(self.chunk, n)
-    k_chunk = self.entries(length) if self.k is None else -(-self.entries(n) * length // n)
+    k_chunk = (
+      self.entries(length) if self.k is None else -(-self.entries(n) * length // n)
+    )
     return -(-n // length), length, k_chunk
 
   def cost(self, n: int, size: int) -> Cost:
     rows, length, k_chunk = self.chunks(n)
-    return Cost(len(schedules.strides(size)), words_of(codec_of(self.wire, length), size, k_chunk, rows))
+    return Cost(
+      len(schedules.strides(size)),
+      words_of(codec_of(self.wire, length), size, k_chunk, rows),
+    )
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     _, length, k_chunk = self.chunks(grads.size)
     chosen = top_k_of_chunks(LazySum((grads, state.residual)), length, k_chunk)
     total, _, errors, counters = self.exchange(comm, chosen, grads.size)
-    return Reduced(total, state._replace(residual=Pending(grads, state.residual, errors)), counters)
+    return Reduced(
+      total, state._replace(residual=Pending(grads, state.residual, errors)), counters
+    )
 
-  def exchange(self, comm: Comm, chosen: Sparse, n: int) -> tuple[Sparse, Sparse, Sparse, Counters]:
+  def exchange(
+    self, comm: Comm, chosen: Sparse, n: int
+  ) -> tuple[Sparse, Sparse, Sparse, Counters]:
     """Sends the chosen entries of each chunk of a vector of n.
 
     Returns:
-      (total, sent, errors, counters): the entries of the total; those of this worker as receivers decode them, and what
-      was rounded off of each, in the same slots.
+      (total, sent, errors, counters): the entries of the total; those of this worker as
+      receivers decode them, and what was rounded off of each, in the same slots.
     """
     rows, length, k_chunk = self.chunks(n)
     starts = length * jnp.arange(rows, dtype=jnp.int32)[:, None]
@@ -93,12 +106,21 @@ class ChunkTopk(SparseCollective):
       whole = entries._replace(indices=entries.indices + starts)
       return jax.tree.map(jnp.ravel, sparse.where(whole.indices < n, whole, n))
 
-    received = jax.tree.map(lambda x: x.reshape(comm.size, rows, k_chunk), writer.gather(comm, message))
+    received = jax.tree.map(
+      lambda x: x.reshape(comm.size, rows, k_chunk), writer.gather(comm, message)
+    )
     by_worker = jax.vmap(flat)(in_rank_order(comm, received))
     total = sparse.merge(by_worker, n)
     if self.combine == "contributors":
-      counts = sparse.merge(by_worker._replace(values=jnp.ones_like(by_worker.values)), n).values
-      # Not P · (sum / count): XLA may merge the factor P with the later division by P, in some programs only.
-      total = total._replace(values=total.values * (comm.size / jnp.maximum(counts, 1.0)))
-    counters = self.count(comm, n, selected=rows * k_chunk, delivered=jnp.count_nonzero(total.values))
+      counts = sparse.merge(
+        by_worker._replace(values=jnp.ones_like(by_worker.values)), n
+      ).values
+      # Not P · (sum / count): XLA may merge the factor P with the later division by P,
+      # in some programs only.
+      total = total._replace(
+        values=total.values * (comm.size / jnp.maximum(counts, 1.0))
+      )
+    counters = self.count(
+      comm, n, selected=rows * k_chunk, delivered=jnp.count_nonzero(total.values)
+    )
     return total, flat(writer.codec.decode(message)), flat(errors), counters

@@ -1,6 +1,7 @@
 """Dense: one all-reduce of all n entries, the baseline of the sparse collectives.
 
-The cost is that of Rabenseifner's algorithm, reduce-scatter and all-gather: 2⌈log₂P⌉ messages, 2 n (P − 1)/P words.
+The cost is that of Rabenseifner's algorithm, reduce-scatter and all-gather: 2⌈log₂P⌉
+messages, 2 n (P − 1)/P words.
 """
 
 import dataclasses
@@ -18,12 +19,14 @@ from jaxsparse.types import Comm, Cost, Reduced, State
 class Dense(Collective):
   """Averages all n entries with one all-reduce: `total = Σ_w gradient_w`.
 
-  There is no residual, so rounding errors are lost: of the mean, which is rounded to the dtype of the gradient where
-  that is narrower than float32, and with `dtype="bfloat16"` of each gradient and the sum.
+  There is no residual, so rounding errors are lost: of the mean, which is rounded to
+  the dtype of the gradient where that is narrower than float32, and with
+  `dtype="bfloat16"` of each gradient and the sum.
 
   Args:
-    dtype: the dtype in which entries are sent and added. "bfloat16" halves the words and rounds each gradient and the
-      sum to 8 significant bits. XLA on CPU sends float32 in either case.
+    dtype: the dtype in which entries are sent and added. "bfloat16" halves the words
+      and rounds each gradient and the sum to 8 significant bits. XLA on CPU sends
+      float32 in either case.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -41,4 +44,8 @@ class Dense(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     total = comm.all_reduce(grads.astype(self.dtype)).astype(jnp.float32)
-    return Reduced(total, state, self.count(comm, grads.size, selected=grads.size, delivered=grads.size))
+    return Reduced(
+      total,
+      state,
+      self.count(comm, grads.size, selected=grads.size, delivered=grads.size),
+    )

@@ -1,8 +1,10 @@
 """Gaussian-k: selects by a threshold that k entries exceed if they are normally distributed (Shi et al., 2019).
 
-The threshold is computed from mean and standard deviation, without a sort. Gradients are not normally distributed, so
-the number of selected entries differs from k. Up to ⌈5k/4⌉ of them are gathered as in TopkA: ⌈log₂P⌉ messages and at
-most 2 ⌈5k/4⌉ (P − 1) words. The capacity of 5k/4 is ours: the published 2 k (P − 1) words are for exactly k entries.
+The threshold is computed from mean and standard deviation, without a sort. Gradients
+are not normally distributed, so the number of selected entries differs from k. Up to
+⌈5k/4⌉ of them are gathered as in TopkA: ⌈log₂P⌉ messages and at most 2 ⌈5k/4⌉ (P − 1)
+words. The capacity of 5k/4 is ours: the published 2 k (P − 1) words are for exactly k
+entries.
 """
 
 import dataclasses
@@ -14,7 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, send_up_to, words_of
+from jaxsparse.collectives._messages import (
+  EncodingCollective,
+  agree,
+  geometric,
+  send_up_to,
+  words_of,
+)
 from jaxsparse.comm import in_rank_order, schedules, varying
 from jaxsparse.select import threshold, top_k
 from jaxsparse.select.accumulator import pending_except, pending_zeros
@@ -22,7 +30,15 @@ from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.sparse.sums import ordered_sum, round_mantissa
-from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated_product
+from jaxsparse.types import (
+  Comm,
+  Cost,
+  Counters,
+  Reduced,
+  Sparse,
+  State,
+  saturated_product,
+)
 
 _ADJUSTMENTS = 20
 _FACTOR = 1.02
@@ -70,21 +86,32 @@ class GaussianK(EncodingCollective):
       selected = bitset.count(threshold.select_reaching(acc, limit))
       sent = cut_reaching(largest, limit, most, n)
     else:
-      _, chosen, selected = threshold.choose_reaching(acc, limit, jnp.bool_(False), k, most)
+      _, chosen, selected = threshold.choose_reaching(
+        acc, limit, jnp.bool_(False), k, most
+      )
       sent = threshold.read_first(acc, chosen, most)
-    # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
+    # NaN and Inf reach every threshold and are among the largest, so `sent` contains
+    # them.
     finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
 
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     capacities = geometric(min(most, max(1, k // 4)), most)
-    rows, lost, words = send_up_to(writer.gather_rows, comm, sparse.as_row(sent), 0, capacities, needed, n)
+    rows, lost, words = send_up_to(
+      writer.gather_rows, comm, sparse.as_row(sent), 0, capacities, needed, n
+    )
     total = sparse.merge(in_rank_order(comm, rows), n)
-    used = saturated_product(writer.words_used(jnp.minimum(selected, most), most), comm.size - 1)
+    used = saturated_product(
+      writer.words_used(jnp.minimum(selected, most), most), comm.size - 1
+    )
     delivered = jnp.count_nonzero(total.values)
-    counters = Counters(words, used, selected, delivered, overflow=jnp.maximum(selected - most, 0))
+    counters = Counters(
+      words, used, selected, delivered, overflow=jnp.maximum(selected - most, 0)
+    )
     residual = pending_except(acc, *lost) if lost else pending_zeros(acc, sent.indices)
     state = state._replace(residual=residual, shared=writer.next_step)
-    return Reduced(total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters)
+    return Reduced(
+      total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters
+    )
 
 
 def fit_threshold(x: LazySum, k: int) -> jax.Array:
@@ -99,9 +126,13 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
     return jnp.float32(0)
   tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
 
-  def average(number: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+  def average(
+    number: jax.Array, before: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
     """First of the values, then of the squares of their distances from that mean."""
-    term = lambda values: jnp.where(number == 0, values, round_mantissa((values - before[1]) ** 2))
+    term = lambda values: jnp.where(
+      number == 0, values, round_mantissa((values - before[1]) ** 2)
+    )
     return before[1], ordered_sum(*x.parts, term=term) / x.size
 
   # A loop of two rounds: otherwise XLA on CPUs computes the mean again for every entry.
@@ -112,8 +143,9 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
 def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> jax.Array:
   """A threshold f32[] that 3k/4 … 5k/4 entries reach: `limit`, multiplied by 1.02 up to 20 times, or divided by it.
 
-  At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than 5k/4 do if the (⌊5k/4⌋ + 1)-th
-  largest does. So each of 20 steps compares the threshold with these two magnitudes, and what is missing then is known.
+  At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than
+  5k/4 do if the (⌊5k/4⌋ + 1)-th largest does. So each of 20 steps compares the
+  threshold with these two magnitudes, and what is missing then is known.
 
   Args:
     limit: f32[].

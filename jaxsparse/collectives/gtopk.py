@@ -1,6 +1,7 @@
 """gTopk: a reduction along a binary tree in which each merge keeps top-k of a sum (Shi et al., "gTop-k S-SGD").
 
-The messages of six workers, k entries each; the result of worker 0 is broadcast along the same tree:
+The messages of six workers, k entries each; the result of worker 0 is broadcast along
+the same tree:
 
     reduce      1 -> 0    3 -> 2    5 -> 4
                 2 -> 0
@@ -31,10 +32,10 @@ from jaxsparse.types import Comm, Cost, Reduced, Sparse, State
 class GTopk(SelectingCollective):
   """Merges the k largest entries of all workers pairwise along a binary tree (gTopk).
 
-  With `acc_w = gradient_w + residual_w` and `a ⊕ b = top_k(a + b)`, the total is the ⊕ of all `top_k(acc_w)` along the
-  tree. An entry that a merge drops stays in a residual, as in SparDL: if its index is in the total, in that of the
-  merging worker, otherwise in those of the workers that contributed to it. The authors' code loses such
-  entries.
+  With `acc_w = gradient_w + residual_w` and `a ⊕ b = top_k(a + b)`, the total is the ⊕
+  of all `top_k(acc_w)` along the tree. An entry that a merge drops stays in a residual,
+  as in SparDL: if its index is in the total, in that of the merging worker, otherwise
+  in those of the workers that contributed to it. The authors' code loses such entries.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -55,7 +56,9 @@ class GTopk(SelectingCollective):
     counters = self.count(comm, n, selected=selected, delivered=sparse.count(total, n))
     return Reduced(total, State(residual, memory, writer.next_step), counters)
 
-  def _merge(self, comm: Comm, chosen: Sparse, writer: Writer, n: int) -> tuple[Sparse, list[Sparse]]:
+  def _merge(
+    self, comm: Comm, chosen: Sparse, writer: Writer, n: int
+  ) -> tuple[Sparse, list[Sparse]]:
     """The ⊕ of the [1, k] entries of all workers, and what merges and messages of this worker dropped of the sums."""
     k = chosen.indices.size
     merged = chosen
@@ -64,11 +67,18 @@ class GTopk(SelectingCollective):
     for number, edges in enumerate(rounds):
       message, errors = writer.encode(merged, number)
       received = writer.codec.decode(comm.permute(message, edges))
-      # Empty slots where no message arrives: `permute` returns zeros, which would be entries of index 0.
-      received = sparse.where(_is_among(comm, [parent for _, parent in edges]), received, n)
+      # Empty slots where no message arrives: `permute` returns zeros, which would be
+      # entries of index 0.
+      received = sparse.where(
+        _is_among(comm, [parent for _, parent in edges]), received, n
+      )
       if writer.codec.rounds:
-        returned.append(sparse.where(_is_among(comm, [child for child, _ in edges]), errors, n))
-      kept, rest = top_k_of_entries(sparse.merge(sparse.concatenate([merged, received]), n), k, k, n)
+        returned.append(
+          sparse.where(_is_among(comm, [child for child, _ in edges]), errors, n)
+        )
+      kept, rest = top_k_of_entries(
+        sparse.merge(sparse.concatenate([merged, received]), n), k, k, n
+      )
       merged = sparse.as_row(kept)
       returned.append(rest)
     message, errors = writer.encode(merged, len(rounds))
@@ -77,7 +87,11 @@ class GTopk(SelectingCollective):
     for edges in reversed(rounds):
       received = comm.permute(message, [(parent, child) for child, parent in edges])
       receives = _is_among(comm, [child for child, _ in edges])
-      message = jax.tree.map(lambda new, old, receives=receives: jnp.where(receives, new, old), received, message)
+      message = jax.tree.map(
+        lambda new, old, receives=receives: jnp.where(receives, new, old),
+        received,
+        message,
+      )
     return sparse.only_row(writer.codec.decode(message)), returned
 
 

@@ -1,7 +1,8 @@
 """MiCRO: each worker selects in a part of the gradient of its own, and all workers deliver there (Yoon & Oh, 2023).
 
-An all-gather of the indices, no two of which are equal, and an all-reduce of the values: 3⌈log₂P⌉ messages and
-3 k (P − 1)/P words. Selection reads n/P entries; nothing that a worker has accumulated at a selected index is left.
+An all-gather of the indices, no two of which are equal, and an all-reduce of the
+values: 3⌈log₂P⌉ messages and 3 k (P − 1)/P words. Selection reads n/P entries; nothing
+that a worker has accumulated at a selected index is left.
 """
 
 import dataclasses
@@ -22,12 +23,14 @@ from jaxsparse.types import Comm, Cost, Reduced, Sparse, State
 class Micro(SparseCollective):
   """Delivers the entries of all workers at indices that each selects in a part of its own (MiCRO).
 
-  The vector has P parts of ⌈n/P⌉ entries. In step t worker w selects the ⌈k/P⌉ largest of `acc_w = gradient_w +
-  residual_w` in part (t + w) mod P. At these indices I, of all workers, the total is `Σ_w acc_w`, and the next residual
-  of every worker is 0; elsewhere it is `acc_w`. The state is the residual, f32[n] a worker, and the number of the step.
+  The vector has P parts of ⌈n/P⌉ entries. In step t worker w selects the ⌈k/P⌉ largest
+  of `acc_w = gradient_w + residual_w` in part (t + w) mod P. At these indices I, of all
+  workers, the total is `Σ_w acc_w`, and the next residual of every worker is 0;
+  elsewhere it is `acc_w`. The state is the residual, f32[n] a worker, and the number of
+  the step.
 
-  The paper selects what reaches a threshold, which it raises or lowers by at most 0.5 % a step; here it is the largest
-  entries, so that each message has the same size.
+  The paper selects what reaches a threshold, which it raises or lowers by at most 0.5 %
+  a step; here it is the largest entries, so that each message has the same size.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -46,7 +49,9 @@ class Micro(SparseCollective):
   def cost(self, n: int, size: int) -> Cost:
     each = self.each(n, size)
     values = all_reduce_cost(each * size, size)
-    return Cost(len(schedules.strides(size)) + values.messages, (size - 1) * each + values.words)
+    return Cost(
+      len(schedules.strides(size)) + values.messages, (size - 1) * each + values.words
+    )
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
@@ -55,10 +60,16 @@ class Micro(SparseCollective):
     length = -(-n // comm.size)
     start = (state.shared + comm.rank) % comm.size * length
     chosen = jnp.minimum(start + top_k(acc.window(start, length), each).indices, n)
-    indices = jnp.sort(in_rank_order(comm, all_gather(comm, chosen)).reshape(-1))  # n in slots of padding
-    # A NaN or Inf that no worker selects would stay in the residual, so the worker then sends NaN only.
+    # n in slots of padding
+    indices = jnp.sort(in_rank_order(comm, all_gather(comm, chosen)).reshape(-1))
+    # A NaN or Inf that no worker selects would stay in the residual, so the worker then
+    # sends NaN only.
     values = jnp.where(indices < n, acc.read_at(indices), 0.0)
     values = comm.all_reduce(jnp.where(all_finite(acc.values), values, jnp.nan))
-    state = state._replace(residual=pending_zeros(acc, indices), shared=state.shared + 1)
-    counters = self.count(comm, n, selected=each, delivered=jnp.count_nonzero(indices < n))
+    state = state._replace(
+      residual=pending_zeros(acc, indices), shared=state.shared + 1
+    )
+    counters = self.count(
+      comm, n, selected=each, delivered=jnp.count_nonzero(indices < n)
+    )
     return Reduced(Sparse(indices, values), state, counters)

@@ -1,7 +1,8 @@
 """PowerSGD: an all-reduce of low-rank factors of each matrix of the gradient (Vogels et al., 2019; ACP-SGD, 2023).
 
-A matrix of a × b entries is sent as factors of r (a + b) numbers, found by one step of power iteration that starts from
-the factors of the last step. What r directions leave out stays in the residual.
+A matrix of a × b entries is sent as factors of r (a + b) numbers, found by one step of
+power iteration that starts from the factors of the last step. What r directions leave
+out stays in the residual.
 """
 
 import dataclasses
@@ -19,7 +20,16 @@ from jaxsparse.comm import all_reduce_cost, schedules, varying
 from jaxsparse.select import ordering
 from jaxsparse.sparse import flatten, low_rank, noise
 from jaxsparse.sparse.sums import largest_magnitude
-from jaxsparse.types import Comm, Cost, Counters, Deferred, Reduced, State, saturated, saturated_sum
+from jaxsparse.types import (
+  Comm,
+  Cost,
+  Counters,
+  Deferred,
+  Reduced,
+  State,
+  saturated,
+  saturated_sum,
+)
 
 _Factorized = tuple[jax.Array, jax.Array]
 
@@ -56,30 +66,34 @@ class _Leaf(NamedTuple):
 class PowerSGD(ByLeaf):
   """Averages the projection of each matrix of the gradient on r directions, the same on every worker (PowerSGD).
 
-  A leaf with two axes or more is a matrix of a × b entries, cut between the two axes for which a + b is least; a stack
-  of layers in one leaf is one matrix. With `M_w = gradient_w + residual_w`, and orth(L) an orthonormal basis of the
-  columns of L,
+  A leaf with two axes or more is a matrix of a × b entries, cut between the two axes
+  for which a + b is least; a stack of layers in one leaf is one matrix. With `M_w =
+  gradient_w + residual_w`, and orth(L) an orthonormal basis of the columns of L,
 
       L = Σ_w M_w orth(R),   R = Σ_w M_wᵀ orth(L)
       total = orth(L) Rᵀ,    next residual_w = M_w − orth(L) orth(L)ᵀ M_w
 
-  The next step starts from this R, as in the paper (warm start). Vectors, and leaves with r (a + b) ≥ a b, are sent
-  whole. So a matrix takes 2 r (a + b) (P − 1)/P words, in two all-reduces, and no indices. With `alternate` odd steps
-  compute L and deliver `L orth(R)ᵀ`, even ones compute R (ACP-SGD): one all-reduce, 2 r a (P − 1)/P or
-  2 r b (P − 1)/P words.
+  The next step starts from this R, as in the paper (warm start). Vectors, and leaves
+  with r (a + b) ≥ a b, are sent whole. So a matrix takes 2 r (a + b) (P − 1)/P words,
+  in two all-reduces, and no indices. With `alternate` odd steps compute L and deliver
+  `L orth(R)ᵀ`, even ones compute R (ACP-SGD): one all-reduce, 2 r a (P − 1)/P or 2 r b
+  (P − 1)/P words.
 
-  Differences from the paper: R is orthonormalized as well, a column of zeros in L or R is replaced by a random
-  direction, the same on every worker, the residual is a worker's own projection error (the authors' code keeps
-  `M_w − total / P`), and a leaf is cut where its factors are smallest.
+  Differences from the paper: R is orthonormalized as well, a column of zeros in L or R
+  is replaced by a random direction, the same on every worker, the residual is a
+  worker's own projection error (the authors' code keeps `M_w − total / P`), and a leaf
+  is cut where its factors are smallest.
 
-  The entries of a total are sums of products, whose last bits depend on the machine: workers need processors of one
-  kind. Where a worker has several devices, each of them factorizes its own pieces of the leaves. As the words depend on
-  the shapes of leaves, `js.costs.count`, `js.costs.predict` and `js.costs.fit` need the parameters.
+  The entries of a total are sums of products, whose last bits depend on the machine:
+  workers need processors of one kind. Where a worker has several devices, each of them
+  factorizes its own pieces of the leaves. As the words depend on the shapes of leaves,
+  `js.costs.count`, `js.costs.predict` and `js.costs.fit` need the parameters.
 
   Args:
     rank: r, 1 or more, the number of directions.
     alternate: whether steps compute the left and the right factors in turn.
-    wire: "bf16" rounds all that is sent to 8 significant bits, which halves the words; the residuals keep the errors.
+    wire: "bf16" rounds all that is sent to 8 significant bits, which halves the words;
+      the residuals keep the errors.
     seed: of the first factors, and of random directions, 0 … 2³² − 1.
 
   Raises:
@@ -110,9 +124,19 @@ class PowerSGD(ByLeaf):
   def init(self, n: int, size: int) -> State:
     start = super().init(n, size)
     shapes = [matrix for _, matrix in self._layout(n) if matrix]
-    keys = (jax.random.fold_in(jax.random.key(self.seed), number) for number in range(len(shapes)))
-    right = tuple(jax.random.normal(key, (b, self.rank), jnp.float32) for key, (_, b) in zip(keys, shapes, strict=True))
-    left = tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes) if self.alternate else ()
+    keys = (
+      jax.random.fold_in(jax.random.key(self.seed), number)
+      for number in range(len(shapes))
+    )
+    right = tuple(
+      jax.random.normal(key, (b, self.rank), jnp.float32)
+      for key, (_, b) in zip(keys, shapes, strict=True)
+    )
+    left = (
+      tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes)
+      if self.alternate
+      else ()
+    )
     return start._replace(shared=Factors(left, right, jnp.int32(0)))
 
   def cost(self, n: int, size: int) -> Cost:
@@ -129,9 +153,15 @@ class PowerSGD(ByLeaf):
     leaves, others = self._split(grads, state.residual)
     others = jax.lax.optimization_barrier(others)
     add = functools.partial(self._all_reduce, comm)
-    left, right = (functools.partial(_turn, add, key, leaves, to_right=to_right) for to_right in (False, True))
+    left, right = (
+      functools.partial(_turn, add, key, leaves, to_right=to_right)
+      for to_right in (False, True)
+    )
     if self.alternate:
-      turns = [lambda turn=turn: turn(state.residual, others, factors) for turn in (left, right)]
+      turns = [
+        lambda turn=turn: turn(state.residual, others, factors)
+        for turn in (left, right)
+      ]
       done = varying.cond(to_left, *turns)
       sent = done
       bound = done.bound
@@ -148,9 +178,13 @@ class PowerSGD(ByLeaf):
     total = self._join(n, done.total, sent.others)
     own = self._join(n, done.own, sent.own_others)
 
-    def finish(values: Any, _: None, finite: jax.Array, decay: float) -> tuple[jax.Array, jax.Array]:
+    def finish(
+      values: Any, _: None, finite: jax.Array, decay: float
+    ) -> tuple[jax.Array, jax.Array]:
       pairs = zip(values[0], total, strict=True)
-      pieces = [(left, piece[1]) if isinstance(piece, tuple) else left for left, piece in pairs]
+      pieces = [
+        (left, piece[1]) if isinstance(piece, tuple) else left for left, piece in pairs
+      ]
       residual = low_rank.subtract(own, grads, state.residual, finite, decay)
       # All reads of `grads` precede the reuse of its buffer for the update.
       finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
@@ -171,7 +205,9 @@ class PowerSGD(ByLeaf):
     """Of the all-reduce for the left factors, and of that for the right ones."""
     layout = self._layout(n)
     others = sum(entries for entries, matrix in layout if not matrix)
-    left, right = (sum(self.rank * matrix[axis] for _, matrix in layout if matrix) for axis in (0, 1))
+    left, right = (
+      sum(self.rank * matrix[axis] for _, matrix in layout if matrix) for axis in (0, 1)
+    )
     counts = left + others, right + others * self.alternate
     cost = all_reduce_cost if self.wire == "f32" else schedules.rounded_all_reduce_cost
     return [cost(count, size) if count else Cost(0, 0) for count in counts]
@@ -180,18 +216,30 @@ class PowerSGD(ByLeaf):
     """The sum of f32[m] over workers, and what of it is of this worker."""
     if not x.size:
       return x, x
-    return (comm.all_reduce(x), x) if self.wire == "f32" else schedules.rounded_all_reduce(comm, x)
+    return (
+      (comm.all_reduce(x), x)
+      if self.wire == "f32"
+      else schedules.rounded_all_reduce(comm, x)
+    )
 
-  def _split(self, grads: jax.Array, residual: jax.Array) -> tuple[list[_Leaf], jax.Array]:
+  def _split(
+    self, grads: jax.Array, residual: jax.Array
+  ) -> tuple[list[_Leaf], jax.Array]:
     """The matrices of a gradient f32[n], and gradient + residual of all other entries."""
     entries, shapes = zip(*self._layout(grads.size), strict=True)
     starts = [0, *itertools.accumulate(entries)]
     leaves = list(zip(starts, flatten.parts(grads, entries), shapes, strict=False))
-    others = [part + residual[start : start + part.size] for start, part, shape in leaves if not shape]
+    others = [
+      part + residual[start : start + part.size]
+      for start, part, shape in leaves
+      if not shape
+    ]
     matrices = [_Leaf(start, part, shape) for start, part, shape in leaves if shape]
     return matrices, jnp.concatenate([grads[:0], *others])
 
-  def _join(self, n: int, matrices: Sequence[_Factorized], others: jax.Array) -> tuple[jax.Array | _Factorized, ...]:
+  def _join(
+    self, n: int, matrices: Sequence[_Factorized], others: jax.Array
+  ) -> tuple[jax.Array | _Factorized, ...]:
     """The pieces of a low-rank vector: undoes `_split`."""
     found = iter(matrices)
     pieces = list[jax.Array | _Factorized]()
@@ -214,21 +262,29 @@ def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
     >>> matrix_of((3, 3, 16, 32)), matrix_of((64, 8, 8)), matrix_of((5,))
     ((144, 32), (64, 64), (1, 5))
   """
-  cuts = [(math.prod(shape[:axis]), math.prod(shape[axis:])) for axis in range(1, len(shape))]
+  cuts = [
+    (math.prod(shape[:axis]), math.prod(shape[axis:])) for axis in range(1, len(shape))
+  ]
   return min(cuts, key=sum, default=(1, math.prod(shape)))
 
 
 def _bases(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
   """The basis of each factor f32[a, r], as f32[r, a].
 
-  Those of about the same length are found at once: few loops to compile, and less padding than factors.
+  Those of about the same length are found at once: few loops to compile, and less
+  padding than factors.
   """
   length = lambda number: (len(factors[number]) - 1).bit_length()
   found = dict[int, jax.Array]()
   for bits, group in itertools.groupby(sorted(range(len(factors)), key=length), length):
     numbers = list(group)
-    bases = low_rank.orthonormal([factors[number] for number in numbers], noise.fold(key, bits))
-    found |= {number: basis[:, : len(factors[number])] for number, basis in zip(numbers, bases, strict=True)}
+    bases = low_rank.orthonormal(
+      [factors[number] for number in numbers], noise.fold(key, bits)
+    )
+    found |= {
+      number: basis[:, : len(factors[number])]
+      for number, basis in zip(numbers, bases, strict=True)
+    }
   return [found[number] for number in range(len(factors))]
 
 
@@ -271,7 +327,9 @@ def _turn(
   own = list[jax.Array]()
   for leaf, basis in zip(leaves, bases, strict=True):  # one sum at a time
     residual = _after(own[-1] if own else basis, residual)
-    matrix = (leaf.grads + residual[leaf.start : leaf.start + leaf.grads.size]).reshape(leaf.shape)
+    matrix = (leaf.grads + residual[leaf.start : leaf.start + leaf.grads.size]).reshape(
+      leaf.shape
+    )
     own.append(_matmul(basis, matrix) if to_right else _matmul(matrix, basis.T))
   flat = jnp.concatenate([*(factor.reshape(-1) for factor in own), others])
   flat, share = add(flat)
@@ -279,7 +337,9 @@ def _turn(
 
   def cut(whole: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     *parts, others = flatten.parts(whole, sizes)
-    return [part.reshape(factor.shape) for part, factor in zip(parts, own, strict=True)], others
+    return [
+      part.reshape(factor.shape) for part, factor in zip(parts, own, strict=True)
+    ], others
 
   summed, others = cut(flat)
   shares, own_others = cut(share)
@@ -289,7 +349,9 @@ def _turn(
   # No entry of a basis is larger than 1, but for rounding.
   rank = len(bases[0]) if bases else 0
   largest = lambda x: largest_magnitude(x) if x.size else 0.0
-  bound = jnp.maximum(2 * rank * largest(flat[: flat.size - others.size]), largest(others))
+  bound = jnp.maximum(
+    2 * rank * largest(flat[: flat.size - others.size]), largest(others)
+  )
   after = factors._replace(right=new) if to_right else factors._replace(left=new)
   return _Turn(total, mine, others, own_others, bound, after)
 

@@ -1,7 +1,8 @@
 """Random-k: all workers draw the same k indices from a shared seed, so that no indices are sent.
 
-One all-reduce of k values: 2⌈log₂P⌉ messages and 2 k (P − 1)/P words. The flat indices are divided into k strata of
-⌊n/k⌋ or ⌈n/k⌉ neighbours, and one index is drawn uniformly from each: k different indices in O(k).
+One all-reduce of k values: 2⌈log₂P⌉ messages and 2 k (P − 1)/P words. The flat indices
+are divided into k strata of ⌊n/k⌋ or ⌈n/k⌉ neighbours, and one index is drawn uniformly
+from each: k different indices in O(k).
 """
 
 import dataclasses
@@ -20,9 +21,10 @@ from jaxsparse.types import Comm, Cost, Reduced, Sparse, State
 class RandomK(SparseCollective):
   """All-reduces k entries at random indices, the same indices on every worker (Random-k).
 
-  With `acc_w = gradient_w + residual_w`, the total is `Σ_w acc_w` at k indices I drawn from (seed, step), and the next
-  residual is `acc_w` outside I. Nothing is rescaled: an entry that is not drawn now is drawn later, after n/k steps on
-  average. The state is the residual, f32[n] a worker, and the number of the step.
+  With `acc_w = gradient_w + residual_w`, the total is `Σ_w acc_w` at k indices I drawn
+  from (seed, step), and the next residual is `acc_w` outside I. Nothing is rescaled: an
+  entry that is not drawn now is drawn later, after n/k steps on average. The state is
+  the residual, f32[n] a worker, and the number of the step.
 
   Args:
     seed: the seed of the indices, the same on every worker.
@@ -47,11 +49,20 @@ class RandomK(SparseCollective):
     n = grads.size
     k = self.entries(n)
     acc = LazySum((grads, state.residual))
-    indices = draw_indices(jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k)
-    # A NaN outside the drawn indices would stay in the residual unnoticed, so the worker then sends NaN only.
-    values = comm.all_reduce(jnp.where(jnp.isfinite(acc.values).all(), acc.read_at(indices), jnp.nan))
-    state = state._replace(residual=pending_zeros(acc, indices), shared=state.shared + 1)
-    return Reduced(Sparse(indices, values), state, self.count(comm, n, selected=k, delivered=k))
+    indices = draw_indices(
+      jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k
+    )
+    # A NaN outside the drawn indices would stay in the residual unnoticed, so the
+    # worker then sends NaN only.
+    values = comm.all_reduce(
+      jnp.where(jnp.isfinite(acc.values).all(), acc.read_at(indices), jnp.nan)
+    )
+    state = state._replace(
+      residual=pending_zeros(acc, indices), shared=state.shared + 1
+    )
+    return Reduced(
+      Sparse(indices, values), state, self.count(comm, n, selected=k, delivered=k)
+    )
 
 
 def draw_indices(key: jax.Array, n: int, k: int) -> jax.Array:
@@ -64,4 +75,6 @@ def draw_indices(key: jax.Array, n: int, k: int) -> jax.Array:
   short, longer = divmod(n, k)  # the first `longer` strata have one more index
   stratum = jnp.arange(k, dtype=jnp.int32)
   start = stratum * short + jnp.minimum(stratum, longer)
-  return start + jax.random.randint(key, (k,), 0, short + (stratum < longer).astype(jnp.int32), jnp.int32)
+  return start + jax.random.randint(
+    key, (k,), 0, short + (stratum < longer).astype(jnp.int32), jnp.int32
+  )

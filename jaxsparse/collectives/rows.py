@@ -1,7 +1,7 @@
 """Rows of matrices: the sum of those rows of each worker that are not zero, for embeddings (Parallax, 2019).
 
-All workers gather the numbers of all rows that are sent, and so know which form of the exchange of values takes fewer
-words. The messages that worker 0 of six sends:
+All workers gather the numbers of all rows that are sent, and so know which form of the
+exchange of values takes fewer words. The messages that worker 0 of six sends:
 
     numbers      stride 1, 2, 4: the numbers of its rows, and those that it has received
     all-gather   stride 1, 2, 4: the values of the same rows; every worker adds them
@@ -11,8 +11,9 @@ or, where many workers send the same rows,
     split        its rows of region 1 -> worker 1, of region 2 -> worker 2, … of region 5 -> worker 5, their owners
     all-gather   stride 1, 2, 4: the sums of regions
 
-Of the rows that any worker sends, in the order of their numbers, every P-th belongs to the same region. So regions
-differ by one row at most, and the numbers of the sums are known.
+Of the rows that any worker sends, in the order of their numbers, every P-th belongs to
+the same region. So regions differ by one row at most, and the numbers of the sums are
+known.
 """
 
 import dataclasses
@@ -32,9 +33,11 @@ from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated
 
-# The sums of an owner, over the rows of a worker; with Zipf's ids 0.4 … 0.8 at 64 workers, 0.6 … 0.9 at 16.
+# The sums of an owner, over the rows of a worker; with Zipf's ids 0.4 … 0.8 at 64
+# workers, 0.6 … 0.9 at 16.
 _SHARES = (0.4, 0.5, 0.6, 0.7, 0.8)
-# Of the words of the other form. Fewer saved words would not be worth the P − 1 messages more.
+# Of the words of the other form. Fewer saved words would not be worth the P − 1
+# messages more.
 _WORTH = 0.9
 
 
@@ -63,20 +66,24 @@ class _Capacities(NamedTuple):
 class Rows(ByLeaf):
   """Sends whole rows of each leaf, one index for a row: for gradients of embeddings, most rows of which are zero.
 
-  A leaf of shape (a, ...) has a rows; of a vector each entry is one. With `acc_w = gradient_w + residual_w`, each
-  worker sends the `capacity` rows of each leaf with the largest mean magnitude:
+  A leaf of shape (a, ...) has a rows; of a vector each entry is one. With `acc_w =
+  gradient_w + residual_w`, each worker sends the `capacity` rows of each leaf with the
+  largest mean magnitude:
 
       total = Σ_w rows(acc_w), added in rank order,    next residual_w = acc_w − rows(acc_w)
 
-  So where no worker has more than `capacity` rows that are not zero, the total is exact and the residual zero. A row
-  that no worker has sent is zero in the total: `optax.sgd` and `optax.adagrad` leave it as it is; Adam goes on moving
-  it by the momentum that it has, and lets its moments decay.
+  So where no worker has more than `capacity` rows that are not zero, the total is exact
+  and the residual zero. A row that no worker has sent is zero in the total: `optax.sgd`
+  and `optax.adagrad` leave it as it is; Adam goes on moving it by the momentum that it
+  has, and lets its moments decay.
 
-  A step sends at most (P − 1) (width + 1) words for each row, in 2 ⌈log₂P⌉ messages. Where many workers send the same
-  rows, owners of regions add them, in rank order too, so that the bits are the same: P − 1 messages more, and fewer
-  words. Each step takes this form where it saves a tenth of the words or more, as `js.metrics(state).words_sent` shows.
-  As the words depend on the shapes of leaves, `js.costs.count`, `js.costs.predict` and `js.costs.fit` need the
-  parameters; they give the words of a step without owners.
+  A step sends at most (P − 1) (width + 1) words for each row, in 2 ⌈log₂P⌉ messages.
+  Where many workers send the same rows, owners of regions add them, in rank order too,
+  so that the bits are the same: P − 1 messages more, and fewer words. Each step takes
+  this form where it saves a tenth of the words or more, as
+  `js.metrics(state).words_sent` shows. As the words depend on the shapes of leaves,
+  `js.costs.count`, `js.costs.predict` and `js.costs.fit` need the parameters; they give
+  the words of a step without owners.
 
   Args:
     capacity: rows of each leaf that a worker sends, 1 or more; at most all.
@@ -114,14 +121,30 @@ class Rows(ByLeaf):
     sent = [leaf.entries(rows, n) for leaf, rows in zip(leaves, chosen, strict=True)]
     values = list(map(acc.read_at, sent))
     numbers = in_rank_order(comm, all_gather(comm, chosen))
-    touched = [_touch(rows, leaf.rows) for rows, leaf in zip(numbers, leaves, strict=True)]
+    touched = [
+      _touch(rows, leaf.rows) for rows, leaf in zip(numbers, leaves, strict=True)
+    ]
     sums, words = self._add(comm, n, [ordinals for _, ordinals in touched], values)
-    found = [bitset.nonzero(members, len(rows)) for (members, _), rows in zip(touched, sums, strict=True)]
-    delivered = [leaf.entries(rows, n) for leaf, rows in zip(leaves, found, strict=True)]
-    indices, entries, zeros = (jnp.concatenate([x.reshape(-1) for x in parts]) for parts in (delivered, sums, sent))
-    count = lambda parts: sum(jnp.any(rows != 0, 1).sum() * rows.shape[1] for rows in parts)
+    found = [
+      bitset.nonzero(members, len(rows))
+      for (members, _), rows in zip(touched, sums, strict=True)
+    ]
+    delivered = [
+      leaf.entries(rows, n) for leaf, rows in zip(leaves, found, strict=True)
+    ]
+    indices, entries, zeros = (
+      jnp.concatenate([x.reshape(-1) for x in parts])
+      for parts in (delivered, sums, sent)
+    )
+    count = lambda parts: sum(
+      jnp.any(rows != 0, 1).sum() * rows.shape[1] for rows in parts
+    )
     counters = Counters(words, words, selected=count(values), delivered=count(sums))
-    return Reduced(Sparse(indices, entries), state._replace(residual=pending_zeros(acc, zeros)), counters)
+    return Reduced(
+      Sparse(indices, entries),
+      state._replace(residual=pending_zeros(acc, zeros)),
+      counters,
+    )
 
   def _add(
     self, comm: Comm, n: int, ordinals: list[jax.Array], values: list[jax.Array]
@@ -131,7 +154,8 @@ class Rows(ByLeaf):
     Args:
       comm: the workers.
       n: number of entries of all leaves.
-      ordinals: i32[P, sent] of each leaf: which of these rows each worker sends, as `_touch` returns them.
+      ordinals: i32[P, sent] of each leaf: which of these rows each worker sends, as
+        `_touch` returns them.
       values: f32[sent, width] of each leaf, of the rows that this worker sends.
     """
     size = comm.size
@@ -139,28 +163,40 @@ class Rows(ByLeaf):
 
     def gather() -> list[jax.Array]:
       received = in_rank_order(comm, all_gather(comm, values))
-      return _sum_rows(ordinals, received, [min(size * leaf.sent, leaf.rows) for leaf in leaves])
+      return _sum_rows(
+        ordinals, received, [min(size * leaf.sent, leaf.rows) for leaf in leaves]
+      )
 
     forms = self._capacities(n, size)
     words = saturated(self.cost(n, size).words, jnp.uint32)
     if not forms:
       return gather(), words
     misfits = jnp.stack([~_fits(form, ordinals) for form in forms]).sum(dtype=jnp.int32)
-    number = comm.all_reduce(misfits, "max")  # of the first form that fits, equal already, which no type tells
-    by_region = [functools.partial(_add_by_region, comm, form, leaves, ordinals, values) for form in forms]
-    words = jnp.stack([*(saturated(_words(form, leaves, size), jnp.uint32) for form in forms), words])
+    # of the first form that fits, equal already, which no type tells
+    number = comm.all_reduce(misfits, "max")
+    by_region = [
+      functools.partial(_add_by_region, comm, form, leaves, ordinals, values)
+      for form in forms
+    ]
+    words = jnp.stack(
+      [*(saturated(_words(form, leaves, size), jnp.uint32) for form in forms), words]
+    )
     return varying.switch(number, [*by_region, gather]), words[number]
 
   def _capacities(self, n: int, size: int) -> list[_Capacities]:
     """Those of the form with owners that are worth it, of the fewest words first."""
     leaves = list(self._leaves(n))
     regions = [-(-leaf.rows // size) for leaf in leaves]
-    # About sent / P rows of a worker are in one region, with a standard deviation of the root of that: 4 of these more.
+    # About sent / P rows of a worker are in one region, with a standard deviation of
+    # the root of that: 4 of these more.
     likely = (math.ceil((math.sqrt(leaf.sent / size) + 2) ** 2) for leaf in leaves)
     split = tuple(map(min, regions, likely))
     found = {}
     for share in _SHARES:
-      sums = tuple(min(region, math.ceil(share * leaf.sent)) for region, leaf in zip(regions, leaves, strict=True))
+      sums = tuple(
+        min(region, math.ceil(share * leaf.sent))
+        for region, leaf in zip(regions, leaves, strict=True)
+      )
       found[sums] = _Capacities(split, sums)
     most = _WORTH * sum(leaf.sent * (leaf.width + 1) for leaf in leaves) * (size - 1)
     return [form for form in found.values() if _words(form, leaves, size) < most]
@@ -179,13 +215,17 @@ class Rows(ByLeaf):
 def _words(form: _Capacities, leaves: list[_Leaf], size: int) -> int:
   """The words of a step with owners."""
   of_leaves = zip(leaves, form.split, form.sums, strict=True)
-  return (size - 1) * sum(leaf.sent + (split + sums) * leaf.width for leaf, split, sums in of_leaves)
+  return (size - 1) * sum(
+    leaf.sent + (split + sums) * leaf.width for leaf, split, sums in of_leaves
+  )
 
 
 def _largest(acc: LazySum, leaf: _Leaf) -> jax.Array:
   """The numbers of the rows of largest mean magnitude, i32[sent], NaN first; `leaf.rows` or more for rows of zeros."""
   # In each branch anew: what both read would be stored.
-  matrix = lambda: acc.values[leaf.start :][: leaf.rows * leaf.width].reshape(leaf.rows, leaf.width)
+  matrix = lambda: acc.values[leaf.start :][: leaf.rows * leaf.width].reshape(
+    leaf.rows, leaf.width
+  )
   members = bitset.pack(jnp.any(matrix() != 0, 1))
 
   def by_magnitude() -> jax.Array:
@@ -199,7 +239,8 @@ def _largest(acc: LazySum, leaf: _Leaf) -> jax.Array:
 def _touch(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
   """The set of the `rows` rows that any worker sends, and which of these each worker sends, i32[P, sent].
 
-  Of `numbers`, i32[P, sent], those from `rows` on are empty slots; their ordinal is P · sent.
+  Of `numbers`, i32[P, sent], those from `rows` on are empty slots; their ordinal is P ·
+  sent.
   """
   members = bitset.pack(jnp.zeros(rows, bool).at[numbers].set(True, mode="drop"))
   return members, jnp.where(numbers < rows, bitset.rank(members, numbers), numbers.size)
@@ -212,13 +253,21 @@ def _fits(form: _Capacities, ordinals: list[jax.Array]) -> jax.Array:
     size = len(numbers)
     sent = numbers < numbers.size
     regions = jnp.where(sent, numbers % size, size)
-    counts = jnp.zeros((size, size), jnp.int32).at[jnp.arange(size)[:, None], regions].add(1, mode="drop")
+    counts = (
+      jnp.zeros((size, size), jnp.int32)
+      .at[jnp.arange(size)[:, None], regions]
+      .add(1, mode="drop")
+    )
     found += [counts.max() <= split, jnp.where(sent, numbers // size, -1).max() < sums]
   return jnp.stack(found).all()
 
 
 def _add_by_region(
-  comm: Comm, form: _Capacities, leaves: list[_Leaf], ordinals: list[jax.Array], values: list[jax.Array]
+  comm: Comm,
+  form: _Capacities,
+  leaves: list[_Leaf],
+  ordinals: list[jax.Array],
+  values: list[jax.Array],
 ) -> list[jax.Array]:
   """What `Rows._add` returns, by the owners of regions."""
   size = comm.size
@@ -226,31 +275,47 @@ def _add_by_region(
   sent = []
   owned = []
   for own, rows, capacity in zip(ordinals, values, form.split, strict=True):
-    of_regions = jax.vmap(_of_region, (None, 0, None, None))(own[comm.rank], regions, size, capacity)
+    of_regions = jax.vmap(_of_region, (None, 0, None, None))(
+      own[comm.rank], regions, size, capacity
+    )
     sent.append(sparse.read_at(rows, of_regions))
-    of_workers = jax.vmap(_of_region, (0, None, None, None))(own, comm.rank, size, capacity)
-    owned.append(own.at[workers[:, None], of_workers].get(mode="fill", fill_value=own.size) // size)
-  sums = in_rank_order(comm, all_gather(comm, _sum_rows(owned, comm.all_to_all(sent), list(form.sums))))
+    of_workers = jax.vmap(_of_region, (0, None, None, None))(
+      own, comm.rank, size, capacity
+    )
+    owned.append(
+      own.at[workers[:, None], of_workers].get(mode="fill", fill_value=own.size) // size
+    )
+  sums = in_rank_order(
+    comm, all_gather(comm, _sum_rows(owned, comm.all_to_all(sent), list(form.sums)))
+  )
   found = []
-  for rows, leaf in zip(sums, leaves, strict=True):  # row o // P of region o % P is that of ordinal o
+  # row o // P of region o % P is that of ordinal o
+  for rows, leaf in zip(sums, leaves, strict=True):
     flat = jnp.swapaxes(rows, 0, 1).reshape(-1, leaf.width)
     most = min(size * leaf.sent, leaf.rows)
     found.append(jnp.pad(flat, ((0, max(0, most - len(flat))), (0, 0)))[:most])
   return found
 
 
-def _of_region(ordinals: jax.Array, region: jax.Array, size: int, capacity: int) -> jax.Array:
+def _of_region(
+  ordinals: jax.Array, region: jax.Array, size: int, capacity: int
+) -> jax.Array:
   """Which of a worker's ordinals, i32[sent], are of a region, in ascending order, i32[capacity]; `sent` if empty."""
   inside = (ordinals < size * ordinals.size) & (ordinals % size == region)
   return jnp.nonzero(inside, size=capacity, fill_value=ordinals.size)[0]
 
 
-def _sum_rows(ordinals: list[jax.Array], rows: list[jax.Array], lengths: list[int]) -> list[jax.Array]:
+def _sum_rows(
+  ordinals: list[jax.Array], rows: list[jax.Array], lengths: list[int]
+) -> list[jax.Array]:
   """The sums f32[length, width] of each leaf, added in rank order; row s of worker w has the number ordinals[w, s]."""
 
   def add(worker: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
     parts = zip(sums, ordinals, rows, strict=True)  # the rows of one worker differ
     return [sparse.add(x, numbers[worker], y[worker]) for x, numbers, y in parts]
 
-  empty = [jnp.zeros((length, x.shape[-1]), jnp.float32) for length, x in zip(lengths, rows, strict=True)]
+  empty = [
+    jnp.zeros((length, x.shape[-1]), jnp.float32)
+    for length, x in zip(lengths, rows, strict=True)
+  ]
   return varying.fori_loop(0, len(ordinals[0]), add, empty)

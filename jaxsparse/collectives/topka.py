@@ -1,7 +1,7 @@
 """TopkA: an all-gather of the k largest entries of each worker (Renggli et al., "SparCML").
 
-Bruck's all-gather sends ⌈log₂P⌉ messages and 2 k (P − 1) words. The total has up to P k entries and no sent entry is
-dropped, but the words grow with P.
+Bruck's all-gather sends ⌈log₂P⌉ messages and 2 k (P − 1) words. The total has up to P k
+entries and no sent entry is dropped, but the words grow with P.
 """
 
 import dataclasses
@@ -21,8 +21,9 @@ from jaxsparse.types import Comm, Cost, Reduced, State, saturated_product
 class TopkA(SelectingCollective):
   """Sends the k largest entries of each worker to all others (TopkA).
 
-  With `acc_w = gradient_w + residual_w`, the total is `Σ_w top_k(acc_w)`, added in rank order. The next residual is
-  `acc_w − top_k(acc_w)`, the entries that were not sent, and what `wire` rounds off.
+  With `acc_w = gradient_w + residual_w`, the total is `Σ_w top_k(acc_w)`, added in rank
+  order. The next residual is `acc_w − top_k(acc_w)`, the entries that were not sent,
+  and what `wire` rounds off.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -30,7 +31,10 @@ class TopkA(SelectingCollective):
   """
 
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(len(schedules.strides(size)), words_of(self.chosen_codec(n), size, self.entries(n)))
+    return Cost(
+      len(schedules.strides(size)),
+      words_of(self.chosen_codec(n), size, self.entries(n)),
+    )
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
@@ -41,5 +45,9 @@ class TopkA(SelectingCollective):
     message, errors = writer.encode(chosen, 0)
     total = sparse.merge(in_rank_order(comm, writer.gather(comm, message)), n)
     used = saturated_product(writer.words_used(selected, k), comm.size - 1)
-    counters = self.count(comm, n, selected, jnp.count_nonzero(total.values))._replace(words_used=used)
-    return Reduced(total, State(pending_except(acc, errors), memory, writer.next_step), counters)
+    counters = self.count(comm, n, selected, jnp.count_nonzero(total.values))._replace(
+      words_used=used
+    )
+    return Reduced(
+      total, State(pending_except(acc, errors), memory, writer.next_step), counters
+    )

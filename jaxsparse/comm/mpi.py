@@ -1,7 +1,8 @@
 """The verbs of `types.Comm` on MPI: one process for each worker, on any number of hosts, through mpi4jax.
 
-The only operation of MPI is point to point, of a u32 buffer; all verbs are built from it, the all-reduce too. Sums are
-therefore in rank order, and the results of a run are bit-identical to those of the simulator.
+The only operation of MPI is point to point, of a u32 buffer; all verbs are built from
+it, the all-reduce too. Sums are therefore in rank order, and the results of a run are
+bit-identical to those of the simulator.
 """
 
 import dataclasses
@@ -31,23 +32,28 @@ def _world() -> Any:
 class MpiComm(View):
   """The ranks of an MPI job as workers, for example of `js.spardl_transform(js.MpiComm(), density=0.01)`.
 
-  Every rank runs the same program on its one device and jits its own steps; arrays are local, those of one worker. Give
-  the comm in place of a mesh to `js.init` and `js.make_train_step`, or call the transform in your own step, without
-  shard_map.
+  Every rank runs the same program on its one device and jits its own steps; arrays are
+  local, those of one worker. Give the comm in place of a mesh to `js.init` and
+  `js.make_train_step`, or call the transform in your own step, without shard_map.
 
-  mpi4jax's operations keep their order within a process, so all ranks must run the same updates in the same order. A
-  rank that ends by an exception ends the whole job: otherwise the other ranks would wait for it forever.
+  mpi4jax's operations keep their order within a process, so all ranks must run the same
+  updates in the same order. A rank that ends by an exception ends the whole job:
+  otherwise the other ranks would wait for it forever.
 
   Attributes:
-    communicator: of mpi4py; a clone of COMM_WORLD by default. Use your own communicator for nothing else.
-    host_staging: whether messages go through host memory and mpi4py. None chooses this where the device is not a CPU
-      and mpi4jax was built without CUDA, which would crash otherwise.
+    communicator: of mpi4py; a clone of COMM_WORLD by default. Use your own communicator
+      for nothing else.
+    host_staging: whether messages go through host memory and mpi4py. None chooses this
+      where the device is not a CPU and mpi4jax was built without CUDA, which would
+      crash otherwise.
     stride, members: as in `js.comm.View`.
 
   Raises:
-    RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`, which MPI does not connect, or if
-      COMM_WORLD has another number of ranks than a variable of the launcher states (Open MPI, PMI, PMIx, Slurm).
-    ImportError: without mpi4jax, or where it was built for another MPI, naming what to install.
+    RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`,
+      which MPI does not connect, or if COMM_WORLD has another number of ranks than a
+      variable of the launcher states (Open MPI, PMI, PMIx, Slurm).
+    ImportError: without mpi4jax, or where it was built for another MPI, naming what to
+      install.
 
   Example:
     >>> import jaxsparse as js
@@ -77,36 +83,52 @@ class MpiComm(View):
     return _message(self, buffer, dict(pairs).get(own), sources.get(own))
 
 
-def _send_message(view: MpiComm, buffer: jax.Array, destination: int | None, source: int | None) -> jax.Array:
+def _send_message(
+  view: MpiComm, buffer: jax.Array, destination: int | None, source: int | None
+) -> jax.Array:
   """What this rank receives from `source`, while it sends `buffer` to `destination`."""
   if destination == source == view.communicator.Get_rank():
     return buffer
   through_host = _needs_staging() if view.host_staging is None else view.host_staging
-  return (_send_staged if through_host else _send_direct)(view.communicator, buffer, destination, source)
+  return (_send_staged if through_host else _send_direct)(
+    view.communicator, buffer, destination, source
+  )
 
 
 _send_message.__name__ = MESSAGE
 _message = jax.jit(_send_message, static_argnums=(0, 2, 3))
 
 
-def _send_direct(communicator: Any, buffer: jax.Array, destination: int | None, source: int | None) -> jax.Array:
+def _send_direct(
+  communicator: Any, buffer: jax.Array, destination: int | None, source: int | None
+) -> jax.Array:
   """Sends one message by mpi4jax, from device memory where mpi4jax can."""
   _, mpi4jax = _mpi4jax()
   if destination is not None and source is not None:
-    return mpi4jax.sendrecv(buffer, buffer, source=source, dest=destination, comm=communicator)
+    return mpi4jax.sendrecv(
+      buffer, buffer, source=source, dest=destination, comm=communicator
+    )
   if destination is not None:
     mpi4jax.send(buffer, dest=destination, comm=communicator)
-  return jnp.zeros_like(buffer) if source is None else mpi4jax.recv(buffer, source=source, comm=communicator)
+  return (
+    jnp.zeros_like(buffer)
+    if source is None
+    else mpi4jax.recv(buffer, source=source, comm=communicator)
+  )
 
 
-def _send_staged(communicator: Any, buffer: jax.Array, destination: int | None, source: int | None) -> jax.Array:
+def _send_staged(
+  communicator: Any, buffer: jax.Array, destination: int | None, source: int | None
+) -> jax.Array:
   """Sends one message by mpi4py, from host memory to host memory."""
   null = _mpi4jax()[0].PROC_NULL
   to, origin = (null if end is None else end for end in (destination, source))
 
   def exchange(words: np.ndarray) -> np.ndarray:
     received = np.zeros(buffer.shape, buffer.dtype)
-    communicator.Sendrecv(np.ascontiguousarray(words), to, recvbuf=received, source=origin)
+    communicator.Sendrecv(
+      np.ascontiguousarray(words), to, recvbuf=received, source=origin
+    )
     return received
 
   like = jax.ShapeDtypeStruct(buffer.shape, buffer.dtype)

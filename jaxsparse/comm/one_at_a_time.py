@@ -1,8 +1,10 @@
 """Programs of several CPU devices, dispatched one at a time.
 
-XLA's CPU runtime runs the devices of a process on a small pool of threads. Collectives of several programs in flight
-wait for threads that other programs occupy, until XLA aborts the process. So a program starts when its arguments are
-computed and the program that was dispatched last has finished. On other devices programs queue up, and none waits.
+XLA's CPU runtime runs the devices of a process on a small pool of threads. Collectives
+of several programs in flight wait for threads that other programs occupy, until XLA
+aborts the process. So a program starts when its arguments are computed and the program
+that was dispatched last has finished. On other devices programs queue up, and none
+waits.
 """
 
 import contextlib
@@ -11,16 +13,20 @@ from typing import Any
 
 import jax
 
-_last: Any = None  # a result of the program that was dispatched last, if its caller did not wait for it
+# a result of the program that was dispatched last, if its caller did not wait for it
+_last: Any = None
 
 
-def dispatch(program: Callable, *arguments: Any, follow: Callable[[Any], jax.Array] | None = None) -> Any:
+def dispatch(
+  program: Callable, *arguments: Any, follow: Callable[[Any], jax.Array] | None = None
+) -> Any:
   """`program(*arguments)`; on several CPU devices only after the program that was dispatched before has ended.
 
   Args:
     program: a jitted function.
     arguments: pytrees of arrays that lie on the same devices.
-    follow: on several CPU devices, chooses the result that the next dispatch waits for; None waits for all now.
+    follow: on several CPU devices, chooses the result that the next dispatch waits for;
+      None waits for all now.
 
   Example:
     >>> import jax.numpy as jnp
@@ -35,7 +41,8 @@ def dispatch(program: Callable, *arguments: Any, follow: Callable[[Any], jax.Arr
   before = _last
   _last = None
   if before is not None and not before.is_deleted():
-    with contextlib.suppress(Exception):  # that of a program that failed is raised where its results are read
+    # that of a program that failed is raised where its results are read
+    with contextlib.suppress(Exception):
       jax.block_until_ready(before)
   results = program(*arguments)
   _last = follow(results) if follow else None
@@ -45,5 +52,9 @@ def dispatch(program: Callable, *arguments: Any, follow: Callable[[Any], jax.Arr
 def _share_threads(leaves: list[Any]) -> bool:
   """Whether the first array among the leaves lies on several devices of CPUs."""
   first = next((x for x in leaves if isinstance(x, jax.Array)), None)
-  devices: list[Any] = [] if first is None or isinstance(first, jax.core.Tracer) else [*first.sharding.device_set]
+  devices: list[Any] = (
+    []
+    if first is None or isinstance(first, jax.core.Tracer)
+    else [*first.sharding.device_set]
+  )
   return len(devices) > 1 and devices[0].platform == "cpu"

@@ -11,7 +11,8 @@ from jaxsparse.comm.verbs import View
 
 PEERS = "peers"  # name of the axis of the workers of a round
 
-Message = tuple[np.ndarray, int | None, int | None]  # u32[m] words, their destination, and the source of others
+# u32[m] words, their destination, and the source of others
+Message = tuple[np.ndarray, int | None, int | None]
 Send = Callable[[Sequence[Message]], list[np.ndarray]]
 
 
@@ -19,17 +20,20 @@ Send = Callable[[Sequence[Message]], list[np.ndarray]]
 class PeerComm(View):
   """The `workers` of one round, each in a process of its own (`js.partial.Rounds`); sums are in rank order.
 
-  Programs depend on the number of workers, not on who they are: the rank is an argument of the compiled program. So one
-  program serves all groups of a size, and its results are bit-identical to those of the simulator.
+  Programs depend on the number of workers, not on who they are: the rank is an argument
+  of the compiled program. So one program serves all groups of a size, and its results
+  are bit-identical to those of the simulator.
 
-  What the workers of a round give is weighted already, with weights that sum to 1 or less. So the update of a transform
-  is the total, not the total / P, and residuals are in the same unit in groups of any size.
+  What the workers of a round give is weighted already, with weights that sum to 1 or
+  less. So the update of a transform is the total, not the total / P, and residuals are
+  in the same unit in groups of any size.
 
   Attributes:
     workers: their number.
     number: i32[], the rank of this worker.
-    send: sends u32[m] words of each message to its destination, then returns those that come from its source; either
-      may be None, and without a source the result is zeros. Called in the order of the program.
+    send: sends u32[m] words of each message to its destination, then returns those that
+      come from its source; either may be None, and without a source the result is
+      zeros. Called in the order of the program.
     divisor: 1, of a total, for its mean.
     stride, members: as in `js.comm.View`.
 
@@ -55,14 +59,21 @@ class PeerComm(View):
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     return self._ppermutes([buffer], [pairs])[0]
 
-  def _ppermutes(self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]) -> list[jax.Array]:
+  def _ppermutes(
+    self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]
+  ) -> list[jax.Array]:
     # All are sent before one is received, so that they take one delay.
     to = [dict(pairs) for pairs in moves]
     origin = [{end: start for start, end in pairs} for pairs in moves]
 
     def send(buffers: list[np.ndarray], rank: np.ndarray) -> list[np.ndarray]:
-      ends = [(of.get(int(rank)), back.get(int(rank))) for of, back in zip(to, origin, strict=True)]
-      return self.send([(np.asarray(words), *both) for words, both in zip(buffers, ends, strict=True)])
+      ends = [
+        (of.get(int(rank)), back.get(int(rank)))
+        for of, back in zip(to, origin, strict=True)
+      ]
+      return self.send(
+        [(np.asarray(words), *both) for words, both in zip(buffers, ends, strict=True)]
+      )
 
     like = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in buffers]
     return io_callback(send, like, buffers, self.number, ordered=True)

@@ -1,8 +1,9 @@
 """A jaxpr as lines of text that are the same in every process that traces the same program.
 
-A line is an equation, or a constant with a hash of its bytes. Variables are numbered in order. What a process has of
-its own is left out: names, source files, addresses of functions, the order of sets, and under MPI the rank
-(`verbs.rank_p`) and the partners of a message (`verbs.MESSAGE`).
+A line is an equation, or a constant with a hash of its bytes. Variables are numbered in
+order. What a process has of its own is left out: names, source files, addresses of
+functions, the order of sets, and under MPI the rank (`verbs.rank_p`) and the partners
+of a message (`verbs.MESSAGE`).
 """
 
 import dataclasses
@@ -72,29 +73,50 @@ class ProgramText:
 
   def _lines(self, jaxpr: _Jaxpr) -> Iterator[tuple[str, core.JaxprEqn | None]]:
     """The constants, the equations, and the results of a jaxpr, without those of the bodies of equations."""
-    inner, consts = (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
+    inner, consts = (
+      (jaxpr.jaxpr, jaxpr.consts)
+      if isinstance(jaxpr, core.ClosedJaxpr)
+      else (jaxpr, ())
+    )
     names: dict[Any, str] = {}
     name = lambda var: names.setdefault(var, f"v{len(names)}")
-    read = lambda atom: self._value(atom.val, atom.aval) if isinstance(atom, core.Literal) else name(atom)
+    read = lambda atom: (
+      self._value(atom.val, atom.aval) if isinstance(atom, core.Literal) else name(atom)
+    )
     result_of = lambda var: f"{name(var)}:{_shape(var.aval)}"
     for var in inner.invars:
       name(var)
     for var, const in zip(inner.constvars, consts, strict=False):
       yield f"constant {self._value(const, var.aval)} -> {result_of(var)}", None
     for equation in inner.eqns:
-      operands = ["of this rank"] if equation.primitive is rank_p else map(read, equation.invars)
+      operands = (
+        ["of this rank"] if equation.primitive is rank_p else map(read, equation.invars)
+      )
       results = " ".join(map(result_of, equation.outvars))
       given = _params_of(equation)
-      named = [name for name in sorted(given) if name not in _NAMES and given[name] is not None]
+      named = [
+        name for name in sorted(given) if name not in _NAMES and given[name] is not None
+      ]
       params = " ".join(f"{name}={self._text(given[name])}" for name in named)
-      yield " ".join(filter(None, [equation.primitive.name, params, *operands, "->", results])), equation
+      yield (
+        " ".join(
+          filter(None, [equation.primitive.name, params, *operands, "->", results])
+        ),
+        equation,
+      )
     yield " ".join(["return", *map(read, inner.outvars)]), None
 
   def _value(self, x: Any, aval: Any) -> str:
     """A number, or the hash of an array, with dtype and shape; these alone if other processes hold parts of it."""
     x = _compat.words_of_keys(x)
-    in_part = isinstance(x, jax.Array) and not x.is_fully_replicated and not x.is_fully_addressable
-    if in_part or not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+    in_part = (
+      isinstance(x, jax.Array)
+      and not x.is_fully_replicated
+      and not x.is_fully_addressable
+    )
+    if in_part or not isinstance(
+      x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    ):
       return _shape(aval)
     x = _compat.local_shard(x)
     if x.size == 1:  # as a float, 0.1 of float32 is 0.10000000149011612
@@ -107,7 +129,9 @@ class ProgramText:
     """A parameter of an equation."""
     if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
       return f"<{self._body(value)}>"
-    if value is None or isinstance(value, (str, bool, int, float, complex, np.dtype, enum.Enum)):
+    if value is None or isinstance(
+      value, (str, bool, int, float, complex, np.dtype, enum.Enum)
+    ):
       return str(value)
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
       return self._value(value, jax.typeof(value))
@@ -123,8 +147,12 @@ class ProgramText:
     if isinstance(value, Sharding) or callable(value):
       return str(getattr(value, "__name__", type(value).__name__))
     if dataclasses.is_dataclass(value):
-      names = [field.name for field in dataclasses.fields(value) if field.name not in _NAMES]
-      return type(value).__name__ + self._text({name: getattr(value, name) for name in names})
+      names = [
+        field.name for field in dataclasses.fields(value) if field.name not in _NAMES
+      ]
+      return type(value).__name__ + self._text(
+        {name: getattr(value, name) for name in names}
+      )
     text = repr(value)
     return type(value).__name__ if _OWN.search(text) else text
 
@@ -133,7 +161,14 @@ def _shape(aval: Any) -> str:
   return aval.str_short(short_dtypes=True) + "~" * getattr(aval, "weak_type", False)
 
 
-_NAMES = ("name", "debug_info", "source_info", "src_info", "name_and_src_info", "name_stack")
+_NAMES = (
+  "name",
+  "debug_info",
+  "source_info",
+  "src_info",
+  "name_and_src_info",
+  "name_stack",
+)
 _OWN = re.compile(r"0x[0-9a-f]|\.py\b")  # an address, a file
 
 

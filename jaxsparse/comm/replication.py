@@ -1,9 +1,10 @@
 """Checks on the jaxpr of a program, before it runs, which values are equal on all workers.
 
-JAX types a value inside `jax.shard_map` as varying or not over each axis, and so tells that a result differs, but not
-which leaf and why, and only on a mesh. It also refuses losses that are right: a scan over the batch whose carry begins
-with zeros. So in the library's own steps that check is off (`check_vma=False`), and for every value of one worker's
-program this module computes the set of axes that the value may vary over:
+JAX types a value inside `jax.shard_map` as varying or not over each axis, and so tells
+that a result differs, but not which leaf and why, and only on a mesh. It also refuses
+losses that are right: a scan over the batch whose carry begins with zeros. So in the
+library's own steps that check is off (`check_vma=False`), and for every value of one
+worker's program this module computes the set of axes that the value may vary over:
 
     sharded inputs, axis_index         the axes of their PartitionSpec, of their name
     psum and the like over whole axes  without these axes
@@ -11,8 +12,8 @@ program this module computes the set of axes that the value may vary over:
     callbacks, references              all axes, since their results are unknown
     any other operation                the union over its operands
 
-Transforms mark with `mark_total` the values that a law makes equal on all workers. This check trusts these marks, as do
-the types of JAX in a shard_map of the user's own.
+Transforms mark with `mark_total` the values that a law makes equal on all workers. This
+check trusts these marks, as do the types of JAX in a shard_map of the user's own.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,8 +30,23 @@ __all__ = ["axes_of_spec", "check_axes", "checked", "mark_total"]
 
 Axes = frozenset[str]
 
-_PSUMS = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
-_SENDS = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter", "psum_scatter", "collective_broadcast")
+_PSUMS = (
+  "psum",
+  "psum2",
+  "psum_invariant",
+  "pmax",
+  "pmin",
+  "all_gather",
+  "all_gather_invariant",
+)
+_SENDS = (
+  "ppermute",
+  "all_to_all",
+  "ragged_all_to_all",
+  "reduce_scatter",
+  "psum_scatter",
+  "collective_broadcast",
+)
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -48,17 +64,23 @@ def checked(
 
   Args:
     function: the program of one worker, to be mapped over the workers along `axis`.
-    in_specs: PartitionSpecs, a prefix of its arguments: arguments vary over the axes of their specs.
-    out_specs: PartitionSpecs, a prefix of its results, a tuple: results may vary over the axes of their specs only.
+    in_specs: PartitionSpecs, a prefix of its arguments: arguments vary over the axes of
+      their specs.
+    out_specs: PartitionSpecs, a prefix of its results, a tuple: results may vary over
+      the axes of their specs only.
     axis: the axis, or tuple of axes, of the workers.
-    results: for the error, the name of each result and the likely mistake where it would differ.
-    others: further axes that the program is mapped over; devices along them hold copies.
+    results: for the error, the name of each result and the likely mistake where it
+      would differ.
+    others: further axes that the program is mapped over; devices along them hold
+      copies.
     rewrite: makes of the checked program the one that runs.
-    instead: the function in place of one whose trace ends with a TypeError; raises it, or another, if there is none.
+    instead: the function in place of one whose trace ends with a TypeError; raises it,
+      or another, if there is none.
 
   Raises:
-    ValueError: when traced: if a transform is over other axes, or if a result that should be equal on all workers
-      depends on the data of one worker, naming the first such leaf.
+    ValueError: when traced: if a transform is over other axes, or if a result that
+      should be equal on all workers depends on the data of one worker, naming the first
+      such leaf.
   """
   axes = frozenset(names_of(axis))
 
@@ -70,14 +92,21 @@ def checked(
         raise
       closed, shapes = jax.make_jaxpr(instead(error), return_shape=True)(*arguments)
     follow = _AxesOfValues(axes, axes.union(others))
-    varying = [axes_of_spec(spec) & follow.every for spec in jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))]
+    varying = [
+      axes_of_spec(spec) & follow.every
+      for spec in jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))
+    ]
     outputs = follow.find_axes(closed.jaxpr, varying)
     allowed = jax.tree.leaves(jax.tree.broadcast(out_specs, shapes))
-    for varies, spec, (path, _) in zip(outputs, allowed, jax.tree_util.tree_leaves_with_path(shapes), strict=True):
+    for varies, spec, (path, _) in zip(
+      outputs, allowed, jax.tree_util.tree_leaves_with_path(shapes), strict=True
+    ):
       if differs := varies - axes_of_spec(spec):
         name, why = list(results.items())[path[0].idx]
         leaf = name + jax.tree_util.keystr(path[1:])
-        raise ValueError(f"{leaf} would differ between the workers along axis {list_axes(differs)}: {why}")
+        raise ValueError(
+          f"{leaf} would differ between the workers along axis {list_axes(differs)}: {why}"
+        )
     leaves = core.jaxpr_as_fun(rewrite(closed))(*jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
@@ -96,8 +125,8 @@ class _AxesOfValues:
 
   Args:
     axes: those of the workers, which all marks must have.
-    every: all axes that the program is mapped over. It may be partitioned along others, whose devices together
-      compute one value, and map a part of itself over them.
+    every: all axes that the program is mapped over. It may be partitioned along others,
+      whose devices together compute one value, and map a part of itself over them.
   """
 
   def __init__(self, axes: Axes, every: Axes):
@@ -115,7 +144,9 @@ class _AxesOfValues:
     Raises:
       ValueError: for a mark over other axes than those of the workers.
     """
-    known = dict(zip(jaxpr.invars, inputs, strict=True)) | dict.fromkeys(jaxpr.constvars, frozenset())
+    known = dict(zip(jaxpr.invars, inputs, strict=True)) | dict.fromkeys(
+      jaxpr.constvars, frozenset()
+    )
     read = lambda atom: frozenset() if isinstance(atom, core.Literal) else known[atom]
     for equation in jaxpr.eqns:
       results = self._equation(equation, [read(atom) for atom in equation.invars])
@@ -127,8 +158,14 @@ class _AxesOfValues:
     params = equation.params
     if name in self._loops:
       return self._loops[name](params, inputs)
-    body = next(inner_jaxprs({key: params[key] for key in _BODIES if key in params}), None)
-    if body is not None and len(body.invars) == len(inputs) and len(body.outvars) == len(equation.outvars):
+    body = next(
+      inner_jaxprs({key: params[key] for key in _BODIES if key in params}), None
+    )
+    if (
+      body is not None
+      and len(body.invars) == len(inputs)
+      and len(body.outvars) == len(equation.outvars)
+    ):
       results = self.find_axes(body, inputs)
       return [axes & self.every for axes in results] if name == "shard_map" else results
     varies: Axes = frozenset().union(*inputs)
@@ -137,13 +174,20 @@ class _AxesOfValues:
         raise other_axes_error(params["axes"], self.axes)
       varies = varies - self.axes if params["axes"] else frozenset()
     elif name in _PSUMS:
-      varies = varies - _axis_names(params) if params.get("axis_index_groups") is None else varies
+      varies = (
+        varies - _axis_names(params)
+        if params.get("axis_index_groups") is None
+        else varies
+      )
     elif name in _SENDS or name == "axis_index":
       varies = varies | _axis_names(params)
     elif equation.effects or "callback" in name:
       varies = self.every
     else:  # an unknown operation may apply its bodies to any of its operands
-      bodies = [self.find_axes(inner, [varies] * len(inner.invars)) for inner in inner_jaxprs(params)]
+      bodies = [
+        self.find_axes(inner, [varies] * len(inner.invars))
+        for inner in inner_jaxprs(params)
+      ]
       varies = varies.union(*(axes for results in bodies for axes in results))
     return [varies] * len(equation.outvars)
 
@@ -157,7 +201,9 @@ class _AxesOfValues:
     consts = inputs[:start]
     carry = inputs[start : start + count]
     scanned = inputs[start + count :]
-    step = lambda carry: self.find_axes(params["jaxpr"].jaxpr, [*consts, *carry, *scanned])
+    step = lambda carry: self.find_axes(
+      params["jaxpr"].jaxpr, [*consts, *carry, *scanned]
+    )
     return step(_fixed_point(lambda carry: step(carry)[:count], carry))
 
   def _while(self, params: Any, inputs: list[Axes]) -> list[Axes]:
@@ -175,9 +221,13 @@ class _AxesOfValues:
     return _fixed_point(step, carry)
 
 
-def _fixed_point(step: Callable[[list[Axes]], list[Axes]], carry: list[Axes]) -> list[Axes]:
+def _fixed_point(
+  step: Callable[[list[Axes]], list[Axes]], carry: list[Axes]
+) -> list[Axes]:
   """Axes of the carry of a loop after any number of steps; the sets only grow, so the iteration ends."""
-  while (after := [old | new for old, new in zip(carry, step(carry), strict=True)]) != carry:
+  while (
+    after := [old | new for old, new in zip(carry, step(carry), strict=True)]
+  ) != carry:
     carry = after
   return carry
 
@@ -185,7 +235,11 @@ def _fixed_point(step: Callable[[list[Axes]], list[Axes]], carry: list[Axes]) ->
 def _axis_names(params: Any) -> Axes:
   """Names of the axes of a collective operation."""
   axes = params.get("axes", params.get("axis_name", ()))
-  return frozenset(axis for axis in (axes if isinstance(axes, (tuple, list)) else (axes,)) if isinstance(axis, str))
+  return frozenset(
+    axis
+    for axis in (axes if isinstance(axes, (tuple, list)) else (axes,))
+    if isinstance(axis, str)
+  )
 
 
 def axes_of_spec(spec: PartitionSpec) -> Axes:

@@ -1,6 +1,7 @@
 """Schedules of messages: who sends to whom in each round, and the exchanges that are built from the verbs.
 
-Pairs are (source, destination) workers of one round, static Python data that is equal on all workers.
+Pairs are (source, destination) workers of one round, static Python data that is equal
+on all workers.
 """
 
 import collections
@@ -35,7 +36,9 @@ def team_size(size: int, teams: int) -> int:
   """
   if teams < 1 or size % teams:
     divisors = [d for d in range(1, size + 1) if size % d == 0]
-    raise ValueError(f"teams={teams} does not divide the {size} workers, choose one of {divisors}")
+    raise ValueError(
+      f"teams={teams} does not divide the {size} workers, choose one of {divisors}"
+    )
   return size // teams
 
 
@@ -63,7 +66,9 @@ def checked_pairs(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
   for verb, ends in zip(("sends", "receives"), zip(*pairs, strict=True), strict=False):
     worker, times = collections.Counter(ends).most_common(1)[0]
     if times > 1:
-      raise ValueError(f"route: worker {worker} {verb} more than once in one round of {pairs}")
+      raise ValueError(
+        f"route: worker {worker} {verb} more than once in one round of {pairs}"
+      )
   return pairs
 
 
@@ -84,7 +89,8 @@ def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
   """Cost of Rabenseifner's all-reduce, a reduce-scatter and an all-gather: 2⌈log₂P⌉ messages, 2 n (P − 1)/P words.
 
   Args:
-    n: number of entries. One entry counts as an agreement; fewer than P cannot be scattered and count as n words.
+    n: number of entries. One entry counts as an agreement; fewer than P cannot be
+      scattered and count as n words.
     workers: number of workers P.
     itemsize: bytes of an entry.
 
@@ -104,31 +110,38 @@ def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:
   dtype = rows.dtype
   if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
     rows = rows.astype(jnp.float32)
-  result, _ = varying.scan(lambda total, row: (combine(total, row), None), rows[0], rows[1:])
+  result, _ = varying.scan(
+    lambda total, row: (combine(total, row), None), rows[0], rows[1:]
+  )
   return result.astype(dtype)
 
 
 def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.Array:
   """An all-reduce over the other verbs that adds in rank order, for engines without one.
 
-  With fewer than P entries, every worker gathers and combines all of them: ⌈log₂ P⌉ messages. Otherwise each worker
-  combines one of P blocks, after P − 1 messages, and gathers the results: 2n(P − 1)/P words in all, the optimum.
+  With fewer than P entries, every worker gathers and combines all of them: ⌈log₂ P⌉
+  messages. Otherwise each worker combines one of P blocks, after P − 1 messages, and
+  gathers the results: 2n(P − 1)/P words in all, the optimum.
   """
   if x.size < comm.size:
     return combine_rows(in_rank_order(comm, all_gather(comm, x)), op)
   blocks = jnp.pad(x.reshape(-1), (0, -x.size % comm.size)).reshape(comm.size, -1)
   own = combine_rows(comm.all_to_all(blocks), op)
-  return in_rank_order(comm, all_gather(comm, own)).reshape(-1)[: x.size].reshape(x.shape)
+  return (
+    in_rank_order(comm, all_gather(comm, own)).reshape(-1)[: x.size].reshape(x.shape)
+  )
 
 
 def rounded_all_reduce(comm: Comm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The sum of f32[n] over workers, in bfloat16 on the wire, the same bits everywhere, and this worker's share of it.
 
-  Vectors are rounded before they are sent, and each of P blocks of the sum by the worker that adds it up:
+  Vectors are rounded before they are sent, and each of P blocks of the sum by the
+  worker that adds it up:
 
       total = bf16(Σ_w bf16(x_w)),   share_w = bf16(x_w) + (total − Σ_w bf16(x_w)) of the block of worker w
 
-  So the shares add up to the total, and `x_w − share_w` is what worker w still has to deliver.
+  So the shares add up to the total, and `x_w − share_w` is what worker w still has to
+  deliver.
 
   Example:
     >>> from jaxsparse.comm import SimComm
@@ -137,12 +150,20 @@ def rounded_all_reduce(comm: Comm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     >>> total.ravel(), 512 * share.ravel()
     (Array([1., 1.], dtype=float32), Array([511.,   1.], dtype=float32))
   """
-  blocks = jnp.pad(x, (0, -x.size % (2 * comm.size))).reshape(comm.size, -1).astype(jnp.bfloat16)
+  blocks = (
+    jnp.pad(x, (0, -x.size % (2 * comm.size)))
+    .reshape(comm.size, -1)
+    .astype(jnp.bfloat16)
+  )
   exact = combine_rows(comm.all_to_all(blocks).astype(jnp.float32), "sum")
   rounded = exact.astype(jnp.bfloat16)
   total = in_rank_order(comm, all_gather(comm, rounded))
-  share = blocks.astype(jnp.float32).at[comm.rank].add(rounded.astype(jnp.float32) - exact)
-  total, share = (rows.reshape(-1)[: x.size] for rows in (total.astype(jnp.float32), share))
+  share = (
+    blocks.astype(jnp.float32).at[comm.rank].add(rounded.astype(jnp.float32) - exact)
+  )
+  total, share = (
+    rows.reshape(-1)[: x.size] for rows in (total.astype(jnp.float32), share)
+  )
   return total, share
 
 
@@ -153,14 +174,18 @@ def rounded_all_reduce_cost(n: int, workers: int) -> Cost:
     >>> rounded_all_reduce_cost(1000, workers=8)
     Cost(messages=10, words=882, agreements=0)
   """
-  return Cost(workers - 1 + len(strides(workers)), 2 * math.ceil(n / (2 * workers)) * (workers - 1))
+  return Cost(
+    workers - 1 + len(strides(workers)),
+    2 * math.ceil(n / (2 * workers)) * (workers - 1),
+  )
 
 
 def all_gather(comm: Comm, tree: Tree) -> Tree:
   """Bruck's all-gather over `shift` alone: ⌈log₂ P⌉ messages and P − 1 times the words of `tree`, for any P.
 
-  Every leaf gains a leading axis of P rows in the home frame: row b is that of worker (rank + b) mod P. For six
-  workers, the rows of worker 0 after each round (the last round sends only the two missing rows):
+  Every leaf gains a leading axis of P rows in the home frame: row b is that of worker
+  (rank + b) mod P. For six workers, the rows of worker 0 after each round (the last
+  round sends only the two missing rows):
 
       own            0
       from 1         0 1

@@ -1,7 +1,8 @@
 """The axes that a value varies over by its type, where a shard_map checks replication; loops and branches of one type.
 
-`jax.shard_map` types each value with the axes over which workers may have different ones, unless `check_vma=False`.
-Then, and outside of a shard_map, types have no axes, and everything here returns what it is given.
+`jax.shard_map` types each value with the axes over which workers may have different
+ones, unless `check_vma=False`. Then, and outside of a shard_map, types have no axes,
+and everything here returns what it is given.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,11 @@ from jaxsparse._compat import AxisName, axes_of_type, names_of
 def checked_axes() -> frozenset[str]:
   """The axes over which a shard_map around this program checks replication."""
   manual = jax.sharding.get_abstract_mesh().manual_axes
-  return frozenset(manual) if manual and axes_of_type(jax.lax.axis_index(manual[0])) else frozenset()
+  return (
+    frozenset(manual)
+    if manual and axes_of_type(jax.lax.axis_index(manual[0]))
+    else frozenset()
+  )
 
 
 def as_varying(tree: Any, axes: frozenset[str]) -> Any:
@@ -64,10 +69,18 @@ def cond(which: jax.Array, true: Callable, false: Callable, *operands: Any) -> A
 
 def _alike(branches: Sequence[Callable], operands: Sequence[Any]) -> Sequence[Callable]:
   if not checked_axes():
-    return [lambda *given, branch=branch: jax.tree.map(_without_axes, branch(*given)) for branch in branches]
+    return [
+      lambda *given, branch=branch: jax.tree.map(_without_axes, branch(*given))
+      for branch in branches
+    ]
   results = [jax.eval_shape(branch, *operands) for branch in branches]
-  axes = jax.tree.map(lambda *found: frozenset().union(*map(axes_of_type, found)), *results)
-  return [lambda *given, branch=branch: jax.tree.map(as_varying, branch(*given), axes) for branch in branches]
+  axes = jax.tree.map(
+    lambda *found: frozenset().union(*map(axes_of_type, found)), *results
+  )
+  return [
+    lambda *given, branch=branch: jax.tree.map(as_varying, branch(*given), axes)
+    for branch in branches
+  ]
 
 
 def _with_axes_of(step: Callable, start: Any) -> Any:
@@ -75,7 +88,11 @@ def _with_axes_of(step: Callable, start: Any) -> Any:
   if not checked_axes():
     return jax.tree.map(_without_axes, start)
   while True:
-    after = jax.tree.map(lambda x, result: as_varying(x, axes_of_type(result)), start, jax.eval_shape(step, start))
+    after = jax.tree.map(
+      lambda x, result: as_varying(x, axes_of_type(result)),
+      start,
+      jax.eval_shape(step, start),
+    )
     if jax.tree.map(axes_of_type, after) == jax.tree.map(axes_of_type, start):
       return start
     start = after
@@ -84,7 +101,8 @@ def _with_axes_of(step: Callable, start: Any) -> Any:
 def _without_axes(x: Any) -> Any:
   """`x` with a type that has no axes.
 
-  In an unchecked shard_map inside a checked one, an argument keeps the axes of its type until the first operation. A
-  loop that began with it would return another type, and so would one branch of two.
+  In an unchecked shard_map inside a checked one, an argument keeps the axes of its type
+  until the first operation. A loop that began with it would return another type, and so
+  would one branch of two.
   """
   return jnp.squeeze(jnp.expand_dims(x, 0), 0) if axes_of_type(x) else x

@@ -1,8 +1,9 @@
 """The verbs of `types.Comm` on JAX: along a shard_map axis, under vmap on one device, or for one worker alone.
 
-`shift` and `permute` bit-cast a pytree to one uint32 buffer. Each round is therefore one collective operation, which
-the compiler can neither widen nor split nor combine. Primitives that compute nothing mark values in a jaxpr: what is
-equal on all workers (`mark_total`), the rank of a process of MPI, and messages of a worker alone.
+`shift` and `permute` bit-cast a pytree to one uint32 buffer. Each round is therefore
+one collective operation, which the compiler can neither widen nor split nor combine.
+Primitives that compute nothing mark values in a jaxpr: what is equal on all workers
+(`mark_total`), the rank of a process of MPI, and messages of a worker alone.
 """
 
 import dataclasses
@@ -28,17 +29,27 @@ def _identity(name: str) -> core.Primitive:
   """A primitive that returns its operand and that every transformation of JAX keeps."""
   primitive = core.Primitive(name)
   primitive.def_impl(lambda x, **_: x)
-  primitive.def_abstract_eval(lambda x, **total: _compat.equal_along(x, **total) if total else x)
+  primitive.def_abstract_eval(
+    lambda x, **total: _compat.equal_along(x, **total) if total else x
+  )
   mlir.register_lowering(primitive, lambda _, x, **__: [x])
   ad.deflinear2(primitive, lambda cotangent, *_, **__: [cotangent])
-  batching.primitive_batchers[primitive] = lambda args, dims, **params: (primitive.bind(*args, **params), dims[0])
+  batching.primitive_batchers[primitive] = lambda args, dims, **params: (
+    primitive.bind(*args, **params),
+    dims[0],
+  )
   return primitive
 
 
-total_p = _identity("jaxsparse_total")  # equal on all workers of `axes`; None where the comm does not name its axes
-rank_p = _identity("jaxsparse_rank")  # the number of a rank of MPI: the one number that ranks may trace differently
-message_p = _identity("jaxsparse_message")  # a message of `SoloComm`, which sends nothing
-MESSAGE = "jaxsparse_message"  # name of the jitted function that sends a message of MPI: each rank has its own partners
+# equal on all workers of `axes`; None where the comm does not name its axes
+total_p = _identity("jaxsparse_total")
+# the number of a rank of MPI: the one number that ranks may trace differently
+rank_p = _identity("jaxsparse_rank")
+# a message of `SoloComm`, which sends nothing
+message_p = _identity("jaxsparse_message")
+# name of the jitted function that sends a message of MPI: each rank has its own
+# partners
+MESSAGE = "jaxsparse_message"
 
 
 def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
@@ -48,7 +59,8 @@ def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
     >>> mark_total(jnp.ones(2), ("workers",))
     Array([1., 1.], dtype=float32)
   """
-  if axes is not None and not axes:  # a view of some workers: other views have other totals
+  # a view of some workers: other views have other totals
+  if axes is not None and not axes:
     return tree
   named = None if axes is None else frozenset(axes)
   return jax.tree.map(functools.partial(total_p.bind, axes=named), tree)
@@ -71,7 +83,8 @@ def list_axes(axes: Iterable[str]) -> str:
 class View:
   """`members` workers of an engine, `stride` apart; a subclass for each engine.
 
-  A subclass implements the number of workers of the engine, the number of this worker, and the sending of a buffer.
+  A subclass implements the number of workers of the engine, the number of this worker,
+  and the sending of a buffer.
 
   Attributes:
     stride: distance between neighbours of this view.
@@ -110,7 +123,9 @@ class View:
     """Sends row d of each leaf to worker d and returns those of workers 0 … P − 1: P − 1 messages, as MPI_Alltoall."""
     row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
     buffer = jax.vmap(pack)(rows)
-    return jax.vmap(functools.partial(unpack, like=row))(self._all_to_all(buffer) if self.size > 1 else buffer)
+    return jax.vmap(functools.partial(unpack, like=row))(
+      self._all_to_all(buffer) if self.size > 1 else buffer
+    )
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     """Sends `tree` along (source, destination) pairs: one message; a worker that is no destination gets zeros.
@@ -139,23 +154,35 @@ class View:
     return unpack(self._ppermute(pack(tree), self._moves(pairs)), tree)
 
   def _moves(self, pairs: schedules.Pairs) -> list[tuple[int, int]]:
-    return [(view[source], view[destination]) for view in self._views() for source, destination in pairs]
+    return [
+      (view[source], view[destination])
+      for view in self._views()
+      for source, destination in pairs
+    ]
 
   def _views(self) -> list[range]:
     """The workers of each of the views that tile the engine."""
     span, engine = self.stride * self.size, self._engine_size()
-    starts = (first + offset for first in range(0, engine, span) for offset in range(self.stride))
+    starts = (
+      first + offset
+      for first in range(0, engine, span)
+      for offset in range(self.stride)
+    )
     return [range(start, start + span, self.stride) for start in starts]
 
   def _all_to_all(self, buffer: jax.Array) -> jax.Array:
     """`all_to_all` of u32[P, words], by messages to the next worker, the one after it, and so on."""
     numbers = jnp.arange(self.size, dtype=jnp.int32)
     own, *others = buffer[(self.rank + numbers) % self.size]
-    sent = self._ppermutes(others, [self._moves(schedules.ring(self.size, by)) for by in range(1, self.size)])
+    sent = self._ppermutes(
+      others, [self._moves(schedules.ring(self.size, by)) for by in range(1, self.size)]
+    )
     # The row of worker rank − b is row P − b of the home frame.
     return jnp.stack([own, *reversed(sent)])[(numbers - self.rank) % self.size]
 
-  def _ppermutes(self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]) -> list[jax.Array]:
+  def _ppermutes(
+    self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]
+  ) -> list[jax.Array]:
     """`_ppermute` of several buffers, each along pairs of its own."""
     return list(map(self._ppermute, buffers, moves))
 
@@ -189,11 +216,15 @@ def pack(tree: Tree) -> jax.Array:
 def unpack(words: jax.Array, like: Tree) -> Tree:
   """The inverse of `pack`, for a pytree with the shapes and dtypes of `like`."""
   leaves, structure = jax.tree.flatten(like)
-  ends = itertools.accumulate((math.ceil(leaf.size * leaf.dtype.itemsize / _WORD) for leaf in leaves), initial=0)
+  ends = itertools.accumulate(
+    (math.ceil(leaf.size * leaf.dtype.itemsize / _WORD) for leaf in leaves), initial=0
+  )
   parts = []
   for leaf, (start, end) in zip(leaves, itertools.pairwise(ends), strict=True):
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    flat = words[start:end].view(jnp.finfo(leaf.dtype).dtype if is_complex else leaf.dtype)
+    flat = words[start:end].view(
+      jnp.finfo(leaf.dtype).dtype if is_complex else leaf.dtype
+    )
     flat = jax.lax.complex(flat[::2], flat[1::2]) if is_complex else flat
     parts.append(flat[: leaf.size].reshape(leaf.shape))
   return jax.tree.unflatten(structure, parts)
@@ -205,11 +236,15 @@ def comm_of(axis: _compat.AxisName | Comm) -> Comm:
   Raises:
     TypeError: if `axis` is neither.
   """
-  if isinstance(axis, str) or (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
+  if isinstance(axis, str) or (
+    isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)
+  ):
     return AxisComm(axis)
   if all(hasattr(axis, verb) for verb in ("shift", "permute", "all_reduce", "split")):
     return cast(Comm, axis)
-  raise TypeError(f"axis={axis!r}: give the name of a shard_map axis, a tuple of such names, or a comm")
+  raise TypeError(
+    f"axis={axis!r}: give the name of a shard_map axis, a tuple of such names, or a comm"
+  )
 
 
 def axes_of(comm: Comm) -> tuple[str, ...] | None:
@@ -224,7 +259,8 @@ def number_of_each(comm: Comm, number: jax.Array) -> jax.Array:
     >>> number_of_each(SoloComm(3), jnp.int32(7))
     Array([7, 7, 7], dtype=int32)
   """
-  if isinstance(comm, SoloComm):  # P times a vector with one number at rank 0 would be zero at all other ranks
+  # P times a vector with one number at rank 0 would be zero at all other ranks
+  if isinstance(comm, SoloComm):
     return jnp.broadcast_to(comm.all_reduce(number, "max"), comm.size)
   return comm.all_reduce(jnp.zeros(comm.size, jnp.int32).at[comm.rank].set(number))
 
@@ -234,7 +270,8 @@ class AxisComm(View):
   """The workers along a named axis of `jax.shard_map`, or every `stride`-th of them.
 
   Attributes:
-    axis: the name of the axis, or a tuple of names (ranks vary slowest along the first).
+    axis: the name of the axis, or a tuple of names (ranks vary slowest along the
+      first).
     stride, members: as in `js.comm.View`.
 
   Example:
@@ -287,9 +324,10 @@ class AxisComm(View):
 class SimComm(AxisComm):
   """The workers along an axis of `jax.vmap(axis_name=axis)` on one device: bit-identical to shard_map on CPU.
 
-  vmap sums in another order and rejects partial permutations, so this class sums in rank order and completes
-  permutations. With `members` it is also an engine for `js.init` and `js.make_train_step`:
-  `js.SimComm("workers", members=64)` trains with 64 workers on one device.
+  vmap sums in another order and rejects partial permutations, so this class sums in
+  rank order and completes permutations. With `members` it is also an engine for
+  `js.init` and `js.make_train_step`: `js.SimComm("workers", members=64)` trains with 64
+  workers on one device.
 
   Example:
     >>> jax.vmap(lambda x: SimComm("workers").shift(x, 1), axis_name="workers")(jnp.arange(4))
@@ -301,27 +339,42 @@ class SimComm(AxisComm):
     gathered = jax.lax.all_gather(x, self.axis)  # one array for all workers under vmap
     if self.size == self._engine_size():
       return mark_total(schedules.combine_rows(gathered, op), self.axes)
-    # All views are reduced at once. For the rows of its view alone, each worker would have an array of its own.
+    # All views are reduced at once. For the rows of its view alone, each worker would
+    # have an array of its own.
     views = gathered.reshape(-1, self.size, self.stride, *x.shape)
     totals = schedules.combine_rows(jnp.moveaxis(views, 1, 0), op)
-    return totals[self._engine_rank() // (self.size * self.stride), self._engine_rank() % self.stride]
+    return totals[
+      self._engine_rank() // (self.size * self.stride),
+      self._engine_rank() % self.stride,
+    ]
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
     size = self._engine_size()
-    idle_sources, idle_destinations = (sorted(set(range(size)) - {pair[end] for pair in pairs}) for end in (0, 1))
-    received = jax.lax.ppermute(buffer, self.axis, [*pairs, *zip(idle_sources, idle_destinations, strict=True)])
+    idle_sources, idle_destinations = (
+      sorted(set(range(size)) - {pair[end] for pair in pairs}) for end in (0, 1)
+    )
+    received = jax.lax.ppermute(
+      buffer, self.axis, [*pairs, *zip(idle_sources, idle_destinations, strict=True)]
+    )
     if not idle_sources:
       return received
-    receives = jnp.zeros(size, jnp.bool_).at[jnp.array([d for _, d in pairs], jnp.int32)].set(True)
-    return jnp.where(receives[jax.lax.axis_index(self.axis)], received, jnp.zeros_like(received))
+    receives = (
+      jnp.zeros(size, jnp.bool_)
+      .at[jnp.array([d for _, d in pairs], jnp.int32)]
+      .set(True)
+    )
+    return jnp.where(
+      receives[jax.lax.axis_index(self.axis)], received, jnp.zeros_like(received)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class SoloComm(View):
   """One worker without the other `workers` - 1, to time the arithmetic of an update without its messages.
 
-  The others are taken to have the same arrays, so that branches that depend on the data of others are those of a usual
-  step: each message returns its own payload, and a sum is P times its operand. `message_p` marks messages in the jaxpr.
+  The others are taken to have the same arrays, so that branches that depend on the data
+  of others are those of a usual step: each message returns its own payload, and a sum
+  is P times its operand. `message_p` marks messages in the jaxpr.
 
   Example:
     >>> SoloComm(6).shift(jnp.arange(3), 1), SoloComm(6).all_reduce(jnp.arange(3))

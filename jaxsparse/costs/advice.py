@@ -21,14 +21,16 @@ class Evidence(NamedTuple):
   """The steps of a method to the loss that dense reaches on one task, measured from several seeds.
 
   Attributes:
-    method: what workers exchange, and by which collective: "local:every=8/spardl:density=0.3" stands for local steps,
-      "updates/spardl" for an optimizer of each worker's own before the exchange, "spardl" for gradients.
+    method: what workers exchange, and by which collective:
+      "local:every=8/spardl:density=0.3" stands for local steps, "updates/spardl" for an
+      optimizer of each worker's own before the exchange, "spardl" for gradients.
     collective: its label, with options.
     every: H, the number of steps from one exchange to the next (`js.local_steps`).
     optimizer: its name, rate and options, "window_adam:0.001:window=4".
     task: what was trained, in words.
     workers: number of workers P.
-    steps: mean over the seeds of the steps to dense's loss / those of dense; None if a seed did not reach it.
+    steps: mean over the seeds of the steps to dense's loss / those of dense; None if a
+      seed did not reach it.
     deviation: standard deviation of these; None likewise.
     seeds: their number.
   """
@@ -44,7 +46,11 @@ class Evidence(NamedTuple):
   seeds: int
 
   def __str__(self) -> str:
-    reached = f"{self.steps:.2f} ± {self.deviation:.2f} times dense's steps" if self.steps else "never at dense's loss"
+    reached = (
+      f"{self.steps:.2f} ± {self.deviation:.2f} times dense's steps"
+      if self.steps
+      else "never at dense's loss"
+    )
     return f"{reached} ({self.task}, {self.optimizer}, {self.workers} workers, {self.seeds} seeds)"
 
 
@@ -52,12 +58,14 @@ def evidence(optimizer: str | None = None) -> list[Evidence]:
   """The evidence that comes with the library, from trainings with this optimizer; for `js.costs.advise`.
 
   Args:
-    optimizer: its name, "adam", which includes kinds of it like window_adam; None for all.
+    optimizer: its name, "adam", which includes kinds of it like window_adam; None for
+      all.
 
   Returns:
-    A row for each training, a named tuple: `method`, `collective` (its label), `every` (H), `optimizer`, `task`,
-    `workers`, `steps` (to dense's loss / those of dense, mean over seeds; None if a seed did not reach it), their
-    standard `deviation`, and `seeds`.
+    A row for each training, a named tuple: `method`, `collective` (its label), `every`
+    (H), `optimizer`, `task`, `workers`, `steps` (to dense's loss / those of dense, mean
+    over seeds; None if a seed did not reach it), their standard `deviation`, and
+    `seeds`.
 
   Raises:
     ValueError: for an optimizer without evidence, with those that have some.
@@ -71,10 +79,16 @@ def evidence(optimizer: str | None = None) -> list[Evidence]:
   """
   rows = [Evidence(**row) for row in json.loads(_EVIDENCE.read_text())]
   names = [row.optimizer.split(":")[0] for row in rows]
-  found = [row for row, name in zip(rows, names, strict=True) if optimizer in (None, name, *name.split("_"))]
+  found = [
+    row
+    for row, name in zip(rows, names, strict=True)
+    if optimizer in (None, name, *name.split("_"))
+  ]
   if not found:
     known = ", ".join(dict.fromkeys(names))
-    raise ValueError(f"evidence: no training with optimizer={optimizer!r}, choose one of {known}, or None for all")
+    raise ValueError(
+      f"evidence: no training with optimizer={optimizer!r}, choose one of {known}, or None for all"
+    )
   return found
 
 
@@ -82,13 +96,15 @@ class Prediction(NamedTuple):
   """Predicted time of one update of one algorithm, and of a step if only every H-th one exchanges.
 
   Attributes:
-    label: the collective and its options as text, and H if only every H-th step exchanges.
+    label: the collective and its options as text, and H if only every H-th step
+      exchanges.
     name: of the collective.
     config: its options, for `js.make_transform`.
     arithmetic: seconds of residual, selection, sums and total.
     wire: seconds of its messages.
     messages: number of messages that one worker sends, one after the other.
-    words: number of 4-byte words that one worker sends, or where it has several devices, one of these.
+    words: number of 4-byte words that one worker sends, or where it has several
+      devices, one of these.
     inside: seconds of messages between the devices of a worker.
     every: H, the number of steps from one update to the next (`js.local_steps`).
     compute: seconds of the rest of a step, forward and backward.
@@ -135,15 +151,20 @@ class Prediction(NamedTuple):
 
   def rarely(self, every: int) -> Self:
     """The same update in every H-th step."""
-    return self._replace(every=every, label=self.label if every == 1 else f"{self.label} every {every} steps")
+    return self._replace(
+      every=every,
+      label=self.label if every == 1 else f"{self.label} every {every} steps",
+    )
 
 
 class Advice(NamedTuple):
   """The predictions of `advise`.
 
   Attributes:
-    predictions: the fastest first; with evidence the one that reaches dense's loss first.
-    why: one sentence that compares it with the fastest dense one, and names the evidence.
+    predictions: the fastest first; with evidence the one that reaches dense's loss
+      first.
+    why: one sentence that compares it with the fastest dense one, and names the
+      evidence.
   """
 
   predictions: list[Prediction]
@@ -157,10 +178,16 @@ class Advice(NamedTuple):
   def __str__(self) -> str:
     has_evidence = any(one.evidence for one in self.predictions)
     width = max(31, *(len(one.title) for one in self.predictions)) + 1
-    heads = f"{'to loss':>10}" * has_evidence + f"{'seconds':>10}{'arithmetic':>12}{'wire':>10}"
+    heads = (
+      f"{'to loss':>10}" * has_evidence
+      + f"{'seconds':>10}{'arithmetic':>12}{'wire':>10}"
+    )
     lines = [f"{'algorithm':<{width}}{heads}{'messages':>10}{'words':>14}"]
     for one in self.predictions:
-      times = f"{one.to_loss:>10.4f}" * has_evidence + f"{one.seconds:>10.4f}{one.arithmetic:>12.4f}{one.wire:>10.4f}"
+      times = (
+        f"{one.to_loss:>10.4f}" * has_evidence
+        + f"{one.seconds:>10.4f}{one.arithmetic:>12.4f}{one.wire:>10.4f}"
+      )
       lines.append(f"{one.title:<{width}}{times}{one.messages:>10}{one.words:>14,}")
     if has_evidence:
       accuracy = "Accuracy counts by these trainings alone, which are not yours."
@@ -181,36 +208,51 @@ def _describe_errors() -> str:
 
 
 def advise(
-  params: Any, profile: Profile, every: Sequence[int] = (1,), *, evidence: Sequence[Evidence] = (), compute: float = 0.0
+  params: Any,
+  profile: Profile,
+  every: Sequence[int] = (1,),
+  *,
+  evidence: Sequence[Evidence] = (),
+  compute: float = 0.0,
 ) -> Advice:
   """Predicts the seconds per step of every algorithm of a profile, and names the fastest, dense included.
 
-  seconds = arithmetic · n + α · messages + β · bytes; an algorithm that uses the platform's all-reduce has the α and β
-  of that, the latter times its slowdown. Where a worker has S devices, n is ⌈n/S⌉ and the links inside add the time of
-  gathering what is replicated there, by the shardings of `params`; a number n stands for sharded parameters. With local
-  steps only every H-th step has an update, and seconds and words per step are 1/H of it. Accuracy is not considered: a
-  lower density, or more local steps, are always faster. `print` says so, and how far predictions in our lab were off.
+  seconds = arithmetic · n + α · messages + β · bytes; an algorithm that uses the
+  platform's all-reduce has the α and β of that, the latter times its slowdown. Where a
+  worker has S devices, n is ⌈n/S⌉ and the links inside add the time of gathering what
+  is replicated there, by the shardings of `params`; a number n stands for sharded
+  parameters. With local steps only every H-th step has an update, and seconds and words
+  per step are 1/H of it. Accuracy is not considered: a lower density, or more local
+  steps, are always faster. `print` says so, and how far predictions in our lab were
+  off.
 
-  With evidence, from trainings, the order is that of the seconds to the loss that dense has after one step,
-  steps · (compute + seconds per step), where steps are those of the method over those of dense; dense is before what is
-  sooner by no more than the standard deviation. Methods are then dense and those of the evidence; of several trainings
-  of one method the one that took most steps counts.
+  With evidence, from trainings, the order is that of the seconds to the loss that dense
+  has after one step, steps · (compute + seconds per step), where steps are those of the
+  method over those of dense; dense is before what is sooner by no more than the
+  standard deviation. Methods are then dense and those of the evidence; of several
+  trainings of one method the one that took most steps counts.
 
   Args:
-    params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`; or n, which leaves PowerSGD and rows out.
+    params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`; or n, which
+      leaves PowerSGD and rows out.
     profile: from `js.costs.fit`, or `js.costs.Profile.of`.
-    every: the numbers H of steps between exchanges to choose from (`js.local_steps`); with evidence it names them.
-    evidence: of the methods to choose from, `js.costs.evidence("adam")` or rows of your own like these.
+    every: the numbers H of steps between exchanges to choose from (`js.local_steps`);
+      with evidence it names them.
+    evidence: of the methods to choose from, `js.costs.evidence("adam")` or rows of your
+      own like these.
     compute: seconds of the rest of your step, forward and backward; with evidence.
 
   Returns:
-    `predictions`, the best first, which is also `best`, and `why`, a sentence; `print` it for a table. A prediction has
-    the `label`, `name` and `config` of an algorithm, `every` (H), `seconds` per step, and of an update `messages`,
-    `words`, and the seconds of `arithmetic`, `wire` and `inside`; `to_loss` and `evidence`, where there is some.
+    `predictions`, the best first, which is also `best`, and `why`, a sentence; `print`
+    it for a table. A prediction has the `label`, `name` and `config` of an algorithm,
+    `every` (H), `seconds` per step, and of an update `messages`, `words`, and the
+    seconds of `arithmetic`, `wire` and `inside`; `to_loss` and `evidence`, where there
+    is some.
 
   Raises:
-    ValueError: for a profile without any algorithm, or without any of the evidence, no parameters, an H that is no
-      whole number from 1 up, an empty `every`, negative seconds, or evidence that is none.
+    ValueError: for a profile without any algorithm, or without any of the evidence, no
+      parameters, an H that is no whole number from 1 up, an empty `every`, negative
+      seconds, or evidence that is none.
 
   Example:
     >>> import jaxsparse as js
@@ -228,29 +270,43 @@ def advise(
     "dense reaches dense's loss ... times as fast as spardl:density=0.01: 40.00 ± 1.00 times dense's steps (...)"
   """
   if not 0 <= compute < math.inf:
-    raise ValueError(f"advise: compute={compute}, give the seconds of forward and backward")
+    raise ValueError(
+      f"advise: compute={compute}, give the seconds of forward and backward"
+    )
   if not profile.algorithms:
     raise ValueError("advise: the profile has no algorithm, make one with js.costs.fit")
   if np.ndim(every) != 1 or not len(every):
-    raise ValueError(f"advise: every={every!r}, give a list of steps between exchanges, as in (1, 30)")
+    raise ValueError(
+      f"advise: every={every!r}, give a list of steps between exchanges, as in (1, 30)"
+    )
   for steps in every:
     check_whole("advise", 1, every=steps)
-  labels = [label for label in profile.algorithms if not lacks_shapes(label, params)] or profile.algorithms
-  updates = [_predict(label, params, profile)._replace(compute=compute) for label in labels]
+  labels = [
+    label for label in profile.algorithms if not lacks_shapes(label, params)
+  ] or profile.algorithms
+  updates = [
+    _predict(label, params, profile)._replace(compute=compute) for label in labels
+  ]
   without_evidence = [update.rarely(steps) for steps in every for update in updates]
-  found = _with_evidence(updates, rows) if (rows := list(evidence)) else without_evidence
-  dense = min((one.to_loss for one in found if rows and not one.evidence), default=math.inf)
+  found = (
+    _with_evidence(updates, rows) if (rows := list(evidence)) else without_evidence
+  )
+  dense = min(
+    (one.to_loss for one in found if rows and not one.evidence), default=math.inf
+  )
   # A gain that is not outside of the deviation is none.
   sure = lambda one: one.to_loss if one.latest < dense else max(one.to_loss, dense)
-  predictions = sorted(found, key=lambda one: (sure(one), bool(one.evidence), one.to_loss))
+  predictions = sorted(
+    found, key=lambda one: (sure(one), bool(one.evidence), one.to_loss)
+  )
   return Advice(predictions, _explain(predictions))
 
 
 def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
   """The cost of a communication from a profile: α, β and γ of one update of a collective, arithmetic included.
 
-  `advise` predicts the seconds of an update of n entries, a linear function of n: α is its constant, β its
-  slope per byte of the gradient.
+  `advise` predicts the seconds of an update of n entries, a linear function of n: α is
+  its constant, β its slope per byte of the gradient.
 
   Args:
     profile: from `fit`, on the workers and the network of the training run.
@@ -274,13 +330,19 @@ def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
   """
   label = label_of(name, config)
   if label not in profile.algorithms:
-    raise ValueError(f"link_of: the profile has no {label!r}, choose one of {', '.join(profile.algorithms)}")
+    raise ValueError(
+      f"link_of: the profile has no {label!r}, choose one of {', '.join(profile.algorithms)}"
+    )
   n = 2**24  # so large that rounding to whole words does not matter
   once, twice = (_predict(label, entries, profile).seconds for entries in (n, 2 * n))
-  return Link(max(0.0, 2 * once - twice), (twice - once) / (4 * n), max(1.0, profile.gamma))
+  return Link(
+    max(0.0, 2 * once - twice), (twice - once) / (4 * n), max(1.0, profile.gamma)
+  )
 
 
-def _with_evidence(updates: list[Prediction], evidence: Sequence[Evidence]) -> list[Prediction]:
+def _with_evidence(
+  updates: list[Prediction], evidence: Sequence[Evidence]
+) -> list[Prediction]:
   """Dense, and the methods of the evidence, each with that of its training which took most steps."""
   for row in evidence:
     _check(row)
@@ -301,27 +363,49 @@ def _with_evidence(updates: list[Prediction], evidence: Sequence[Evidence]) -> l
 def _check(row: Evidence) -> None:
   """Raises ValueError unless it has whole numbers, and positive steps with their deviation, or neither."""
   if not isinstance(row, Evidence):
-    raise ValueError(f"advise: evidence has {row!r}, give a list of rows like those of js.costs.evidence()")
+    raise ValueError(
+      f"advise: evidence has {row!r}, give a list of rows like those of js.costs.evidence()"
+    )
   where = f"advise: evidence of {row.method}"
   check_whole(where, 1, every=row.every, seeds=row.seeds)
   known = [value for value in (row.steps, row.deviation) if value is not None]
-  if len(known) == 1 or row.steps == 0 or not all(0 <= value < math.inf for value in known):
+  if (
+    len(known) == 1
+    or row.steps == 0
+    or not all(0 <= value < math.inf for value in known)
+  ):
     has = f"steps={row.steps} and deviation={row.deviation}"
-    raise ValueError(f"{where}: {has}, give steps / dense's steps and their deviation, or None for both if never there")
+    raise ValueError(
+      f"{where}: {has}, give steps / dense's steps and their deviation, or None for both if never there"
+    )
 
 
 def _predict(label: str, params: Any, profile: Profile) -> Prediction:
   """The prediction of one update."""
   name, options = collective_of(label)
   measured = profile.algorithms[label]
-  cost = predict(name, n=params, workers=profile.workers, devices=profile.devices, **options)
+  cost = predict(
+    name, n=params, workers=profile.workers, devices=profile.devices, **options
+  )
   words = round(cost.words * measured.fill)
   agreeing = measured.agreements * 2 * (profile.workers - 1).bit_length()
-  alpha, beta = (profile.reduce_alpha, profile.reduce_beta) if measured.reduces else (profile.alpha, profile.beta)
-  wire = cost.messages * alpha + 4 * words * beta * measured.slowdown + agreeing * profile.reduce_alpha
+  alpha, beta = (
+    (profile.reduce_alpha, profile.reduce_beta)
+    if measured.reduces
+    else (profile.alpha, profile.beta)
+  )
+  wire = (
+    cost.messages * alpha
+    + 4 * words * beta * measured.slowdown
+    + agreeing * profile.reduce_alpha
+  )
   arithmetic = measured.arithmetic * -(-count_entries(params) // profile.devices)
-  inside = count_inside(params, devices=profile.devices).seconds(profile.inside_alpha, profile.inside_beta)
-  return Prediction(label, name, options, arithmetic, wire, cost.messages, words, inside)
+  inside = count_inside(params, devices=profile.devices).seconds(
+    profile.inside_alpha, profile.inside_beta
+  )
+  return Prediction(
+    label, name, options, arithmetic, wire, cost.messages, words, inside
+  )
 
 
 def _explain(predictions: list[Prediction]) -> str:
@@ -336,7 +420,11 @@ def _explain(predictions: list[Prediction]) -> str:
     sooner = other.to_loss / best.to_loss
     if sooner < 1:
       return f"{best.title}: that {other.title} is {1 / sooner:.2f} times as fast is within its deviation: {trained}"
-    than = f" {sooner:.2f} times as fast as {other.title}" if math.isfinite(sooner) else f", {other.title} never"
+    than = (
+      f" {sooner:.2f} times as fast as {other.title}"
+      if math.isfinite(sooner)
+      else f", {other.title} never"
+    )
     return f"{best.title} reaches dense's loss{than}: {trained}"
   first = f"{best.title}: {best.seconds:.4f} s per step"
   if is_dense(best):

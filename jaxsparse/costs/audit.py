@@ -19,7 +19,13 @@ _OPERATION = re.compile(
   r"(?P<start>-start)?\("
 )
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
-_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}  # of others the bits are in the name
+# of others the bits are in the name
+_BYTES = {
+  "pred": 1,
+  "bf16": 2,
+  "c64": 8,
+  "c128": 16,
+}
 _OWN = str(pathlib.Path(__file__).parents[1])
 
 
@@ -30,8 +36,10 @@ class Operation(NamedTuple):
     kind: as HLO names it, "all-reduce" for instance.
     dtype: of its arrays, as HLO names it.
     entries: of its result on one device.
-    bytes: bytes that a device sends across the axis in one run of the program, all rounds of loops together.
-    source: file and line of the program that made it, outside of JAX and jaxsparse where there is one.
+    bytes: bytes that a device sends across the axis in one run of the program, all
+      rounds of loops together.
+    source: file and line of the program that made it, outside of JAX and jaxsparse
+      where there is one.
 
   Example:
     >>> Operation("all-reduce", "f32", 100, 600, "train.py:7").bytes
@@ -49,7 +57,8 @@ class Audit(NamedTuple):
   """What a compiled program sends across an axis of the mesh.
 
   Attributes:
-    operations: those that cross the axis, the largest first; of a conditional those of the branch that sends most.
+    operations: those that cross the axis, the largest first; of a conditional those of
+      the branch that sends most.
 
   Example:
     >>> print(Audit((Operation("all-reduce", "f32", 100, 600, "train.py:7"),)))
@@ -65,8 +74,13 @@ class Audit(NamedTuple):
     return sum(one.bytes for one in self.operations)
 
   def __str__(self) -> str:
-    lines = [f"{one.bytes:>12,}  {one.kind} {one.dtype}[{one.entries:,}]  {one.source}" for one in self.operations]
-    return "\n".join([f"{self.bytes:,} bytes in {len(self.operations)} operations", *lines])
+    lines = [
+      f"{one.bytes:>12,}  {one.kind} {one.dtype}[{one.entries:,}]  {one.source}"
+      for one in self.operations
+    ]
+    return "\n".join(
+      [f"{self.bytes:,} bytes in {len(self.operations)} operations", *lines]
+    )
 
 
 def audit(
@@ -78,14 +92,15 @@ def audit(
 ) -> Audit:
   """The collective operations of a compiled program that cross an axis of the mesh, those that nobody wrote too.
 
-  A compiler adds all-gathers and all-reduces where shardings need them. Bytes are those of the algorithms that send
-  least, over A indices of the axis: an all-reduce of b bytes sends 2 b (A − 1)/A, an all-gather and a reduce-scatter
-  (A − 1)/A of the whole, a permutation its operand. Where groups have several devices of each index, these share the
-  bytes.
+  A compiler adds all-gathers and all-reduces where shardings need them. Bytes are those
+  of the algorithms that send least, over A indices of the axis: an all-reduce of b
+  bytes sends 2 b (A − 1)/A, an all-gather and a reduce-scatter (A − 1)/A of the whole,
+  a permutation its operand. Where groups have several devices of each index, these
+  share the bytes.
 
   Args:
-    program: `step.lower(...)`, `jax.jit(...).lower(...)`, what either compiles to, or the text of optimized HLO for
-      CPU, GPU or TPU.
+    program: `step.lower(...)`, `jax.jit(...).lower(...)`, what either compiles to, or
+      the text of optimized HLO for CPU, GPU or TPU.
     mesh: the mesh of the program.
     axis: the axis, or tuple of axes, that should be crossed seldom.
     at_most: bytes that a device may send across it in one run; None for any number.
@@ -94,8 +109,8 @@ def audit(
     An `Audit`; `print` it.
 
   Raises:
-    ValueError: if the program sends more than `at_most` bytes, with its operations; if the mesh has no such axis, or
-      the program runs on other numbers of devices.
+    ValueError: if the program sends more than `at_most` bytes, with its operations; if
+      the mesh has no such axis, or the program runs on other numbers of devices.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -107,12 +122,21 @@ def audit(
     True
   """
   if unknown := [name for name in names_of(axis) if name not in mesh.shape]:
-    raise ValueError(f"audit: axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
+    raise ValueError(
+      f"audit: axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}"
+    )
   compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
-  found = _Text(compiled if isinstance(compiled, str) else compiled.as_text() or "", _positions(mesh, axis))
-  result = Audit(tuple(sorted(found.operations(found.entry), key=lambda one: -one.bytes)))
+  found = _Text(
+    compiled if isinstance(compiled, str) else compiled.as_text() or "",
+    _positions(mesh, axis),
+  )
+  result = Audit(
+    tuple(sorted(found.operations(found.entry), key=lambda one: -one.bytes))
+  )
   if at_most is not None and result.bytes > at_most:
-    raise ValueError(f"audit: more than at_most={at_most:,} bytes cross axis {axis!r}: {result}")
+    raise ValueError(
+      f"audit: more than at_most={at_most:,} bytes cross axis {axis!r}: {result}"
+    )
   return result
 
 
@@ -121,7 +145,11 @@ def _positions(mesh: Mesh, axis: AxisName) -> np.ndarray:
   names = mesh.axis_names
   places = np.indices(mesh.devices.shape).reshape(len(names), -1)
   chosen = [names.index(name) for name in names_of(axis)]
-  return np.asarray(np.ravel_multi_index(tuple(places[chosen]), [mesh.devices.shape[one] for one in chosen]))
+  return np.asarray(
+    np.ravel_multi_index(
+      tuple(places[chosen]), [mesh.devices.shape[one] for one in chosen]
+    )
+  )
 
 
 class _Text:
@@ -136,14 +164,22 @@ class _Text:
     """Those that cross the axis, in one run of a computation."""
     found = list[Operation]()
     for line in self.computations[computation]:
-      if (match := _OPERATION.match(line.removeprefix("ROOT "))) and (own := self._operation(match, line)):
+      if (match := _OPERATION.match(line.removeprefix("ROOT "))) and (
+        own := self._operation(match, line)
+      ):
         found.append(own)
-      inside = [self.operations(name) for name in called_by(line) if name in self.computations]
+      inside = [
+        self.operations(name) for name in called_by(line) if name in self.computations
+      ]
       if " conditional(" in line:
-        found += max(inside, key=lambda branch: sum(one.bytes for one in branch), default=[])
+        found += max(
+          inside, key=lambda branch: sum(one.bytes for one in branch), default=[]
+        )
       else:
         times = trip_count(line) or 1
-        found += [one._replace(bytes=times * one.bytes) for branch in inside for one in branch]
+        found += [
+          one._replace(bytes=times * one.bytes) for branch in inside for one in branch
+        ]
     return found
 
   def _operation(self, match: re.Match, line: str) -> Operation | None:
@@ -151,24 +187,43 @@ class _Text:
       (kind, math.prod(int(size) for size in sizes.split(",") if size))
       for kind, sizes in _SHAPE.findall(match["shape"])
     ]
-    if match["start"] and match["kind"] != "all-reduce" and len(shapes) > 1:  # operands, results, and maybe contexts
-      shapes = shapes[1:2] if match["kind"] == "collective-permute" else shapes[len(shapes) // 2 :]
+    # operands, results, and maybe contexts
+    if match["start"] and match["kind"] != "all-reduce" and len(shapes) > 1:
+      shapes = (
+        shapes[1:2]
+        if match["kind"] == "collective-permute"
+        else shapes[len(shapes) // 2 :]
+      )
     entries = sum(size for _, size in shapes)
     share = self._share(match["kind"], line, entries)
     if not share:
       return None
     size = sum(count * _itemsize(kind) for kind, count in shapes)
-    return Operation(match["kind"], shapes[0][0], entries, math.ceil(share * size), self.frames.source_of(line))
+    return Operation(
+      match["kind"],
+      shapes[0][0],
+      entries,
+      math.ceil(share * size),
+      self.frames.source_of(line),
+    )
 
   def _share(self, kind: str, line: str, entries: int) -> float:
     """Bytes that a device sends across the axis / those of the result; 0 for an operation that does not cross it."""
     if kind == "collective-permute":
-      pairs = re.findall(r"\{(\d+),(\d+)\}", line.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
-      crosses = [self.positions[int(source)] != self.positions[int(target)] for source, target in pairs]
+      pairs = re.findall(
+        r"\{(\d+),(\d+)\}",
+        line.partition("source_target_pairs=")[2].partition("}}")[0] + "}",
+      )
+      crosses = [
+        self.positions[int(source)] != self.positions[int(target)]
+        for source, target in pairs
+      ]
       return float(any(crosses))
     groups = _groups(line, len(self.positions))
     if bad := [one for group in groups for one in group if one >= len(self.positions)]:
-      raise ValueError(f"audit: the program has a device {bad[0]}, the mesh has {len(self.positions)}: give its mesh")
+      raise ValueError(
+        f"audit: the program has a device {bad[0]}, the mesh has {len(self.positions)}: give its mesh"
+      )
     widest = max(groups, key=lambda group: len(set(self.positions[group])))
     indices = len(set(self.positions[widest]))
     if indices == 1:
@@ -187,7 +242,11 @@ class _Frames:
 
   def __init__(self, text: str):
     head = text.partition("ENTRY")[0]
-    table = lambda name, row: dict(re.findall(row, head.partition(f"\n{name}\n")[2].partition("\n\n")[0], re.MULTILINE))
+    table = lambda name, row: dict(
+      re.findall(
+        row, head.partition(f"\n{name}\n")[2].partition("\n\n")[0], re.MULTILINE
+      )
+    )
     self.files = table("FileNames", r'^(\d+) "(.*)"$')
     self.lines = table("FileLocations", r"^(\d+) (\{.*\})$")
     self.frames = table("StackFrames", r"^(\d+) (\{.*\})$")
@@ -197,7 +256,11 @@ class _Frames:
     if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
       return f"{plain[1]}:{plain[2]}"
     places = list(self._places(_field(line, "stack_frame_id")))
-    users = [place for place in places if "site-packages" not in place and not place.startswith(_OWN)]
+    users = [
+      place
+      for place in places
+      if "site-packages" not in place and not place.startswith(_OWN)
+    ]
     return next(iter([*users, *reversed(places)]), "added by the compiler")
 
   def _places(self, frame: str) -> Iterator[str]:
@@ -240,7 +303,9 @@ def trip_count(line: str) -> int:
 
 def called_by(line: str) -> list[str]:
   """The names of the computations that an instruction runs."""
-  named = re.findall(r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)", line)
+  named = re.findall(
+    r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)", line
+  )
   return re.findall(r"[\w.-]+", " ".join(named).replace("%", ""))
 
 
@@ -257,15 +322,22 @@ def _groups(line: str, devices: int) -> list[list[int]]:
   if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
     return _iota(iota[2], iota[3]).reshape(_whole(iota[1])).tolist()
   if named := re.match(
-    r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)*)\}", text
+    r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)*)\}",
+    text,
   ):
     axes = [(name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])]
     sizes = [size for _, size in axes]
     inside = [name in re.findall(r"\w+", named[4]) for name, _ in axes]
     ids = _iota(named[2] or ",".join(map(str, sizes)), named[3]).reshape(sizes)
     order = sorted(range(len(axes)), key=lambda number: inside[number])
-    return ids.transpose(order).reshape(-1, math.prod(itertools.compress(sizes, inside))).tolist()
-  raise NotImplementedError(f"audit: replica_groups={text[:80]!r}: this notation is not known")
+    return (
+      ids.transpose(order)
+      .reshape(-1, math.prod(itertools.compress(sizes, inside)))
+      .tolist()
+    )
+  raise NotImplementedError(
+    f"audit: replica_groups={text[:80]!r}: this notation is not known"
+  )
 
 
 def _whole(numbers: str) -> list[int]:

@@ -18,7 +18,13 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
-from jaxsparse.collectives import Collective, collective_names, collective_options, make_collective, make_plain
+from jaxsparse.collectives import (
+  Collective,
+  collective_names,
+  collective_options,
+  make_collective,
+  make_plain,
+)
 from jaxsparse.collectives._base import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.counting import (
@@ -35,9 +41,18 @@ from jaxsparse.transform.metrics import metrics
 from jaxsparse.types import Comm, Link, check_whole
 
 _LONG = 0.3  # seconds of a message that is long enough to measure β
-_SHORTEST = 2**18  # words; the longest message of a measurement of β has at least so many
-_CHAIN = 8  # messages of a chain, which makes the overhead of the clock and of the call small
-_FIRST = "dense", "onebit", "spardl", "powersgd"  # what the documents recommend; `fit` may have no time for others
+# words; the longest message of a measurement of β has at least so many
+_SHORTEST = 2**18
+_CHAIN = (
+  8  # messages of a chain, which makes the overhead of the clock and of the call small
+)
+# what the documents recommend; `fit` may have no time for others
+_FIRST = (
+  "dense",
+  "onebit",
+  "spardl",
+  "powersgd",
+)
 _MACHINES = ("h100",)  # whose measurements are beside this module
 _SHAPE = 2**16  # entries of the gradients that `fill` is measured with
 
@@ -47,13 +62,13 @@ class Algorithm:
   """Measurements of one algorithm at one density.
 
   Attributes:
-    arithmetic: seconds per gradient entry of an update without its messages: residual, selection, sums and the total,
-      while all workers compute.
-    fill: measured words / predicted words, for normally distributed gradients; below 1 where message sizes vary, since
-      the formula is an upper bound there.
+    arithmetic: seconds per gradient entry of an update without its messages: residual,
+      selection, sums and the total, while all workers compute.
+    fill: measured words / predicted words, for normally distributed gradients; below 1
+      where message sizes vary, since the formula is an upper bound there.
     reduces: whether it sends by the platform's all-reduce.
-    slowdown: seconds per byte of its all-reduce / `Profile.reduce_beta`, that of float32; 2 where the platform sends
-      bfloat16 as float32, as XLA does on CPU.
+    slowdown: seconds per byte of its all-reduce / `Profile.reduce_beta`, that of
+      float32; 2 where the platform sends bfloat16 as float32, as XLA does on CPU.
     agreements: number of all-reduces of a few integers in one update.
 
   Example:
@@ -78,13 +93,15 @@ class Profile:
     workers: number of workers P.
     alpha: α, latency of a message, in seconds.
     beta: β, seconds per byte of a message.
-    gamma: γ, contention factor: per-byte slowdown when two transfers overlap. 1 is no contention, 2 a shared link.
+    gamma: γ, contention factor: per-byte slowdown when two transfers overlap. 1 is no
+      contention, 2 a shared link.
     reduce_alpha: seconds of each of the 2⌈log₂P⌉ messages of the platform's all-reduce.
     reduce_beta: seconds per byte that a worker sends in the platform's all-reduce.
     entries: n of the gradients whose arithmetic was timed.
-    algorithms: measurements of each algorithm, by label: `arithmetic` is its seconds per entry, `fill` the words that
-      it sends / the predicted ones.
-    devices: number of devices S of a worker, all of which send to other workers at once while α and β are measured.
+    algorithms: measurements of each algorithm, by label: `arithmetic` is its seconds
+      per entry, `fill` the words that it sends / the predicted ones.
+    devices: number of devices S of a worker, all of which send to other workers at once
+      while α and β are measured.
     inside_alpha: latency of a message between devices of a worker, in seconds.
     inside_beta: seconds per byte of a message between devices of a worker.
 
@@ -112,27 +129,40 @@ class Profile:
   @classmethod
   def load(cls, path: str | Traversable) -> Self:
     """Reads a profile that `save` wrote."""
-    read = json.loads((pathlib.Path(path) if isinstance(path, str) else path).read_text())
-    return cls(**read | {"algorithms": {label: Algorithm(**one) for label, one in read["algorithms"].items()}})
+    read = json.loads(
+      (pathlib.Path(path) if isinstance(path, str) else path).read_text()
+    )
+    return cls(
+      **read
+      | {
+        "algorithms": {
+          label: Algorithm(**one) for label, one in read["algorithms"].items()
+        }
+      }
+    )
 
   @classmethod
   def of(cls, machine: str, link: Link, *, workers: int, devices: int = 1) -> Self:
     """The arithmetic that was measured on a GPU, over a link that was not.
 
-    On one H100, with JAX 0.11.2: updates of 14,728,266 entries of one of 8 workers, in a queue, and each collective at
-    a density of 0.01.
+    On one H100, with JAX 0.11.2: updates of 14,728,266 entries of one of 8 workers, in
+    a queue, and each collective at a density of 0.01.
 
     Args:
       machine: "h100".
-      link: of a device of a worker: α and β of a message. The platform's all-reduce is taken to be as good.
+      link: of a device of a worker: α and β of a message. The platform's all-reduce is
+        taken to be as good.
       workers: number of workers P.
-      devices: number of devices of a worker, S. If they share a link of b bytes a second, β is S/b.
+      devices: number of devices of a worker, S. If they share a link of b bytes a
+        second, β is S/b.
 
     Raises:
-      ValueError: for another machine, or a number of workers or devices that is not positive.
+      ValueError: for another machine, or a number of workers or devices that is not
+        positive.
 
     Example:
-      Two hosts of 8 GPUs, between them 100 Gbit/s and 5 µs a message, and 124 million parameters:
+      Two hosts of 8 GPUs, between them 100 Gbit/s and 5 µs a message, and 124 million
+      parameters:
 
       >>> import jaxsparse as js
       >>> link = js.overlap.Link(alpha=5e-6, beta=8 * 8 / 100e9, gamma=1.0)
@@ -142,14 +172,20 @@ class Profile:
       {'onebit': 1.5, 'dense': 40.0}
     """
     if machine not in _MACHINES:
-      raise ValueError(f"Profile.of: machine={machine!r}, choose one of {', '.join(map(repr, _MACHINES))}")
+      raise ValueError(
+        f"Profile.of: machine={machine!r}, choose one of {', '.join(map(repr, _MACHINES))}"
+      )
     check_whole("Profile.of", 1, workers=workers, devices=devices)
-    measured = cls.load(importlib.resources.files("jaxsparse.costs") / f"{machine}.json")
+    measured = cls.load(
+      importlib.resources.files("jaxsparse.costs") / f"{machine}.json"
+    )
     return dataclasses.replace(measured.over(link), workers=workers, devices=devices)
 
   def over(self, link: Link) -> Self:
     """The profile with α, β and γ of another link, for the platform's all-reduce, too."""
-    return dataclasses.replace(self, **link._asdict(), reduce_alpha=link.alpha, reduce_beta=link.beta)
+    return dataclasses.replace(
+      self, **link._asdict(), reduce_alpha=link.alpha, reduce_beta=link.beta
+    )
 
 
 def fit(
@@ -165,26 +201,31 @@ def fit(
 ) -> Profile:
   """Measures α, β, γ, the platform's all-reduce, and the arithmetic of every algorithm, on all workers at once.
 
-  Takes a minute or two, most of it compilation, and at most about `seconds`: measurements are repeated as often as
-  their share of what is left allows, at least once, and an algorithm whose turn comes after that time is left out of
-  the profile, with a warning. In a run of several processes every process must call.
+  Takes a minute or two, most of it compilation, and at most about `seconds`:
+  measurements are repeated as often as their share of what is left allows, at least
+  once, and an algorithm whose turn comes after that time is left out of the profile,
+  with a warning. In a run of several processes every process must call.
 
   Args:
-    mesh: the workers, as for `js.init`. Its other axes lie inside a worker: their links are measured too.
+    mesh: the workers, as for `js.init`. Its other axes lie inside a worker: their links
+      are measured too.
     axis: of the mesh.
-    n: number of gradient entries whose arithmetic is timed, and words of the longest message. The model scales both
-      linearly: choose an n close to that of your model. Or the parameters, as for `js.costs.count`.
+    n: number of gradient entries whose arithmetic is timed, and words of the longest
+      message. The model scales both linearly: choose an n close to that of your model.
+      Or the parameters, as for `js.costs.count`.
     densities: the densities that `advise` compares.
-    algorithms: names, with options as in "spardl:teams=2"; by default all that average gradients, and SparDL with every
-      number of teams. Those whose words depend on the shapes of leaves need the parameters as n.
+    algorithms: names, with options as in "spardl:teams=2"; by default all that average
+      gradients, and SparDL with every number of teams. Those whose words depend on the
+      shapes of leaves need the parameters as n.
     repetitions: the most of each measurement, whose median counts.
-    seconds: after which no further algorithm is begun, so that the call takes as much longer as one of them does;
-      math.inf for all of them.
-    progress: called with a line of text for each algorithm that is measured, `print` for instance, in one process.
+    seconds: after which no further algorithm is begun, so that the call takes as much
+      longer as one of them does; math.inf for all of them.
+    progress: called with a line of text for each algorithm that is measured, `print`
+      for instance, in one process.
 
   Raises:
-    ValueError: for one worker, which sends nothing, an algorithm that does not fit the number of workers, or one that
-      is no label, as an instance of a collective.
+    ValueError: for one worker, which sends nothing, an algorithm that does not fit the
+      number of workers, or one that is no label, as an instance of a collective.
 
   Example:
     >>> import jax, jaxsparse as js
@@ -197,16 +238,27 @@ def fit(
   if engine.workers < 2:
     raise ValueError("fit: one worker sends nothing, give at least two workers")
   if not seconds > 0:
-    raise ValueError(f"fit: seconds={seconds!r}, give more than 0, math.inf for no limit")
+    raise ValueError(
+      f"fit: seconds={seconds!r}, give more than 0, math.inf for no limit"
+    )
   start = time.monotonic()
-  labels = candidates(engine.workers, densities, n) if algorithms is None else _add_densities(algorithms, densities)
-  collectives = [make_sized(name, n, engine.workers, **options)[0] for name, options in map(collective_of, labels)]
+  labels = (
+    candidates(engine.workers, densities, n)
+    if algorithms is None
+    else _add_densities(algorithms, densities)
+  )
+  collectives = [
+    make_sized(name, n, engine.workers, **options)[0]
+    for name, options in map(collective_of, labels)
+  ]
   n = count_entries(n)
   meter = _Meter(engine, axis, n, repetitions)
   links, reduce, inside = meter.measure_links(), meter.measure_all_reduce(), (0.0, 0.0)
   devices = math.prod(engine.axes[name] for name in engine.others)
   if devices > 1:
-    inside = _Meter(engine_of(mesh, engine.others).flat, engine.others, n, repetitions).measure_links()[:2]
+    inside = _Meter(
+      engine_of(mesh, engine.others).flat, engine.others, n, repetitions
+    ).measure_links()[:2]
   grads, measured = timing.gradients(engine, n)(0), dict[str, Algorithm]()
   left = seconds - meter.find_slowest(time.monotonic() - start)
   for number, (label, collective) in enumerate(zip(labels, collectives, strict=True)):
@@ -217,7 +269,9 @@ def fit(
         stacklevel=2,
       )
       break
-    measured[label] = meter.measure_algorithm(label, collective, grads, reduce[1], left / (len(labels) - number))
+    measured[label] = meter.measure_algorithm(
+      label, collective, grads, reduce[1], left / (len(labels) - number)
+    )
     left = seconds - meter.find_slowest(time.monotonic() - start)
     if progress and engine.process == 0:
       spent = f"{1e9 * measured[label].arithmetic:.3g} ns an entry, {max(0.0, left):.0f} s left"
@@ -228,8 +282,9 @@ def fit(
 def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str]:
   """Every algorithm that averages gradients, those that are recommended first, at every density; SparDL with teams.
 
-  A2SGD is not among them: its workers apply different totals, which is not an average of gradients. Nor is PowerSGD
-  where n is a number, for its words depend on the shapes of leaves.
+  A2SGD is not among them: its workers apply different totals, which is not an average
+  of gradients. Nor is PowerSGD where n is a number, for its words depend on the shapes
+  of leaves.
 
   Example:
     >>> candidates(4, [0.01])[-3:]
@@ -237,22 +292,35 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
   """
   fits = lambda name: make_plain(name).replicates and not lacks_shapes(name, n)
   recommended = [*filter(fits, _FIRST), "spardl:selector=chunked"]
-  averaging = [name for name in collective_names() if fits(name) and name not in recommended]
-  teams = [f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0]
-  return _add_densities([*recommended, *averaging, *teams, "dense:dtype=bfloat16"], densities)
+  averaging = [
+    name for name in collective_names() if fits(name) and name not in recommended
+  ]
+  teams = [
+    f"spardl:teams={teams}" for teams in range(2, workers + 1) if workers % teams == 0
+  ]
+  return _add_densities(
+    [*recommended, *averaging, *teams, "dense:dtype=bfloat16"], densities
+  )
 
 
 def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:
   if isinstance(labels, str):
     raise ValueError(f"fit: algorithms={labels!r}, give a list, as [{labels!r}]")
-  if strange := [one for one in labels if not isinstance(one, str)]:  # `advise` makes collectives from labels
+  # `advise` makes collectives from labels
+  if strange := [one for one in labels if not isinstance(one, str)]:
     known = f"of {', '.join(collective_names())}"
-    raise ValueError(f"fit: {strange[0]} is no label, give a name with options, 'spardl:teams=2:density=0.01', {known}")
+    raise ValueError(
+      f"fit: {strange[0]} is no label, give a name with options, 'spardl:teams=2:density=0.01', {known}"
+    )
   result = []
   for label in labels:
     name, config = collective_of(label)
     lacks = "density" in collective_options(name) and not {"density", "k"} & set(config)
-    result += [label_of(name, config | {"density": density}) for density in densities] if lacks else [label]
+    result += (
+      [label_of(name, config | {"density": density}) for density in densities]
+      if lacks
+      else [label]
+    )
   return result
 
 
@@ -277,41 +345,64 @@ class _Meter:
     both = lambda comm, x: jnp.concatenate([send(comm, x), send(comm, x + 1)])
     return alpha, beyond / (4 * words), self._measure_seconds(both, words) / seconds
 
-  def measure_all_reduce(self, dtype: jax.typing.DTypeLike = jnp.float32) -> tuple[float, float]:
+  def measure_all_reduce(
+    self, dtype: jax.typing.DTypeLike = jnp.float32
+  ) -> tuple[float, float]:
     """(α, β) of the platform's all-reduce, per message and per byte of `all_reduce_cost`."""
     workers = self._engine.workers
-    latency, entries, _, beyond = self._measure_line(lambda comm, x: comm.all_reduce(x.astype(dtype)), 2 * workers)
+    latency, entries, _, beyond = self._measure_line(
+      lambda comm, x: comm.all_reduce(x.astype(dtype)), 2 * workers
+    )
     cost = all_reduce_cost(entries, workers, jnp.dtype(dtype).itemsize)
     return latency / cost.messages, beyond / cost.bytes
 
   def measure_algorithm(
-    self, label: str, collective: Collective, grads: jax.Array, reduce_beta: float, budget: float
+    self,
+    label: str,
+    collective: Collective,
+    grads: jax.Array,
+    reduce_beta: float,
+    budget: float,
   ) -> Algorithm:
     """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does."""
     jaxpr = schedule(collective, self._n, self._engine.workers)
     reduces = uses_all_reduce(jaxpr, self._engine.workers)
     name, options = collective_of(label)
-    slowdown = self.measure_all_reduce(options["dtype"])[1] / reduce_beta if reduces and "dtype" in options else 1.0
-    arithmetic = timing.alone(self._engine, self._watch, collective, grads, self._repetitions, budget)[0] / self._n
+    slowdown = (
+      self.measure_all_reduce(options["dtype"])[1] / reduce_beta
+      if reduces and "dtype" in options
+      else 1.0
+    )
+    arithmetic = (
+      timing.alone(
+        self._engine, self._watch, collective, grads, self._repetitions, budget
+      )[0]
+      / self._n
+    )
     fill = self._measure_fill(make_collective(name, **options))
     return Algorithm(arithmetic, fill, reduces, count_agreements(jaxpr), slowdown)
 
   def _measure_fill(self, collective: Collective) -> float:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""
-    if not collective.sizes_vary or collective.needs_shapes:  # or they vary by leaves alone, and the larger ones count
+    # or they vary by leaves alone, and the larger ones count
+    if not collective.sizes_vary or collective.needs_shapes:
       return 1.0
     update = timing.Update(self._engine, collective, self._engine.comm, _SHAPE)
     make = timing.gradients(self._engine, _SHAPE)
-    for _ in range(2):  # the first step may differ: it computes new thresholds and regions
+    # the first step may differ: it computes new thresholds and regions
+    for _ in range(2):
       _, update.state = update.program(make(0), update.state)
     words = float(metrics(update.state).words_sent)
     return words / max(1, collective.cost(_SHAPE, self._engine.workers).words)
 
-  def _measure_line(self, send: Callable[[Comm, jax.Array], jax.Array], short: int) -> tuple[float, int, float, float]:
+  def _measure_line(
+    self, send: Callable[[Comm, jax.Array], jax.Array], short: int
+  ) -> tuple[float, int, float, float]:
     """Seconds of a message of `short` words; words and seconds of a long one; the seconds of its words."""
 
     def chain(comm: Comm, x: jax.Array) -> jax.Array:
-      own = x + comm.rank.astype(x.dtype)  # of equal values XLA would make a multiplication
+      # of equal values XLA would make a multiplication
+      own = x + comm.rank.astype(x.dtype)
       total = own
       for _ in range(_CHAIN):
         total = send(comm, own + total / 2).astype(x.dtype)
@@ -321,14 +412,25 @@ class _Meter:
     words = 2**14
     most = max(self._n, _SHORTEST)
     while (seconds := self._measure_seconds(send, words)) < _LONG and words < most:
-      # On a slow network the next size is the one that should take `_LONG`: four times as many could take minutes.
+      # On a slow network the next size is the one that should take `_LONG`: four times
+      # as many could take minutes.
       words = min(most, words * 4, max(2 * words, round(words * _LONG / seconds)))
-    return latency, words, seconds, max(seconds - latency, 0.01 * seconds)  # clocks are inexact
+    # clocks are inexact
+    return (
+      latency,
+      words,
+      seconds,
+      max(seconds - latency, 0.01 * seconds),
+    )
 
-  def _measure_seconds(self, function: Callable[[Comm, jax.Array], Any], words: int) -> float:
+  def _measure_seconds(
+    self, function: Callable[[Comm, jax.Array], Any], words: int
+  ) -> float:
     """Median seconds of `function(comm, f32[words])`, of few runs where each takes long."""
     split = PartitionSpec(self._axis)
-    program = self._engine.jit(lambda x: function(self._engine.comm, x[0])[None], (split,), split)
+    program = self._engine.jit(
+      lambda x: function(self._engine.comm, x[0])[None], (split,), split
+    )
     row = self._engine.spread(np.arange(words, dtype=np.float32))
     # The first one compiles.
     first = self._watch.time(program, row)[0]

@@ -1,7 +1,7 @@
 """The messages and words of an update, counted from its jaxpr and predicted by the paper's formula.
 
-The jaxpr of a collective *is* its schedule. It is traced on an abstract mesh of any number of workers, without arrays
-or devices.
+The jaxpr of a collective *is* its schedule. It is traced on an abstract mesh of any
+number of workers, without arrays or devices.
 """
 
 import math
@@ -29,20 +29,25 @@ _AXIS = "workers"
 _ALL_REDUCES = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
 
 
-def count(name: str | Collective, *, n: Any, workers: int, devices: int = 1, **config: Any) -> Cost:
+def count(
+  name: str | Collective, *, n: Any, workers: int, devices: int = 1, **config: Any
+) -> Cost:
   """The messages and words that one worker sends for one update, counted from the jaxpr.
 
   Args:
     name: one of `js.collective_names()`, or a collective of your own.
-    n: number of gradient entries; or the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`, for a collective
-      whose words depend on the shapes of leaves. A device then has rows of each leaf.
+    n: number of gradient entries; or the parameters, a pytree of arrays or of
+      `jax.ShapeDtypeStruct`, for a collective whose words depend on the shapes of
+      leaves. A device then has rows of each leaf.
     workers: number of workers P.
-    devices: number of devices S of a worker. Each of them sends the messages of ⌈n/S⌉ entries to other workers, and the
-      cost is that of one device; `count_inside` has its messages to the other devices of its worker.
+    devices: number of devices S of a worker. Each of them sends the messages of ⌈n/S⌉
+      entries to other workers, and the cost is that of one device; `count_inside` has
+      its messages to the other devices of its worker.
     **config: the options of the collective.
 
   Raises:
-    ValueError: for sizes below 1, a number n where shapes are needed, or a configuration that is rejected.
+    ValueError: for sizes below 1, a number n where shapes are needed, or a
+      configuration that is rejected.
 
   Example:
     >>> import jaxsparse as js
@@ -58,7 +63,9 @@ def count(name: str | Collective, *, n: Any, workers: int, devices: int = 1, **c
   return count_jaxpr(schedule(collective, own, workers), workers)
 
 
-def predict(name: str | Collective, *, n: Any, workers: int, devices: int = 1, **config: Any) -> Cost:
+def predict(
+  name: str | Collective, *, n: Any, workers: int, devices: int = 1, **config: Any
+) -> Cost:
   """The messages and words of one update by the formula of `Collective.cost`; arguments as for `count`.
 
   Example:
@@ -70,11 +77,14 @@ def predict(name: str | Collective, *, n: Any, workers: int, devices: int = 1, *
   return collective.cost(own, workers)
 
 
-def count_update(tx: optax.GradientTransformation, params: Any, *, workers: int, axis: str = "workers") -> Cost:
+def count_update(
+  tx: optax.GradientTransformation, params: Any, *, workers: int, axis: str = "workers"
+) -> Cost:
   """The messages and words that one worker sends for one update of any chain, counted from the jaxpr.
 
-  Of local steps (`js.local_steps`) it is the cost of an exchange, of fragments (`js.streaming_diloco`) that of the
-  exchanges of all of them. `Cost.words_per_step` divides it among the steps.
+  Of local steps (`js.local_steps`) it is the cost of an exchange, of fragments
+  (`js.streaming_diloco`) that of the exchanges of all of them. `Cost.words_per_step`
+  divides it among the steps.
 
   Args:
     tx: any optax chain with jaxsparse transforms over `axis`.
@@ -96,22 +106,28 @@ def count_update(tx: optax.GradientTransformation, params: Any, *, workers: int,
       update = optax.with_extra_args_support(tx).update
       return update(params, tx.init(params), params, value=jnp.float32(0), **extra)[0]
 
-    return count_jaxpr(jax.make_jaxpr(worker, axis_env=[(axis, workers)])(params).jaxpr, workers)
+    return count_jaxpr(
+      jax.make_jaxpr(worker, axis_env=[(axis, workers)])(params).jaxpr, workers
+    )
 
-  # All fragments are exchanged by a synchronization, which exchanges nothing in local steps with `every=1`.
+  # All fragments are exchanged by a synchronization, which exchanges nothing in local
+  # steps with `every=1`.
   return max(counted(), counted(synchronize=True), key=lambda cost: cost.words)
 
 
 def lacks_shapes(label: str, n: Any) -> bool:
   """Whether the words of an algorithm depend on the shapes of leaves, and n is a number of entries."""
-  return isinstance(n, numbers.Integral) and make_plain(collective_of(label)[0]).needs_shapes
+  return (
+    isinstance(n, numbers.Integral) and make_plain(collective_of(label)[0]).needs_shapes
+  )
 
 
 def count_inside(params: Any, *, devices: int) -> Cost:
   """The messages and words that a device sends to the other devices of its worker for one update.
 
-  After the exchange between workers it gathers the leaves that are replicated inside, of which each device has 1/S, and
-  the devices agree on one number, whether the step is skipped. Sharded leaves cost nothing.
+  After the exchange between workers it gathers the leaves that are replicated inside,
+  of which each device has 1/S, and the devices agree on one number, whether the step is
+  skipped. Sharded leaves cost nothing.
 
   Args:
     params: the parameters with their shardings, or their number, for sharded ones.
@@ -143,9 +159,13 @@ def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:
   """
 
   def worker(grads: jax.Array) -> jax.Array:
-    return reduce_step(collective, AxisComm(_AXIS), grads, init_state(collective, n, workers))[0]
+    return reduce_step(
+      collective, AxisComm(_AXIS), grads, init_state(collective, n, workers)
+    )[0]
 
-  return jax.make_jaxpr(worker, axis_env=[(_AXIS, workers)])(jax.ShapeDtypeStruct((n,), jnp.float32)).jaxpr
+  return jax.make_jaxpr(worker, axis_env=[(_AXIS, workers)])(
+    jax.ShapeDtypeStruct((n,), jnp.float32)
+  ).jaxpr
 
 
 def count_jaxpr(jaxpr: core.Jaxpr, workers: int, branch: Branch = "most") -> Cost:
@@ -154,11 +174,13 @@ def count_jaxpr(jaxpr: core.Jaxpr, workers: int, branch: Branch = "most") -> Cos
   Args:
     jaxpr: of one worker's program.
     workers: number of workers P.
-    branch: which branch of a switch to count: the one with the "most" words or the "least". "every" counts each
-      collective of the program text once: all branches, and the body of a loop once instead of `length` times.
+    branch: which branch of a switch to count: the one with the "most" words or the
+      "least". "every" counts each collective of the program text once: all branches,
+      and the body of a loop once instead of `length` times.
 
   Raises:
-    NotImplementedError: for a collective of unknown cost, and for a collective in a loop of unknown length.
+    NotImplementedError: for a collective of unknown cost, and for a collective in a
+      loop of unknown length.
 
   Example:
     >>> import jaxsparse as js
@@ -195,7 +217,10 @@ def uses_all_reduce(jaxpr: core.Jaxpr, workers: int) -> bool:
     >>> uses_all_reduce(schedule(js.make_collective("dense"), n=64, workers=4), workers=4)
     True
   """
-  return not re.search("ppermute|all_to_all", str(jaxpr)) and count_jaxpr(jaxpr, workers).messages > 0
+  return (
+    not re.search("ppermute|all_to_all", str(jaxpr))
+    and count_jaxpr(jaxpr, workers).messages > 0
+  )
 
 
 def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
@@ -207,7 +232,10 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
     return Cost(1, math.ceil(operands[0].size * operands[0].dtype.itemsize / 4))
   if primitive == "all_to_all":
     size = operands[0].shape[params["split_axis"]]
-    return Cost(size - 1, (size - 1) * math.ceil(operands[0].size // size * operands[0].dtype.itemsize / 4))
+    return Cost(
+      size - 1,
+      (size - 1) * math.ceil(operands[0].size // size * operands[0].dtype.itemsize / 4),
+    )
   if primitive in _ALL_REDUCES:
     groups = params.get("axis_index_groups")
     size = len(groups[0]) if groups else workers
@@ -218,9 +246,13 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
   if primitive == "scan" and branch != "every":
     return Cost(*(params["length"] * part for part in inner[0]))
   if primitive == "while" and any(cost != Cost(0, 0) for cost in inner):
-    raise NotImplementedError("a collective inside a loop of unknown length has no static cost")
+    raise NotImplementedError(
+      "a collective inside a loop of unknown length has no static cost"
+    )
   if "axis_name" in params and primitive != "axis_index" and not inner:
-    raise NotImplementedError(f"the cost of {primitive} is not known: write it over the verbs of a comm")
+    raise NotImplementedError(
+      f"the cost of {primitive} is not known: write it over the verbs of a comm"
+    )
   return _sum(inner)
 
 
@@ -249,11 +281,15 @@ def count_entries(n: Any) -> int:
     return int(n)
   leaves = jax.tree.leaves(n)
   if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
-    raise ValueError(f"n={n!r}, give a whole number, or the parameters, a pytree of arrays")
+    raise ValueError(
+      f"n={n!r}, give a whole number, or the parameters, a pytree of arrays"
+    )
   return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
-def make_sized(name: str | Collective, n: Any, workers: int, devices: int = 1, **config: Any) -> tuple[Collective, int]:
+def make_sized(
+  name: str | Collective, n: Any, workers: int, devices: int = 1, **config: Any
+) -> tuple[Collective, int]:
   """The collective for what each of S devices has of n entries or parameters, and its number of entries.
 
   Raises:

@@ -19,16 +19,55 @@ def main() -> None:
     formatter_class=argparse.ArgumentDefaultsHelpFormatter,
   )
   add = parser.add_argument
-  add("-n", "--ranks", type=int, required=True, help="number of ranks", default=argparse.SUPPRESS)
+  add(
+    "-n",
+    "--ranks",
+    type=int,
+    required=True,
+    help="number of ranks",
+    default=argparse.SUPPRESS,
+  )
   add("--devices", type=int, default=1, help="number of devices of each rank")
-  add("--engine", choices=("processes", "mpi"), default="processes", help="connects ranks: jax.distributed, or MPI")
-  add("--start_timeout", type=float, default=START_TIMEOUT, help="seconds until all ranks must have joined")
-  add("--restarts", type=int, default=0, help="how often the ranks that are left start again after the loss of one")
+  add(
+    "--engine",
+    choices=("processes", "mpi"),
+    default="processes",
+    help="connects ranks: jax.distributed, or MPI",
+  )
+  add(
+    "--start_timeout",
+    type=float,
+    default=START_TIMEOUT,
+    help="seconds until all ranks must have joined",
+  )
+  add(
+    "--restarts",
+    type=int,
+    default=0,
+    help="how often the ranks that are left start again after the loss of one",
+  )
   add("--min_ranks", type=int, default=1, help="start again with no fewer ranks")
-  add("--limit", type=float, help="seconds that the run may take", default=argparse.SUPPRESS)
-  add("--grace", type=float, default=GRACE, help="seconds to end for the others after the first rank has ended")
-  add("--prefix", action=argparse.BooleanOptionalAction, default=True, help="begin lines of stderr with [rank r]")
-  add("command", nargs=argparse.REMAINDER, help="the program and its arguments, after --")
+  add(
+    "--limit",
+    type=float,
+    help="seconds that the run may take",
+    default=argparse.SUPPRESS,
+  )
+  add(
+    "--grace",
+    type=float,
+    default=GRACE,
+    help="seconds to end for the others after the first rank has ended",
+  )
+  add(
+    "--prefix",
+    action=argparse.BooleanOptionalAction,
+    default=True,
+    help="begin lines of stderr with [rank r]",
+  )
+  add(
+    "command", nargs=argparse.REMAINDER, help="the program and its arguments, after --"
+  )
   options = vars(parser.parse_args())
   command = options.pop("command")
   command = command[command[:1] == ["--"] :]

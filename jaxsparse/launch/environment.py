@@ -18,7 +18,8 @@ class RankCount(NamedTuple):
   Attributes:
     variable: its name, or the call that states it.
     ranks: the number.
-    exact: False where the variable holds the number of this rank, so that there are at least `ranks`.
+    exact: False where the variable holds the number of this rank, so that there are at
+      least `ranks`.
   """
 
   variable: str
@@ -42,13 +43,25 @@ def read_launched() -> list[RankCount] | None:
 def read_mpi() -> list[RankCount] | None:
   """What a launcher of MPI states.
 
-  mpirun may start its ranks by srun, and is the inner one, but an mpirun of one rank, such as a shell, comes after an
-  srun of several. Variables of PMI and PMIx that agree with those of a step are Slurm's own.
+  mpirun may start its ranks by srun, and is the inner one, but an mpirun of one rank,
+  such as a shell, comes after an srun of several. Variables of PMI and PMIx that agree
+  with those of a step are Slurm's own.
   """
   launched = read(guard.RANK, guard.RANKS)
   slurm = _read_step()
-  mpi = [one for rank, size in guard.MPI.items() if os.environ.get(rank) for one in read(rank, size)]
-  mpi = [one for one in mpi if not (one.variable.startswith("PMI") and any(one.allows(own.ranks) for own in slurm))]
+  mpi = [
+    one
+    for rank, size in guard.MPI.items()
+    if os.environ.get(rank)
+    for one in read(rank, size)
+  ]
+  mpi = [
+    one
+    for one in mpi
+    if not (
+      one.variable.startswith("PMI") and any(one.allows(own.ranks) for own in slurm)
+    )
+  ]
   if several := [one for one in launched + mpi if one.ranks > 1]:
     return several
   return None if read_slurm() else launched + mpi or None
@@ -62,10 +75,12 @@ def read_slurm() -> list[RankCount] | None:
 def _read_step() -> list[RankCount]:
   """What srun states: a batch script has some of its variables, but no step.
 
-  SLURM_NTASKS counts only without SLURM_STEP_NUM_TASKS: in the shell of salloc, a step of one task, it is that of the
-  job.
+  SLURM_NTASKS counts only without SLURM_STEP_NUM_TASKS: in the shell of salloc, a step
+  of one task, it is that of the job.
   """
-  return (read("", SLURM[0]) or read("", SLURM[1])) if "SLURM_STEP_ID" in os.environ else []
+  return (
+    (read("", SLURM[0]) or read("", SLURM[1])) if "SLURM_STEP_ID" in os.environ else []
+  )
 
 
 def check_mpi(who: str, counts: Sequence[RankCount], mpi: Any) -> None:
@@ -85,11 +100,17 @@ def name_mpi(mpi: Any) -> str:
   return mpi.Get_library_version().split(",")[0].splitlines()[0].strip("\0 ")
 
 
-def check(who: str, counts: Sequence[RankCount], ranks: int, counted: str, advice: str) -> None:
+def check(
+  who: str, counts: Sequence[RankCount], ranks: int, counted: str, advice: str
+) -> None:
   """Raises RuntimeError with the variable, both numbers and the advice unless all that is stated allows `ranks`."""
   for one in counts:
     if not one.allows(ranks):
-      unset = f"Unset {one.variable} if its launcher did not start this process. " if len(counts) > 1 else ""
+      unset = (
+        f"Unset {one.variable} if its launcher did not start this process. "
+        if len(counts) > 1
+        else ""
+      )
       raise RuntimeError(f"{who}: {one}, but {counted} {ranks}. {unset}{advice}")
 
 
@@ -98,7 +119,9 @@ def read(rank: str, size: str) -> list[RankCount]:
   for name, exact in ((size, True), (rank, False)):
     if value := os.environ.get(name):  # an empty one is not set
       if not value.isdecimal():
-        raise ValueError(f"{name}={value!r} is not a number, as launchers set it for each rank: unset it")
+        raise ValueError(
+          f"{name}={value!r} is not a number, as launchers set it for each rank: unset it"
+        )
       return [RankCount(name, int(value) + (not exact), exact)]
   return []
 

@@ -7,11 +7,13 @@ The guard is a program of the standard library only, which starts in less than 0
     launcher ── guard ── rank ── processes of the rank                              --engine=processes
     launcher ── guard ── mpirun ── guard ── rank ── processes of the rank           --engine=mpi
 
-PARENT is the process id of the launcher, 0 for a rank of mpirun. When that process ends, even by SIGKILL, the kernel
-sends the guard SIGTERM; when the guard is killed, the kernel kills its child. The guard adopts orphaned descendants, so
-it also finds processes that left its process group. Only Linux has these functions: on other systems a guard ends its
-child alone, and the launcher, unless it was killed, then kills the process group. KIND is "rank" or "mpirun": the guard
-of a rank records when the rank stops, continues and ends, and prefixes the rank's output by `[rank r]`.
+PARENT is the process id of the launcher, 0 for a rank of mpirun. When that process
+ends, even by SIGKILL, the kernel sends the guard SIGTERM; when the guard is killed, the
+kernel kills its child. The guard adopts orphaned descendants, so it also finds
+processes that left its process group. Only Linux has these functions: on other systems
+a guard ends its child alone, and the launcher, unless it was killed, then kills the
+process group. KIND is "rank" or "mpirun": the guard of a rank records when the rank
+stops, continues and ends, and prefixes the rank's output by `[rank r]`.
 """
 
 import collections
@@ -31,16 +33,32 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 RECORDS, PREFIX, COORDINATOR, RANK, RANKS, DEVICES, ATTEMPT = (
-  f"JAXSPARSE_{name}" for name in ("RECORDS", "PREFIX", "COORDINATOR", "RANK", "RANKS", "DEVICES", "ATTEMPT")
+  f"JAXSPARSE_{name}"
+  for name in (
+    "RECORDS",
+    "PREFIX",
+    "COORDINATOR",
+    "RANK",
+    "RANKS",
+    "DEVICES",
+    "ATTEMPT",
+  )
 )
-MPI = {"OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE", "PMI_RANK": "PMI_SIZE", "PMIX_RANK": ""}
+MPI = {
+  "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+  "PMI_RANK": "PMI_SIZE",
+  "PMIX_RANK": "",
+}
 """Variables that launchers of MPI set: the number of a rank, and the number of ranks, which PMIx does not state."""
-HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")  # a guard finds its children in /proc
+# a guard finds its children in /proc
+HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")
 KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 
 _KILL_MPIRUN_AFTER = 6.0
 _GIVE_UP = 10.0  # seconds that a guard waits for processes to end after SIGKILL
-_DRAIN = 0.2  # seconds to read the last output of a rank that has ended, while its descendants keep the pipe open
+# seconds to read the last output of a rank that has ended, while its descendants keep
+# the pipe open
+_DRAIN = 0.2
 _MEMORY = "/dev/shm"
 _LONGEST = 2000  # characters of a line in a record
 _LONGEST_OUTPUT = 1 << 16  # characters of a line that the guard reads at once
@@ -53,7 +71,9 @@ _GLOO_OUTPUT = re.compile(rf"(?:{_GLOO})(?:{_GLOO}|\d)*\n")
 
 def rank() -> int | None:
   """Number of this rank; None in a process that no launcher started."""
-  return next((int(os.environ[name]) for name in (RANK, *MPI) if os.environ.get(name)), None)
+  return next(
+    (int(os.environ[name]) for name in (RANK, *MPI) if os.environ.get(name)), None
+  )
 
 
 def record(**facts: Any) -> None:
@@ -62,7 +82,10 @@ def record(**facts: Any) -> None:
   number = rank()
   if folder and number is not None:
     # Where the launcher has ended, its folder is removed.
-    with contextlib.suppress(OSError), open(os.path.join(folder, str(number)), "a") as file:
+    with (
+      contextlib.suppress(OSError),
+      open(os.path.join(folder, str(number)), "a") as file,
+    ):
       file.write(json.dumps(facts) + "\n")
 
 
@@ -80,12 +103,14 @@ def memory_of(folder: str) -> str:
 def die_with_parent(number: int, parent: int) -> None:
   """Asks the kernel to send this process a signal when its parent ends; call it first in a new process.
 
-  The parent is the thread that started this process. The setting survives `exec`, except of a program that changes the
-  user, and children do not inherit it. Only Linux has it.
+  The parent is the thread that started this process. The setting survives `exec`,
+  except of a program that changes the user, and children do not inherit it. Only Linux
+  has it.
 
   Args:
     number: of the signal.
-    parent: process id of the parent. If the parent has already ended, this process ends at once.
+    parent: process id of the parent. If the parent has already ended, this process ends
+      at once.
   """
   if sys.platform == "linux":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
@@ -119,7 +144,9 @@ def _main() -> None:
 
     for left in (folder, memory_of(folder)):  # of a launcher that was killed
       shutil.rmtree(left, ignore_errors=True)
-  os._exit(128 + signal.SIGTERM if status is None else status if status >= 0 else 128 - status)
+  os._exit(
+    128 + signal.SIGTERM if status is None else status if status >= 0 else 128 - status
+  )
 
 
 def _start(command: list[str], sink: int | None) -> subprocess.Popen:
@@ -127,7 +154,8 @@ def _start(command: list[str], sink: int | None) -> subprocess.Popen:
 
   Args:
     command: a program and its arguments.
-    sink: descriptor for its standard error, and for its standard output unless it is rank 0; None redirects neither.
+    sink: descriptor for its standard error, and for its standard output unless it is
+      rank 0; None redirects neither.
   """
   parent = os.getpid()
 
@@ -136,7 +164,9 @@ def _start(command: list[str], sink: int | None) -> subprocess.Popen:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
   try:
-    return subprocess.Popen(command, stdout=sink if rank() else None, stderr=sink, preexec_fn=prepare)
+    return subprocess.Popen(
+      command, stdout=sink if rank() else None, stderr=sink, preexec_fn=prepare
+    )
   except OSError as error:
     sys.exit(f"error: cannot run {command[0]!r}: {error.strerror}")
 
@@ -153,8 +183,11 @@ def _wait(child: int, is_rank: bool) -> int | None:
       if pid != child:
         continue  # an orphan that the guard has adopted
       if os.WIFEXITED(status) or os.WIFSIGNALED(status):
-        told = told or bool(signal.sigpending() & {*_SIGNALS[1:]})  # mpirun signals the child, too
-        return None if told and os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+        # mpirun signals the child, too
+        told = told or bool(signal.sigpending() & {*_SIGNALS[1:]})
+        return (
+          None if told and os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+        )
       if is_rank:
         record(stopped=time.monotonic() if os.WIFSTOPPED(status) else math.inf)
     if told:
@@ -164,8 +197,8 @@ def _wait(child: int, is_rank: bool) -> int | None:
 def drop_gloo_lines(lines: Iterable[str]) -> Iterator[str]:
   """`lines` without the line that gloo writes for each communicator; no setting of gloo or XLA switches it off.
 
-  Threads of a process write such lines at once, one a device, so pieces of several alternate, and a line may hold
-  nothing but the numbers with which others end.
+  Threads of a process write such lines at once, one a device, so pieces of several
+  alternate, and a line may hold nothing but the numbers with which others end.
   """
   unfinished = 0
   before = ""
@@ -189,16 +222,21 @@ def _relay(source: int, last: collections.deque[str]) -> None:
     last: receives the last line that is not blank.
   """
   prefix = f"[rank {rank()}] " if os.environ.get(PREFIX) else ""
-  # A pipe takes a line of more than 4,096 bytes in pieces: the guards of a run write one after the other.
+  # A pipe takes a line of more than 4,096 bytes in pieces: the guards of a run write
+  # one after the other.
   folder = os.environ.get(RECORDS, "")
-  turn = open(os.path.join(folder, "turn") if os.path.isdir(folder) else os.devnull, "w")  # noqa: SIM115
-  with open(source, encoding="utf-8", errors="replace", newline="") as output:  # a line may end with "\r", too
+  turn_file = os.path.join(folder, "turn") if os.path.isdir(folder) else os.devnull
+  turn = open(turn_file, "w")  # noqa: SIM115
+  with open(
+    source, encoding="utf-8", errors="replace", newline=""
+  ) as output:  # a line may end with "\r", too
     for line in drop_gloo_lines(iter(lambda: output.readline(_LONGEST_OUTPUT), "")):
       if line.strip():
         last.append(shorten(line))
       text = (prefix + line + ("" if line.endswith(("\n", "\r")) else "\n")).encode()
       fcntl.flock(turn, fcntl.LOCK_EX)
-      with contextlib.suppress(OSError):  # standard error is closed; the pipe must be read all the same
+      # standard error is closed; the pipe must be read all the same
+      with contextlib.suppress(OSError):
         while text:
           text = text[os.write(2, text) :]
       fcntl.flock(turn, fcntl.LOCK_UN)
@@ -208,7 +246,9 @@ def _end_children(kill_after: float, process: subprocess.Popen) -> None:
   """Ends children, then orphans of them that the guard adopts: SIGTERM, and SIGKILL `kill_after` seconds later."""
   start = time.monotonic()
   asked = set[int]()
-  while (found := _children(process)) and (waited := time.monotonic() - start) < _GIVE_UP:
+  while (found := _children(process)) and (
+    waited := time.monotonic() - start
+  ) < _GIVE_UP:
     late = waited > kill_after
     for pid in found if late else found - asked:
       with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -223,7 +263,10 @@ def _children(process: subprocess.Popen) -> set[int]:
     return {process.pid} if process.poll() is None else set()
   found = set()
   for entry in filter(str.isdigit, os.listdir("/proc")):
-    with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", errors="replace") as file:
+    with (
+      contextlib.suppress(OSError),
+      open(f"/proc/{entry}/stat", errors="replace") as file,
+    ):
       state, parent = file.read().rpartition(")")[2].split()[:2]
       if state not in "ZX" and int(parent) == os.getpid():
         found.add(int(entry))

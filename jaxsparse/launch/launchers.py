@@ -1,7 +1,7 @@
 """The launchers whose ranks `join` connects: how each is recognized, and what JAX is told about the run.
 
-What JAX detects is left to it: Slurm, Open MPI before 5, mpi4py, TPUs, Kubernetes. A launcher may run inside another
-one: `LAUNCHERS` has the inner ones first.
+What JAX detects is left to it: Slurm, Open MPI before 5, mpi4py, TPUs, Kubernetes. A
+launcher may run inside another one: `LAUNCHERS` has the inner ones first.
 """
 
 import functools
@@ -18,7 +18,13 @@ from jaxsparse.launch import environment, guard
 from jaxsparse.launch.environment import JOIN, RankCount, read
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_SLURM = (
+  "SLURM_JOB_ID",
+  "SLURM_STEP_NODELIST",
+  "SLURM_NTASKS",
+  "SLURM_PROCID",
+  "SLURM_LOCALID",
+)
 _HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")  # JAX prefers the first
 # From these JAX knows where rank 0 is.
 _URI = "OMPI_MCA_orte_hnp_uri"
@@ -30,10 +36,13 @@ class Launcher(NamedTuple):
 
   Attributes:
     name: for people.
-    read: the numbers of ranks that it states, perhaps none; None in a process that it has not started.
-    options: arguments of `jax.distributed.initialize`; raises RuntimeError where they would name another run.
+    read: the numbers of ranks that it states, perhaps none; None in a process that it
+      has not started.
+    options: arguments of `jax.distributed.initialize`; raises RuntimeError where they
+      would name another run.
     rank: its variable for the number of this rank.
-    is_inner: whether RANK and WORLD_SIZE may be those of an outer launcher, and need not agree with it.
+    is_inner: whether RANK and WORLD_SIZE may be those of an outer launcher, and need
+      not agree with it.
   """
 
   name: str
@@ -47,7 +56,9 @@ def find() -> tuple[Launcher, list[RankCount]] | None:
   """The innermost launcher that started this process, and all numbers of ranks that are stated; None without one."""
   for one in LAUNCHERS:
     if (counts := one.read()) is not None:
-      return one, counts if one.is_inner else list(dict.fromkeys([*counts, *read(*_TORCH[:2])]))
+      return one, counts if one.is_inner else list(
+        dict.fromkeys([*counts, *read(*_TORCH[:2])])
+      )
   return None
 
 
@@ -60,7 +71,13 @@ def read_counts() -> list[RankCount]:
 def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
   """Raises RuntimeError where the variables of two launchers contradict each other."""
   if stated := next((one for one in counts if one.exact), None):
-    environment.check(JOIN, counts, stated.ranks, f"{stated.variable} states", "A process is a rank of one run only")
+    environment.check(
+      JOIN,
+      counts,
+      stated.ranks,
+      f"{stated.variable} states",
+      "A process is a rank of one run only",
+    )
   own = os.environ.get(launcher.rank)
   other = os.environ.get("RANK")
   if own and other and own != other:
@@ -74,10 +91,16 @@ def _need(counts: Sequence[RankCount], names: Sequence[str], advice: str) -> lis
   return [os.environ[name] for name in names]
 
 
-def _connect(address: str, ranks: int | str, rank: int | str, gpu: str = "") -> dict[str, Any]:
+def _connect(
+  address: str, ranks: int | str, rank: int | str, gpu: str = ""
+) -> dict[str, Any]:
   """All that JAX must know; `gpu` is the variable for the number of the GPU of this rank, if each rank has one."""
-  told: dict[str, Any] = {"cluster_detection_method": "deactivate", "coordinator_address": address}
-  if environment.is_loopback(address.rpartition(":")[0]):  # JAX would listen on all interfaces
+  told: dict[str, Any] = {
+    "cluster_detection_method": "deactivate",
+    "coordinator_address": address,
+  }
+  # JAX would listen on all interfaces
+  if environment.is_loopback(address.rpartition(":")[0]):
     told["coordinator_bind_address"] = address
   if gpu in os.environ and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
     told["local_device_ids"] = int(os.environ[gpu])
@@ -88,13 +111,15 @@ def _connect(address: str, ranks: int | str, rank: int | str, gpu: str = "") -> 
 def claim_port(address: str) -> socket.socket | None:
   """Raises RuntimeError if another process of this machine has claimed the port of an address; holds it until the end.
 
-  Several coordinators of JAX may listen on one port (SO_REUSEPORT): ranks of two runs would then train together.
+  Several coordinators of JAX may listen on one port (SO_REUSEPORT): ranks of two runs
+  would then train together.
   """
   if sys.platform != "linux":
     return None
   claim = socket.socket(socket.AF_UNIX)
   try:
-    claim.bind(f"\0{JOIN} {address.rpartition(':')[2]}")  # an abstract name, which the kernel frees with the process
+    # an abstract name, which the kernel frees with the process
+    claim.bind(f"\0{JOIN} {address.rpartition(':')[2]}")
   except OSError as error:
     claim.close()
     raise RuntimeError(
@@ -104,12 +129,18 @@ def claim_port(address: str) -> socket.socket | None:
 
 
 def _join_own(_: Sequence[RankCount]) -> dict[str, Any]:
-  return _connect(*(os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK)))
+  return _connect(
+    *(os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))
+  )
 
 
 def _read_torch() -> list[RankCount] | None:
   counts = read(*_TORCH[:2])
-  return None if counts == [RankCount("WORLD_SIZE", 1)] and "MASTER_ADDR" not in os.environ else counts or None
+  return (
+    None
+    if counts == [RankCount("WORLD_SIZE", 1)] and "MASTER_ADDR" not in os.environ
+    else counts or None
+  )
 
 
 def _read_torchrun() -> list[RankCount] | None:
@@ -117,18 +148,27 @@ def _read_torchrun() -> list[RankCount] | None:
 
 
 def _join_torch(counts: Sequence[RankCount]) -> dict[str, Any]:
-  advice = f"Set all of {', '.join(_TORCH)} for each rank, or unset {counts[0].variable}"
+  advice = (
+    f"Set all of {', '.join(_TORCH)} for each rank, or unset {counts[0].variable}"
+  )
   rank, ranks, host, port = _need(counts, _TORCH, advice)
   if not (rank.isdecimal() and int(rank) < int(ranks) and port.isdecimal()):
-    raise RuntimeError(f"{JOIN}: RANK={rank}, WORLD_SIZE={ranks}, MASTER_PORT={port}: no rank of {ranks}, or no port")
-  taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself listens there
+    raise RuntimeError(
+      f"{JOIN}: RANK={rank}, WORLD_SIZE={ranks}, MASTER_PORT={port}: no rank of {ranks}, or no port"
+    )
+  # torchrun itself listens there
+  taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
   host = f"[{host}]" if ":" in host and not host.startswith("[") else host
   shared = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > 1
-  return _connect(f"{host}:{int(port) + taken}", ranks, rank, "LOCAL_RANK" if shared else "")
+  return _connect(
+    f"{host}:{int(port) + taken}", ranks, rank, "LOCAL_RANK" if shared else ""
+  )
 
 
 def _read_ray() -> list[RankCount] | None:
-  try:  # a worker of Ray Train has imported it; elsewhere it raises RuntimeError, or has no size
+  # a worker of Ray Train has imported it; elsewhere it raises RuntimeError, or has no
+  # size
+  try:
     size = sys.modules["ray.train"].get_context().get_world_size()
   except (KeyError, RuntimeError):
     return None
@@ -139,12 +179,23 @@ def _join_ray(_: Sequence[RankCount]) -> dict[str, Any]:
   ray = importlib.import_module("ray")
   collective = importlib.import_module("ray.train.collective")
   context = sys.modules["ray.train"].get_context()
-  own = f"{ray.util.get_node_ip_address()}:{environment.free_port()}" if context.get_world_rank() == 0 else None
-  return _connect(collective.broadcast_from_rank_zero(own), context.get_world_size(), context.get_world_rank())
+  own = (
+    f"{ray.util.get_node_ip_address()}:{environment.free_port()}"
+    if context.get_world_rank() == 0
+    else None
+  )
+  return _connect(
+    collective.broadcast_from_rank_zero(own),
+    context.get_world_size(),
+    context.get_world_rank(),
+  )
 
 
 def _join_mpi(counts: Sequence[RankCount]) -> dict[str, Any]:
-  size, rank, here = (os.environ.get(f"OMPI_COMM_WORLD_{name}", "") for name in ("SIZE", "RANK", "LOCAL_SIZE"))
+  size, rank, here = (
+    os.environ.get(f"OMPI_COMM_WORLD_{name}", "")
+    for name in ("SIZE", "RANK", "LOCAL_SIZE")
+  )
   if rank and _URI in os.environ:
     return {"cluster_detection_method": "ompi"}
   # Open MPI 5 tells a rank no address of another host, but it names the run.
@@ -156,7 +207,9 @@ def _join_mpi(counts: Sequence[RankCount]) -> dict[str, Any]:
     from mpi4py import MPI
   except (ImportError, RuntimeError) as error:
     advice = f"Install it for the MPI of the launcher, or give all ranks of Open MPI {_ADDRESS}=HOST:PORT of rank 0"
-    raise ImportError(f"{JOIN}: {counts[0]}, but mpi4py does not load: {error}. {advice}") from error
+    raise ImportError(
+      f"{JOIN}: {counts[0]}, but mpi4py does not load: {error}. {advice}"
+    ) from error
   environment.check_mpi(JOIN, counts, MPI)
   return {"cluster_detection_method": "mpi4py"}
 
@@ -169,24 +222,35 @@ def _join_slurm(counts: Sequence[RankCount]) -> dict[str, Any]:
 
 def _read_tpus() -> list[RankCount] | None:
   name = next((name for name in _HOSTS if os.environ.get(name)), "")
-  hosts = len(os.environ.get(name, "").split(",")) * int(os.environ.get("MEGASCALE_NUM_SLICES") or 1)
+  hosts = len(os.environ.get(name, "").split(",")) * int(
+    os.environ.get("MEGASCALE_NUM_SLICES") or 1
+  )
   return [RankCount(name, hosts)] if hosts > 1 else None
 
 
 def _join_tpus(counts: Sequence[RankCount]) -> dict[str, Any]:
   _need(counts, ["TPU_WORKER_ID"], "GKE sets it in each pod with TPUs")
-  _need(counts, ["TPU_ML_PLATFORM"], "JAX sets it where it finds TPUs: install jax[tpu], and request google.com/tpu")
+  _need(
+    counts,
+    ["TPU_ML_PLATFORM"],
+    "JAX sets it where it finds TPUs: install jax[tpu], and request google.com/tpu",
+  )
   return {"cluster_detection_method": "gketpu"}
 
 
 def _read_metadata() -> list[RankCount] | None:
-  # JAX sets the first one on a machine with TPUs; its metadata, which JAX reads, name the other hosts.
+  # JAX sets the first one on a machine with TPUs; its metadata, which JAX reads, name
+  # the other hosts.
   names = {"TPU_ML_PLATFORM", "TPU_SKIP_MDS_QUERY", *_HOSTS}
   return [] if names & os.environ.keys() == {"TPU_ML_PLATFORM"} else None
 
 
 def _read_pods() -> list[RankCount] | None:
-  return read("JOB_COMPLETION_INDEX", "") or None if "KUBERNETES_SERVICE_HOST" in os.environ else None
+  return (
+    read("JOB_COMPLETION_INDEX", "") or None
+    if "KUBERNETES_SERVICE_HOST" in os.environ
+    else None
+  )
 
 
 def _join_pods(counts: Sequence[RankCount]) -> dict[str, Any]:
@@ -207,5 +271,7 @@ LAUNCHERS = (
   Launcher("GKE with TPUs", _read_tpus, _join_tpus),
   Launcher("RANK and WORLD_SIZE", _read_torch, _join_torch),
   Launcher("a Job of Kubernetes", _read_pods, _join_pods),
-  Launcher("Cloud TPU", _read_metadata, lambda _: {"cluster_detection_method": "gcetpu"}),
+  Launcher(
+    "Cloud TPU", _read_metadata, lambda _: {"cluster_detection_method": "gcetpu"}
+  ),
 )

@@ -17,9 +17,13 @@ from jaxsparse import _compat
 from jaxsparse.launch import environment, guard, launchers, watch
 
 START_TIMEOUT = 120.0  # seconds until every rank must have called `join`
-GRACE = 60.0  # seconds that ranks get to end after the first rank has ended with status 0
+GRACE = (
+  60.0  # seconds that ranks get to end after the first rank has ended with status 0
+)
 
-_OTHERS = 0.3  # seconds to wait for the record of another rank whose connection has failed
+_OTHERS = (
+  0.3  # seconds to wait for the record of another rank whose connection has failed
+)
 _SHUTDOWN = 70  # seconds that JAX waits for the other ranks when this one ends
 _DAY = 86_400  # longer than that: a launcher ends the ranks, and names the cause
 
@@ -27,16 +31,19 @@ _DAY = 86_400  # longer than that: a launcher ends the ranks, and names the caus
 def join(*, timeout: float = START_TIMEOUT) -> str | None:
   """Makes this process a rank of the run that started it; call it before any other use of JAX.
 
-  In a rank it calls `jax.distributed.initialize`; `jax.devices()` are then the devices of all ranks: of each its GPUs
-  or TPUs, or one CPU device, or as many as `--devices` of our launcher says. It does nothing in another process, nor
-  where `jax.distributed.initialize` was called before, as Ray Train does on TPUs and GPUs. A program that uses
-  `js.MpiComm` needs no `join`: the comm itself joins MPI.
+  In a rank it calls `jax.distributed.initialize`; `jax.devices()` are then the devices
+  of all ranks: of each its GPUs or TPUs, or one CPU device, or as many as `--devices`
+  of our launcher says. It does nothing in another process, nor where
+  `jax.distributed.initialize` was called before, as Ray Train does on TPUs and GPUs. A
+  program that uses `js.MpiComm` needs no `join`: the comm itself joins MPI.
 
-  Ranks are those of `run`; of torchrun; workers of Ray Train; ranks of mpirun; tasks of srun; pods of a JobSet or a Job
-  of Kubernetes; hosts of a Cloud TPU; and processes with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where one
-  launcher has started another, the inner one counts, the first of these. Variables of two that contradict each other
-  are refused. So is any other number of ranks than a variable states: for example, an MPI that is not that of mpirun
-  lets each rank train alone. PMIx alone states no number; there only ranks above 0 notice.
+  Ranks are those of `run`; of torchrun; workers of Ray Train; ranks of mpirun; tasks of
+  srun; pods of a JobSet or a Job of Kubernetes; hosts of a Cloud TPU; and processes
+  with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where one launcher has started
+  another, the inner one counts, the first of these. Variables of two that contradict
+  each other are refused. So is any other number of ranks than a variable states: for
+  example, an MPI that is not that of mpirun lets each rank train alone. PMIx alone
+  states no number; there only ranks above 0 notice.
 
   From then on a failure ends this rank at once, as `fail_on_exceptions` says.
 
@@ -44,12 +51,15 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
     timeout: seconds until every rank must have joined.
 
   Returns:
-    The name of the launcher, which is also logged (absl, INFO), or None in a process that is not a rank.
+    The name of the launcher, which is also logged (absl, INFO), or None in a process
+    that is not a rank.
 
   Raises:
-    RuntimeError: if the ranks are not as many as a variable of the launcher states, if variables contradict each other
-      or some are missing; of JAX, if a rank does not join in time.
-    ImportError: in a rank of mpirun on several hosts without mpi4py, and in a pod without kubernetes.
+    RuntimeError: if the ranks are not as many as a variable of the launcher states, if
+      variables contradict each other or some are missing; of JAX, if a rank does not
+      join in time.
+    ImportError: in a rank of mpirun on several hosts without mpi4py, and in a pod
+      without kubernetes.
 
   Example:
     >>> import jaxsparse.launch
@@ -66,7 +76,8 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   options = launcher.options(counts)
   if options.get("process_id") == 0:
     launchers.claim_port(options["coordinator_address"])
-  # What C++ writes to standard output, as gloo does, goes to standard error; the output of Python stays there.
+  # What C++ writes to standard output, as gloo does, goes to standard error; the output
+  # of Python stays there.
   sys.stdout.flush()
   sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
   os.dup2(2, 1)
@@ -79,9 +90,13 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
       **options,
     )
   except (ValueError, OSError) as error:
-    raise RuntimeError(f"{environment.JOIN}: JAX does not find the run of {launcher.name}: {error}") from error
+    raise RuntimeError(
+      f"{environment.JOIN}: JAX does not find the run of {launcher.name}: {error}"
+    ) from error
   advice = "JAX_COORDINATOR_ADDRESS and other variables of JAX may name another run"
-  environment.check(environment.JOIN, counts, jax.process_count(), "jax.process_count() is", advice)
+  environment.check(
+    environment.JOIN, counts, jax.process_count(), "jax.process_count() is", advice
+  )
   _arrive()  # a host of a Cloud TPU is a rank only now
   _connect()
   stated = f" ({'; '.join(map(str, counts))})" if counts else ""
@@ -97,7 +112,8 @@ def join_mpi() -> list[environment.RankCount]:
     The numbers of ranks that its launcher states.
 
   Raises:
-    RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI would take for its only rank.
+    RuntimeError: in one of several ranks of `--engine=processes`, each of which MPI
+      would take for its only rank.
   """
   _arrive()
   counts = launchers.read_counts()
@@ -121,19 +137,22 @@ def fail(error: object) -> NoReturn:
 def fail_on_exceptions() -> None:
   """Makes a failure end this rank at once, where a normal exit would wait for other ranks that wait for this one.
 
-  It replaces `sys.excepthook` and `sys.exit`; `join` and `js.MpiComm()` call it. An uncaught exception then ends the
-  rank, and so does `sys.exit` with a message or a status other than 0, unless the program catches it. The launcher is
-  told the exception, or at a normal exit that the rank leaves the run. A rank that fails because another one did prints
-  one line instead of a traceback. In a process that is not a rank nothing changes.
+  It replaces `sys.excepthook` and `sys.exit`; `join` and `js.MpiComm()` call it. An
+  uncaught exception then ends the rank, and so does `sys.exit` with a message or a
+  status other than 0, unless the program catches it. The launcher is told the
+  exception, or at a normal exit that the rank leaves the run. A rank that fails because
+  another one did prints one line instead of a traceback. In a process that is not a
+  rank nothing changes.
 
-  In ``sys.exit(main())`` Python looks up `sys.exit` before `main` joins. Where `main` returns a status, call this
-  function first:
+  In ``sys.exit(main())`` Python looks up `sys.exit` before `main` joins. Where `main`
+  returns a status, call this function first:
 
       launch.fail_on_exceptions()
       sys.exit(main())
 
-  A rank for which that was not done, or that ends by `raise SystemExit`, ends as if nothing had failed: the launcher
-  ends the others in their next step or after `--grace`, JAX ends them after 70 s, and under `mpirun` they wait.
+  A rank for which that was not done, or that ends by `raise SystemExit`, ends as if
+  nothing had failed: the launcher ends the others in their next step or after
+  `--grace`, JAX ends them after 70 s, and under `mpirun` they wait.
   """
   if is_rank():
     _replace_hooks()
@@ -156,22 +175,29 @@ def _replace_hooks() -> None:
 
   def exit_(status: Any = None, /) -> NoReturn:
     # In another thread it ends the thread alone, and a forked process ends as usual.
-    if status and threading.current_thread() is threading.main_thread() and os.getpid() == rank:
+    if (
+      status
+      and threading.current_thread() is threading.main_thread()
+      and os.getpid() == rank
+    ):
       raise _Exit(status)
     leave(status)
 
   sys.excepthook = hook
   sys.exit = exit_
-  atexit.register(_record_exit, os.getpid())  # runs before those of JAX, which wait for the other ranks
+  # runs before those of JAX, which wait for the other ranks
+  atexit.register(_record_exit, os.getpid())
 
 
 def count_step(processes: int) -> None:
   """Tells the launcher, if there is one, that this rank begins a training step of `processes` processes.
 
-  Only steps of all ranks count: once a rank has ended, a later step of another rank never completes.
+  Only steps of all ranks count: once a rank has ended, a later step of another rank
+  never completes.
   """
   if processes == int(os.environ.get(guard.RANKS, "0")) and (file := _open_steps()):
-    file.truncate(file.seek(0, os.SEEK_END) + 1)  # longer, without a block of the disk, which may be full
+    # longer, without a block of the disk, which may be full
+    file.truncate(file.seek(0, os.SEEK_END) + 1)
 
 
 def is_rank() -> bool:
@@ -197,7 +223,8 @@ def attempt() -> int:
 class _Exit(SystemExit):
   """A SystemExit that ends this rank at once if uncaught; exit handlers of JAX and MPI would wait for the other ranks.
 
-  The interpreter calls no hook for SystemExit. It reads `code` when no Python frame is left that could catch it.
+  The interpreter calls no hook for SystemExit. It reads `code` when no Python frame is
+  left that could catch it.
   """
 
   @property
@@ -207,7 +234,9 @@ class _Exit(SystemExit):
       return status
     if not isinstance(status, int):
       print(status, file=sys.stderr)
-    return _end(f"SystemExit: {status}", status & 0xFF if isinstance(status, int) else 1)
+    return _end(
+      f"SystemExit: {status}", status & 0xFF if isinstance(status, int) else 1
+    )
 
 
 def _arrive() -> None:
@@ -223,7 +252,10 @@ def _has_lost_another(said: str) -> bool:
   if not folder or not watch.lost_another(said):
     return False
   time.sleep(_OTHERS)
-  lives = [watch.read_life(pathlib.Path(folder), rank) for rank in range(int(os.environ[guard.RANKS]))]
+  lives = [
+    watch.read_life(pathlib.Path(folder), rank)
+    for rank in range(int(os.environ[guard.RANKS]))
+  ]
   return watch.first_over(lives) is not None or any(life.is_cause for life in lives)
 
 
@@ -246,11 +278,17 @@ def _open_steps() -> io.FileIO | None:
   """The file that is as many bytes long as this rank has begun steps; None without a launcher."""
   folder = os.environ.get(guard.RECORDS)
   rank = guard.rank()
-  return open(f"{folder}/{rank}.steps", "ab", buffering=0) if folder and rank is not None else None
+  return (
+    open(f"{folder}/{rank}.steps", "ab", buffering=0)
+    if folder and rank is not None
+    else None
+  )
 
 
 def _connect() -> None:
   """Connects all ranks, all of which must call: later, gloo would time out if one compiles 30 s longer than another."""
   mesh = jax.make_mesh((jax.device_count(),), ("ranks",))
   total = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
-  jax.block_until_ready(jax.jit(_compat.shard_map(total, mesh, (), jax.sharding.PartitionSpec()))())
+  jax.block_until_ready(
+    jax.jit(_compat.shard_map(total, mesh, (), jax.sharding.PartitionSpec()))()
+  )

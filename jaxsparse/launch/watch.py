@@ -12,12 +12,13 @@ from typing import NamedTuple
 HEARTBEAT = 10  # seconds without a heartbeat after which a rank counts as dead
 
 _NEVER = math.inf
-# The exception, or the last line, of a rank that lost its connection to another one. The type distinguishes it from
-# exceptions of the program that use the same words.
+# The exception, or the last line, of a rank that lost its connection to another one.
+# The type distinguishes it from exceptions of the program that use the same words.
 _LOST = re.compile(
   r"(?:[\w.]+\.)?(?:JaxRuntimeError|XlaRuntimeError): .*"
   r"(?:[Gg]loo|[Cc]oordination|distributed service|[Hh]eartbeat|UNAVAILABLE)"
-  r"|ValueError: [A-Z]+: Gloo [\w -]+ failed: "  # from the dispatch of a jitted function
+  # from the dispatch of a jitted function
+  r"|ValueError: [A-Z]+: Gloo [\w -]+ failed: "
   r"|(?:(?:[\w.]+\.)?Exception: |\[\S+\] )?(?:\*\*\* )?(?:MPI_ERR|PMIX)"
 )
 
@@ -26,7 +27,8 @@ class RunFailed(RuntimeError):
   """A run failed; the message names the rank that caused it.
 
   Attributes:
-    lost: the ranks that died, are stopped or did not join; none where the run failed for another reason.
+    lost: the ranks that died, are stopped or did not join; none where the run failed
+      for another reason.
   """
 
   def __init__(self, message: str, lost: Collection[int] = ()):
@@ -110,17 +112,20 @@ def first_over(lives: Sequence[Life]) -> Life | None:
   return min(over, key=lambda life: life.over, default=None)
 
 
-def find_failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> RunFailed | None:
+def find_failure(
+  lives: Sequence[Life], statuses: Sequence[int | None]
+) -> RunFailed | None:
   """The first cause of a failure, or None.
 
-  A rank that loses its connection to a failed one fails too, perhaps before the first failure is recorded. So the cause
-  is the earliest rank that was stopped or failed for a reason of its own; without one, a rank that left or ended with
-  status 0; without that, the earliest failure.
+  A rank that loses its connection to a failed one fails too, perhaps before the first
+  failure is recorded. So the cause is the earliest rank that was stopped or failed for
+  a reason of its own; without one, a rank that left or ended with status 0; without
+  that, the earliest failure.
 
   Args:
     lives: of all ranks.
-    statuses: exit statuses of the processes that the launcher started, a guard of each rank or one of mpirun; None of
-      one that runs.
+    statuses: exit statuses of the processes that the launcher started, a guard of each
+      rank or one of mpirun; None of one that runs.
   """
   first = first_over(lives)
   before = f"{first} before the others, then " if first else ""
@@ -129,18 +134,33 @@ def find_failure(lives: Sequence[Life], statuses: Sequence[int | None]) -> RunFa
     cause = min(causes or failed, key=lambda life: min(life.stopped, life.ended))
     lost = causes or [first or cause]
     others = f"the other {len(lives) - 1} of {len(lives)} ranks were ended"
-    return RunFailed(f"{'' if causes else before}{cause}; {others}", [life.rank for life in lost])
+    return RunFailed(
+      f"{'' if causes else before}{cause}; {others}", [life.rank for life in lost]
+    )
   if status := next(filter(None, statuses), None):
     return RunFailed(f"{before}mpirun ended with status {status}; its message is above")
-  alone = [life for life in lives if not life.arrived and (None not in statuses or life.ended < _NEVER)]
+  alone = [
+    life
+    for life in lives
+    if not life.arrived and (None not in statuses or life.ended < _NEVER)
+  ]
   if alone and len(lives) > 1:
     advice = "call jaxsparse.launch.join() before anything else uses JAX, or make js.MpiComm() with --engine=mpi"
-    return RunFailed(f"{_names(alone)} of {len(lives)} ended with status 0 without having joined the run: {advice}")
+    return RunFailed(
+      f"{_names(alone)} of {len(lives)} ended with status 0 without having joined the run: {advice}"
+    )
   return None
 
 
 def find_overdue(
-  lives: Sequence[Life], waited: float, now: float, *, start: float, grace: float, whole: float, begun: float
+  lives: Sequence[Life],
+  waited: float,
+  now: float,
+  *,
+  start: float,
+  grace: float,
+  whole: float,
+  begun: float,
 ) -> RunFailed | None:
   """The limit that a rank or the run has exceeded, or None.
 
@@ -185,4 +205,6 @@ def find_overdue(
 
 def _names(lives: Sequence[Life]) -> str:
   """`rank 1`, or `ranks 0, 2`."""
-  return ("rank " if len(lives) == 1 else "ranks ") + ", ".join(str(life.rank) for life in lives)
+  return ("rank " if len(lives) == 1 else "ranks ") + ", ".join(
+    str(life.rank) for life in lives
+  )

@@ -1,16 +1,17 @@
 """Carries out a plan: one collective for each group of leaves, in the plan's order, inside one compiled program.
 
-A compiler runs operations that do not depend on each other in any order, and merges collectives where it can. So the
-first message of a group depends on the totals of the groups that must have been sent before it (`select.ordering`).
-Selection before that message does not, and neither does backward:
+A compiler runs operations that do not depend on each other in any order, and merges
+collectives where it can. So the first message of a group depends on the totals of the
+groups that must have been sent before it (`select.ordering`). Selection before that
+message does not, and neither does backward:
 
     backward     |--4--|--3--|--2--|--1--|--0--|
     group 0            | messages of 4, 3 |
     group 1                               | messages of 2, which depend on the total of group 0 |
     group 2, simultaneous                       | messages of 1, 0 |
 
-Simultaneous groups do not depend on each other, so the compiler must be told not to merge them: by `compiler_options`,
-which `js.make_train_step` sets by itself.
+Simultaneous groups do not depend on each other, so the compiler must be told not to
+merge them: by `compiler_options`, which `js.make_train_step` sets by itself.
 """
 
 import math
@@ -22,7 +23,13 @@ import optax
 from jaxsparse._compat import AxisName
 from jaxsparse.collectives import make_collective
 from jaxsparse.overlap.plans import Plan
-from jaxsparse.transform.groups import Bundle, Group, Shapes, assign_collectives, groups_of
+from jaxsparse.transform.groups import (
+  Bundle,
+  Group,
+  Shapes,
+  assign_collectives,
+  groups_of,
+)
 from jaxsparse.transform.update import grouped_transform
 from jaxsparse.types import Comm
 
@@ -41,33 +48,38 @@ def bucketed_transform(
 ) -> optax.GradientTransformation:
   """Averages gradients over the workers group by group, as a plan says: `js.make_transform` in many communications.
 
-  Each group has a collective and a residual of its own, so a sparse one delivers its share of every group; with `k`
-  the k entries are shared out to the groups in proportion to their sizes. Laws C and R hold over the whole, and a NaN
-  or Inf in one group skips the step for all. Simultaneous groups wait for the same ones before them and not for each
-  other: which of them starts first is the runtime's choice.
+  Each group has a collective and a residual of its own, so a sparse one delivers its
+  share of every group; with `k` the k entries are shared out to the groups in
+  proportion to their sizes. Laws C and R hold over the whole, and a NaN or Inf in one
+  group skips the step for all. Simultaneous groups wait for the same ones before them
+  and not for each other: which of them starts first is the runtime's choice.
 
-  Like every jaxsparse transform it stands before the optimizer in its chain, and runs inside `jax.shard_map` over
-  `axis`; see `js.make_transform`. In a `jax.jit` of your own give
-  `compiler_options=js.overlap.compiler_options(platform)`.
+  Like every jaxsparse transform it stands before the optimizer in its chain, and runs
+  inside `jax.shard_map` over `axis`; see `js.make_transform`. In a `jax.jit` of your
+  own give `compiler_options=js.overlap.compiler_options(platform)`.
 
   Args:
     name: one of `js.collective_names()` whose total is the same on every worker.
-    axis: the name of the shard_map axis the workers lie along, a tuple of such names, or a comm.
+    axis: the name of the shard_map axis the workers lie along, a tuple of such names,
+      or a comm.
     plan: from `js.overlap.plan`, with a layer for each leaf of the parameters.
-    order: the number in pytree order of the leaf that each layer is: `.order` of `js.overlap.measure`. By default
-      layer l is leaf l.
-    special: collectives of leaves by their names, as in `js.make_transform`. The k entries of a collective with `k`
-      are those of all leaves of its expression together. A group with leaves of several collectives becomes several
+    order: the number in pytree order of the leaf that each layer is: `.order` of
+      `js.overlap.measure`. By default layer l is leaf l.
+    special: collectives of leaves by their names, as in `js.make_transform`. The k
+      entries of a collective with `k` are those of all leaves of its expression
+      together. A group with leaves of several collectives becomes several
       communications, one after the other.
     shardings: of the parameters inside a worker, as in `js.make_transform`.
     **config: the options of the collective.
 
   Returns:
-    An `optax.GradientTransformation`. In its state residuals are a tuple, one for each communication.
+    An `optax.GradientTransformation`. In its state residuals are a tuple, one for each
+    communication.
 
   Raises:
-    ValueError: for an unknown name, a rejected option, or a collective whose total differs between workers; when used,
-      for a plan or an order that does not fit the parameters, or an expression that matches none of their names.
+    ValueError: for an unknown name, a rejected option, or a collective whose total
+      differs between workers; when used, for a plan or an order that does not fit the
+      parameters, or an expression that matches none of their names.
     TypeError: for an option that the collective does not have, or an axis that is none.
 
   Example:
@@ -95,13 +107,20 @@ def _bundles(shapes: Shapes, plan: Plan, order: Sequence[int] | None) -> list[Bu
   sizes = [_WORD * math.prod(shape) for shape in shapes.values()]
   leaf_of = range(len(names)) if order is None else order
   if len(plan.sizes) != len(names):
-    raise ValueError(f"the plan is for {len(plan.sizes)} layers, the gradients have {len(names)} leaves: plan again")
+    raise ValueError(
+      f"the plan is for {len(plan.sizes)} layers, the gradients have {len(names)} leaves: plan again"
+    )
   if sorted(leaf_of) != list(range(len(names))):
-    raise ValueError(f"order={order!r}: give the number of each of the {len(names)} leaves once, as .order of measure")
+    raise ValueError(
+      f"order={order!r}: give the number of each of the {len(names)} leaves once, as .order of measure"
+    )
   for layer, leaf in enumerate(leaf_of):
     if plan.sizes[layer] != sizes[leaf]:
       raise ValueError(
         f"layer {layer} of the plan has {plan.sizes[layer]:g} bytes, and its leaf {names[leaf]} {sizes[leaf]} "
         f"({_WORD} for each entry): make the plan with sizes and order of js.overlap.measure for these parameters"
       )
-  return [Bundle(tuple(leaf_of[layer] for layer in group.layers), group.after) for group in plan.groups]
+  return [
+    Bundle(tuple(leaf_of[layer] for layer in group.layers), group.after)
+    for group in plan.groups
+  ]

@@ -1,14 +1,16 @@
 """Measures the input of a planner: the backward time of each leaf.
 
-The order of the leaves is that of their gradients in the jaxpr of the gradient. A program that returns only the first
-few gradients (a cut) computes only the part of backward that they need, so differences of cuts are backward times:
+The order of the leaves is that of their gradients in the jaxpr of the gradient. A
+program that returns only the first few gradients (a cut) computes only the part of
+backward that they need, so differences of cuts are backward times:
 
     forward                      |--------|
     the gradients of 2 leaves    |--------|--4--|--3--|
     of all                       |--------|--4--|--3--|--2--|--1--|--0--|
 
-One compilation for each leaf would take too long. So there are a few cuts, and the seconds between two of them are
-divided among their leaves in proportion to the operations of each leaf in the jaxpr.
+One compilation for each leaf would take too long. So there are a few cuts, and the
+seconds between two of them are divided among their leaves in proportion to the
+operations of each leaf in the jaxpr.
 """
 
 import itertools
@@ -30,7 +32,16 @@ from jaxsparse.train.engine import check_batch, engine_of
 from jaxsparse.types import Comm, check_whole
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
-_CALLS = ("jit", "pjit", "checkpoint", "remat2", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+_CALLS = (
+  "jit",
+  "pjit",
+  "checkpoint",
+  "remat2",
+  "closed_call",
+  "core_call",
+  "custom_jvp_call",
+  "custom_vjp_call",
+)
 
 
 class Layers(NamedTuple):
@@ -39,7 +50,8 @@ class Layers(NamedTuple):
   Attributes:
     names: path of each leaf in the parameters.
     order: number of each leaf in pytree order, for `js.bucketed_transform`.
-    backward_times: seconds between the gradient of the following leaf and that of this leaf.
+    backward_times: seconds between the gradient of the following leaf and that of this
+      leaf.
     sizes: bytes of each gradient.
     forward: seconds of the forward pass.
 
@@ -58,7 +70,9 @@ class Layers(NamedTuple):
   @property
   def at_the_end(self) -> "Layers":
     """The same leaves, all ready at the end of backward: for a runtime that overlaps nothing with arithmetic."""
-    return self._replace(backward_times=(*[0.0] * (len(self.sizes) - 1), sum(self.backward_times)))
+    return self._replace(
+      backward_times=(*[0.0] * (len(self.sizes) - 1), sum(self.backward_times))
+    )
 
 
 def measure(
@@ -74,8 +88,9 @@ def measure(
 ) -> Layers:
   """Measures the backward time of each leaf, while all workers compute and none sends.
 
-  In a run of several processes every process must call, and all get the same numbers, those of the slowest process.
-  Where a worker has several devices, the program is partitioned along them as that of the training step is.
+  In a run of several processes every process must call, and all get the same numbers,
+  those of the slowest process. Where a worker has several devices, the program is
+  partitioned along them as that of the training step is.
 
   Args:
     loss_fn: as for `js.make_train_step`.
@@ -84,12 +99,13 @@ def measure(
     mesh: the workers, as for `js.init`.
     axis: of the mesh.
     has_aux: as for the training step.
-    cuts: number of programs to compile and time, in addition to the forward pass; at most one for each leaf counts.
+    cuts: number of programs to compile and time, in addition to the forward pass; at
+      most one for each leaf counts.
     repetitions: of each program, whose median counts.
 
   Raises:
-    ValueError: for parameters without a leaf, a batch that the number of workers does not divide, or fewer than one cut
-      or repetition.
+    ValueError: for parameters without a leaf, a batch that the number of workers does
+      not divide, or fewer than one cut or repetition.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -113,12 +129,21 @@ def measure(
     value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
     return [value[0] if has_aux else value, *jax.tree.leaves(grads)]
 
-  own = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) // engine.held, *x.shape[1:]), jnp.result_type(x)), batch)
+  own = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      (len(x) // engine.held, *x.shape[1:]), jnp.result_type(x)
+    ),
+    batch,
+  )
   traced = jax.make_jaxpr(gradients, axis_env=list(engine.axes.items()))(params, own)
   order, done = order_backward(traced.jaxpr)
   bounds = choose_cuts(done, cuts)
   arguments = engine.place((params, batch), specs)
-  shardings = engine.shardings(arguments, specs), None  # of gradients those that they are computed with
+  # of gradients those that they are computed with
+  shardings = (
+    engine.shardings(arguments, specs),
+    None,
+  )
 
   def cut(count: int) -> Callable:
     """The program of all workers that makes the gradients of the first `count` leaves."""
@@ -126,11 +151,20 @@ def measure(
     some = lambda *arguments: [gradients(*arguments)[number][None] for number in wanted]
     return engine.jit(some, specs, specs[1], shardings=shardings)
 
-  programs, watch = [cut(count) for count in (0, *bounds)], timing.Stopwatch(engine.flat)
-  rounds = [[watch.time(program, *arguments)[0] for program in programs] for _ in range(repetitions + 1)]
-  medians = map(statistics.median, zip(*rounds[1:], strict=True))  # the first round compiles
-  seconds = list(itertools.accumulate(medians, max))  # each program includes the work of the one before
-  times = np.diff(np.interp(done, done[[0, *bounds]], seconds))  # in proportion to the work between two cuts
+  programs, watch = (
+    [cut(count) for count in (0, *bounds)],
+    timing.Stopwatch(engine.flat),
+  )
+  rounds = [
+    [watch.time(program, *arguments)[0] for program in programs]
+    for _ in range(repetitions + 1)
+  ]
+  # the first round compiles
+  medians = map(statistics.median, zip(*rounds[1:], strict=True))
+  # each program includes the work of the one before
+  seconds = list(itertools.accumulate(medians, max))
+  # in proportion to the work between two cuts
+  times = np.diff(np.interp(done, done[[0, *bounds]], seconds))
   order = order[::-1]
   names = tuple(jax.tree_util.keystr(leaves[leaf][0]) for leaf in order)
   sizes = tuple(float(_WORD * jnp.size(leaves[leaf][1])) for leaf in order)
@@ -141,32 +175,41 @@ def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], np.ndarray]:
   """When the jaxpr of (loss, *gradients) has computed each gradient, after how many operations of the backward pass.
 
   Returns:
-    The numbers of the leaves in the order of their gradients; and estimated operations before the first one and after
-    each, f64[leaves + 1], to which the place in the order is added, so that they increase strictly.
+    The numbers of the leaves in the order of their gradients; and estimated operations
+    before the first one and after each, f64[leaves + 1], to which the place in the
+    order is added, so that they increase strictly.
   """
   done = [0.0]  # operations before each equation, and at the end
   loss, *makers = _find_makers(jaxpr, [-1] * len(jaxpr.invars), done)
   order = sorted(range(len(makers)), key=lambda leaf: (makers[leaf], -leaf))
-  reached = np.maximum.accumulate([done[max(loss, maker) + 1] for maker in (-1, *(makers[leaf] for leaf in order))])
+  reached = np.maximum.accumulate(
+    [done[max(loss, maker) + 1] for maker in (-1, *(makers[leaf] for leaf in order))]
+  )
   return order, reached - reached[0] + np.arange(len(reached))
 
 
-def _find_makers(jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]) -> list[int]:
+def _find_makers(
+  jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]
+) -> list[int]:
   """Number of the equation that makes each result, −1 for an input or a constant; calls count as if inlined.
 
   Args:
     jaxpr: of a function, or of a call in it.
     given: number of the equation that makes each of its inputs.
-    done: number of operations before each equation so far; this function appends those of its equations.
+    done: number of operations before each equation so far; this function appends those
+      of its equations.
   """
   makers = dict(zip(jaxpr.invars, given, strict=True))
   find = lambda var: -1 if isinstance(var, core.Literal) else makers.get(var, -1)
   for equation in jaxpr.eqns:
-    inner = list(inner_jaxprs(equation.params)) if equation.primitive.name in _CALLS else []
+    inner = (
+      list(inner_jaxprs(equation.params)) if equation.primitive.name in _CALLS else []
+    )
     if len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
       numbers = _find_makers(inner[0], list(map(find, equation.invars)), done)
     else:
-      constant = all(isinstance(var, core.Literal) for var in equation.invars)  # zeros, for example
+      # zeros, for example
+      constant = all(isinstance(var, core.Literal) for var in equation.invars)
       numbers = [-1 if constant else len(done) - 1] * len(equation.outvars)
       done.append(done[-1] + _count_operations(equation))
     makers.update(zip(equation.outvars, numbers, strict=True))
@@ -175,10 +218,17 @@ def _find_makers(jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]) -> 
 
 def _count_operations(equation: core.JaxprEqn) -> float:
   """Estimated operations of an equation: 2 for each multiplication of a product or convolution, else 1 per entry."""
-  inner = sum(_count_operations(one) for jaxpr in inner_jaxprs(equation.params) for one in jaxpr.eqns)
+  inner = sum(
+    _count_operations(one)
+    for jaxpr in inner_jaxprs(equation.params)
+    for one in jaxpr.eqns
+  )
   if inner:
     return inner * equation.params.get("length", 1)
-  shapes, outs = ([getattr(var.aval, "shape", ()) for var in some] for some in (equation.invars, equation.outvars))
+  shapes, outs = (
+    [getattr(var.aval, "shape", ()) for var in some]
+    for some in (equation.invars, equation.outvars)
+  )
   out = float(sum(map(math.prod, outs)))
   if equation.primitive.name == "dot_general":
     (contracted, _), _ = equation.params["dimension_numbers"]
@@ -194,10 +244,13 @@ def choose_cuts(done: np.ndarray, cuts: int) -> list[int]:
   """Numbers of leaves of the cuts, increasing, with about the same work between consecutive cuts.
 
   Args:
-    done: f64[leaves + 1], operations of backward before each leaf, and of all, strictly increasing.
+    done: f64[leaves + 1], operations of backward before each leaf, and of all, strictly
+      increasing.
     cuts: their number, at most.
   """
   count = len(done) - 1
   if count <= cuts:
     return list(range(1, count + 1))
-  return sorted({*np.searchsorted(done, done[-1] * np.arange(1, cuts) / cuts).tolist(), count})
+  return sorted(
+    {*np.searchsorted(done, done[-1] * np.arange(1, cuts) / cuts).tolist(), count}
+  )

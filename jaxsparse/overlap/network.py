@@ -1,19 +1,20 @@
 """The model of a network that several communications share, and its event-driven simulation.
 
-One communication of m bytes takes α + β m seconds: a start-up of α seconds, which slows no other one down, then the
-transfer. While s transfers overlap, each takes γ(s) times as long for a byte, with
+One communication of m bytes takes α + β m seconds: a start-up of α seconds, which slows
+no other one down, then the transfer. While s transfers overlap, each takes γ(s) times
+as long for a byte, with
 
     γ(s) = 1 + (γ − 1)(s − 1),        γ(1) = 1 and γ(2) = γ, the paper's contention factor (Section III)
 
-Of the β seconds of a byte, (γ − 1) β are spent on a shared resource and the rest on one of the communication's own:
-γ = 1 is no contention, γ = 2 a network that is shared entirely. Two communications with γ = 1.5, the second ready in
-the middle of the first:
+Of the β seconds of a byte, (γ − 1) β are spent on a shared resource and the rest on one
+of the communication's own: γ = 1 is no contention, γ = 2 a network that is shared
+entirely. Two communications with γ = 1.5, the second ready in the middle of the first:
 
     first     α=======------          = alone, - beside the other one: 1.5 times as slow
     second           α------====
 
-Each ends later than alone by (γ − 1) times the seconds of the bytes that it sent during the overlap; Eq. 13 of the
-paper counts this for the second communication only.
+Each ends later than alone by (γ − 1) times the seconds of the bytes that it sent during
+the overlap; Eq. 13 of the paper counts this for the second communication only.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ class Flows(NamedTuple):
     now: f64[r], the current time in seconds.
     begins: f64[r, s], time of the first byte of each.
     left: f64[r, s], seconds that its remaining bytes would take without overlap.
-    ends: f64[r, s], time of its end, inf where that depends on communications that may still start.
+    ends: f64[r, s], time of its end, inf where that depends on communications that may
+      still start.
 
   Example:
     >>> flows = Flows.empty(1, 2).start(np.zeros(1), np.array([4e6]), Link(1.0, 1e-6, 2.0))
@@ -58,7 +60,13 @@ class Flows(NamedTuple):
     begins = when + link.alpha
     left = link.beta * size
     new = begins, left, np.where(left > 0, np.inf, begins)
-    return type(self)(when, *(np.column_stack([old[:, 1:], one]) for old, one in zip(flows[1:], new, strict=True)))
+    return type(self)(
+      when,
+      *(
+        np.column_stack([old[:, 1:], one])
+        for old, one in zip(flows[1:], new, strict=True)
+      ),
+    )
 
   def finish(self, link: Link) -> Self:
     """The same networks at the end of all started communications, if nothing else starts."""
@@ -71,9 +79,12 @@ class Flows(NamedTuple):
       sends = waiting & (begins <= now[:, None])
       slow = link.slowdown(sends.sum(1))[:, None]  # type: ignore[index]
       finish = np.where(sends, now[:, None] + left * slow, np.inf)
-      event = np.minimum(when, np.minimum(finish, np.where(waiting & ~sends, begins, np.inf)).min(1))[:, None]
+      event = np.minimum(
+        when, np.minimum(finish, np.where(waiting & ~sends, begins, np.inf)).min(1)
+      )[:, None]
       done = sends & (finish <= event)
-      rest = np.maximum(left - np.where(sends, event - now[:, None], 0.0) / slow, _TINY)  # > 0 despite rounding
+      # > 0 despite rounding
+      rest = np.maximum(left - np.where(sends, event - now[:, None], 0.0) / slow, _TINY)
       ends = np.where(done, finish, ends)
       left = np.where(done, 0.0, np.where(sends, rest, left))
       now = np.where(waiting.any(1), event[:, 0], now)
@@ -107,12 +118,17 @@ class Simulation(NamedTuple):
 
 
 def simulate(
-  ready: Sequence[float], sizes: Sequence[float], at_once: Sequence[bool], link: Link, ways: int = 2
+  ready: Sequence[float],
+  sizes: Sequence[float],
+  at_once: Sequence[bool],
+  link: Link,
+  ways: int = 2,
 ) -> Simulation:
   """Simulates the communications of groups, and finds which ones each has to wait for.
 
-  Group g starts as soon as it is ready, and either all groups before have ended or, at once, all but those `ways` − 1
-  that will end last. What one waited for, later ones wait for.
+  Group g starts as soon as it is ready, and either all groups before have ended or, at
+  once, all but those `ways` − 1 that will end last. What one waited for, later ones
+  wait for.
 
   Args:
     ready: seconds until each group is ready, ascending.
@@ -134,12 +150,22 @@ def simulate(
   flows = Flows.empty(1, count)
   starts = list[float]()
   after = [set[int]()]
-  for number, (there, size, early) in enumerate(zip(ready, sizes, at_once, strict=True)):
+  for number, (there, size, early) in enumerate(
+    zip(ready, sizes, at_once, strict=True)
+  ):
     ends = flows.finish(link).ends[0, count - number :]
-    last = np.argsort(ends, kind="stable")[max(0, number - ways + 1) :].tolist() if early else []
+    last = (
+      np.argsort(ends, kind="stable")[max(0, number - ways + 1) :].tolist()
+      if early
+      else []
+    )
     after.append({*range(number)} - {*last} | after[-1])
-    starts.append(max([float(there), *starts[-1:], *(ends[other] for other in after[-1])]))
+    starts.append(
+      max([float(there), *starts[-1:], *(ends[other] for other in after[-1])])
+    )
     flows = flows.start(np.array(starts[-1:]), np.array([size]), link)
   ends = flows.finish(link).ends[0].tolist()
   waits = tuple(tuple(sorted(others)) for others in after[1:])
-  return Simulation(waits, tuple(map(Sent, map(float, ready), map(float, starts), ends)))
+  return Simulation(
+    waits, tuple(map(Sent, map(float, ready), map(float, starts), ends))
+  )

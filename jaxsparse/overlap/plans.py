@@ -1,8 +1,8 @@
 """Plans of communication during backward: WFBP, MG-WFBP, ASC-WFBP, and faster ones.
 
-Backward computes the gradient of the last layer first, so gradients can be sent while it continues. Each communication
-costs a start-up, so small neighbouring gradients are sent in one communication (merged) or in overlapping ones
-(simultaneous):
+Backward computes the gradient of the last layer first, so gradients can be sent while
+it continues. Each communication costs a start-up, so small neighbouring gradients are
+sent in one communication (merged) or in overlapping ones (simultaneous):
 
     backward      |--5--|--4--|--3--|--2--|--1--|
     single                                      |α 5 4 3 2 1 ........|
@@ -11,8 +11,9 @@ costs a start-up, so small neighbouring gradients are sent in one communication 
     asc_wfbp            |α 5..|     |α 4 3......|
                                           |α 2 1....|             overlaps with the one before: contention γ
 
-A plan is data, made by pure functions; one simulation (`network`) predicts the times of all. S. Shi, X. Chu, B. Li:
-"Exploiting Simultaneous Communications to Accelerate Data Parallel Distributed Deep Learning", INFOCOM 2021.
+A plan is data, made by pure functions; one simulation (`network`) predicts the times of
+all. S. Shi, X. Chu, B. Li: "Exploiting Simultaneous Communications to Accelerate Data
+Parallel Distributed Deep Learning", INFOCOM 2021.
 """
 
 import functools
@@ -38,10 +39,10 @@ class Group(NamedTuple):
 
   Attributes:
     layers: their numbers, consecutive and increasing.
-    kind: "normal", one layer, and "merged", several layers, start when all communications before have ended;
-      "simultaneous" starts earlier.
-    after: the groups that must have ended before this one starts: all before it, or for "simultaneous" all but the
-      `ways` − 1 that are predicted to end last.
+    kind: "normal", one layer, and "merged", several layers, start when all
+      communications before have ended; "simultaneous" starts earlier.
+    after: the groups that must have ended before this one starts: all before it, or for
+      "simultaneous" all but the `ways` − 1 that are predicted to end last.
 
   Example:
     >>> plan("single", [1.0, 1.0], [8, 8], alpha=0.1, beta=0.1, gamma=2.0).groups
@@ -61,8 +62,9 @@ class Plan(NamedTuple):
     backward_times: seconds of backward of each layer.
     sizes: bytes of the gradient of each layer.
     link: α, β, γ of communications.
-    groups: in the order of sending, the last layers first. Each has the numbers of its `layers`, a `kind`, and `after`,
-      the numbers of the groups that must have ended before it starts.
+    groups: in the order of sending, the last layers first. Each has the numbers of its
+      `layers`, a `kind`, and `after`, the numbers of the groups that must have ended
+      before it starts.
     timeline: predicted `ready`, `start` and `end` of each group.
 
   Example:
@@ -98,13 +100,24 @@ class Plan(NamedTuple):
     return sum(self.sizes[layer] for layer in group.layers)
 
   def __str__(self) -> str:
-    lines = [f"{'layers':<14}{'kind':<14}{'bytes':>14}{'ready':>10}{'start':>10}{'end':>10}"]
+    lines = [
+      f"{'layers':<14}{'kind':<14}{'bytes':>14}{'ready':>10}{'start':>10}{'end':>10}"
+    ]
     for group, sent in zip(self.groups, self.timeline, strict=True):
-      layers = f"{group.layers[0]} … {group.layers[-1]}" if len(group.layers) > 1 else str(group.layers[0])
+      layers = (
+        f"{group.layers[0]} … {group.layers[-1]}"
+        if len(group.layers) > 1
+        else str(group.layers[0])
+      )
       times = "".join(f"{time:>10.6f}" for time in sent)
       lines.append(f"{layers:<14}{group.kind:<14}{self.size_of(group):>14,.0f}{times}")
     seconds = f"{self.iteration_time:.6f} s, backward alone {self.backward:.6f} s"
-    return "\n".join([*lines, f"{self.kind}: {seconds}, {self.exposed:.6f} s of communication are exposed"])
+    return "\n".join(
+      [
+        *lines,
+        f"{self.kind}: {seconds}, {self.exposed:.6f} s of communication are exposed",
+      ]
+    )
 
 
 def plan(
@@ -120,30 +133,38 @@ def plan(
   """Plans which gradients are sent in one communication and which communications overlap, and predicts their times.
 
   - "single": all gradients in one communication, after backward.
-  - "wfbp": one communication for each layer, one after the other (wait-free backpropagation).
-  - "mg_wfbp": merges layer l into layer l − 1 if l − 1 is ready before the start-up of a communication of l alone would
-    end, `ready(l − 1) < τ(l) + α`. Never slower than "wfbp" in the model.
-  - "theorem_1": Theorem 1 of the paper chooses for each layer between normal, merged and simultaneous. It assumes that
-    two overlapping communications are faster than one after the other (γ < 2) and that the second slows only itself
-    down. Where that does not hold, the simulation may predict more seconds than for "mg_wfbp".
-  - "asc_wfbp": the plan of "theorem_1", or that of "mg_wfbp" if the simulation predicts fewer seconds for it.
-  - "optimal": with `ways=1` the fastest of all merges, by exact dynamic programming. With more, the fastest plan that a
-    search over all groups and kinds finds (`search` describes what it drops); never slower than "asc_wfbp".
+  - "wfbp": one communication for each layer, one after the other (wait-free
+    backpropagation).
+  - "mg_wfbp": merges layer l into layer l − 1 if l − 1 is ready before the start-up of
+    a communication of l alone would end, `ready(l − 1) < τ(l) + α`. Never slower than
+    "wfbp" in the model.
+  - "theorem_1": Theorem 1 of the paper chooses for each layer between normal, merged
+    and simultaneous. It assumes that two overlapping communications are faster than one
+    after the other (γ < 2) and that the second slows only itself down. Where that does
+    not hold, the simulation may predict more seconds than for "mg_wfbp".
+  - "asc_wfbp": the plan of "theorem_1", or that of "mg_wfbp" if the simulation predicts
+    fewer seconds for it.
+  - "optimal": with `ways=1` the fastest of all merges, by exact dynamic programming.
+    With more, the fastest plan that a search over all groups and kinds finds (`search`
+    describes what it drops); never slower than "asc_wfbp".
 
   Args:
     kind: one of these.
-    backward_times: seconds of backward of each layer, index 0 the first layer, whose gradient is ready last.
+    backward_times: seconds of backward of each layer, index 0 the first layer, whose
+      gradient is ready last.
     sizes: bytes of the gradient of each layer.
     alpha: α, seconds of the start-up of a communication, for example an all-reduce.
     beta: β, seconds per byte of a transfer without overlap.
     gamma: γ ≥ 1, contention factor: per-byte slowdown when two transfers overlap.
-    ways: maximum number of overlapping communications, for "theorem_1", "asc_wfbp" and "optimal"; two in the paper.
+    ways: maximum number of overlapping communications, for "theorem_1", "asc_wfbp" and
+      "optimal"; two in the paper.
 
   Returns:
     A `Plan`.
 
   Raises:
-    ValueError: for an unknown kind, lengths that differ, or a number outside its range, which the message names.
+    ValueError: for an unknown kind, lengths that differ, or a number outside its range,
+      which the message names.
 
   Example:
     >>> import jaxsparse as js
@@ -157,26 +178,39 @@ def plan(
     optimal  1.79 s, 2 groups
   """
   if kind not in get_args(Kind):
-    raise ValueError(f"plan: kind={kind!r}, choose one of {', '.join(map(repr, get_args(Kind)))}")
-  times, bytes_ = _checked_row("backward_times", backward_times), _checked_row("sizes", sizes)
+    raise ValueError(
+      f"plan: kind={kind!r}, choose one of {', '.join(map(repr, get_args(Kind)))}"
+    )
+  times, bytes_ = (
+    _checked_row("backward_times", backward_times),
+    _checked_row("sizes", sizes),
+  )
   if len(times) != len(bytes_):
-    raise ValueError(f"plan: {len(times)} backward_times and {len(bytes_)} sizes, give one of each for every layer")
-  link = Link(_checked("alpha", alpha), _checked("beta", beta), _checked("gamma", gamma, least=1))
+    raise ValueError(
+      f"plan: {len(times)} backward_times and {len(bytes_)} sizes, give one of each for every layer"
+    )
+  link = Link(
+    _checked("alpha", alpha), _checked("beta", beta), _checked("gamma", gamma, least=1)
+  )
   check_whole("plan", 1, ways=ways)
   ways = min(int(ways), len(times))
-  ready = list(itertools.accumulate(reversed(times)))[::-1]  # seconds until the gradient of each layer is
-  build = functools.partial(_build, Plan(kind, times, bytes_, link, (), ()), ready, ways)
+  # seconds until the gradient of each layer is
+  ready = list(itertools.accumulate(reversed(times)))[::-1]
+  build = functools.partial(
+    _build, Plan(kind, times, bytes_, link, (), ()), ready, ways
+  )
   if kind == "single":
     return build({0: False})
   if kind == "wfbp":
     return build(dict.fromkeys(reversed(range(len(times))), False))
   if kind in ("mg_wfbp", "theorem_1"):
     return build(_merge(ready, bytes_, link, simultaneous=kind == "theorem_1"))
-  merged = (build(_merge(ready, bytes_, link, simultaneous)) for simultaneous in (True, False))
+  merged = (
+    build(_merge(ready, bytes_, link, simultaneous)) for simultaneous in (True, False)
+  )
   best = min(merged, key=lambda one: one.iteration_time)
-  for most in (
-    sorted({1, ways}) if kind == "optimal" else ()
-  ):  # merges alone are a fast search, and bound the second one
+  # merges alone are a fast search, and bound the second one
+  for most in sorted({1, ways}) if kind == "optimal" else ():
     if found := search.find_fastest(ready, bytes_, link, most, best.iteration_time):
       best = min(build(found), best, key=lambda one: one.iteration_time)
   return best
@@ -189,31 +223,44 @@ _Firsts = dict[int, bool]
 def _build(plan: Plan, ready: Sequence[float], ways: int, firsts: _Firsts) -> Plan:
   """The plan with these groups, at most `ways` of which overlap."""
   groups = list[Group]()
-  layers = [tuple(range(first, end)) for end, first in itertools.pairwise([len(ready), *firsts])]
+  layers = [
+    tuple(range(first, end)) for end, first in itertools.pairwise([len(ready), *firsts])
+  ]
   bytes_ = [sum(plan.sizes[layer] for layer in group) for group in layers]
-  after, timeline = simulate([ready[first] for first in firsts], bytes_, list(firsts.values()), plan.link, ways)
+  after, timeline = simulate(
+    [ready[first] for first in firsts], bytes_, list(firsts.values()), plan.link, ways
+  )
   for number, (own, waits) in enumerate(zip(layers, after, strict=True)):
-    kind_of_group: GroupKind = "simultaneous" if len(waits) < number else "merged" if len(own) > 1 else "normal"
+    kind_of_group: GroupKind = (
+      "simultaneous" if len(waits) < number else "merged" if len(own) > 1 else "normal"
+    )
     groups.append(Group(own, kind_of_group, waits))
   return plan._replace(groups=tuple(groups), timeline=timeline)
 
 
-def _merge(ready: Sequence[float], sizes: Sequence[float], link: Link, simultaneous: bool) -> _Firsts:
+def _merge(
+  ready: Sequence[float], sizes: Sequence[float], link: Link, simultaneous: bool
+) -> _Firsts:
   """Algorithm 1 of the paper, with its errata: the kind of each layer, from the last one down; or MG-WFBP.
 
-  MG-WFBP has normal and merged layers only: it merges l into l − 1 iff ready(l − 1) < τ(l) + α, which is Q2. Times are
-  the paper's estimates, not the simulation's: Eq. 13 slows only the later of two communications down.
+  MG-WFBP has normal and merged layers only: it merges l into l − 1 iff ready(l − 1) <
+  τ(l) + α, which is Q2. Times are the paper's estimates, not the simulation's: Eq. 13
+  slows only the later of two communications down.
   """
   firsts = _Firsts()
   start = 0.0
   end = 0.0
   size = 0.0
-  before: tuple[float, float] | None = None  # start and bytes of the communication before
+  before: tuple[float, float] | None = (
+    None  # start and bytes of the communication before
+  )
   for layer in reversed(range(len(ready))):
     size += sizes[layer]
-    start = max(start, end, ready[layer])  # of a normal communication, or of the one that the layer is merged into
+    # of a normal communication, or of the one that the layer is merged into
+    start = max(start, end, ready[layer])
     alone = link.seconds(size)
-    beside = alone + (_penalty(ready[layer], *before, link) if before else 0.0)  # seconds of a simultaneous one
+    # seconds of a simultaneous one
+    beside = alone + (_penalty(ready[layer], *before, link) if before else 0.0)
     at_once = simultaneous  # the first layer, always
     if layer:
       following = ready[layer - 1]
@@ -241,11 +288,16 @@ def _penalty(start: float, earlier: float, size: float, link: Link) -> float:
 def _checked_row(name: str, values: Sequence[float]) -> tuple[float, ...]:
   given = list(values) if np.iterable(values) else []
   if not given:
-    raise ValueError(f"plan: {name}={values!r}, give a number for every layer, at least one")
+    raise ValueError(
+      f"plan: {name}={values!r}, give a number for every layer, at least one"
+    )
   return tuple(_checked(f"{name}[{layer}]", value) for layer, value in enumerate(given))
 
 
 def _checked(name: str, value: Any, least: float = 0) -> float:
-  if isinstance(value, bool) or not isinstance(value, numbers.Real) or not least <= value <= _MOST:  # type: ignore[operator]
-    raise ValueError(f"plan: {name}={value!r}, choose a number from {least} to {_MOST:g}")
+  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if not is_number or not least <= float(value) <= _MOST:
+    raise ValueError(
+      f"plan: {name}={value!r}, choose a number from {least} to {_MOST:g}"
+    )
   return float(value)

@@ -1,13 +1,16 @@
 """The fastest plan, by dynamic programming from the last layer to the first.
 
-A partial plan groups the layers i … L − 1. Its communications affect the groups of the layers 0 … i − 1 only by the
-times at which the `ways` communications that end last do, if nothing else starts, and ends before layer i − 1 is ready
-count as equal, since nothing starts before. These `ways` times are the state of the dynamic program. The search drops
-a partial plan if another one is no later in all of them, and keeps a fixed number of the others, the earliest.
+A partial plan groups the layers i … L − 1. Its communications affect the groups of the
+layers 0 … i − 1 only by the times at which the `ways` communications that end last do,
+if nothing else starts, and ends before layer i − 1 is ready count as equal, since
+nothing starts before. These `ways` times are the state of the dynamic program. The
+search drops a partial plan if another one is no later in all of them, and keeps a fixed
+number of the others, the earliest.
 
-With `ways=1` the state is one time, an earlier end is never worse for the remaining layers, and the result is optimal.
-With more it is a heuristic: a communication that starts earlier may slow another one down. Compared with all plans of
-up to seven layers it was optimal in most cases, and at most 1 % slower.
+With `ways=1` the state is one time, an earlier end is never worse for the remaining
+layers, and the result is optimal. With more it is a heuristic: a communication that
+starts earlier may slow another one down. Compared with all plans of up to seven layers
+it was optimal in most cases, and at most 1 % slower.
 """
 
 from collections.abc import Sequence
@@ -27,10 +30,12 @@ class _Partial(NamedTuple):
 
   Attributes:
     flows: the `ways` communications of each that end last, the earliest end first.
-    ends: f64[r, ways], their ends if nothing else starts, the first of them at least the start of the last group.
+    ends: f64[r, ways], their ends if nothing else starts, the first of them at least
+      the start of the last group.
     before: i64[r], the row of the partial plan without the last group.
     first: i64[r], the first layer of the last group.
-    at_once: bool[r], whether the last group starts without waiting for the communications before it.
+    at_once: bool[r], whether the last group starts without waiting for the
+      communications before it.
     waiting: f64[r], bytes of the layers before `first` that the next group has so far.
   """
 
@@ -43,12 +48,17 @@ class _Partial(NamedTuple):
 
 
 def find_fastest(
-  ready: Sequence[float], sizes: Sequence[float], link: Link, ways: int, limit: float = np.inf
+  ready: Sequence[float],
+  sizes: Sequence[float],
+  link: Link,
+  ways: int,
+  limit: float = np.inf,
 ) -> dict[int, bool] | None:
   """The first layer of each group of the fastest plan, in the order of sending, and whether the group starts at once.
 
   Args:
-    ready: seconds from the start of backward until the gradient of each layer is ready, descending.
+    ready: seconds from the start of backward until the gradient of each layer is ready,
+      descending.
     sizes: bytes of each layer.
     link: α, β, γ of communications.
     ways: maximum number of communications at the same time.
@@ -63,14 +73,21 @@ def find_fastest(
   """
   nothing = np.zeros(1, int)
   plans = _Partial(
-    Flows.empty(1, ways), np.zeros((1, ways)), nothing, nothing + len(ready), nothing.astype(bool), np.zeros(1)
+    Flows.empty(1, ways),
+    np.zeros((1, ways)),
+    nothing,
+    nothing + len(ready),
+    nothing.astype(bool),
+    np.zeros(1),
   )
-  # Lower bound on the end of any complete plan: all remaining bytes at the highest total speed of the network.
+  # Lower bound on the end of any complete plan: all remaining bytes at the highest
+  # total speed of the network.
   speed = max(senders / float(link.slowdown(senders)) for senders in range(1, ways + 1))
   remaining = link.beta * np.cumsum([0.0, *sizes]) / speed
   for first in reversed(range(len(ready))):
     plans = plans._replace(waiting=plans.waiting + sizes[first])
-    free = np.stack([plans.ends.max(1), plans.ends[:, 0]], 1)  # if the group waits, if it starts at once
+    # if the group waits, if it starts at once
+    free = np.stack([plans.ends.max(1), plans.ends[:, 0]], 1)
     starts = np.maximum(free, ready[first])
     promising = starts + link.alpha + remaining[plans.first, None] <= limit * (1 + 1e-9)
     promising[:, 1] &= starts[:, 1] < free[:, 0]
@@ -79,12 +96,24 @@ def find_fastest(
     flows = extended.flows.start(starts[before, at_once], extended.waiting, link)
     ends = flows.finish(link).ends
     order = np.argsort(ends, axis=1, kind="stable")
-    flows = Flows(flows.now, *(np.take_along_axis(part, order, 1) for part in flows[1:]))
+    flows = Flows(
+      flows.now, *(np.take_along_axis(part, order, 1) for part in flows[1:])
+    )
     ends = np.take_along_axis(ends, order, 1)
     ends[:, 0] = np.maximum(ends[:, 0], flows.now)
-    grown = _Partial(flows, ends, before, np.full(before.size, first), at_once.astype(bool), np.zeros(before.size))
-    later = np.maximum(ends, ready[first - 1]) if first else ends.max(1, keepdims=True)  # nothing starts before
-    plans = jax.tree.map(lambda *parts: np.concatenate(parts), plans, _take(grown, _choose_earliest(later)))
+    grown = _Partial(
+      flows,
+      ends,
+      before,
+      np.full(before.size, first),
+      at_once.astype(bool),
+      np.zeros(before.size),
+    )
+    # nothing starts before
+    later = np.maximum(ends, ready[first - 1]) if first else ends.max(1, keepdims=True)
+    plans = jax.tree.map(
+      lambda *parts: np.concatenate(parts), plans, _take(grown, _choose_earliest(later))
+    )
   complete = np.flatnonzero(plans.first == 0)
   if not complete.size:
     return None

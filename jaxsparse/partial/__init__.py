@@ -1,13 +1,15 @@
 """Training with the workers that are there: partial reduce (Miao et al., SIGMOD 2021), and rounds of local steps.
 
-Each worker trains a model of its own at its own pace, in a process that sends messages to a server and to other
-workers. The server says who exchanges with whom, and no model passes through it.
+Each worker trains a model of its own at its own pace, in a process that sends messages
+to a server and to other workers. The server says who exchanges with whom, and no model
+passes through it.
 
-Partial reduce: as soon as P of N workers are ready, they average their models, while the others keep computing. Groups
-change all the time, so every worker's progress reaches every other worker after a few averages.
+Partial reduce: as soon as P of N workers are ready, they average their models, while
+the others keep computing. Groups change all the time, so every worker's progress
+reaches every other worker after a few averages.
 
-Rounds: workers exchange what they have moved from a common anchor with those that are there, by any collective, and all
-have the same anchor afterwards.
+Rounds: workers exchange what they have moved from a common anchor with those that are
+there, by any collective, and all have the same anchor afterwards.
 
                       partial reduce, groups/                      rounds/
     worker            worker: `Worker`; devices: `Devices`         worker: `Rounds`
@@ -39,4 +41,14 @@ from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.rounds.worker import Rounds
 from jaxsparse.partial.server import Server
 
-__all__ = ["Controller", "ControllerLost", "Devices", "Keys", "Quorum", "Rounds", "Server", "Worker", "restore"]
+__all__ = [
+  "Controller",
+  "ControllerLost",
+  "Devices",
+  "Keys",
+  "Quorum",
+  "Rounds",
+  "Server",
+  "Worker",
+  "restore",
+]

@@ -22,50 +22,112 @@ def main() -> None:
     status.main(sys.argv[2:])
     return
   defaults = argparse.ArgumentDefaultsHelpFormatter
-  parser = argparse.ArgumentParser(prog="python -m jaxsparse.partial", description=__doc__, formatter_class=defaults)
+  parser = argparse.ArgumentParser(
+    prog="python -m jaxsparse.partial", description=__doc__, formatter_class=defaults
+  )
   add = parser.add_argument
-  add("--workers", type=int, required=True, default=argparse.SUPPRESS, help="number of workers, N")
+  add(
+    "--workers",
+    type=int,
+    required=True,
+    default=argparse.SUPPRESS,
+    help="number of workers, N",
+  )
   kind = parser.add_mutually_exclusive_group(required=True).add_argument
-  kind("--group_size", type=int, default=argparse.SUPPRESS, help="number of workers in a group, P")
-  kind("--quorum", type=int, default=argparse.SUPPRESS, help="number of workers that a round takes, K")
-  add("--grace", type=float, default=argparse.SUPPRESS, help="seconds that K workers wait for more; default 2")
+  kind(
+    "--group_size",
+    type=int,
+    default=argparse.SUPPRESS,
+    help="number of workers in a group, P",
+  )
+  kind(
+    "--quorum",
+    type=int,
+    default=argparse.SUPPRESS,
+    help="number of workers that a round takes, K",
+  )
+  add(
+    "--grace",
+    type=float,
+    default=argparse.SUPPRESS,
+    help="seconds that K workers wait for more; default 2",
+  )
   add(
     "--weights",
     choices=("constant", "dynamic"),
     default=argparse.SUPPRESS,
     help="of models in an average of a group; default constant",
   )
-  add("--decay", type=float, default=argparse.SUPPRESS, help="of dynamic weights, in [0, 1); default 0.5")
+  add(
+    "--decay",
+    type=float,
+    default=argparse.SUPPRESS,
+    help="of dynamic weights, in [0, 1); default 0.5",
+  )
   add(
     "--missing",
     choices=("closest", "initial"),
     default=argparse.SUPPRESS,
     help="where weights without a member go; default closest",
   )
-  add("--history", type=int, default=argparse.SUPPRESS, help="T: groups that it may take to connect all workers")
+  add(
+    "--history",
+    type=int,
+    default=argparse.SUPPRESS,
+    help="T: groups that it may take to connect all workers",
+  )
   add("--address", default=sockets.LOOPBACK, help="where to listen")
-  add("--keys", type=pathlib.Path, help="file of the run's CURVE keys; created if it does not exist")
+  add(
+    "--keys",
+    type=pathlib.Path,
+    help="file of the run's CURVE keys; created if it does not exist",
+  )
   each = "folder of a file of keys for each worker, by its number, and one for the server; created if it does not exist"
   add("--own_keys", type=pathlib.Path, help=each)
-  add("--limit", type=float, default=LIMIT, help="seconds without heartbeat until a worker is dropped")
-  add("--start_timeout", type=float, default=START_TIMEOUT, help="seconds until a worker that never joins is dropped")
+  add(
+    "--limit",
+    type=float,
+    default=LIMIT,
+    help="seconds without heartbeat until a worker is dropped",
+  )
+  add(
+    "--start_timeout",
+    type=float,
+    default=START_TIMEOUT,
+    help="seconds until a worker that never joins is dropped",
+  )
   options = vars(parser.parse_args())
-  address, path, folder = (options.pop(name) for name in ("address", "keys", "own_keys"))
+  address, path, folder = (
+    options.pop(name) for name in ("address", "keys", "own_keys")
+  )
   limits = {name: options.pop(name) for name in ("limit", "start_timeout")}
   try:
-    controller: Controller | Quorum = (Quorum if "quorum" in options else Controller)(**options)
+    controller: Controller | Quorum = (Quorum if "quorum" in options else Controller)(
+      **options
+    )
     if folder and not folder.exists():
       folder.mkdir(mode=0o700)
       *of_workers, of_server = Keys.make_own(controller.workers)
-      for name, keys in zip([*map(str, range(len(of_workers))), "server"], [*of_workers, of_server], strict=True):
+      for name, keys in zip(
+        [*map(str, range(len(of_workers))), "server"],
+        [*of_workers, of_server],
+        strict=True,
+      ):
         keys.write(folder / name)
     if path and not path.exists():
       Keys.make().write(path)
     path = folder / "server" if folder else path
-    server = Server(controller, address, keys=Keys.read(path) if path else None, **limits)
+    server = Server(
+      controller, address, keys=Keys.read(path) if path else None, **limits
+    )
   except ModuleNotFoundError as error:
     sys.exit(f"error: {error}")
-  except (TypeError, ValueError, OSError, zmq.ZMQError) as error:  # an option of the other controller
+  except (
+    TypeError,
+    ValueError,
+    OSError,
+    zmq.ZMQError,
+  ) as error:  # an option of the other controller
     sys.exit(f"error: {error}")
   print(server.address, flush=True)
   server.serve()

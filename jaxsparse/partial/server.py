@@ -18,24 +18,30 @@ from jaxsparse.partial.net.sockets import Keys, zmq
 from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 
-LIMIT = 5.0  # seconds without a heartbeat after which the server drops a worker, or a worker misses the controller
+# seconds without a heartbeat after which the server drops a worker, or a worker misses
+# the controller
+LIMIT = 5.0
 
 
 class Server:
   """Serves a controller until every worker has left.
 
   Args:
-    controller: the state machine, a `Controller` or a `Quorum`; used by nothing else while it is served.
-    address: where to listen, `tcp://HOST:PORT`; by default this machine's loopback, on any free port.
+    controller: the state machine, a `Controller` or a `Quorum`; used by nothing else
+      while it is served.
+    address: where to listen, `tcp://HOST:PORT`; by default this machine's loopback, on
+      any free port.
     keys: CURVE keys of the run, required for any address but loopback.
-    limit: seconds without a heartbeat of a worker's thread after which the worker is dropped.
+    limit: seconds without a heartbeat of a worker's thread after which the worker is
+      dropped.
     start_timeout: seconds after which workers that have never joined are dropped.
 
   Attributes:
     address: where it listens, with the port.
 
   Raises:
-    ValueError: for an address that requires keys without them, or times that are not above 0.
+    ValueError: for an address that requires keys without them, or times that are not
+      above 0.
     ModuleNotFoundError: without pyzmq.
     zmq.ZMQError: if it cannot listen at the address.
 
@@ -68,10 +74,16 @@ class Server:
     if isinstance(controller, Quorum):
       self._protocol = RoundServer(controller, Members(RoundMember, self._send, *times))
     else:
-      self._protocol = GroupServer(controller, Members(GroupMember, self._send, *times), first=secrets.randbits(62))
-    receive = lambda frames: self._protocol.receive(frames[0], frames[1:], time.monotonic())
+      self._protocol = GroupServer(
+        controller, Members(GroupMember, self._send, *times), first=secrets.randbits(62)
+      )
+    receive = lambda frames: self._protocol.receive(
+      frames[0], frames[1:], time.monotonic()
+    )
     self._socket, self.address = self._network.bind(address, messages.LONGEST, receive)
-    self._socket.router_mandatory = True  # a message to a connection that is gone raises an error
+    self._socket.router_mandatory = (
+      True  # a message to a connection that is gone raises an error
+    )
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self.serve, daemon=True)
 

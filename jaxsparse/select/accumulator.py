@@ -3,14 +3,17 @@
 Three things are done late, which saves passes over n entries:
 
 - sum: gradient and residual are added only where they are read (`LazySum`);
-- sent and received entries: received values are added in the buffer of the gradient, in place if it is donated; sent
-  entries stay where they are;
-- residual: `Pending` until the end of the step, when one pass materializes it in the old one's buffer.
+- sent and received entries: received values are added in the buffer of the gradient, in
+  place if it is donated; sent entries stay where they are;
+- residual: `Pending` until the end of the step, when one pass materializes it in the
+  old one's buffer.
 
-Sending changes nothing by itself. At an index that is not delivered, every worker keeps gradient + old residual, even
-if it sent the entry. At a delivered index a worker keeps what it did not send, or dropped.
+Sending changes nothing by itself. At an index that is not delivered, every worker keeps
+gradient + old residual, even if it sent the entry. At a delivered index a worker keeps
+what it did not send, or dropped.
 
-docs/understand/selection.md explains the three, and shows the same algorithm in plain numpy.
+docs/understand/selection.md explains the three, and shows the same algorithm in plain
+numpy.
 """
 
 import dataclasses
@@ -32,19 +35,24 @@ from jaxsparse.types import Pending, Sparse
 class TopKAccumulator:
   """Blocks of which the k largest entries of a row are sent, or those of them that reach a known threshold.
 
-  Rows are those of `Blocks`; each is selected once, and only row 0 is added to afterwards. Indices of entries are
-  block-relative; index `length` and value 0 are an empty slot. `ChunkAccumulator` has the same methods.
+  Rows are those of `Blocks`; each is selected once, and only row 0 is added to
+  afterwards. Indices of entries are block-relative; index `length` and value 0 are an
+  empty slot. `ChunkAccumulator` has the same methods.
 
   Attributes:
-    blocks: the layout, and the vector at the start of the step: `x` is LazySum((gradient, old residual)).
-    grads: f32[n]; gradient + residual + received values where `touched`, elsewhere the gradient alone.
+    blocks: the layout, and the vector at the start of the step: `x` is
+      LazySum((gradient, old residual)).
+    grads: f32[n]; gradient + residual + received values where `touched`, elsewhere the
+      gradient alone.
     touched: the bitset of flat indices to which received values were added.
-    candidates: the candidates of the initial vector; None for short blocks, which are searched whole.
-    least: i32[rows], at least 1: the key (`keys_of`) that a selected entry must reach; None for the k largest.
-    new: i32[rows, c] of each addition to the first rows: block-relative indices that are neither candidates nor were
-      added to before; the block's length elsewhere.
-    before: [c] entries of each addition, with flat indices and the initial values; empty where something was added
-      earlier.
+    candidates: the candidates of the initial vector; None for short blocks, which are
+      searched whole.
+    least: i32[rows], at least 1: the key (`keys_of`) that a selected entry must reach;
+      None for the k largest.
+    new: i32[rows, c] of each addition to the first rows: block-relative indices that
+      are neither candidates nor were added to before; the block's length elsewhere.
+    before: [c] entries of each addition, with flat indices and the initial values;
+      empty where something was added earlier.
 
   Example:
     >>> from jaxsparse.comm import SoloComm
@@ -78,8 +86,12 @@ class TopKAccumulator:
     candidates = exact.find_candidates(blocks, least)
     if candidates is not None and least is not None:
       reaching = candidates
-      candidates = jax.lax.cond(reaching.fits.all(), lambda: reaching, lambda: exact.find_candidates(blocks))
-    return cls(blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, least)
+      candidates = jax.lax.cond(
+        reaching.fits.all(), lambda: reaching, lambda: exact.find_candidates(blocks)
+      )
+    return cls(
+      blocks, blocks.x.parts[0], bitset.empty(blocks.x.size), candidates, least
+    )
 
   def largest(self, first: int, last: int) -> Sparse:
     """The entries to send of rows first … last − 1, [last − first, k]."""
@@ -87,21 +99,35 @@ class TopKAccumulator:
     rows = last - first
     least = None if self.least is None else self.least[first:last]
     if self.candidates is None:
-      every = jnp.broadcast_to(jnp.arange(blocks.length, dtype=jnp.int32), (rows, blocks.length))
+      every = jnp.broadcast_to(
+        jnp.arange(blocks.length, dtype=jnp.int32), (rows, blocks.length)
+      )
       chosen = exact.top_k(self._read_at(every, first), blocks.k)
-      return chosen if least is None else sparse.where(keys_of(chosen.values) >= least[:, None], chosen, blocks.length)
+      return (
+        chosen
+        if least is None
+        else sparse.where(
+          keys_of(chosen.values) >= least[:, None], chosen, blocks.length
+        )
+      )
     known = [self.candidates.indices[first:last]]
     for new in (new[first:last] for new in self.new if first < len(new)):
       more = ((0, rows - len(new)), (0, bitset.align(new.shape[1]) - new.shape[1]))
       known.append(jnp.pad(new, more, constant_values=blocks.length))
     candidates = self.candidates._replace(
-      indices=jnp.concatenate(known, axis=1), low=self.candidates.low[first:last], fits=self.candidates.fits[first:last]
+      indices=jnp.concatenate(known, axis=1),
+      low=self.candidates.low[first:last],
+      fits=self.candidates.fits[first:last],
     )
 
     def search_all() -> jax.Array:
       starts = blocks.order[first:last] * blocks.length
       chosen = search_keys(self._keys_from, starts, blocks.length, blocks.k)
-      return chosen if least is None else jnp.where(keys_of(read(chosen)) >= least[:, None], chosen, blocks.length)
+      return (
+        chosen
+        if least is None
+        else jnp.where(keys_of(read(chosen)) >= least[:, None], chosen, blocks.length)
+      )
 
     read = functools.partial(self._read_at, first=first)
     indices = exact.search_among(candidates, read, blocks, search_all, least)
@@ -113,7 +139,11 @@ class TopKAccumulator:
     flat = self.blocks.flat_indices(entries.indices)
     before = self._read_flat(flat)
     untouched = ~bitset.contains(self.touched, flat)
-    new = untouched & ~bitset.contains(self.candidates.members, flat) if self.candidates else untouched
+    new = (
+      untouched & ~bitset.contains(self.candidates.members, flat)
+      if self.candidates
+      else untouched
+    )
     indices = jnp.where(untouched, flat, n)
     return dataclasses.replace(
       self,
@@ -127,21 +157,34 @@ class TopKAccumulator:
     """The next residual, after at least one addition.
 
     Args:
-      delivered: i32[rows, c], where the total delivers entries: the residual there is the current value without what
-        was sent, elsewhere it is the initial value. All that was received is undone where it is not delivered.
-      sent: [rows, k] entries that were sent, with the rounding error of each value; empty in rows not sent.
+      delivered: i32[rows, c], where the total delivers entries: the residual there is
+        the current value without what was sent, elsewhere it is the initial value. All
+        that was received is undone where it is not delivered.
+      sent: [rows, k] entries that were sent, with the rounding error of each value;
+        empty in rows not sent.
     """
     n = self.blocks.x.size
     none = jnp.zeros_like(self.touched)
     current = bitset.insert(none, self.blocks.flat_indices(delivered), n)
     flat = self.blocks.flat_indices(sent.indices).reshape(-1)
-    given = Sparse(jnp.where(bitset.contains(current, flat), flat, n), sent.values.reshape(-1))
+    given = Sparse(
+      jnp.where(bitset.contains(current, flat), flat, n), sent.values.reshape(-1)
+    )
     added = sparse.concatenate(self.before)
-    # Where nothing was added, the sum of gradient and residual is the initial value and the current one.
-    values = jnp.where(bitset.contains(current, added.indices), sparse.read_at(self.grads, added.indices), added.values)
+    # Where nothing was added, the sum of gradient and residual is the initial value and
+    # the current one.
+    values = jnp.where(
+      bitset.contains(current, added.indices),
+      sparse.read_at(self.grads, added.indices),
+      added.values,
+    )
     known = bitset.insert(none, given.indices, n)
-    others = Sparse(jnp.where(bitset.contains(known, added.indices), n, added.indices), values)
-    return pending_except(self.blocks.x, sparse.concatenate([given, others]))._replace(grads=self.grads)
+    others = Sparse(
+      jnp.where(bitset.contains(known, added.indices), n, added.indices), values
+    )
+    return pending_except(self.blocks.x, sparse.concatenate([given, others]))._replace(
+      grads=self.grads
+    )
 
   def _keys_from(self, start: jax.Array) -> jax.Array:
     """The keys of the current values of a block that starts there; those beyond the end are 0."""
@@ -157,7 +200,9 @@ class TopKAccumulator:
     _, residual = self.blocks.x.parts
     grads = sparse.read_at(self.grads, flat)
     # Not the sum with 0 where touched: −0 + 0 would be 0.
-    return jnp.where(bitset.contains(self.touched, flat), grads, grads + sparse.read_at(residual, flat))
+    return jnp.where(
+      bitset.contains(self.touched, flat), grads, grads + sparse.read_at(residual, flat)
+    )
 
 
 def pending_except(x: LazySum, entries: Sparse) -> Pending:
@@ -174,40 +219,53 @@ def pending_zeros(x: LazySum, indices: jax.Array) -> Pending:
   return pending_except(x, Sparse(indices, jnp.zeros(indices.shape, jnp.float32)))
 
 
-def pending_returned(x: LazySum, indices: jax.Array, sent: jax.Array, returned: Sequence[Sparse]) -> Pending:
+def pending_returned(
+  x: LazySum, indices: jax.Array, sent: jax.Array, returned: Sequence[Sparse]
+) -> Pending:
   """The residual of a reduction that drops or rounds entries on their way.
 
-  At the indices of the total it is 0 where this worker sent the entry, plus what was returned to it. Elsewhere it is x,
-  also where an entry was sent, since those who sent entries that were dropped everywhere keep them.
+  At the indices of the total it is 0 where this worker sent the entry, plus what was
+  returned to it. Elsewhere it is x, also where an entry was sent, since those who sent
+  entries that were dropped everywhere keep them.
 
   Args:
     x: f32[n].
     indices: i32[c], of the total, ascending; empty slots (n) last.
     sent: i32 of any shape, the indices that this worker sent.
-    returned: entries that this worker dropped or rounded off, added in their order; each index once.
+    returned: entries that this worker dropped or rounded off, added in their order;
+      each index once.
   """
   members = bitset.insert(bitset.empty(x.size), indices, x.size)
 
   def slots_of(flat: jax.Array) -> jax.Array:
-    return jnp.where(bitset.contains(members, flat), bitset.rank(members, flat), indices.size)
+    return jnp.where(
+      bitset.contains(members, flat), bitset.rank(members, flat), indices.size
+    )
 
   values = sparse.put(x.read_at(indices), slots_of(sent.reshape(-1)), 0.0)
   for part in returned:
-    values = sparse.add(values, slots_of(part.indices.reshape(-1)), part.values.reshape(-1))
+    values = sparse.add(
+      values, slots_of(part.indices.reshape(-1)), part.values.reshape(-1)
+    )
   return pending_except(x, Sparse(indices, values))
 
 
-def pending_nonzero(x: LazySum, sent: jax.Array, total: Sparse, returned: Sequence[Sparse]) -> Pending:
+def pending_nonzero(
+  x: LazySum, sent: jax.Array, total: Sparse, returned: Sequence[Sparse]
+) -> Pending:
   """The residual where the total [c] is 0 if it delivers nothing: senders keep entries that add up to 0.
 
   Args:
     x: f32[n].
     sent: i32 of any shape, the indices that this worker sent, each once.
     total: [c] entries.
-    returned: the rounding errors of the messages of this worker; none where values are not rounded.
+    returned: the rounding errors of the messages of this worker; none where values are
+      not rounded.
   """
   n = x.size
-  members = bitset.insert(bitset.empty(n), jnp.where(total.values != 0, total.indices, n), n)
+  members = bitset.insert(
+    bitset.empty(n), jnp.where(total.values != 0, total.indices, n), n
+  )
   if not returned:
     return pending_zeros(x, jnp.where(bitset.contains(members, sent), sent, n))
   ascending = jnp.minimum(bitset.nonzero(members, total.indices.size), n)
@@ -218,8 +276,8 @@ def materialize(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
   """β times the new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
   # All reads precede the writes in place, so that XLA can alias the buffers.
   finite = ordering.depend_on(pending.entries.values, finite.astype(jnp.int32)) > 0
-  # The `where` makes this another expression than selection's gradient + residual: XLA would compute that sum once and
-  # store its n entries.
+  # The `where` makes this another expression than selection's gradient + residual: XLA
+  # would compute that sum once and store its n entries.
   grads = jnp.where(finite, pending.grads, pending.residual)
   total = grads + pending.residual
   values = pending.entries.values

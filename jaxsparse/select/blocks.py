@@ -1,7 +1,8 @@
 """What selection reads: gradient + residual as a lazy sum in blocks, and the k-th largest magnitude of a row.
 
-The sum is never stored, which saves one pass over n entries: entries are added where they are read. Magnitudes are
-compared as integer keys. Ties go to the lowest index, so a selection ends at a pair, a key and an index.
+The sum is never stored, which saves one pass over n entries: entries are added where
+they are read. Magnitudes are compared as integer keys. Ties go to the lowest index, so
+a selection ends at a pair, a key and an index.
 """
 
 import dataclasses
@@ -49,11 +50,15 @@ class LazySum:
 
   def read_at(self, indices: jax.Array) -> jax.Array:
     """The entries at `indices`, f32 of their shape; 0 for an index beyond the end."""
-    return functools.reduce(jnp.add, [sparse.read_at(part, indices) for part in self.parts])
+    return functools.reduce(
+      jnp.add, [sparse.read_at(part, indices) for part in self.parts]
+    )
 
   def slice(self, start: jax.Array, length: int) -> jax.Array:
     """The entries start … start + length − 1, f32[length]; all of them must exist."""
-    return functools.reduce(jnp.add, [jax.lax.dynamic_slice(part, (start,), (length,)) for part in self.parts])
+    return functools.reduce(
+      jnp.add, [jax.lax.dynamic_slice(part, (start,), (length,)) for part in self.parts]
+    )
 
   def window(self, start: jax.Array, length: int) -> "LazySum":
     """The entries start … start + length − 1 as a vector, f32[length ≤ n]; zeros beyond the end.
@@ -64,8 +69,12 @@ class LazySum:
     """
     inside = jnp.minimum(start, self.size - length)
     cut = lambda x, start: jax.lax.dynamic_slice(x, (start,), (length,))
-    ends_late = lambda part: cut(jnp.pad(cut(part, inside), (0, length)), jnp.minimum(start - inside, length))
-    return LazySum(tuple(jax.lax.optimization_barrier([ends_late(part) for part in self.parts])))
+    ends_late = lambda part: cut(
+      jnp.pad(cut(part, inside), (0, length)), jnp.minimum(start - inside, length)
+    )
+    return LazySum(
+      tuple(jax.lax.optimization_barrier([ends_late(part) for part in self.parts]))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +113,9 @@ class Blocks:
     """Flat indices of block-relative ones, i32[r, c] of the rows from `first` on; n for empty slots and padding."""
     n = self.x.size
     order = jax.lax.dynamic_slice_in_dim(self.order, first, len(indices))
-    return jnp.where(indices < self.length, jnp.minimum(indices + self.length * order[:, None], n), n)
+    return jnp.where(
+      indices < self.length, jnp.minimum(indices + self.length * order[:, None], n), n
+    )
 
 
 def keys_of(x: jax.Array) -> jax.Array:
@@ -134,10 +145,13 @@ class Cut(NamedTuple):
     return keys > self.key - (indices <= self.last).astype(jnp.int32)
 
 
-def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: jax.Array | int = 0) -> Cut:
+def kth_largest(
+  keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: jax.Array | int = 0
+) -> Cut:
   """The cut that selects the k largest keys of each row, ties to the lowest index.
 
-  By counting: on CPU by halves, elsewhere digit by digit, which never waits for the host.
+  By counting: on CPU by halves, elsewhere digit by digit, which never waits for the
+  host.
 
   Args:
     keys: i32[rows, c], c a multiple of 256; −1 in empty slots.
@@ -151,20 +165,35 @@ def kth_largest(keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: ja
     >>> jnp.flatnonzero(cut.selects(keys, indices)[0])
     Array([1, 2], dtype=int32)
   """
-  k, low = (jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])[:, None] for value in (k, low))
-  return _compat.by_platform(cpu=_kth_by_halves, default=_kth_by_digits)(keys, indices, k, low)
+  k, low = (
+    jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])[:, None]
+    for value in (k, low)
+  )
+  return _compat.by_platform(cpu=_kth_by_halves, default=_kth_by_digits)(
+    keys, indices, k, low
+  )
 
 
-def _kth_by_halves(keys: jax.Array, indices: jax.Array, k: jax.Array, low: jax.Array) -> Cut:
+def _kth_by_halves(
+  keys: jax.Array, indices: jax.Array, k: jax.Array, low: jax.Array
+) -> Cut:
   selects = functools.partial(Cut.selects, keys=keys, indices=indices)
-  return search_by_halves(selects, k, low, high=jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1)
+  return search_by_halves(
+    selects, k, low, high=jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1
+  )
 
 
-def _kth_by_digits(keys: jax.Array, indices: jax.Array, k: jax.Array, _: jax.Array) -> Cut:
-  return search_by_digits(functools.partial(Cut.selects, keys=keys[:, None], indices=indices[:, None]), k)
+def _kth_by_digits(
+  keys: jax.Array, indices: jax.Array, k: jax.Array, _: jax.Array
+) -> Cut:
+  return search_by_digits(
+    functools.partial(Cut.selects, keys=keys[:, None], indices=indices[:, None]), k
+  )
 
 
-def search_keys(read: Callable[[jax.Array], jax.Array], starts: jax.Array, length: int, k: int) -> jax.Array:
+def search_keys(
+  read: Callable[[jax.Array], jax.Array], starts: jax.Array, length: int, k: int
+) -> jax.Array:
   """The k largest keys of each of several long rows, by counting: their indices, ascending, i32[rows, k].
 
   Args:
@@ -177,29 +206,41 @@ def search_keys(read: Callable[[jax.Array], jax.Array], starts: jax.Array, lengt
   return jax.lax.map(functools.partial(_search_row, read, length, k), starts)
 
 
-def _search_row(read: Callable[[jax.Array], jax.Array], length: int, k: int, start: jax.Array) -> jax.Array:
+def _search_row(
+  read: Callable[[jax.Array], jax.Array], length: int, k: int, start: jax.Array
+) -> jax.Array:
   def selects(cut: Cut) -> jax.Array:
-    # Keys are computed again in each round: a compiler that took them out of the loop would store them. XLA for TPUs
-    # removes barriers first, but does not know that the key is at least 0.
+    # Keys are computed again in each round: a compiler that took them out of the loop
+    # would store them. XLA for TPUs removes barriers first, but does not know that the
+    # key is at least 0.
     cut, here = jax.lax.optimization_barrier((cut, start))
     key, last = (end.reshape(()) for end in cut)
-    chosen = Cut(key, last).selects(read(here + jnp.minimum(key, 0)), jnp.arange(length, dtype=jnp.int32))
+    chosen = Cut(key, last).selects(
+      read(here + jnp.minimum(key, 0)), jnp.arange(length, dtype=jnp.int32)
+    )
     return chosen.reshape(*cut.key.shape[:-1], length)
 
   by_halves = functools.partial(search_by_halves, low=jnp.int32(0), high=jnp.int32(TOP))
-  search = _compat.by_platform(cpu=by_halves, default=functools.partial(search_by_digits, bits=1))
+  search = _compat.by_platform(
+    cpu=by_halves, default=functools.partial(search_by_digits, bits=1)
+  )
   cut = search(selects, jnp.int32(k))
   return bitset.nonzero(bitset.pack(selects(cut).reshape(-1)), k)
 
 
-def search_by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: int = 4) -> Cut:
+def search_by_digits(
+  selects: Callable[[Cut], jax.Array], k: jax.Array, bits: int = 4
+) -> Cut:
   """The cut that selects the k largest, by counting in a fixed number of rounds: no round waits for the host.
 
-  A round finds one digit, of the key or, later, of what the last index is below the largest i32.
+  A round finds one digit, of the key or, later, of what the last index is below the
+  largest i32.
 
   Args:
-    selects: which keys several cuts of each row select, bool[rows, d, c] for i32[rows, d, 1].
-    k: i32[rows, 1], or i32[] for one row; all keys of at least 0 are selected where they are fewer.
+    selects: which keys several cuts of each row select, bool[rows, d, c] for i32[rows,
+      d, 1].
+    k: i32[rows, 1], or i32[] for one row; all keys of at least 0 are selected where
+      they are fewer.
     bits: of a digit; more are fewer rounds, of more cuts.
   """
   k = k.reshape(-1, 1)
@@ -211,10 +252,13 @@ def search_by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: in
 
   def refine(step: jax.Array, state: jax.Array) -> jax.Array:
     shift = (rounds - 1 - step % rounds) * bits
-    part = (jnp.arange(2, dtype=jnp.int32) == step // rounds).astype(jnp.int32)[:, None, None]
+    part = (jnp.arange(2, dtype=jnp.int32) == step // rounds).astype(jnp.int32)[
+      :, None, None
+    ]
     cuts = cut_at((state[:, :rows] + part * (digits << shift))[..., None])
     counts = jnp.sum(selects(cuts), axis=2, dtype=jnp.int32)
-    enough = (counts >= k) & ((digits << shift) >> shift == digits)[0]  # a digit may be beyond 31 bits
+    # a digit may be beyond 31 bits
+    enough = (counts >= k) & ((digits << shift) >> shift == digits)[0]
     found = jnp.sum(enough, axis=1, keepdims=True, dtype=jnp.int32) << shift
     return state + part * jnp.pad(found, ((0, more), (0, 0)))[None]
 
@@ -223,7 +267,9 @@ def search_by_digits(selects: Callable[[Cut], jax.Array], k: jax.Array, bits: in
   return cut_at(varying.fori_loop(0, 2 * rounds, refine, start)[:, :rows])
 
 
-def search_by_halves(selects: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array) -> Cut:
+def search_by_halves(
+  selects: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array
+) -> Cut:
   """The cut at which k keys are selected; k, low and high are i32 of one shape.
 
   Args:
@@ -252,6 +298,11 @@ def search_by_halves(selects: Callable[[Cut], jax.Array], k: jax.Array, low: jax
     low, high, _, ties = state
     return (~ties | (high - low > 1)).any()
 
-  start: tuple[jax.Array, ...] = (low, high, jnp.zeros_like(low), jnp.zeros(low.shape, jnp.bool_))
+  start: tuple[jax.Array, ...] = (
+    low,
+    high,
+    jnp.zeros_like(low),
+    jnp.zeros(low.shape, jnp.bool_),
+  )
   low, _, key, _ = varying.while_loop(is_open, halve, start)
   return Cut(key, -low)

@@ -49,15 +49,25 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
   """
   rows = -(-x.size // length)
   on_tpu = functools.partial(_in_pieces, _by_sorting, x, length, k, _PIECES)
-  on_gpu = functools.partial(_in_pieces, _by_groups, x, length, k, 1) if 2 * _GROUP * k <= length else on_tpu
+  on_gpu = (
+    functools.partial(_in_pieces, _by_groups, x, length, k, 1)
+    if 2 * _GROUP * k <= length
+    else on_tpu
+  )
   bracketed = length % (bitset.GROUP * bitset.BITS) == 0 and 4 * _groups(k) <= length
   pieces = max(1, rows * length // _CACHED)
-  on_cpu = functools.partial(_in_pieces, _by_threshold if bracketed else _by_sorting, x, length, k, pieces)
+  on_cpu = functools.partial(
+    _in_pieces, _by_threshold if bracketed else _by_sorting, x, length, k, pieces
+  )
   indices = _compat.by_platform(gpu=on_gpu, tpu=on_tpu, default=on_cpu)()
-  return Sparse(indices, x.read_at(indices + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
+  return Sparse(
+    indices, x.read_at(indices + length * jnp.arange(rows, dtype=jnp.int32)[:, None])
+  )
 
 
-def _in_pieces(select: _Method, x: LazySum, length: int, k: int, pieces: int) -> jax.Array:
+def _in_pieces(
+  select: _Method, x: LazySum, length: int, k: int, pieces: int
+) -> jax.Array:
   """`select` of the chunks of each piece, i32[⌈n / length⌉, k]."""
   size = -(-x.size // (length * pieces)) * length
   whole, rest = divmod(x.size, size)
@@ -71,7 +81,9 @@ def _in_pieces(select: _Method, x: LazySum, length: int, k: int, pieces: int) ->
   if not rest:
     return found
   values = jnp.pad(x.slice(jnp.int32(whole * size), rest), (0, -rest % length))
-  return jnp.concatenate([found, select(values, lambda at: x.read_at(whole * size + at), length, k)])
+  return jnp.concatenate(
+    [found, select(values, lambda at: x.read_at(whole * size + at), length, k)]
+  )
 
 
 def _by_sorting(values: jax.Array, _: _Read, length: int, k: int) -> jax.Array:
@@ -89,30 +101,41 @@ def _by_sorting(values: jax.Array, _: _Read, length: int, k: int) -> jax.Array:
 def _by_groups(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array:
   """`_by_sorting`, of groups of groups before groups, and of these before entries.
 
-  The k groups with the largest maxima, ties to the first group, contain the k largest entries: for an entry of another
-  group, each of them has a larger one, or an equal one of a lower index.
+  The k groups with the largest maxima, ties to the first group, contain the k largest
+  entries: for an entry of another group, each of them has a larger one, or an equal one
+  of a lower index.
   """
   levels = [keys_of(values).reshape(-1, length)]
   rows = len(levels[0])
   while levels[-1].shape[1] >= _GROUP * k:
-    groups = jnp.pad(levels[-1], ((0, 0), (0, -levels[-1].shape[1] % _GROUP)), constant_values=-1)
+    groups = jnp.pad(
+      levels[-1], ((0, 0), (0, -levels[-1].shape[1] % _GROUP)), constant_values=-1
+    )
     levels.append(groups.reshape(rows, -1, _GROUP).max(axis=2))
   keys = levels[-1]
   indices = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
   for keys_below in reversed([None, *levels[1:-1]]):
-    indices = _first(keys, jnp.broadcast_to(indices, keys.shape), k)[:, :, None] * _GROUP
-    indices = (indices + jnp.arange(_GROUP, dtype=jnp.int32)[None, None]).reshape(rows, -1)
+    indices = (
+      _first(keys, jnp.broadcast_to(indices, keys.shape), k)[:, :, None] * _GROUP
+    )
+    indices = (indices + jnp.arange(_GROUP, dtype=jnp.int32)[None, None]).reshape(
+      rows, -1
+    )
     if keys_below is None:
       chunk = jnp.arange(rows, dtype=jnp.int32)[:, None]
       keys = jnp.where(indices < length, keys_of(read(chunk * length + indices)), -1)
     else:
-      keys = jnp.take_along_axis(keys_below, indices, axis=1, mode="fill", fill_value=-1)
+      keys = jnp.take_along_axis(
+        keys_below, indices, axis=1, mode="fill", fill_value=-1
+      )
   return jnp.sort(_first(keys, indices, k), axis=1)
 
 
 def _first(keys: jax.Array, indices: jax.Array, k: int) -> jax.Array:
   """The indices of the k largest keys of each row, the largest first; indices below 2¹⁵ are sorted as 16 bits."""
-  return jax.lax.sort((TOP - keys, indices.astype(jnp.int16)), num_keys=2, is_stable=False)[1][:, :k].astype(jnp.int32)
+  return jax.lax.sort(
+    (TOP - keys, indices.astype(jnp.int16)), num_keys=2, is_stable=False
+  )[1][:, :k].astype(jnp.int32)
 
 
 def _groups(k: int) -> int:
@@ -125,19 +148,25 @@ def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Ar
   size = values.size
   groups = _groups(k)
   rows = size // length
-  mean = -groups * np.log1p(-k / groups)  # entries of random order that reach the threshold
+  # entries of random order that reach the threshold
+  mean = -groups * np.log1p(-k / groups)
   slots = 32 * -(-int(1.9 * mean) // 32)
   capacity = bitset.align(int(rows * (1.1 * mean + 2)) + slots)
   keys = keys_of(values)
   of_groups = keys.reshape(rows, -1, groups)  # every `groups`-th entry
   # Not `max(axis=1)`, which XLA on CPU compiles to slower code.
-  best = functools.reduce(jnp.maximum, [of_groups[:, number] for number in range(length // groups)])
-  upper = (best >> 16).astype(jnp.int16).T  # a lower threshold, by half as many rounds of twice as wide vectors
+  best = functools.reduce(
+    jnp.maximum, [of_groups[:, number] for number in range(length // groups)]
+  )
+  # a lower threshold, by half as many rounds of twice as wide vectors
+  upper = (best >> 16).astype(jnp.int16).T
   low = _kth_largest(upper, jnp.int16(k), 15).astype(jnp.int32)[:, None] << 16
   reaches = keys.reshape(rows, length) >= jnp.maximum(low, 1)
   # Where fewer than k entries are not 0, the others are zeros among the first k.
   first = bitset.pack(jnp.arange(length) < k)[None]
-  members = bitset.pack(reaches.reshape(-1)).reshape(rows, -1) | jnp.where(low == 0, first, jnp.uint32(0))
+  members = bitset.pack(reaches.reshape(-1)).reshape(rows, -1) | jnp.where(
+    low == 0, first, jnp.uint32(0)
+  )
   counts = bitset.count(members)
   ends = bitset.running_sum(counts)
 
@@ -151,8 +180,15 @@ def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Ar
     ties = keys == least[None]
     left = k - jnp.sum(above, axis=0, dtype=jnp.int32)
     backward = jnp.where(ties, slots - jnp.arange(slots, dtype=jnp.int32)[:, None], 0)
-    chosen = above | (backward >= jnp.maximum(_kth_largest(backward, left, slots.bit_length()), 1)[None])
-    return found.reshape(-1)[bitset.nonzero(bitset.pack(chosen.T.reshape(-1)), rows * k)].reshape(rows, k) % length
+    chosen = above | (
+      backward >= jnp.maximum(_kth_largest(backward, left, slots.bit_length()), 1)[None]
+    )
+    return (
+      found.reshape(-1)[
+        bitset.nonzero(bitset.pack(chosen.T.reshape(-1)), rows * k)
+      ].reshape(rows, k)
+      % length
+    )
 
   fits = (jnp.max(counts) <= slots) & (ends[-1] <= capacity)
   return jax.lax.cond(fits, search, lambda: _by_sorting(values, read, length, k))
@@ -160,5 +196,7 @@ def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Ar
 
 def _kth_largest(keys: jax.Array, k: jax.Array, bits: int) -> jax.Array:
   """The k-th largest of each column, bit by bit; keys are integers [c, rows] below 2 to the power of `bits`."""
-  reaches = lambda key: jnp.sum((keys >= key[None]).astype(keys.dtype), axis=0, dtype=keys.dtype) >= k
+  reaches = lambda key: (
+    jnp.sum((keys >= key[None]).astype(keys.dtype), axis=0, dtype=keys.dtype) >= k
+  )
   return largest_that(reaches, jnp.zeros(keys.shape[1], keys.dtype), bits)

@@ -4,8 +4,8 @@
     search_among      the k largest of the candidates, by counting; if fewer are not 0, these and the first zeros
     search_keys       if the candidates are not proven to contain the top-k, the k largest of whole blocks, by counting
 
-The result is bitwise the same on every path: ties go to the lowest index, and NaN ranks above all numbers, so that it
-is always selected.
+The result is bitwise the same on every path: ties go to the lowest index, and NaN ranks
+above all numbers, so that it is always selected.
 """
 
 from collections.abc import Callable
@@ -33,14 +33,17 @@ _DEVIATIONS = 3.5  # a sample is off by more once in 4,000 times
 def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sparse:
   """The k entries of largest magnitude of each row, in the order of their indices.
 
-  Ties go to the lowest index, and NaN ranks above everything. Whatever the method, the result is the same bit for bit.
+  Ties go to the lowest index, and NaN ranks above everything. Whatever the method, the
+  result is the same bit for bit.
 
   Args:
     x: f32[..., n], or a lazily summed f32[n].
     k: number of entries to select from each row, 1 … n.
-    method: None for the fastest by `method_for`. "bracket" reads x once: a sample gives a threshold that a few more
-      than k entries reach, and these candidates are searched; where they are too few or too many, "bisect" follows.
-      "bisect" counts the entries that reach a threshold, again and again, until they are k. "sort" is `lax.top_k`.
+    method: None for the fastest by `method_for`. "bracket" reads x once: a sample gives
+      a threshold that a few more than k entries reach, and these candidates are
+      searched; where they are too few or too many, "bisect" follows. "bisect" counts
+      the entries that reach a threshold, again and again, until they are k. "sort" is
+      `lax.top_k`.
 
   Returns:
     `Sparse` of i32[..., k] indices into the row, ascending, and f32[..., k] values.
@@ -57,10 +60,14 @@ def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sp
   lazy = x if isinstance(x, LazySum) else LazySum((jnp.asarray(x).reshape(-1),))
   n = shape[-1]
   if k % 1 or not 1 <= k <= n:
-    raise ValueError(f"top_k: k={k!r}, choose a whole number from 1 to {n}, the length of the last axis")
+    raise ValueError(
+      f"top_k: k={k!r}, choose a whole number from 1 to {n}, the length of the last axis"
+    )
   method = method_for(n, k) if method is None else method
   if method not in _METHODS:
-    raise ValueError(f"method={method!r}, choose one of {', '.join(map(repr, _METHODS))}")
+    raise ValueError(
+      f"method={method!r}, choose one of {', '.join(map(repr, _METHODS))}"
+    )
   rows = lazy.size // n
   blocks = Blocks(lazy, jnp.arange(rows, dtype=jnp.int32), n, k)
   indices = _METHODS[method](blocks) if rows else jnp.zeros((0, k), jnp.int32)
@@ -82,8 +89,9 @@ def plan_search(length: int, k: int) -> tuple[int, int, int] | None:
   """How candidates for the k largest entries of a block are found; None where that takes longer than without them.
 
   Returns:
-    (size, rank, slots): the rank-th largest key of a sample of `size` entries is the threshold of the candidates. That
-    more than `slots`, or fewer than k, of the entries reach it happens about once in 4,000 samples each.
+    (size, rank, slots): the rank-th largest key of a sample of `size` entries is the
+    threshold of the candidates. That more than `slots`, or fewer than k, of the entries
+    reach it happens about once in 4,000 samples each.
 
   Example:
     >>> plan_search(1_000_000, 10_000), plan_search(1_000_000, 900_000)
@@ -102,9 +110,11 @@ class Candidates(NamedTuple):
   Attributes:
     members: the bitset of their flat indices.
     indices: i32[rows, c], block-relative, ascending; the block's length in empty slots.
-    low: i32[rows], a key (`keys_of`). If `fits`, every entry of the block that reaches it is a candidate.
+    low: i32[rows], a key (`keys_of`). If `fits`, every entry of the block that reaches
+      it is a candidate.
     fits: bool[rows], whether all entries that reach `low` fit into the slots.
-    needed: i32[], the minimum number of candidates that reach `low` to prove that they contain all to be selected.
+    needed: i32[], the minimum number of candidates that reach `low` to prove that they
+      contain all to be selected.
   """
 
   members: jax.Array
@@ -119,8 +129,9 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
 
   Args:
     blocks: the blocks; entries beyond n count as zeros and are never candidates.
-    low: i32[rows], at least 1: the smallest key of an entry to be selected, and so of a candidate. By default a key
-      that, with high probability, a few more than k entries reach, estimated from a sample of each block.
+    low: i32[rows], at least 1: the smallest key of an entry to be selected, and so of a
+      candidate. By default a key that, with high probability, a few more than k entries
+      reach, estimated from a sample of each block.
 
   Example:
     >>> x = jax.random.normal(jax.random.key(0), (100_000,))
@@ -137,29 +148,42 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     return None
   size, rank, capacity = plan
   if low is None:
-    # One at random from each of equal parts of a block, so that periodic data give a fair sample.
+    # One at random from each of equal parts of a block, so that periodic data give a
+    # fair sample.
     parts = np.arange(size) + np.random.default_rng(length).random(size)
     sample = jnp.array(np.minimum(parts * length / size, length - 1), jnp.int32)[None]
-    keys = keys_of(blocks.x.read_at(sample + length * jnp.arange(rows, dtype=jnp.int32)[:, None]))
+    keys = keys_of(
+      blocks.x.read_at(sample + length * jnp.arange(rows, dtype=jnp.int32)[:, None])
+    )
     slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
-    by_sort = lambda keys: jnp.sort(keys, axis=1)[:, -rank]  # so few that a GPU sorts them in one kernel
-    cut = _compat.by_platform(gpu=by_sort, default=lambda keys: kth_largest(keys, slots, rank).key[:, 0])(keys)
-    # Never 0: the candidates of a block of few non-zero entries would fill the slots of other blocks with zeros.
+    # so few that a GPU sorts them in one kernel
+    by_sort = lambda keys: jnp.sort(keys, axis=1)[:, -rank]
+    cut = _compat.by_platform(
+      gpu=by_sort, default=lambda keys: kth_largest(keys, slots, rank).key[:, 0]
+    )(keys)
+    # Never 0: the candidates of a block of few non-zero entries would fill the slots of
+    # other blocks with zeros.
     by_block = jnp.maximum(cut, 1)
   else:
     by_block = jnp.zeros_like(low).at[blocks.order].set(low)
-  low_of_entry = _compat.by_platform(tpu=_low_of_entries, default=_low_of_words)(by_block, n, length)
+  low_of_entry = _compat.by_platform(tpu=_low_of_entries, default=_low_of_words)(
+    by_block, n, length
+  )
   members = bitset.pack(keys_of(blocks.x.values) >= low_of_entry)
   found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
-  edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)  # empty slots hold n or more
+  # empty slots hold n or more
+  edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)
   starts = _compat.by_platform(
-    gpu=lambda: bitset.rank(members, edges), default=lambda: jnp.searchsorted(found, edges).astype(jnp.int32)
+    gpu=lambda: bitset.rank(members, edges),
+    default=lambda: jnp.searchsorted(found, edges).astype(jnp.int32),
   )()
   begin = starts[blocks.order]
   end = starts[blocks.order + 1]
   slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
-  relative = found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
+  relative = (
+    found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
+  )
   fits = (end - begin <= capacity) & (end < found.size)  # else the list may be cut
   indices = jnp.where(slots < end[:, None], relative, length)
   needed = jnp.int32(blocks.k if low is None else 0)
@@ -173,7 +197,9 @@ def _low_of_words(by_block: jax.Array, n: int, length: int) -> jax.Array:
   """
   starts = jnp.arange(0, n, bitset.BITS, dtype=jnp.int32)
   ends = jnp.minimum(starts + (bitset.BITS - 1), n - 1)
-  return jnp.repeat(jnp.minimum(by_block[starts // length], by_block[ends // length]), bitset.BITS)[:n]
+  return jnp.repeat(
+    jnp.minimum(by_block[starts // length], by_block[ends // length]), bitset.BITS
+  )[:n]
 
 
 def _low_of_entries(by_block: jax.Array, n: int, length: int) -> jax.Array:
@@ -199,56 +225,89 @@ def search_among(
     read: (i32[rows, c]) -> f32[rows, c], the values of block-relative indices.
     blocks: says the length of a block, and k.
     search_all: returns the result from all entries of the rows; runs if not proven.
-    least: i32[rows], at least 1: the key that a selected entry must reach; fewer than k entries may.
+    least: i32[rows], at least 1: the key that a selected entry must reach; fewer than k
+      entries may.
 
   Returns:
-    i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are selected; `length` in empty
-    slots.
+    i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are
+    selected; `length` in empty slots.
   """
-  search = _compat.by_platform(gpu=_by_order, tpu=_by_count, default=_by_count_with_zeros)
+  search = _compat.by_platform(
+    gpu=_by_order, tpu=_by_count, default=_by_count_with_zeros
+  )
   found, known = search(candidates.indices, candidates.low, read, blocks, least)
   proven = candidates.fits & (known >= candidates.needed)
   return jax.lax.cond(proven.all(), lambda: found, search_all)
 
 
 def _by_order(
-  indices: jax.Array, low: jax.Array, read: Callable, blocks: Blocks, least: jax.Array | None
+  indices: jax.Array,
+  low: jax.Array,
+  read: Callable,
+  blocks: Blocks,
+  least: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
   """`_by_count_with_zeros` on GPUs: a sort of the slots of chosen entries is fewer kernels than a sum and a scatter."""
-  # Zeros are selected only where all others are known; of these the first k entries have enough.
+  # Zeros are selected only where all others are known; of these the first k entries
+  # have enough.
   k = blocks.k
   length = blocks.length
   known = indices.shape[1]
   width = bitset.align(k)
-  slots = jnp.broadcast_to(jnp.arange(known + width, dtype=jnp.int32), (len(indices), known + width))
+  slots = jnp.broadcast_to(
+    jnp.arange(known + width, dtype=jnp.int32), (len(indices), known + width)
+  )
   # No concatenation, which XLA would not compute in one kernel with the keys.
-  indices = jnp.where(slots < known, jnp.pad(indices, ((0, 0), (0, width))), slots - known)
+  indices = jnp.where(
+    slots < known, jnp.pad(indices, ((0, 0), (0, width))), slots - known
+  )
   keys = keys_of(read(indices))
-  keys = jnp.where(jnp.where(slots < known, (indices < length) & (keys > 0), (indices < k) & (keys == 0)), keys, -1)
+  keys = jnp.where(
+    jnp.where(
+      slots < known, (indices < length) & (keys > 0), (indices < k) & (keys == 0)
+    ),
+    keys,
+    -1,
+  )
   cut = kth_largest(keys, indices, k)
   chosen = cut.selects(keys, indices)
   is_full = cut.key[:, 0] >= low
   if least is not None:
     chosen &= keys >= least[:, None]
   # With zeros in the order of indices, else in that of the slots.
-  order = jnp.where(chosen, jnp.where(is_full.all() | (least is not None), slots, indices), _NO_SLOT)
+  order = jnp.where(
+    chosen, jnp.where(is_full.all() | (least is not None), slots, indices), _NO_SLOT
+  )
   order = jax.lax.sort(order, is_stable=False)[:, :k]
-  found = jnp.where(is_full.all() | (least is not None), jnp.take_along_axis(indices, order, 1, mode="clip"), order)
-  return jnp.where(order < _NO_SLOT, found, length), jnp.where(is_full | (low == 1), k, 0)
+  found = jnp.where(
+    is_full.all() | (least is not None),
+    jnp.take_along_axis(indices, order, 1, mode="clip"),
+    order,
+  )
+  return jnp.where(order < _NO_SLOT, found, length), jnp.where(
+    is_full | (low == 1), k, 0
+  )
 
 
 def _by_count(
-  indices: jax.Array, low: jax.Array, read: Callable, blocks: Blocks, least: jax.Array | None
+  indices: jax.Array,
+  low: jax.Array,
+  read: Callable,
+  blocks: Blocks,
+  least: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
   """The k largest candidates without a loop that waits for a host.
 
   Returns:
-    (i32[rows, k], i32[rows]): the entries, and how many candidates reach `low`, or k where no other entry could be
-    selected. TPUs leave rows of fewer than k non-zero entries, in which zeros are selected, to the search of all.
+    (i32[rows, k], i32[rows]): the entries, and how many candidates reach `low`, or k
+    where no other entry could be selected. TPUs leave rows of fewer than k non-zero
+    entries, in which zeros are selected, to the search of all.
   """
   keys = jnp.where(indices < blocks.length, keys_of(read(indices)), -1)
   reached = bitset.count_true(keys >= low[:, None])
-  chosen = kth_largest(keys, indices, jnp.minimum(blocks.k, reached), low).selects(keys, indices)
+  chosen = kth_largest(keys, indices, jnp.minimum(blocks.k, reached), low).selects(
+    keys, indices
+  )
   if least is not None:
     chosen &= keys >= least[:, None]
   empty = jnp.full((len(indices), blocks.k), blocks.length, jnp.int32)
@@ -257,7 +316,11 @@ def _by_count(
 
 
 def _by_count_with_zeros(
-  indices: jax.Array, low: jax.Array, read: Callable, blocks: Blocks, least: jax.Array | None
+  indices: jax.Array,
+  low: jax.Array,
+  read: Callable,
+  blocks: Blocks,
+  least: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
   """`_by_count`, with zeros of the lowest indices, which are among the first k; on a TPU the sort compiles for long."""
   found, reached = _by_count(indices, low, read, blocks, least)
@@ -272,13 +335,17 @@ def _by_count_with_zeros(
   return found, jnp.where(low == 1, blocks.k, reached)
 
 
-def _append(found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array) -> jax.Array:
+def _append(
+  found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array
+) -> jax.Array:
   """`found` [rows, k], in whose slots from `filled` i32[rows] on are the first flagged entries of `new` [rows, c]."""
   rows, k = found.shape
   ones = flags.astype(jnp.int32)
   before = bitset.running_sum(ones.reshape(-1)).reshape(ones.shape) - ones
   slot = filled[:, None] + before - before[:, :1]
-  slot = jnp.where(flags & (slot < k), slot + k * jnp.arange(rows, dtype=jnp.int32)[:, None], rows * k)
+  slot = jnp.where(
+    flags & (slot < k), slot + k * jnp.arange(rows, dtype=jnp.int32)[:, None], rows * k
+  )
   return sparse.put(found.reshape(-1), slot.reshape(-1), new.reshape(-1)).reshape(-1, k)
 
 
@@ -293,20 +360,24 @@ def _by_bracket(blocks: Blocks) -> jax.Array:
 def _by_bisection(blocks: Blocks) -> jax.Array:
   def read(start: jax.Array) -> jax.Array:
     first, *others = blocks.x.parts
-    first = jnp.where(start >= 0, first, 0.0)  # always, but a slice of a whole vector would not depend on `start`
+    # always, but a slice of a whole vector would not depend on `start`
+    first = jnp.where(start >= 0, first, 0.0)
     return keys_of(LazySum((first, *others)).slice(start, blocks.length))
 
   return search_keys(read, blocks.order * blocks.length, blocks.length, blocks.k)
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:
-  return sort_rows(keys_of(blocks.x.values).reshape(blocks.order.size, blocks.length), blocks.k)
+  return sort_rows(
+    keys_of(blocks.x.values).reshape(blocks.order.size, blocks.length), blocks.k
+  )
 
 
 def sort_rows(keys: jax.Array, k: int) -> jax.Array:
   """The indices of the k largest keys of i32[rows, c], ascending, i32[rows, k]."""
-  # As floats, of which compilers have a fast top_k, while they sort integers. One below the key, so that none is NaN,
-  # which ranks last among the few that XLA for GPUs selects without sorting.
+  # As floats, of which compilers have a fast top_k, while they sort integers. One below
+  # the key, so that none is NaN, which ranks last among the few that XLA for GPUs
+  # selects without sorting.
   below = jax.lax.bitcast_convert_type(keys - 1, jnp.float32)
   return jnp.sort(jax.lax.top_k(jnp.where(keys > 0, below, -1), k)[1], axis=-1)
 
@@ -314,7 +385,9 @@ def sort_rows(keys: jax.Array, k: int) -> jax.Array:
 _METHODS = {"bracket": _by_bracket, "bisect": _by_bisection, "sort": _by_sorting}
 
 
-def top_k_of_entries(entries: Sparse, k: jax.Array | int, slots: int, end: int) -> tuple[Sparse, Sparse]:
+def top_k_of_entries(
+  entries: Sparse, k: jax.Array | int, slots: int, end: int
+) -> tuple[Sparse, Sparse]:
   """The k entries of largest magnitude of a sparse vector, ties to the lowest index, and the rest.
 
   Args:
@@ -324,7 +397,8 @@ def top_k_of_entries(entries: Sparse, k: jax.Array | int, slots: int, end: int) 
     end: length of the vector.
 
   Returns:
-    (kept, rest): [slots] entries, in their order, empty slots last, and [c], those of `entries` that were not kept.
+    (kept, rest): [slots] entries, in their order, empty slots last, and [c], those of
+      `entries` that were not kept.
 
   Example:
     >>> entries = Sparse(jnp.array([0, 1, 9, 3]), jnp.array([1.0, -3.0, 0.0, 2.0]))
@@ -333,8 +407,16 @@ def top_k_of_entries(entries: Sparse, k: jax.Array | int, slots: int, end: int) 
     (Array([1, 3], dtype=int32), Array([0, 9, 9, 9], dtype=int32))
   """
   more = (0, -entries.indices.size % (bitset.GROUP * bitset.BITS))
-  keys = jnp.pad(jnp.where(entries.indices < end, keys_of(entries.values), -1), more, constant_values=-1)[None]
+  keys = jnp.pad(
+    jnp.where(entries.indices < end, keys_of(entries.values), -1),
+    more,
+    constant_values=-1,
+  )[None]
   indices = jnp.pad(entries.indices, more)[None]
   count = jnp.minimum(k, sparse.count(entries, end))
-  chosen = kth_largest(keys, indices, count).selects(keys, indices)[0, : entries.indices.size] & (count > 0)
-  return sparse.compress(entries, chosen, slots, end), sparse.where(~chosen, entries, end)
+  chosen = kth_largest(keys, indices, count).selects(keys, indices)[
+    0, : entries.indices.size
+  ] & (count > 0)
+  return sparse.compress(entries, chosen, slots, end), sparse.where(
+    ~chosen, entries, end
+  )

@@ -1,14 +1,18 @@
 """Artificial data dependencies that order operations which are otherwise independent.
 
-Such an order is needed twice: in-place writes must follow all reads of the buffer, or XLA copies the buffer; and the
-messages of a group must follow those of earlier groups, or XLA sends them in any order.
+Such an order is needed twice: in-place writes must follow all reads of the buffer, or
+XLA copies the buffer; and the messages of a group must follow those of earlier groups,
+or XLA sends them in any order.
 
-`jax.lax.optimization_barrier` states such an order, but XLA for CPU removes the barriers before it schedules
-operations and assigns buffers. Measured with JAX 0.10.2 on SparDL's update of n donated entries: with barriers instead
-of `depend_on`, or one around all reads, the compiled program has 2 copies of f32[n] (3 with the "chunked" selector), as
-without any order, and none with `depend_on`. With barriers around messages, no group of a plan follows another.
+`jax.lax.optimization_barrier` states such an order, but XLA for CPU removes the
+barriers before it schedules operations and assigns buffers. Measured with JAX 0.10.2 on
+SparDL's update of n donated entries: with barriers instead of `depend_on`, or one
+around all reads, the compiled program has 2 copies of f32[n] (3 with the "chunked"
+selector), as without any order, and none with `depend_on`. With barriers around
+messages, no group of a plan follows another.
 
-So `depend_on` adds a 0 to a value that is computed from the values read, and that no compiler knows to be 0.
+So `depend_on` adds a 0 to a value that is computed from the values read, and that no
+compiler knows to be 0.
 """
 
 import dataclasses
@@ -28,15 +32,24 @@ def depend_on(read: jax.Array, x: jax.Array) -> jax.Array:
     >>> depend_on(jnp.array([1.0, 2.0]), jnp.array([7]))
     Array([7], dtype=int32)
   """
-  add = lambda read, x: x + jnp.minimum(jnp.sum(read.astype(jnp.bool_), dtype=x.dtype), 0)
-  # On GPUs one element behind a barrier, which all of `read` precedes, is a kernel less.
+  add = lambda read, x: (
+    x + jnp.minimum(jnp.sum(read.astype(jnp.bool_), dtype=x.dtype), 0)
+  )
+  # On GPUs one element behind a barrier, which all of `read` precedes, is a kernel
+  # less.
   one = lambda read, x: add(jax.lax.optimization_barrier(read).reshape(-1)[:1], x)
-  return _compat.by_platform(gpu=one, default=add)(read, x) if read.size > 1 else add(read, x)
+  return (
+    _compat.by_platform(gpu=one, default=add)(read, x)
+    if read.size > 1
+    else add(read, x)
+  )
 
 
 def following(comm: Comm, totals: Sequence[jax.Array]) -> Comm:
   """`comm`, whose messages start only after all of `totals`, at least one, are computed."""
-  return _Following(comm, jnp.array([depend_on(total, jnp.int32(0)) for total in totals]).min())
+  return _Following(
+    comm, jnp.array([depend_on(total, jnp.int32(0)) for total in totals]).min()
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """The largest entry of each of many small chunks: one pass and no threshold, and an index within a chunk is a byte.
 
-Chunk j of c chunks of a block is entries j, j + c, j + 2c, …: a pass over rows of c entries compares whole rows, and
-neighbours, which tend to be large together, are in different chunks.
+Chunk j of c chunks of a block is entries j, j + c, j + 2c, …: a pass over rows of c
+entries compares whole rows, and neighbours, which tend to be large together, are in
+different chunks.
 
-The last bits of a magnitude are replaced by the number of its row, so that a pass takes the maximum of one number per
-chunk. Magnitudes that differ in these bits only count as equal: 7 of the 23 bits of a mantissa at 1 %.
+The last bits of a magnitude are replaced by the number of its row, so that a pass takes
+the maximum of one number per chunk. Magnitudes that differ in these bits only count as
+equal: 7 of the 23 bits of a mantissa at 1 %.
 """
 
 import dataclasses
@@ -22,7 +24,8 @@ from jaxsparse.select.accumulator import pending_except
 from jaxsparse.select.blocks import Blocks, keys_of
 from jaxsparse.types import Pending, Sparse
 
-_WIDE = 4096  # entries that are compared at a time, so that short rows are not read one by one
+# entries that are compared at a time, so that short rows are not read one by one
+_WIDE = 4096
 _ROWS = 4  # compared at a time, so that the maximum is not read and written for each
 
 
@@ -30,8 +33,8 @@ def find_champions(blocks: Blocks) -> jax.Array:
   """The index of the largest entry of each of k chunks of each block.
 
   Returns:
-    i32[rows, k], block-relative; the block's length where a chunk is empty. The lowest of those whose magnitudes agree
-    up to their last ⌈log₂(length / k + 1)⌉ bits.
+    i32[rows, k], block-relative; the block's length where a chunk is empty. The lowest
+    of those whose magnitudes agree up to their last ⌈log₂(length / k + 1)⌉ bits.
 
   Example:
     >>> from jaxsparse.select.blocks import LazySum
@@ -40,7 +43,9 @@ def find_champions(blocks: Blocks) -> jax.Array:
     Array([[0, 1],
            [2, 1]], dtype=int32)
   """
-  return _compat.by_platform(gpu=find_champions_at_once, default=_find_champions_in_loops)(blocks)
+  return _compat.by_platform(
+    gpu=find_champions_at_once, default=_find_champions_in_loops
+  )(blocks)
 
 
 def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:
@@ -65,10 +70,18 @@ def find_champions_at_once(blocks: Blocks) -> jax.Array:
   count = blocks.order.size
   mask = _mask(length, chunks)
   rows = -(-length // chunks)
-  keys = jnp.pad(keys_of(blocks.x.values), (0, count * length - blocks.x.size), constant_values=-1)
-  keys = jnp.pad(keys.reshape(count, length), ((0, 0), (0, rows * chunks - length)), constant_values=-1)
+  keys = jnp.pad(
+    keys_of(blocks.x.values), (0, count * length - blocks.x.size), constant_values=-1
+  )
+  keys = jnp.pad(
+    keys.reshape(count, length),
+    ((0, 0), (0, rows * chunks - length)),
+    constant_values=-1,
+  )
   row = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
-  best = (coarse(keys, length, chunks).reshape(count, rows, chunks) | (mask - row)).max(axis=1)
+  best = (coarse(keys, length, chunks).reshape(count, rows, chunks) | (mask - row)).max(
+    axis=1
+  )
   return _indices_of(best, length, chunks)[blocks.order]
 
 
@@ -90,9 +103,12 @@ def _champions_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
   start = block * length
   mask = _mask(length, chunks)
   filled = jnp.clip(blocks.x.size - start, 0, length)
-  width = chunks * min(-(-_WIDE // chunks), -(-length // chunks), blocks.x.size // chunks)
+  width = chunks * min(
+    -(-_WIDE // chunks), -(-length // chunks), blocks.x.size // chunks
+  )
   column = np.arange(width, dtype=np.int32)
-  row_of = jnp.array(column // chunks if width > chunks else 0)  # not to be divided again for each entry
+  # not to be divided again for each entry
+  row_of = jnp.array(column // chunks if width > chunks else 0)
 
   def rank(values: jax.Array, first: jax.Array) -> jax.Array:
     """Ascends with the magnitude, then descends with the row; the values start at `first` of the block."""
@@ -110,7 +126,9 @@ def _champions_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
 
   best = jnp.full(width, -1, jnp.int32)
   best = varying.fori_loop(0, filled // (_ROWS * width), compare(_ROWS), best)
-  best = varying.fori_loop(filled // (_ROWS * width) * _ROWS, filled // width, compare(1), best)
+  best = varying.fori_loop(
+    filled // (_ROWS * width) * _ROWS, filled // width, compare(1), best
+  )
   first = filled // width * width
   rest = rank(blocks.x.read_at(start + first + column), first)
   best = jnp.maximum(best, jnp.where(first + column < filled, rest, -1))
@@ -122,9 +140,10 @@ def _champions_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
 class ChunkAccumulator:
   """Blocks of which the largest known entry of each of k chunks of a row is sent; methods as in `TopKAccumulator`.
 
-  The known entries are the initially largest one of each chunk, and received ones. Slot j of a sent or received row is
-  an entry of chunk j, so the current value of an entry is found by comparing indices slot by slot: there are no lookups
-  and no writes before the next residual is materialized.
+  The known entries are the initially largest one of each chunk, and received ones. Slot
+  j of a sent or received row is an entry of chunk j, so the current value of an entry
+  is found by comparing indices slot by slot: there are no lookups and no writes before
+  the next residual is materialized.
 
   Attributes:
     blocks: the layout, and the initial vector, which does not change.
@@ -167,16 +186,25 @@ class ChunkAccumulator:
     k = self.blocks.k
     values = self._current_values(entries.indices) + entries.values
     known = _rows(self.best, 0, rows)
-    larger = coarse(keys_of(values), length, k) > coarse(keys_of(known.values), length, k)
+    larger = coarse(keys_of(values), length, k) > coarse(
+      keys_of(known.values), length, k
+    )
     wins = (entries.indices < length) & ((entries.indices == known.indices) | larger)
-    best = Sparse(jnp.where(wins, entries.indices, known.indices), jnp.where(wins, values, known.values))
+    best = Sparse(
+      jnp.where(wins, entries.indices, known.indices),
+      jnp.where(wins, values, known.values),
+    )
     best = sparse.concatenate([best, _rows(self.best, rows, None)])
     return dataclasses.replace(self, best=best, added=(*self.added, entries))
 
   def pending(self, delivered: jax.Array, sent: Sparse) -> Pending:
     """The next residual: where delivered, one entry a chunk, the current values without what was sent; else initial."""
-    values = jnp.where(delivered == sent.indices, sent.values, self._current_values(delivered))
-    return pending_except(self.blocks.x, Sparse(self.blocks.flat_indices(delivered), values))
+    values = jnp.where(
+      delivered == sent.indices, sent.values, self._current_values(delivered)
+    )
+    return pending_except(
+      self.blocks.x, Sparse(self.blocks.flat_indices(delivered), values)
+    )
 
   def _current_values(self, indices: jax.Array) -> jax.Array:
     """The values of one entry of each chunk of the first rows, from which sent ones are not subtracted."""
@@ -185,7 +213,12 @@ class ChunkAccumulator:
       rows = min(len(added.indices), len(indices))
       old = values[:rows]
       more = _rows(added, 0, rows)
-      values = jnp.concatenate([jnp.where(indices[:rows] == more.indices, old + more.values, old), values[rows:]])
+      values = jnp.concatenate(
+        [
+          jnp.where(indices[:rows] == more.indices, old + more.values, old),
+          values[rows:],
+        ]
+      )
     return values
 
 

@@ -18,14 +18,16 @@ from jaxsparse.select.per_chunk import ChunkAccumulator
 from jaxsparse.types import Sparse
 
 Accumulator = TopKAccumulator | ChunkAccumulator
-_LONGEST_CHUNK = 1 << 22  # entries: a magnitude keeps its exponent beside the number of a row
+# entries: a magnitude keeps its exponent beside the number of a row
+_LONGEST_CHUNK = 1 << 22
 
 
 class Selector(abc.ABC):
   """Chooses k entries of each block. A selector must define `start`; with a memory, `init` and `next` too.
 
   Attributes:
-    one_per_chunk: whether slot j of the k slots of a block is empty or one of the entries j, j + k, j + 2k, … of it.
+    one_per_chunk: whether slot j of the k slots of a block is empty or one of the
+      entries j, j + k, j + 2k, … of it.
     fills_slots: whether all k slots are filled.
   """
 
@@ -46,7 +48,9 @@ class Selector(abc.ABC):
 
   def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
     """The k entries of a whole vector, [1, k], which are sent at once."""
-    return self.start(Blocks(x, jnp.zeros(1, jnp.int32), x.size, k), memory).largest(0, 1)
+    return self.start(Blocks(x, jnp.zeros(1, jnp.int32), x.size, k), memory).largest(
+      0, 1
+    )
 
   def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
     """The memory for the next step, from the entries [rows, k] selected in this step."""
@@ -85,8 +89,10 @@ class Reused(NamedTuple):
   """The thresholds of the last step.
 
   Attributes:
-    bounds: f32[rows], the threshold of each row for the next step; 0 before the first step.
-    levels: f32[rows], the smallest magnitude selected of each row; 0 where fewer than k entries were selected.
+    bounds: f32[rows], the threshold of each row for the next step; 0 before the first
+      step.
+    levels: f32[rows], the smallest magnitude selected of each row; 0 where fewer than k
+      entries were selected.
   """
 
   bounds: jax.Array
@@ -97,8 +103,9 @@ class Reused(NamedTuple):
 class Reuse(Selector):
   """Top-k of each row, restricted to entries that reach the threshold reused from the last step.
 
-  That skips the search for a threshold. A row with threshold 0 selects its k largest non-zero entries. If more entries
-  reach a threshold than candidates have slots, candidates are found as by `Exact`.
+  That skips the search for a threshold. A row with threshold 0 selects its k largest
+  non-zero entries. If more entries reach a threshold than candidates have slots,
+  candidates are found as by `Exact`.
   """
 
   fills_slots = False
@@ -113,11 +120,13 @@ class Reuse(Selector):
   def next(self, memory: Reused, chosen: Sparse, length: int) -> Reused:
     """The thresholds of the next step: the smallest selected magnitude, raised by its growth; lower after fewer than k.
 
-    If all k slots of a row are filled, the threshold is the smallest selected magnitude, times the square root of its
-    growth since the last step, a growth of 1 … 2. Magnitudes grow while residuals accumulate, by √(t + 1)/√t in step t
-    if gradients are noise, so that too many entries would reach a constant threshold. If c < k slots are filled, the
-    threshold is multiplied by 3/4 + c/(4 k). If fewer than half of them are, for example after a spike, the threshold
-    is far too high: it becomes 0, and the next step selects as `Exact` does.
+    If all k slots of a row are filled, the threshold is the smallest selected
+    magnitude, times the square root of its growth since the last step, a growth of 1 …
+    2. Magnitudes grow while residuals accumulate, by √(t + 1)/√t in step t if gradients
+    are noise, so that too many entries would reach a constant threshold. If c < k slots
+    are filled, the threshold is multiplied by 3/4 + c/(4 k). If fewer than half of them
+    are, for example after a spike, the threshold is far too high: it becomes 0, and the
+    next step selects as `Exact` does.
 
     Example:
       >>> chosen = Sparse(jnp.array([[0, 1], [3, 9]]), jnp.array([[5.0, -4.0], [6.0, 0.0]]))
@@ -129,8 +138,12 @@ class Reuse(Selector):
     k = valid.shape[1]
     least = jnp.min(jnp.where(valid, jnp.abs(chosen.values), jnp.inf), axis=1)
     full = count == k
-    growth = jnp.where(memory.levels > 0, jnp.clip(least / memory.levels, 1.0, 2.0), 1.0)
-    lower = jnp.where(2 * count < k, 0.0, memory.bounds * (0.75 + count.astype(jnp.float32) / (4 * k)))
+    growth = jnp.where(
+      memory.levels > 0, jnp.clip(least / memory.levels, 1.0, 2.0), 1.0
+    )
+    lower = jnp.where(
+      2 * count < k, 0.0, memory.bounds * (0.75 + count.astype(jnp.float32) / (4 * k))
+    )
     # At most the largest finite number: no entry would reach infinity.
     raised = jnp.minimum(least * jnp.sqrt(growth), jnp.finfo(jnp.float32).max)
     return Reused(jnp.where(full, raised, lower), jnp.where(full, least, 0.0))

@@ -47,7 +47,8 @@ def choose_reaching(
     most: at most n.
 
   Returns:
-    (threshold f32[], the bitset of the entries, the number that reach the threshold i32[]).
+    (threshold f32[], the bitset of the entries, the number that reach the threshold
+    i32[]).
 
   Example:
     >>> x = LazySum((jnp.array([3.0, 0.0, -2.0, 4.0, 3.0]),))
@@ -69,29 +70,37 @@ def choose_reaching(
   return jax.lax.cond(is_exact | (count > most), search, lambda: (last, reach, count))
 
 
-def kth_magnitude(entries: Sparse, k: int, end: int, add: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+def kth_magnitude(
+  entries: Sparse, k: int, end: int, add: Callable[[jax.Array], jax.Array] = lambda x: x
+) -> jax.Array:
   """The k-th largest magnitude of the entries, f32[]; 0 if there are fewer than k.
 
   Args:
     entries: of any shape.
     k: at least 1.
     end: length of the vector.
-    add: of i32[], the sum over all workers whose entries count, an all-reduce; called 31 times.
+    add: of i32[], the sum over all workers whose entries count, an all-reduce; called
+      31 times.
 
   Example:
     >>> kth_magnitude(Sparse(jnp.arange(3), jnp.array([1.0, -3.0, 2.0])), k=2, end=3)
     Array(2., dtype=float32)
   """
   keys = jnp.where(entries.indices < end, keys_of(entries.values), -1)
-  key = largest_that(lambda key: add(bitset.count(bitset.pack(keys >= key))) >= k, jnp.int32(0), bits=31)
+  key = largest_that(
+    lambda key: add(bitset.count(bitset.pack(keys >= key))) >= k, jnp.int32(0), bits=31
+  )
   return jax.lax.bitcast_convert_type(key, jnp.float32)
 
 
-def largest_that(holds: Callable[[jax.Array], jax.Array], zero: jax.Array, bits: int) -> jax.Array:
+def largest_that(
+  holds: Callable[[jax.Array], jax.Array], zero: jax.Array, bits: int
+) -> jax.Array:
   """The largest numbers below 2^bits for which `holds`, integers like `zero`; 0 where it holds for none.
 
-  A number above one for which it does not hold must not be one for which it does. One bit after the other: a loop of
-  constant length, since in one of unknown length a GPU waits for the host.
+  A number above one for which it does not hold must not be one for which it does. One
+  bit after the other: a loop of constant length, since in one of unknown length a GPU
+  waits for the host.
 
   Example:
     >>> largest_that(lambda x: x * x <= 50, jnp.int32(0), bits=4)
@@ -99,7 +108,9 @@ def largest_that(holds: Callable[[jax.Array], jax.Array], zero: jax.Array, bits:
   """
 
   def decide(step: jax.Array, found: jax.Array) -> jax.Array:
-    candidate = found | (jnp.ones((), zero.dtype) << (bits - 1 - step).astype(zero.dtype))
+    candidate = found | (
+      jnp.ones((), zero.dtype) << (bits - 1 - step).astype(zero.dtype)
+    )
     return jnp.where(holds(candidate), candidate, found)
 
   return varying.fori_loop(0, bits, decide, zero)
@@ -161,19 +172,31 @@ def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) ->
     """By counting, all regions at once: the smallest key that is kept, then the slot at which equal keys are cut."""
     keys = keys_of(entries.values)
     slots = jnp.arange(entries.indices.size, dtype=jnp.int32)
-    region = jnp.searchsorted(starts[1:-1], slots, side="right", method="compare_all").astype(jnp.int32)
+    region = jnp.searchsorted(
+      starts[1:-1], slots, side="right", method="compare_all"
+    ).astype(jnp.int32)
     inside = lambda number: bitset.pack((region == number) & (slots < starts[-1]))
     members = jax.vmap(inside)(jnp.arange(sizes.size, dtype=jnp.int32))
     count = lambda flags: bitset.count(bitset.pack(flags)[None] & members)
     zero = jnp.zeros_like(sizes)
     kept = jnp.minimum(sizes, capacity)
-    key = largest_that(lambda key: count(keys >= key[region]) >= kept, zero, bits=31)[region]
+    key = largest_that(lambda key: count(keys >= key[region]) >= kept, zero, bits=31)[
+      region
+    ]
     reaches = lambda last: (keys > key) | ((keys == key) & (slots < last[region]))
-    last = largest_that(lambda last: count(reaches(last)) <= kept, zero, slots.size.bit_length())
+    last = largest_that(
+      lambda last: count(reaches(last)) <= kept, zero, slots.size.bit_length()
+    )
     keep = reaches(last) & (slots < starts[-1])
-    return sparse.compress(entries, keep, slots.size, end), jnp.append(jnp.int32(0), jnp.cumsum(kept, dtype=jnp.int32))
+    return sparse.compress(entries, keep, slots.size, end), jnp.append(
+      jnp.int32(0), jnp.cumsum(kept, dtype=jnp.int32)
+    )
 
-  entries, starts = jax.lax.cond((sizes > capacity).any(), cut, lambda: (entries, starts))
+  entries, starts = jax.lax.cond(
+    (sizes > capacity).any(), cut, lambda: (entries, starts)
+  )
   slots = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
   inside = slots < starts[1:, None]
-  return sparse.where(inside, jax.tree.map(lambda x: x[jnp.where(inside, slots, 0)], entries), end)
+  return sparse.where(
+    inside, jax.tree.map(lambda x: x[jnp.where(inside, slots, 0)], entries), end
+  )

@@ -1,12 +1,13 @@
 """Sparse vectors: rows of entries in coordinate form (`types.Sparse`) with empty slots, and what is done with them.
 
-Array shapes are static and numbers of entries are not, so a row may have empty slots: index `end` or more, which a
-scatter drops, and value 0. Sums add rows in their order, not in the order of arrival, so that every worker computes the
-same bits (Law R).
+Array shapes are static and numbers of entries are not, so a row may have empty slots:
+index `end` or more, which a scatter drops, and value 0. Sums add rows in their order,
+not in the order of arrival, so that every worker computes the same bits (Law R).
 
-Beside this module: `flatten`, a gradient pytree as one vector; `bitset`, sets of indices, one bit per index; `codec`,
-what a message looks like, with the formats of its values in `values` and `two_bit`; `sums`, floating-point sums with
-reproducible bits; `low_rank`, vectors of low-rank matrices; `noise`, random bits of an index.
+Beside this module: `flatten`, a gradient pytree as one vector; `bitset`, sets of
+indices, one bit per index; `codec`, what a message looks like, with the formats of its
+values in `values` and `two_bit`; `sums`, floating-point sums with reproducible bits;
+`low_rank`, vectors of low-rank matrices; `noise`, random bits of an index.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,18 @@ from jaxsparse.comm import varying
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
-__all__ = ["add", "add_rows", "as_row", "compress", "concatenate", "count", "merge", "only_row", "put", "read_at"]
+__all__ = [
+  "add",
+  "add_rows",
+  "as_row",
+  "compress",
+  "concatenate",
+  "count",
+  "merge",
+  "only_row",
+  "put",
+  "read_at",
+]
 __all__ += ["resize", "where"]
 
 
@@ -59,7 +71,9 @@ def where(keep: jax.Array, entries: Sparse, end: int) -> Sparse:
     >>> where(jnp.array([True, False]), Sparse(jnp.array([4, 1]), jnp.array([2.0, 3.0])), end=9)
     Sparse(indices=Array([4, 9], dtype=int32), values=Array([2., 0.], dtype=float32))
   """
-  return Sparse(jnp.where(keep, entries.indices, end), jnp.where(keep, entries.values, 0.0))
+  return Sparse(
+    jnp.where(keep, entries.indices, end), jnp.where(keep, entries.values, 0.0)
+  )
 
 
 def as_row(entries: Sparse) -> Sparse:
@@ -121,35 +135,45 @@ def add_rows(rows: Sparse, end: int) -> jax.Array:
 def merge(rows: Sparse, end: int) -> Sparse:
   """The sum of rows of entries as one row of entries, in ascending order of their indices.
 
-  The slot of an entry is the rank of its index in the bitset of all indices, so nothing is sorted.
+  The slot of an entry is the rank of its index in the bitset of all indices, so nothing
+  is sorted.
 
   Args:
     rows: [r, c]; within a row each index occurs once; any order.
     end: length of the vector.
 
   Returns:
-    [min(r · c, end)] entries, each index once, empty slots last. Values are added in row order.
+    [min(r · c, end)] entries, each index once, empty slots last. Values are added in
+    row order.
 
   Example:
     >>> rows = Sparse(jnp.array([[0, 2], [2, 9]]), jnp.array([[1.0, 2.0], [4.0, 0.0]]))
     >>> jax.jit(merge, static_argnames="end")(rows, end=9)
     Sparse(indices=Array([0, 2, 9, 9], dtype=int32), values=Array([1., 6., 0., 0.], dtype=float32))
   """
-  # Behind a barrier, XLA for GPUs keeps one copy of the rows, and not the messages that they come from as well.
+  # Behind a barrier, XLA for GPUs keeps one copy of the rows, and not the messages that
+  # they come from as well.
   rows = jax.lax.optimization_barrier(rows)
 
   def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, None]:
-    return bitset.insert(members, jnp.where(bitset.contains(members, indices), end, indices), end), None
+    return bitset.insert(
+      members, jnp.where(bitset.contains(members, indices), end, indices), end
+    ), None
 
   members, _ = varying.scan(unite, bitset.empty(end), rows.indices)
   slots = min(rows.indices.size, end)
   slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
-  # Barriers order what XLA for GPUs would have in memory all at once: the slots, the values of the sum, its indices.
+  # Barriers order what XLA for GPUs would have in memory all at once: the slots, the
+  # values of the sum, its indices.
   slot, size = jax.lax.optimization_barrier((slot, bitset.count(members)))
   filled = lambda size: jnp.arange(slots, dtype=jnp.int32) < size
   add_row = lambda values, row: (add(values, *row), None)
   # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
-  values, _ = varying.scan(add_row, jnp.where(filled(size), jnp.float32(-0.0), jnp.float32(0)), (slot, rows.values))
+  values, _ = varying.scan(
+    add_row,
+    jnp.where(filled(size), jnp.float32(-0.0), jnp.float32(0)),
+    (slot, rows.values),
+  )
   slot, size, values = jax.lax.optimization_barrier((slot, size, values))
   indices = jnp.where(filled(size), jnp.int32(0), jnp.int32(end))
   indices = indices.at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")

@@ -1,7 +1,8 @@
 """Sets of indices as bits, 32 to a word: finding the members of a set reads n/32 words, not n entries.
 
-A comparison of n entries that is packed at once reads the entries and writes n/32 words. Bits are in the order of
-indices, and every function returns indices in ascending order.
+A comparison of n entries that is packed at once reads the entries and writes n/32
+words. Bits are in the order of indices, and every function returns indices in ascending
+order.
 """
 
 import functools
@@ -12,19 +13,22 @@ import jax.numpy as jnp
 from jaxsparse import _compat
 
 BITS = 32
-_LOG_BITS = 5  # shifts and masks: JAX writes a quotient or a remainder of integers as ten operations
+# shifts and masks: JAX writes a quotient or a remainder of integers as ten operations
+_LOG_BITS = 5
 _LANES = 128  # of a TPU
 _ROW = BITS * _LANES  # flags of 128 words
 _SHORT = 256  # numbers that a running sum adds up all at once
-GROUP = 8  # words, 256 bits, that are counted together: few enough groups for a running sum, few enough words to search
+# words, 256 bits, that are counted together: few enough groups for a running sum, few
+# enough words to search
+GROUP = 8
 
 
 def pack(flags: jax.Array) -> jax.Array:
   """Bit i % 32 of word i // 32 is flag i; zeros fill the last group of words.
 
   Args:
-    flags: bool[n], or bool[rows, n] with n a multiple of 256. An elementwise pass that computes them is fused with
-      this one.
+    flags: bool[n], or bool[rows, n] with n a multiple of 256. An elementwise pass that
+      computes them is fused with this one.
 
   Returns:
     u32[⌈n/256⌉ · 8], or u32[rows, n/32].
@@ -33,28 +37,43 @@ def pack(flags: jax.Array) -> jax.Array:
     >>> pack(jnp.array([True, False, True]))[:2]
     Array([5, 0], dtype=uint32)
   """
-  flat = flags.reshape(-1)  # all rows as one: XLA on CPU compiles a batch of them to slower code
-  words = _compat.by_platform(gpu=_pack_padded, tpu=_pack_by_product, default=_pack_whole)(flat)
+  # all rows as one: XLA on CPU compiles a batch of them to slower code
+  flat = flags.reshape(-1)
+  words = _compat.by_platform(
+    gpu=_pack_padded, tpu=_pack_by_product, default=_pack_whole
+  )(flat)
   return words.reshape(*flags.shape[:-1], -1)
 
 
 def _pack_padded(flags: jax.Array) -> jax.Array:
   """One kernel. Without the barrier a GPU would read the entries again for every use of the words."""
-  return jax.lax.optimization_barrier(_pack_words(jnp.pad(flags, (0, -flags.size % (GROUP * BITS)))))
+  return jax.lax.optimization_barrier(
+    _pack_words(jnp.pad(flags, (0, -flags.size % (GROUP * BITS))))
+  )
 
 
 def _pack_by_product(flags: jax.Array) -> jax.Array:
   """Each half of a word is a sum of 16 powers of two, exact in float32: a product with a matrix, in whole rows of 128.
 
-  Words of 32 neighbours are rows of 32 lanes on a TPU, which compile for minutes, and so are quotients of indices.
+  Words of 32 neighbours are rows of 32 lanes on a TPU, which compile for minutes, and
+  so are quotients of indices.
   """
   rows = jnp.pad(flags, (0, -flags.size % _ROW)).reshape(-1, BITS, _LANES)
-  row, lane, half = (jax.lax.broadcasted_iota(jnp.int32, (BITS, _LANES, 2 * _LANES), axis) for axis in range(3))
+  row, lane, half = (
+    jax.lax.broadcasted_iota(jnp.int32, (BITS, _LANES, 2 * _LANES), axis)
+    for axis in range(3)
+  )
   # First the lower halves of the words of a row of 4,096 flags, then the upper ones.
-  inside = ((row << 2 | lane >> 5) == (half & _LANES - 1)) & ((lane >> 4 & 1) == half >> 7)
-  weights = jnp.where(inside, (1 << (lane & 15)).astype(jnp.float32), 0.0).astype(jnp.bfloat16)
+  inside = ((row << 2 | lane >> 5) == (half & _LANES - 1)) & (
+    (lane >> 4 & 1) == half >> 7
+  )
+  weights = jnp.where(inside, (1 << (lane & 15)).astype(jnp.float32), 0.0).astype(
+    jnp.bfloat16
+  )
   both = (((1, 2), (0, 1)), ((), ()))
-  halves = jax.lax.dot_general(rows.astype(jnp.bfloat16), weights, both, preferred_element_type=jnp.float32)
+  halves = jax.lax.dot_general(
+    rows.astype(jnp.bfloat16), weights, both, preferred_element_type=jnp.float32
+  )
   lower, upper = jnp.split(halves.astype(jnp.uint32), 2, axis=1)
   return (lower | upper << 16).reshape(-1)[: align(flags.size) // BITS]
 
@@ -71,7 +90,11 @@ def _pack_whole(flags: jax.Array) -> jax.Array:
 
 def _pack_words(flags: jax.Array) -> jax.Array:
   bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
-  return jnp.sum(jnp.where(flags.reshape(-1, BITS), bits[None], jnp.uint32(0)), axis=1, dtype=jnp.uint32)
+  return jnp.sum(
+    jnp.where(flags.reshape(-1, BITS), bits[None], jnp.uint32(0)),
+    axis=1,
+    dtype=jnp.uint32,
+  )
 
 
 def empty(n: int) -> jax.Array:
@@ -112,7 +135,9 @@ def count_true(flags: jax.Array) -> jax.Array:
     Array(2, dtype=int32)
   """
   of_words = lambda flags: count(pack(flags))
-  return _compat.by_platform(cpu=of_words, default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32))(flags)
+  return _compat.by_platform(
+    cpu=of_words, default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+  )(flags)
 
 
 def nonzero(words: jax.Array, capacity: int) -> jax.Array:
@@ -122,18 +147,27 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
     >>> nonzero(pack(jnp.array([True, False, True])), 2)
     Array([0, 2], dtype=int32)
   """
-  by_word = functools.partial(_nonzero_by_slot, group=1)  # a TPU gathers entry by entry, and pads rows of 8 to 128
-  return _compat.by_platform(gpu=_nonzero_by_index, tpu=by_word, default=_nonzero_by_slot)(words, capacity)
+  # a TPU gathers entry by entry, and pads rows of 8 to 128
+  by_word = functools.partial(_nonzero_by_slot, group=1)
+  return _compat.by_platform(
+    gpu=_nonzero_by_index, tpu=by_word, default=_nonzero_by_slot
+  )(words, capacity)
 
 
 def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
   """Each index below 32 · words.size that is a member writes itself to the slot of its rank: few kernels, all wide."""
   index = jnp.arange(BITS * words.size, dtype=jnp.int32)
   # The word of each index, shifted so that the bit of the index is the highest.
-  up_to = words[index >> _LOG_BITS] << (BITS - 1 - (index & BITS - 1)).astype(jnp.uint32)
+  up_to = words[index >> _LOG_BITS] << (BITS - 1 - (index & BITS - 1)).astype(
+    jnp.uint32
+  )
   counts = jax.lax.population_count(words).astype(jnp.int32)
   before = (running_sum(counts) - counts)[index >> _LOG_BITS]
-  slot = jnp.where(up_to >> (BITS - 1) != 0, before + jax.lax.population_count(up_to).astype(jnp.int32) - 1, capacity)
+  slot = jnp.where(
+    up_to >> (BITS - 1) != 0,
+    before + jax.lax.population_count(up_to).astype(jnp.int32) - 1,
+    capacity,
+  )
   empty = jnp.full(capacity, BITS * words.size, jnp.int32)
   return empty.at[slot].set(index, mode="drop", unique_indices=True)
 
@@ -144,7 +178,11 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
   ends = running_sum(counts)
   starts = ends - counts
   slots = jnp.arange(align(capacity), dtype=jnp.int32)
-  marks = jnp.zeros(slots.size, jnp.int32).at[starts].add(1, mode="drop", indices_are_sorted=True)
+  marks = (
+    jnp.zeros(slots.size, jnp.int32)
+    .at[starts]
+    .add(1, mode="drop", indices_are_sorted=True)
+  )
   number = running_sum(marks) - 1
   # The word of the member of that rank in the group.
   ordinal = slots - starts[number]
@@ -171,8 +209,13 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
   found = jnp.where(slots < ends[-1], word * BITS + position, BITS * words.size)
   if slots.size == capacity:
     return found
-  # A scatter, no slice: XLA would fuse a slice, and search slot by slot to a length that does not fill the vectors.
-  return jnp.zeros(capacity, jnp.int32).at[slots].set(found, mode="drop", unique_indices=True, indices_are_sorted=True)
+  # A scatter, no slice: XLA would fuse a slice, and search slot by slot to a length
+  # that does not fill the vectors.
+  return (
+    jnp.zeros(capacity, jnp.int32)
+    .at[slots]
+    .set(found, mode="drop", unique_indices=True, indices_are_sorted=True)
+  )
 
 
 def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
@@ -185,7 +228,9 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
   word = jnp.minimum(indices >> _LOG_BITS, words.size - 1)
   bit = jnp.minimum(indices - BITS * word, BITS).astype(jnp.uint32)
   below = jnp.where(bit < BITS, (jnp.uint32(1) << (bit & BITS - 1)) - 1, ~jnp.uint32(0))
-  counts, inside = (jax.lax.population_count(x).astype(jnp.int32) for x in (words, words[word] & below))
+  counts, inside = (
+    jax.lax.population_count(x).astype(jnp.int32) for x in (words, words[word] & below)
+  )
   return (running_sum(counts) - counts)[word] + inside
 
 
@@ -196,7 +241,9 @@ def running_sum(x: jax.Array) -> jax.Array:
     >>> running_sum(jnp.array([3, 1, 2]))
     Array([3, 4, 6], dtype=int32)
   """
-  return _compat.by_platform(gpu=jnp.cumsum, tpu=_running_sum_of_lanes, default=_running_sum_of_rows)(x)
+  return _compat.by_platform(
+    gpu=jnp.cumsum, tpu=_running_sum_of_lanes, default=_running_sum_of_rows
+  )(x)
 
 
 def _running_sum_of_lanes(x: jax.Array) -> jax.Array:
@@ -216,10 +263,15 @@ def _running_sum_of_rows(x: jax.Array) -> jax.Array:
   width = n if n <= _SHORT else 16 if n <= _SHORT**2 else 8
   rows = jnp.pad(x, (0, -n % width)).reshape(-1, width)
   column = jnp.arange(width, dtype=jnp.int32)
-  sums = jnp.sum(jnp.where(column[:, None] >= column[None], rows[:, None], 0), axis=2, dtype=jnp.int32)
+  sums = jnp.sum(
+    jnp.where(column[:, None] >= column[None], rows[:, None], 0),
+    axis=2,
+    dtype=jnp.int32,
+  )
   if len(rows) == 1:
     return sums[0]
-  totals = jnp.sum(rows, axis=1, dtype=jnp.int32)  # not the last column of `sums`, which XLA would compute in full
+  # not the last column of `sums`, which XLA would compute in full
+  totals = jnp.sum(rows, axis=1, dtype=jnp.int32)
   return (sums + (_running_sum_of_rows(totals) - totals)[:, None]).reshape(-1)[:n]
 
 
@@ -230,7 +282,9 @@ def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
     >>> contains(pack(jnp.array([True, False, True])), jnp.array([1, 2]))
     Array([False,  True], dtype=bool)
   """
-  found = words.at[indices >> _LOG_BITS].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+  found = words.at[indices >> _LOG_BITS].get(
+    mode="fill", fill_value=0, wrap_negative_indices=False
+  )
   return (found >> (indices & BITS - 1).astype(jnp.uint32)) & 1 != 0
 
 

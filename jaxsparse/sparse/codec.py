@@ -1,14 +1,17 @@
 """Wire formats: rows of sparse entries as the arrays of a message, one format for values and one for indices.
 
-Values are sent unchanged ("f32"), rounded to 8 significant bits ("bf16"), or as one of 255 levels ("int8"): see
-`values`. Indices are sent in one of three formats:
+Values are sent unchanged ("f32"), rounded to 8 significant bits ("bf16"), or as one of
+255 levels ("int8"): see `values`. Indices are sent in one of three formats:
 
 - unchanged, 32 bits an index;
-- as a set, in the quasi-succinct code of Elias and Fano: the low 4, 8 or 16 bits of each index, and the high parts, in
-  ascending order, as a bitset; about 9 bits an index at a density of 1 %;
-- where slot j contains an entry of chunk j, as the position within the chunk, 8 or 16 bits an index.
+- as a set, in the quasi-succinct code of Elias and Fano: the low 4, 8 or 16 bits of
+  each index, and the high parts, in ascending order, as a bitset; about 9 bits an index
+  at a density of 1 %;
+- where slot j contains an entry of chunk j, as the position within the chunk, 8 or 16
+  bits an index.
 
-Short blocks of few entries have a format of their own, 16 bits for index and value together ("2bit"): see `two_bit`.
+Short blocks of few entries have a format of their own, 16 bits for index and value
+together ("2bit"): see `two_bit`.
 """
 
 import dataclasses
@@ -34,11 +37,13 @@ class Message(NamedTuple):
   """Encoded rows of entries.
 
   Attributes:
-    low: u8, u16 or u32[rows, capacity], the low bits of each index; two low parts of 4 bits share a byte, the first one
-      in its low half.
-    high: u32[rows, ⌈(capacity + (length >> low)) / 32⌉], the high parts as a bitset; None with one entry per chunk.
+    low: u8, u16 or u32[rows, capacity], the low bits of each index; two low parts of 4
+      bits share a byte, the first one in its low half.
+    high: u32[rows, ⌈(capacity + (length >> low)) / 32⌉], the high parts as a bitset;
+      None with one entry per chunk.
     values: f32, bf16 or i8[rows, capacity].
-    scale: f32[rows], of a format that has one, such as the difference of neighbouring i8 levels; else None.
+    scale: f32[rows], of a format that has one, such as the difference of neighbouring
+      i8 levels; else None.
 
   Example:
     >>> entries = Sparse(jnp.array([[7, 300]]), jnp.array([[0.5, -1.0]]))
@@ -59,7 +64,9 @@ class _Coordinates:
   length: int
   rounds = False
 
-  def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Sparse, jax.Array]:
+  def encode(
+    self, entries: Sparse, noise: jax.Array | None = None
+  ) -> tuple[Sparse, jax.Array]:
     return entries, entries.values
 
   def decode(self, message: Sparse) -> Sparse:
@@ -85,51 +92,82 @@ class _Formatted:
 class _QuasiSuccinct(_Formatted):
   """The code of Elias and Fano. Decoded entries are ordered by high part, then by slot; empty slots are last."""
 
-  def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Message, jax.Array]:
+  def encode(
+    self, entries: Sparse, noise: jax.Array | None = None
+  ) -> tuple[Message, jax.Array]:
     low = low_bits(entries.indices.shape[1], self.length)
     last = self.length >> low
     indices = jnp.minimum(entries.indices, self.length)
-    # Empty slots have index `length`, which may share its high part with entries; a bucket of their own puts them last.
+    # Empty slots have index `length`, which may share its high part with entries; a
+    # bucket of their own puts them last.
     buckets = jnp.where(indices < self.length, indices >> low, last + 1)
     order = jax.vmap(lambda row: order_of(row, last + 1))(buckets)
     in_order = lambda x: jnp.take_along_axis(x, order, axis=1, mode="clip")
     values, scale = self.format.write(entries.values, noise)
     indices = in_order(indices)
-    message = Message(_write_low(indices, low), _write_high(indices >> low, last), in_order(values), scale)
+    message = Message(
+      _write_low(indices, low),
+      _write_high(indices >> low, last),
+      in_order(values),
+      scale,
+    )
     return message, read(values, scale)
 
   def decode(self, message: Message) -> Sparse:
     assert message.high is not None
     capacity = message.values.shape[1]
     low = low_bits(capacity, self.length)
-    # `Comm.permute` returns zeros where no message arrives. Such a message has no high parts: all its slots are empty.
+    # `Comm.permute` returns zeros where no message arrives. Such a message has no high
+    # parts: all its slots are empty.
     highs = jnp.minimum(_read_high(message.high, capacity), (self.length >> low) + 1)
-    indices = jnp.minimum((highs << low) | _read_low(message.low, low, capacity), self.length)
+    indices = jnp.minimum(
+      (highs << low) | _read_low(message.low, low, capacity), self.length
+    )
     # A NaN scale makes all values of its row NaN, so empty slots are set to 0 again.
-    return sparse.where(indices < self.length, Sparse(indices, read(message.values, message.scale)), self.length)
+    return sparse.where(
+      indices < self.length,
+      Sparse(indices, read(message.values, message.scale)),
+      self.length,
+    )
 
   def words(self, rows: int, capacity: int) -> int:
     low = low_bits(capacity, self.length)
     lows = math.ceil(rows * math.ceil(capacity * low / 8) / _WORD)
-    return lows + rows * _high_words(capacity, self.length >> low) + _value_words(rows, capacity, self.format)
+    return (
+      lows
+      + rows * _high_words(capacity, self.length >> low)
+      + _value_words(rows, capacity, self.format)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _ByChunk(_Formatted):
   """The slot of an entry is its chunk; one or two bytes are the position within the chunk. Entries keep their slots."""
 
-  def encode(self, entries: Sparse, noise: jax.Array | None = None) -> tuple[Message, jax.Array]:
+  def encode(
+    self, entries: Sparse, noise: jax.Array | None = None
+  ) -> tuple[Message, jax.Array]:
     chunks = entries.indices.shape[1]
     empty = -(-self.length // chunks)  # beyond the last position of a chunk
-    positions = jnp.where(entries.indices < self.length, entries.indices // chunks, empty)
+    positions = jnp.where(
+      entries.indices < self.length, entries.indices // chunks, empty
+    )
     values, scale = self.format.write(entries.values, noise)
-    return Message(positions.astype(self._position(chunks)), None, values, scale), read(values, scale)
+    return Message(positions.astype(self._position(chunks)), None, values, scale), read(
+      values, scale
+    )
 
   def decode(self, message: Message) -> Sparse:
     chunks = message.values.shape[1]
-    indices = message.low.astype(jnp.int32) * chunks + jnp.arange(chunks, dtype=jnp.int32)[None]
+    indices = (
+      message.low.astype(jnp.int32) * chunks + jnp.arange(chunks, dtype=jnp.int32)[None]
+    )
     indices = jnp.minimum(indices, self.length)
-    return sparse.where(indices < self.length, Sparse(indices, read(message.values, message.scale)), self.length)
+    return sparse.where(
+      indices < self.length,
+      Sparse(indices, read(message.values, message.scale)),
+      self.length,
+    )
 
   def words(self, rows: int, capacity: int) -> int:
     positions = rows * capacity * jnp.dtype(self._position(capacity)).itemsize
@@ -137,30 +175,39 @@ class _ByChunk(_Formatted):
 
   def _position(self, chunks: int) -> Any:
     sizes = (jnp.uint8, jnp.uint16, jnp.uint32)
-    return next(size for size in sizes if -(-self.length // chunks) <= jnp.iinfo(size).max)
+    return next(
+      size for size in sizes if -(-self.length // chunks) <= jnp.iinfo(size).max
+    )
 
 
 Codec = _Coordinates | _QuasiSuccinct | _ByChunk | TwoBit
 
 
-def codec_of(wire: Wire | Literal["2bit"], length: int, *, by_chunk: bool = False) -> Codec:
+def codec_of(
+  wire: Wire | Literal["2bit"], length: int, *, by_chunk: bool = False
+) -> Codec:
   """The codec for blocks of `length`.
 
   Args:
-    wire: the format of values: "f32" sends them unchanged, "bf16" rounds to the nearest (`BFloat16`), "int8" sends
-      levels (`Int8`). "bf16" and "int8" also encode indices in fewer bits. "2bit" sends 16 bits an entry (`TwoBit`).
+    wire: the format of values: "f32" sends them unchanged, "bf16" rounds to the nearest
+      (`BFloat16`), "int8" sends levels (`Int8`). "bf16" and "int8" also encode indices
+      in fewer bits. "2bit" sends 16 bits an entry (`TwoBit`).
     length: number of entries of a block.
-    by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j + c, j + 2c, … of the block.
+    by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j +
+      c, j + 2c, … of the block.
 
   Returns:
-    A codec has these attributes and methods; the shapes of a message do not depend on the entries.
+    A codec has these attributes and methods; the shapes of a message do not depend on
+    the entries.
 
     - `length` and `rounds`, whether values are rounded.
-    - `encode(entries, noise)` returns the message, a pytree, and the values that its receivers decode, f32[rows, c] in
-      the slots of `entries` [rows, c]. An index in 0 … length − 1 occurs once in its row; an empty slot has an index of
-      at least `length` and value 0. The noise is f32[rows, c] in [0, 1), for formats that draw (`Values.draws`).
-    - `decode(message)` returns the same entries with rounded values, the same bits on every worker; empty slots have
-      index `length`.
+    - `encode(entries, noise)` returns the message, a pytree, and the values that its
+      receivers decode, f32[rows, c] in the slots of `entries` [rows, c]. An index in 0
+      … length − 1 occurs once in its row; an empty slot has an index of at least
+      `length` and value 0. The noise is f32[rows, c] in [0, 1), for formats that draw
+      (`Values.draws`).
+    - `decode(message)` returns the same entries with rounded values, the same bits on
+      every worker; empty slots have index `length`.
     - `words(rows, capacity)` are the 4-byte words of a message.
 
   Example:
@@ -178,7 +225,9 @@ def codec_of(wire: Wire | Literal["2bit"], length: int, *, by_chunk: bool = Fals
     return TwoBit(length)
   if by_chunk:
     return _ByChunk(FORMATS[wire], length)
-  return _Coordinates(length) if wire == "f32" else _QuasiSuccinct(FORMATS[wire], length)
+  return (
+    _Coordinates(length) if wire == "f32" else _QuasiSuccinct(FORMATS[wire], length)
+  )
 
 
 def low_bits(capacity: int, length: int) -> int:
@@ -194,9 +243,10 @@ def low_bits(capacity: int, length: int) -> int:
 def order_of(buckets: jax.Array, last: int) -> jax.Array:
   """The slots ordered by bucket and, within a bucket, by slot: a stable argsort of small numbers.
 
-  On CPU a sort of i32 keys is several times as fast as one of keys with a payload. So a key consists of the slot in its
-  low bits and as many low bits of the bucket as fit above. Up to 2³¹ buckets × slots that takes one pass; beyond,
-  further passes sort by the higher bits, as in a radix sort.
+  On CPU a sort of i32 keys is several times as fast as one of keys with a payload. So a
+  key consists of the slot in its low bits and as many low bits of the bucket as fit
+  above. Up to 2³¹ buckets × slots that takes one pass; beyond, further passes sort by
+  the higher bits, as in a radix sort.
 
   Args:
     buckets: i32[c], 0 … last.
@@ -214,7 +264,9 @@ def order_of(buckets: jax.Array, last: int) -> jax.Array:
   digit_bits = _KEY_BITS - slot_bits
   order = slots
   for shift in range(0, last.bit_length(), digit_bits):
-    digits = (buckets if shift == 0 else buckets[order] >> shift) & ((1 << digit_bits) - 1)
+    digits = (buckets if shift == 0 else buckets[order] >> shift) & (
+      (1 << digit_bits) - 1
+    )
     sorted_slots = jnp.sort(digits << slot_bits | slots) & ((1 << slot_bits) - 1)
     order = sorted_slots if shift == 0 else order[sorted_slots]
   return order
@@ -234,7 +286,9 @@ def _write_low(indices: jax.Array, low: int) -> jax.Array:
 
 def _read_low(lows: jax.Array, low: int, capacity: int) -> jax.Array:
   if low == 4:
-    lows = jnp.stack([lows & 15, lows >> 4], axis=2).reshape(lows.shape[0], -1)[:, :capacity]
+    lows = jnp.stack([lows & 15, lows >> 4], axis=2).reshape(lows.shape[0], -1)[
+      :, :capacity
+    ]
   return lows.astype(jnp.int32)
 
 
@@ -248,15 +302,18 @@ def _write_high(highs: jax.Array, last: int) -> jax.Array:
   rows, capacity = highs.shape
   count = _high_words(capacity, last)
   flags = jnp.zeros(rows * count * bitset.BITS, jnp.bool_)
-  words = bitset.pack(sparse.put(flags, (highs + _bit_offsets(rows, capacity, count)).reshape(-1), True))
+  words = bitset.pack(
+    sparse.put(flags, (highs + _bit_offsets(rows, capacity, count)).reshape(-1), True)
+  )
   return words[: rows * count].reshape(rows, count)
 
 
 def _read_high(words: jax.Array, capacity: int) -> jax.Array:
   """The high parts, the inverse of `_write_high`.
 
-  Each row has one set bit per slot, so one `nonzero` of the concatenated bitsets finds the bits of all rows in order.
-  In a message of zeros, which has no set bits, the results exceed every high part.
+  Each row has one set bit per slot, so one `nonzero` of the concatenated bitsets finds
+  the bits of all rows in order. In a message of zeros, which has no set bits, the
+  results exceed every high part.
   """
   rows, count = words.shape
   if (bits := bitset.BITS * words.size) > _MOST_BITS:
@@ -265,7 +322,9 @@ def _read_high(words: jax.Array, capacity: int) -> jax.Array:
       "choose wire='f32', a smaller density or k, or groups of leaves (js.bucketed_transform)"
     )
   whole = jnp.pad(words.reshape(-1), (0, -words.size % bitset.GROUP))
-  return bitset.nonzero(whole, rows * capacity).reshape(rows, capacity) - _bit_offsets(rows, capacity, count)
+  return bitset.nonzero(whole, rows * capacity).reshape(rows, capacity) - _bit_offsets(
+    rows, capacity, count
+  )
 
 
 def _bit_offsets(rows: int, capacity: int, count: int) -> jax.Array:

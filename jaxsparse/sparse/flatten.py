@@ -17,7 +17,8 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
   """All leaves as one f32[n], in pytree order, and the inverse function, from f32[n] to their shapes and dtypes.
 
   Args:
-    tree: a pytree of floating-point arrays with an entry, as `check_leaves` and `check_entries` say.
+    tree: a pytree of floating-point arrays with an entry, as `check_leaves` and
+      `check_entries` say.
 
   Example:
     >>> import jax.numpy as jnp
@@ -33,7 +34,10 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
 
   def unflatten(new: jax.Array) -> Any:
     pieces = zip(jnp.split(new, ends[:-1]), leaves, strict=True)
-    restored = [piece.reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf)) for piece, leaf in pieces]
+    restored = [
+      piece.reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf))
+      for piece, leaf in pieces
+    ]
     return jax.tree.unflatten(structure, restored)
 
   return flat, unflatten
@@ -45,7 +49,8 @@ Rounding = Callable[[jax.Array, jax.Array | None], jax.Array]
 def rounding(sizes: Sequence[int], dtypes: Sequence[Any]) -> Rounding | None:
   """The function that rounds f32 values to what leaves of these sizes and dtypes hold; None if they hold each float32.
 
-  Its arguments are f32[n], or values f32[...] and their flat indices i32[...], of which those from n on do not matter.
+  Its arguments are f32[n], or values f32[...] and their flat indices i32[...], of which
+  those from n on do not matter.
 
   Example:
     >>> import jax.numpy as jnp
@@ -61,9 +66,15 @@ def rounding(sizes: Sequence[int], dtypes: Sequence[Any]) -> Rounding | None:
     if indices is None:
       split = zip(parts(values, sizes), dtypes, strict=True)
       return jnp.concatenate([_rounded(part, dtype) for part, dtype in split])
-    leaf = jnp.searchsorted(jnp.asarray(np.cumsum(sizes), jnp.int32), indices, side="right")
+    leaf = jnp.searchsorted(
+      jnp.asarray(np.cumsum(sizes), jnp.int32), indices, side="right"
+    )
     for dtype in narrow:
-      is_narrow = jnp.asarray([one == dtype for one in dtypes]).at[leaf].get(mode="fill", fill_value=False)
+      is_narrow = (
+        jnp.asarray([one == dtype for one in dtypes])
+        .at[leaf]
+        .get(mode="fill", fill_value=False)
+      )
       values = jnp.where(is_narrow, _rounded(values, dtype), values)
     return values
 
@@ -93,15 +104,21 @@ def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
   normal = jax.lax.reduce_precision(values, limits.nexp, limits.nmant)
   if limits.nexp == jnp.finfo(jnp.float32).nexp:
     return normal
-  steps = 1 / float(limits.smallest_subnormal)  # `reduce_precision` has no subnormal numbers
-  return jnp.where(jnp.abs(values) < float(limits.smallest_normal), jnp.round(values * steps) / steps, normal)
+  # `reduce_precision` has no subnormal numbers
+  steps = 1 / float(limits.smallest_subnormal)
+  return jnp.where(
+    jnp.abs(values) < float(limits.smallest_normal),
+    jnp.round(values * steps) / steps,
+    normal,
+  )
 
 
 def check_leaves(tree: Any) -> None:
   """Checks that a pytree is one of gradients.
 
   Raises:
-    TypeError: if a leaf is not floating point, or has less than 16 bits, naming its path.
+    TypeError: if a leaf is not floating point, or has less than 16 bits, naming its
+      path.
   """
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     dtype = jnp.result_type(leaf)
@@ -121,13 +138,16 @@ def check_leaves(tree: Any) -> None:
 def check_entries(tree: Any) -> None:
   """Raises ValueError if a pytree has no entry."""
   if not any(math.prod(shape) for shape in leaf_shapes(tree).values()):
-    raise ValueError(f"{tree!r} hold no entry: give a pytree with at least one non-empty array")
+    raise ValueError(
+      f"{tree!r} hold no entry: give a pytree with at least one non-empty array"
+    )
 
 
 def all_finite(tree: Any) -> jax.Array:
   """Whether no leaf of floating-point or complex numbers has NaN or Inf, bool[].
 
-  The sum of x − x is one pass; of `jnp.isfinite` XLA on CPU stores a boolean for each entry.
+  The sum of x − x is one pass; of `jnp.isfinite` XLA on CPU stores a boolean for each
+  entry.
 
   Example:
     >>> import jax.numpy as jnp
@@ -137,9 +157,12 @@ def all_finite(tree: Any) -> jax.Array:
   leaves = map(jnp.asarray, jax.tree.leaves(tree))
   inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
   are_finite = jnp.array([jnp.sum(leaf - leaf) == 0 for leaf in inexact], jnp.bool_)
-  # Else XLA on CPU computes it anew, from all leaves, in each loop that uses it: compilation is quadratic in their
-  # number. On GPUs, without these loops, a barrier takes 40 kernels and half a byte a parameter more in a step.
-  once = _compat.by_platform(cpu=jax.lax.optimization_barrier, default=lambda flags: flags)
+  # Else XLA on CPU computes it anew, from all leaves, in each loop that uses it:
+  # compilation is quadratic in their number. On GPUs, without these loops, a barrier
+  # takes 40 kernels and half a byte a parameter more in a step.
+  once = _compat.by_platform(
+    cpu=jax.lax.optimization_barrier, default=lambda flags: flags
+  )
   return jnp.all(once(are_finite))
 
 
@@ -149,8 +172,11 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
   Others, as the best loss so far of a schedule, begin with Inf.
   """
   stays = lambda old, new: all_finite(new) | ~all_finite(old)
-  compare = lambda: jnp.all(jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_))
-  # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the host.
+  compare = lambda: jnp.all(
+    jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_)
+  )
+  # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the
+  # host.
   look = lambda: varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
   return _compat.by_platform(cpu=look, default=compare)()
 
@@ -172,16 +198,18 @@ VALUE = ".value"  # ends the path of the array in a `flax.nnx.Variable`
 def leaves_by_name(tree: Any) -> dict[str, Any]:
   """Each leaf, in the order of `flatten`, by its name: its path, as errors and `special=` write it.
 
-  Leaves are known by their names and not by the structure of a pytree: a restored one may have other containers, and
-  need not compare or pickle. A `flax.nnx.Variable` has the name of the array that it holds: `nnx.Optimizer` inits a
-  transformation with variables and updates it with arrays.
+  Leaves are known by their names and not by the structure of a pytree: a restored one
+  may have other containers, and need not compare or pickle. A `flax.nnx.Variable` has
+  the name of the array that it holds: `nnx.Optimizer` inits a transformation with
+  variables and updates it with arrays.
 
   Example:
     >>> leaves_by_name({"b": {"c": 0.5}, "w": 1.0})
     {"['b']['c']": 0.5, "['w']": 1.0}
   """
   return {
-    jax.tree_util.keystr(path).removesuffix(VALUE): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    jax.tree_util.keystr(path).removesuffix(VALUE): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   }
 
 

@@ -1,7 +1,8 @@
 """Vectors that consist of low-rank matrices, row by row, and other vectors, computed where they are written.
 
-A vector f32[n] is given by its pieces, one after the other: each f32[m], or (L f32[r, a], R f32[r, b]) for LᵀR. A
-product of factors of few rows costs no more than the read of its entries.
+A vector f32[n] is given by its pieces, one after the other: each f32[m], or (L f32[r,
+a], R f32[r, b]) for LᵀR. A product of factors of few rows costs no more than the read
+of its entries.
 """
 
 import functools
@@ -43,7 +44,9 @@ def put(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
 
 def _put_by_pieces(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
   new = lambda: [_matrix(piece) for piece in x]
-  pieces = varying.cond(finite, new, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(new)))
+  pieces = varying.cond(
+    finite, new, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(new))
+  )
   return _put_at(_starts(x), pieces, into)
 
 
@@ -51,50 +54,88 @@ def _put_at_once(x: Sequence[Piece], _: jax.Array, finite: jax.Array) -> jax.Arr
   return dense(jax.tree.map(lambda part: jnp.where(finite, part, 0.0), x))
 
 
-def subtract(x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float) -> jax.Array:
+def subtract(
+  x: Sequence[Piece],
+  grads: jax.Array,
+  residual: jax.Array,
+  finite: jax.Array,
+  decay: float,
+) -> jax.Array:
   """`decay * (grads + residual - x)`, f32[n], in the buffer of `residual`, which is returned unless `finite`, bool[].
 
   Example:
     >>> subtract([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.array([0.0, 1.0]), jnp.bool_(True), 0.5)
     Array([1. , 1.5], dtype=float32)
   """
-  ways = {"cpu": _subtract_on_cpu, "gpu": _subtract_at_once, "default": _subtract_by_pieces}
+  ways = {
+    "cpu": _subtract_on_cpu,
+    "gpu": _subtract_at_once,
+    "default": _subtract_by_pieces,
+  }
   return _compat.by_platform(**ways)(x, grads, residual, finite, decay)
 
 
 def _subtract_by_pieces(
-  x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float
+  x: Sequence[Piece],
+  grads: jax.Array,
+  residual: jax.Array,
+  finite: jax.Array,
+  decay: float,
 ) -> jax.Array:
   for start, piece in zip(_starts(x), x, strict=True):
     entries = _matrix(piece).reshape(-1)
     own, old = (part[start : start + entries.size] for part in (grads, residual))
-    residual = jax.lax.dynamic_update_slice(residual, jnp.where(finite, decay * (own + old - entries), old), (start,))
+    residual = jax.lax.dynamic_update_slice(
+      residual, jnp.where(finite, decay * (own + old - entries), old), (start,)
+    )
   return residual
 
 
 def _subtract_at_once(
-  x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float
+  x: Sequence[Piece],
+  grads: jax.Array,
+  residual: jax.Array,
+  finite: jax.Array,
+  decay: float,
 ) -> jax.Array:
   """On GPUs, where each piece that is written copies the vector."""
   return jnp.where(finite, decay * (grads + residual - dense(x)), residual)
 
 
 def _subtract_on_cpu(
-  x: Sequence[Piece], grads: jax.Array, residual: jax.Array, finite: jax.Array, decay: float
+  x: Sequence[Piece],
+  grads: jax.Array,
+  residual: jax.Array,
+  finite: jax.Array,
+  decay: float,
 ) -> jax.Array:
   """Pieces that a conditional returns are stored, each by a loop over rows, before any is copied to its place."""
   starts = _starts(x)
   shapes = [jax.eval_shape(_matrix, piece).shape for piece in x]
-  cut = lambda flat: [flat[start : start + math.prod(shape)] for start, shape in zip(starts, shapes, strict=True)]
-  shaped = lambda parts: [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+  cut = lambda flat: [
+    flat[start : start + math.prod(shape)]
+    for start, shape in zip(starts, shapes, strict=True)
+  ]
+  shaped = lambda parts: [
+    part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)
+  ]
   sums = shaped(map(jnp.add, cut(grads), cut(residual)))
-  new = lambda: [decay * (one - _matrix(piece)) for one, piece in zip(sums, x, strict=True)]
-  return _put_at(starts, varying.cond(finite, new, lambda: shaped(cut(residual))), residual)
+  new = lambda: [
+    decay * (one - _matrix(piece)) for one, piece in zip(sums, x, strict=True)
+  ]
+  return _put_at(
+    starts, varying.cond(finite, new, lambda: shaped(cut(residual))), residual
+  )
 
 
 def _starts(x: Sequence[Piece]) -> list[int]:
   """The flat index of each piece."""
-  sizes = [piece.size if isinstance(piece, jax.Array) else piece[0].shape[1] * piece[1].shape[1] for piece in x]
+  sizes = [
+    piece.size
+    if isinstance(piece, jax.Array)
+    else piece[0].shape[1] * piece[1].shape[1]
+    for piece in x
+  ]
   return [0, *itertools.accumulate(sizes)][:-1]
 
 
@@ -109,16 +150,20 @@ def _matrix(piece: Piece) -> jax.Array:
   if isinstance(piece, jax.Array):
     return piece
   left, right = piece
-  return functools.reduce(jnp.add, [column[:, None] * row[None] for column, row in zip(left, right, strict=True)])
+  return functools.reduce(
+    jnp.add,
+    [column[:, None] * row[None] for column, row in zip(left, right, strict=True)],
+  )
 
 
 def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   """Bases f32[S, r, most] of S factors f32[a, r], r ≤ a ≤ most: rows of length a, zeros behind them.
 
-  The rows are orthonormal, and each column of the factor is a sum of them, by Householder reflections of all factors at
-  once. They are orthonormal for columns that depend on each other, too. A column of zeros is replaced by a random one.
-  The QR of `jnp.linalg` calls LAPACK, and two batches of it at once block each other on CPUs with few cores (JAX
-  0.10.2).
+  The rows are orthonormal, and each column of the factor is a sum of them, by
+  Householder reflections of all factors at once. They are orthonormal for columns that
+  depend on each other, too. A column of zeros is replaced by a random one. The QR of
+  `jnp.linalg` calls LAPACK, and two batches of it at once block each other on CPUs with
+  few cores (JAX 0.10.2).
 
   Example:
     >>> from jaxsparse.sparse import noise
@@ -131,14 +176,20 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
     return jnp.zeros((0, 0, 0), jnp.float32)
   rank = factors[0].shape[1]
   most = max(len(factor) for factor in factors)
-  x = jnp.stack([jnp.pad(factor.T, ((0, 0), (0, most - len(factor)))) for factor in factors])
+  x = jnp.stack(
+    [jnp.pad(factor.T, ((0, 0), (0, most - len(factor)))) for factor in factors]
+  )
   row = jnp.arange(most)[None]
   largest = jnp.abs(x).max(2, keepdims=True)
   inside = row < jnp.array([len(factor) for factor in factors])[:, None]
-  drawn = jnp.where(inside[:, None], noise.uniform(noise.bits(key, x.size)).reshape(x.shape) - 0.5, 0.0)
+  drawn = jnp.where(
+    inside[:, None], noise.uniform(noise.bits(key, x.size)).reshape(x.shape) - 0.5, 0.0
+  )
   x = jnp.where(largest == 0, drawn, x / jnp.where(largest == 0, 1.0, largest))
 
-  def reflect(number: jax.Array, before: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+  def reflect(
+    number: jax.Array, before: tuple[jax.Array, ...]
+  ) -> tuple[jax.Array, ...]:
     """I − scale v vᵀ maps the column, from its entry `number` on, to one entry."""
     x, vectors, scales = before
     column = jnp.where(row >= number, x[:, number], 0.0)
@@ -157,12 +208,18 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
     """The weights f32[S, r] of a reflection's v in each row of the basis; the last reflection comes first."""
     number = rank - 1 - turn
     later = _einsum("sq,sqr->sr", products[:, number], weights)
-    return weights.at[:, number].set(scales[:, number, None] * (vectors[:, number, :rank] - later))
+    return weights.at[:, number].set(
+      scales[:, number, None] * (vectors[:, number, :rank] - later)
+    )
 
-  _, vectors, scales = varying.fori_loop(0, rank, reflect, (x, jnp.zeros_like(x), jnp.zeros(x.shape[:2], jnp.float32)))
+  _, vectors, scales = varying.fori_loop(
+    0, rank, reflect, (x, jnp.zeros_like(x), jnp.zeros(x.shape[:2], jnp.float32))
+  )
   products = _einsum("sra,sqa->srq", vectors, vectors)
   weights = varying.fori_loop(0, rank, weigh, jnp.zeros_like(products))
-  return jnp.eye(rank, most, dtype=jnp.float32)[None] - _einsum("sqr,sqa->sra", weights, vectors)
+  return jnp.eye(rank, most, dtype=jnp.float32)[None] - _einsum(
+    "sqr,sqa->sra", weights, vectors
+  )
 
 
 _einsum = functools.partial(jnp.einsum, precision="highest")

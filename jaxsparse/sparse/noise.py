@@ -7,7 +7,12 @@ import jax.numpy as jnp
 def fold(key: jax.Array, number: jax.Array | int) -> jax.Array:
   """Another key u32[2], for each number i32[] or u32[]."""
   number = jnp.asarray(number).astype(jnp.uint32)
-  return jnp.stack([_mix(key[0] ^ _mix(number + jnp.uint32(0x9E3779B9))), _mix(key[1] + _mix(number ^ key[0]))])
+  return jnp.stack(
+    [
+      _mix(key[0] ^ _mix(number + jnp.uint32(0x9E3779B9))),
+      _mix(key[1] + _mix(number ^ key[0])),
+    ]
+  )
 
 
 def key_of(seed: int) -> jax.Array:

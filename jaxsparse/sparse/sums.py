@@ -1,6 +1,7 @@
 """Floating-point arithmetic with the same bits in every compiled program.
 
-A vector is given as parts, f32[n] each, that are added where they are read, so that their sum is never stored.
+A vector is given as parts, f32[n] each, that are added where they are read, so that
+their sum is never stored.
 """
 
 import functools
@@ -10,15 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_PIECES = 32  # that are read side by side, in one vectorized loop on a CPU and in one kernel on a GPU
+# that are read side by side, in one vectorized loop on a CPU and in one kernel on a GPU
+_PIECES = 32
 
 
-def ordered_sum(*parts: jax.Array, term: Callable[[jax.Array], jax.Array] = lambda x: x) -> jax.Array:
+def ordered_sum(
+  *parts: jax.Array, term: Callable[[jax.Array], jax.Array] = lambda x: x
+) -> jax.Array:
   """The sum of the terms of the sum of `parts`, f32[], in a fixed order.
 
-  32 contiguous pieces are added one after the other, entry by entry, then 32 pieces of their sum, until one entry is
-  left. The compiler chooses the order of `jnp.sum`, and another one under vmap, so thresholds and norms of the
-  simulator and of a mesh would differ in their last bits.
+  32 contiguous pieces are added one after the other, entry by entry, then 32 pieces of
+  their sum, until one entry is left. The compiler chooses the order of `jnp.sum`, and
+  another one under vmap, so thresholds and norms of the simulator and of a mesh would
+  differ in their last bits.
 
   Args:
     *parts: f32[n] each.
@@ -54,7 +59,9 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
   return _fold((x,), jnp.abs, jnp.maximum)
 
 
-def _fold(parts: Sequence[jax.Array], term: Callable[[jax.Array], jax.Array], combine: Callable) -> jax.Array:
+def _fold(
+  parts: Sequence[jax.Array], term: Callable[[jax.Array], jax.Array], combine: Callable
+) -> jax.Array:
   """Combines the terms of the sum of `parts` to one, f32[]; zeros fill the last piece."""
   size = parts[0].size
   length = -(-size // _PIECES)
@@ -63,12 +70,18 @@ def _fold(parts: Sequence[jax.Array], term: Callable[[jax.Array], jax.Array], co
 
   def fold(first: int, end: int, pieces: int) -> jax.Array:
     """Entries first … end − 1 of so many pieces, none of which is compared with an end: a GPU is four times as fast."""
-    cut = lambda start: functools.reduce(jnp.add, [part[start + first : start + end] for part in parts])
-    return functools.reduce(combine, [term(cut(number * length)) for number in range(pieces)])
+    cut = lambda start: functools.reduce(
+      jnp.add, [part[start + first : start + end] for part in parts]
+    )
+    return functools.reduce(
+      combine, [term(cut(number * length)) for number in range(pieces)]
+    )
 
   folded = fold(0, shorter, count)
   if shorter < length:
-    rest = combine(fold(shorter, length, count - 1), jnp.zeros(length - shorter, folded.dtype))
+    rest = combine(
+      fold(shorter, length, count - 1), jnp.zeros(length - shorter, folded.dtype)
+    )
     folded = jnp.concatenate(jax.lax.optimization_barrier((folded, rest)))
   return folded[0] if length == 1 else _fold((folded,), lambda x: x, combine)
 
@@ -85,10 +98,12 @@ def fold_rows(
   Args:
     x: the blocks.
     rows: the rows to combine.
-    term: elementwise, of one row and its number, or of all rows, [blocks, rows, columns], and numbers [1, rows, 1].
+    term: elementwise, of one row and its number, or of all rows, [blocks, rows,
+      columns], and numbers [1, rows, 1].
     combine: of two arrays.
-    one_by_one: whether to take an operation for each row, which XLA on CPU vectorizes, or for halves of all rows,
-      which are few operations to compile; the bits are the same if products in `term` are exact.
+    one_by_one: whether to take an operation for each row, which XLA on CPU vectorizes,
+      or for halves of all rows, which are few operations to compile; the bits are the
+      same if products in `term` are exact.
 
   Example:
     >>> x = jnp.array([[[1.0], [2.0], [3.0], [4.0]]])
@@ -111,7 +126,8 @@ def fold_rows(
 def round_mantissa(x: jax.Array) -> jax.Array:
   """Rounds x to 22 bits of mantissa, for a product that a sum follows.
 
-  Such a product may become a part of a fused multiply-add, in some programs only, and then has other bits.
+  Such a product may become a part of a fused multiply-add, in some programs only, and
+  then has other bits.
 
   Example:
     >>> bool(round_mantissa(jnp.float32(1 + 2.0**-23)) == 1)
@@ -123,7 +139,8 @@ def round_mantissa(x: jax.Array) -> jax.Array:
 def round_mantissa_up(x: jax.Array, bits: int) -> jax.Array:
   """The smallest f32 that is at least x ≥ 0 and whose last `bits` bits are 0.
 
-  Products of numbers with few significant bits are exact, and so the same with fused multiply-add and without.
+  Products of numbers with few significant bits are exact, and so the same with fused
+  multiply-add and without.
 
   Example:
     >>> float(round_mantissa_up(jnp.float32(1.1), bits=22))
@@ -131,14 +148,19 @@ def round_mantissa_up(x: jax.Array, bits: int) -> jax.Array:
   """
   words = jax.lax.bitcast_convert_type(x, jnp.uint32)
   rest = jnp.uint32((1 << bits) - 1)
-  return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type((words + rest) & ~rest, jnp.float32), x)
+  return jnp.where(
+    jnp.isfinite(x),
+    jax.lax.bitcast_convert_type((words + rest) & ~rest, jnp.float32),
+    x,
+  )
 
 
 def unit_of(largest: jax.Array) -> jax.Array:
   """The power of two to divide numbers of magnitudes up to `largest` by, so that squares neither over- nor underflow.
 
-  It is the least one that is at least `largest`, but 1 for 0, and at most 2¹²⁶, whose reciprocal is no subnormal
-  number. Quotients are exact, so sums, products and roots of them have the mantissas of those of the numbers.
+  It is the least one that is at least `largest`, but 1 for 0, and at most 2¹²⁶, whose
+  reciprocal is no subnormal number. Quotients are exact, so sums, products and roots of
+  them have the mantissas of those of the numbers.
 
   Args:
     largest: f32 of any shape, at least 0; NaN stays NaN.
@@ -147,4 +169,6 @@ def unit_of(largest: jax.Array) -> jax.Array:
     >>> unit_of(jnp.array([0.0, 3.0, 3e38])) == jnp.array([1.0, 4.0, 2.0**126])
     Array([ True,  True,  True], dtype=bool)
   """
-  return jnp.minimum(jnp.where(largest == 0, 1.0, round_mantissa_up(largest, bits=23)), 2.0**126)
+  return jnp.minimum(
+    jnp.where(largest == 0, 1.0, round_mantissa_up(largest, bits=23)), 2.0**126
+  )

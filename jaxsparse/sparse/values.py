@@ -27,12 +27,14 @@ class Values:
 
   bytes, scaled, rounds, draws = 4, False, False, False
 
-  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+  def write(
+    self, values: jax.Array, noise: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array | None]:
     """Encodes f32[rows, c] values.
 
     Returns:
-      (values, scale): [rows, c] of any dtype, which codecs reorder and `read` converts to f32; f32[rows], by which
-      `read` multiplies, or None.
+      (values, scale): [rows, c] of any dtype, which codecs reorder and `read` converts
+      to f32; f32[rows], by which `read` multiplies, or None.
     """
     return values, None
 
@@ -43,11 +45,15 @@ class BFloat16(Values):
 
   bytes, scaled, rounds, draws = 2, False, True, False
 
-  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+  def write(
+    self, values: jax.Array, noise: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array | None]:
     """bf16[rows, c]."""
-    # XLA may drop a conversion to bf16 and back, so that the sender decodes other values than the receivers. It may not
-    # drop `reduce_precision`.
-    rounded = jax.lax.reduce_precision(_clamped(values), exponent_bits=8, mantissa_bits=7)
+    # XLA may drop a conversion to bf16 and back, so that the sender decodes other
+    # values than the receivers. It may not drop `reduce_precision`.
+    rounded = jax.lax.reduce_precision(
+      _clamped(values), exponent_bits=8, mantissa_bits=7
+    )
     return rounded.astype(jnp.bfloat16), None
 
 
@@ -55,14 +61,17 @@ class BFloat16(Values):
 class Int8(Values):
   """Levels `⌊v/s + noise⌋` with the scale `s = max |v| / 127` of the row, rounded up by a factor of at most `1 + 2⁻¹⁶`.
 
-  With noise uniform in [0, 1) the mean of a level is v/s; the error of a value is at most s. If a value of a row is not
-  finite, all its decoded values are NaN. The scale has so few significant bits that its product with a level is exact:
-  sums of decoded values have the same bits with fused multiply-add and without.
+  With noise uniform in [0, 1) the mean of a level is v/s; the error of a value is at
+  most s. If a value of a row is not finite, all its decoded values are NaN. The scale
+  has so few significant bits that its product with a level is exact: sums of decoded
+  values have the same bits with fused multiply-add and without.
   """
 
   bytes, scaled, rounds, draws = 1, True, True, True
 
-  def write(self, values: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+  def write(
+    self, values: jax.Array, noise: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array | None]:
     """(i8[rows, c], f32[rows])."""
     assert noise is not None, "levels are rounded with noise"
     largest = _clamped(jnp.max(jnp.abs(values), axis=1))

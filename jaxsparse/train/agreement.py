@@ -22,7 +22,8 @@ class Agreement(NamedTuple):
   """How far the gradients of the workers agree: 1 if all are equal, 1/P if they are orthogonal, 0 if they cancel.
 
   Attributes:
-    own: ‖mean of g_w‖² / mean of ‖g_w‖², with the gradient g_w of each worker's part of the batch.
+    own: ‖mean of g_w‖² / mean of ‖g_w‖², with the gradient g_w of each worker's part of
+      the batch.
     dealt: the same after the rows of the batch were dealt out to the workers at random.
 
   Example:
@@ -45,26 +46,30 @@ def agreement(
 ) -> Agreement:
   """Compares the agreement of the workers' gradients with that after shuffling the batch among the workers.
 
-  Small batches differ by chance, shuffled or not. Where the agreement of the workers' `own` rows is well below that of
-  `dealt` ones, workers have data of different kinds: an optimizer of each worker's own and local steps then lose
-  accuracy (`docs/how_to/different_data.md`). Call it before training and after some hundred steps, on a large batch: it
-  compiles two gradients, and sends the batch and the gradients whole.
+  Small batches differ by chance, shuffled or not. Where the agreement of the workers'
+  `own` rows is well below that of `dealt` ones, workers have data of different kinds:
+  an optimizer of each worker's own and local steps then lose accuracy
+  (`docs/how_to/different_data.md`). Call it before training and after some hundred
+  steps, on a large batch: it compiles two gradients, and sends the batch and the
+  gradients whole.
 
   Args:
     loss_fn: that of `js.make_train_step`.
     params: the parameters, the same on every worker.
-    batch: the batch of all workers; under MPI this rank's part. Every process must call.
+    batch: the batch of all workers; under MPI this rank's part. Every process must
+      call.
     mesh: the mesh, or the comm, of the workers.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
-    **given: keyword arguments of `loss_fn`, the same for every worker: a `model_state` is that of one worker. A key
-      `rng` is folded with the worker's number, as in a step.
+    **given: keyword arguments of `loss_fn`, the same for every worker: a `model_state`
+      is that of one worker. A key `rng` is folded with the worker's number, as in a
+      step.
 
   Returns:
     An `Agreement`; 1 where all gradients are zero.
 
   Raises:
-    ValueError: where it is traced, as in `jax.jit`; if the mesh has no such axis, or the batch does not divide among
-      the workers.
+    ValueError: where it is traced, as in `jax.jit`; if the mesh has no such axis, or
+      the batch does not divide among the workers.
     TypeError: if `mesh` is neither a mesh nor a comm that knows its workers.
 
   Example:
@@ -84,12 +89,21 @@ def agreement(
   arguments = engine.place((params, batch, given), specs)
   kept = engine.shardings(arguments, specs)
   both = functools.partial(_agreements, engine, loss_fn)
-  program = engine.jit(both, specs, engine.same, shardings=kept and (kept, engine.shardings_of(engine.same)))
+  program = engine.jit(
+    both,
+    specs,
+    engine.same,
+    shardings=kept and (kept, engine.shardings_of(engine.same)),
+  )
   return Agreement(*local_shard(dispatch(program, *arguments)).tolist())
 
 
 def _agreements(
-  engine: Engine, loss_fn: Callable, params: optax.Params, batch: Any, given: dict[str, Any]
+  engine: Engine,
+  loss_fn: Callable,
+  params: optax.Params,
+  batch: Any,
+  given: dict[str, Any],
 ) -> jax.Array:
   """The two numbers, f32[2], at one worker."""
   comm = engine.comm
@@ -102,8 +116,14 @@ def _agreements(
       return found[0] if isinstance(found, tuple) else found
 
     wide = lambda grad: jnp.complex64 if jnp.iscomplexobj(grad) else jnp.float32
-    grads = [grad.astype(wide(grad)) for grad in jax.tree.leaves(jax.grad(loss)(trained(params))) if grad.size]
-    largest = comm.all_reduce(jnp.max(jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32)), "max")
+    grads = [
+      grad.astype(wide(grad))
+      for grad in jax.tree.leaves(jax.grad(loss)(trained(params)))
+      if grad.size
+    ]
+    largest = comm.all_reduce(
+      jnp.max(jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32)), "max"
+    )
     mean = jnp.float32(0)
     each = jnp.float32(0)
     for grad in grads:  # whose squares neither over- nor underflow
@@ -123,6 +143,10 @@ def _dealt(comm: Comm, batch: Any) -> Any:
     rows = in_rank_order(comm, all_gather(comm, own)).reshape(-1, *own.shape[1:])
     order = jax.random.permutation(jax.random.key(0), len(rows)).reshape(comm.size, -1)
     chosen = rows[order[comm.rank]]
-    return jax.random.wrap_key_data(chosen, impl=jax.random.key_impl(x)) if is_key(x) else chosen
+    return (
+      jax.random.wrap_key_data(chosen, impl=jax.random.key_impl(x))
+      if is_key(x)
+      else chosen
+    )
 
   return jax.tree.map(dealt, batch)

@@ -1,8 +1,10 @@
 """`js.resize` and `js.convert`: an optimizer state for another number of workers, or for another collective.
 
-Both make a state before its first step, the one by the methods that the old state records (`Layout.method`), the other
-by a new transformation. Then they carry over what must not be lost: residuals (`residual_rows`), totals of counters,
-and the arrays of all other transformations. So `resize` is `convert` with the transformation of the old state.
+Both make a state before its first step, the one by the methods that the old state
+records (`Layout.method`), the other by a new transformation. Then they carry over what
+must not be lost: residuals (`residual_rows`), totals of counters, and the arrays of all
+other transformations. So `resize` is `convert` with the transformation of the old
+state.
 """
 
 import warnings
@@ -18,7 +20,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxsparse._compat import AxisName, is_key
 from jaxsparse.sparse.flatten import leaf_shapes
 from jaxsparse.train.engine import Engine, engine_of
-from jaxsparse.train.residual_rows import Residual, carry_over, gather, homes_of, put_like, residuals_of
+from jaxsparse.train.residual_rows import (
+  Residual,
+  carry_over,
+  gather,
+  homes_of,
+  put_like,
+  residuals_of,
+)
 from jaxsparse.train.starting import check_state, place_state
 from jaxsparse.train.step import init
 from jaxsparse.transform import checks
@@ -29,36 +38,45 @@ from jaxsparse.transform.wrapped import shapes_seen
 from jaxsparse.types import Comm
 
 
-def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers") -> Any:
+def resize(
+  state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers"
+) -> Any:
   """The optimizer state of P workers as that of the P′ workers of a mesh: what is owed stays owed.
 
-  An update is `total / P`, so what workers owe is the mean of their residuals, and the law is `Σ r′ / P′ = Σ r / P`:
+  An update is `total / P`, so what workers owe is the mean of their residuals, and the
+  law is `Σ r′ / P′ = Σ r / P`:
 
       r′_w = P′/P Σ_{v ≡ w mod P′} r_v
 
-  Of fewer workers each takes over the residuals of several; new workers begin with zeros. This is exact where
-  P′/P is a power of two, else an entry is rounded once, to float32. Totals of counters continue, in each worker those
-  of the one that had sent most. What a collective remembers otherwise (thresholds, regions, random steps) starts anew.
-  With P′ = P nothing changes, bit for bit.
+  Of fewer workers each takes over the residuals of several; new workers begin with
+  zeros. This is exact where P′/P is a power of two, else an entry is rounded once, to
+  float32. Totals of counters continue, in each worker those of the one that had sent
+  most. What a collective remembers otherwise (thresholds, regions, random steps) starts
+  anew. With P′ = P nothing changes, bit for bit.
 
-  Workers with parameters of their own (`js.local_steps`) go on from the mean of their parameters: what each has moved
-  becomes the mean of what all have, and so do floating-point arrays of their inner states; of integers it is the
-  maximum. A warning says so.
+  Workers with parameters of their own (`js.local_steps`) go on from the mean of their
+  parameters: what each has moved becomes the mean of what all have, and so do
+  floating-point arrays of their inner states; of integers it is the maximum. A warning
+  says so.
 
   Args:
-    state: of `js.init` or a step. Its arrays may lie on another mesh, of which every process must call, or on the host,
-      as a checkpoint is restored into `js.abstract_state(..., workers=P)`. For an MPI comm give those of all ranks,
+    state: of `js.init` or a step. Its arrays may lie on another mesh, of which every
+      process must call, or on the host, as a checkpoint is restored into
+      `js.abstract_state(..., workers=P)`. For an MPI comm give those of all ranks,
       concatenated; those of one rank only where P′ = P.
     params: the parameters.
-    mesh: the mesh or comm of the P′ workers. Axes inside a worker must be those of the state.
+    mesh: the mesh or comm of the P′ workers. Axes inside a worker must be those of the
+      state.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
 
   Returns:
-    The state on the new mesh. It may share arrays with `state`: go on with the returned one.
+    The state on the new mesh. It may share arrays with `state`: go on with the returned
+      one.
 
   Raises:
-    ValueError: if the state was donated, cut or padded, is not one of these parameters, or not of `js.init`; if the
-      mesh has no workers, or other devices inside a worker; under a trace, such as `jax.jit`.
+    ValueError: if the state was donated, cut or padded, is not one of these parameters,
+      or not of `js.init`; if the mesh has no workers, or other devices inside a worker;
+      under a trace, such as `jax.jit`.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -80,7 +98,9 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     return jax.tree.map(lambda x: x[None], fresh) if row else fresh
 
   every_row = states.worker_rows(state)
-  restarted, _ = place_state(engine, lambda _: jax.tree.map(restart, every_row, state), params)
+  restarted, _ = place_state(
+    engine, lambda _: jax.tree.map(restart, every_row, state), params
+  )
 
   def begin(path: Any, row: bool, x: Any, restarted: states.ReduceState) -> Any:
     if states.is_reduce_state(x):
@@ -88,7 +108,9 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
     rows, axes = ((engine.held,), (axis,)) if row else ((), ())
     shape = np.shape(x)[len(rows) :]
     spec = _spec_of_moment(path, shape, params)
-    sharding = None if spec is None else engine.shardings_of(PartitionSpec(*axes, *spec))
+    sharding = (
+      None if spec is None else engine.shardings_of(PartitionSpec(*axes, *spec))
+    )
     return jax.ShapeDtypeStruct((*rows, *shape), jnp.result_type(x), sharding=sharding)
 
   fresh = jax.tree_util.tree_map_with_path(begin, every_row, state, restarted)
@@ -96,14 +118,21 @@ def resize(state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisNam
 
 
 def convert(
-  state: Any, tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers"
+  state: Any,
+  tx: optax.GradientTransformation,
+  params: optax.Params,
+  mesh: Mesh | Comm,
+  *,
+  axis: AxisName = "workers",
 ) -> Any:
   """The optimizer state of one chain as that of another one, whose jaxsparse transforms are others: `js.resize` too.
 
-  Each leaf keeps its residual, whatever the collective, its options, and the groups of leaves (`special`, plans) are;
-  for another number of workers it is scaled as by `js.resize`. All other transformations must be the same; H of
-  `js.local_steps` may be another, 1 too: nothing may be moved then that is not exchanged. Local steps may begin:
-  `inner` is then the optimizer that followed the transform, with its state at each worker, and `outer` is new.
+  Each leaf keeps its residual, whatever the collective, its options, and the groups of
+  leaves (`special`, plans) are; for another number of workers it is scaled as by
+  `js.resize`. All other transformations must be the same; H of `js.local_steps` may be
+  another, 1 too: nothing may be moved then that is not exchanged. Local steps may
+  begin: `inner` is then the optimizer that followed the transform, with its state at
+  each worker, and `outer` is new.
 
   Args:
     state: of the old chain, as for `js.resize`.
@@ -113,12 +142,13 @@ def convert(
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
 
   Returns:
-    The state of `tx` on the mesh. It may share arrays with `state`: go on with the returned one.
+    The state of `tx` on the mesh. It may share arrays with `state`: go on with the
+      returned one.
 
   Raises:
-    ValueError: as `js.resize` and `js.init`; if another transformation of the chain is not the same; if a leaf has a
-      residual, and its new collective keeps none or local steps begin: call `js.flush` before; if an update of local
-      steps is in flight.
+    ValueError: as `js.resize` and `js.init`; if another transformation of the chain is
+      not the same; if a leaf has a residual, and its new collective keeps none or local
+      steps begin: call `js.flush` before; if an update of local steps is in flight.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -161,8 +191,15 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
       "change them call js.flush, and then js.init"
     )
   residuals = residuals_of(nodes, seen, before)
-  homes = [home for node in states.reduce_states(fresh) for group in homes_of(node, seen) for home in group]
-  _check_homes(residuals, {number: lies for number, _, lies in homes}, list(leaf_shapes(seen)))
+  homes = [
+    home
+    for node in states.reduce_states(fresh)
+    for group in homes_of(node, seen)
+    for home in group
+  ]
+  _check_homes(
+    residuals, {number: lies for number, _, lies in homes}, list(leaf_shapes(seen))
+  )
   if before != after and any(jax.tree.leaves(states.worker_rows(state))):
     warnings.warn(
       f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "
@@ -172,17 +209,28 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
 
   def carry(old: Any, new: Any) -> Any:
     if not states.is_reduce_state(old):
-      return put_like(new, old if np.shape(old) == new.shape else _mean(gather(old), new))
-    if before == after and old.layout[3:] == new.layout[3:] and rows == new.counters.skipped.size:
+      return put_like(
+        new, old if np.shape(old) == new.shape else _mean(gather(old), new)
+      )
+    if (
+      before == after
+      and old.layout[3:] == new.layout[3:]
+      and rows == new.counters.skipped.size
+    ):
       return jax.tree.map(put_like, new, old)
     return carry_over(new, seen, residuals, old.counters, engine)
 
-  old, (new, structure) = (jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh))
-  after_state = jax.tree.unflatten(structure, map(carry, old[0], new))  # of `Applied` or without
+  old, (new, structure) = (
+    jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh)
+  )
+  # of `Applied` or without
+  after_state = jax.tree.unflatten(structure, map(carry, old[0], new))
   return engine.place(after_state, placed(after_state, engine.axis))
 
 
-def _spec_of_moment(path: Any, shape: tuple[int, ...], params: optax.Params) -> PartitionSpec | None:
+def _spec_of_moment(
+  path: Any, shape: tuple[int, ...], params: optax.Params
+) -> PartitionSpec | None:
   """The spec of the parameter that an array of a state is like: its path ends with that of the parameter."""
   specs = {
     len(name): param.sharding.spec
@@ -197,7 +245,8 @@ def _spec_of_moment(path: Any, shape: tuple[int, ...], params: optax.Params) -> 
 def _mean(rows: Any, like: Any) -> Any:
   """The mean over workers of an array with a row for each, the maximum of integers, in rows of another number.
 
-  Of random keys those of the first workers; what else there is of workers has these folded with a number of its own.
+  Of random keys those of the first workers; what else there is of workers has these
+  folded with a number of its own.
   """
   if is_key(rows):
     again, first = np.divmod(np.arange(like.shape[0]), len(rows))
@@ -206,7 +255,11 @@ def _mean(rows: Any, like: Any) -> Any:
     return jnp.where(again > 0, jax.vmap(jax.random.fold_in)(keys, again), keys)
   rows = np.asarray(rows)
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
-  one = rows.astype(np.float64).mean(axis=0).astype(rows.dtype) if floating else rows.max(axis=0)
+  one = (
+    rows.astype(np.float64).mean(axis=0).astype(rows.dtype)
+    if floating
+    else rows.max(axis=0)
+  )
   return np.broadcast_to(one, like.shape)
 
 
@@ -218,14 +271,19 @@ def _start_local(state: Any, fresh: Any) -> Any:
     fresh: the state of local steps.
 
   Raises:
-    ValueError: for a residual that is not zero, or an optimizer that is not the inner one.
+    ValueError: for a residual that is not zero, or an optimizer that is not the inner
+      one.
   """
 
   def begin(new: Any, old: Any) -> Any:
     if not states.is_local_state(new):
       return old
     nodes = states.reduce_states(old)
-    rest = tuple(part for part in old if not states.reduce_states(part)) if type(old) is tuple else ()
+    rest = (
+      tuple(part for part in old if not states.reduce_states(part))
+      if type(old) is tuple
+      else ()
+    )
     choices = [rest, *rest] if len(rest) == 1 else [rest]
     like: Any = jax.tree.structure(new.inner)
     inner = [one for one in choices if jax.tree.structure(one) == like]
@@ -236,10 +294,14 @@ def _start_local(state: Any, fresh: Any) -> Any:
         "start anew with js.init"
       )
     if any(np.any(gather(leaf)) for leaf in jax.tree.leaves(nodes[0].carried.residual)):
-      raise ValueError("js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before")
+      raise ValueError(
+        "js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before"
+      )
     following = iter(nodes)  # with the totals of counters
     # Of random keys new ones, which differ between workers.
-    row = lambda leaf, like: like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
+    row = lambda leaf, like: (
+      like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
+    )
     outer = states.map_states(lambda x: next(following, x), new.outer)
     return new._replace(inner=jax.tree.map(row, inner[0], new.inner), outer=outer)
 
@@ -249,7 +311,9 @@ def _start_local(state: Any, fresh: Any) -> Any:
     parts = structure.flatten_up_to(state)
   except ValueError:
     return state  # `_check_structure` names what else differs
-  return jax.tree.unflatten(structure, map(begin, jax.tree.leaves(fresh, is_leaf=is_part), parts))
+  return jax.tree.unflatten(
+    structure, map(begin, jax.tree.leaves(fresh, is_leaf=is_part), parts)
+  )
 
 
 def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
@@ -266,8 +330,14 @@ def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
     if bool(moved) == bool(jax.tree.leaves(new.moved)):
       return node
     if any(np.any(gather(leaf)) for leaf in moved):
-      raise ValueError("workers have moved since the last exchange: call step.synchronize(params, state) before")
-    return node._replace(moved=jax.tree.map(lambda x: np.zeros((workers, *x.shape[1:]), x.dtype), new.moved))
+      raise ValueError(
+        "workers have moved since the last exchange: call step.synchronize(params, state) before"
+      )
+    return node._replace(
+      moved=jax.tree.map(
+        lambda x: np.zeros((workers, *x.shape[1:]), x.dtype), new.moved
+      )
+    )
 
   return states.map_states(fit, state, states.LocalState)
 
@@ -287,12 +357,21 @@ def _check_structure(state: Any, fresh: Any) -> None:
 def _described(tree: Any) -> set[str]:
   """The path of each array of a state, with its type and its shape at a worker."""
   found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
-  shape = lambda x, row: "" if states.is_reduce_state(x) else f" {jnp.result_type(x)}{list(np.shape(x)[row:])}"
+  shape = lambda x, row: (
+    ""
+    if states.is_reduce_state(x)
+    else f" {jnp.result_type(x)}{list(np.shape(x)[row:])}"
+  )
   rows = jax.tree.leaves(states.worker_rows(tree))
-  return {jax.tree_util.keystr(path) + shape(x, row) for (path, x), row in zip(found, rows, strict=True)}
+  return {
+    jax.tree_util.keystr(path) + shape(x, row)
+    for (path, x), row in zip(found, rows, strict=True)
+  }
 
 
-def _check_homes(residuals: Mapping[int, Residual], homes: Mapping[int, Any], names: Sequence[str]) -> None:
+def _check_homes(
+  residuals: Mapping[int, Residual], homes: Mapping[int, Any], names: Sequence[str]
+) -> None:
   """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker."""
   for number, residual in sorted(residuals.items()):
     if number not in homes:

@@ -11,12 +11,13 @@ from jaxsparse._compat import is_key
 def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:
   """The arguments of a step, with a copy of each array that shares memory with a donated one.
 
-  The first two arguments are donated: XLA overwrites their buffers, which no other argument may use.
+  The first two arguments are donated: XLA overwrites their buffers, which no other
+  argument may use.
 
   Args:
     arguments: pytrees of arrays.
-    by_buffer: whether to compare buffers, too. The arrays that a step returns never share buffers, so for them it is
-      enough to compare the arrays.
+    by_buffer: whether to compare buffers, too. The arrays that a step returns never
+      share buffers, so for them it is enough to compare the arrays.
   """
   leaves, structure = jax.tree.flatten(arguments)
   given = len(jax.tree.leaves(arguments[:2]))
@@ -26,7 +27,11 @@ def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, .
       continue
     own = {id(leaf)}
     if by_buffer and not is_key(leaf):
-      own.update(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size)
+      own.update(
+        shard.data.unsafe_buffer_pointer()
+        for shard in leaf.addressable_shards
+        if shard.data.size
+      )
     if not donated.isdisjoint(own):
       leaves[number] = jnp.copy(leaf)
     if number < given:

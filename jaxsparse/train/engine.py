@@ -1,7 +1,8 @@
 """Engines: workers on a mesh of devices of one or many processes, as ranks of MPI, or simulated on one device.
 
-The program of one worker is the same on every engine. An engine maps the program over its workers and compiles it. A
-`PartitionSpec` for each argument and result says whether it is split along the workers or equal on all of them.
+The program of one worker is the same on every engine. An engine maps the program over
+its workers and compiles it. A `PartitionSpec` for each argument and result says whether
+it is split along the workers or equal on all of them.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ from jaxsparse.types import Comm
 
 def name_argument(path: Any) -> str:
   """The path of an array in the arguments of a step, as errors name it."""
-  return ("params", "state", "batch", "argument ")[path[0].idx] + jax.tree_util.keystr(path[1:])
+  return ("params", "state", "batch", "argument ")[path[0].idx] + jax.tree_util.keystr(
+    path[1:]
+  )
 
 
 class Engine:
@@ -33,13 +36,14 @@ class Engine:
 
   Attributes:
     workers: number of workers P.
-    held: number of workers in the leading axis of an array outside a program: P, or 1 under MPI, where each process
-      has the arrays of its own worker only.
+    held: number of workers in the leading axis of an array outside a program: P, or 1
+      under MPI, where each process has the arrays of its own worker only.
     comm: the comm to use inside a mapped program.
     axes: names and sizes of the axes that a program is mapped over.
     axis: the axis, or tuple of axes, of the workers.
     same: the spec of what is equal on all workers.
-    others: the names of the other axes that a program is mapped over; values are replicated along them.
+    others: the names of the other axes that a program is mapped over; values are
+      replicated along them.
     process: number of this process, 0 … processes − 1.
     processes: number of processes that run the program together.
   """
@@ -53,7 +57,9 @@ class Engine:
   others: tuple[str, ...] = ()
   process = 0
   processes = 1
-  _inside: tuple[str, ...] = ()  # axes of the devices of a worker, which a program is not mapped over
+  _inside: tuple[
+    str, ...
+  ] = ()  # axes of the devices of a worker, which a program is not mapped over
 
   @property
   def split(self) -> PartitionSpec:
@@ -77,25 +83,43 @@ class Engine:
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The function of all workers that runs `function` at each of them, like `jax.shard_map`.
 
-    Where a process has one worker, with the arrays of this worker only, it is `function` itself.
+    Where a process has one worker, with the arrays of this worker only, it is
+    `function` itself.
     """
     return function
 
   def jit(
-    self, worker: Callable, in_specs: Any, out_specs: Any, donate: Any = (), options: Any = None, shardings: Any = None
+    self,
+    worker: Callable,
+    in_specs: Any,
+    out_specs: Any,
+    donate: Any = (),
+    options: Any = None,
+    shardings: Any = None,
   ) -> Any:
     """`map`, jitted; `options` are those of the compiler.
 
-    Arguments and results are sharded as their specs say, or as `shardings` of both do, where workers have devices.
+    Arguments and results are sharded as their specs say, or as `shardings` of both do,
+    where workers have devices.
     """
     program = self.map(worker, in_specs, out_specs)
-    given, results = (self._inside and shardings) or (self.shardings_of(in_specs), self.shardings_of(out_specs))
-    return jax.jit(program, in_shardings=given, out_shardings=results, donate_argnums=donate, compiler_options=options)
+    given, results = (self._inside and shardings) or (
+      self.shardings_of(in_specs),
+      self.shardings_of(out_specs),
+    )
+    return jax.jit(
+      program,
+      in_shardings=given,
+      out_shardings=results,
+      donate_argnums=donate,
+      compiler_options=options,
+    )
 
   def place(self, tree: Any, specs: Any) -> Any:
     """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings.
 
-    Leaves may be `jax.ShapeDtypeStruct`, also on a mesh of devices that are not there (`jax.experimental.topologies`).
+    Leaves may be `jax.ShapeDtypeStruct`, also on a mesh of devices that are not there
+    (`jax.experimental.topologies`).
     """
     return tree
 
@@ -138,21 +162,35 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
     ValueError: if the mesh has no such axis, or there are no workers.
     TypeError: if `where` is neither a mesh nor such a comm.
   """
-  if not (where.devices.size if isinstance(where, Mesh) else getattr(where, "members", None) != 0):
-    raise ValueError(f"{where!r} has no workers: give a mesh with devices, or a comm with members >= 1")
+  if not (
+    where.devices.size
+    if isinstance(where, Mesh)
+    else getattr(where, "members", None) != 0
+  ):
+    raise ValueError(
+      f"{where!r} has no workers: give a mesh with devices, or a comm with members >= 1"
+    )
   if isinstance(where, Mesh):
     inside = tuple(name for name in where.axis_names if name not in names_of(axis))
-    return _OnMesh(where, axis, inside if any(where.shape[name] > 1 for name in inside) else ())
+    return _OnMesh(
+      where, axis, inside if any(where.shape[name] > 1 for name in inside) else ()
+    )
   if isinstance(where, MpiComm):
     return _Rank(where)
   if isinstance(where, SimComm) and where.members is not None:
     return _Simulated(where)
-  raise TypeError(f"{where!r}: give a jax.sharding.Mesh, a js.MpiComm, or js.SimComm(axis, members=P)")
+  raise TypeError(
+    f"{where!r}: give a jax.sharding.Mesh, a js.MpiComm, or js.SimComm(axis, members=P)"
+  )
 
 
-def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., np.ndarray]:
+def rows_of(
+  engine: Engine, function: Callable, in_specs: Any
+) -> Callable[..., np.ndarray]:
   """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process."""
-  rows = lambda *arguments: in_rank_order(engine.comm, all_gather(engine.comm, function(*arguments)))
+  rows = lambda *arguments: in_rank_order(
+    engine.comm, all_gather(engine.comm, function(*arguments))
+  )
   program = engine.jit(rows, in_specs, engine.same)
   return lambda *arguments: local_shard(dispatch(program, *arguments))
 
@@ -160,14 +198,17 @@ def rows_of(engine: Engine, function: Callable, in_specs: Any) -> Callable[..., 
 class _OnMesh(Engine):
   """Workers along an axis of a mesh whose devices may belong to many processes.
 
-  A program is mapped over all axes but those `inside` a worker, along which the compiler partitions it. Arguments that
-  lie on the mesh keep their shardings inside, and so do the results that replace them; others are replicated inside.
+  A program is mapped over all axes but those `inside` a worker, along which the
+  compiler partitions it. Arguments that lie on the mesh keep their shardings inside,
+  and so do the results that replace them; others are replicated inside.
   """
 
   def __init__(self, mesh: Mesh, axis: AxisName, inside: tuple[str, ...] = ()):
     names = names_of(axis)
     if unknown := [name for name in names if name not in mesh.shape]:
-      raise ValueError(f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}")
+      raise ValueError(
+        f"axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}"
+      )
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm = AxisComm(axis)
     self.axis = axis
@@ -177,7 +218,8 @@ class _OnMesh(Engine):
     self.processes = len(taking_part)
     me = jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
-    # Where axes are Explicit, as with `jax.make_mesh`, the types of arrays have shardings.
+    # Where axes are Explicit, as with `jax.make_mesh`, the types of arrays have
+    # shardings.
     self._mesh = mesh
     self._inside = inside
     self._is_explicit = AxisType.Explicit in mesh.axis_types
@@ -197,33 +239,55 @@ class _OnMesh(Engine):
       yield self
       return
     devices = self._mesh.devices
-    explicit = Mesh(devices, self._mesh.axis_names, axis_types=(AxisType.Explicit,) * devices.ndim)
+    explicit = Mesh(
+      devices, self._mesh.axis_names, axis_types=(AxisType.Explicit,) * devices.ndim
+    )
     with jax.set_mesh(explicit):
       yield _OnMesh(explicit, self.axis, self._inside)
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    shard_map = _compat.partly_mapped if self._inside and self._is_explicit else _compat.shard_map
+    shard_map = (
+      _compat.partly_mapped if self._inside and self._is_explicit else _compat.shard_map
+    )
     specs = self._without_inside(in_specs), self._without_inside(out_specs)
     mapped = shard_map(function, self._mesh, *specs, tuple(self.axes))
     if self._inside or not self._is_explicit:
       return mapped
 
     def program(*given: Any) -> Any:  # shard_map rejects what is sharded otherwise
-      return mapped(*jax.tree.map(jax.sharding.reshard, given, jax.tree.broadcast(self.shardings_of(in_specs), given)))
+      return mapped(
+        *jax.tree.map(
+          jax.sharding.reshard,
+          given,
+          jax.tree.broadcast(self.shardings_of(in_specs), given),
+        )
+      )
 
     return program
 
   def place(self, tree: Any, specs: Any) -> Any:
-    shardings = self.shardings(tree, specs) if self._inside else jax.tree.broadcast(self.shardings_of(specs), tree)
+    shardings = (
+      self.shardings(tree, specs)
+      if self._inside
+      else jax.tree.broadcast(self.shardings_of(specs), tree)
+    )
     put_array = put_global if self._mesh.is_multi_process else jax.device_put
 
     def put(leaf: Any, lies: NamedSharding) -> Any:
-      if isinstance(leaf, jax.core.Tracer):  # `device_put` under vmap would shard the axis that is mapped over
+      # `device_put` under vmap would shard the axis that is mapped over
+      if isinstance(leaf, jax.core.Tracer):
         return jax.sharding.reshard(leaf, lies) if self._is_explicit else leaf
-      return shape_of(leaf, lies) if isinstance(leaf, jax.ShapeDtypeStruct) else put_array(leaf, lies)
+      return (
+        shape_of(leaf, lies)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        else put_array(leaf, lies)
+      )
 
-    # Runs in every step: comparing shardings is sixty times faster than a device_put that moves nothing.
-    keep = lambda leaf, sharding: leaf if getattr(leaf, "sharding", None) == sharding else put(leaf, sharding)
+    # Runs in every step: comparing shardings is sixty times faster than a device_put
+    # that moves nothing.
+    keep = lambda leaf, sharding: (
+      leaf if getattr(leaf, "sharding", None) == sharding else put(leaf, sharding)
+    )
     return jax.tree.map(keep, tree, shardings)
 
   def shardings(self, tree: Any, specs: Any) -> Any:
@@ -231,26 +295,37 @@ class _OnMesh(Engine):
       return None
 
     def sharding_of(path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
-      lies = jax.typeof(leaf).sharding if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+      lies = (
+        jax.typeof(leaf).sharding
+        if isinstance(leaf, jax.core.Tracer)
+        else getattr(leaf, "sharding", None)
+      )
       key = lies, spec, np.ndim(leaf)
       if key not in self._known:  # runs in every step, for every leaf
         self._known[key] = self._sharding(path, np.shape(leaf), lies, spec)
       return self._known[key]
 
-    return jax.tree_util.tree_map_with_path(sharding_of, tree, jax.tree.broadcast(specs, tree))
+    return jax.tree_util.tree_map_with_path(
+      sharding_of, tree, jax.tree.broadcast(specs, tree)
+    )
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
-    # Not along the workers: processes may share each of these, and then no two rows of workers would differ.
+    # Not along the workers: processes may share each of these, and then no two rows of
+    # workers would differ.
     mesh, gather = _line_of_processes(self._mesh)
     split = NamedSharding(mesh, PartitionSpec("processes"))
     with jax.set_mesh(mesh):  # the caller may have set another mesh
-      rows = jax.make_array_from_callback((self.processes, *value.shape), split, lambda _: value[None])
+      rows = jax.make_array_from_callback(
+        (self.processes, *value.shape), split, lambda _: value[None]
+      )
       return local_shard(dispatch(gather, rows))
 
   def shardings_of(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
 
-  def _sharding(self, path: Any, shape: tuple[int, ...], lies: Any, spec: PartitionSpec) -> NamedSharding:
+  def _sharding(
+    self, path: Any, shape: tuple[int, ...], lies: Any, spec: PartitionSpec
+  ) -> NamedSharding:
     """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
     own = self._own_spec(lies)
     along_workers = None if own is None else _compat.trimmed(self._without_inside(own))
@@ -261,16 +336,23 @@ class _OnMesh(Engine):
       )
     if own is not None and along_workers == spec:
       spec = own
-    if self._is_explicit:  # as in the types of results, or the next step would compile again
+    # as in the types of results, or the next step would compile again
+    if self._is_explicit:
       spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
     return NamedSharding(self._mesh, spec)
 
   def _own_spec(self, sharding: Any) -> PartitionSpec | None:
     """The spec of a sharding on this mesh; None for one elsewhere."""
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != self._mesh.shape:
+    if (
+      not isinstance(sharding, NamedSharding) or sharding.mesh.shape != self._mesh.shape
+    ):
       return None
     is_abstract = not isinstance(sharding.mesh, Mesh)  # as under a trace
-    return sharding.spec if is_abstract or np.array_equal(sharding.mesh.devices, self._mesh.devices) else None
+    return (
+      sharding.spec
+      if is_abstract or np.array_equal(sharding.mesh.devices, self._mesh.devices)
+      else None
+    )
 
   def _without_inside(self, specs: Any) -> Any:
     return jax.tree.map(lambda spec: _compat.without_axes(spec, self._inside), specs)
@@ -287,13 +369,19 @@ class _Simulated(Engine):
     self.comm = comm
 
   def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    split = lambda spec, x: x.reshape(self.workers, x.shape[0] // self.workers, *x.shape[1:]) if spec else x
-    joined = lambda spec, x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if spec else x[0]
+    split = lambda spec, x: (
+      x.reshape(self.workers, x.shape[0] // self.workers, *x.shape[1:]) if spec else x
+    )
+    joined = lambda spec, x: (
+      x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if spec else x[0]
+    )
 
     def mapped(*arguments: Any) -> Any:
       specs = jax.tree.broadcast(in_specs, arguments)
       axes = jax.tree.map(lambda spec: 0 if spec else None, specs)
-      each = jax.vmap(function, in_axes=axes, axis_name=self.axis, axis_size=self.workers)
+      each = jax.vmap(
+        function, in_axes=axes, axis_name=self.axis, axis_size=self.workers
+      )
       results = each(*jax.tree.map(split, specs, arguments))
       return jax.tree.map(joined, jax.tree.broadcast(out_specs, results), results)
 
@@ -321,7 +409,9 @@ def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
   first = {device.process_index: device for device in reversed(list(mesh.devices.flat))}
   devices = np.array([first[process] for process in sorted(first)])
   line = Mesh(devices, ("processes",), axis_types=(AxisType.Auto,))
-  return line, jax.jit(lambda rows: rows, out_shardings=NamedSharding(line, PartitionSpec()))
+  return line, jax.jit(
+    lambda rows: rows, out_shardings=NamedSharding(line, PartitionSpec())
+  )
 
 
 @functools.lru_cache(maxsize=4)
@@ -329,11 +419,15 @@ def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
   return rows_of(_Rank(comm), lambda x: x[0], (_Rank(comm).split,))
 
 
-def shape_of(x: Any, sharding: Any = None, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+def shape_of(
+  x: Any, sharding: Any = None, shape: tuple[int, ...] | None = None
+) -> jax.ShapeDtypeStruct:
   """The shape and dtype of an array or number, with a sharding, by default its own; or another shape of its dtype."""
   dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
   shape = np.shape(x) if shape is None else shape
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or getattr(x, "sharding", None))
+  return jax.ShapeDtypeStruct(
+    shape, dtype, sharding=sharding or getattr(x, "sharding", None)
+  )
 
 
 def put_global(x: Any, sharding: NamedSharding) -> jax.Array:

@@ -15,7 +15,14 @@ from jaxsparse.train.starting import check_state
 from jaxsparse.transform import checks
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.state import LocalState, is_reduce_state, map_states, reduce_states, with_rows, worker_rows
+from jaxsparse.transform.state import (
+  LocalState,
+  is_reduce_state,
+  map_states,
+  reduce_states,
+  with_rows,
+  worker_rows,
+)
 from jaxsparse.transform.wrapped import map_seen, view_of
 from jaxsparse.types import Comm
 
@@ -27,12 +34,14 @@ def flush(
 
       update = Σ_w r_w / P,    r′_w = 0
 
-  What was delivered in all steps and this update together are the dense mean of all gradients. The update is that of
-  the jaxsparse transform, a gradient: give it to the rest of the chain, or subtract it times a rate. Each transform
-  takes one all-reduce of all its residuals. Every process must call.
+  What was delivered in all steps and this update together are the dense mean of all
+  gradients. The update is that of the jaxsparse transform, a gradient: give it to the
+  rest of the chain, or subtract it times a rate. Each transform takes one all-reduce of
+  all its residuals. Every process must call.
 
-  With `js.local_steps` workers also owe what they have moved since the last exchange: it is added to the residual of
-  each, delivered with it, and zero afterwards. The update is that of the transform of the outer chain.
+  With `js.local_steps` workers also owe what they have moved since the last exchange:
+  it is added to the residual of each, delivered with it, and zero afterwards. The
+  update is that of the transform of the outer chain.
 
   Args:
     state: of `js.init` or a step.
@@ -41,12 +50,13 @@ def flush(
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
 
   Returns:
-    (update, state): the update like the parameters, with their dtypes, zeros for leaves without a residual; and the
-    state with residuals of zeros, or of what the dtypes of the parameters cannot hold. `params` and `state` stay valid.
+    (update, state): the update like the parameters, with their dtypes, zeros for leaves
+    without a residual; and the state with residuals of zeros, or of what the dtypes of
+    the parameters cannot hold. `params` and `state` stay valid.
 
   Raises:
-    ValueError: if the state was donated, is not one of these workers and parameters, or not of `js.init`; if an update
-      of local steps with a delay is in flight.
+    ValueError: if the state was donated, is not one of these workers and parameters, or
+      not of `js.init`; if an update of local steps with a delay is in flight.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -82,19 +92,25 @@ def flush(
         return node
       names = node.layout.method.names
       also = [moved[name][0] for name in names if name in moved]
-      added = also if len(also) == len(names) else None  # this transform is the outer one of local steps
+      # this transform is the outer one of local steps
+      added = also if len(also) == len(names) else None
       means, node = take_residuals([updates[name] for name in names], node, added, mean)
-      for name, exact in zip(names, means, strict=True):  # of the dtype of the leaf already, unless moved is added
+      # of the dtype of the leaf already, unless moved is added
+      for name, exact in zip(names, means, strict=True):
         sent, left[name] = flatten.representable(exact, updates[name].dtype)
         updates[name] = sent.astype(updates[name].dtype)
       return node
 
     def empty(node: LocalState) -> LocalState:
       rest = [left[name][None] for name in flatten.leaves_by_name(node.moved)]
-      return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
+      return node._replace(
+        moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest)
+      )
 
     state = jax.tree.map(deliver, state, worker_rows(state), is_leaf=is_reduce_state)
-    return map_seen(lambda name, _: updates[name], nodes, zeros), map_states(empty, state, LocalState)
+    return map_seen(lambda name, _: updates[name], nodes, zeros), map_states(
+      empty, state, LocalState
+    )
 
   specs = (engine.same, placed(state, engine.axis))
   kept = engine.shardings((params, state), specs)

@@ -1,10 +1,11 @@
 """Comparison of what must be the same everywhere: values on all workers, values and programs on all processes.
 
-`comm.replication` proves on a jaxpr, before a program runs, that replicated results stay equal. `check_replicas`
-compares present values, by checksums that workers exchange. Processes that run other programs, with another learning
-rate or other shapes, would train apart or wait for each other for ever. So before a program runs for the first time,
-they exchange a digest of it. Where digests differ, they exchange its text, so that every process finds the same first
-difference and raises the same error.
+`comm.replication` proves on a jaxpr, before a program runs, that replicated results
+stay equal. `check_replicas` compares present values, by checksums that workers
+exchange. Processes that run other programs, with another learning rate or other shapes,
+would train apart or wait for each other for ever. So before a program runs for the
+first time, they exchange a digest of it. Where digests differ, they exchange its text,
+so that every process finds the same first difference and raises the same error.
 """
 
 import hashlib
@@ -34,7 +35,8 @@ from jaxsparse.train.engine import Engine, local_shard, name_argument, rows_of
 from jaxsparse.transform.state import is_reduce_state
 
 _PATIENCE = 300.0  # seconds; one process may evaluate before a step
-# Settings of JAX, and flags of XLA, with which one jaxpr has other results, and flags that change none.
+# Settings of JAX, and flags of XLA, with which one jaxpr has other results, and flags
+# that change none.
 _SETTINGS = (
   "jax_disable_most_optimizations",
   "jax_random_seed_offset",
@@ -49,7 +51,8 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
 
   Args:
     engine: the workers.
-    tree: a pytree of arrays; of arrays that are sharded over processes only the shapes are compared.
+    tree: a pytree of arrays; of arrays that are sharded over processes only the shapes
+      are compared.
     name: the name of the tree, for the error.
 
   Raises:
@@ -58,7 +61,12 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
   if engine.processes == 1:
     return
   leaves = [
-    (jax.tree_util.keystr(path), str(jnp.result_type(leaf)), jnp.shape(leaf), _crc(leaf))
+    (
+      jax.tree_util.keystr(path),
+      str(jnp.result_type(leaf)),
+      jnp.shape(leaf),
+      _crc(leaf),
+    )
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   ]
   every = gather_where_different(engine, leaves, lambda: leaves)
@@ -75,10 +83,13 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
       )
 
 
-def gather_where_different(engine: Engine, digest: Any, value: Callable[[], Any]) -> list[Any]:
+def gather_where_different(
+  engine: Engine, digest: Any, value: Callable[[], Any]
+) -> list[Any]:
   """What `value` returns on each process, as JSON has it, if their digests differ; else []. Every process must call.
 
-  A digest is exchanged as an array of one shape, so that processes need not have equally many lines, leaves or shapes.
+  A digest is exchanged as an array of one shape, so that processes need not have
+  equally many lines, leaves or shapes.
   """
   found = hashlib.sha256(json.dumps(digest).encode()).digest()[:8]
   digests = engine.of_processes(np.frombuffer(found, np.uint32))
@@ -86,7 +97,9 @@ def gather_where_different(engine: Engine, digest: Any, value: Callable[[], Any]
     return []
   text = json.dumps(value()).encode()
   longest = int(engine.of_processes(np.array([len(text)], np.uint32)).max())
-  texts = engine.of_processes(np.frombuffer(text.ljust(longest + -longest % 4), np.uint32))
+  texts = engine.of_processes(
+    np.frombuffer(text.ljust(longest + -longest % 4), np.uint32)
+  )
   return [json.loads(text.tobytes()) for text in texts]
 
 
@@ -110,20 +123,36 @@ def wait_for_all(tree: Any, what: str, now: str) -> None:
     ) from None  # its text and JAX's would say something else of the same
 
 
-def check_traced(engine: Engine, what: str, program: Any, arguments: Sequence[Any], makes_state: bool = False) -> None:
+def check_traced(
+  engine: Engine,
+  what: str,
+  program: Any,
+  arguments: Sequence[Any],
+  makes_state: bool = False,
+) -> None:
   """`check_same` of the trace of a jitted function, and of its result if that is the state.
 
   JAX keeps the trace for the call with the same arguments.
   """
-  if engine.processes > 1 and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+  if engine.processes > 1 and not any(
+    isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)
+  ):
     traced = program.trace(*arguments)
-    check_same(engine, what, described((None, traced.out_info)) if makes_state else (), traced.jaxpr)
+    check_same(
+      engine,
+      what,
+      described((None, traced.out_info)) if makes_state else (),
+      traced.jaxpr,
+    )
 
 
-def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.ClosedJaxpr | None = None) -> None:
+def check_same(
+  engine: Engine, what: str, head: Sequence[str], jaxpr: core.ClosedJaxpr | None = None
+) -> None:
   """Checks that all processes of an engine have the same lines and the same jaxpr; every process must call.
 
-  Warns where their CPUs have different instructions, for then results may differ in bits.
+  Warns where their CPUs have different instructions, for then results may differ in
+  bits.
 
   Args:
     engine: the workers.
@@ -136,12 +165,18 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
   """
   if engine.processes == 1:
     return
-  head = [f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}", *_settings(), *head]
+  head = [
+    f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}",
+    *_settings(),
+    *head,
+  ]
   text = ProgramText(jaxpr) if jaxpr else None
   known = [_instructions(), text and text.digest]
   lines = lambda: [known, list(map(Line, head)), text.lines() if text else []]
   every = gather_where_different(engine, [known, head], lines)
-  computing, digests = zip(*(one.pop(0) for one in every), strict=True) if every else ((), ())
+  computing, digests = (
+    zip(*(one.pop(0) for one in every), strict=True) if every else ((), ())
+  )
   if unlike := unlike_first(computing):
     warnings.warn(
       f"{what} of {listing(unlike)} is computed with other instructions than that of process 0 "
@@ -150,7 +185,9 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
       stacklevel=2,
     )
   for part, parts in enumerate(zip(*every, strict=True)):
-    for number, row in enumerate(itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1):
+    for number, row in enumerate(
+      itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1
+    ):
       texts, sources = zip(*row, strict=True)
       if others := unlike_first(texts):
         process = others[0]
@@ -163,23 +200,36 @@ def check_same(engine: Engine, what: str, head: Sequence[str], jaxpr: core.Close
           "versions; data of a process's own belongs in the batch"
         )
   if unlike_first(digests):
-    raise ValueError(f"{what} is not the same on all processes, but its text is: give every process the same code")
+    raise ValueError(
+      f"{what} is not the same on all processes, but its text is: give every process the same code"
+    )
 
 
 def _instructions() -> str:
   """The vector instructions for which this process compiles; "" if its devices are no CPUs, or it was told which."""
   cpuinfo = pathlib.Path("/proc/cpuinfo")
-  if jax.default_backend() != "cpu" or "xla_cpu_max_isa" in os.environ.get("XLA_FLAGS", "") or not cpuinfo.exists():
+  if (
+    jax.default_backend() != "cpu"
+    or "xla_cpu_max_isa" in os.environ.get("XLA_FLAGS", "")
+    or not cpuinfo.exists()
+  ):
     return ""
-  return " ".join(sorted({*re.findall(r"\b(?:sse4|avx|amx|fma|sve|asimd)\w*", cpuinfo.read_text())}))
+  return " ".join(
+    sorted({*re.findall(r"\b(?:sse4|avx|amx|fma|sve|asimd)\w*", cpuinfo.read_text())})
+  )
 
 
 def _settings() -> list[str]:
   """What this process has set that changes results and stands in no jaxpr."""
   flags = os.environ.get("XLA_FLAGS", "").split()
   flags = sorted(flag for flag in flags if not flag.startswith(_HARMLESS_FLAGS))
-  settings = {name: getattr(jax.config, name, jax.config.values.get(name)) for name in _SETTINGS}
-  return [f"XLA_FLAGS={' '.join(flags)}", *(f"{name}={value}" for name, value in settings.items())]
+  settings = {
+    name: getattr(jax.config, name, jax.config.values.get(name)) for name in _SETTINGS
+  }
+  return [
+    f"XLA_FLAGS={' '.join(flags)}",
+    *(f"{name}={value}" for name, value in settings.items()),
+  ]
 
 
 def described(arguments: tuple[Any, ...], shardings: Any = None) -> list[str]:
@@ -188,8 +238,12 @@ def described(arguments: tuple[Any, ...], shardings: Any = None) -> list[str]:
   lines = []
   for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
     of = f" sharded as {lies[number].spec}" if lies else ""
-    lines.append(f"{name_argument(path)} is {jnp.result_type(x).name}{list(np.shape(x))}{of}")
-  for path, node in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=is_reduce_state):
+    lines.append(
+      f"{name_argument(path)} is {jnp.result_type(x).name}{list(np.shape(x))}{of}"
+    )
+  for path, node in jax.tree_util.tree_leaves_with_path(
+    arguments, is_leaf=is_reduce_state
+  ):
     if is_reduce_state(node) and node.layout.method:
       labels = ", ".join(collective.label for collective in node.collectives)
       lines.insert(0, f"{name_argument(path)} is that of {labels}")
@@ -198,21 +252,32 @@ def described(arguments: tuple[Any, ...], shardings: Any = None) -> list[str]:
 
 def _excerpts(*texts: str) -> list[str]:
   """The parts of two texts around the first character that differs."""
-  same = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+  same = next(
+    (at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b),
+    min(map(len, texts)),
+  )
   begin = max(0, same - 100)
   end = same + 100
-  return ["…" * (begin > 0) + text[begin:end] + "…" * (end < len(text)) for text in texts]
+  return [
+    "…" * (begin > 0) + text[begin:end] + "…" * (end < len(text)) for text in texts
+  ]
 
 
 def _crc(leaf: Any) -> int:
   """The checksum of the first shard of a leaf on this process; 0 where other processes hold other parts."""
-  if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+  if (
+    isinstance(leaf, jax.Array)
+    and not leaf.is_fully_addressable
+    and not leaf.is_fully_replicated
+  ):
     return 0
   held = np.ascontiguousarray(local_shard(_compat.words_of_keys(leaf)))
   return zlib.crc32(held.reshape(-1).view(np.uint8).data)
 
 
-def check_replicas(engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...]) -> None:
+def check_replicas(
+  engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...]
+) -> None:
   """Checks that leaves with an empty spec are bitwise the same on all devices of all workers; every process must call.
 
   Args:
@@ -228,16 +293,29 @@ def check_replicas(engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...
   if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
   every = jax.tree.leaves(jax.tree.broadcast(specs, trees))
-  same = [number for number, spec in enumerate(every) if axes_of_spec(spec).isdisjoint(_compat.names_of(engine.axis))]
+  same = [
+    number
+    for number, spec in enumerate(every)
+    if axes_of_spec(spec).isdisjoint(_compat.names_of(engine.axis))
+  ]
 
   def checksums(*trees: Any) -> jax.Array:
     leaves = jax.tree.leaves(trees)
-    sums = jnp.stack([hashed(pack(_compat.words_of_keys(leaves[number]))) for number in same])
-    return jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape) if flat.others else sums[None]
+    sums = jnp.stack(
+      [hashed(pack(_compat.words_of_keys(leaves[number]))) for number in same]
+    )
+    return (
+      jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape)
+      if flat.others
+      else sums[None]
+    )
 
   rows = rows_of(flat, checksums, specs)(*arguments)  # [worker, device of it, array, 2]
   alike = np.stack([_first_alike(flat, every[number]) for number in same], axis=1)
-  differs = np.any(rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=3)  # [worker, device, array]
+  # [worker, device, array]
+  differs = np.any(
+    rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=3
+  )
   wrong = differs.any(axis=(0, 1))
   if wrong.any():
     number = int(np.argmax(wrong))
@@ -257,21 +335,25 @@ def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
   sizes = [flat.axes[name] for name in flat.others]
   cut = axes_of_spec(spec)
   devices = np.arange(math.prod(sizes)).reshape(sizes)
-  first = devices[tuple(slice(None) if name in cut else slice(1) for name in flat.others)]
+  first = devices[
+    tuple(slice(None) if name in cut else slice(1) for name in flat.others)
+  ]
   return np.broadcast_to(first, sizes).reshape(-1)
 
 
 def hashed(words: jax.Array) -> jax.Array:
   """u32[…, 2] of u32[…, n]: two sums over i of hashes of word i and of i, modulo 2³².
 
-  A hash of both is not linear, so signs, factors and permutations change the sums as if these were drawn anew: others
-  have the same two with a probability of 2⁻⁶⁴. A change of one word always changes the first sum, since `_mixed` is a
-  bijection.
+  A hash of both is not linear, so signs, factors and permutations change the sums as if
+  these were drawn anew: others have the same two with a probability of 2⁻⁶⁴. A change
+  of one word always changes the first sum, since `_mixed` is a bijection.
   """
   index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
   first = _mixed(words ^ _mixed(index + jnp.uint32(0x9E3779B9)))
   second = _mixed(first + jnp.uint32(0x6A09E667))
-  return jnp.stack([jnp.sum(each, -1, dtype=jnp.uint32) for each in (first, second)], -1)
+  return jnp.stack(
+    [jnp.sum(each, -1, dtype=jnp.uint32) for each in (first, second)], -1
+  )
 
 
 def _mixed(x: jax.Array) -> jax.Array:
@@ -281,6 +363,8 @@ def _mixed(x: jax.Array) -> jax.Array:
   return x ^ (x >> 16)
 
 
-def listing(numbers: Sequence[int] | np.ndarray, one: str = "process", several: str = "processes") -> str:
+def listing(
+  numbers: Sequence[int] | np.ndarray, one: str = "process", several: str = "processes"
+) -> str:
   """Numbers as text: "process 1", or "processes 1, 2"."""
   return f"{one if len(numbers) == 1 else several} " + ", ".join(map(str, numbers))

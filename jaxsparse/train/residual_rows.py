@@ -1,11 +1,13 @@
 """Residuals of all workers on the host, carried over to another number of workers or to other groups of leaves.
 
-An update is `total / P`, so what P workers owe is the mean of their residuals r. Each of P′ workers takes over the
-residuals of the workers that are congruent to it modulo P′, none if it is new:
+An update is `total / P`, so what P workers owe is the mean of their residuals r. Each
+of P′ workers takes over the residuals of the workers that are congruent to it modulo
+P′, none if it is new:
 
     r′_w = P′/P Σ_{v ≡ w mod P′} r_v        hence        Σ_w r′_w / P′ = Σ_v r_v / P
 
-Sums are of float64, rounded once: an entry of r′ is wrong by at most 2⁻²⁴ of its magnitude.
+Sums are of float64, rounded once: an entry of r′ is wrong by at most 2⁻²⁴ of its
+magnitude.
 """
 
 import functools
@@ -29,10 +31,11 @@ class Residual(NamedTuple):
   """The residual of a leaf.
 
   Attributes:
-    rows: f32[devices, entries] with row `worker * S + device` for each device of each worker, or under MPI with the
-      only row of this worker.
+    rows: f32[devices, entries] with row `worker * S + device` for each device of each
+      worker, or under MPI with the only row of this worker.
     workers: number of workers P.
-    lies: axes of the devices inside a worker, and the spec of the leaf along them; None for one device.
+    lies: axes of the devices inside a worker, and the spec of the leaf along them; None
+      for one device.
   """
 
   rows: np.ndarray
@@ -44,11 +47,14 @@ class Residual(NamedTuple):
     worker, device = divmod(number, devices)
     numbers = [old * devices + device for old in range(worker, self.workers, workers)]
     owed = [self.rows[number % len(self.rows)].astype(np.float64) for number in numbers]
-    total = functools.reduce(np.add, owed) if owed else np.zeros(self.rows.shape[1])  # no sum with 0: -0 stays -0
+    # no sum with 0: -0 stays -0
+    total = functools.reduce(np.add, owed) if owed else np.zeros(self.rows.shape[1])
     return (total * workers / self.workers).astype(np.float32)
 
 
-def residuals_of(nodes: Sequence[ReduceState], params: optax.Params, workers: int) -> dict[int, Residual]:
+def residuals_of(
+  nodes: Sequence[ReduceState], params: optax.Params, workers: int
+) -> dict[int, Residual]:
   """The residual of each leaf of the parameters that has one, by the number of the leaf."""
   found: dict[int, Residual] = {}
   for node in nodes:
@@ -56,12 +62,19 @@ def residuals_of(nodes: Sequence[ReduceState], params: optax.Params, workers: in
       if homes:
         rows = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1)
         leaves = np.split(rows, np.cumsum([size for _, size, _ in homes])[:-1], axis=1)
-        found |= {number: Residual(leaf, workers, lies) for leaf, (number, _, lies) in zip(leaves, homes, strict=True)}
+        found |= {
+          number: Residual(leaf, workers, lies)
+          for leaf, (number, _, lies) in zip(leaves, homes, strict=True)
+        }
   return found
 
 
 def carry_over(
-  fresh: ReduceState, params: optax.Params, residuals: dict[int, Residual], counters: Counters, engine: Engine
+  fresh: ReduceState,
+  params: optax.Params,
+  residuals: dict[int, Residual],
+  counters: Counters,
+  engine: Engine,
 ) -> ReduceState:
   """`fresh` with the residuals and the totals of other states; what else its collectives remember starts anew.
 
@@ -76,13 +89,22 @@ def carry_over(
   first = engine.process if fresh.counters.skipped.size == 1 else 0
 
   def residual_of(homes: Sequence[tuple[int, int, Any]], like: jax.Array) -> jax.Array:
-    leaves = [residuals.get(number) or Residual(np.zeros((1, size), np.float32)) for number, size, _ in homes]
+    leaves = [
+      residuals.get(number) or Residual(np.zeros((1, size), np.float32))
+      for number, size, _ in homes
+    ]
     entries = sum(size for _, size, _ in homes)
 
     def rows(index: Any) -> np.ndarray:
       low, high, _ = index[0].indices(like.size)
       numbers = range(first + low // entries, first + high // entries)
-      return np.concatenate([leaf.carry_over(number, devices, engine.workers) for number in numbers for leaf in leaves])
+      return np.concatenate(
+        [
+          leaf.carry_over(number, devices, engine.workers)
+          for number in numbers
+          for leaf in leaves
+        ]
+      )
 
     return jax.make_array_from_callback(like.shape, like.sharding, rows)
 
@@ -93,7 +115,9 @@ def carry_over(
   new = fresh.counters
   for name, row in _totals(counters, devices).items():
     like = getattr(new, name)
-    new = new._replace(**{name: put_like(like, np.tile(row, like.size // devices).reshape(like.shape))})
+    new = new._replace(
+      **{name: put_like(like, np.tile(row, like.size // devices).reshape(like.shape))}
+    )
   return fresh.with_groups(parts)._replace(counters=new)
 
 
@@ -110,19 +134,28 @@ def put_like(like: Any, x: Any) -> Any:
   """The array with the sharding of another one, if that lies on a mesh."""
   if getattr(x, "sharding", None) == like.sharding:
     return x
-  return put_global(gather(x), like.sharding) if isinstance(like.sharding, NamedSharding) else jnp.asarray(gather(x))
+  return (
+    put_global(gather(x), like.sharding)
+    if isinstance(like.sharding, NamedSharding)
+    else jnp.asarray(gather(x))
+  )
 
 
 def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
   """The totals [S] of the devices of the worker that has sent most."""
   names = ("skipped_steps", "total_words", "total_wraps")
-  rows = {name: np.asarray(gather(getattr(counters, name))).reshape(-1, devices) for name in names}
+  rows = {
+    name: np.asarray(gather(getattr(counters, name))).reshape(-1, devices)
+    for name in names
+  }
   words = rows["total_wraps"].astype(np.float64) * 2.0**32 + rows["total_words"]
   most = int(np.argmax(words.sum(axis=1)))
   return {name: values[most] for name, values in rows.items()}
 
 
-def homes_of(node: ReduceState, params: optax.Params) -> list[list[tuple[int, int, Any]]]:
+def homes_of(
+  node: ReduceState, params: optax.Params
+) -> list[list[tuple[int, int, Any]]]:
   """Of each leaf of each group its number in the parameters, its entries at a device, and how it lies.
 
   A group without a residual has none.
@@ -130,8 +163,16 @@ def homes_of(node: ReduceState, params: optax.Params) -> list[list[tuple[int, in
   method = node.layout.method
   shards = node.layout.shards
   assert method is not None
-  numbers = {name: number for number, name in enumerate(leaf_shapes(params))}  # of all, also outside `optax.masked`
+  # of all, also outside `optax.masked`
+  numbers = {name: number for number, name in enumerate(leaf_shapes(params))}
   sizes = shards.sizes if shards else list(map(math.prod, method.shapes))
-  home = lambda leaf: (numbers[method.names[leaf]], sizes[leaf], (shards.axes, shards.specs[leaf]) if shards else None)
+  home = lambda leaf: (
+    numbers[method.names[leaf]],
+    sizes[leaf],
+    (shards.axes, shards.specs[leaf]) if shards else None,
+  )
   parts = zip(method.groups, node.groups, strict=True)
-  return [[] if part.residual is None else list(map(home, group.leaves)) for group, part in parts]
+  return [
+    [] if part.residual is None else list(map(home, group.leaves))
+    for group, part in parts
+  ]

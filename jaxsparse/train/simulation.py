@@ -24,11 +24,13 @@ class Simulated(NamedTuple):
   """One simulated reduction.
 
   Attributes:
-    total: f32[n], the total at worker 0, an estimate of the sum over workers (not divided by P); or a pytree like one
-      worker's gradients.
-    residuals: f32[P, n], the residual of each worker, zeros for a collective without one; or a pytree like `grads`.
+    total: f32[n], the total at worker 0, an estimate of the sum over workers (not
+      divided by P); or a pytree like one worker's gradients.
+    residuals: f32[P, n], the residual of each worker, zeros for a collective without
+      one; or a pytree like `grads`.
     metrics: `Metrics` over all workers.
-    state: the state of all workers, for `state=` of the next call; every leaf has a leading axis of P.
+    state: the state of all workers, for `state=` of the next call; every leaf has a
+      leading axis of P.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -43,13 +45,19 @@ class Simulated(NamedTuple):
 
 
 def simulate(
-  name: str | Collective, grads: Any, residuals: Any = None, *, state: ReduceState | None = None, **config: Any
+  name: str | Collective,
+  grads: Any,
+  residuals: Any = None,
+  *,
+  state: ReduceState | None = None,
+  **config: Any,
 ) -> Simulated:
   """Runs one reduction of P workers on one device, under vmap.
 
   Args:
     name: one of `js.collective_names()`, or a collective of your own.
-    grads: f32[P, n], one gradient per worker; or a pytree of arrays with a leading axis of P workers.
+    grads: f32[P, n], one gradient per worker; or a pytree of arrays with a leading axis
+      of P workers.
     residuals: the residuals before the step, like `grads`; zeros by default.
     state: the state that an earlier call returned, instead of `residuals`.
     **config: the options of the collective.
@@ -58,7 +66,8 @@ def simulate(
     `Simulated`: total, residuals, metrics and state.
 
   Raises:
-    ValueError: for shapes that do not fit, for both `residuals` and `state`, or for rejected options.
+    ValueError: for shapes that do not fit, for both `residuals` and `state`, or for
+      rejected options.
     TypeError: for gradients that are not floating point.
 
   Example:
@@ -72,16 +81,22 @@ def simulate(
     Array([0., 1., 2., 0.], dtype=float32)
   """
   rows = _rows_of("grads", grads)
-  collective = make_collective(name, **config).for_leaves(tuple(jnp.shape(x)[1:] for x in jax.tree.leaves(grads)))
+  collective = make_collective(name, **config).for_leaves(
+    tuple(jnp.shape(x)[1:] for x in jax.tree.leaves(grads))
+  )
   if state is None:
     state = initial(collective, *rows.shape)
     if residuals is not None:
       given, expected = (str(jax.tree.structure(tree)) for tree in (residuals, grads))
       if given != expected:
-        raise ValueError(f"simulate: residuals have the structure {given}, grads {expected}: give both the same")
+        raise ValueError(
+          f"simulate: residuals have the structure {given}, grads {expected}: give both the same"
+        )
       state = _with_residuals(state, _rows_of("residuals", residuals), collective)
   elif residuals is not None:
-    raise ValueError("simulate: give residuals or state, not both: a state holds its own residuals")
+    raise ValueError(
+      "simulate: give residuals or state, not both: a state holds its own residuals"
+    )
   totals, state = reduce_all(collective, rows, state)
   total, residuals, metrics = _results(grads, totals, state)
   return Simulated(total, residuals, metrics, state)
@@ -91,9 +106,11 @@ class Contraction(NamedTuple):
   """How much steps leave out; with accumulators acc_w = gradient_w + residual_w and the delivered mean d = total / P.
 
   Attributes:
-    left_out: f32[steps], ‖mean acc − d‖² / ‖mean acc‖². A step of a δ-contraction has at most 1 − δ.
-    xi: f32[steps], ‖top-k(mean acc) − d‖ / ‖mean gradient‖, with all n entries for a collective without k. Ok-Topk
-      converges if these numbers have a small bound ξ (Ok-Topk, Assumption 1).
+    left_out: f32[steps], ‖mean acc − d‖² / ‖mean acc‖². A step of a δ-contraction has
+      at most 1 − δ.
+    xi: f32[steps], ‖top-k(mean acc) − d‖ / ‖mean gradient‖, with all n entries for a
+      collective without k. Ok-Topk converges if these numbers have a small bound ξ
+      (Ok-Topk, Assumption 1).
   """
 
   left_out: jax.Array
@@ -105,8 +122,8 @@ def contraction(name: str | Collective, grads: Any, **config: Any) -> Contractio
 
   Args:
     name: one of `js.collective_names()`, or a collective of your own.
-    grads: f32[steps, P, n], the gradients of P workers; or a pytree of arrays with these two leading axes. Gradients
-      times the learning rate, where that changes.
+    grads: f32[steps, P, n], the gradients of P workers; or a pytree of arrays with
+      these two leading axes. Gradients times the learning rate, where that changes.
     **config: the options of the collective.
 
   Example:
@@ -116,7 +133,9 @@ def contraction(name: str | Collective, grads: Any, **config: Any) -> Contractio
   """
   _rows_of("grads", jax.tree.map(lambda leaf: leaf[0], grads))
   rows = jax.vmap(_flat_rows)(grads)
-  collective = make_collective(name, **config).for_leaves(tuple(jnp.shape(x)[2:] for x in jax.tree.leaves(grads)))
+  collective = make_collective(name, **config).for_leaves(
+    tuple(jnp.shape(x)[2:] for x in jax.tree.leaves(grads))
+  )
   _, workers, n = rows.shape
   k = collective.entries(n) if isinstance(collective, SparseCollective) else n
 
@@ -127,7 +146,9 @@ def contraction(name: str | Collective, grads: Any, **config: Any) -> Contractio
     delivered = jnp.mean(totals, axis=0) / workers
     largest = jax.lax.top_k(jnp.abs(mean), k)[1]
     missing = jnp.zeros(n).at[largest].set(mean[largest]) - delivered
-    return state, Contraction(_ratio(mean - delivered, mean) ** 2, _ratio(missing, jnp.mean(grads, axis=0)))
+    return state, Contraction(
+      _ratio(mean - delivered, mean) ** 2, _ratio(missing, jnp.mean(grads, axis=0))
+    )
 
   return jax.lax.scan(step, initial(collective, workers, n), rows)[1]
 
@@ -139,9 +160,13 @@ def _ratio(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _results(grads: Any, totals: jax.Array, state: ReduceState) -> tuple[Any, Any, Metrics]:
+def _results(
+  grads: Any, totals: jax.Array, state: ReduceState
+) -> tuple[Any, Any, Metrics]:
   """The total and the residuals in the shapes of `grads`, and the metrics."""
-  _, restore = flatten.flatten(jax.tree.map(lambda leaf: leaf[0].astype(jnp.float32), grads))
+  _, restore = flatten.flatten(
+    jax.tree.map(lambda leaf: leaf[0].astype(jnp.float32), grads)
+  )
   residual = state.carried.residual[0]
   residuals = jnp.zeros_like(totals) if residual is None else residual
   return restore(totals[0]), jax.vmap(restore)(residuals), summary([state])
@@ -161,11 +186,17 @@ def _rows_of(what: str, tree: Any) -> jax.Array:
     shape = jnp.shape(leaf)
     dtype = jnp.result_type(leaf)
     if not path and (len(shape) != 2 or not jnp.size(leaf)):
-      raise ValueError(f"simulate: {name} have shape {shape}, give [workers, entries] with at least one of each")
+      raise ValueError(
+        f"simulate: {name} have shape {shape}, give [workers, entries] with at least one of each"
+      )
     if shape[:1] != (workers,) or not workers:
-      raise ValueError(f"simulate: {name} has shape {shape}, give it a leading axis of the same {workers} workers")
+      raise ValueError(
+        f"simulate: {name} has shape {shape}, give it a leading axis of the same {workers} workers"
+      )
     if not jnp.issubdtype(dtype, jnp.floating):
-      raise TypeError(f"simulate: {name} has dtype {dtype.name}, give a floating-point one")
+      raise TypeError(
+        f"simulate: {name} has dtype {dtype.name}, give a floating-point one"
+      )
   flatten.check_entries(tree)
   return _flat_rows(tree)
 
@@ -178,10 +209,14 @@ def initial(collective: Collective, workers: int, n: int) -> ReduceState:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> tuple[jax.Array, ReduceState]:
+def reduce_all(
+  collective: Collective, grads: jax.Array, state: ReduceState
+) -> tuple[jax.Array, ReduceState]:
   """`reduce_step` at every worker, under vmap: the totals of all workers, f32[P, n], and their next states."""
   checks.check_workers(state, len(grads), held=len(grads))
-  expected = jax.eval_shape(functools.partial(initial, collective, *grads.shape)).carried
+  expected = jax.eval_shape(
+    functools.partial(initial, collective, *grads.shape)
+  ).carried
   if flatten.leaf_shapes(state.carried) != flatten.leaf_shapes(expected):
     raise ValueError(
       f"simulate: the state is not one of {collective.name} with these options and {grads.shape[1]} entries a worker"
@@ -190,10 +225,16 @@ def reduce_all(collective: Collective, grads: jax.Array, state: ReduceState) -> 
   return jax.vmap(worker, axis_name=_AXIS)(grads, state)
 
 
-def _with_residuals(state: ReduceState, residuals: jax.Array, collective: Collective) -> ReduceState:
+def _with_residuals(
+  state: ReduceState, residuals: jax.Array, collective: Collective
+) -> ReduceState:
   expected = state.carried.residual[0]
   if expected is None:
-    raise ValueError(f"simulate: {collective.name} keeps no residual, leave residuals out")
+    raise ValueError(
+      f"simulate: {collective.name} keeps no residual, leave residuals out"
+    )
   if residuals.shape != expected.shape:
-    raise ValueError(f"simulate: residuals have shape {residuals.shape}, the gradients {expected.shape}")
+    raise ValueError(
+      f"simulate: residuals have shape {residuals.shape}, the gradients {expected.shape}"
+    )
   return state._replace(carried=state.carried._replace(residual=(residuals,)))

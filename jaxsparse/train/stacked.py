@@ -1,7 +1,7 @@
 """`js.stacked`: a chain for trainers that are programs of all workers, under `jax.jit` with global arrays.
 
-There a gradient of each worker is a row of an array [P, …] that is sharded along the axis of the workers. What other
-axes of the mesh shard is left to the partitioner.
+There a gradient of each worker is a row of an array [P, …] that is sharded along the
+axis of the workers. What other axes of the mesh shard is left to the partitioner.
 """
 
 import functools
@@ -36,46 +36,54 @@ class Stacked(optax.GradientTransformationExtraArgs):
 
   Attributes:
     own_params: `own_params(params, state)` are the parameters of each worker, [P, …].
-    value_and_grad: `value_and_grad(loss_fn, has_aux=False)(params, state, *batches, **shared)` is the mean loss of
-      `loss_fn(params, *batches, **shared)` and the gradient of each worker, at its own parameters and for its part of
-      each batch. With `has_aux` the loss is (loss, aux), with the aux of each worker as a row.
+    value_and_grad: `value_and_grad(loss_fn, has_aux=False)(params, state, *batches,
+      **shared)` is the mean loss of `loss_fn(params, *batches, **shared)` and the
+      gradient of each worker, at its own parameters and for its part of each batch.
+      With `has_aux` the loss is (loss, aux), with the aux of each worker as a row.
   """
 
   own_params: Callable[[optax.Params, Any], optax.Params]
   value_and_grad: Callable[..., Callable[..., tuple[Any, optax.Updates]]]
 
 
-def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisName = "workers") -> Stacked:
+def stacked(
+  tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisName = "workers"
+) -> Stacked:
   """`tx` outside of `shard_map`, for gradients with a leading axis of workers: in a `jax.jit` of your own.
 
       loss, grads = tx.value_and_grad(loss_fn)(params, state, batch)      before anything is averaged
       updates, state = tx.update(grads, state, params)
       params = optax.apply_updates(params, updates)
 
-  Row w of a gradient, [P, …], is that of worker w, and lies with it: under a partitioner that sees one batch, a
-  gradient is averaged before an optimizer sees it, so it is taken by `tx.value_and_grad`, or by `jax.vmap` over
-  replicas. There is no other message than those of `tx`. The result is that of `js.make_train_step`, with its checks,
-  and a step with NaN or Inf leaves everything as it was (`js.atomic`).
+  Row w of a gradient, [P, …], is that of worker w, and lies with it: under a
+  partitioner that sees one batch, a gradient is averaged before an optimizer sees it,
+  so it is taken by `tx.value_and_grad`, or by `jax.vmap` over replicas. There is no
+  other message than those of `tx`. The result is that of `js.make_train_step`, with its
+  checks, and a step with NaN or Inf leaves everything as it was (`js.atomic`).
 
-  Parameters are shared, [...], or have a row for each worker, all equal, [P, …]; so have the updates. With
-  `js.local_steps` both are those of the anchor, and a worker computes its gradient at its row of
-  `tx.own_params(params, state)`, as `tx.value_and_grad` does. `tx.update(grads, state, params, synchronize=True)` is
-  the exchange without a step.
+  Parameters are shared, [...], or have a row for each worker, all equal, [P, …]; so
+  have the updates. With `js.local_steps` both are those of the anchor, and a worker
+  computes its gradient at its row of `tx.own_params(params, state)`, as
+  `tx.value_and_grad` does. `tx.update(grads, state, params, synchronize=True)` is the
+  exchange without a step.
 
-  `tx.init(params)` is `js.init(tx, params, mesh, axis=axis)` of shared parameters; `js.abstract_state`, `js.specs`,
-  `js.metrics`, `js.resize` and `js.flush` take its state.
+  `tx.init(params)` is `js.init(tx, params, mesh, axis=axis)` of shared parameters;
+  `js.abstract_state`, `js.specs`, `js.metrics`, `js.resize` and `js.flush` take its
+  state.
 
   Args:
     tx: the chain.
-    mesh: the mesh, or the comm, of the workers. Axes other than `axis` lie inside a worker.
+    mesh: the mesh, or the comm, of the workers. Axes other than `axis` lie inside a
+      worker.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
 
   Returns:
-    A `Stacked`, an `optax.GradientTransformation` with `own_params` and `value_and_grad`.
+    A `Stacked`, an `optax.GradientTransformation` with `own_params` and
+    `value_and_grad`.
 
   Raises:
-    ValueError: as `js.init`. When used: for arrays without a row for each worker, naming the first; for a state of
-      other workers or parameters.
+    ValueError: as `js.init`. When used: for arrays without a row for each worker,
+      naming the first; for a state of other workers or parameters.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -98,7 +106,12 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
   as_row = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
   def update(
-    grads: optax.Updates, state: Any, params: Any = None, *, synchronize: bool = False, **extra: Any
+    grads: optax.Updates,
+    state: Any,
+    params: Any = None,
+    *,
+    synchronize: bool = False,
+    **extra: Any,
   ) -> tuple[optax.Updates, Any]:
     _check_rows(grads, state, params, engine.held)
     state = _of_workers(state, engine)
@@ -106,41 +119,68 @@ def stacked(tx: optax.GradientTransformation, mesh: Mesh | Comm, *, axis: AxisNa
     form, own = rows if has_rows else _SAME, specs(state, axis)
     in_specs, out_specs = (rows, own, form, _SAME), (form, own)
 
-    def worker(grads: optax.Updates, state: Any, params: Any, extra: dict[str, Any]) -> tuple[optax.Updates, Any]:
+    def worker(
+      grads: optax.Updates, state: Any, params: Any, extra: dict[str, Any]
+    ) -> tuple[optax.Updates, Any]:
       with synchronizing(synchronize):
-        updates, state = atomic(tx).update(first(grads), state, first(params) if has_rows else params, **extra)
+        updates, state = atomic(tx).update(
+          first(grads), state, first(params) if has_rows else params, **extra
+        )
       return as_row(updates) if has_rows else updates, state
 
     mistakes = {"updates": LIKELY_MISTAKES["params"], "state": LIKELY_MISTAKES["state"]}
-    checked = replication.checked(worker, in_specs, out_specs, engine.axis, mistakes, engine.others, commit_early)
+    checked = replication.checked(
+      worker, in_specs, out_specs, engine.axis, mistakes, engine.others, commit_early
+    )
     return engine.map(checked, in_specs, out_specs)(grads, state, params, extra)
 
-  def each(function: Callable, params: optax.Params, state: Any, batch: Any, shared: Any, results: Any) -> Any:
+  def each(
+    function: Callable,
+    params: optax.Params,
+    state: Any,
+    batch: Any,
+    shared: Any,
+    results: Any,
+  ) -> Any:
     """`function(own parameters, batch, shared)` of each worker."""
     state = _of_workers(state, engine)
     has_rows = _has_rows(state, params, engine.held)
 
     def worker(params: optax.Params, state: Any, batch: Any, shared: Any) -> Any:
-      return function(own_params(first(params) if has_rows else params, state), batch, shared)
+      return function(
+        own_params(first(params) if has_rows else params, state), batch, shared
+      )
 
     in_specs = (rows if has_rows else _SAME, specs(state, axis), rows, _SAME)
     return engine.map(worker, in_specs, results)(params, state, batch, shared)
 
-  def value_and_grad(loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, optax.Updates]]:
-    def of_worker(params: optax.Params, batch: tuple[Any, ...], shared: Any) -> tuple[Any, Any, optax.Updates]:
-      value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(trained(params), *batch, **shared)
+  def value_and_grad(
+    loss_fn: Callable[..., Any], has_aux: bool = False
+  ) -> Callable[..., tuple[Any, optax.Updates]]:
+    def of_worker(
+      params: optax.Params, batch: tuple[Any, ...], shared: Any
+    ) -> tuple[Any, Any, optax.Updates]:
+      value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(
+        trained(params), *batch, **shared
+      )
       loss, aux = value if has_aux else (value, ())
       return engine.comm.all_reduce(loss) / engine.workers, as_row(aux), as_row(grads)
 
-    def value_and_grad_of(params: optax.Params, state: Any, *batch: Any, **shared: Any) -> tuple[Any, optax.Updates]:
+    def value_and_grad_of(
+      params: optax.Params, state: Any, *batch: Any, **shared: Any
+    ) -> tuple[Any, optax.Updates]:
       check_batch(batch, engine, axis)
-      loss, aux, grads = each(of_worker, params, state, batch, shared, (_SAME, rows, rows))
+      loss, aux, grads = each(
+        of_worker, params, state, batch, shared, (_SAME, rows, rows)
+      )
       return (loss, aux) if has_aux else loss, grads
 
     return value_and_grad_of
 
   result = Stacked(functools.partial(init, tx, mesh=mesh, axis=axis), update)
-  result.own_params = lambda params, state: each(lambda own, *_: as_row(own), params, state, (), (), rows)
+  result.own_params = lambda params, state: each(
+    lambda own, *_: as_row(own), params, state, (), (), rows
+  )
   result.value_and_grad = value_and_grad
   return result
 
@@ -168,13 +208,21 @@ def _has_rows(state: Any, params: optax.Params, workers: int) -> bool:
   return False
 
 
-def _check_rows(grads: optax.Updates, state: Any, params: optax.Params | None, workers: int) -> None:
+def _check_rows(
+  grads: optax.Updates, state: Any, params: optax.Params | None, workers: int
+) -> None:
   """Raises ValueError for a gradient without a row for each worker, or of no parameters, naming its leaf."""
   leaves = flatten.leaves_by_name(grads)
   made = [leaf for node in states.reduce_states(state) for leaf in node.leaves]
-  hint = "optax.MultiSteps goes into the chain, after the transform, not around js.stacked"
-  if params is not None and (others := set(leaves) ^ set(flatten.leaves_by_name(trained(params)))):
-    raise ValueError(f"gradients or parameters have no leaf {min(others)}: give both with the same leaves")
+  hint = (
+    "optax.MultiSteps goes into the chain, after the transform, not around js.stacked"
+  )
+  if params is not None and (
+    others := set(leaves) ^ set(flatten.leaves_by_name(trained(params)))
+  ):
+    raise ValueError(
+      f"gradients or parameters have no leaf {min(others)}: give both with the same leaves"
+    )
   for name, leaf in leaves.items():
     if np.shape(leaf)[:1] != (workers,):
       raise ValueError(

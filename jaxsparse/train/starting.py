@@ -52,12 +52,14 @@ def abstract_state(
     params: the parameters.
     mesh: the mesh or comm of the workers.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
-    workers: P, if another number of workers than that of the mesh wrote the checkpoint. Their arrays do not divide
-      among the devices of the mesh, so each process restores them into the memory of its host, P · n entries of
-      residuals, until `js.resize` has made them those of its own workers. What all workers share lies on the mesh.
+    workers: P, if another number of workers than that of the mesh wrote the checkpoint.
+      Their arrays do not divide among the devices of the mesh, so each process restores
+      them into the memory of its host, P · n entries of residuals, until `js.resize`
+      has made them those of its own workers. What all workers share lies on the mesh.
 
   Returns:
-    The state with `jax.ShapeDtypeStruct` in place of arrays, with shardings where `mesh` is a mesh.
+    The state with `jax.ShapeDtypeStruct` in place of arrays, with shardings where
+    `mesh` is a mesh.
 
   Raises:
     ValueError: as `js.init`; for `workers` less than 1.
@@ -90,64 +92,94 @@ def abstract_state(
       return jax.tree.map(lambda x: shape_of(x, host, (workers, *x.shape[1:])), node)
     return _resize_node(node, workers, host) if states.is_reduce_state(node) else node
 
-  return jax.tree.map(resize, state, states.worker_rows(state), is_leaf=states.is_reduce_state)
+  return jax.tree.map(
+    resize, state, states.worker_rows(state), is_leaf=states.is_reduce_state
+  )
 
 
-def place_state(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
+def place_state(
+  engine: Engine, start: Callable, params: optax.Params
+) -> tuple[Any, Any]:
   """`start_workers`, where types tell how parameters lie inside a worker, and placed on the devices of the engine."""
   with engine.typed() as typed:
     state, specs = start_workers(typed, start, params)
   return engine.place(state, specs), specs
 
 
-def start_workers(engine: Engine, start: Callable, params: optax.Params) -> tuple[Any, Any]:
+def start_workers(
+  engine: Engine, start: Callable, params: optax.Params
+) -> tuple[Any, Any]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
   start_worker = lambda params: states.with_own_keys(start(params), engine.comm.rank)
   program = engine.jit(start_worker, (engine.same,), spec, shardings=(None, None))
-  replicas.check_traced(engine, "the initial state", program, arguments, makes_state=True)
+  replicas.check_traced(
+    engine, "the initial state", program, arguments, makes_state=True
+  )
   return dispatch(program, *arguments), spec
 
 
-def check_update(engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any) -> None:
+def check_update(
+  engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any
+) -> None:
   """Compares `tx.update` between processes, and warns of leaves that no jaxsparse transform covers.
 
-  Where their updates would be made of one worker's gradient, a step of `make_train_step` rejects such leaves. A step of
-  the user's own may average their gradients before the update or leave them constant, which the state does not show, so
+  Where their updates would be made of one worker's gradient, a step of
+  `make_train_step` rejects such leaves. A step of the user's own may average their
+  gradients before the update or leave them constant, which the state does not show, so
   this is a warning.
   """
-  covered = sum(int(np.max(local_shard(node.layout.entries))) for node, row in states.reduce_rows(state) if not row)
+  covered = sum(
+    int(np.max(local_shard(node.layout.entries)))
+    for node, row in states.reduce_rows(state)
+    if not row
+  )
   seen = jax.tree.leaves(shapes_seen(states.reduce_states(state), params))
   floating = [leaf for leaf in seen if jnp.issubdtype(leaf.dtype, jnp.floating)]
   uncovered = 0 < covered < sum(leaf.size for leaf in floating)
   if not uncovered and engine.processes == 1:
     return
 
-  def updates(like: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates]:
+  def updates(
+    like: optax.Updates, state: Any, params: optax.Params
+  ) -> tuple[optax.Updates]:
     grads = jax.tree.map(jnp.negative, trained(like))  # computed here, as gradients are
-    return (optax.with_extra_args_support(tx).update(grads, state, params, value=jnp.float32(0))[0],)
+    return (
+      optax.with_extra_args_support(tx).update(
+        grads, state, params, value=jnp.float32(0)
+      )[0],
+    )
 
   specs = (engine.same, own, engine.same)
   arguments = engine.place((params, state, params), specs)
   if engine.processes > 1:
+    # it needs what only a step gives, or the step will show the error
     try:
       jaxpr = engine.jit(updates, specs, (engine.same,)).trace(*arguments).jaxpr
-    except Exception:  # it needs what only a step gives, or the step will show the error
+    except Exception:
       jaxpr = None
     replicas.check_same(engine, "tx.update", replicas.described((params, state)), jaxpr)
   if not uncovered:
     return
-  checked = replication.checked(updates, (engine.split, *specs[1:]), (engine.same,), engine.axis, LIKELY_MISTAKES)
+  checked = replication.checked(
+    updates, (engine.split, *specs[1:]), (engine.same,), engine.axis, LIKELY_MISTAKES
+  )
   try:
     jax.eval_shape(engine.map(checked, specs, (engine.same,)), *arguments)
   except ValueError as error:
-    warnings.warn(f"js.init: {error}. Ignore this if your own step averages its gradient", stacklevel=3)
+    warnings.warn(
+      f"js.init: {error}. Ignore this if your own step averages its gradient",
+      stacklevel=3,
+    )
   except TypeError as error:
-    if "keyword" not in str(error):  # tx needs extra arguments, which only a step has, or takes none
+    # tx needs extra arguments, which only a step has, or takes none
+    if "keyword" not in str(error):
       raise
 
 
-def check_state(state: Any, params: optax.Params, engine: Engine | None = None, shapes: bool = False) -> None:
+def check_state(
+  state: Any, params: optax.Params, engine: Engine | None = None, shapes: bool = False
+) -> None:
   """Checks a state of these parameters, and of these workers if an engine is given; it may consist of `shapes`."""
   checks.check_alive({"params": params, "state": state})
   if not shapes:
@@ -163,7 +195,9 @@ def check_state(state: Any, params: optax.Params, engine: Engine | None = None, 
       checks.check_workers(node, engine.workers, held=engine.held)
 
 
-def _specs_of(engine: Engine, start: Callable, params: optax.Params) -> tuple[tuple[Any], Any]:
+def _specs_of(
+  engine: Engine, start: Callable, params: optax.Params
+) -> tuple[tuple[Any], Any]:
   """The arguments of `start`, placed, and the specs of the state that it returns."""
   check_entries(params)
 
@@ -184,14 +218,22 @@ def _host() -> SingleDeviceSharding:
     return SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _resize_node(node: states.ReduceState, workers: int, sharding: Any) -> states.ReduceState:
+def _resize_node(
+  node: states.ReduceState, workers: int, sharding: Any
+) -> states.ReduceState:
   """The shapes of a state as those of a state of another number of workers."""
   method = node.layout.method
   shards = node.layout.shards
   devices = node.devices
   assert method is not None
-  own = dataclasses.replace(method, groups=tuple(shards.groups(method.groups))) if shards else method
+  own = (
+    dataclasses.replace(method, groups=tuple(shards.groups(method.groups)))
+    if shards
+    else method
+  )
   one = jax.eval_shape(lambda: first_state(SoloComm(workers), own, None))
   rows = lambda x: shape_of(x, sharding, (workers * devices * x.shape[0], *x.shape[1:]))
   same = lambda x: shape_of(x, sharding, (devices, *x.shape) if shards else x.shape)
-  return one._replace(layout=node.layout).map_arrays(rows, same, lambda x: shape_of(x, sharding))
+  return one._replace(layout=node.layout).map_arrays(
+    rows, same, lambda x: shape_of(x, sharding)
+  )

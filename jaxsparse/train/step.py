@@ -29,33 +29,40 @@ from jaxsparse.types import Comm, check_whole
 
 
 def init(
-  tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers"
+  tx: optax.GradientTransformation,
+  params: optax.Params,
+  mesh: Mesh | Comm,
+  *,
+  axis: AxisName = "workers",
 ) -> Any:
   """The optimizer state of all workers: residuals sharded over `axis`, everything else the same on every worker.
 
-  Every process of the mesh must call `init` with the same parameters and the same `tx`. The axes of a mesh other than
-  `axis` lie inside a worker: parameters keep the shardings along them, and moments get those of the parameters. Each of
-  the S devices of a worker then has a residual of n/S entries: of its shards, and of its piece of each leaf that is
-  replicated inside.
+  Every process of the mesh must call `init` with the same parameters and the same `tx`.
+  The axes of a mesh other than `axis` lie inside a worker: parameters keep the
+  shardings along them, and moments get those of the parameters. Each of the S devices
+  of a worker then has a residual of n/S entries: of its shards, and of its piece of
+  each leaf that is replicated inside.
 
   Args:
     tx: a chain whose first transformation is a jaxsparse one over `axis`.
     params: the parameters, a pytree of floating-point arrays.
-    mesh: a mesh, whose devices may belong to many processes; or a comm that knows its own workers, `js.MpiComm()` or
-      `js.SimComm(axis, members=P)`.
+    mesh: a mesh, whose devices may belong to many processes; or a comm that knows its
+      own workers, `js.MpiComm()` or `js.SimComm(axis, members=P)`.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
 
   Returns:
-    The state of `tx`. The residual is one f32[P · n] of all workers, or this worker's f32[n] under MPI. Give the state
-    to the step of `js.make_train_step`, or shard it by `js.specs(state, axis)` in your own shard_map.
+    The state of `tx`. The residual is one f32[P · n] of all workers, or this worker's
+    f32[n] under MPI. Give the state to the step of `js.make_train_step`, or shard it by
+    `js.specs(state, axis)` in your own shard_map.
 
   Raises:
-    ValueError: if the mesh has no such axis, the transform is over another axis, its options do not fit the parameters,
-      these are sharded over `axis`, they or the programs of `tx` differ between processes, or a transformation with
-      arrays in its state precedes the transform.
+    ValueError: if the mesh has no such axis, the transform is over another axis, its
+      options do not fit the parameters, these are sharded over `axis`, they or the
+      programs of `tx` differ between processes, or a transformation with arrays in its
+      state precedes the transform.
 
-  Warns:
-    UserWarning: if no transform covers a leaf, whose update would be made of the gradient of one worker.
+  Warns: UserWarning: if no transform covers a leaf, whose update would be made of the
+    gradient of one worker.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -90,9 +97,10 @@ def make_train_step(
 ) -> "TrainStep":
   """A jitted data-parallel training step `params, state, metrics = step(params, state, batch)`.
 
-  The leading axis of the batch is split evenly among the workers. Each worker computes the gradient of the mean loss of
-  its part, and `tx` averages the gradients over the workers. The step donates `params` and `state`: XLA overwrites
-  them, so use the returned ones from then on.
+  The leading axis of the batch is split evenly among the workers. Each worker computes
+  the gradient of the mean loss of its part, and `tx` averages the gradients over the
+  workers. The step donates `params` and `state`: XLA overwrites them, so use the
+  returned ones from then on.
 
   The step passes keyword arguments on to `loss_fn` and `tx`:
 
@@ -105,43 +113,55 @@ def make_train_step(
                                                      quantized weights below adapters
       step(params, state, batch, **extra)            tx.update(..., value=loss, **extra), optax's extra arguments
 
-  Before a new step runs, its jaxpr is checked: the step raises if replicated parameters or states would differ between
-  workers afterwards, or if processes have other jaxprs, options, shapes or versions, naming the first difference. Ranks
-  of MPI compare only their first step. `step.check(params, state)` compares the present values on all workers.
+  Before a new step runs, its jaxpr is checked: the step raises if replicated parameters
+  or states would differ between workers afterwards, or if processes have other jaxprs,
+  options, shapes or versions, naming the first difference. Ranks of MPI compare only
+  their first step. `step.check(params, state)` compares the present values on all
+  workers.
 
-  With `js.local_steps` workers have parameters of their own between exchanges. Then `params` are those of the last
-  exchange, and `state` has what each worker has moved since. `step.synchronize(params, state)` exchanges it at once.
+  With `js.local_steps` workers have parameters of their own between exchanges. Then
+  `params` are those of the last exchange, and `state` has what each worker has moved
+  since. `step.synchronize(params, state)` exchanges it at once.
 
   Args:
-    loss_fn: (params, batch) -> f32[], the mean loss of one worker's part of the batch; or (loss, aux) with `has_aux`.
-      With `optax.LookaheadParams` it gets the fast ones.
-    tx: a chain whose first transformation is a jaxsparse one over `axis`. Later ones get `value=`, the mean loss,
-      if they take it.
-    mesh: the mesh, or the comm, that `js.init` was given. Along axes other than `axis`, inside a worker, arrays keep
-      the shardings that they come with, and the compiler partitions `loss_fn` as under `jax.jit`. `batch` is the batch
-      of all workers, but that of this worker under MPI. On a mesh of many processes each process gives the whole batch,
-      or a global array made by `jax.make_array_from_process_local_data`.
+    loss_fn: (params, batch) -> f32[], the mean loss of one worker's part of the batch;
+      or (loss, aux) with `has_aux`. With `optax.LookaheadParams` it gets the fast ones.
+    tx: a chain whose first transformation is a jaxsparse one over `axis`. Later ones
+      get `value=`, the mean loss, if they take it.
+    mesh: the mesh, or the comm, that `js.init` was given. Along axes other than `axis`,
+      inside a worker, arrays keep the shardings that they come with, and the compiler
+      partitions `loss_fn` as under `jax.jit`. `batch` is the batch of all workers, but
+      that of this worker under MPI. On a mesh of many processes each process gives the
+      whole batch, or a global array made by `jax.make_array_from_process_local_data`.
     axis: the axis of the mesh, or tuple of axes, with one worker at each index.
     has_aux: whether `loss_fn` also returns aux, a pytree of arrays to reduce.
-    aux_reduce: how aux is reduced over workers and micro-batches. "mean" averages floating-point and complex leaves
-      and sums integer and boolean ones, which are counts; "sum", "max" and "min" treat all leaves alike; "stack"
-      returns the leaves of all workers along a leading axis, [P, …], or [P, accumulate, …] with micro-batches.
-    model_state: how the model states of the workers (for example running statistics of BatchNorm) are combined. "mean"
-      averages floating-point and complex leaves over the workers in every step, and takes the maximum of integer ones,
-      which are counts. "worker" leaves each worker its own: every leaf, also in the first step, has a leading axis of
-      P workers.
-    accumulate: number of micro-batches into which each worker's part is split. They are computed one after the other,
-      and the mean of their gradients is communicated once.
-    donate: False does not overwrite `params` and `state`, and needs memory for a second copy of both.
+    aux_reduce: how aux is reduced over workers and micro-batches. "mean" averages
+      floating-point and complex leaves and sums integer and boolean ones, which are
+      counts; "sum", "max" and "min" treat all leaves alike; "stack" returns the leaves
+      of all workers along a leading axis, [P, …], or [P, accumulate, …] with
+      micro-batches.
+    model_state: how the model states of the workers (for example running statistics of
+      BatchNorm) are combined. "mean" averages floating-point and complex leaves over
+      the workers in every step, and takes the maximum of integer ones, which are
+      counts. "worker" leaves each worker its own: every leaf, also in the first step,
+      has a leading axis of P workers.
+    accumulate: number of micro-batches into which each worker's part is split. They are
+      computed one after the other, and the mean of their gradients is communicated
+      once.
+    donate: False does not overwrite `params` and `state`, and needs memory for a second
+      copy of both.
 
   Returns:
     A `TrainStep`.
 
   Raises:
-    ValueError: if the mesh has no such axis, or an option is outside its choices. When called: if the batch does not
-      divide among the workers, the state was made for other parameters or has no jaxsparse transform, arrays were
-      donated to an earlier step, a replicated result would differ between workers, or the programs of processes differ.
-    RuntimeError: when called: if one process gives arguments of other shapes than before, and others do not.
+    ValueError: if the mesh has no such axis, or an option is outside its choices. When
+      called: if the batch does not divide among the workers, the state was made for
+      other parameters or has no jaxsparse transform, arrays were donated to an earlier
+      step, a replicated result would differ between workers, or the programs of
+      processes differ.
+    RuntimeError: when called: if one process gives arguments of other shapes than
+      before, and others do not.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -155,11 +175,21 @@ def make_train_step(
     >>> float(jnp.abs(params - 1).max()) < 1e-3
     True
   """
-  for option, value, kind in (("aux_reduce", aux_reduce, AuxReduce), ("model_state", model_state, ModelState)):
+  for option, value, kind in (
+    ("aux_reduce", aux_reduce, AuxReduce),
+    ("model_state", model_state, ModelState),
+  ):
     if value not in get_args(kind):
-      raise ValueError(f"make_train_step: {option}={value!r}, choose one of {', '.join(map(repr, get_args(kind)))}")
+      raise ValueError(
+        f"make_train_step: {option}={value!r}, choose one of {', '.join(map(repr, get_args(kind)))}"
+      )
   check_whole("make_train_step", 1, accumulate=accumulate)
-  return TrainStep(Worker(loss_fn, tx, has_aux, aux_reduce, model_state, accumulate), mesh, axis, donate)
+  return TrainStep(
+    Worker(loss_fn, tx, has_aux, aux_reduce, model_state, accumulate),
+    mesh,
+    axis,
+    donate,
+  )
 
 
 class TrainStep:
@@ -183,11 +213,18 @@ class TrainStep:
     self.workers = self._engine.workers
     self._worker = worker
     self._donate = donate
-    self._made: dict[Any, Any] = {}  # the specs of steps, the programs of steps and exchanges
-    self._alike: set[Any] = set()  # programs that all processes have, with the shapes of their batches
-    self._known: Any = None  # identifies the state that was returned last, which needs no check
+    self._made: dict[
+      Any, Any
+    ] = {}  # the specs of steps, the programs of steps and exchanges
+    # programs that all processes have, with the shapes of their batches
+    self._alike: set[Any] = set()
+    self._known: Any = (
+      None  # identifies the state that was returned last, which needs no check
+    )
 
-  def __call__(self, params: optax.Params, state: Any, batch: Any, **named: Any) -> tuple[Any, Any, StepMetrics]:
+  def __call__(
+    self, params: optax.Params, state: Any, batch: Any, **named: Any
+  ) -> tuple[Any, Any, StepMetrics]:
     """One step; see `make_train_step` for `rng=`, `model_state=`, `shared=` and others."""
     arguments = _arguments(params, states.with_rows(state), batch, named)
     program, specs = self._program(*arguments)
@@ -195,15 +232,22 @@ class TrainStep:
     self._compare_processes(program, arguments, specs)
     arguments = self._engine.place(arguments, specs)
     if self._donate:
-      arguments = without_aliases(arguments, by_buffer=_identity(state) is not self._known)
-    params, state, metrics = dispatch(program, *arguments, follow=lambda results: results[2].loss)
+      arguments = without_aliases(
+        arguments, by_buffer=_identity(state) is not self._known
+      )
+    params, state, metrics = dispatch(
+      program, *arguments, follow=lambda results: results[2].loss
+    )
     self._known = _identity(state)
     return params, state, metrics
 
-  def synchronize(self, params: optax.Params, state: Any, **extra: Any) -> tuple[Any, Any]:
+  def synchronize(
+    self, params: optax.Params, state: Any, **extra: Any
+  ) -> tuple[Any, Any]:
     """Exchanges what the workers have moved since the last exchange (`js.local_steps`); else returns both unchanged.
 
-    Leaves without local steps stay as they are. Extra arguments go to `tx`, as those of a step, `value` too.
+    Leaves without local steps stay as they are. Extra arguments go to `tx`, as those of
+    a step, `value` too.
     """
     if not states.local_states(state):
       return params, state
@@ -214,14 +258,18 @@ class TrainStep:
       specs = (self._engine.same, placed(state, self._engine.axis))
       in_specs = (*specs, dict.fromkeys(extra, self._engine.same))
       kept = self._engine.shardings((params, state, extra), in_specs)
-      return self._engine.jit(self._worker.synchronize, in_specs, specs, shardings=kept and (kept, kept[:2]))
+      return self._engine.jit(
+        self._worker.synchronize, in_specs, specs, shardings=kept and (kept, kept[:2])
+      )
 
     try:
       return dispatch(self._once(("exchange", *extra), exchange), params, state, extra)
     except TypeError as error:
       if "keyword-only argument" not in str(error):
         raise
-      raise TypeError(f"step.synchronize: {error}, which a transformation of tx needs: pass it by its name") from error
+      raise TypeError(
+        f"step.synchronize: {error}, which a transformation of tx needs: pass it by its name"
+      ) from error
 
   def check(self, params: optax.Params, state: Any) -> None:
     """Compares hashes of replicated parameters and state on all workers, for tests; every process must call.
@@ -232,13 +280,20 @@ class TrainStep:
     checks.check_alive({"params": params, "state": state})
     checks.check_params(states.reduce_states(state), params)
     state = states.with_rows(state)
-    replicas.check_replicas(self._engine, (params, state), (self._engine.same, placed(state, self._engine.axis)))
+    replicas.check_replicas(
+      self._engine,
+      (params, state),
+      (self._engine.same, placed(state, self._engine.axis)),
+    )
 
-  def lower(self, params: optax.Params, state: Any, batch: Any, **named: Any) -> jax.stages.Lowered:
+  def lower(
+    self, params: optax.Params, state: Any, batch: Any, **named: Any
+  ) -> jax.stages.Lowered:
     """The lowered step, to inspect its HLO or to compile ahead; the arguments may be `jax.ShapeDtypeStruct`.
 
-    `compiled = step.lower(params, state, batch).compile()` is called as `compiled(params, state, batch)`, with arrays
-    that have the step's shardings. Keyword arguments, where there are some, are a dict in the fourth place:
+    `compiled = step.lower(params, state, batch).compile()` is called as
+    `compiled(params, state, batch)`, with arrays that have the step's shardings.
+    Keyword arguments, where there are some, are a dict in the fourth place:
     `compiled(params, state, batch, {"rng": key})`.
     """
     arguments = _arguments(params, states.with_rows(state), batch, named)
@@ -249,10 +304,14 @@ class TrainStep:
     """The jitted step for `_arguments` of this structure and these shardings, and their specs."""
     self._check(*arguments)
     structure = jax.tree.structure(arguments[1:2] + arguments[3:])
-    in_specs, out_specs = self._once(structure, lambda: self._specs(arguments[1], _by_name(arguments)))
+    in_specs, out_specs = self._once(
+      structure, lambda: self._specs(arguments[1], _by_name(arguments))
+    )
     shardings = self._engine.shardings(arguments, in_specs)
     key = structure, tuple(jax.tree.leaves(shardings))
-    return self._once(key, lambda: self._jitted(arguments[1], in_specs, out_specs, shardings)), in_specs
+    return self._once(
+      key, lambda: self._jitted(arguments[1], in_specs, out_specs, shardings)
+    ), in_specs
 
   def _once(self, key: Any, make: Callable[[], Any]) -> Any:
     """The result of the first `make()` with this key."""
@@ -275,46 +334,80 @@ class TrainStep:
     step = functools.partial(self._worker.step, engine.comm)
     instead = functools.partial(self._worker.step_instead, engine.comm)
     checked = replication.checked(
-      step, in_specs, out_specs, engine.axis, starting.LIKELY_MISTAKES, engine.others, commit_early, instead
+      step,
+      in_specs,
+      out_specs,
+      engine.axis,
+      starting.LIKELY_MISTAKES,
+      engine.others,
+      commit_early,
+      instead,
     )
     unspecified: Any = None  # the compiler's choice
     model_state = shardings and _by_name(shardings).get("model_state")
-    metrics = StepMetrics(unspecified, unspecified, unspecified, model_state, unspecified)
+    metrics = StepMetrics(
+      unspecified, unspecified, unspecified, model_state, unspecified
+    )
     lies = shardings and (shardings, (*shardings[:2], metrics))
     has_groups = any(len(node.groups) > 1 for node in states.reduce_states(state))
     options = compiler_options(engine.platform) if has_groups else None
-    return engine.jit(checked, in_specs, out_specs, (0, 1) if self._donate else (), options, lies)
+    return engine.jit(
+      checked, in_specs, out_specs, (0, 1) if self._donate else (), options, lies
+    )
 
-  def _compare_processes(self, program: Any, arguments: tuple[Any, ...], specs: Any) -> None:
+  def _compare_processes(
+    self, program: Any, arguments: tuple[Any, ...], specs: Any
+  ) -> None:
     """Compares a program and its arguments between all processes, where either is new."""
     engine = self._engine
-    # Only some ranks of MPI may come here again, and their messages would be taken for others: they compare once.
+    # Only some ranks of MPI may come here again, and their messages would be taken for
+    # others: they compare once.
     if engine.processes == 1 or (self._alike and isinstance(engine.comm, MpiComm)):
       return
-    known = program, *((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(arguments[2:]))
+    known = (
+      program,
+      *(
+        (jnp.shape(leaf), jnp.result_type(leaf))
+        for leaf in jax.tree.leaves(arguments[2:])
+      ),
+    )
     if known in self._alike:
       return
-    options = {name: value for name, value in self._worker._asdict().items() if not callable(value) and name != "tx"}
+    options = {
+      name: value
+      for name, value in self._worker._asdict().items()
+      if not callable(value) and name != "tx"
+    }
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     shardings = engine.shardings(arguments, specs)
     head += replicas.described(arguments, shardings)
     if self._alike:  # processes come to their first step when they like
-      new = replicas.described((None, None, *arguments[2:]), shardings and (None, None, *shardings[2:]))
+      new = replicas.described(
+        (None, None, *arguments[2:]), shardings and (None, None, *shardings[2:])
+      )
       replicas.wait_for_all(arguments[:2], "the training step", "\n".join(new))
     replicas.check_same(engine, "the training step", head)
     own = "model_state" if self._worker.model_state == "worker" else None
     alike = {name: value for name, value in _by_name(arguments).items() if name != own}
     replicas.check_processes(engine, alike, "step: argument ")
-    replicas.check_traced(engine, "the training step", program, engine.place(arguments, specs))
+    replicas.check_traced(
+      engine, "the training step", program, engine.place(arguments, specs)
+    )
     self._alike.add(known)
 
-  def _check(self, params: optax.Params, state: Any, batch: Any, given: Any = None) -> None:
+  def _check(
+    self, params: optax.Params, state: Any, batch: Any, given: Any = None
+  ) -> None:
     given = given or {}
     checks.check_alive({"params": params, "state": state, "batch": batch} | given)
     extra = {name: value for name, value in given.items() if name not in TO_LOSS}
     for path, leaf in jax.tree_util.tree_leaves_with_path(extra):
-      if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float):
-        raise TypeError(f"step: extra{jax.tree_util.keystr(path)}={leaf!r}: give arrays or numbers, and no line search")
+      if not isinstance(
+        leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float
+      ):
+        raise TypeError(
+          f"step: extra{jax.tree_util.keystr(path)}={leaf!r}: give arrays or numbers, and no line search"
+        )
     check_batch(batch, self._engine, self._engine.axis, self._worker.accumulate)
     rows = given.get("model_state") if self._worker.model_state == "worker" else None
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
@@ -328,9 +421,15 @@ class TrainStep:
       starting.check_state(state, params, self._engine, shapes=True)
 
 
-def _arguments(params: Any, state: Any, batch: Any, named: dict[str, Any]) -> tuple[Any, ...]:
+def _arguments(
+  params: Any, state: Any, batch: Any, named: dict[str, Any]
+) -> tuple[Any, ...]:
   """The arguments of the program: what a step is given by name is a dict in the fourth place, where there is any."""
-  named = {name: value for name, value in named.items() if value is not None or name not in TO_LOSS}
+  named = {
+    name: value
+    for name, value in named.items()
+    if value is not None or name not in TO_LOSS
+  }
   return (params, state, batch, named) if named else (params, state, batch)
 
 

@@ -53,8 +53,8 @@ class Update:
 
   Attributes:
     function: (gradients, state) of one worker -> (mean, next state).
-    program: the same for all workers; the result has the mean of each worker. It donates both arguments, as a training
-      step does.
+    program: the same for all workers; the result has the mean of each worker. It
+      donates both arguments, as a training step does.
     state: the state of all workers before the first update.
     specs: the specs of (gradients, state).
 
@@ -68,24 +68,39 @@ class Update:
   """
 
   def __init__(self, engine: Engine, collective: Collective, comm: Comm, n: int):
-    self.function = lambda grads, state: reduce_step(collective, comm, grads, state, comm.size)
-    self.state, own = start_workers(engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n))
+    self.function = lambda grads, state: reduce_step(
+      collective, comm, grads, state, comm.size
+    )
+    self.state, own = start_workers(
+      engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n)
+    )
     self.specs = (engine.split, own)
     self.program = engine.jit(self.function, self.specs, self.specs, donate=(0, 1))
 
 
 def alone(
-  engine: Engine, watch: Stopwatch, collective: Collective, grads: jax.Array, repetitions: int, budget: float = math.inf
+  engine: Engine,
+  watch: Stopwatch,
+  collective: Collective,
+  grads: jax.Array,
+  repetitions: int,
+  budget: float = math.inf,
 ) -> tuple[float, Update]:
   """Seconds of the arithmetic of an update, and the update: no messages are sent, and all workers compute at once.
 
-  The result is the median of the repetitions, fewer of them where they take more than `budget` seconds together.
+  The result is the median of the repetitions, fewer of them where they take more than
+  `budget` seconds together.
   """
-  update = Update(engine, collective, SoloComm(engine.workers), grads.size // engine.held)
+  update = Update(
+    engine, collective, SoloComm(engine.workers), grads.size // engine.held
+  )
   times: list[float] = []
   # Warm-up: the first call compiles, the second is the first with a residual.
   while len(times) < 3 or (len(times) < repetitions + 2 and sum(times[2:]) < budget):
-    seconds, (_, update.state) = watch.time(update.program, jnp.copy(grads), update.state)  # it donates both
+    # it donates both
+    seconds, (_, update.state) = watch.time(
+      update.program, jnp.copy(grads), update.state
+    )
     times.append(seconds)
   return statistics.median(times[2:]), update
 

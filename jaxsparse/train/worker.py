@@ -21,7 +21,12 @@ from jaxsparse.types import Comm, saturated
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
 ModelState = Literal["mean", "worker"]
-TO_LOSS = ("rng", "model_state", "shared")  # keyword arguments of a step that `loss_fn` gets, and `tx` does not
+# keyword arguments of a step that `loss_fn` gets, and `tx` does not
+TO_LOSS = (
+  "rng",
+  "model_state",
+  "shared",
+)
 
 
 class StepMetrics(NamedTuple):
@@ -29,11 +34,13 @@ class StepMetrics(NamedTuple):
 
   Attributes:
     loss: f32[], mean of the loss over the workers.
-    skipped: bool[], whether every worker skipped the step, because of NaN or Inf at one of them: then nothing has
-      changed but counters.
-    aux: the auxiliary output of `loss_fn`, reduced over the workers; None without `has_aux`.
+    skipped: bool[], whether every worker skipped the step, because of NaN or Inf at one
+      of them: then nothing has changed but counters.
+    aux: the auxiliary output of `loss_fn`, reduced over the workers; None without
+      `has_aux`.
     model_state: the model state for the next step; None if the step got none.
-    words_beside: u32[], 4-byte words that a worker sent beside those of the transform: for aux and the model state.
+    words_beside: u32[], 4-byte words that a worker sent beside those of the transform:
+      for aux and the model state.
 
   Example:
     >>> import jax.numpy as jnp
@@ -59,7 +66,13 @@ class Worker(NamedTuple):
   accumulate: int
 
   def step(
-    self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: Any = None, gives_value: bool = True
+    self,
+    comm: Comm,
+    params: optax.Params,
+    state: Any,
+    batch: Any,
+    given: Any = None,
+    gives_value: bool = True,
   ) -> tuple[optax.Params, Any, StepMetrics]:
     """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced.
 
@@ -67,10 +80,15 @@ class Worker(NamedTuple):
     """
     extra = dict(given or {})
     rng, before, shared = (extra.pop(name, None) for name in TO_LOSS)
-    own = jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
+    own = (
+      jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
+    )
     key = None if rng is None else jax.random.fold_in(rng, comm.rank)
-    loss, grads, model_state, aux = _gradients(self, trained(own_params(params, state)), batch, key, own, shared)
-    if own is not None:  # NaN in it would stay for good: mark the gradient, and all workers skip the step
+    loss, grads, model_state, aux = _gradients(
+      self, trained(own_params(params, state)), batch, key, own, shared
+    )
+    # NaN in it would stay for good: mark the gradient, and all workers skip the step
+    if own is not None:
       finite = flatten.stays_finite(own, model_state)
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
     loss = comm.all_reduce(loss) / comm.size
@@ -80,10 +98,22 @@ class Worker(NamedTuple):
     skipped = states.is_skipped(state)
     model_state = _next_model_state(self, comm, model_state)
     # Running statistics never recover from NaN, which optax.zero_nans may have hidden.
-    keep = functools.partial(jnp.where, skipped | ~flatten.stays_finite(before, model_state))
+    keep = functools.partial(
+      jnp.where, skipped | ~flatten.stays_finite(before, model_state)
+    )
     model_state = jax.tree.map(keep, before, model_state)
     aux = _reduced(aux, self.aux_reduce, functools.partial(_over_workers, comm))
-    return params, state, StepMetrics(loss, skipped, aux, model_state, _words_beside(self, comm.size, aux, model_state))
+    return (
+      params,
+      state,
+      StepMetrics(
+        loss,
+        skipped,
+        aux,
+        model_state,
+        _words_beside(self, comm.size, aux, model_state),
+      ),
+    )
 
   def step_instead(self, comm: Comm, error: TypeError) -> Callable:
     """The step that gives `tx` no `value=`, where a transformation without extra arguments was given it.
@@ -99,19 +129,32 @@ class Worker(NamedTuple):
       ) from error
     raise error
 
-  def synchronize(self, params: optax.Params, state: Any, extra: dict[str, Any]) -> tuple[optax.Params, Any]:
+  def synchronize(
+    self, params: optax.Params, state: Any, extra: dict[str, Any]
+  ) -> tuple[optax.Params, Any]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
     with synchronizing(True):
-      updates, after = atomic(self.tx).update(jax.tree.map(jnp.zeros_like, params), state, params, **extra)
+      updates, after = atomic(self.tx).update(
+        jax.tree.map(jnp.zeros_like, params), state, params, **extra
+      )
     is_local = states.is_local_state
-    after = jax.tree.map(lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local)
+    after = jax.tree.map(
+      lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local
+    )
     moved = moved_leaves(state)
     own = lambda name, u: u if name in moved else jnp.zeros_like(u)
-    return optax.apply_updates(params, map_seen(own, states.reduce_states(state), updates)), after
+    return optax.apply_updates(
+      params, map_seen(own, states.reduce_states(state), updates)
+    ), after
 
 
 def _gradients(
-  worker: Worker, params: optax.Params, batch: Any, key: Any, model_state: Any, shared: Any
+  worker: Worker,
+  params: optax.Params,
+  batch: Any,
+  key: Any,
+  model_state: Any,
+  shared: Any,
 ) -> tuple[Any, ...]:
   """(loss, gradients, model state, aux) of one worker's part of the batch."""
 
@@ -120,7 +163,11 @@ def _gradients(
     named = {name: x for name, x in given.items() if x is not None}
 
     def loss_fn(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
-      wanted = ["loss", *["model_state"] * (model_state is not None), *["aux"] * worker.has_aux]
+      wanted = [
+        "loss",
+        *["model_state"] * (model_state is not None),
+        *["aux"] * worker.has_aux,
+      ]
       found = worker.loss_fn(params, batch, **named)
       found = found if isinstance(found, tuple) else (found,)
       if len(found) != len(wanted):
@@ -129,9 +176,14 @@ def _gradients(
           "has_aux=True, for a model state give the step model_state="
         )
       parts = dict(zip(wanted, found, strict=True))
-      was, now = (jax.tree.map(lambda x: jax.typeof(x).str_short(), x) for x in (model_state, parts.get("model_state")))
+      was, now = (
+        jax.tree.map(lambda x: jax.typeof(x).str_short(), x)
+        for x in (model_state, parts.get("model_state"))
+      )
       if was != now:
-        raise ValueError(f"loss_fn returned a model_state of {now}, it was given one of {was}")
+        raise ValueError(
+          f"loss_fn returned a model_state of {now}, it was given one of {was}"
+        )
       return parts["loss"], (parts.get("model_state"), parts.get("aux"))
 
     (loss, (after, aux)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
@@ -143,12 +195,17 @@ def _gradients(
 
 
 def _accumulated(
-  worker: Worker, grads_of_part: Callable, batch: Any, key: Any, model_state: Any, params: optax.Params
+  worker: Worker,
+  grads_of_part: Callable,
+  batch: Any,
+  key: Any,
+  model_state: Any,
+  params: optax.Params,
 ) -> tuple[Any, ...]:
   """`_gradients` over micro-batches, one after the other.
 
-  Loss and gradients are averaged in float32 or float64, each micro-batch gets the model state of the one before, and
-  aux is reduced.
+  Loss and gradients are averaged in float32 or float64, each micro-batch gets the model
+  state of the one before, and aux is reduced.
   """
   parts = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
 
@@ -161,12 +218,23 @@ def _accumulated(
     return (total, model_state), aux
 
   least = lambda x: jnp.float64 if jnp.result_type(x) == jnp.float64 else jnp.float32
-  loss = jax.eval_shape(grads_of_part, jax.tree.map(lambda x: x[0], parts), key, model_state)[0]
+  loss = jax.eval_shape(
+    grads_of_part, jax.tree.map(lambda x: x[0], parts), key, model_state
+  )[0]
   zeros = jax.tree.map(lambda x: jnp.zeros_like(x, least(x)), (loss, params))
   numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
-  ((loss, grads), model_state), aux = jax.lax.scan(accumulate_part, (zeros, model_state), (numbers, parts))
-  grads = jax.tree.map(lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params)
-  return loss / worker.accumulate, grads, model_state, _reduced(aux, worker.aux_reduce, _over_parts)
+  ((loss, grads), model_state), aux = jax.lax.scan(
+    accumulate_part, (zeros, model_state), (numbers, parts)
+  )
+  grads = jax.tree.map(
+    lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params
+  )
+  return (
+    loss / worker.accumulate,
+    grads,
+    model_state,
+    _reduced(aux, worker.aux_reduce, _over_parts),
+  )
 
 
 def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
@@ -185,8 +253,11 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
       return _reduced(x, "max", over_workers).astype(x.dtype)
     mean = over_workers(x, "mean")
-    # Of equal numbers it is that number, also where their sum, or a share of 1/P, is rounded.
-    return mean if comm.size & comm.size - 1 == 0 else mean + over_workers(x - mean, "mean")
+    # Of equal numbers it is that number, also where their sum, or a share of 1/P, is
+    # rounded.
+    return (
+      mean if comm.size & comm.size - 1 == 0 else mean + over_workers(x - mean, "mean")
+    )
 
   return jax.tree.map(next_leaf, model_state)
 
@@ -216,17 +287,23 @@ def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:
   return comm.all_reduce(x) / comm.size if how == "mean" else comm.all_reduce(x, how)
 
 
-def _reduced(tree: Any, how: AuxReduce, reduce: Callable[[jax.Array, Any], jax.Array]) -> Any:
+def _reduced(
+  tree: Any, how: AuxReduce, reduce: Callable[[jax.Array, Any], jax.Array]
+) -> Any:
   """Each leaf reduced by `reduce(leaf, how)`: "mean" is the sum of integers and booleans, in 32 bits or more."""
 
   def reduced(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     if jnp.iscomplexobj(x) and how in ("max", "min"):
-      raise ValueError(f"aux is complex: there is no {how} of it, choose aux_reduce='mean', 'sum' or 'stack'")
+      raise ValueError(
+        f"aux is complex: there is no {how} of it, choose aux_reduce='mean', 'sum' or 'stack'"
+      )
     if how == "stack" or jnp.issubdtype(x.dtype, jnp.inexact):
       return reduce(x, how)
     if x.dtype.itemsize < 4:
-      x = x.astype(jnp.uint32 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.int32)
+      x = x.astype(
+        jnp.uint32 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.int32
+      )
     return reduce(x, "sum" if how == "mean" else how)
 
   return jax.tree.map(reduced, tree)

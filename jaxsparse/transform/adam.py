@@ -35,16 +35,18 @@ def scale_by_window_adam(
       v ← b₂ v + (1 − b₂) â²
       u = m̂ / (√v̂ + ε)               with the hat for bias correction
 
-  Noise that is independent from step to step has W times as much variance in g as in â, after many steps. The mean of P
-  workers' gradients has 1/P of the variance of each. So if P workers train with optimizers of their own, as in
-  `js.local_steps`, a window of P gives each of them about the second moment of one Adam behind a dense all-reduce, and
-  the mean of their updates is about that Adam's. With `optax.adam` a worker sees P times the noise, and the mean moves
-  too little where gradients are noisy. If that one Adam has a window itself, take P times as much. W = 1 is
-  `optax.scale_by_adam`.
+  Noise that is independent from step to step has W times as much variance in g as in â,
+  after many steps. The mean of P workers' gradients has 1/P of the variance of each. So
+  if P workers train with optimizers of their own, as in `js.local_steps`, a window of P
+  gives each of them about the second moment of one Adam behind a dense all-reduce, and
+  the mean of their updates is about that Adam's. With `optax.adam` a worker sees P
+  times the noise, and the mean moves too little where gradients are noisy. If that one
+  Adam has a window itself, take P times as much. W = 1 is `optax.scale_by_adam`.
 
-  The momentum is that of g: in a chain of `optax.ema` and `optax.adam` it is an average of averages, which comes later
-  and is stable at much smaller rates only. Where a gradient was zero for long and then is not, the first update is up
-  to (W + 1)/2 times as large as Adam's; clip the updates if that happens in your model.
+  The momentum is that of g: in a chain of `optax.ema` and `optax.adam` it is an average
+  of averages, which comes later and is stable at much smaller rates only. Where a
+  gradient was zero for long and then is not, the first update is up to (W + 1)/2 times
+  as large as Adam's; clip the updates if that happens in your model.
 
   Args:
     window: W, a whole number from 1 to 2²⁰.
@@ -68,11 +70,13 @@ def scale_by_window_adam(
     ...   every=1, apply_residual=True)
   """
   check_whole("scale_by_window_adam", 1, 2**20, window=window)
-  window = int(window)  # the arithmetic of a number of numpy would overflow, and change dtypes
+  # the arithmetic of a number of numpy would overflow, and change dtypes
+  window = int(window)
   decay = (window - 1) / (window + 1)
 
   def init(params: optax.Params) -> WindowAdamState:
-    mu, average, nu = (optax.tree.zeros_like(params) for _ in range(3))  # a step that takes its state needs each apart
+    # a step that takes its state needs each apart
+    mu, average, nu = (optax.tree.zeros_like(params) for _ in range(3))
     return WindowAdamState(jnp.zeros([], jnp.int32), mu, average, nu)
 
   def update(

@@ -15,13 +15,16 @@ from jaxsparse.transform.checks import check_kept_types
 def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
   """`tx` whose steps take place on all workers or not at all.
 
-  Where a jaxsparse transform skips a step, because a gradient of a worker or a sum holds NaN or Inf, it returns zeros
-  and keeps its residual. What follows it in an `optax.chain` does not know: momentum moves the parameters on, AdamW
-  decays them, a schedule counts the step. With several transforms (`optax.multi_transform`) one of them may skip while
-  another one does not. Under `atomic` such a step returns zeros and leaves the whole state as it was, but for the
-  counters `skipped`, `skipped_steps` and the words sent of `js.metrics`. No message is added.
+  Where a jaxsparse transform skips a step, because a gradient of a worker or a sum
+  holds NaN or Inf, it returns zeros and keeps its residual. What follows it in an
+  `optax.chain` does not know: momentum moves the parameters on, AdamW decays them, a
+  schedule counts the step. With several transforms (`optax.multi_transform`) one of
+  them may skip while another one does not. Under `atomic` such a step returns zeros and
+  leaves the whole state as it was, but for the counters `skipped`, `skipped_steps` and
+  the words sent of `js.metrics`. No message is added.
 
-  `js.make_train_step` does it; wrap the chain of a `shard_map` of your own. The state is that of `tx`.
+  `js.make_train_step` does it; wrap the chain of a `shard_map` of your own. The state
+  is that of `tx`.
 
   Args:
     tx: a chain with jaxsparse transforms.
@@ -47,11 +50,14 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     check_kept_types(state, after)
     skipped = states.is_skipped(after)
     updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
-    # A transform, or local steps, that is the only one has undone itself already, without a pass over residuals. Of
-    # several one may skip while another one does not, so then all of their states are chosen here.
+    # A transform, or local steps, that is the only one has undone itself already,
+    # without a pass over residuals. Of several one may skip while another one does not,
+    # so then all of their states are chosen here.
     is_part = lambda node: states.is_reduce_state(node) or states.is_local_state(node)
     is_only = sum(map(is_part, jax.tree.leaves(after, is_leaf=is_part))) == 1
-    keep = lambda old, new: new if is_only and is_part(old) else select_state(skipped, old, new)
+    keep = lambda old, new: (
+      new if is_only and is_part(old) else select_state(skipped, old, new)
+    )
     return updates, jax.tree.map(keep, state, after, is_leaf=is_part)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
@@ -60,7 +66,9 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 def select_state(skipped: jax.Array, before: Any, after: Any) -> Any:
   """`jnp.where(skipped, before, after)` of every array; counters are those of the skipped step."""
   is_node = states.is_reduce_state
-  keep = lambda old, new: new.undo_if(skipped, old) if is_node(old) else _old_if(skipped, old, new)
+  keep = lambda old, new: (
+    new.undo_if(skipped, old) if is_node(old) else _old_if(skipped, old, new)
+  )
   return jax.tree.map(keep, before, after, is_leaf=is_node)
 
 
@@ -73,22 +81,26 @@ def _old_if(skipped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
 def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
   """The program with each `where(skipped, old, new)` of `atomic` moved up to where `new` is computed.
 
-  An optimizer computes its update from its new state. As `atomic` is written, that is read after it is known that the
-  old state is kept, so that XLA needs memory for both. Here the equations that follow read the result of the `where`
-  instead of `new`. Where the step is skipped they compute another update, which `atomic` replaces by zeros. Then the
-  result can alias the old state, which is donated. On a CPU, n = 14,728,266 in one leaf, one of six workers without
-  messages, an update with Adam takes 68 ms in place of 90 after SparDL at 1 % and 17 in place of 40 after the dense
-  collective, and one n of float32 less memory (JAX 0.10.2).
+  An optimizer computes its update from its new state. As `atomic` is written, that is
+  read after it is known that the old state is kept, so that XLA needs memory for both.
+  Here the equations that follow read the result of the `where` instead of `new`. Where
+  the step is skipped they compute another update, which `atomic` replaces by zeros.
+  Then the result can alias the old state, which is donated. On a CPU, n = 14,728,266 in
+  one leaf, one of six workers without messages, an update with Adam takes 68 ms in
+  place of 90 after SparDL at 1 % and 17 in place of 40 after the dense collective, and
+  one n of float32 less memory (JAX 0.10.2).
 
-  Only arrays that the program computes are replaced, each stored once in the state: inputs, as parameters that a state
-  remembers, and scalars, as the loss, are read elsewhere too.
+  Only arrays that the program computes are replaced, each stored once in the state:
+  inputs, as parameters that a state remembers, and scalars, as the loss, are read
+  elsewhere too.
   """
   jaxpr = closed.jaxpr
   is_variable = lambda atom: isinstance(atom, core.Var)
   choices = [
     equation
     for equation in jaxpr.eqns
-    if equation.params.get("name") == "_old_if" and all(map(is_variable, equation.invars))
+    if equation.params.get("name") == "_old_if"
+    and all(map(is_variable, equation.invars))
   ]
   # The equations on which `skipped` depends come first.
   needed = {choice.invars[0] for choice in choices}
@@ -98,14 +110,22 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
       needed.update(filter(is_variable, equation.invars))
       first.append(equation)
   rest = [equation for equation in jaxpr.eqns if needed.isdisjoint(equation.outvars)]
-  made = {variable for equation in rest for variable in equation.outvars if getattr(variable.aval, "size", 0) > 1}
+  made = {
+    variable
+    for equation in rest
+    for variable in equation.outvars
+    if getattr(variable.aval, "size", 0) > 1
+  }
   inputs = {*jaxpr.invars}
   stored = collections.Counter(choice.invars[2] for choice in choices)
   pending = {
     new: choice
     for choice in choices
     for _, old, new in [choice.invars]
-    if old in inputs and new in made and stored[new] == 1 and needed.isdisjoint(choice.outvars)
+    if old in inputs
+    and new in made
+    and stored[new] == 1
+    and needed.isdisjoint(choice.outvars)
   }
   moved = set(map(id, pending.values()))
   equations = first[::-1]
@@ -120,6 +140,9 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
   for equation in rest:
     if id(equation) not in moved:
-      atoms = [chosen.get(atom, atom) if is_variable(atom) else atom for atom in equation.invars]
+      atoms = [
+        chosen.get(atom, atom) if is_variable(atom) else atom
+        for atom in equation.invars
+      ]
       emit(equation.replace(invars=atoms))
   return core.ClosedJaxpr(jaxpr.replace(eqns=equations), closed.consts)

@@ -24,7 +24,8 @@ class AveragedState(NamedTuple):
 
   Attributes:
     inner: the state of the inner optimizer.
-    means: the state of the transform that averages, for each momentum in `inner` by its path.
+    means: the state of the transform that averages, for each momentum in `inner` by its
+      path.
     since: i32[], steps since momentum was averaged.
   """
 
@@ -44,22 +45,28 @@ def average_momentum(
 
       m_w ← mean_v m_v          every K steps; in between as `inner` says
 
-  Workers that exchange updates (`js.local_steps`) each have the momentum of their own gradients, whose noise has P
-  times the variance of that of the mean gradient: many workers with small batches learn less so than one optimizer
-  behind a dense all-reduce. Momentum is what optax's states call `mu` or `trace`: of SGD, Adam, Lion, Muon; there is an
-  all-reduce for each. Second moments stay each worker's own: those of `js.scale_by_window_adam` are about alike.
+  Workers that exchange updates (`js.local_steps`) each have the momentum of their own
+  gradients, whose noise has P times the variance of that of the mean gradient: many
+  workers with small batches learn less so than one optimizer behind a dense all-reduce.
+  Momentum is what optax's states call `mu` or `trace`: of SGD, Adam, Lion, Muon; there
+  is an all-reduce for each. Second moments stay each worker's own: those of
+  `js.scale_by_window_adam` are about alike.
 
   Args:
     inner: any optax optimizer with such a momentum.
-    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
-    every: K, steps of the worker; it need not be a multiple of the H of local steps. A skipped step does not count.
-    dtype: in which momentum is sent and added. Nothing else of it is rounded, and there is no residual.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a
+      comm.
+    every: K, steps of the worker; it need not be a multiple of the H of local steps. A
+      skipped step does not count.
+    dtype: in which momentum is sent and added. Nothing else of it is rounded, and there
+      is no residual.
 
   Returns:
     An optimizer to be the `inner` of `js.local_steps`.
 
   Raises:
-    ValueError: for such an `every`, or a dtype outside its choices; when used, if `inner` has no momentum.
+    ValueError: for such an `every`, or a dtype outside its choices; when used, if
+      `inner` has no momentum.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -74,22 +81,37 @@ def average_momentum(
   def init(params: optax.Params) -> AveragedState:
     state = inner.init(params)
     if not (found := _momentum_of(state)):
-      raise ValueError(f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}")
-    return AveragedState(state, {path: mean.init(tree) for path, tree in found.items()}, jnp.int32(0))
+      raise ValueError(
+        f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}"
+      )
+    return AveragedState(
+      state, {path: mean.init(tree) for path, tree in found.items()}, jnp.int32(0)
+    )
 
-  def exchange(momentum: dict[str, Any], means: dict[str, ReduceState]) -> tuple[dict[str, Any], dict[str, Any]]:
+  def exchange(
+    momentum: dict[str, Any], means: dict[str, ReduceState]
+  ) -> tuple[dict[str, Any], dict[str, Any]]:
     done = {path: mean.update(tree, means[path]) for path, tree in momentum.items()}
-    return {path: tree for path, (tree, _) in done.items()}, {path: state for path, (_, state) in done.items()}
+    return {path: tree for path, (tree, _) in done.items()}, {
+      path: state for path, (_, state) in done.items()
+    }
 
   def update(
     grads: optax.Updates, state: AveragedState, params: Any = None, **extra: Any
   ) -> tuple[optax.Updates, AveragedState]:
     updates, after = inner.update(grads, state.inner, params, **extra)
     keep = lambda momentum, means: (momentum, idle_step(means, jnp.bool_(False)))
-    due = mark_total(state.since + 1 >= every, axes_of(mean.comm))  # workers skip the same steps
-    momentum, means = varying.cond(due, exchange, keep, _momentum_of(after), state.means)
+    # workers skip the same steps
+    due = mark_total(state.since + 1 >= every, axes_of(mean.comm))
+    momentum, means = varying.cond(
+      due, exchange, keep, _momentum_of(after), state.means
+    )
     for path, tree in momentum.items():
-      after = optax.tree.set(after, lambda own, _, path=path: keystr(own) == path, **{path.rpartition(".")[2]: tree})
+      after = optax.tree.set(
+        after,
+        lambda own, _, path=path: keystr(own) == path,
+        **{path.rpartition(".")[2]: tree},
+      )
     return updates, AveragedState(after, means, jnp.where(due, 0, state.since + 1))
 
   return optax.GradientTransformationExtraArgs(init, update)
@@ -98,6 +120,12 @@ def average_momentum(
 def _momentum_of(state: Any) -> dict[str, Any]:
   """Each momentum in the state of an optimizer, a pytree like the parameters, by its path."""
   is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
-  found = [pair for name in _FIELDS for pair in optax.tree.get_all_with_path(state, name, is_field)]
-  has_entries = lambda tree: isinstance(tree, PLACEHOLDER) or any(leaf.size for leaf in jax.tree.leaves(tree))
+  found = [
+    pair
+    for name in _FIELDS
+    for pair in optax.tree.get_all_with_path(state, name, is_field)
+  ]
+  has_entries = lambda tree: (
+    isinstance(tree, PLACEHOLDER) or any(leaf.size for leaf in jax.tree.leaves(tree))
+  )
   return {keystr(path): tree for path, tree in found if has_entries(tree)}

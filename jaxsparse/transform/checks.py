@@ -13,7 +13,13 @@ from jaxsparse import _compat
 from jaxsparse.comm import AxisComm, varying
 from jaxsparse.sparse.flatten import check_leaves, leaf_shapes, leaves_by_name
 from jaxsparse.transform.groups import Group
-from jaxsparse.transform.state import LocalState, ReduceState, checksum_of, local_states, reduce_states
+from jaxsparse.transform.state import (
+  LocalState,
+  ReduceState,
+  checksum_of,
+  local_states,
+  reduce_states,
+)
 from jaxsparse.transform.wrapped import PLACEHOLDER, shapes_seen
 from jaxsparse.types import Comm
 
@@ -59,15 +65,21 @@ def check_layout(state: Any, workers: int | None = None) -> None:
 
   Args:
     state: the state of all workers.
-    workers: how many there are; None for as many as the arrays have rows, where they have several.
+    workers: how many there are; None for as many as the arrays have rows, where they
+      have several.
 
   Raises:
-    ValueError: if they are not, naming both numbers: Orbax cuts and pads arrays, silently, where it is not strict.
+    ValueError: if they are not, naming both numbers: Orbax cuts and pads arrays,
+      silently, where it is not strict.
   """
   for node in reduce_states(state):
-    if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(node.layout.workers, "__array__"):
+    if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(
+      node.layout.workers, "__array__"
+    ):
       continue  # under a trace, or a jax.ShapeDtypeStruct
-    found, entries, checksum = (int(np.max(_compat.local_shard(number))) for number in node.layout[:3])
+    found, entries, checksum = (
+      int(np.max(_compat.local_shard(number))) for number in node.layout[:3]
+    )
     shards = node.layout.shards
     rows = node.counters.skipped.size
     if checksum != checksum_of(*node.layout[3:]):
@@ -78,8 +90,12 @@ def check_layout(state: Any, workers: int | None = None) -> None:
       )
     expected = workers or (rows // node.devices if rows > 1 else found)
     entries = sum(shards.sizes) if shards else entries
-    sizes = [residual.size for residual in node.carried.residual if residual is not None]
-    if found != expected or (len(sizes) == len(node.groups) and sum(sizes) != rows * entries):
+    sizes = [
+      residual.size for residual in node.carried.residual if residual is not None
+    ]
+    if found != expected or (
+      len(sizes) == len(node.groups) and sum(sizes) != rows * entries
+    ):
       raise ValueError(
         f"the optimizer state was made for {found} workers and {entries} gradient entries, its arrays are those of "
         f"{expected} workers and {sum(sizes) // rows or entries} entries: they were cut or padded, as Orbax does "
@@ -87,21 +103,27 @@ def check_layout(state: Any, workers: int | None = None) -> None:
       )
 
 
-def check_arrays_of(init: optax.TransformInitFn, state: Any, params: optax.Params) -> None:
+def check_arrays_of(
+  init: optax.TransformInitFn, state: Any, params: optax.Params
+) -> None:
   """Checks, when an update is traced, that a state has the arrays of `init(params)`.
 
   Raises:
-    ValueError: naming the first leaf of the parameters, or else the first array of the state, that differs.
+    ValueError: naming the first leaf of the parameters, or else the first array of the
+      state, that differs.
   """
   nodes = reduce_states(state)
   check_params(nodes, params)
   if any(node.layout.shards for node in nodes):
-    return  # how parameters lie inside a worker, which init has to know, js.init alone can see
+    # how parameters lie inside a worker, which init has to know, js.init alone can see
+    return
   found = leaf_shapes(state)
   expected = leaf_shapes(jax.eval_shape(init, params))
   if found == expected:
     return
-  path = next(path for path in [*found, *expected] if found.get(path) != expected.get(path))
+  path = next(
+    path for path in [*found, *expected] if found.get(path) != expected.get(path)
+  )
   shape = lambda shapes: f"shape {shapes[path]}" if path in shapes else "nothing"
   raise ValueError(
     f"the optimizer state has {shape(found)} at state{path}, that of this transformation {shape(expected)}: it is one "
@@ -114,10 +136,16 @@ def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
   shapes = leaf_shapes(shapes_seen(nodes, params))
   for node in nodes:
     if node.layout.method is None:
-      raise ValueError("the state is one of js.simulate, which does not say of which parameters: give one of js.init")
+      raise ValueError(
+        "the state is one of js.simulate, which does not say of which parameters: give one of js.init"
+      )
     for name, shape in node.leaves:
       if shapes.get(name) != shape:
-        found = f"it has shape {shapes[name]}" if name in shapes else f"there are parameters{', '.join(shapes)}"
+        found = (
+          f"it has shape {shapes[name]}"
+          if name in shapes
+          else f"there are parameters{', '.join(shapes)}"
+        )
         wrapped = (
           ". Or a wrapper around the jaxsparse transform changes leaves (optax.flatten of a part of them does): put it "
           "after, optax.chain(transform, wrapper(optimizer))"
@@ -140,7 +168,11 @@ def check_own_leaves(params: optax.Params) -> None:
 
 def check_arrays(state: Any) -> None:
   """Raises ValueError if a state is made of shapes, naming the first: a checkpoint is restored into one."""
-  if found := [name for name, leaf in leaves_by_name(state).items() if isinstance(leaf, jax.ShapeDtypeStruct)]:
+  if found := [
+    name
+    for name, leaf in leaves_by_name(state).items()
+    if isinstance(leaf, jax.ShapeDtypeStruct)
+  ]:
     raise ValueError(
       f"state{found[0]} is a shape, as in js.abstract_state, and no array: restore a checkpoint into it and give what "
       "is restored"
@@ -159,7 +191,9 @@ def check_agreed(before: Any, after: Any) -> None:
 
 def check_kept_types(before: Any, after: Any) -> None:
   """Raises TypeError if an update has changed dtypes in the state of a transform: a wrapper has computed with it."""
-  types = lambda state: [jax.tree.map(jnp.result_type, node) for node in reduce_states(state)]
+  types = lambda state: [
+    jax.tree.map(jnp.result_type, node) for node in reduce_states(state)
+  ]
   if types(before) != types(after):
     raise TypeError(
       "a wrapper around the jaxsparse transform computes with its state, and would lose its residuals, as "
@@ -178,7 +212,9 @@ def check_local_state(state: LocalState, params: optax.Params) -> None:
         f"local_steps: parameters{name} is complex: put optax.contrib.split_real_and_imaginary around js.local_steps"
       )
   if local_states((state.inner, state.outer)):
-    raise ValueError("local_steps: inner or outer has local steps itself: choose one number of steps")
+    raise ValueError(
+      "local_steps: inner or outer has local steps itself: choose one number of steps"
+    )
   if not reduce_states(state.outer):
     raise ValueError(
       "local_steps: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
@@ -193,15 +229,25 @@ def check_local_state(state: LocalState, params: optax.Params) -> None:
 
 def check_landed(name: str, state: Any) -> None:
   """Raises ValueError if an update of local steps with a delay is in flight, which the function `name` would lose."""
-  if any(node.flight and int(np.max(_compat.local_shard(node.flight.left))) for node in local_states(state)):
-    raise ValueError(f"{name}: an update of local steps is in flight, apply it by step.synchronize(params, state)")
+  if any(
+    node.flight and int(np.max(_compat.local_shard(node.flight.left)))
+    for node in local_states(state)
+  ):
+    raise ValueError(
+      f"{name}: an update of local steps is in flight, apply it by step.synchronize(params, state)"
+    )
 
 
 def check_alive(trees: dict[str, Any]) -> None:
   """Raises ValueError for arrays that were donated to an earlier step: XLA would read freed memory."""
-  gone = lambda leaf: isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+  gone = lambda leaf: (
+    isinstance(leaf, jax.Array)
+    and not isinstance(leaf, jax.core.Tracer)
+    and leaf.is_deleted()
+  )
   for what, tree in trees.items():
-    if any(map(gone, jax.tree.leaves(tree))):  # names take longer than all of them together
+    # names take longer than all of them together
+    if any(map(gone, jax.tree.leaves(tree))):
       name = next(name for name, leaf in leaves_by_name(tree).items() if gone(leaf))
       raise ValueError(
         f"{what}{name} was donated to an earlier step and is gone: go on with the params and state that the step "
@@ -209,7 +255,9 @@ def check_alive(trees: dict[str, Any]) -> None:
       )
 
 
-def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updates, workers: int) -> None:
+def check_method(
+  state: ReduceState, groups: Sequence[Group], grads: optax.Updates, workers: int
+) -> None:
   """Checks, when an update is traced, that a state was made for these gradients and this transform.
 
   Args:
@@ -219,14 +267,18 @@ def check_method(state: ReduceState, groups: Sequence[Group], grads: optax.Updat
     workers: the workers of the axis.
 
   Raises:
-    ValueError: if the state is one of other workers, shapes, groups of leaves, collectives or options.
+    ValueError: if the state is one of other workers, shapes, groups of leaves,
+      collectives or options.
   """
   check_workers(state, workers)
   method: Any = state.layout.method
   shapes = tuple(map(np.shape, jax.tree.leaves(grads)))
   if method is None or method.shapes != shapes:
     check_params([state], grads)
-  was, now = ({group.leaves: group.collective.label for group in found} for found in (method.groups, groups))
+  was, now = (
+    {group.leaves: group.collective.label for group in found}
+    for found in (method.groups, groups)
+  )
   if (was, method.shapes) != (now, shapes):
     labels = [", ".join(dict.fromkeys(found.values())) for found in (was, now)]
     others = " for other groups of leaves" if labels[0] == labels[1] else ""
@@ -247,11 +299,18 @@ def _summed_error(path: Any, axis: Any) -> ValueError:
 def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
   """Raises ValueError for gradients that are equal on all workers by their types: at the anchor of local steps.
 
-  Where a shard_map checks replication, the counters of each worker tell the axes of the workers.
+  Where a shard_map checks replication, the counters of each worker tell the axes of the
+  workers.
   """
-  axes = frozenset().union(*(_compat.axes_of_type(node.counters.skipped) for node in reduce_states(state.outer)))
+  axes = frozenset().union(
+    *(
+      _compat.axes_of_type(node.counters.skipped) for node in reduce_states(state.outer)
+    )
+  )
   leaves = jax.tree_util.tree_leaves_with_path(grads)
-  if axes and leaves and not any(axes & _compat.axes_of_type(leaf) for _, leaf in leaves):
+  if (
+    axes and leaves and not any(axes & _compat.axes_of_type(leaf) for _, leaf in leaves)
+  ):
     raise _summed_error(leaves[0][0], " and ".join(sorted(axes)))
 
 
@@ -262,7 +321,12 @@ def warn_of_frozen(state: Any, *trees: Any) -> None:
     state: of the transforms that leaves are given to.
     trees: gradients or updates of all leaves.
   """
-  zeros = {name for tree in trees for name, leaf in leaves_by_name(tree).items() if _compat.is_zero(leaf)}
+  zeros = {
+    name
+    for tree in trees
+    for name, leaf in leaves_by_name(tree).items()
+    if _compat.is_zero(leaf)
+  }
   for node in reduce_states(state) if zeros else ():
     method: Any = node.layout.method
     for group in method.groups if method else ():
@@ -280,8 +344,9 @@ def warn_of_frozen(state: Any, *trees: Any) -> None:
 def check_local(comm: Comm, grads: optax.Updates) -> None:
   """Checks that gradients are those of one worker, as far as it shows; raises ValueError if they are not.
 
-  Where a shard_map checks replication, JAX sums the gradients of replicated parameters by itself, and types say so.
-  Otherwise the last operations of the trace show a psum or pmean of the user's own.
+  Where a shard_map checks replication, JAX sums the gradients of replicated parameters
+  by itself, and types say so. Otherwise the last operations of the trace show a psum or
+  pmean of the user's own.
 
   Warns:
     UserWarning: without that check, if gradients come into the shard_map as they are.
@@ -289,10 +354,15 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   if not isinstance(comm, AxisComm):
     return
   leaves = jax.tree_util.tree_leaves_with_path(grads)
-  typed = all(varying.is_summed_over(comm.axis, leaf) for _, leaf in leaves)  # a single one may be constant
-  if summed := [path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)]:
+  # a single one may be constant
+  typed = all(varying.is_summed_over(comm.axis, leaf) for _, leaf in leaves)
+  if summed := [
+    path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)
+  ]:
     raise _summed_error(summed[0], comm.axis)
-  if not varying.checked_axes() and all(_compat.is_argument_of_shard_map(leaf) for _, leaf in leaves):
+  if not varying.checked_axes() and all(
+    _compat.is_argument_of_shard_map(leaf) for _, leaf in leaves
+  ):
     warnings.warn(
       "gradients come into a shard_map with check_vma=False as they are: if they are averaged already, or every worker "
       "has the same batch, no word is saved, and jaxsparse cannot tell; take them inside it, or by "
@@ -303,7 +373,10 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
 
 def check_not_traced(name: str, *trees: Any) -> None:
   """Raises ValueError under a trace, also of captured arrays: what is computed with them there has no values."""
-  if any(isinstance(leaf, jax.core.Tracer) for leaf in (jnp.int32(0) + 1, *jax.tree.leaves(trees))):
+  if any(
+    isinstance(leaf, jax.core.Tracer)
+    for leaf in (jnp.int32(0) + 1, *jax.tree.leaves(trees))
+  ):
     raise ValueError(
       f"{name}: called under a trace, by jax.jit, jax.vmap or jax.eval_shape, and it computes with values on the "
       "host: call it outside, between two steps"

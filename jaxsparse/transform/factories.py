@@ -1,7 +1,8 @@
 """`js.NAME_transform` and `js.make_transform`: optax transformations of a collective by its name and options.
 
-The dataclass of a collective is the only place that lists its options. `transform_function` derives from it the
-signature, the annotations and the documentation of the function that users call.
+The dataclass of a collective is the only place that lists its options.
+`transform_function` derives from it the signature, the annotations and the
+documentation of the function that users call.
 """
 
 import inspect
@@ -36,11 +37,14 @@ class TransformFunction(Protocol[Options]):
     """The transform that averages gradients over the workers of `axis`."""
 
 
-def transform_function(kind: Callable[Options, Collective]) -> TransformFunction[Options]:
+def transform_function(
+  kind: Callable[Options, Collective],
+) -> TransformFunction[Options]:
   """The function `NAME_transform(axis, special, shardings, *, ...)` of a collective: its fields are keyword-only.
 
   Args:
-    kind: a frozen dataclass, whose docstring has the sections "Args:", "Raises:" and "Example:".
+    kind: a frozen dataclass, whose docstring has the sections "Args:", "Raises:" and
+      "Example:".
 
   Example:
     >>> from jaxsparse.collectives.dense import Dense
@@ -52,17 +56,24 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
   cls = cast(type[Collective], kind)
 
   def transform(
-    axis: AxisName | Comm, special: Special | None = None, shardings: Any = None, **options: Any
+    axis: AxisName | Comm,
+    special: Special | None = None,
+    shardings: Any = None,
+    **options: Any,
   ) -> optax.GradientTransformation:
     return collective_transform(make_instance(cls, options), axis, special, shardings)
 
   own = inspect.signature(transform)
   *common, _ = own.parameters.values()
-  signature = own.replace(parameters=[*common, *inspect.signature(cls).parameters.values()])
+  signature = own.replace(
+    parameters=[*common, *inspect.signature(cls).parameters.values()]
+  )
   transform.__name__ = transform.__qualname__ = f"{cls.name}_transform"
   transform.__module__ = __name__.partition(".")[0]  # where users find it
   transform.__doc__ = _documentation(cls)
-  annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+  annotations = {
+    name: parameter.annotation for name, parameter in signature.parameters.items()
+  }
   transform.__annotations__ = annotations | {"return": own.return_annotation}
   transform.__signature__ = signature  # type: ignore[attr-defined]
   return cast(TransformFunction[Options], transform)
@@ -70,51 +81,73 @@ def transform_function(kind: Callable[Options, Collective]) -> TransformFunction
 
 def _documentation(kind: type[Collective]) -> str:
   """The docstring of a collective, completed by references to what all transforms share."""
-  summary, *sections = re.split(r"^(Args|Raises|Example):\n", inspect.getdoc(kind) or "", flags=re.MULTILINE)
+  summary, *sections = re.split(
+    r"^(Args|Raises|Example):\n", inspect.getdoc(kind) or "", flags=re.MULTILINE
+  )
   found = dict(zip(sections[::2], sections[1::2], strict=True))
-  args, raises, example = (found.get(name, "").rstrip() for name in ("Args", "Raises", "Example"))
-  shared = [option for option in inspect.signature(kind).parameters if f"  {option}: " not in args]
+  args, raises, example = (
+    found.get(name, "").rstrip() for name in ("Args", "Raises", "Example")
+  )
+  shared = [
+    option
+    for option in inspect.signature(kind).parameters
+    if f"  {option}: " not in args
+  ]
   if shared:
     args = f"  {', '.join(shared)}: as in `js.SparseCollective`.\n{args}".rstrip()
   common = "  axis, special, shardings: as in `js.make_transform`, which says where in a chain the transform belongs."
   completed = {
     "Args": f"{common}\n{args}",
     "Returns": "  An `optax.GradientTransformation` whose state is a `ReduceState`.",
-    "Raises": f"{raises}\n  ValueError, TypeError: as `js.make_transform`.".lstrip("\n"),
+    "Raises": f"{raises}\n  ValueError, TypeError: as `js.make_transform`.".lstrip(
+      "\n"
+    ),
     "Example": f"{example}\n",
   }
-  return "\n\n".join([summary.strip(), *(f"{name}:\n{text}" for name, text in completed.items())])
+  return "\n\n".join(
+    [summary.strip(), *(f"{name}:\n{text}" for name, text in completed.items())]
+  )
 
 
 def make_transform(
-  name: str | Collective, axis: AxisName | Comm, special: Special | None = None, shardings: Any = None, **config: Any
+  name: str | Collective,
+  axis: AxisName | Comm,
+  special: Special | None = None,
+  shardings: Any = None,
+  **config: Any,
 ) -> optax.GradientTransformation:
   """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
 
-  The transform reduces the gradients of the P workers of `axis`; its update is `total / P`. It takes the local,
-  un-averaged gradients of one worker: inside `jax.shard_map` over `axis`, at `js.own_params(params, state)`;
-  `js.make_train_step` and `js.stacked` take them so. It is the **first** of its chain but for stateless scaling, such
-  as the unscaling of a loss, which belongs before it; the transformations after it see its update.
+  The transform reduces the gradients of the P workers of `axis`; its update is `total /
+  P`. It takes the local, un-averaged gradients of one worker: inside `jax.shard_map`
+  over `axis`, at `js.own_params(params, state)`; `js.make_train_step` and `js.stacked`
+  take them so. It is the **first** of its chain but for stateless scaling, such as the
+  unscaling of a loss, which belongs before it; the transformations after it see its
+  update.
 
   Args:
     name: one of `js.collective_names()`, or a collective of your own.
-    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a
+      comm.
     special: other collectives for some leaves, by a regular expression for the names of the leaves in the parameters:
       `{"bias|scale": "dense", "embedding": "spardl:density=0.001"}`; the first match counts. The leaves of one
       collective are reduced together, and the collectives run one after the other.
-    shardings: where a worker has several devices along Auto axes, and the state is not made with `js.init`: how the
-      parameters lie along these, as a pytree like them of `PartitionSpec` or `NamedSharding`.
-    **config: the options of the collective; those of `js.spardl_transform` for "spardl", and so on.
+    shardings: where a worker has several devices along Auto axes, and the state is not
+      made with `js.init`: how the parameters lie along these, as a pytree like them of
+      `PartitionSpec` or `NamedSharding`.
+    **config: the options of the collective; those of `js.spardl_transform` for
+      "spardl", and so on.
 
   Returns:
     An `optax.GradientTransformation` whose state is a `ReduceState`.
 
   Raises:
-    ValueError: for an unknown name, a rejected option or a label in `special`, with the choices; with `special`, for a
-      collective whose total differs between workers. When used: outside shard_map over `axis`, with a state of other
-      sizes, or for an expression of `special` that matches no name.
-    TypeError: for an option that the collective does not have, an axis that is none of these, or gradients that are not
-      floating point.
+    ValueError: for an unknown name, a rejected option or a label in `special`, with the
+      choices; with `special`, for a collective whose total differs between workers.
+      When used: outside shard_map over `axis`, with a state of other sizes, or for an
+      expression of `special` that matches no name.
+    TypeError: for an option that the collective does not have, an axis that is none of
+      these, or gradients that are not floating point.
 
   Example:
     >>> import jaxsparse as js

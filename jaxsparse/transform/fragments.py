@@ -30,7 +30,9 @@ class Fragments:
     """
     leaves, structure = jax.tree.flatten(tree)
     if 1 < self.count > len(leaves):
-      raise ValueError(f"local_steps: fragments={self.count}, choose at most the number of leaves, {len(leaves)}")
+      raise ValueError(
+        f"local_steps: fragments={self.count}, choose at most the number of leaves, {len(leaves)}"
+      )
     sizes = list(map(jnp.size, leaves))
     entries = [0] * self.count
     numbers = [0] * len(leaves)
@@ -46,10 +48,16 @@ class Fragments:
   def part(self, tree: Any, number: int) -> Any:
     """The leaves of a fragment, with `optax.MaskedNode` in place of the others."""
     choose = lambda leaf, one: leaf if one == number else optax.MaskedNode()
-    return tree if self.count == 1 or isinstance(tree, PLACEHOLDER) else jax.tree.map(choose, tree, self.numbers(tree))
+    return (
+      tree
+      if self.count == 1 or isinstance(tree, PLACEHOLDER)
+      else jax.tree.map(choose, tree, self.numbers(tree))
+    )
 
 
 def fill_zeros(tree: Any, part: Any) -> Any:
   """The leaves of `part`, the fragment of a pytree, with zeros like those of the pytree in place of the others."""
-  fill = lambda leaf, own: jnp.zeros_like(leaf) if isinstance(own, optax.MaskedNode) else own
+  fill = lambda leaf, own: (
+    jnp.zeros_like(leaf) if isinstance(own, optax.MaskedNode) else own
+  )
   return jax.tree.map(fill, tree, part)

@@ -1,7 +1,8 @@
 """Groups of leaves of a gradient: which leaves are reduced together, by which collective, and after which groups.
 
-The plain transform has one group of all leaves. `special=` gives leaves a collective by their names; a plan
-(`js.bucketed_transform`) sends bundles of leaves one after the other or at once.
+The plain transform has one group of all leaves. `special=` gives leaves a collective by
+their names; a plan (`js.bucketed_transform`) sends bundles of leaves one after the
+other or at once.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ class Group(NamedTuple):
     leaves: the numbers of the leaves in pytree order.
     entries: number of entries of all leaves.
     collective: the collective that reduces them.
-    waits_for: numbers of the groups whose totals must be complete before the first message of this one.
+    waits_for: numbers of the groups whose totals must be complete before the first
+      message of this one.
   """
 
   leaves: tuple[int, ...]
@@ -43,7 +45,8 @@ class Group(NamedTuple):
 class Method:
   """The leaves that a transform covers and the groups in which it reduces them: a part of a state, no array.
 
-  A state can be made again from it, for another number of workers, and says to which leaf each residual belongs.
+  A state can be made again from it, for another number of workers, and says to which
+  leaf each residual belongs.
 
   Attributes:
     names: of the leaves in the parameters, in pytree order.
@@ -72,8 +75,10 @@ class Assignment(NamedTuple):
   """The collective of each leaf, by its name.
 
   Attributes:
-    collectives: the default first. Leaves of equal collectives are reduced together, unless each has its own k.
-    patterns: regular expressions for names of leaves, each with the number of its collective; the first match counts.
+    collectives: the default first. Leaves of equal collectives are reduced together,
+      unless each has its own k.
+    patterns: regular expressions for names of leaves, each with the number of its
+      collective; the first match counts.
   """
 
   collectives: list[Collective]
@@ -84,7 +89,8 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
   """The collectives of `special`, by their labels, and the default for all other leaves.
 
   Raises:
-    ValueError: for a rejected expression or label, or a collective whose total differs between workers.
+    ValueError: for a rejected expression or label, or a collective whose total differs
+      between workers.
     TypeError: for an option that a collective does not have.
   """
   collectives = [default]
@@ -98,7 +104,9 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
     try:
       patterns.append((re.compile(pattern), number))
     except re.error as error:
-      raise ValueError(f"special: {pattern!r} is not a regular expression: {error}") from error
+      raise ValueError(
+        f"special: {pattern!r} is not a regular expression: {error}"
+      ) from error
   for collective in collectives:
     if not collective.replicates:
       raise ValueError(
@@ -111,17 +119,26 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
 def check_special(special: Special, tree: Any) -> None:
   """Raises ValueError for an expression that matches the name of no leaf, masked ones included.
 
-  A transform may have a part of the leaves (`optax.multi_transform`, fragments), of which an expression matches none.
+  A transform may have a part of the leaves (`optax.multi_transform`, fragments), of
+  which an expression matches none.
   """
   is_masked = lambda node: isinstance(node, optax.MaskedNode)
   names = leaves_by_name(jax.tree.map(is_masked, tree, is_leaf=is_masked))
-  hint = ", of a masked part as a whole: give a label or mask for each leaf" if any(names.values()) else ""
+  hint = (
+    ", of a masked part as a whole: give a label or mask for each leaf"
+    if any(names.values())
+    else ""
+  )
   for pattern in special:
     if not any(re.search(pattern, name) for name in names):
-      raise ValueError(f"special: {pattern!r} is found in none of the leaves {', '.join(names)}{hint}")
+      raise ValueError(
+        f"special: {pattern!r} is found in none of the leaves {', '.join(names)}{hint}"
+      )
 
 
-def groups_of(shapes: Shapes, assignment: Assignment, bundles: Sequence[Bundle] | None = None) -> list[Group]:
+def groups_of(
+  shapes: Shapes, assignment: Assignment, bundles: Sequence[Bundle] | None = None
+) -> list[Group]:
   """The groups of a gradient, in the order in which they are sent; empty leaves are in no group.
 
   Args:
@@ -138,7 +155,10 @@ def groups_of(shapes: Shapes, assignment: Assignment, bundles: Sequence[Bundle] 
     >>> [(group.leaves, group.collective.label) for group in groups]
     [((0,), 'dense'), ((1,), 'topka:k=9'), ((2,), 'spardl:k=9')]
   """
-  kind_of = [next((kind for pattern, kind in assignment.patterns if pattern.search(name)), 0) for name in shapes]
+  kind_of = [
+    next((kind for pattern, kind in assignment.patterns if pattern.search(name)), 0)
+    for name in shapes
+  ]
   shape_of = list(shapes.values())
   sizes = list(map(math.prod, shape_of))
   groups: list[Group] = []
@@ -150,15 +170,27 @@ def groups_of(shapes: Shapes, assignment: Assignment, bundles: Sequence[Bundle] 
     for kind in dict.fromkeys(kind_of[leaf] for leaf in leaves):
       own = tuple(leaf for leaf in leaves if kind_of[leaf] == kind)
       members.setdefault(kind, []).append(len(groups))
-      earlier = {*itertools.chain(*(made[other] for other in bundle.waits_for)), *range(first, len(groups))}
-      implied = {other for number in earlier for other in groups[number].waits_for}  # through another one
+      earlier = {
+        *itertools.chain(*(made[other] for other in bundle.waits_for)),
+        *range(first, len(groups)),
+      }
+      # through another one
+      implied = {other for number in earlier for other in groups[number].waits_for}
       entries = sum(sizes[leaf] for leaf in own)
-      groups.append(Group(own, entries, assignment.collectives[kind], tuple(sorted(earlier - implied))))
+      groups.append(
+        Group(
+          own, entries, assignment.collectives[kind], tuple(sorted(earlier - implied))
+        )
+      )
     made.append(range(first, len(groups)))
   for kind, numbers in members.items():
-    collectives = split_k(assignment.collectives[kind], [groups[number].entries for number in numbers])
+    collectives = split_k(
+      assignment.collectives[kind], [groups[number].entries for number in numbers]
+    )
     for number, collective in zip(numbers, collectives, strict=True):
-      fitted = collective.for_leaves(tuple(shape_of[leaf] for leaf in groups[number].leaves))
+      fitted = collective.for_leaves(
+        tuple(shape_of[leaf] for leaf in groups[number].leaves)
+      )
       groups[number] = groups[number]._replace(collective=fitted)
   return groups
 
@@ -167,14 +199,21 @@ def split_k(collective: Collective, sizes: Sequence[int]) -> list[Collective]:
   """The collective of each group, given the sizes of the groups: k is divided in proportion, at least 1 for each.
 
   Raises:
-    ValueError: if k exceeds the number of all entries, or is less than the number of groups.
+    ValueError: if k exceeds the number of all entries, or is less than the number of
+      groups.
   """
   if not isinstance(collective, SparseCollective) or (k := collective.k) is None:
     return [collective] * len(sizes)
   collective.entries(sum(sizes))  # raises where k does not fit
   if k < len(sizes):
-    raise ValueError(f"{collective.name}: k={k}, choose at least one for each of the {len(sizes)} groups")
-  # 1 each, the rest in proportion to size − 1, so that no group gets more than its entries.
+    raise ValueError(
+      f"{collective.name}: k={k}, choose at least one for each of the {len(sizes)} groups"
+    )
+  # 1 each, the rest in proportion to size − 1, so that no group gets more than its
+  # entries.
   reached = list(itertools.accumulate((size - 1 for size in sizes), initial=0))
   bounds = [(k - len(sizes)) * upto // max(1, reached[-1]) for upto in reached]
-  return [dataclasses.replace(collective, k=1 + high - low) for low, high in itertools.pairwise(bounds)]
+  return [
+    dataclasses.replace(collective, k=1 + high - low)
+    for low, high in itertools.pairwise(bounds)
+  ]

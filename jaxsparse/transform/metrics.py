@@ -16,7 +16,14 @@ from jaxsparse.transform.checks import check_alive, check_layout, why_none
 from jaxsparse.transform.state import LocalState, ReduceState, labelled, local_states
 from jaxsparse.types import Comm, Counters, saturated, saturated_sum
 
-_SUMMED = ("words_sent", "words_used", "selected", "delivered", "overflow")  # over transforms; of the rest the largest
+# over transforms; of the rest the largest
+_SUMMED = (
+  "words_sent",
+  "words_used",
+  "selected",
+  "delivered",
+  "overflow",
+)
 _WHOLE = ("drift", "since_exchange")  # of local steps as a whole, 0 in `parts`
 
 # How the counters of workers become one number.
@@ -31,29 +38,36 @@ class Metrics(NamedTuple):
   """The metrics of the last step, over all workers.
 
   Attributes:
-    words_sent: 4-byte words sent by the worker that sent most; 2³² − 1 stands for that many or more. 0 in a local step.
+    words_sent: 4-byte words sent by the worker that sent most; 2³² − 1 stands for that
+      many or more. 0 in a local step.
     words_used: words that carried an entry, mean over workers.
     selected: entries that a worker chose to send, mean over workers.
     delivered: entries that the total delivers.
     density: `delivered` / n.
-    overflow: entries that overflowed the capacity of a message and stayed in a residual, all workers together; of each
-      worker (2³¹ − 1)/P at most are counted.
-    imbalance: the largest number of entries that a worker owns over the mean, before balancing (Ok-Topk).
+    overflow: entries that overflowed the capacity of a message and stayed in a
+      residual, all workers together; of each worker (2³¹ − 1)/P at most are counted.
+    imbalance: the largest number of entries that a worker owns over the mean, before
+      balancing (Ok-Topk).
     balanced: the same after balancing.
-    merged: the largest number of different indices of a block after the sum over teams (SparDL's B-SAG; else 0).
-    threshold_age: steps since exact thresholds were last computed (Ok-Topk, `threshold_period`).
-    skipped: whether every worker skipped the step, because of NaN or Inf at one of them.
+    merged: the largest number of different indices of a block after the sum over teams
+      (SparDL's B-SAG; else 0).
+    threshold_age: steps since exact thresholds were last computed (Ok-Topk,
+      `threshold_period`).
+    skipped: whether every worker skipped the step, because of NaN or Inf at one of
+      them.
     skipped_steps: how many steps have been skipped so far.
     residual_norm: ℓ₂ norm of all residuals together.
-    total_words: 4-byte words sent since the state was made, by the worker that sent most; rounded to float32.
-    drift: root mean square over workers of the ℓ₂ distance of their parameters to the mean (`js.local_steps`), but for
-      residuals that are applied; 0 after an exchange.
-    since_exchange: steps since the last exchange, with fragments since that of the last one; 0 without local steps.
-    words_per_step: with local steps the mean of the words of all steps since the state was made, skipped ones included;
-      else `words_sent`.
-    parts: where a state holds several jaxsparse transforms, the `Metrics` of each by its label (that of
-      `optax.multi_transform`, else its path in the state), without `drift` and `since_exchange`; the
-      numbers above are over all of them. Else empty.
+    total_words: 4-byte words sent since the state was made, by the worker that sent
+      most; rounded to float32.
+    drift: root mean square over workers of the ℓ₂ distance of their parameters to the
+      mean (`js.local_steps`), but for residuals that are applied; 0 after an exchange.
+    since_exchange: steps since the last exchange, with fragments since that of the last
+      one; 0 without local steps.
+    words_per_step: with local steps the mean of the words of all steps since the state
+      was made, skipped ones included; else `words_sent`.
+    parts: where a state holds several jaxsparse transforms, the `Metrics` of each by
+      its label (that of `optax.multi_transform`, else its path in the state), without
+      `drift` and `since_exchange`; the numbers above are over all of them. Else empty.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -107,27 +121,41 @@ class Metrics(NamedTuple):
       ...   writer.add_scalar(f"jaxsparse/{name}", value, global_step=1)  # doctest: +SKIP
     """
     found = {name: float(getattr(self, name)) for name in self.names()}
-    found |= {"bytes_sent": 4 * found["words_sent"], "total_bytes": 4 * found["total_words"]}  # exact, on the host
+    # exact, on the host
+    found |= {
+      "bytes_sent": 4 * found["words_sent"],
+      "total_bytes": 4 * found["total_words"],
+    }
     for label, part in dict(self.parts).items():
-      found |= {f"{label}/{name}": value for name, value in part.as_dict().items() if name not in _WHOLE}
+      found |= {
+        f"{label}/{name}": value
+        for name, value in part.as_dict().items()
+        if name not in _WHOLE
+      }
     return found
 
 
-def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float = 60.0) -> Metrics:
+def metrics(
+  state: Any, over: AxisName | Comm | None = None, *, timeout: float = 60.0
+) -> Metrics:
   """Reads the metrics of the last step from an optax state.
 
-  The residual norm is computed here, when it is read, and not in every step: it would cost a pass over the residual.
+  The residual norm is computed here, when it is read, and not in every step: it would
+  cost a pass over the residual.
 
   Args:
-    state: an optax state, of a chain too. Outside shard_map it is that of all workers; where these belong to several
-      processes, every process must call.
-    over: where `state` is that of one worker, inside shard_map and under MPI, the axis or comm of all of them; every
-      worker must call then. None reads what `state` holds.
+    state: an optax state, of a chain too. Outside shard_map it is that of all workers;
+      where these belong to several processes, every process must call.
+    over: where `state` is that of one worker, inside shard_map and under MPI, the axis
+      or comm of all of them; every worker must call then. None reads what `state`
+      holds.
     timeout: seconds to wait for other processes that hold a part of the state.
 
   Raises:
-    ValueError: if the state holds no jaxsparse transform, or was donated to a later step.
-    RuntimeError: if other processes hold a part of the state and one of them does not call in time.
+    ValueError: if the state holds no jaxsparse transform, or was donated to a later
+      step.
+    RuntimeError: if other processes hold a part of the state and one of them does not
+      call in time.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -138,7 +166,9 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
   """
   found = labelled(state)
   if not found:
-    raise ValueError(f"metrics: the state holds 0 jaxsparse transforms: {why_none(state)}")
+    raise ValueError(
+      f"metrics: the state holds 0 jaxsparse transforms: {why_none(state)}"
+    )
   check_alive({"state": state})
   check_layout(state)
   if over is None:
@@ -146,26 +176,34 @@ def metrics(state: Any, over: AxisName | Comm | None = None, *, timeout: float =
     whole = dispatch(_of_all_workers, list(found.values()), local_states(state))
   else:
     whole = _read(list(found.values()), local_states(state), comm_of(over))
-  return whole._replace(parts=dict(zip(found, whole.parts, strict=True)) if whole.parts else ())
+  return whole._replace(
+    parts=dict(zip(found, whole.parts, strict=True)) if whole.parts else ()
+  )
 
 
 _ALL_HERE = SoloComm(1)  # the arrays are those of all workers
 
 
-def _read(nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm = _ALL_HERE) -> Metrics:
+def _read(
+  nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm = _ALL_HERE
+) -> Metrics:
   """The metrics of transforms together, with those of each as a tuple, and of local steps."""
   parts = tuple(summary([node], comm) for node in nodes) if len(nodes) > 1 else ()
   whole = summary(nodes, comm)._replace(parts=parts)
   if not local:
     return whole
-  since, steps = (jnp.max(jnp.array([getattr(node, name) for node in local])) for name in ("since", "steps"))
+  since, steps = (
+    jnp.max(jnp.array([getattr(node, name) for node in local]))
+    for name in ("since", "steps")
+  )
   count = jnp.maximum(steps + whole.skipped_steps, 1).astype(jnp.float32)
   per_step = lambda one: one._replace(words_per_step=one.total_words / count)
   whole = whole._replace(parts=tuple(map(per_step, parts)))
   return per_step(whole)._replace(drift=drift(local, comm), since_exchange=since)
 
 
-_of_all_workers = jax.jit(_read)  # one program: one for each number would take longer, and would be in flight at once
+# one program: one for each number would take longer, and would be in flight at once
+_of_all_workers = jax.jit(_read)
 
 
 def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
@@ -179,15 +217,27 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
     x = getattr(jnp, op)(x)
     return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
-  entries = sum((node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0))
+  entries = sum(
+    (node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0)
+  )
   # Those of inner optimizers are [P, 1].
-  workers = [_of_workers(jax.tree.map(jnp.ravel, node.counters), node.devices) for node in nodes]
+  workers = [
+    _of_workers(jax.tree.map(jnp.ravel, node.counters), node.devices) for node in nodes
+  ]
   counters = [of_each for of_each, _ in workers]
   whole = combine_counters(counters, entries) if len(counters) > 1 else counters[0]
-  whole = whole._replace(skipped=whole.skipped.astype(jnp.int32), total_words=sum(words for _, words in workers))
+  whole = whole._replace(
+    skipped=whole.skipped.astype(jnp.int32),
+    total_words=sum(words for _, words in workers),
+  )
   read = {name: x for name, x in whole._asdict().items() if name in Metrics._fields}
-  found = {name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in read.items()}
-  squares = [over_workers(x**2, "sum") for x in jax.tree.leaves([node.carried.residual for node in nodes])]
+  found = {
+    name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in read.items()
+  }
+  squares = [
+    over_workers(x**2, "sum")
+    for x in jax.tree.leaves([node.carried.residual for node in nodes])
+  ]
   own = {
     "skipped": found["skipped"] > 0,
     "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
@@ -208,20 +258,29 @@ def drift(nodes: Sequence[LocalState], comm: Comm) -> jax.Array:
   total = jnp.float32(0)
   for leaf in jax.tree.leaves([node.moved for node in nodes]):
     workers = leaf.shape[0] * comm.size
-    total += jnp.sum((leaf - comm.all_reduce(leaf.sum(0, keepdims=True)) / workers) ** 2) / workers
+    total += (
+      jnp.sum((leaf - comm.all_reduce(leaf.sum(0, keepdims=True)) / workers) ** 2)
+      / workers
+    )
   return jnp.sqrt(comm.all_reduce(total))
 
 
 def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
   """Counters and words sent since the state was made, f32, of each worker, from the counters of each of its devices."""
-  words = counters.total_wraps.astype(jnp.float32) * 2.0**32 + counters.total_words.astype(jnp.float32)
+  words = counters.total_wraps.astype(
+    jnp.float32
+  ) * 2.0**32 + counters.total_words.astype(jnp.float32)
   if devices == 1:
     return counters, words
   by_device = lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T
   rows = jax.tree.map(by_device, counters)
-  each = [jax.tree.map(lambda x, number=number: x[number], rows) for number in range(devices)]
+  each = [
+    jax.tree.map(lambda x, number=number: x[number], rows) for number in range(devices)
+  ]
   # The density is the mean, as devices have equally many entries.
-  return combine_counters(each, 1)._replace(density=rows.density.mean(0)), by_device(words).sum(0)
+  return combine_counters(each, 1)._replace(density=rows.density.mean(0)), by_device(
+    words
+  ).sum(0)
 
 
 def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
@@ -229,18 +288,29 @@ def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counte
   add = lambda values: saturated(saturated_sum(*values), values[0].dtype)
   largest = lambda values: jnp.stack(values).max(0)
   columns = zip(Counters._fields, zip(*counters, strict=True), strict=True)
-  whole = Counters(**{name: (add if name in _SUMMED else largest)(values) for name, values in columns})
+  whole = Counters(
+    **{name: (add if name in _SUMMED else largest)(values) for name, values in columns}
+  )
   return whole._replace(density=whole.delivered.astype(jnp.float32) / jnp.float32(n))
 
 
-def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: jax.Array, update: jax.Array) -> Counters:
+def count_step(
+  reduced: Sequence[Counters],
+  n: int,
+  before: Counters,
+  finite: jax.Array,
+  update: jax.Array,
+) -> Counters:
   """The counters of a step of n entries from those of its reductions, in the dtypes of those `before` it.
 
-  Words are added to those of all steps in two u32, the lower and the upper 32 bits. Of `update`, f32[n], nothing is
-  counted.
+  Words are added to those of all steps in two u32, the lower and the upper 32 bits. Of
+  `update`, f32[n], nothing is counted.
   """
   pairs = [zip(one, before, strict=True) for one in reduced]
-  steps = [Counters(*[saturated(new, old.dtype).reshape(1) for new, old in pair]) for pair in pairs]
+  steps = [
+    Counters(*[saturated(new, old.dtype).reshape(1) for new, old in pair])
+    for pair in pairs
+  ]
   step = combine_counters(steps, n) if len(steps) > 1 else steps[0]
   total = before.total_words + step.words_sent
   step = step._replace(
@@ -250,8 +320,8 @@ def count_step(reduced: Sequence[Counters], n: int, before: Counters, finite: ja
     total_wraps=before.total_wraps + (total < step.words_sent).astype(jnp.uint32),
     skipped=~finite.reshape(1),
   )
-  # A run-time false keeps the update of all counters in one kernel of a GPU; XLA would copy each constant. There it
-  # depends on an array, since XLA would copy scalars, too.
+  # A run-time false keeps the update of all counters in one kernel of a GPU; XLA would
+  # copy each constant. There it depends on an array, since XLA would copy scalars, too.
   bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
   steps = before.skipped_steps
   of_array = lambda: (bits(update[:1]) < 0) & (steps >= 0)

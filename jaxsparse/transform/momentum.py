@@ -1,16 +1,17 @@
 """Momentum before the exchange: Deep Gradient Compression, EF21, and rising sparsity.
 
-Deep Gradient Compression: momentum of each worker's own before a sparse exchange, none after it (Lin et al., 2018).
+Deep Gradient Compression: momentum of each worker's own before a sparse exchange, none
+after it (Lin et al., 2018).
 
-Momentum after a sparse exchange sees an entry when it is delivered, with all that has accumulated, and multiplies that
-by 1/(1 − m). Here it is applied to the gradient of each worker before the residual is added, as if each entry were
-delivered at once:
+Momentum after a sparse exchange sees an entry when it is delivered, with all that has
+accumulated, and multiplies that by 1/(1 − m). Here it is applied to the gradient of
+each worker before the residual is added, as if each entry were delivered at once:
 
     u ← m u + g            momentum, f32[n] of each worker
     home = residual + u    reduced by any collective
 
-Where mass of a worker has left its residual, its momentum is zero from then on (factor masking, §3.2): it would push
-further in the direction of an old gradient.
+Where mass of a worker has left its residual, its momentum is zero from then on (factor
+masking, §3.2): it would push further in the direction of an old gradient.
 """
 
 import numbers
@@ -36,28 +37,33 @@ def momentum_corrected(
 
       u ← m u + g,  reduced: u          with nesterov:  u ← m (u + g),  reduced: u + g
 
-  and `u = 0` where the residual of this worker then holds something else than what entered, residual + u. Law C is that
-  of the collective, for u in place of the gradient. The momentum of the workers is f32[n] a worker of its state, and
-  starts anew after `js.resize` and `js.convert`. A skipped step keeps it.
+  and `u = 0` where the residual of this worker then holds something else than what
+  entered, residual + u. Law C is that of the collective, for u in place of the
+  gradient. The momentum of the workers is f32[n] a worker of its state, and starts anew
+  after `js.resize` and `js.convert`. A skipped step keeps it.
 
-  The optimizer that follows has **no momentum of its own**: `optax.sgd(rate)`. With a collective that delivers all
-  entries the update is that of momentum after a dense average.
+  The optimizer that follows has **no momentum of its own**: `optax.sgd(rate)`. With a
+  collective that delivers all entries the update is that of momentum after a dense
+  average.
 
   Args:
-    transform: a jaxsparse transform, `js.spardl_transform(...)` for instance, not a chain.
+    transform: a jaxsparse transform, `js.spardl_transform(...)` for instance, not a
+      chain.
     momentum: m in (0, 1].
     nesterov: Nesterov's momentum, as above.
-    masking: whether momentum is zeroed where mass has left. Collectives that select no entries never do it.
-    clip_norm: c, clips the gradient of each worker, all leaves together, to an ℓ₂ norm of c/√P before everything else;
-      None does not. The norm of the sum of P independent gradients is then about c.
+    masking: whether momentum is zeroed where mass has left. Collectives that select no
+      entries never do it.
+    clip_norm: c, clips the gradient of each worker, all leaves together, to an ℓ₂ norm
+      of c/√P before everything else; None does not. The norm of the sum of P
+      independent gradients is then about c.
 
   Returns:
     An `optax.GradientTransformation`, to be the first of its chain.
 
   Raises:
     TypeError: for a transformation that is not a jaxsparse transform.
-    ValueError: for a momentum or a norm outside its choices, or for `masking` with coefficients instead of entries
-      (`js.dcttopk_transform`).
+    ValueError: for a momentum or a norm outside its choices, or for `masking` with
+      coefficients instead of entries (`js.dcttopk_transform`).
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -70,40 +76,55 @@ def momentum_corrected(
   transform = _checked("momentum_corrected", transform)
   check_fraction("momentum_corrected", momentum=momentum)
   if clip_norm is not None and not clip_norm > 0:
-    raise ValueError(f"momentum_corrected: clip_norm={clip_norm!r}, choose a number above 0, or None")
-  correct = lambda collective: Corrected(collective=collective, momentum=momentum, nesterov=nesterov, masking=masking)
-  corrected = transform.with_collectives(lambda collectives: [correct(collective) for collective in collectives])
+    raise ValueError(
+      f"momentum_corrected: clip_norm={clip_norm!r}, choose a number above 0, or None"
+    )
+  correct = lambda collective: Corrected(
+    collective=collective, momentum=momentum, nesterov=nesterov, masking=masking
+  )
+  corrected = transform.with_collectives(
+    lambda collectives: [correct(collective) for collective in collectives]
+  )
   if clip_norm is None:
     return corrected
-  largest = lambda: clip_norm * transform.comm.size**-0.5  # which is known inside the axis
-  clip = lambda grads, _: optax.clip_by_global_norm(largest()).update(grads, optax.EmptyState())[0]
+  # which is known inside the axis
+  largest = lambda: clip_norm * transform.comm.size**-0.5
+  clip = lambda grads, _: optax.clip_by_global_norm(largest()).update(
+    grads, optax.EmptyState()
+  )[0]
   return optax.chain(optax.stateless(clip), corrected)
 
 
-def ef21(transform: optax.GradientTransformation, momentum: float = 0.9) -> optax.GradientTransformation:
+def ef21(
+  transform: optax.GradientTransformation, momentum: float = 0.9
+) -> optax.GradientTransformation:
   """The transform of changes of each worker's mean gradient, added up behind it (EF21-SGDM; Fatkhullin et al. 2023).
 
       mean′_w = m mean_w + (1 − m) g_w,    u_w = mean′_w − a mean_w     of each worker
       total′ = a total + exchange(u)                                    the same on every worker
       update = total′ / (P (1 − m^t))                                   at step t, without bias as in Adam
 
-  What is exchanged becomes small where gradients change slowly, however much the workers' gradients differ, and with it
-  what the exchange leaves out. So workers with data of their own keep the accuracy of dense training with 4 bits
-  (1/8 of the words), in some tasks with signs (1/32), where optimizers of each worker's own lose it. Law:
+  What is exchanged becomes small where gradients change slowly, however much the
+  workers' gradients differ, and with it what the exchange leaves out. So workers with
+  data of their own keep the accuracy of dense training with 4 bits (1/8 of the words),
+  in some tasks with signs (1/32), where optimizers of each worker's own lose it. Law:
 
       total = Σ_w (mean_w − what the exchange still owes of it)
 
-  EF21 has a = 1. Here a = 1 − 2⁻¹³, so that what sums of large numbers were rounded by is forgotten, once gradients are
-  small: a part of 2⁻¹³ of the means is sent again in each step.
+  EF21 has a = 1. Here a = 1 − 2⁻¹³, so that what sums of large numbers were rounded by
+  is forgotten, once gradients are small: a part of 2⁻¹³ of the means is sent again in
+  each step.
 
-  A worker holds `mean` and what is owed of it, f32[n] each, and `total`. Nothing of these is a residual: after
-  `js.resize` and `js.convert` all begin at 0, and `js.flush` has nothing to deliver. A skipped step keeps them.
+  A worker holds `mean` and what is owed of it, f32[n] each, and `total`. Nothing of
+  these is a residual: after `js.resize` and `js.convert` all begin at 0, and `js.flush`
+  has nothing to deliver. A skipped step keeps them.
 
-  The optimizer that follows has **no momentum of its own**, for that is m: `optax.adam(rate, b1=0.0)`,
-  `optax.sgd(rate)`.
+  The optimizer that follows has **no momentum of its own**, for that is m:
+  `optax.adam(rate, b1=0.0)`, `optax.sgd(rate)`.
 
   Args:
-    transform: a jaxsparse transform, `js.onebit_transform(...)` for instance, not a chain.
+    transform: a jaxsparse transform, `js.onebit_transform(...)` for instance, not a
+      chain.
     momentum: m in [0, 1); 0 is EF21.
 
   Returns:
@@ -111,7 +132,8 @@ def ef21(transform: optax.GradientTransformation, momentum: float = 0.9) -> opta
 
   Raises:
     TypeError: for a transformation that is not a jaxsparse transform.
-    ValueError: for a momentum outside its choices, or a collective that loses a part of what it is given.
+    ValueError: for a momentum outside its choices, or a collective that loses a part of
+      what it is given.
 
   Example:
     Gradients of two workers whose mean is (0, 1), by signs:
@@ -130,29 +152,36 @@ def ef21(transform: optax.GradientTransformation, momentum: float = 0.9) -> opta
   if not (is_number(momentum, numbers.Real) and 0 <= momentum < 1):
     raise ValueError(f"ef21: momentum={momentum!r}, choose a number from 0 up, below 1")
   track = lambda collective: EF21(collective=collective, momentum=momentum)
-  return transform.with_collectives(lambda collectives: [track(collective) for collective in collectives])
+  return transform.with_collectives(
+    lambda collectives: [track(collective) for collective in collectives]
+  )
 
 
-def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, float]) -> optax.GradientTransformation:
+def warmed_up(
+  transform: optax.GradientTransformation, densities: Mapping[int, float]
+) -> optax.GradientTransformation:
   """The transform with other densities in its first steps: a ladder of compiled message sizes.
 
-  The first gradients change fast, and a residual delivers them late: Deep Gradient Compression begins with a density of
-  25 % and divides it by 4 in each epoch. All densities are compiled into one program, which takes longer to compile;
-  the step chooses one of them, and residuals pass from one to the next.
+  The first gradients change fast, and a residual delivers them late: Deep Gradient
+  Compression begins with a density of 25 % and divides it by 4 in each epoch. All
+  densities are compiled into one program, which takes longer to compile; the step
+  chooses one of them, and residuals pass from one to the next.
 
   Args:
-    transform: a jaxsparse transform, not a chain; groups of leaves whose collective is not sparse stay as they are.
-      Warm up first, and correct momentum then: `js.momentum_corrected(js.warmed_up(...))`.
-    densities: `{100: 0.25, 200: 0.0625}` is 25 % before step 100, 6.25 % before step 200, then that of the transform. A
-      skipped step is not counted.
+    transform: a jaxsparse transform, not a chain; groups of leaves whose collective is
+      not sparse stay as they are. Warm up first, and correct momentum then:
+      `js.momentum_corrected(js.warmed_up(...))`.
+    densities: `{100: 0.25, 200: 0.0625}` is 25 % before step 100, 6.25 % before step
+      200, then that of the transform. A skipped step is not counted.
 
   Returns:
-    An `optax.GradientTransformation`, to be the first of its chain. `js.resize` and `js.convert` start at step 0.
+    An `optax.GradientTransformation`, to be the first of its chain. `js.resize` and
+    `js.convert` start at step 0.
 
   Raises:
     TypeError: for a transformation that is not a jaxsparse transform.
-    ValueError: for steps that do not ascend from 1, or densities outside (0, 1]; when used, if no group of leaves has
-      a sparse collective.
+    ValueError: for steps that do not ascend from 1, or densities outside (0, 1]; when
+      used, if no group of leaves has a sparse collective.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -165,7 +194,9 @@ def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, f
     check_whole("warmed_up", 1, step=step)
     check_fraction(f"warmed_up before step {step}", density=density)
   if not steps or sorted(set(steps)) != list(steps):
-    raise ValueError(f"warmed_up: densities={dict(densities)!r}, give at least one density, by ascending steps")
+    raise ValueError(
+      f"warmed_up: densities={dict(densities)!r}, give at least one density, by ascending steps"
+    )
 
   def change(collectives: list[Collective]) -> list[Collective]:
     names = ", ".join(collective.name for collective in collectives)
@@ -174,9 +205,15 @@ def warmed_up(transform: optax.GradientTransformation, densities: Mapping[int, f
         f"warmed_up: {names} is given, warm up first: js.momentum_corrected(js.warmed_up(...)) or js.ef21(the same)"
       )
     if not any(isinstance(collective, SparseCollective) for collective in collectives):
-      raise ValueError(f"warmed_up: {names} has no density, choose one with density= or k=, as js.spardl_transform")
-    warm = lambda sparse: WarmedUp(collective=sparse, steps=steps, densities=tuple(densities.values()))
-    return [warm(one) if isinstance(one, SparseCollective) else one for one in collectives]
+      raise ValueError(
+        f"warmed_up: {names} has no density, choose one with density= or k=, as js.spardl_transform"
+      )
+    warm = lambda sparse: WarmedUp(
+      collective=sparse, steps=steps, densities=tuple(densities.values())
+    )
+    return [
+      warm(one) if isinstance(one, SparseCollective) else one for one in collectives
+    ]
 
   return transform.with_collectives(change)
 

@@ -23,14 +23,16 @@ def diloco(
 ) -> optax.GradientTransformation:
   """DiLoCo: H local steps, a dense average, and Nesterov's momentum on it (Douillard et al., 2023, Algorithm 1).
 
-      outer = optax.chain(js.dense_transform(axis), optax.sgd(0.7, momentum=0.9, nesterov=True))
-      js.local_steps(inner, outer, every=500)
+      outer = optax.chain(js.dense_transform(axis), optax.sgd(0.7, momentum=0.9,
+      nesterov=True)) js.local_steps(inner, outer, every=500)
 
   Args:
     inner: the optimizer of each worker; AdamW in the paper.
-    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a
+      comm.
     every: H.
-    learning_rate: η of the outer step, a number or a schedule by the number of the exchange.
+    learning_rate: η of the outer step, a number or a schedule by the number of the
+      exchange.
     momentum: μ of the outer step.
     collective: from `js.make_collective`, another exchange than the dense one.
 
@@ -42,11 +44,16 @@ def diloco(
     >>> tx = js.diloco(optax.adamw(1e-3), "workers", every=30)
     >>> sparse = js.diloco(optax.adamw(1e-3), "workers", collective=js.make_collective("spardl", density=0.01))
   """
-  return local_steps(inner, _nesterov(collective, axis, learning_rate, momentum), every=every)
+  return local_steps(
+    inner, _nesterov(collective, axis, learning_rate, momentum), every=every
+  )
 
 
 def _nesterov(
-  collective: Collective | None, axis: AxisName | Comm, rate: optax.ScalarOrSchedule, momentum: float
+  collective: Collective | None,
+  axis: AxisName | Comm,
+  rate: optax.ScalarOrSchedule,
+  momentum: float,
 ) -> optax.GradientTransformation:
   """The outer step of DiLoCo."""
   transform = collective_transform(collective or make_collective("dense"), axis)
@@ -67,34 +74,43 @@ def streaming_diloco(
 ) -> optax.GradientTransformation:
   """Streaming DiLoCo: the leaves in F fragments that are exchanged in turn (Douillard et al., 2025).
 
-  One fragment is due every H/F steps: the largest number of words of a step is about 1/F of that of `js.diloco`, and
-  their sum over H steps is the same. An update is applied τ steps after its exchange. Differences from the paper: outer
-  gradients are exchanged in 32 bits instead of 4, and the defaults of H, τ and α are ours. Those of the outer step are
-  the defaults of `js.diloco`:
+  One fragment is due every H/F steps: the largest number of words of a step is about
+  1/F of that of `js.diloco`, and their sum over H steps is the same. An update is
+  applied τ steps after its exchange. Differences from the paper: outer gradients are
+  exchanged in 32 bits instead of 4, and the defaults of H, τ and α are ours. Those of
+  the outer step are the defaults of `js.diloco`:
 
-      outer = optax.chain(js.dense_transform(axis), optax.sgd(0.7, momentum=0.9, nesterov=True))
-      js.local_steps(inner, outer, every=100, fragments=F, delay=1, mixing=0.5)
+      outer = optax.chain(js.dense_transform(axis), optax.sgd(0.7, momentum=0.9,
+      nesterov=True)) js.local_steps(inner, outer, every=100, fragments=F, delay=1,
+      mixing=0.5)
 
   Args:
-    inner: the optimizer of each worker, which sees one fragment at a time (`js.local_steps`); AdamW in the paper.
-    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    inner: the optimizer of each worker, which sees one fragment at a time
+      (`js.local_steps`); AdamW in the paper.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a
+      comm.
     fragments: F, 1 … H.
     every: H.
     delay: τ, less than H/F.
-    mixing: α, the weight of a worker's own parameters. With `fragments=1, delay=0, mixing=0` it is `js.diloco`.
-    learning_rate: η of the outer step, a number or a schedule by the number of the exchange.
+    mixing: α, the weight of a worker's own parameters. With `fragments=1, delay=0,
+      mixing=0` it is `js.diloco`.
+    learning_rate: η of the outer step, a number or a schedule by the number of the
+      exchange.
     momentum: μ of the outer step.
     collective: from `js.make_collective`, another exchange than the dense one.
 
   Raises:
-    ValueError: for an argument outside its choices; when used, for fewer leaves than fragments.
+    ValueError: for an argument outside its choices; when used, for fewer leaves than
+      fragments.
 
   Example:
     >>> import optax, jaxsparse as js
     >>> tx = js.streaming_diloco(optax.adamw(1e-3), "workers", fragments=4, every=100)
   """
   outer = _nesterov(collective, axis, learning_rate, momentum)
-  return local_steps(inner, outer, every=every, fragments=fragments, delay=delay, mixing=mixing)
+  return local_steps(
+    inner, outer, every=every, fragments=fragments, delay=delay, mixing=mixing
+  )
 
 
 def sparseloco(
@@ -109,21 +125,24 @@ def sparseloco(
 ) -> optax.GradientTransformation:
   """SparseLoCo: H local steps, then the top-k of each chunk in 2 bits a value (Sarfi et al., 2025).
 
-  A residual that decays by β takes the place of outer momentum. A worker sends 36 words for a chunk of 4,096 entries:
-  16 bits for each of the 64 largest and four words: `js.costs.count("chunktopk", density=1 / 64, wire="2bit", ...)`.
-  Differences from the authors' code: a chunk is consecutive entries, not a tile of 64 × 64, and is rounded by itself
-  (`js.chunktopk_transform`).
+  A residual that decays by β takes the place of outer momentum. A worker sends 36 words
+  for a chunk of 4,096 entries: 16 bits for each of the 64 largest and four words:
+  `js.costs.count("chunktopk", density=1 / 64, wire="2bit", ...)`. Differences from the
+  authors' code: a chunk is consecutive entries, not a tile of 64 × 64, and is rounded
+  by itself (`js.chunktopk_transform`).
 
       transform = js.chunktopk_transform(axis, density=1 / 64, decay=0.95, wire="2bit")
       js.local_steps(inner, optax.chain(transform, optax.sgd(1.0)), every=30)
 
   Args:
     inner: the optimizer of each worker; AdamW in the paper.
-    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a
+      comm.
     every: H.
     density: ρ, of the entries of each chunk.
     decay: β.
-    learning_rate: α of the outer step, a number or a schedule by the number of the exchange.
+    learning_rate: α of the outer step, a number or a schedule by the number of the
+      exchange.
     chunk: entries of a chunk.
 
   Raises:
@@ -133,8 +152,14 @@ def sparseloco(
     >>> import optax, jaxsparse as js
     >>> tx = js.sparseloco(optax.adamw(1e-3), "workers")
   """
-  collective = make_collective("chunktopk", density=density, decay=decay, wire="2bit", chunk=chunk)
-  return local_steps(inner, optax.chain(collective_transform(collective, axis), optax.sgd(learning_rate)), every=every)
+  collective = make_collective(
+    "chunktopk", density=density, decay=decay, wire="2bit", chunk=chunk
+  )
+  return local_steps(
+    inner,
+    optax.chain(collective_transform(collective, axis), optax.sgd(learning_rate)),
+    every=every,
+  )
 
 
 def demo_transform(
@@ -149,23 +174,28 @@ def demo_transform(
 ) -> optax.GradientTransformation:
   """DeMo: momentum of each worker's own, of which only the largest DCT coefficients are exchanged (Peng et al., 2024).
 
-  The residual is the momentum: `acc_w = g_w + β (what worker w has not delivered)`. The 32 largest coefficients of each
-  tile of 64 × 64 entries are delivered, `total = Cᵀ Σ_w top_k(C acc_w)`, and its sign moves the parameters:
+  The residual is the momentum: `acc_w = g_w + β (what worker w has not delivered)`. The
+  32 largest coefficients of each tile of 64 × 64 entries are delivered, `total = Cᵀ Σ_w
+  top_k(C acc_w)`, and its sign moves the parameters:
 
       optax.chain(js.dcttopk_transform(axis, density=1 / 128, decay=0.999),
                   optax.scale_by_sign(), optax.scale_by_learning_rate(1e-3))
 
-  The published code has the learning rate inside, `acc_w = η g_w + …`: the same while η is constant, as the sign has no
-  scale. Weight decay is `optax.add_decayed_weights` after the sign, in a chain of your own.
+  The published code has the learning rate inside, `acc_w = η g_w + …`: the same while η
+  is constant, as the sign has no scale. Weight decay is `optax.add_decayed_weights`
+  after the sign, in a chain of your own.
 
   Args:
-    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a
+      comm.
     learning_rate: η, a number or a schedule.
     density: ρ, of the coefficients of each chunk.
     decay: β.
     chunk: entries of a full tile, a square number.
-    combine: "workers", or "contributors" as in the authors' code, which does not conserve: see `js.dcttopk_transform`.
-    special: other collectives for some leaves, as in `js.make_transform`; the sign is taken of their means as well.
+    combine: "workers", or "contributors" as in the authors' code, which does not
+      conserve: see `js.dcttopk_transform`.
+    special: other collectives for some leaves, as in `js.make_transform`; the sign is
+      taken of their means as well.
 
   Raises:
     ValueError: for an argument outside its choices.
@@ -179,7 +209,11 @@ def demo_transform(
     >>> params[0, :2]
     Array([0.01, 0.01], dtype=float32)
   """
-  collective = make_collective("dcttopk", density=density, decay=decay, chunk=chunk, combine=combine)
+  collective = make_collective(
+    "dcttopk", density=density, decay=decay, chunk=chunk, combine=combine
+  )
   return optax.chain(
-    collective_transform(collective, axis, special), optax.scale_by_sign(), optax.scale_by_learning_rate(learning_rate)
+    collective_transform(collective, axis, special),
+    optax.scale_by_sign(),
+    optax.scale_by_learning_rate(learning_rate),
   )

@@ -20,8 +20,8 @@ from jaxsparse.transform.wrapped import map_seen
 def own_params(params: optax.Params, state: Any) -> optax.Params:
   """The parameters of this worker, θ_w, at which it takes its gradient; inside shard_map.
 
-  Where nothing is moved their values are those of `params`. Of `params` themselves, which are typed as equal on all
-  workers, JAX would sum the gradients over the workers.
+  Where nothing is moved their values are those of `params`. Of `params` themselves,
+  which are typed as equal on all workers, JAX would sum the gradients over the workers.
 
   Args:
     params: the anchor, the same on every worker.
@@ -42,16 +42,29 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
   behind: dict[str, Any] = {name: leaf[0] for name, leaf in moved_leaves(state).items()}
   for node in states.local_states(state):
     if rows := {len(leaf) for leaf in jax.tree.leaves((node.inner, node.moved))} - {1}:
-      raise ValueError(f"own_params: the state of {max(rows)} workers, give that of one: call it inside shard_map")
-    for one in states.reduce_states(node.outer) if isinstance(node.applied, Applied) else ():
-      behind |= {name: behind.get(name, 0.0) + leaf for name, leaf in residual_leaves(one).items()}
+      raise ValueError(
+        f"own_params: the state of {max(rows)} workers, give that of one: call it inside shard_map"
+      )
+    for one in (
+      states.reduce_states(node.outer) if isinstance(node.applied, Applied) else ()
+    ):
+      behind |= {
+        name: behind.get(name, 0.0) + leaf
+        for name, leaf in residual_leaves(one).items()
+      }
 
   def own(name: str, p: jax.Array) -> jax.Array:
     wide = p.dtype if p.dtype.itemsize > 4 else jnp.float32
-    return (p.astype(wide) - behind[name].astype(wide)).astype(p.dtype) if name in behind else p
+    return (
+      (p.astype(wide) - behind[name].astype(wide)).astype(p.dtype)
+      if name in behind
+      else p
+    )
 
   nodes = states.reduce_states(state)
-  axes = frozenset().union(*(_compat.axes_of_type(node.counters.skipped) for node in nodes))
+  axes = frozenset().union(
+    *(_compat.axes_of_type(node.counters.skipped) for node in nodes)
+  )
   return varying.as_varying(map_seen(own, nodes, params), axes)
 
 
@@ -64,7 +77,9 @@ def moved_leaves(state: Any) -> dict[str, jax.Array]:
 def residual_leaves(node: ReduceState) -> dict[str, jax.Array]:
   """The residual of this worker by the names of its leaves, f32 in their shapes; zeros of leaves without one."""
   method: Any = node.layout.method
-  leaves, _ = take_residuals([jnp.zeros(shape, jnp.float32) for shape in method.shapes], node)
+  leaves, _ = take_residuals(
+    [jnp.zeros(shape, jnp.float32) for shape in method.shapes], node
+  )
   return dict(zip(method.names, leaves, strict=True))
 
 
@@ -81,19 +96,26 @@ def take_residuals(
   Args:
     leaves: of the parameters.
     node: the state of one worker.
-    moved: θ − θ_w of local steps, f32 like each leaf, to add to the residual; the sum is f32.
+    moved: θ − θ_w of local steps, f32 like each leaf, to add to the residual; the sum
+      is f32.
     mean: maps the float32 leaves of a device to their means over the workers.
   """
 
-  def step(groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, **_: Any) -> Any:
+  def step(
+    groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, **_: Any
+  ) -> Any:
     parts = state.groups
     leaves = list(leaves)
     owing: dict[int, jax.Array] = {}
     for group, part in zip(groups, parts, strict=True):
       own = {leaf: leaves[leaf].astype(jnp.float32) for leaf in group.leaves}
-      if part.residual is not None:  # leaf by leaf: to add flat vectors would take two passes more
+      # leaf by leaf: to add flat vectors would take two passes more
+      if part.residual is not None:
         owed = flatten.parts(part.residual, [x.size for x in own.values()])
-        own = {leaf: x + rest.reshape(x.shape) for (leaf, x), rest in zip(own.items(), owed, strict=True)}
+        own = {
+          leaf: x + rest.reshape(x.shape)
+          for (leaf, x), rest in zip(own.items(), owed, strict=True)
+        }
       if part.residual is not None or moved is not None:
         owing |= own
     left = {}
@@ -102,8 +124,15 @@ def take_residuals(
       leaves[leaf] = sent.astype(leaves[leaf].dtype)
     for number, (group, part) in enumerate(zip(groups, parts, strict=True)):
       if part.residual is not None:
-        parts[number] = part._replace(residual=flatten.flatten([left[leaf] for leaf in group.leaves])[0])
+        parts[number] = part._replace(
+          residual=flatten.flatten([left[leaf] for leaf in group.leaves])[0]
+        )
     return leaves, state.with_groups(parts)
 
   method: Any = node.layout.method
-  return at_devices(step, method.groups, [jnp.zeros_like(x) for x in leaves] if moved is None else list(moved), node)
+  return at_devices(
+    step,
+    method.groups,
+    [jnp.zeros_like(x) for x in leaves] if moved is None else list(moved),
+    node,
+  )

@@ -1,17 +1,19 @@
 """Devices inside a worker: each of them reduces its own piece of every leaf with the same device of the other workers.
 
-The axes of a mesh other than those of the workers lie inside a worker. Within a shard_map over the axis of the workers
-alone, `update.at_devices` opens a second one over the axes inside, so that a transform sees one device: its shards of
-the leaves. A leaf that is replicated along some axes inside is cut into equal pieces along them, padded with zeros, and
-gathered afterwards. So no two devices of a worker send the same entry:
+The axes of a mesh other than those of the workers lie inside a worker. Within a
+shard_map over the axis of the workers alone, `update.at_devices` opens a second one
+over the axes inside, so that a transform sees one device: its shards of the leaves. A
+leaf that is replicated along some axes inside is cut into equal pieces along them,
+padded with zeros, and gathered afterwards. So no two devices of a worker send the same
+entry:
 
     leaf              spec inside, 2 x 3 devices   piece of each device
     [8, 12]           P("a", "b")                  its shard, 16 entries
     [8, 12]           P("a")                       a third of its shard, 16 entries
     [5]               P()                          a sixth, 1 entry; one of the six is padding
 
-The state of a transform records the specs (`ReduceState.layout.shards`), since the types of arrays tell them only where
-axes are Explicit.
+The state of a transform records the specs (`ReduceState.layout.shards`), since the
+types of arrays tell them only where axes are Explicit.
 """
 
 import dataclasses
@@ -53,11 +55,14 @@ class Shards:
   specs: tuple[PartitionSpec, ...]
 
   @classmethod
-  def from_specs(cls, tree: Any, axes: dict[str, int], specs: Sequence[PartitionSpec]) -> Self:
+  def from_specs(
+    cls, tree: Any, axes: dict[str, int], specs: Sequence[PartitionSpec]
+  ) -> Self:
     """The shards of a pytree.
 
     Raises:
-      ValueError: if a dimension of a leaf does not divide among the devices of its axes, naming the leaf.
+      ValueError: if a dimension of a leaf does not divide among the devices of its
+        axes, naming the leaf.
     """
     shapes = flatten.leaf_shapes(tree)
     for (name, shape), spec in zip(shapes.items(), specs, strict=True):
@@ -68,7 +73,9 @@ class Shards:
             f"parameters{name} has shape {shape} and the sharding {spec}, which cuts {size} entries into {ways} "
             f"shards: choose a dimension that {ways} divides, or replicate it inside"
           )
-    return cls(tuple(axes.items()), tuple(shapes.values()), tuple(map(_compat.trimmed, specs)))
+    return cls(
+      tuple(axes.items()), tuple(shapes.values()), tuple(map(_compat.trimmed, specs))
+    )
 
   @property
   def names(self) -> tuple[str, ...]:
@@ -118,11 +125,15 @@ class Shards:
       alike = self._replicated(spec)
       if alike and flat.size:
         copies = math.prod(map(jax.lax.axis_size, alike))
-        flat = jnp.pad(flat, (0, -flat.size % copies)).reshape(copies, -1)[jax.lax.axis_index(alike)]
+        flat = jnp.pad(flat, (0, -flat.size % copies)).reshape(copies, -1)[
+          jax.lax.axis_index(alike)
+        ]
       pieces.append(flat)
     return pieces
 
-  def join(self, pieces: Sequence[jax.Array], shards: Sequence[jax.Array]) -> list[jax.Array]:
+  def join(
+    self, pieces: Sequence[jax.Array], shards: Sequence[jax.Array]
+  ) -> list[jax.Array]:
     """Undoes `cut`; the pieces of leaves that lie alike are gathered together, in one message."""
     flat = list(pieces)
     alike: dict[Any, list[int]] = {}
@@ -130,9 +141,13 @@ class Shards:
       if (axes := self._replicated(spec)) and piece.size:
         alike.setdefault((axes, piece.dtype), []).append(number)
     for (axes, _), numbers in alike.items():
-      rows = jax.lax.all_gather(jnp.concatenate([pieces[number] for number in numbers]), axes)
+      rows = jax.lax.all_gather(
+        jnp.concatenate([pieces[number] for number in numbers]), axes
+      )
       sizes = [pieces[number].size for number in numbers]
-      for number, columns in zip(numbers, flatten.parts(rows, sizes, axis=1), strict=True):
+      for number, columns in zip(
+        numbers, flatten.parts(rows, sizes, axis=1), strict=True
+      ):
         flat[number] = columns.reshape(-1)[: shards[number].size]
     return [one.reshape(shard.shape) for one, shard in zip(flat, shards, strict=True)]
 
@@ -165,10 +180,12 @@ def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards
   Args:
     comm: the workers.
     params: the parameters, whose types tell how they lie along Explicit axes.
-    shardings: for other axes a pytree like the parameters, of `PartitionSpec` or `NamedSharding`.
+    shardings: for other axes a pytree like the parameters, of `PartitionSpec` or
+      `NamedSharding`.
 
   Raises:
-    ValueError: if an axis inside is not Explicit and there are no shardings, or not of each leaf.
+    ValueError: if an axis inside is not Explicit and there are no shardings, or not of
+      each leaf.
   """
   axes = _compat.axes_inside(axes_of(comm))
   if not axes:
@@ -180,17 +197,25 @@ def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards
         "how they are sharded along it: make the state with js.init, outside jit; or give the transform shardings=, or "
         "the mesh Explicit axes"
       )
-    return Shards.from_specs(params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)])
+    return Shards.from_specs(
+      params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)]
+    )
   is_spec = lambda x: isinstance(x, (PartitionSpec, NamedSharding))
   given = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)
-  specs = {jax.tree_util.keystr(path): x.spec if isinstance(x, NamedSharding) else x for path, x in given if is_spec(x)}
+  specs = {
+    jax.tree_util.keystr(path): x.spec if isinstance(x, NamedSharding) else x
+    for path, x in given
+    if is_spec(x)
+  }
   names = flatten.leaf_shapes(params)  # optax.masked leaves some of them out
   if unknown := [name for name in names if name not in specs]:
     raise ValueError(
       f"shardings={shardings!r}: parameters{unknown[0]} has none, give a PartitionSpec or NamedSharding of each leaf"
     )
   workers = axes_of(comm) or ()
-  return Shards.from_specs(params, axes, [_compat.without_axes(specs[name], workers) for name in names])
+  return Shards.from_specs(
+    params, axes, [_compat.without_axes(specs[name], workers) for name in names]
+  )
 
 
 def check_inside(comm: Comm, shards: Shards | None) -> None:
@@ -207,4 +232,7 @@ def check_inside(comm: Comm, shards: Shards | None) -> None:
 
 
 def _listed(axes: dict[str, int]) -> str:
-  return " and ".join(f"{size} devices along {name!r}" for name, size in axes.items()) or "one device"
+  return (
+    " and ".join(f"{size} devices along {name!r}" for name, size in axes.items())
+    or "one device"
+  )

@@ -10,25 +10,33 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse._compat import AxisName, names_of
 from jaxsparse.transform.checks import check_alive, check_layout
-from jaxsparse.transform.state import is_reduce_state, local_states, reduce_rows, reduce_states, worker_rows
+from jaxsparse.transform.state import (
+  is_reduce_state,
+  local_states,
+  reduce_rows,
+  reduce_states,
+  worker_rows,
+)
 
 
 def specs(state: Any, axis: AxisName) -> Any:
   """The `PartitionSpec` of every leaf of an optax state, for the in_specs and out_specs of your own shard_map.
 
-  Residuals, counters and other per-worker arrays get `P(axis)`; what is the same on every worker gets `P()`. Other axes
-  of a mesh lie inside a worker: map over the workers alone, `jax.shard_map(..., axis_names={axis})`.
+  Residuals, counters and other per-worker arrays get `P(axis)`; what is the same on
+  every worker gets `P()`. Other axes of a mesh lie inside a worker: map over the
+  workers alone, `jax.shard_map(..., axis_names={axis})`.
 
   Args:
     state: an optax state, as arrays or as `jax.ShapeDtypeStruct`.
     axis: the name of the mesh axis of the workers, or a tuple of names.
 
   Raises:
-    ValueError: if a wrapper that works with the gradients of one worker (optax.MultiSteps, optax.contrib.sam) is around
-      a jaxsparse transform, or a transformation that keeps arrays comes before it in its chain: their states would be
-      stored as if they were replicated.
-      If the totals of a collective differ between workers (A2SGD), and what follows it is not inside `js.local_steps`.
-      If arrays were cut or padded.
+    ValueError: if a wrapper that works with the gradients of one worker
+      (optax.MultiSteps, optax.contrib.sam) is around a jaxsparse transform, or a
+      transformation that keeps arrays comes before it in its chain: their states would
+      be stored as if they were replicated. If the totals of a collective differ between
+      workers (A2SGD), and what follows it is not inside `js.local_steps`. If arrays
+      were cut or padded.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -44,7 +52,8 @@ def specs(state: Any, axis: AxisName) -> Any:
 def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
   """`specs` along all axes of the mesh: also those inside a worker, over which a shard_map of the workers does not map.
 
-  Arrays of other transformations than ours keep the shardings inside that they have; their specs do not name them.
+  Arrays of other transformations than ours keep the shardings inside that they have;
+  their specs do not name them.
   """
   replicated = PartitionSpec()
   _check_wrappers(state)
@@ -68,9 +77,18 @@ def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
 
 def _check_differing(state: Any) -> None:
   """Raises ValueError where arrays of other transformations would be computed from totals that differ."""
-  collectives = [collective for node, row in reduce_rows(state) if not row for collective in node.collectives]
+  collectives = [
+    collective
+    for node, row in reduce_rows(state)
+    if not row
+    for collective in node.collectives
+  ]
   differing = [collective for collective in collectives if not collective.replicates]
-  others = [node for node in jax.tree.leaves(state, is_leaf=is_reduce_state) if not is_reduce_state(node)]
+  others = [
+    node
+    for node in jax.tree.leaves(state, is_leaf=is_reduce_state)
+    if not is_reduce_state(node)
+  ]
   if differing and any(jnp.ndim(leaf) for leaf in others):
     name = differing[0].name
     raise ValueError(
@@ -121,7 +139,9 @@ def _check_wrappers(state: Any) -> None:
 
 def _check_chains(state: Any) -> None:
   """A transformation before ours sees local gradients, so its state differs between workers."""
-  chains = jax.tree.leaves(state, is_leaf=lambda node: type(node) is tuple and bool(reduce_states(node)))
+  chains = jax.tree.leaves(
+    state, is_leaf=lambda node: type(node) is tuple and bool(reduce_states(node))
+  )
   for chain in (node for node in chains if type(node) is tuple):
     ours = next(number for number, part in enumerate(chain) if reduce_states(part))
     for number, part in enumerate(chain[:ours]):

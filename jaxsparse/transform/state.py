@@ -1,12 +1,15 @@
 """The optax state of a jaxsparse transform and of local steps, and functions that find both in the state of a chain.
 
-The state consists of arrays only. Inside shard_map a worker sees its own part. Outside, per-worker arrays are
-concatenated over workers along their leading axis, which is sharded; shared arrays are replicated. The devices inside
-a worker (`shards`) have a part each in the same way.
+The state consists of arrays only. Inside shard_map a worker sees its own part. Outside,
+per-worker arrays are concatenated over workers along their leading axis, which is
+sharded; shared arrays are replicated. The devices inside a worker (`shards`) have a
+part each in the same way.
 
-The state of a wrapper is a NamedTuple whose `per_worker()` lists the fields with a row for each worker, [1, …] at one.
-`js.init`, `js.specs`, `js.resize`, `js.convert`, checkpoints and `js.atomic` need to know no more of it; `js.flush`
-delivers residuals and the movement of local steps only, so a wrapper that keeps gradients has to deliver them itself.
+The state of a wrapper is a NamedTuple whose `per_worker()` lists the fields with a row
+for each worker, [1, …] at one. `js.init`, `js.specs`, `js.resize`, `js.convert`,
+checkpoints and `js.atomic` need to know no more of it; `js.flush` delivers residuals
+and the movement of local steps only, so a wrapper that keeps gradients has to deliver
+them itself.
 """
 
 import functools
@@ -34,10 +37,12 @@ class Layout(NamedTuple):
   Attributes:
     workers: i32[], number of workers P.
     entries: u32[], number of gradient entries n; 2³² − 1 stands for that many or more.
-    checksum: u32[], of the leaves to which the entries of residuals belong and of the collectives, as `shards` and
-      `method` say.
-    shards: how the gradient lies on the S devices of a worker; None where a worker is one device.
-    method: the leaves and their collectives; None in a state of `js.simulate`, which knows of no leaves.
+    checksum: u32[], of the leaves to which the entries of residuals belong and of the
+      collectives, as `shards` and `method` say.
+    shards: how the gradient lies on the S devices of a worker; None where a worker is
+      one device.
+    method: the leaves and their collectives; None in a state of `js.simulate`, which
+      knows of no leaves.
 
   Example:
     >>> Layout.of_workers(4, 100).workers
@@ -51,21 +56,42 @@ class Layout(NamedTuple):
   method: Method | None = None
 
   @classmethod
-  def of_workers(cls, workers: int, entries: int, shards: Shards | None = None, method: Method | None = None) -> Self:
+  def of_workers(
+    cls,
+    workers: int,
+    entries: int,
+    shards: Shards | None = None,
+    method: Method | None = None,
+  ) -> Self:
     """The layout of a state of so many workers and gradient entries."""
-    if flax := sys.modules.get("flax.serialization"):  # for `to_bytes` of a TrainState; the rest of a layout are arrays
+    # for `to_bytes` of a TrainState; the rest of a layout are arrays
+    if flax := sys.modules.get("flax.serialization"):
       for static in (Method, Shards):
-        flax.register_serialization_state(static, lambda _: {}, lambda own, _: own, override=True)
+        flax.register_serialization_state(
+          static, lambda _: {}, lambda own, _: own, override=True
+        )
     checksum = jnp.uint32(checksum_of(shards, method))
-    return cls(jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), checksum, shards, method)
+    return cls(
+      jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), checksum, shards, method
+    )
 
 
 def checksum_of(shards: Shards | None, method: Method | None) -> int:
   """The checksum of the JSON of a layout."""
   names_of_spec = lambda spec: [_compat.names_of(part or ()) for part in spec]
-  layout = shards and {"axes": shards.axes, "shapes": shards.shapes, "specs": list(map(names_of_spec, shards.specs))}
-  groups = method and [(group.leaves, group.collective.label) for group in method.groups]
-  grouping = method and {"names": method.names, "shapes": method.shapes, "groups": groups}
+  layout = shards and {
+    "axes": shards.axes,
+    "shapes": shards.shapes,
+    "specs": list(map(names_of_spec, shards.specs)),
+  }
+  groups = method and [
+    (group.leaves, group.collective.label) for group in method.groups
+  ]
+  grouping = method and {
+    "names": method.names,
+    "shapes": method.shapes,
+    "groups": groups,
+  }
   return zlib.crc32(json.dumps({"shards": layout, "method": grouping}).encode())
 
 
@@ -73,14 +99,16 @@ class ReduceState(NamedTuple):
   """The optax state of a jaxsparse transform.
 
   Attributes:
-    carried: the `State`s of the collectives: its residual, worker and shared parts are tuples, one part for each group
-      of leaves; `special=` and `js.bucketed_transform` have several groups.
+    carried: the `State`s of the collectives: its residual, worker and shared parts are
+      tuples, one part for each group of leaves; `special=` and `js.bucketed_transform`
+      have several groups.
     counters: `Counters` of the last step, [1] at each worker and [P] outside shard_map.
     layout: the `Layout` that the state was made for, the same on every worker.
 
-  Where a worker has S devices (`layout.shards`), the arrays of its devices lie one after the other along the leading
-  axes: counters are [S] at a worker and [P · S] outside shard_map, a residual of m entries a device f32[P · S · m], and
-  shared arrays, the same on every worker but not on every device, have a leading axis of S.
+  Where a worker has S devices (`layout.shards`), the arrays of its devices lie one
+  after the other along the leading axes: counters are [S] at a worker and [P · S]
+  outside shard_map, a residual of m entries a device f32[P · S · m], and shared arrays,
+  the same on every worker but not on every device, have a leading axis of S.
   """
 
   carried: State
@@ -101,7 +129,11 @@ class ReduceState(NamedTuple):
   @property
   def collectives(self) -> list[Collective]:
     """The collective of each group of leaves; none in a state of `js.simulate`."""
-    return [group.collective for group in self.layout.method.groups] if self.layout.method else []
+    return (
+      [group.collective for group in self.layout.method.groups]
+      if self.layout.method
+      else []
+    )
 
   @property
   def groups(self) -> list[State]:
@@ -116,11 +148,15 @@ class ReduceState(NamedTuple):
     """The same with `own(x)`, `shared(x)` or `layout(x)` of each array.
 
     Args:
-      own: of arrays that differ between workers: all that is carried but the shared parts, and the counters.
-      shared: of the shared parts of what is carried, which differ between the devices of a worker.
+      own: of arrays that differ between workers: all that is carried but the shared
+        parts, and the counters.
+      shared: of the shared parts of what is carried, which differ between the devices
+        of a worker.
       layout: of the layout, the same on all devices.
     """
-    carried, counters = jax.tree.map(own, (self.carried._replace(shared=()), self.counters))
+    carried, counters = jax.tree.map(
+      own, (self.carried._replace(shared=()), self.counters)
+    )
     carried = carried._replace(shared=jax.tree.map(shared, self.carried.shared))
     return type(self)(carried, counters, jax.tree.map(layout, self.layout))
 
@@ -141,7 +177,9 @@ class ReduceState(NamedTuple):
       skipped=jnp.full_like(self.counters.skipped, skipped),
       skipped_steps=before.counters.skipped_steps + skipped.astype(jnp.int32),
     )
-    carried = jax.tree.map(functools.partial(jnp.where, skipped), before.carried, self.carried)
+    carried = jax.tree.map(
+      functools.partial(jnp.where, skipped), before.carried, self.carried
+    )
     return self._replace(carried=carried, counters=counters)
 
 
@@ -167,17 +205,19 @@ class LocalState(NamedTuple):
   """The optax state of `js.local_steps`.
 
   Attributes:
-    inner: the state of the inner optimizer; every leaf has a leading worker axis, [1, …] at a worker and [P, …] outside
-      shard_map.
-    outer: the state of the outer chain for each fragment: residuals as in a `ReduceState`, everything else the same on
-      every worker.
-    moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a worker, θ − θ_w, but for an applied
-      residual; () with `every=1`, which leaves nothing moved.
-    since: i32[], steps since the last exchange, with a delay since it was applied; with fragments since that of the
-      last fragment.
+    inner: the state of the inner optimizer; every leaf has a leading worker axis, [1,
+      …] at a worker and [P, …] outside shard_map.
+    outer: the state of the outer chain for each fragment: residuals as in a
+      `ReduceState`, everything else the same on every worker.
+    moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a
+      worker, θ − θ_w, but for an applied residual; () with `every=1`, which leaves
+      nothing moved.
+    since: i32[], steps since the last exchange, with a delay since it was applied; with
+      fragments since that of the last fragment.
     steps: i32[], steps since the state was made, without skipped ones.
     flight: with a delay the `Flight` of the last exchange; else ().
-    applied: `Applied` where the parameters of a worker include its residual, θ_w = θ − moved − residual; else ().
+    applied: `Applied` where the parameters of a worker include its residual, θ_w = θ −
+      moved − residual; else ().
   """
 
   inner: Any
@@ -206,13 +246,21 @@ def is_local_state(node: Any) -> bool:
 
 def reduce_states(state: Any) -> list[ReduceState]:
   """Every `ReduceState` within an optax state."""
-  return [node for node in jax.tree.leaves(state, is_leaf=is_reduce_state) if is_reduce_state(node)]
+  return [
+    node
+    for node in jax.tree.leaves(state, is_leaf=is_reduce_state)
+    if is_reduce_state(node)
+  ]
 
 
-def map_states(function: Callable[[Any], Any], state: Any, kind: type = ReduceState) -> Any:
+def map_states(
+  function: Callable[[Any], Any], state: Any, kind: type = ReduceState
+) -> Any:
   """The state with `function(node)` in place of each node of that kind."""
   is_kind = lambda node: isinstance(node, kind)
-  return jax.tree.map(lambda node: function(node) if is_kind(node) else node, state, is_leaf=is_kind)
+  return jax.tree.map(
+    lambda node: function(node) if is_kind(node) else node, state, is_leaf=is_kind
+  )
 
 
 def idle_step(state: Any, skipped: jax.Array) -> Any:
@@ -248,23 +296,34 @@ def with_rows(state: Any) -> Any:
   if not nodes:
     return state
   one = reduce_states(nodes[0].outer)[0]
-  workers = one.counters.skipped.size // one.devices  # of the state, which may be one of other workers
+  # of the state, which may be one of other workers
+  workers = one.counters.skipped.size // one.devices
   own = [getattr(node, name) for node in nodes for name in node.per_worker()]
-  if all(jnp.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(own)):  # quick, as it runs in every step
+  # quick, as it runs in every step
+  if all(jnp.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(own)):
     return state
-  return jax.tree_util.tree_map_with_path(fit, state, jax.tree.broadcast(worker_rows(state), state))
+  return jax.tree_util.tree_map_with_path(
+    fit, state, jax.tree.broadcast(worker_rows(state), state)
+  )
 
 
 def local_states(state: Any) -> list[LocalState]:
   """Every `LocalState` within an optax state."""
-  return [node for node in jax.tree.leaves(state, is_leaf=is_local_state) if is_local_state(node)]
+  return [
+    node
+    for node in jax.tree.leaves(state, is_leaf=is_local_state)
+    if is_local_state(node)
+  ]
 
 
 def labelled(state: Any) -> dict[str, ReduceState]:
   """Every `ReduceState` within an optax state by its label: that of `optax.multi_transform`, else its path."""
   leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state)
   found = [(path, node) for path, node in leaves if is_reduce_state(node)]
-  labels = ["/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)) for path, _ in found]
+  labels = [
+    "/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
+    for path, _ in found
+  ]
   if len(set(labels)) < len(labels) or "" in labels:
     labels = [jax.tree_util.keystr(path) for path, _ in found]
   return dict(zip(labels, (node for _, node in found), strict=True))
@@ -273,8 +332,8 @@ def labelled(state: Any) -> dict[str, ReduceState]:
 def worker_rows(state: Any, within: bool = False) -> Any:
   """A state with booleans in place of arrays and of `ReduceState`s: whether they have a row for each worker.
 
-  The fields that `per_worker` of a state lists have; all others are the same on every worker, but for a
-  `ReduceState`, which has arrays of both kinds.
+  The fields that `per_worker` of a state lists have; all others are the same on every
+  worker, but for a `ReduceState`, which has arrays of both kinds.
 
   Args:
     state: an optax state.
@@ -288,9 +347,18 @@ def worker_rows(state: Any, within: bool = False) -> Any:
   def rows_of(node: Any) -> Any:
     if not _has_rows(node) or within:
       return within
-    return type(node)(**{name: worker_rows(part, name in node.per_worker()) for name, part in node._asdict().items()})
+    return type(node)(
+      **{
+        name: worker_rows(part, name in node.per_worker())
+        for name, part in node._asdict().items()
+      }
+    )
 
-  return jax.tree.map(rows_of, state, is_leaf=lambda node: is_reduce_state(node) or (_has_rows(node) and not within))
+  return jax.tree.map(
+    rows_of,
+    state,
+    is_leaf=lambda node: is_reduce_state(node) or (_has_rows(node) and not within),
+  )
 
 
 def _has_rows(node: Any) -> bool:
@@ -301,15 +369,22 @@ def reduce_rows(state: Any) -> list[tuple[ReduceState, bool]]:
   """Every `ReduceState`, and whether it is that of an inner optimizer of local steps."""
   every = jax.tree.leaves(state, is_leaf=is_reduce_state)
   rows = jax.tree.leaves(worker_rows(state))
-  return [(node, row) for node, row in zip(every, rows, strict=True) if is_reduce_state(node)]
+  return [
+    (node, row) for node, row in zip(every, rows, strict=True) if is_reduce_state(node)
+  ]
 
 
 def is_skipped(state: Any) -> jax.Array:
   """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
-  flags = [_compat.resharded(node.counters.skipped, PartitionSpec()) for node in reduce_states(state)]
+  flags = [
+    _compat.resharded(node.counters.skipped, PartitionSpec())
+    for node in reduce_states(state)
+  ]
   return mark_total(jnp.any(jnp.array([flag.reshape(-1)[0] for flag in flags])), None)
 
 
 def join_groups(groups: Sequence[State]) -> State:
   """What a transform carries, from the states of its groups: tuples of their parts."""
-  return State(*(tuple(getattr(group, name) for group in groups) for name in State._fields))
+  return State(
+    *(tuple(getattr(group, name) for group in groups) for name in State._fields)
+  )

@@ -6,8 +6,9 @@
       -> all groups applied, or none                   _commit
       -> the mean as leaves; the next state
 
-Where the gradient of one worker, or the mean, holds NaN or Inf, every worker returns zeros and carries its state over
-to the next step. What follows in a chain is undone by `atomic`.
+Where the gradient of one worker, or the mean, holds NaN or Inf, every worker returns
+zeros and carries its state over to the next step. What follows in a chain is undone by
+`atomic`.
 """
 
 import functools
@@ -49,19 +50,26 @@ class Transform(optax.GradientTransformationExtraArgs):
 
   Attributes:
     comm: the workers.
-    with_collectives: `with_collectives(change)` is the transform with the collectives that `change(collectives)`
-      returns, one for each.
+    with_collectives: `with_collectives(change)` is the transform with the collectives
+      that `change(collectives)` returns, one for each.
   """
 
   comm: Comm
-  with_collectives: Callable[[Callable[[list[Collective]], list[Collective]]], "Transform"]
+  with_collectives: Callable[
+    [Callable[[list[Collective]], list[Collective]]], "Transform"
+  ]
 
 
 def collective_transform(
-  collective: Collective, axis: _compat.AxisName | Comm, special: Special | None = None, shardings: Any = None
+  collective: Collective,
+  axis: _compat.AxisName | Comm,
+  special: Special | None = None,
+  shardings: Any = None,
 ) -> Transform:
   """The transform that averages gradients with `collective` over the workers of `axis`; see `js.make_transform`."""
-  assignment = assign_collectives(collective, special) if special else Assignment([collective])
+  assignment = (
+    assign_collectives(collective, special) if special else Assignment([collective])
+  )
   grouped = functools.partial(groups_of, assignment=assignment)
   return grouped_transform(grouped, assignment.collectives, axis, shardings, special)
 
@@ -78,15 +86,18 @@ def grouped_transform(
   Args:
     grouped: gives the groups of leaves of these shapes, by name.
     collectives: those of all groups, each once.
-    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
-    shardings: of the parameters inside a worker, where neither their types nor `js.init` tell them.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a
+      comm.
+    shardings: of the parameters inside a worker, where neither their types nor
+      `js.init` tell them.
     special: by expressions, each of which the name of a leaf must match.
   """
   comm = comm_of(axis)
 
   def init(params: optax.Params) -> ReduceState:
     if isinstance(params, PLACEHOLDER):
-      return cast(Any, jnp.int32(0))  # one leaf for all of the state, which has no copy of them
+      # one leaf for all of the state, which has no copy of them
+      return cast(Any, jnp.int32(0))
     checks.check_own_leaves(params)
     if special:
       check_special(special, params)
@@ -105,7 +116,8 @@ def grouped_transform(
     del params, extra
     flatten.check_leaves(updates)
     check_inside(comm, state.layout.shards)
-    if agree is not None:  # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
+    # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
+    if agree is not None:
       agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
       return jax.tree.map(jnp.zeros_like, updates), state.idle(~agreed)
     groups = grouped(flatten.leaf_shapes(updates))
@@ -117,16 +129,24 @@ def grouped_transform(
     leaves, structure = jax.tree.flatten(updates)
     # `js.local_steps` gives the dtypes of parameters where its updates are wider.
     given = dict(mean_dtypes.value)
-    dtypes = [given.get(name, jnp.result_type(leaf)) for name, leaf in flatten.leaves_by_name(updates).items()]
+    dtypes = [
+      given.get(name, jnp.result_type(leaf))
+      for name, leaf in flatten.leaves_by_name(updates).items()
+    ]
     step = functools.partial(reduce_groups, comm, divisor=comm.divisor, dtypes=dtypes)
     leaves, state = at_devices(step, groups, leaves, state)
     return jax.tree.unflatten(structure, leaves), state
 
-  def with_collectives(change: Callable[[list[Collective]], list[Collective]]) -> Transform:
+  def with_collectives(
+    change: Callable[[list[Collective]], list[Collective]],
+  ) -> Transform:
     def changed(shapes: Shapes) -> list[Group]:
       groups = grouped(shapes)
       collectives = change([group.collective for group in groups]) if groups else []
-      return [group._replace(collective=new) for group, new in zip(groups, collectives, strict=True)]
+      return [
+        group._replace(collective=new)
+        for group, new in zip(groups, collectives, strict=True)
+      ]
 
     return grouped_transform(changed, change(collectives), axis, shardings, special)
 
@@ -155,10 +175,14 @@ def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceStat
   start = functools.partial(_start_groups, size=comm.size)
   if shards:
     device = lambda: add_device_axis(*start(shards.groups(method.groups)))
-    carried, counters = _compat.shard_map(device, None, (), PartitionSpec(shards.names), shards.names)()
+    carried, counters = _compat.shard_map(
+      device, None, (), PartitionSpec(shards.names), shards.names
+    )()
   else:
     carried, counters = start(method.groups)
-  layout = Layout.of_workers(comm.size, sum(group.entries for group in method.groups), shards, method)
+  layout = Layout.of_workers(
+    comm.size, sum(group.entries for group in method.groups), shards, method
+  )
   return ReduceState(carried, counters, mark_total(layout, axes_of(comm)))
 
 
@@ -166,16 +190,21 @@ def _start_groups(groups: Sequence[Group], size: int) -> tuple[State, Counters]:
   """What one device carries before the first step."""
   for group in groups:
     group.collective.check_size(group.entries, size)
-  return join_groups([group.collective.init(group.entries, size) for group in groups]), Counters.zeros()
+  return join_groups(
+    [group.collective.init(group.entries, size) for group in groups]
+  ), Counters.zeros()
 
 
 def init_state(collective: Collective, n: int, size: int) -> ReduceState:
   """The state of one of `size` workers before the first step, of n entries that belong to no leaves.
 
   Raises:
-    ValueError: for a number of entries that the collective cannot index, or that its options do not fit.
+    ValueError: for a number of entries that the collective cannot index, or that its
+      options do not fit.
   """
-  return ReduceState(*_start_groups([Group((0,), n, collective)], size), Layout.of_workers(size, n))
+  return ReduceState(
+    *_start_groups([Group((0,), n, collective)], size), Layout.of_workers(size, n)
+  )
 
 
 def at_devices(
@@ -183,7 +212,8 @@ def at_devices(
 ) -> tuple[list[jax.Array], ReduceState]:
   """`step(groups, leaves, state)` at a worker: at each of its devices, on its pieces of the leaves.
 
-  Where a worker has several devices, `step` gets their groups, and the names of the axes of these devices as well.
+  Where a worker has several devices, `step` gets their groups, and the names of the
+  axes of these devices as well.
   """
   layout = state.layout
   shards = layout.shards
@@ -192,28 +222,46 @@ def at_devices(
   specs = list(shards.specs)
   split = PartitionSpec(shards.names)
 
-  def device(leaves: list[jax.Array], carried: State, counters: Counters) -> tuple[list[jax.Array], State, Counters]:
+  def device(
+    leaves: list[jax.Array], carried: State, counters: Counters
+  ) -> tuple[list[jax.Array], State, Counters]:
     shared = jax.tree.map(lambda x: x[0], carried.shared)
-    one = ReduceState(carried._replace(shared=shared), counters, layout._replace(shards=None))
-    pieces, after = step(shards.groups(groups), shards.cut(leaves), one, inside=shards.names)
+    one = ReduceState(
+      carried._replace(shared=shared), counters, layout._replace(shards=None)
+    )
+    pieces, after = step(
+      shards.groups(groups), shards.cut(leaves), one, inside=shards.names
+    )
     return shards.join(pieces, leaves), *add_device_axis(after.carried, after.counters)
 
-  program = _compat.shard_map(device, None, (specs, split, split), (specs, split, split), shards.names)
-  leaves = [_compat.resharded(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
+  program = _compat.shard_map(
+    device, None, (specs, split, split), (specs, split, split), shards.names
+  )
+  leaves = [
+    _compat.resharded(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)
+  ]
   leaves, carried, counters = program(leaves, state.carried, state.counters)
   return leaves, ReduceState(carried, counters, layout)
 
 
 def add_device_axis(carried: State, counters: Counters) -> tuple[State, Counters]:
   """The state of one device with a leading axis of devices everywhere; what workers share has none by itself."""
-  return carried._replace(shared=jax.tree.map(lambda x: x[None], carried.shared)), counters
+  return carried._replace(
+    shared=jax.tree.map(lambda x: x[None], carried.shared)
+  ), counters
 
 
 def reduce_step(
-  collective: Collective, comm: Comm, grads: jax.Array, state: ReduceState, divisor: int = 1
+  collective: Collective,
+  comm: Comm,
+  grads: jax.Array,
+  state: ReduceState,
+  divisor: int = 1,
 ) -> tuple[jax.Array, ReduceState]:
   """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state."""
-  (update,), state = reduce_groups(comm, [Group((0,), grads.size, collective)], [grads], state, divisor, [grads.dtype])
+  (update,), state = reduce_groups(
+    comm, [Group((0,), grads.size, collective)], [grads], state, divisor, [grads.dtype]
+  )
   return update, state
 
 
@@ -228,9 +276,10 @@ def reduce_groups(
 ) -> tuple[list[jax.Array], ReduceState]:
   """One reduction of each group of leaves at one worker, or of their pieces at one of its devices.
 
-  Selection ranks NaN and Inf above all numbers, so a NaN or Inf of any worker is in the total of every worker. So all
-  workers skip the step without an extra message: they return zeros and keep the states of all groups. A total that is
-  too large for the dtype of the gradient is Inf, too.
+  Selection ranks NaN and Inf above all numbers, so a NaN or Inf of any worker is in the
+  total of every worker. So all workers skip the step without an extra message: they
+  return zeros and keep the states of all groups. A total that is too large for the
+  dtype of the gradient is Inf, too.
 
   Args:
     comm: the workers.
@@ -239,29 +288,43 @@ def reduce_groups(
     state: of one worker or device.
     divisor: of the totals.
     dtypes: of the results.
-    inside: names of the axes of the devices of a worker, which agree on one scalar: all of them skip a step, or none.
+    inside: names of the axes of the devices of a worker, which agree on one scalar: all
+      of them skip a step, or none.
 
   Returns:
-    The sums of the leaves over the workers, divided by `divisor` and rounded to `dtypes`; and the next state. What is
-    rounded off stays in the residuals, the same share at each worker.
+    The sums of the leaves over the workers, divided by `divisor` and rounded to
+    `dtypes`; and the next state. What is rounded off stays in the residuals, the same
+    share at each worker.
   """
   means = list(leaves)
   states = state.groups
-  grads, restore = zip(*(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups), strict=True)
+  grads, restore = zip(
+    *(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups),
+    strict=True,
+  )
   axes = axes_of(comm)
   delivered = []  # what the collectives return, with the mean, and what was rounded off
   are_finite: list[jax.Array] = []  # the means, the same at every worker
   for group, flat, before in zip(groups, grads, states, strict=True):
     earlier = [are_finite[number] for number in group.waits_for]
-    own = flat if group.collective.differentiable else _without_derivative(flat, group.collective.name)
-    reduced = group.collective.reduce(ordering.following(comm, earlier) if earlier else comm, own, before)
+    own = (
+      flat
+      if group.collective.differentiable
+      else _without_derivative(flat, group.collective.name)
+    )
+    reduced = group.collective.reduce(
+      ordering.following(comm, earlier) if earlier else comm, own, before
+    )
     rounded = [dtypes[leaf] for leaf in group.leaves]
     rounding = flatten.rounding([leaves[leaf].size for leaf in group.leaves], rounded)
     up_to_sign = isinstance(reduced.total, Deferred) and reduced.total.up_to_sign
     if rounding and not (up_to_sign and len(set(rounded)) == 1):
       reduced = reduced.computed()
     total = reduced.total
-    mean = jax.tree.map(lambda x: x / divisor, total.values if isinstance(total, Sparse | Deferred) else total)
+    mean = jax.tree.map(
+      lambda x: x / divisor,
+      total.values if isinstance(total, Sparse | Deferred) else total,
+    )
     error = None
     if rounding:
       exact = mean
@@ -273,13 +336,21 @@ def reduce_groups(
   if inside:
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
   for number, (group, result) in enumerate(zip(groups, delivered, strict=True)):
-    update, after = _commit(*result, grads[number], states[number], group.collective.decay, finite)
+    update, after = _commit(
+      *result, grads[number], states[number], group.collective.decay, finite
+    )
     update = mark_total(update, axes) if group.collective.replicates else update
     states[number] = after._replace(shared=mark_total(after.shared, axes))
     for leaf, mean in zip(group.leaves, restore[number](update), strict=True):
       means[leaf] = mean.astype(dtypes[leaf])
   entries = sum(group.entries for group in groups)
-  counters = count_step([reduced.counters for reduced, *_ in delivered], entries, state.counters, finite, update)
+  counters = count_step(
+    [reduced.counters for reduced, *_ in delivered],
+    entries,
+    state.counters,
+    finite,
+    update,
+  )
   return means, state.with_groups(states)._replace(counters=counters)
 
 
@@ -296,7 +367,8 @@ def _commit(
 
   Args:
     reduced: of the collective.
-    mean: the total, or the values of its entries, divided by the number of workers and rounded.
+    mean: the total, or the values of its entries, divided by the number of workers and
+      rounded.
     error: what was rounded off, like `mean`; None without rounding.
     grads: f32[n].
     before: the state before the step.
@@ -307,19 +379,28 @@ def _commit(
   zero = jnp.float32(0)
   residual = after.residual
   keep = functools.partial(jnp.where, finite)
-  rest = jax.tree.map(keep, after._replace(residual=None), before._replace(residual=None))
+  rest = jax.tree.map(
+    keep, after._replace(residual=None), before._replace(residual=None)
+  )
   if isinstance(total, Deferred):
     update, residual = total.finish(mean, error, finite, decay)
     return update, rest._replace(residual=residual)
   if isinstance(residual, Pending):
     residual = materialize(residual, finite, decay)
-    # A 0 that depends on the new residual: all reads of `grads` precede the reuse of its buffer for the update.
+    # A 0 that depends on the new residual: all reads of `grads` precede the reuse of
+    # its buffer for the update.
     zero = ordering.depend_on(residual[:1], jnp.float32(0))
   elif residual is not None:
-    residual = jnp.where(finite, residual if decay == 1 else decay * residual, before.residual)
+    residual = jnp.where(
+      finite, residual if decay == 1 else decay * residual, before.residual
+    )
   if residual is not None and error is not None:
     error = decay * jnp.where(finite, error, 0.0)
-    residual = sparse.add(residual, total.indices, error) if isinstance(total, Sparse) else residual + error
+    residual = (
+      sparse.add(residual, total.indices, error)
+      if isinstance(total, Sparse)
+      else residual + error
+    )
   update = jnp.where(finite, mean, 0.0)
   if isinstance(total, Sparse):
     update = sparse.put(jnp.full_like(grads, zero), total.indices, update)

@@ -4,9 +4,10 @@
     optax.contrib.split_real_and_imaginary    the real and the imaginary part of each complex leaf
     optax.flatten                             one vector of all leaves
 
-The state of a transform has the names and shapes of the leaves that it saw, which tell the wrappers around it. Some
-wrappers pass no extra arguments on, so contexts tell what is inside them: `synchronizing` has local steps exchange,
-`mean_dtypes` has a transform round its means to other dtypes than those of the leaves.
+The state of a transform has the names and shapes of the leaves that it saw, which tell
+the wrappers around it. Some wrappers pass no extra arguments on, so contexts tell what
+is inside them: `synchronizing` has local steps exchange, `mean_dtypes` has a transform
+round its means to other dtypes than those of the leaves.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,12 @@ mean_dtypes = jax.make_user_context(())  # pairs of a leaf's name and a dtype
 
 def _placeholder() -> type:
   found: list[type] = []
-  optax.tree_map_params(lambda params: found.append(type(params)) or params, lambda leaf: leaf, ())  # type: ignore[func-returns-value]
+
+  def init(params: Any) -> Any:
+    found.append(type(params))
+    return params
+
+  optax.tree_map_params(init, lambda leaf: leaf, ())
   return found[0]
 
 
@@ -61,11 +67,16 @@ def _concatenate(tree: Any) -> jax.Array:
 def _divide(tree: Any, seen: jax.Array) -> Any:
   leaves, structure = jax.tree.flatten(tree)
   pieces = zip(parts(seen, [leaf.size for leaf in leaves]), leaves, strict=True)
-  return jax.tree.unflatten(structure, [piece.reshape(leaf.shape).astype(leaf.dtype) for piece, leaf in pieces])
+  return jax.tree.unflatten(
+    structure, [piece.reshape(leaf.shape).astype(leaf.dtype) for piece, leaf in pieces]
+  )
 
 
 _SPLIT = _Wrapper(
-  lambda tree: jax.tree.map(lambda x: _Pair(jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else x, tree), _join_pairs
+  lambda tree: jax.tree.map(
+    lambda x: _Pair(jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else x, tree
+  ),
+  _join_pairs,
 )
 _FLAT = _Wrapper(_concatenate, _divide)
 
@@ -98,7 +109,10 @@ class View(NamedTuple):
     return like._replace(fast=seen) if isinstance(like, optax.LookaheadParams) else seen
 
 
-_VIEWS = [View(wrappers) for wrappers in ((), (_SPLIT,), (_FLAT,), (_SPLIT, _FLAT), (_FLAT, _SPLIT))]
+_VIEWS = [
+  View(wrappers)
+  for wrappers in ((), (_SPLIT,), (_FLAT,), (_SPLIT, _FLAT), (_FLAT, _SPLIT))
+]
 
 
 def trained(params: optax.Params) -> optax.Params:
@@ -117,7 +131,9 @@ def view_of(nodes: Sequence[ReduceState], params: optax.Params) -> View:
 
 
 def map_seen(
-  change: Callable[[str, jax.Array], jax.Array], nodes: Sequence[ReduceState], tree: optax.Params
+  change: Callable[[str, jax.Array], jax.Array],
+  nodes: Sequence[ReduceState],
+  tree: optax.Params,
 ) -> optax.Params:
   """A pytree like the parameters with `change(name, leaf)` for each leaf that the transforms with these states see."""
   view = view_of(nodes, tree)
@@ -133,5 +149,7 @@ def shapes_seen(nodes: Sequence[ReduceState], params: optax.Params) -> Any:
 
 def _shapes_seen(view: View, params: optax.Params) -> Any:
   dtype_of = lambda x: x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)), params)
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)), params
+  )
   return jax.eval_shape(view.see, shapes) if view.wrappers else trained(shapes)

@@ -35,7 +35,9 @@ def test_a_row_has_the_words_and_the_laws():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("label", quick_of(["powersgd", "powersgd:rank=2:alternate=True"], quick=["powersgd"]))
+@pytest.mark.parametrize(
+  "label", quick_of(["powersgd", "powersgd:rank=2:alternate=True"], quick=["powersgd"])
+)
 def test_what_needs_shapes_has_the_leaves_of_vgg16(label):
   (spec,) = specs.parse([label], 3)
   n = 1728 + 3 * 64 + 36_864 + 100  # a cut fifth leaf
@@ -51,25 +53,37 @@ def test_what_needs_shapes_has_the_leaves_of_vgg16(label):
 def test_ids_follow_zipfs_law_and_the_rows_that_an_all_gather_loses_are_counted():
   ids = embedding.draw(rows=40, workers=3, ids=2000, exponent=1.0)
   shares = np.bincount(ids.ravel(), minlength=40) / ids.size
-  np.testing.assert_allclose(shares, 1 / np.arange(1, 41) / np.sum(1 / np.arange(1, 41)), rtol=0.1)
+  np.testing.assert_allclose(
+    shares, 1 / np.arange(1, 41) / np.sum(1 / np.arange(1, 41)), rtol=0.1
+  )
   few = ids[:, :, :9]
   n = 40 * embedding.WIDTH
   make = embedding.gradients(engine_of(PLACE.where, "workers"), n, few)
   touched = np.any(np.asarray(make(2)).reshape(3, 40, -1), 2)
-  assert [set(np.flatnonzero(worker)) for worker in touched] == [set(worker) for worker in few[2]]
-  bench = updates.Bench(PLACE, "sim", n, 2, 2, make, kind="zipf", shapes=embedding.shapes)
+  assert [set(np.flatnonzero(worker)) for worker in touched] == [
+    set(worker) for worker in few[2]
+  ]
+  bench = updates.Bench(
+    PLACE, "sim", n, 2, 2, make, kind="zipf", shapes=embedding.shapes
+  )
   for capacity, is_right in ((9, True), (4, False)):
     (spec,) = specs.parse([f"gathered_rows:capacity={capacity}"], 3)
     timed = bench.updates(spec, spec.sized(n, embedding.shapes))
     assert timed.words == [2 * capacity * (embedding.WIDTH + 1)] * 2
     assert (timed.wrong == 0) == is_right
-  with pytest.raises(ValueError, match="gathered_rows: 5 leaves, choose --gradients=zipf"):
+  with pytest.raises(
+    ValueError, match="gathered_rows: 5 leaves, choose --gradients=zipf"
+  ):
     spec.sized(2000)
 
 
 def test_an_algorithm_with_a_period_is_timed_over_whole_ones():
-  steps_of = lambda label, **counts: updates.plan(specs.parse([label], 3, density=0.1)[0].collective, **counts)
-  assert steps_of("oktopk:threshold_period=8:region_period=12", warm_up=1, repetitions=5) == (46, 24, 24)  # 70 steps
+  steps_of = lambda label, **counts: updates.plan(
+    specs.parse([label], 3, density=0.1)[0].collective, **counts
+  )
+  assert steps_of(
+    "oktopk:threshold_period=8:region_period=12", warm_up=1, repetitions=5
+  ) == (46, 24, 24)  # 70 steps
   assert steps_of("oktopk", warm_up=30, repetitions=65) == (30, 128, 64)
   assert steps_of("dense", warm_up=1, repetitions=5) == (1, 5, 1)
 
@@ -81,11 +95,19 @@ def test_wrong_entries_are_counted(monkeypatch):
 
   def forgets(self, comm, grads, state):
     reduced = reduce(self, comm, grads, state)
-    return reduced._replace(state=reduced.state._replace(residual=jnp.zeros_like(grads)))
+    return reduced._replace(
+      state=reduced.state._replace(residual=jnp.zeros_like(grads))
+    )
 
   wrong = 0
-  for step in (2, 3):  # the two that are timed; without residuals each is a step of its own
-    grads = timing.gradients(engine_of(PLACE.where, "workers"), 600)(step).reshape(3, 600)
+  # the two that are timed; without residuals each is a step of its own
+  for step in (
+    2,
+    3,
+  ):
+    grads = timing.gradients(engine_of(PLACE.where, "workers"), 600)(step).reshape(
+      3, 600
+    )
     total = js.simulate("spardl", grads, density=0.1).total
     wrong += int((jnp.abs(grads.sum(0) - total) > 1e-5).sum())
   assert wrong > 1000
@@ -95,8 +117,13 @@ def test_wrong_entries_are_counted(monkeypatch):
   def differs(self, comm, grads, state):
     reduced = reduce(self, comm, grads, state)
     bits = jax.lax.bitcast_convert_type(reduced.total.values, jnp.int32)
-    bits = bits.at[0, :3].add((comm.rank == 1).astype(jnp.int32))  # one unit in the last place at one worker
-    return reduced._replace(total=reduced.total._replace(values=jax.lax.bitcast_convert_type(bits, jnp.float32)))
+    # one unit in the last place at one worker
+    bits = bits.at[0, :3].add((comm.rank == 1).astype(jnp.int32))
+    return reduced._replace(
+      total=reduced.total._replace(
+        values=jax.lax.bitcast_convert_type(bits, jnp.float32)
+      )
+    )
 
   monkeypatch.setattr(kind, "reduce", differs)
   assert bench(601).updates(spec, spec.sized(601)).wrong == 2 * 3
@@ -112,12 +139,18 @@ def test_what_bfloat16_rounds_is_not_wrong(monkeypatch):
 
 def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):
   path, (size, steps, entries) = tmp_path / "recorded.npy", (2, 3, 50)
-  recording = np.random.default_rng(0).standard_t(2, (size, steps, entries)).astype(np.float32)
+  recording = (
+    np.random.default_rng(0).standard_t(2, (size, steps, entries)).astype(np.float32)
+  )
   np.save(path, recording)
   n = 2 * entries + 7
   grads = recorded.gradients(PLACE, path, n)
   rows = np.stack([np.asarray(grads(step)).reshape(3, n) for step in range(steps)])
-  for copy in (slice(entries), slice(entries, 2 * entries)):  # each begins with a step and a scale of its own
+  # each begins with a step and a scale of its own
+  for copy in (
+    slice(entries),
+    slice(entries, 2 * entries),
+  ):
     ratios = rows[0, 0, copy] / recording[0]
     (first,) = (number for number, row in enumerate(ratios) if np.ptp(row) < 1e-4)
     assert 0.5 <= abs(ratios[first, 0]) <= 2
@@ -129,25 +162,54 @@ def test_a_longer_gradient_repeats_the_recorded_one(tmp_path):
 
 def small(tmp_path, *flags):
   folders = (f"--report_dir={tmp_path}", f"--cache_dir={tmp_path}")
-  return commands.run("benchmarks.collectives", "--gradients=normal", "--workers=2", *folders, *flags)
+  return commands.run(
+    "benchmarks.collectives", "--gradients=normal", "--workers=2", *folders, *flags
+  )
 
 
 @pytest.mark.long
 def test_rows_of_several_sizes(tmp_path):
-  done = small(tmp_path, "--engine=devices", "--n=1000,2000", "--algorithms=topka,dense", "--repetitions=1", "--json")
+  done = small(
+    tmp_path,
+    "--engine=devices",
+    "--n=1000,2000",
+    "--algorithms=topka,dense",
+    "--repetitions=1",
+    "--json",
+  )
   assert done.returncode == 0, done.stderr[-2000:]
   rows = json.loads(done.stdout)
-  assert [(row["algorithm"], row["n"]) for row in rows[:3]] == [("topka", 1000), ("dense", 1000), ("topka", 2000)]
+  assert [(row["algorithm"], row["n"]) for row in rows[:3]] == [
+    ("topka", 1000),
+    ("dense", 1000),
+    ("topka", 2000),
+  ]
   assert (rows[3]["words"], rows[3]["wrong"]) == (2000, 0)
-  kept = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
+  kept = [
+    json.loads(line)
+    for line in (tmp_path / "collectives.jsonl").read_text().splitlines()
+  ]
   assert [{**row, "run": kept[0]["run"]} for row in rows] == kept
   assert "wrong: 0 OK" in done.stderr
 
 
 @pytest.mark.long
 def test_an_interrupted_run_keeps_its_rows(tmp_path):
-  flags = ("--engine=sim", "--gradients=normal", "--workers=2", "--n=1000", "--algorithms=dense,spardl,oktopk")
-  command = ["env", "--default-signal", sys.executable, "-m", "benchmarks.collectives", *flags]
+  flags = (
+    "--engine=sim",
+    "--gradients=normal",
+    "--workers=2",
+    "--n=1000",
+    "--algorithms=dense,spardl,oktopk",
+  )
+  command = [
+    "env",
+    "--default-signal",
+    sys.executable,
+    "-m",
+    "benchmarks.collectives",
+    *flags,
+  ]
   command += [f"--report_dir={tmp_path}", f"--cache_dir={tmp_path}"]
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
   with subprocess.Popen(command, cwd=commands.ROOT, **pipes) as process:
@@ -156,13 +218,19 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path):
     out, err = process.communicate(timeout=60)
   assert process.returncode == 128 + signal.SIGTERM, err[-2000:]
   assert "│ dense " in out
-  kept = [json.loads(line) for line in (tmp_path / "collectives.jsonl").read_text().splitlines()]
-  assert [row["algorithm"] for row in kept] == ["dense", "spardl"][: len(kept)]  # oktopk had no time
+  kept = [
+    json.loads(line)
+    for line in (tmp_path / "collectives.jsonl").read_text().splitlines()
+  ]
+  # oktopk had no time
+  assert [row["algorithm"] for row in kept] == ["dense", "spardl"][: len(kept)]
 
 
 @pytest.mark.long
 def test_a_row_that_fails_is_named(tmp_path):
-  done = small(tmp_path, "--engine=sim", "--n=1000", "--algorithms=dense,topka:density=None:k=2000")
+  done = small(
+    tmp_path, "--engine=sim", "--n=1000", "--algorithms=dense,topka:density=None:k=2000"
+  )
   assert done.returncode == 1
   assert "error: topka:density=None:k=2000: rank 0 failed: " in done.stderr
   assert "│ dense " in done.stdout
@@ -171,7 +239,14 @@ def test_a_row_that_fails_is_named(tmp_path):
 @pytest.mark.long
 @commands.needs_lab
 def test_in_the_lab_dense_takes_what_the_wire_takes(tmp_path):
-  flags = ("--n=250000", "--algorithms=dense,topka", "--repetitions=2", "--rate=20mbit", "--predict", "--json")
+  flags = (
+    "--n=250000",
+    "--algorithms=dense,topka",
+    "--repetitions=2",
+    "--rate=20mbit",
+    "--predict",
+    "--json",
+  )
   done = small(tmp_path, *flags)
   assert done.returncode == 0, done.stderr[-2000:]
   dense, sparse = json.loads(done.stdout)

@@ -18,18 +18,30 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-needs_lab = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2")
+needs_lab = pytest.mark.skipif(
+  os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and iproute2"
+)
 
 # A process for each of several runs, forked after the imports that take seconds.
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["absl.app", "flax.nnx", "jaxsparse", "matplotlib.pyplot", "sklearn.datasets"])
+_FORKS.set_forkserver_preload(
+  ["absl.app", "flax.nnx", "jaxsparse", "matplotlib.pyplot", "sklearn.datasets"]
+)
 
 
 def run(module, *flags, **settings):
   """`python -m module flags`, with these variables in its environment."""
   command = [sys.executable, "-m", module, *map(str, flags)]
   environment = os.environ | settings
-  return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+  return subprocess.run(
+    command,
+    cwd=ROOT,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=280,
+    check=False,
+  )
 
 
 def result_of(name, *flags, **settings):
@@ -47,7 +59,9 @@ def _run_here(module, flags):
     try:
       runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
-      status = end.code if isinstance(end.code, int) else print(end.code, file=output) or 1
+      status = (
+        end.code if isinstance(end.code, int) else print(end.code, file=output) or 1
+      )
     except BaseException:
       status = traceback.print_exc() or 1
   return status, output.getvalue()

@@ -14,7 +14,8 @@ from benchmarks import specs
 from benchmarks.compiled import hlo, programs, rows
 from tests.cases import row
 
-# 1,000 entries: gathered at 10 indices, 10 values put in place, a sum in a branch, a loop of 5 rounds and an open one.
+# 1,000 entries: gathered at 10 indices, 10 values put in place, a sum in a branch, a
+# loop of 5 rounds and an open one.
 TEXT = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[1000]{0})->f32[1000]{0}}
 
 %gathered (param_0: f32[1000], param_1: s32[10]) -> f32[10] {
@@ -91,19 +92,30 @@ def test_a_program_that_was_read_by_hand():
 
 def test_a_program_of_this_platform():
   """A scatter into a donated array is counted by its entries, a pass over it is not."""
-  place = jax.jit(lambda x, i, v: x.at[i].set(v, unique_indices=True, mode="drop"), donate_argnums=0)
-  shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((10**6,), "f4"), ((10,), "i4"), ((10,), "f4"))]
+  place = jax.jit(
+    lambda x, i, v: x.at[i].set(v, unique_indices=True, mode="drop"), donate_argnums=0
+  )
+  shapes = [
+    jax.ShapeDtypeStruct(shape, dtype)
+    for shape, dtype in (((10**6,), "f4"), ((10,), "i4"), ((10,), "f4"))
+  ]
   assert hlo.summarize(place.lower(*shapes).compile().as_text(), 4 * 10**6).bytes < 1000
   double = jax.jit(lambda x: 2 * x).lower(shapes[0]).compile().as_text()
   assert hlo.summarize(double, 4 * 10**6).bytes == pytest.approx(8 * 10**6, rel=1e-3)
 
 
 def test_goals_name_what_was_missed():
-  row = lambda name, **more: rows.Row(*(name, 3.0, 20, 0, 0, 5.0, 0.5, 9.0, 0, 0, 0, []))._replace(**more)
+  row = lambda name, **more: rows.Row(
+    *(name, 3.0, 20, 0, 0, 5.0, 0.5, 9.0, 0, 0, 0, [])
+  )._replace(**more)
   slow = row("spardl", seconds=11.0, kernels=71)
   message = hlo.Exchange("collective-permute", 40, False, 0.0)
   steps = row("dense", peak=12.0), row("signs", peak=16.5, exchanges=[message])
-  missed = [goal.what for goal in rows.goals("cuda", [slow, row("onebit")], steps) if not goal.met]
+  missed = [
+    goal.what
+    for goal in rows.goals("cuda", [slow, row("onebit")], steps)
+    if not goal.met
+  ]
   assert missed == [
     "compile seconds of an update ≤ 10",
     "spardl: kernels ≤ 70",
@@ -130,11 +142,19 @@ def test_a_step_is_lowered_from_shapes(inside):
   """`js.abstract_state` of shapes is what `js.init` makes of arrays, and a step has the same program for both."""
   devices = np.array(jax.devices()[:4]).reshape((2, 2) if inside else 4)
   mesh = Mesh(devices, ("workers", *inside))
-  params = jax.device_put({"w": jnp.ones((8, 4))}, NamedSharding(mesh, P(None, *inside)))
+  params = jax.device_put(
+    {"w": jnp.ones((8, 4))}, NamedSharding(mesh, P(None, *inside))
+  )
   tx = js.spardl_transform("workers", density=0.5)
   step = js.make_train_step(lambda p, batch: jnp.mean((batch @ p["w"]) ** 2), tx, mesh)
-  batch, shape_of = jnp.ones((8, 8)), lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+  batch, shape_of = (
+    jnp.ones((8, 8)),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+  )
   shapes = jax.tree.map(shape_of, params)
   state, like = js.init(tx, params, mesh), js.abstract_state(tx, shapes, mesh)
   assert jax.tree.map(shape_of, state) == like
-  assert step.lower(shapes, like, batch).as_text() == step.lower(params, state, batch).as_text()
+  assert (
+    step.lower(shapes, like, batch).as_text()
+    == step.lower(params, state, batch).as_text()
+  )

@@ -18,29 +18,45 @@ CONSOLE = rich.console.Console(quiet=True)
 
 @pytest.mark.long
 def test_a_small_run_measures_every_part(tmp_path):
-  done = commands.run("benchmarks.device", "--small", "--name=test", f"--report_dir={tmp_path}")
+  done = commands.run(
+    "benchmarks.device", "--small", "--name=test", f"--report_dir={tmp_path}"
+  )
   assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
   found = json.loads((tmp_path / "device_test.json").read_text())
   assert (found["platform"], found["jax"]) == ("cpu", jax.__version__)
   algorithms = list(setting.SMALL.algorithms)
   others = ["read", "copy", "lax.top_k", "lax.approx_max_k", "js.select.top_k"]
   names = lambda part: [row["row"] for row in found[part]]
-  assert names("right") == ["selection, normal", "selection, ties", "selection, not finite", "dense", "topka"]
+  assert names("right") == [
+    "selection, normal",
+    "selection, ties",
+    "selection, not finite",
+    "dense",
+    "topka",
+  ]
   assert all(row["differ"] == 0 for row in found["right"])
   assert names("speed") == names("launches") == [*others, *algorithms]
-  assert all(0 < row["seconds"] <= row["p90"] and row["queued"] > 0 for row in found["speed"])
+  assert all(
+    0 < row["seconds"] <= row["p90"] and row["queued"] > 0 for row in found["speed"]
+  )
   assert all(row["kernels"] is None for row in found["launches"])
   (trained,) = found["step"]
   assert trained["seconds"] > 0
   assert (trained["tokens"], trained["peak"]) == (32, None)
   profile = js.costs.Profile.load(tmp_path / "profile_test.json")
-  assert list(profile.algorithms) == ["dense", "dense:dtype=bfloat16", "topka:density=0.01"]
+  assert list(profile.algorithms) == [
+    "dense",
+    "dense:dtype=bfloat16",
+    "topka:density=0.01",
+  ]
   _, *advice = found["worth"]
   for row, gigabits in zip(advice, (10, 25, 100, 400), strict=True):
     (dense,) = (one for one in row["predictions"] if one["label"] == "dense")
     assert dense["arithmetic"] > 0
     # 2 messages; the 8 devices of a host share its link
-    assert dense["wire"] == pytest.approx(2 * row["alpha"] + 8 * 32 * dense["words"] / (gigabits * 1e9), rel=1e-4)
+    assert dense["wire"] == pytest.approx(
+      2 * row["alpha"] + 8 * 32 * dense["words"] / (gigabits * 1e9), rel=1e-4
+    )
 
 
 def test_rows_that_fail_or_are_late_leave_the_others(tmp_path):
@@ -71,8 +87,17 @@ def test_rows_that_fail_or_are_late_leave_the_others(tmp_path):
   again = Run(path, {"device": "none"}, {"right": False, "step": True}, 1000, CONSOLE)
   again.measure("step", "works", 10.0, lambda: {"loss": float("nan")})
   assert (kept()["right"], kept()["step"]) == (rows, [{"row": "works", "loss": None}])
-  with pytest.raises(ValueError, match="is of device none, not another: choose another --name"):
-    Run(path, {"device": "another"}, {"right": False, "step": True}, 1000, CONSOLE, ["device"])
+  with pytest.raises(
+    ValueError, match="is of device none, not another: choose another --name"
+  ):
+    Run(
+      path,
+      {"device": "another"},
+      {"right": False, "step": True},
+      1000,
+      CONSOLE,
+      ["device"],
+    )
 
 
 def test_goals_of_results():
@@ -88,17 +113,30 @@ def test_goals_of_results():
 
 
 def test_kernels_are_counted_on_streams_of_gpus(monkeypatch):
-  event = lambda name, duration_ns: types.SimpleNamespace(name=name, duration_ns=duration_ns)
+  event = lambda name, duration_ns: types.SimpleNamespace(
+    name=name, duration_ns=duration_ns
+  )
   line = lambda name, *events: types.SimpleNamespace(name=name, events=events)
-  kernels = line("Stream #13(Compute,MemcpyD2D)", event("fusion", 1e6), event("MemcpyD2D", 5e5), event("sort", 2e6))
+  kernels = line(
+    "Stream #13(Compute,MemcpyD2D)",
+    event("fusion", 1e6),
+    event("MemcpyD2D", 5e5),
+    event("sort", 2e6),
+  )
   planes = [
     types.SimpleNamespace(name="/host:CPU", lines=[line("python", event("call", 1e9))]),
-    types.SimpleNamespace(name="/device:GPU:0", lines=[kernels, line("XLA Ops", event("fusion", 1e6))]),
+    types.SimpleNamespace(
+      name="/device:GPU:0", lines=[kernels, line("XLA Ops", event("fusion", 1e6))]
+    ),
   ]
   monkeypatch.setattr(
-    jax.profiler, "ProfileData", types.SimpleNamespace(from_file=lambda _: types.SimpleNamespace(planes=planes))
+    jax.profiler,
+    "ProfileData",
+    types.SimpleNamespace(from_file=lambda _: types.SimpleNamespace(planes=planes)),
   )
-  assert timing.launches_of(lambda: None) == timing.Launches(2, 1, pytest.approx(3.5e-3))
+  assert timing.launches_of(lambda: None) == timing.Launches(
+    2, 1, pytest.approx(3.5e-3)
+  )
 
 
 @pytest.mark.long
@@ -117,12 +155,18 @@ def test_the_reference_outlives_a_crash_of_its_process():
     for child in multiprocessing.active_children():
       child.kill()
     for label in ("dense", "topka"):
-      found = right.differences(right.simulate(label, 100, 2, 0.1), reference.of(label, 120))
+      found = right.differences(
+        right.simulate(label, 100, 2, 0.1), reference.of(label, 120)
+      )
       assert found["differ"] == 0
   finally:
     reference.stop()
 
 
 def test_links_are_shared_by_the_devices_of_a_host():
-  linked = worth.over(js.costs.Profile(workers=2, alpha=0.0, beta=0.0, devices=8), gigabits=100, alpha=5e-6)
+  linked = worth.over(
+    js.costs.Profile(workers=2, alpha=0.0, beta=0.0, devices=8),
+    gigabits=100,
+    alpha=5e-6,
+  )
   assert linked.beta == pytest.approx(8 / 12.5e9)  # 100 Gbit/s are 12.5 GB/s

@@ -28,7 +28,8 @@ print(os.getpid(), sleeper.pid, flush=True)
 time.sleep(600)
 """
 
-# Binds what the host's own name resolves to, and times a transfer from the first byte to the last.
+# Binds what the host's own name resolves to, and times a transfer from the first byte
+# to the last.
 RECEIVE = """
 import socket, time
 with socket.create_server((socket.gethostname(), 7000)) as server:
@@ -62,19 +63,30 @@ needs_lab = pytest.mark.usefixtures("machine")
 
 def command(*arguments):
   # With the default signals: who started the tests in the background had them ignored.
-  return ["env", "--default-signal", sys.executable, "-m", "benchmarks.netlab", *arguments]
+  return [
+    "env",
+    "--default-signal",
+    sys.executable,
+    "-m",
+    "benchmarks.netlab",
+    *arguments,
+  ]
 
 
 def run(*arguments, prefix=()):
   full = [*prefix, *command(*arguments)]
-  return subprocess.run(full, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+  return subprocess.run(
+    full, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+  )
 
 
 @contextlib.contextmanager
 def idle_lab():
   """A lab in a process of its own, the process ids of its command and of a sleeper in its only host."""
   arguments = command("--hosts=1", "--rate=10mbit", "--", sys.executable, "-c", IDLE)
-  with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+  with subprocess.Popen(
+    arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+  ) as process:
     try:
       outside, inside = map(int, process.stdout.readline().split())
       yield process, outside, inside
@@ -84,7 +96,9 @@ def idle_lab():
 
 def remains(pid):
   """Namespaces and folders of the labs of one process."""
-  listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
+  listed = subprocess.run(
+    ["ip", "netns", "list"], capture_output=True, text=True, check=True
+  ).stdout.split()
   etc = pathlib.Path("/etc/netns")
   names = {*listed, *(os.listdir(etc) if etc.exists() else [])}
   return sorted(name for name in names if name.startswith(f"jslab-{pid}-"))
@@ -105,20 +119,32 @@ def test_hosts_meet_by_name_at_the_rate():
     receive = [*hosts[2].enter, sys.executable, "-c", RECEIVE]
     with subprocess.Popen(receive, stdout=subprocess.PIPE, text=True) as receiver:
       assert receiver.stdout.readline().strip() == hosts[2].address
-      subprocess.run([*hosts[0].enter, sys.executable, "-c", SEND, hosts[2].name], timeout=60, check=True)
+      subprocess.run(
+        [*hosts[0].enter, sys.executable, "-c", SEND, hosts[2].name],
+        timeout=60,
+        check=True,
+      )
       size, seconds = receiver.stdout.read().split()
   assert int(size) == 1_000_000
-  assert 0.38 < float(seconds) < 4  # 0.4 s and headers, less a bucket of 17 kB; the upper end is for a busy machine
+  # 0.4 s and headers, less a bucket of 17 kB; the upper end is for a busy machine
+  assert 0.38 < float(seconds) < 4
   assert remains(os.getpid()) == []
 
 
 @needs_lab
-@pytest.mark.parametrize("rate", ["10mbit", "10MBIT", "0.01gbit", "1.25mbps", "10000000"])
+@pytest.mark.parametrize(
+  "rate", ["10mbit", "10MBIT", "0.01gbit", "1.25mbps", "10000000"]
+)
 def test_both_ends_of_a_link_have_the_rate(rate):
   with netlab.lab(1, rate) as (host,):
-    for name, device in [(host.name, "eth0"), (host.name.removesuffix("0") + "switch", "port0")]:
+    for name, device in [
+      (host.name, "eth0"),
+      (host.name.removesuffix("0") + "switch", "port0"),
+    ]:
       show = ["tc", "-n", name, "-j", "qdisc", "show", "dev", device]
-      (shape,) = json.loads(subprocess.run(show, capture_output=True, text=True, check=True).stdout)
+      (shape,) = json.loads(
+        subprocess.run(show, capture_output=True, text=True, check=True).stdout
+      )
       assert shape["kind"] == "tbf"
       assert shape["options"]["rate"] == 1_250_000
       assert 15_900 < shape["options"]["burst"] < 17_000
@@ -135,7 +161,12 @@ def test_the_command_finds_the_hosts():
   assert run("--hosts=1", "--rate=none", "--", "no-such-program").returncode == 127
 
 
-SIGNALS = [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGHUP, False)]
+SIGNALS = [
+  (signal.SIGINT, True),
+  (signal.SIGINT, False),
+  (signal.SIGTERM, False),
+  (signal.SIGHUP, False),
+]
 
 
 @needs_lab
@@ -143,7 +174,8 @@ SIGNALS = [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False
 def test_signals_leave_nothing(number, terminal):
   with idle_lab() as (process, outside, inside):
     assert len(remains(process.pid)) == 2
-    if terminal:  # Ctrl-C goes to all its programs; a second one comes into the clean-up
+    # Ctrl-C goes to all its programs; a second one comes into the clean-up
+    if terminal:
       os.killpg(process.pid, number)
       time.sleep(0.05)
       os.killpg(process.pid, number)
@@ -161,7 +193,8 @@ def test_what_a_killed_lab_left_is_removed_by_the_next():
   with idle_lab() as (process, outside, inside):
     assert len(remains(process.pid)) == 2
     assert started(inside)
-    reused = f"jslab-{os.getpid()}-1-0"  # our process id, but of a process that started with the machine
+    # our process id, but of a process that started with the machine
+    reused = f"jslab-{os.getpid()}-1-0"
     subprocess.run(["ip", "netns", "add", reused], check=True)
     process.kill()  # and not waited for: a zombie owns nothing
     assert ends(process.pid)
@@ -183,7 +216,11 @@ def test_labs_of_two_processes_and_an_error():
     assert remains(os.getpid()) == []
     assert len(remains(process.pid)) == 2
     assert started(inside)
-    with contextlib.suppress(KeyError), netlab.lab(1, None) as (host,):  # a stubborn process ends with an error's lab
+    # a stubborn process ends with an error's lab
+    with (
+      contextlib.suppress(KeyError),
+      netlab.lab(1, None) as (host,),
+    ):
       wait = [*host.enter, "sh", "-c", "trap '' TERM; echo; exec sleep 600"]
       stubborn = subprocess.Popen(wait, stdout=subprocess.PIPE)
       stubborn.stdout.readline()
@@ -201,11 +238,17 @@ def test_a_kernel_that_refuses():
   done = run("--", "true", prefix=["setpriv", "--bounding-set=-net_admin"])
   assert done.returncode == 1
   assert "CAP_NET_ADMIN" in done.stderr
-  owner = re.search(r"-n jslab-(\d+)-\d+-switch", done.stderr)[1]  # its namespaces were there by then
+  # its namespaces were there by then
+  owner = re.search(r"-n jslab-(\d+)-\d+-switch", done.stderr)[1]
   assert remains(owner) == []
 
 
 def test_without_tools(monkeypatch):
   monkeypatch.setenv("PATH", "/nowhere")
-  with pytest.raises(netlab.LabUnavailable, match=r"sudo|ip, tc, unshare, hostname not found"), netlab.lab(1, None):
+  with (
+    pytest.raises(
+      netlab.LabUnavailable, match=r"sudo|ip, tc, unshare, hostname not found"
+    ),
+    netlab.lab(1, None),
+  ):
     pass

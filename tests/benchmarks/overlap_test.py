@@ -20,21 +20,31 @@ SIZES = {
 def test_the_networks_are_the_real_ones(model):
   tensors = architectures.MODELS[model]()
   assert (len(tensors), sum(tensor.entries for tensor in tensors)) == SIZES[model]
-  assert sum(tensor.seconds for tensor in tensors) == pytest.approx(iterations.PAPER[model].backward, rel=0.6)
+  assert sum(tensor.seconds for tensor in tensors) == pytest.approx(
+    iterations.PAPER[model].backward, rel=0.6
+  )
   bound = papers.number("ASC-WFBP", "Table V, S_max", f"{model} bound")
   assert iterations.bound_of(model) == pytest.approx(bound, abs=0.06)
 
 
 @pytest.mark.long
 def test_rows_as_a_table_and_json():
-  found = result_of("overlap", "--model=bert_base", "--plan=single,wfbp,mg_wfbp,asc_wfbp")
+  found = result_of(
+    "overlap", "--model=bert_base", "--plan=single,wfbp,mg_wfbp,asc_wfbp"
+  )
   rows = {row["plan"]: row for row in found}
   assert rows["wfbp"]["groups"] == 206
-  assert rows["asc_wfbp"]["seconds"] <= rows["mg_wfbp"]["seconds"] <= rows["wfbp"]["seconds"]
+  assert (
+    rows["asc_wfbp"]["seconds"] <= rows["mg_wfbp"]["seconds"] <= rows["wfbp"]["seconds"]
+  )
   one = iterations.PAPER["bert_base"]
   computing = one.forward + one.backward
-  assert rows["single"]["seconds"] == pytest.approx(computing + 1.4e-3 + 1.7e-9 * 4 * 110_106_428)
-  assert rows["single"]["speed_up"] == pytest.approx(32 * computing / rows["single"]["seconds"])
+  assert rows["single"]["seconds"] == pytest.approx(
+    computing + 1.4e-3 + 1.7e-9 * 4 * 110_106_428
+  )
+  assert rows["single"]["speed_up"] == pytest.approx(
+    32 * computing / rows["single"]["seconds"]
+  )
   for row in rows.values():
     assert row["exposed"] == pytest.approx(row["seconds"] - computing)
 
@@ -43,14 +53,29 @@ def test_rows_as_a_table_and_json():
 def test_a_lab_on_one_device_measures_what_it_plans():
   """All of the lab's measuring but for the network and SparDL, with simulated workers."""
   simulated = js.SimComm("workers", members=2)
-  lab = hiding.Lab(workers.Workers(simulated, simulated, 2, 2, 0), "none", 2, 8, 16, 0.1, 1)
+  lab = hiding.Lab(
+    workers.Workers(simulated, simulated, 2, 2, 0), "none", 2, 8, 16, 0.1, 1
+  )
   rows = {row.name: row for row in lab.rows(["mg_wfbp", "wfbp"])}
-  assert list(rows) == ["xla default", "no communication", "mg_wfbp, dense", "wfbp, dense"]
+  assert list(rows) == [
+    "xla default",
+    "no communication",
+    "mg_wfbp, dense",
+    "wfbp, dense",
+  ]
   assert rows["wfbp, dense"].groups == lab.setting.tensors == 4
-  assert rows["wfbp, dense"].predicted >= rows["mg_wfbp, dense"].predicted > rows["no communication"].seconds > 0
+  assert (
+    rows["wfbp, dense"].predicted
+    >= rows["mg_wfbp, dense"].predicted
+    > rows["no communication"].seconds
+    > 0
+  )
   exposed = list(report.lab_table(lab.setting, list(rows.values())).columns[5].cells)
   seconds = rows["wfbp, dense"].seconds - rows["no communication"].seconds
-  assert (exposed[1], float(exposed[3])) == ("0.0", pytest.approx(1e3 * seconds, abs=0.1))
+  assert (exposed[1], float(exposed[3])) == (
+    "0.0",
+    pytest.approx(1e3 * seconds, abs=0.1),
+  )
   assert lab.setting.start_ups > 0
   assert 0 <= lab.setting.hidden <= 1
 
@@ -58,7 +83,9 @@ def test_a_lab_on_one_device_measures_what_it_plans():
 def test_two_all_reduces_at_once():
   link = js.overlap.Link(alpha=1e-3, beta=1e-9, gamma=1.5)
   curve = contention.predicted(link, workers=4)
-  assert [curve.gamma(point) for point in curve.points] == pytest.approx([1.5] * len(contention.SIZES))
+  assert [curve.gamma(point) for point in curve.points] == pytest.approx(
+    [1.5] * len(contention.SIZES)
+  )
   size = contention.full_from(link, workers=4)
   assert curve.share(2 * size, link.alpha + 1.5e-9 * size) == pytest.approx(1)
   assert contention.full_from(link._replace(gamma=20.0), workers=4) == float("inf")
@@ -68,7 +95,10 @@ def test_two_all_reduces_at_once():
 @pytest.mark.long
 @needs_lab
 def test_contention_in_the_lab():
-  (curve,) = result_of("overlap", "--contention", "--rate=1gbit", "--workers=2", "--repetitions=3")
+  (curve,) = result_of(
+    "overlap", "--contention", "--rate=1gbit", "--workers=2", "--repetitions=3"
+  )
   longest = curve["points"][-1]
-  assert longest["one"] > 0.9 * longest["size"] / curve["speed"]  # a link is no faster than its rate
+  # a link is no faster than its rate
+  assert longest["one"] > 0.9 * longest["size"] / curve["speed"]
   assert longest["two"] > 1.8 * longest["size"] / curve["speed"]

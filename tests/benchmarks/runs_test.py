@@ -21,17 +21,26 @@ def test_train_learns_and_keeps_its_runs(tmp_path):
   assert min(sparse["test_accuracy"], dense["test_accuracy"]) > 0.8
   n = 22602
   assert dense["words_per_step"] == 2 * (n // 3) * 2
-  assert sparse["words_per_step"] == 4 * -(-1131 // 3) * 2  # ⌈0.05 n⌉ = 1131 entries in three blocks
+  # ⌈0.05 n⌉ = 1131 entries in three blocks
+  assert sparse["words_per_step"] == 4 * -(-1131 // 3) * 2
   assert sparse["residual_norm"] > 0
   assert (tmp_path / "demo.png").stat().st_size > 10_000
   kept = json.loads((tmp_path / "train.json").read_text())["runs"]
-  assert [run["test_loss"] for run in kept] == pytest.approx([sparse["test_loss"], dense["test_loss"]], rel=1e-5)
+  assert [run["test_loss"] for run in kept] == pytest.approx(
+    [sparse["test_loss"], dense["test_loss"]], rel=1e-5
+  )
 
 
 @pytest.mark.long
 def test_train_with_seeds_and_folds(tmp_path):
   flags = "--seed=0,3", "--algorithm=topka:wire=bf16,a2sgd", "--optimizer=adam"
-  more = "--steps=8", "--workers=2", "--engine=sim", "--folds=2", f"--report_dir={tmp_path}"
+  more = (
+    "--steps=8",
+    "--workers=2",
+    "--engine=sim",
+    "--folds=2",
+    f"--report_dir={tmp_path}",
+  )
   runs = result_of("train", *flags, *more)["runs"]
   grid = [("topka:wire=bf16", fold, seed) for fold in range(2) for seed in (0, 3)]
   assert [(run["algorithm"], run["fold"], run["seed"]) for run in runs[:4]] == grid
@@ -41,7 +50,14 @@ def test_train_with_seeds_and_folds(tmp_path):
 
 @pytest.mark.long
 def test_the_controller_has_throughput_and_latency():
-  result = result_of("controller", "--workers=5", "--group_size=3", "--seconds=0.3", "--groups=20", "--curve")
+  result = result_of(
+    "controller",
+    "--workers=5",
+    "--group_size=3",
+    "--seconds=0.3",
+    "--groups=20",
+    "--curve",
+  )
   assert result["signals_per_second"] > 50
   assert result["groups_per_second"] * 3 == pytest.approx(result["signals_per_second"])
   assert 0 < result["latency"] <= result["latency_99"]
@@ -50,12 +66,20 @@ def test_the_controller_has_throughput_and_latency():
 
 @pytest.mark.long
 def test_costs_are_counted_beside_formulas():
-  found = result_of("costs", "--algorithm=spardl,spardl:teams=7,a2sgd", "--workers=14", "--n=100000")
+  found = result_of(
+    "costs", "--algorithm=spardl,spardl:teams=7,a2sgd", "--workers=14", "--n=100000"
+  )
   rows = {row["algorithm"]: row for row in found}
-  assert rows["spardl"]["most"] == rows["spardl"]["formula"] == {"messages": 8, "words": 3744, "agreements": 0}
+  assert (
+    rows["spardl"]["most"]
+    == rows["spardl"]["formula"]
+    == {"messages": 8, "words": 3744, "agreements": 0}
+  )
   assert rows["a2sgd"]["most"]["words"] == 2
   varying = rows["spardl:teams=7"]
-  assert varying["least"]["words"] < varying["most"]["words"] == varying["formula"]["words"]
+  assert (
+    varying["least"]["words"] < varying["most"]["words"] == varying["formula"]["words"]
+  )
 
 
 def test_the_evidence_of_the_library_is_that_of_the_results():
@@ -66,11 +90,20 @@ def test_the_evidence_of_the_library_is_that_of_the_results():
 
 @pytest.mark.long
 def test_selection_checks_and_times_every_program():
-  flags = "--n=40000", "--inputs=normal,gradients,equal", "--repetitions=1", "--update=2"
+  flags = (
+    "--n=40000",
+    "--inputs=normal,gradients,equal",
+    "--repetitions=1",
+    "--update=2",
+  )
   # Memory is of programs as users have them.
-  result = result_of("selection", *flags, XLA_FLAGS="", JAX_DISABLE_MOST_OPTIMIZATIONS="0")
+  result = result_of(
+    "selection", *flags, XLA_FLAGS="", JAX_DISABLE_MOST_OPTIMIZATIONS="0"
+  )
   rows, update = result["selection"], result["update"]
-  assert all(row[name] > 0 for row in rows for name in ("lax_top_k", "top_k", "threshold"))
+  assert all(
+    row[name] > 0 for row in rows for name in ("lax_top_k", "top_k", "threshold")
+  )
   assert [row["method"] for row in rows] == ["bracket"] * 3
   assert update["workers"] == 2
   assert 0 < update["buffers"] <= 3  # the mean takes the place of the donated gradients
@@ -78,22 +111,44 @@ def test_selection_checks_and_times_every_program():
 
 @pytest.mark.long
 def test_scale_predicts_as_js_costs_and_makes_programs():
-  result = result_of("scale", "--workers=8,4", "--n=100000", "--repeats=1", "--schedule_of=dense")
-  rows = {(row["network"], row["workers"], row["algorithm"]): row for row in result["predicted"]}
+  result = result_of(
+    "scale", "--workers=8,4", "--n=100000", "--repeats=1", "--schedule_of=dense"
+  )
+  rows = {
+    (row["network"], row["workers"], row["algorithm"]): row
+    for row in result["predicted"]
+  }
   labels = [*specs.of_vectors(), "spardl:teams=best"]
-  assert set(rows) == {(net, p, label) for net in result["networks"] for p in (4, 8) for label in labels}
-  cost = lambda teams: js.costs.predict("spardl", n=100_000, workers=8, density=0.01, teams=teams)
-  seconds = {teams: cost(teams).seconds(*result["networks"]["25GbE"]) for teams in (1, 2, 4, 8)}
+  assert set(rows) == {
+    (net, p, label) for net in result["networks"] for p in (4, 8) for label in labels
+  }
+  cost = lambda teams: js.costs.predict(
+    "spardl", n=100_000, workers=8, density=0.01, teams=teams
+  )
+  seconds = {
+    teams: cost(teams).seconds(*result["networks"]["25GbE"]) for teams in (1, 2, 4, 8)
+  }
   assert rows["25GbE", 8, "spardl"]["seconds"] == seconds[1]
   best = rows["25GbE", 8, "spardl:teams=best"]  # the fastest divisor
-  assert (best["teams"], best["seconds"]) == min(seconds.items(), key=lambda one: one[1])
-  assert [(row["workers"], row["messages"]) for row in result["compiled"]] == [(4, 4), (8, 6)]
-  assert all(row[phase] > 0 for row in result["compiled"] for phase in ("trace", "lower", "compile"))
+  assert (best["teams"], best["seconds"]) == min(
+    seconds.items(), key=lambda one: one[1]
+  )
+  assert [(row["workers"], row["messages"]) for row in result["compiled"]] == [
+    (4, 4),
+    (8, 6),
+  ]
+  assert all(
+    row[phase] > 0
+    for row in result["compiled"]
+    for phase in ("trace", "lower", "compile")
+  )
 
 
 @pytest.mark.long
 def test_scale_makes_first_steps():
-  (row,) = result_of("scale", "--first_step", "--schedule_of=dense", "--repeats=1")["compiled"]
+  (row,) = result_of("scale", "--first_step", "--schedule_of=dense", "--repeats=1")[
+    "compiled"
+  ]
   assert (row["workers"], row["runs"]) == (4, 1)
 
 
@@ -101,9 +156,16 @@ def test_scale_makes_first_steps():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
 def test_each_way_of_hosts_with_devices_trains():
   """In one process, which has no network: the way of many hosts is that of the lab."""
-  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), hierarchy.AXES, axis_types=(AxisType.Auto,) * 2)
+  mesh = Mesh(
+    np.array(jax.devices()[:4]).reshape(2, 2),
+    hierarchy.AXES,
+    axis_types=(AxisType.Auto,) * 2,
+  )
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    rows = [hierarchy.measured(way, mesh, "none", 16, 1, 1, 0.1, steps=4) for way in hierarchy.WAYS]
+    rows = [
+      hierarchy.measured(way, mesh, "none", 16, 1, 1, 0.1, steps=4)
+      for way in hierarchy.WAYS
+    ]
   assert all(row.seconds > 0 for row in rows)
   dense, *sparse = (row.loss for row in rows)
   np.testing.assert_allclose(sparse, dense, rtol=0.1)
@@ -112,15 +174,32 @@ def test_each_way_of_hosts_with_devices_trains():
 @pytest.mark.long
 @commands.needs_lab
 def test_in_the_lab_between_hosts_sends_at_most_half_of_flat():
-  flags = "--rate=100mbit", "--way=flat,between", "--width=128", "--blocks=1", "--steps=4"
+  flags = (
+    "--rate=100mbit",
+    "--way=flat,between",
+    "--width=128",
+    "--blocks=1",
+    "--steps=4",
+  )
   flat, between = result_of("hierarchy", *flags)
-  assert between["bytes"] <= 0.55 * flat["bytes"]  # headers of packets and of gloo included
+  # headers of packets and of gloo included
+  assert between["bytes"] <= 0.55 * flat["bytes"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lab", ["--nolab", pytest.param("--lab", marks=commands.needs_lab)])
+@pytest.mark.parametrize(
+  "lab", ["--nolab", pytest.param("--lab", marks=commands.needs_lab)]
+)
 def test_elastic_loses_what_a_worker_owes_and_nothing_else(lab, tmp_path):
-  flags = "--workers=3", "--joining=1", "--batch_size=12", "--seed=0", "--steps=14", "--kill_at=5", "--join_at=9"
+  flags = (
+    "--workers=3",
+    "--joining=1",
+    "--batch_size=12",
+    "--seed=0",
+    "--steps=14",
+    "--kill_at=5",
+    "--join_at=9",
+  )
   more = "--save_every=2", "--density=0.1", f"--report_dir={tmp_path}"
   done = commands.run("benchmarks.elastic", *flags, *more, lab)
   assert done.returncode == 0, done.stderr[-3000:]
@@ -137,18 +216,31 @@ def test_elastic_loses_what_a_worker_owes_and_nothing_else(lab, tmp_path):
 @pytest.mark.long
 @commands.needs_lab
 def test_rounds_lose_no_worker_but_the_killed_one(tmp_path):
-  flags = "--parts=goodput,vector,interrupted", "--workers=3", "--quorum=2", "--seconds=4", "--kill_every=4"
+  flags = (
+    "--parts=goodput,vector,interrupted",
+    "--workers=3",
+    "--quorum=2",
+    "--seconds=4",
+    "--kill_every=4",
+  )
   flags += "--exchanges=onebit", "--entries=1000", "--pace=0.05", "--hold=3"
   done = commands.run("benchmarks.rounds", *flags, f"--report_dir={tmp_path}")
   assert done.returncode == 0, done.stderr[-3000:]
   found = json.loads((tmp_path / "rounds.json").read_text())
   for part, mode in (("goodput", "rounds"), ("vector", "onebit, H = 5")):
     calm, killed = found[part]
-    assert (calm["mode"], calm["kills"], killed["kills"], calm["lost"]) == (mode, 0, 1, 0)
+    assert (calm["mode"], calm["kills"], killed["kills"], calm["lost"]) == (
+      mode,
+      0,
+      1,
+      0,
+    )
     assert calm["equal"]
     assert killed["equal"]
     assert min(killed["trained"], killed["delivered"]) > 0
-  assert [one["fault"].partition(": ")[0] for one in found["interrupted"]] == ["onebit, H = 5"] * 3
+  assert [one["fault"].partition(": ")[0] for one in found["interrupted"]] == [
+    "onebit, H = 5"
+  ] * 3
   assert all(one["equal"] and one["again"] is not None for one in found["interrupted"])
   (recovery,) = found["recoveries"]
   assert recovery["round"] > 0

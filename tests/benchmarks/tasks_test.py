@@ -36,20 +36,29 @@ def tasks():
 def test_parameter_counts_are_the_papers(tasks):
   assert {name: task.entries for name, task in tasks.items()} == ENTRIES
   assert lm.small().entries == 136_896
-  assert entries_of(lambda: lm.LSTM(10_000, 1500, nnx.Rngs(0))) == 66_034_000  # A2SGD, Table I
-  assert entries_of(lambda: images.VGG(images.VGG19, 100, nnx.Rngs(0))) == 20_086_692  # SparDL, Table 2
+  # A2SGD, Table I
+  assert entries_of(lambda: lm.LSTM(10_000, 1500, nnx.Rngs(0))) == 66_034_000
+  # SparDL, Table 2
+  assert entries_of(lambda: images.VGG(images.VGG19, 100, nnx.Rngs(0))) == 20_086_692
   bert = sum(tensor.entries for tensor in architectures.bert_base())
-  assert bert + 768 * 30_522 == 133_547_324  # Ok-Topk, Table 2: the decoder's weight is not tied
+  # Ok-Topk, Table 2: the decoder's weight is not tied
+  assert bert + 768 * 30_522 == 133_547_324
 
 
 def test_a_share_of_a_batch_depends_on_seed_step_and_worker_alone(tasks):
-  batch_of = lambda task, seed, step, size: next(itertools.islice(task.stream(seed, size, 2), step, None))
+  batch_of = lambda task, seed, step, size: next(
+    itertools.islice(task.stream(seed, size, 2), step, None)
+  )
   for name, task in tasks.items():
     whole, again = batch_of(task, 1, 7, 3), batch_of(task, 1, 7, 2)
     for field in ("input", "label"):
       np.testing.assert_array_equal(whole[field][:4], again[field], err_msg=name)
-    others = [batch_of(task, seed, step, 2)["input"] for seed, step in ((2, 7), (1, 8))] + [whole["input"][2:]]
-    assert not any(np.array_equal(other[:2], whole["input"][:2]) for other in others), name
+    others = [
+      batch_of(task, seed, step, 2)["input"] for seed, step in ((2, 7), (1, 8))
+    ] + [whole["input"][2:]]
+    assert not any(np.array_equal(other[:2], whole["input"][:2]) for other in others), (
+      name
+    )
 
 
 def test_a_process_gives_its_share_of_windows_that_predict_each_next_byte():
@@ -60,15 +69,21 @@ def test_a_process_gives_its_share_of_windows_that_predict_each_next_byte():
   np.testing.assert_array_equal(first["input"], again["input"])
   for number in range(2):  # a rank of MPI gives its own share alone
     own = next(task.batches(0, place._replace(shares=1, number=number), 3))
-    np.testing.assert_array_equal(own["input"], first["input"][3 * number : 3 * number + 3])
+    np.testing.assert_array_equal(
+      own["input"], first["input"][3 * number : 3 * number + 3]
+    )
   windows = lm.windows(np.arange(200, dtype=np.uint8))
   np.testing.assert_array_equal(windows[:, 1:].ravel(), np.arange(1, 193))
 
 
-@pytest.mark.parametrize(("load", "least"), [(text.library, 1_000_000), (text.help_topics, 200_000)])
+@pytest.mark.parametrize(
+  ("load", "least"), [(text.library, 1_000_000), (text.help_topics, 200_000)]
+)
 def test_text_that_is_held_out_is_not_trained_on(load, least):
   source = load()
-  train, held_out = (set(part.tobytes().split(b"\n\n")) for part in (source.train, source.held_out))
+  train, held_out = (
+    set(part.tobytes().split(b"\n\n")) for part in (source.train, source.held_out)
+  )
   assert not train & held_out
   assert 0.05 < len(source.held_out) / len(source.train) < 0.2
   assert len(source.train) > least
@@ -76,19 +91,25 @@ def test_text_that_is_held_out_is_not_trained_on(load, least):
 
 
 @pytest.mark.long
-def test_masked_bytes_are_those_to_predict_and_labels_that_are_ignored_do_not_count(tasks):
+def test_masked_bytes_are_those_to_predict_and_labels_that_are_ignored_do_not_count(
+  tasks,
+):
   batch = next(tasks["bert"].stream(0, 1, 64))
   hidden = batch["label"] != IGNORED
   np.testing.assert_array_equal(batch["input"] == 0, hidden)
   assert 0.12 < hidden.mean() < 0.18
   logits, labels = jnp.eye(4)[None, :3] * 3, np.array([[0, IGNORED, 1]])
   losses, right, count = base._scores(logits, labels)
-  np.testing.assert_allclose(losses, -jax.nn.log_softmax(logits[0])[(0, 2), (0, 1)].sum(), rtol=1e-6)
+  np.testing.assert_allclose(
+    losses, -jax.nn.log_softmax(logits[0])[(0, 2), (0, 1)].sum(), rtol=1e-6
+  )
   assert (int(right), int(count)) == (1, 2)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [lm.LSTM, lambda _, width, rngs: lm.Transformer(rngs, width)])
+@pytest.mark.parametrize(
+  "make", [lm.LSTM, lambda _, width, rngs: lm.Transformer(rngs, width)]
+)
 def test_a_model_of_text_sees_no_later_byte(make):
   module, before = make(lm.BYTES, 8, nnx.Rngs(0)), np.zeros((1, 6), np.uint8)
   after = before.copy()
@@ -99,13 +120,23 @@ def test_a_model_of_text_sees_no_later_byte(make):
 
 
 def test_training_moves_running_statistics_and_evaluation_uses_them():
-  inputs, labels = np.array([[10.0, 0.0], [12.0, 0.0]], np.float32), np.array([0, 1], np.int32)
+  inputs, labels = (
+    np.array([[10.0, 0.0], [12.0, 0.0]], np.float32),
+    np.array([0, 1], np.int32),
+  )
   module = lambda _: nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
-  task = Task("norm", "two rows", module, drawn(lambda *_: (inputs, labels)), (inputs, labels))
+  task = Task(
+    "norm", "two rows", module, drawn(lambda *_: (inputs, labels)), (inputs, labels)
+  )
   model = model_of(task, seed=0)
-  _, after = jax.jit(model.loss)(model.params, next(task.stream(0, 1, 2)), model.statistics)
-  assert len([leaf for leaf in jax.tree.leaves(after) if float(leaf[0]) == 5.5]) == 1  # half of the way from 0 to 11
-  assert model.evaluate(model.params, after) != model.evaluate(model.params, model.statistics)
+  _, after = jax.jit(model.loss)(
+    model.params, next(task.stream(0, 1, 2)), model.statistics
+  )
+  # half of the way from 0 to 11
+  assert len([leaf for leaf in jax.tree.leaves(after) if float(leaf[0]) == 5.5]) == 1
+  assert model.evaluate(model.params, after) != model.evaluate(
+    model.params, model.statistics
+  )
 
 
 @pytest.mark.long
@@ -115,7 +146,9 @@ def test_each_task_trains(tasks, name):
   recipe = recipes.Recipe(recipes.Optimizer("adam", 0.001), clip=1.0)
   task = tasks[name]._replace(held_out=tuple(part[:2] for part in tasks[name].held_out))
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    trainer = Trainer(task, method, recipe, workers.here("sim", 2), batch_size=2, seed=0)
+    trainer = Trainer(
+      task, method, recipe, workers.here("sim", 2), batch_size=2, seed=0
+    )
     first = trainer.step()
     loss, accuracy = trainer.evaluate()
   assert np.isfinite([first, loss]).all()
@@ -126,24 +159,39 @@ def test_each_task_trains(tasks, name):
 def test_cifar10(tmp_path):
   random = np.random.default_rng(0)
   for name in data.CIFAR10_FILES:
-    raw = np.concatenate([random.integers(0, 10, (4, 1)), random.integers(0, 256, (4, 3072))], 1).astype(np.uint8)
+    raw = np.concatenate(
+      [random.integers(0, 10, (4, 1)), random.integers(0, 256, (4, 3072))], 1
+    ).astype(np.uint8)
     raw.tofile(tmp_path / name)
   loaded = data.load("cifar10", str(tmp_path))
-  assert (loaded.train_images.shape, loaded.test_images.shape) == ((20, 32, 32, 3), (4, 32, 32, 3))
+  assert (loaded.train_images.shape, loaded.test_images.shape) == (
+    (20, 32, 32, 3),
+    (4, 32, 32, 3),
+  )
   np.testing.assert_array_equal(loaded.test_labels, raw[:, 0])
-  np.testing.assert_allclose([loaded.train_images.mean(), loaded.train_images.std()], [0, 1], atol=1e-4)
+  np.testing.assert_allclose(
+    [loaded.train_images.mean(), loaded.train_images.std()], [0, 1], atol=1e-4
+  )
   planes = raw[0, 1:].reshape(3, 32, 32).astype(float)  # red, green, blue, row by row
-  np.testing.assert_allclose(np.corrcoef(loaded.test_images[0, :, :, 1].ravel(), planes[1].ravel())[0, 1], 1)
+  np.testing.assert_allclose(
+    np.corrcoef(loaded.test_images[0, :, :, 1].ravel(), planes[1].ravel())[0, 1], 1
+  )
   for corrupt in (raw.ravel()[:-1], np.full(3073, 10, np.uint8), raw[:0]):
     corrupt.tofile(tmp_path / "data_batch_2.bin")
-    with pytest.raises(ValueError, match="CIFAR-10: .*data_batch_2.bin is not records of 3073 bytes"):
+    with pytest.raises(
+      ValueError, match="CIFAR-10: .*data_batch_2.bin is not records of 3073 bytes"
+    ):
       data.load("cifar10", str(tmp_path))
 
 
 def test_the_folds_test_every_digit_once_and_epochs_are_the_same_again():
   first, *others = (data.load("digits", fold=fold, folds=4) for fold in range(4))
   counts = sum(np.bincount(fold.test_labels, minlength=10) for fold in (first, *others))
-  np.testing.assert_array_equal(counts, np.bincount(np.concatenate([first.train_labels, first.test_labels])))
-  streams = (data.epochs(first.train_images, first.train_labels)(3, 6, 16) for _ in range(2))
+  np.testing.assert_array_equal(
+    counts, np.bincount(np.concatenate([first.train_labels, first.test_labels]))
+  )
+  streams = (
+    data.epochs(first.train_images, first.train_labels)(3, 6, 16) for _ in range(2)
+  )
   for one, other in itertools.islice(zip(*streams, strict=True), 20):
     np.testing.assert_array_equal(one["label"], other["label"])

@@ -59,20 +59,29 @@ def test_a_lost_worker_costs_what_it_has_not_delivered_and_the_time_until_it_is_
 
 @pytest.mark.parametrize("failures", [0.0, 2.0])
 def test_what_groups_train_reaches_all_groups(failures):
-  found = levels.simulate(CALM._replace(workers=16, failures=failures, interval=20.0, seconds=1500, seed=1))
+  found = levels.simulate(
+    CALM._replace(workers=16, failures=failures, interval=20.0, seconds=1500, seed=1)
+  )
   assert found.group == found.outer["workers"] == 4
-  least = 1 - failures * (CALM.restart + 20) / 3600  # a worker that fails is away, and has not delivered an interval
+  # a worker that fails is away, and has not delivered an interval
+  least = 1 - failures * (CALM.restart + 20) / 3600
   assert found.inner == pytest.approx(least, abs=0.015 + 0.02 * failures)
-  assert found.outer["goodput"] / found.group == pytest.approx(found.goodput, abs=0.02 + 0.02 * failures)
-  back = CALM.restart + 20  # until its link is started again, after an interval among groups of 40 s
-  assert found.goodput == pytest.approx(found.inner - failures * back / 3600, abs=1e-9 + 0.015 * failures)
+  assert found.outer["goodput"] / found.group == pytest.approx(
+    found.goodput, abs=0.02 + 0.02 * failures
+  )
+  # until its link is started again, after an interval among groups of 40 s
+  back = CALM.restart + 20
+  assert found.goodput == pytest.approx(
+    found.inner - failures * back / 3600, abs=1e-9 + 0.015 * failures
+  )
   assert found.inner_counted > 4 * 50
 
 
 def test_the_slowest_link_and_the_number_of_messages_make_an_exchange():
   group = Group(tuple(range(8)), (1 / 8,) * 8, 0)
   links = [Link(0.01, 1e6), Link(0.1, 1e6), Link(0.01, 1e5), *[Link(0.01, 1e6)] * 5]
-  # Of all-gather and reduce-scatter in log₂P stages each; and where all are sent to at once, then log₂P stages.
+  # Of all-gather and reduce-scatter in log₂P stages each; and where all are sent to at
+  # once, then log₂P stages.
   for name, messages, words, stages in (("dense", 6, 7000, 6), ("onebit", 10, None, 4)):
     network = Simulation(CALM._replace(collective=name, entries=4000))
     network.links = links
@@ -80,7 +89,9 @@ def test_the_slowest_link_and_the_number_of_messages_make_an_exchange():
     assert cost.messages == messages
     assert words in (None, cost.words)
     found = Exchange(network, group).seconds
-    assert found == pytest.approx(stages * 2 * 0.1 + messages * 50e-6 + 4 * cost.words / 1e5)
+    assert found == pytest.approx(
+      stages * 2 * 0.1 + messages * 50e-6 + 4 * cost.words / 1e5
+    )
 
 
 def test_memory_and_the_message_that_begins_a_round_grow_with_the_number_of_workers_and_no_faster():
@@ -93,7 +104,9 @@ def test_memory_and_the_message_that_begins_a_round_grow_with_the_number_of_work
 def test_lockstep_is_daly():
   """Of rare failures the best interval is √(2 c / Λ): half of what is lost are checkpoints, half steps done again."""
   setting = Setting(100, 0.01, 0, restart=0, together=0)
-  assert simulation.lockstep(setting) == pytest.approx(1 - math.sqrt(2 * 100 * 0.01 / 3600), abs=1e-3)
+  assert simulation.lockstep(setting) == pytest.approx(
+    1 - math.sqrt(2 * 100 * 0.01 / 3600), abs=1e-3
+  )
   assert simulation.lockstep(setting._replace(failures=1000)) < 0.01
   assert simulation.lockstep(setting._replace(failures=0)) == 1
 
@@ -114,7 +127,15 @@ def test_a_server_keeps_nothing_of_workers_that_came_and_went():
 
 @pytest.mark.long
 def test_the_command(tmp_path):
-  small = "--workers=9", "--seconds=300", "--n=1000", "--processes=2", "--rounds=2", "--joining=6", "--members=4"
+  small = (
+    "--workers=9",
+    "--seconds=300",
+    "--n=1000",
+    "--processes=2",
+    "--rounds=2",
+    "--joining=6",
+    "--members=4",
+  )
   found = result_of("thousands", *small, "--churn=10", f"--report_dir={tmp_path}")
   assert set(found) == {"simulated", "state", "levels", "server", "processes"}
   assert found["processes"][0]["equal"]

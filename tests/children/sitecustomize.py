@@ -1,7 +1,8 @@
 """Rare garbage collection, in the test process and in its child processes, where Python imports this file first.
 
-Imports and compiled programs are millions of objects that stay, and each full collection reads all of them: a tenth of
-the time of the tests, a third of that of a short program, which collects once more at its end.
+Imports and compiled programs are millions of objects that stay, and each full
+collection reads all of them: a tenth of the time of the tests, a third of that of a
+short program, which collects once more at its end.
 """
 
 import atexit

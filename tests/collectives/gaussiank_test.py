@@ -14,10 +14,14 @@ from tests.cases import normals, quick_of
 
 
 def threshold_in_numpy(x, k, correction):
-  threshold = abs(x.mean()) + abs(statistics.NormalDist().inv_cdf(k / len(x) / 2)) * x.std()
+  threshold = (
+    abs(x.mean()) + abs(statistics.NormalDist().inv_cdf(k / len(x) / 2)) * x.std()
+  )
   reached = lambda: np.sum(np.abs(x) >= threshold)
   for _ in range(20 if correction else 0):
-    threshold *= 1 / 1.02 if reached() < 0.75 * k else 1.02 if reached() > 1.25 * k else 1
+    threshold *= (
+      1 / 1.02 if reached() < 0.75 * k else 1.02 if reached() > 1.25 * k else 1
+    )
   while correction and reached() < 0.75 * k:
     threshold /= 1.02
   return threshold
@@ -37,7 +41,9 @@ def test_the_threshold_of_the_paper_and_its_correction(k, power):
 @pytest.mark.long
 def test_without_correction_heavy_tails_are_underestimated():
   grads = normals(0, 3, 6_000) ** 3
-  selected = lambda grads, on: float(js.simulate("gaussiank", grads, k=600, correction=on).metrics.selected)
+  selected = lambda grads, on: float(
+    js.simulate("gaussiank", grads, k=600, correction=on).metrics.selected
+  )
   assert 0.75 * 600 <= selected(normals(0, 3, 6_000), False) <= 1.25 * 600
   assert selected(grads, False) < 0.75 * 600 <= selected(grads, True)
 

@@ -22,11 +22,18 @@ def reduce_in_numpy(acc, step, k):
 
 @pytest.mark.parametrize(
   ("workers", "n", "k"),
-  quick_of([(1, 10, 3), (2, 4, 1), (3, 10, 4), (4, 9, 9), (5, 3, 2), (4, 40_001, 400)], [(3, 10, 4), (5, 3, 2)]),
+  quick_of(
+    [(1, 10, 3), (2, 4, 1), (3, 10, 4), (4, 9, 9), (5, 3, 2), (4, 40_001, 400)],
+    [(3, 10, 4), (5, 3, 2)],
+  ),
 )
 def test_steps_in_sequence_deliver_the_entries_of_all_workers(workers, n, k):
   """Whole numbers, so that no sum rounds; parts that are shorter, or empty, too."""
-  random, state, residuals = np.random.default_rng(n), None, np.zeros((workers, n), np.float32)
+  random, state, residuals = (
+    np.random.default_rng(n),
+    None,
+    np.zeros((workers, n), np.float32),
+  )
   for step in range(2 * workers + 1):
     grads = random.integers(-1000, 1000, (workers, n)).astype(np.float32)
     out = js.simulate("micro", grads, state=state, k=k)

@@ -51,7 +51,8 @@ def test_equals_the_formulas_in_numpy(bits, workers, n):
     total = workers * (before - np.asarray(params, np.float64))
     residual = np.asarray(state[0].carried.residual[0], np.float64).reshape(workers, n)
     np.testing.assert_allclose(total + residual.sum(0), entered.sum(0), atol=5e-5)
-    # An entry on the boundary of two steps may go either way, and so what its sum is rounded to.
+    # An entry on the boundary of two steps may go either way, and so what its sum is
+    # rounded to.
     most = 0 if bits == 1 else 2e-3
     assert np.mean(np.abs(total - expected) > 2e-5) <= most
     assert np.mean(np.abs(residual - kept) > 2e-5) <= most
@@ -59,16 +60,25 @@ def test_equals_the_formulas_in_numpy(bits, workers, n):
 
 @pytest.mark.parametrize(
   ("workers", "n"),
-  quick_of([(1, 7000), (2, 31), (3, 33), (3, 1025), (6, 1), (6, 7000), (20, 300)], quick=[(3, 1025)]),
+  quick_of(
+    [(1, 7000), (2, 31), (3, 33), (3, 1025), (6, 1), (6, 7000), (20, 300)],
+    quick=[(3, 1025)],
+  ),
 )
 def test_one_magnitude_arrives_whole(workers, n):
   """For any number of entries: padding is in no mean, and takes nothing."""
   signs = np.where(np.arange(n) % 3 == 0, -1.0, 1.0).astype(np.float32)
   grads = np.broadcast_to(0.375 * signs, (workers, n))
   collective = js.make_collective("onebit")
-  totals, state = simulation.reduce_all(collective, jnp.asarray(grads), simulation.initial(collective, workers, n))
-  np.testing.assert_allclose(totals, np.broadcast_to(workers * grads[0], totals.shape), rtol=2e-7)
-  np.testing.assert_allclose(state.carried.residual[0], np.zeros((workers, n)), atol=1e-6)
+  totals, state = simulation.reduce_all(
+    collective, jnp.asarray(grads), simulation.initial(collective, workers, n)
+  )
+  np.testing.assert_allclose(
+    totals, np.broadcast_to(workers * grads[0], totals.shape), rtol=2e-7
+  )
+  np.testing.assert_allclose(
+    state.carried.residual[0], np.zeros((workers, n)), atol=1e-6
+  )
 
 
 @pytest.mark.long
@@ -89,27 +99,41 @@ def test_residuals_stay_as_small_as_gradients(constant):
   assert np.linalg.norm(state.carried.residual[0]) < 6 * np.linalg.norm(first)
   if constant:
     sums = np.asarray(first, np.float64).sum(0)
-    assert np.linalg.norm(np.asarray(totals, np.float64).mean(0) - sums) < 0.05 * np.linalg.norm(sums)
+    assert np.linalg.norm(
+      np.asarray(totals, np.float64).mean(0) - sums
+    ) < 0.05 * np.linalg.norm(sums)
 
 
 def test_zero_counts_as_positive_and_one_bit_is_sent_of_an_entry():
   out = js.simulate("onebit", jnp.array([[0.0, -0.0, 4.0, -4.0]]))
   np.testing.assert_allclose(out.total, np.sqrt(8) * np.array([1, 1, 1, -1]), rtol=1e-6)
-  np.testing.assert_array_equal(js.simulate("onebit", jnp.zeros((3, 50))).total, np.zeros(50))
+  np.testing.assert_array_equal(
+    js.simulate("onebit", jnp.zeros((3, 50))).total, np.zeros(50)
+  )
   cost = js.costs.predict("onebit", n=4 * 1024 * 100, workers=4)
   assert cost == js.Cost(messages=3 + 2, words=2 * 3 * 25 * (4096 // 32 + 1))
 
 
-# From 16 * 4,096 entries on rows are folded one by one, on every platform. 17 workers have regions beyond the vector.
+# From 16 * 4,096 entries on rows are folded one by one, on every platform. 17 workers
+# have regions beyond the vector.
 @pytest.mark.parametrize(
   ("bits", "workers", "n"),
   quick_of(
-    [(1, 3, 100), (4, 17, 100), *itertools.product((1, 4), [2], (15 * 4096 + 5, 16 * 4096 + 5))],
+    [
+      (1, 3, 100),
+      (4, 17, 100),
+      *itertools.product((1, 4), [2], (15 * 4096 + 5, 16 * 4096 + 5)),
+    ],
     quick=[(4, 17, 100)],
   ),
 )
-def test_all_blocks_at_once_as_on_a_gpu_give_the_bits_of_a_few_at_a_time(bits, workers, n):
-  collective, grads = js.make_collective("nbit", bits=bits, decay=0.5), jnp.asarray(normals(0, workers, n))
+def test_all_blocks_at_once_as_on_a_gpu_give_the_bits_of_a_few_at_a_time(
+  bits, workers, n
+):
+  collective, grads = (
+    js.make_collective("nbit", bits=bits, decay=0.5),
+    jnp.asarray(normals(0, workers, n)),
+  )
   grads = grads.at[0, : n // 3].multiply(2.0**90).at[1, n // 2 :].multiply(2.0**-90)
   start = simulation.initial(collective, workers, n)
   expected = simulation.reduce_all(collective, grads, start)
@@ -124,16 +148,24 @@ def test_scales_neither_over_nor_underflow(exponent):
   np.testing.assert_allclose(np.asarray(out.total) / 2.0**exponent, signs[0], rtol=2e-7)
   exponent = max(exponent, -118)  # steps are no subnormal numbers
   in_bytes = js.simulate("nbit", signs * np.float32(2.0**exponent), bits=8)
-  np.testing.assert_allclose(np.asarray(in_bytes.total) / 2.0**exponent, signs[0], rtol=0.01)
+  np.testing.assert_allclose(
+    np.asarray(in_bytes.total) / 2.0**exponent, signs[0], rtol=0.01
+  )
 
 
 def lost(x, bits):
   """The share of the energy of f32[n] that one worker's rounding leaves in the residual."""
   residual = js.simulate("nbit", jnp.asarray(x)[None], bits=bits).residuals
-  return float(np.sum(np.square(residual, dtype=np.float64)) / np.sum(np.square(x, dtype=np.float64)))
+  return float(
+    np.sum(np.square(residual, dtype=np.float64))
+    / np.sum(np.square(x, dtype=np.float64))
+  )
 
 
-@pytest.mark.parametrize(("bits", "normal", "heavy", "recorded"), [(2, 0.125, 0.25, 0.35), (4, 0.012, 0.04, 0.016)])
+@pytest.mark.parametrize(
+  ("bits", "normal", "heavy", "recorded"),
+  [(2, 0.125, 0.25, 0.35), (4, 0.012, 0.04, 0.016)],
+)
 def test_what_is_lost_is_little_whatever_the_tail(bits, normal, heavy, recorded):
   """Normal entries, Student's t with 3 degrees of freedom, and a gradient, a third of which are zeros."""
   random, gradient = np.random.default_rng(0), gradient_of_digits()
@@ -141,7 +173,9 @@ def test_what_is_lost_is_little_whatever_the_tail(bits, normal, heavy, recorded)
   assert lost(random.standard_t(3, gradient.size).astype(np.float32), bits) <= heavy
   assert np.mean(gradient == 0) > 0.2
   assert lost(gradient, bits) <= recorded
-  assert bits == 2 or np.all(js.simulate("nbit", gradient[None], bits=bits).total[gradient == 0] == 0)
+  assert bits == 2 or np.all(
+    js.simulate("nbit", gradient[None], bits=bits).total[gradient == 0] == 0
+  )
 
 
 @functools.cache
@@ -169,15 +203,32 @@ def test_one_bit_is_that_of_signs_and_eight_lose_next_to_nothing():
   x = normals(0, 1, 2**14)
   assert lost(x[0], 8) <= 1e-4
   np.testing.assert_allclose(lost(x[0], 1), 0.4042, rtol=0.1)
-  assert js.simulate("nbit", x, bits=1).total.tolist() == js.simulate("onebit", x).total.tolist()
+  assert (
+    js.simulate("nbit", x, bits=1).total.tolist()
+    == js.simulate("onebit", x).total.tolist()
+  )
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_messages_have_few_more_bits_than_entries(workers):
   """Steps and padding, however entries divide into regions and blocks."""
   for bits in (2, 4, 8):
-    for n in (1, 31, 90, 4507, 9001, 33_000, 99_999, 100_000, 150_001, 1_000_003, 14_728_266):
-      words = js.costs.predict(js.make_collective("nbit", bits=bits), n=n, workers=workers).words
+    for n in (
+      1,
+      31,
+      90,
+      4507,
+      9001,
+      33_000,
+      99_999,
+      100_000,
+      150_001,
+      1_000_003,
+      14_728_266,
+    ):
+      words = js.costs.predict(
+        js.make_collective("nbit", bits=bits), n=n, workers=workers
+      ).words
       ideal = 2 * (workers - 1) / workers * n * bits / 32
       least = 2 * (workers - 1) * (bits + 2)  # a column and its step, of each region
       assert words <= 1.25 * ideal + max(64, least)
@@ -187,7 +238,9 @@ def test_messages_have_few_more_bits_than_entries(workers):
 
 def test_sums_too_large_for_a_step_are_skipped():
   tx = js.nbit_transform(js.SimComm("workers", members=2), bits=8)
-  step = js.make_train_step(lambda p, x: jnp.vdot(p, x[0]), tx, js.SimComm("workers", members=2), donate=False)
+  step = js.make_train_step(
+    lambda p, x: jnp.vdot(p, x[0]), tx, js.SimComm("workers", members=2), donate=False
+  )
   params = jnp.zeros(64)
   state = js.init(tx, params, js.SimComm("workers", members=2))
   after, _, metrics = step(params, state, jnp.full((2, 64), 3e38))

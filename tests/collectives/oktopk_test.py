@@ -34,21 +34,36 @@ def skewed(seed, workers, n):
   ],
 )
 def test_equals_the_paper_in_numpy(n, k, regions, periods, nudge, workers):
-  options = {"k": k, "regions": regions, "nudge": nudge, "threshold_period": periods[0], "region_period": periods[1]}
+  options = {
+    "k": k,
+    "regions": regions,
+    "nudge": nudge,
+    "threshold_period": periods[0],
+    "region_period": periods[1],
+  }
   sizes = js.make_collective("oktopk", **options).sizes(n, workers)
-  expected, state = OkTopk(workers, n, k, sizes, *periods, regions == "balanced", nudge), None
+  expected, state = (
+    OkTopk(workers, n, k, sizes, *periods, regions == "balanced", nudge),
+    None,
+  )
   for step in range(12):
     grads = (normals if step < 6 else skewed)(step, workers, n)
     if step < 2:
       grads[:, 5:] = 0  # fewer than k entries
-      grads[1:2, 0], grads[2:, 0] = -grads[0, 0], 0  # a sum of 0, which their senders keep
+      # a sum of 0, which their senders keep
+      grads[1:2, 0], grads[2:, 0] = (
+        -grads[0, 0],
+        0,
+      )
     total = expected.reduce(grads)
     out = js.simulate("oktopk", grads, state=state, **options)
     state = out.state
     np.testing.assert_array_equal(out.total, total)
     np.testing.assert_array_equal(out.residuals, expected.residuals)
     np.testing.assert_array_equal(state.carried.shared[0].bounds[0], expected.bounds)
-    np.testing.assert_allclose(state.carried.shared[0].threshold, [expected.threshold] * workers, rtol=1e-6)
+    np.testing.assert_allclose(
+      state.carried.shared[0].threshold, [expected.threshold] * workers, rtol=1e-6
+    )
     np.testing.assert_allclose(state.carried.worker[0][:, 0], expected.local, rtol=1e-6)
 
 
@@ -58,7 +73,9 @@ def owning(owned, k, **options):
   grads = np.zeros((workers, workers * length), np.float32)
   for owner, count in enumerate(owned):
     slot = np.arange(count)
-    grads[slot % workers, owner * length + slot] = 1  # equal magnitudes reach any threshold together
+    grads[slot % workers, owner * length + slot] = (
+      1  # equal magnitudes reach any threshold together
+    )
   options |= {"k": k, "regions": "even"}
   sizes = js.make_collective("oktopk", **options).sizes(grads.shape[1], workers)
   oracle = OkTopk(workers, grads.shape[1], k, sizes, balanced_regions=False)
@@ -72,12 +89,18 @@ def owning(owned, k, **options):
 @pytest.mark.parametrize(
   ("owned", "k", "words"),
   [
-    row((7, 6), 8, 10 + 14),  # imbalance 1.08: by balancing 8 of 13 were delivered, in 22 words
+    row(
+      (7, 6), 8, 10 + 14
+    ),  # imbalance 1.08: by balancing 8 of 13 were delivered, in 22 words
     row((19, 18), 24, 2 * (13 + 21)),
     row((10, 9, 9), 18, 4 * (5 + 11)),
-    row((20, 20, 0, 0, 0, 0, 0, 0), 40, 14 * (3 + 20)),  # the largest is 4 times the mean, and not more
+    row(
+      (20, 20, 0, 0, 0, 0, 0, 0), 40, 14 * (3 + 20)
+    ),  # the largest is 4 times the mean, and not more
     row((10, 10, 0, 0, 0), 20, 8 * (2 + 11), quick=True),
-    row((7, 0, 0, 0, 0), 20, 8 * (2 + 7), quick=True),  # 5 times the mean: by balancing 8 * (2 + 8)
+    row(
+      (7, 0, 0, 0, 0), 20, 8 * (2 + 7), quick=True
+    ),  # 5 times the mean: by balancing 8 * (2 + 8)
   ],
 )
 def test_owners_that_are_not_unbalanced_deliver_all_they_selected(owned, k, words):
@@ -87,7 +110,11 @@ def test_owners_that_are_not_unbalanced_deliver_all_they_selected(owned, k, word
   assert int(out.metrics.delivered) == sum(owned)
   assert int(out.metrics.overflow) == 0
   assert int(out.metrics.words_sent) == words
-  assert float(out.metrics.balanced) == float(out.metrics.imbalance) == np.float32(max(owned) / np.mean(owned))
+  assert (
+    float(out.metrics.balanced)
+    == float(out.metrics.imbalance)
+    == np.float32(max(owned) / np.mean(owned))
+  )
 
 
 @pytest.mark.parametrize("workers", quick_of([5, 8, 13], quick=[5]))
@@ -117,7 +144,9 @@ def test_balancing_can_be_switched_off():
 @pytest.mark.long
 def test_balanced_regions_hold_equally_many_entries():
   grads = skewed(0, 3, 1200)
-  even, balanced = (js.simulate("oktopk", grads, k=120, regions=kind) for kind in ("even", "balanced"))
+  even, balanced = (
+    js.simulate("oktopk", grads, k=120, regions=kind) for kind in ("even", "balanced")
+  )
   assert float(balanced.metrics.imbalance) < 1.4 < float(even.metrics.imbalance)
   assert int(balanced.metrics.overflow) < int(even.metrics.overflow)
 
@@ -126,10 +155,14 @@ def test_bounds_do_not_overflow():
   """Sums of places of six workers are beyond int32; the mean is not."""
   n, far = 40, 2**30
   chosen = jnp.tile(jnp.arange(n - 6, n), (6, 1))
-  bounds = jax.vmap(lambda indices: consensus_bounds(SimComm("w"), indices, n), axis_name="w")(chosen)
+  bounds = jax.vmap(
+    lambda indices: consensus_bounds(SimComm("w"), indices, n), axis_name="w"
+  )(chosen)
   np.testing.assert_array_equal(bounds[0], [0, 35, 36, 37, 38, 39, 40])
   parts = np.array([far + worker for worker in range(6)])
-  means = jax.vmap(lambda x: floor_mean(SimComm("w"), x), axis_name="w")(parts.astype(np.int32))
+  means = jax.vmap(lambda x: floor_mean(SimComm("w"), x), axis_name="w")(
+    parts.astype(np.int32)
+  )
   np.testing.assert_array_equal(means, np.full(6, parts.sum() // 6))
   assert (parts // 6).sum() + (parts % 6).sum() // 6 == parts.sum() // 6
 
@@ -176,10 +209,13 @@ def test_entries_that_overflow_a_message_are_the_smallest(regions):
   out = js.simulate("oktopk", grads, state=first.state, **options)
   bounds, most = np.asarray(out.state.carried.shared[0].bounds[0]), sizes.most
   assert int(out.metrics.overflow) > 0
-  assert np.add.reduceat(total != 0, bounds[:-1]).max() == sizes.direct  # of up to 3 times 15 selected sums
+  # of up to 3 times 15 selected sums
+  assert np.add.reduceat(total != 0, bounds[:-1]).max() == sizes.direct
   np.testing.assert_array_equal(out.total, total)
   np.testing.assert_array_equal(out.residuals, oracle.residuals)
-  for own, left in zip(grads + np.asarray(first.residuals), np.asarray(out.residuals), strict=True):
+  for own, left in zip(
+    grads + np.asarray(first.residuals), np.asarray(out.residuals), strict=True
+  ):
     two_k = np.argsort(-np.abs(own), kind="stable")[: 2 * k]
     for start, end in itertools.pairwise(bounds):
       inside = [i for i in two_k if start <= i < end]

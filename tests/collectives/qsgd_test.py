@@ -17,13 +17,21 @@ from tests.reference import rounding
 
 
 def rounding_of(key, x, levels):
-  return qsgd.Rounding(key, qsgd.scale_of(x, levels), levels, js.make_collective("qsgd", levels=levels).bits)
+  return qsgd.Rounding(
+    key,
+    qsgd.scale_of(x, levels),
+    levels,
+    js.make_collective("qsgd", levels=levels).bits,
+  )
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def noise_of(step, rank, n, levels):
   """f32[n], the random numbers of the entries of a message."""
-  key, rows = noise.fold(noise.fold(noise.key_of(0), step), rank), 32 // js.make_collective("qsgd", levels=levels).bits
+  key, rows = (
+    noise.fold(noise.fold(noise.key_of(0), step), rank),
+    32 // js.make_collective("qsgd", levels=levels).bits,
+  )
   drawn = jnp.stack([draw_noise(key, row, n // rows + 1) for row in range(rows)])
   return jnp.concatenate([drawn[:, :-1].reshape(-1), drawn[: n % rows, -1]])
 
@@ -39,7 +47,10 @@ def test_equals_the_paper_in_numpy(levels):
     state, sent = out.state, rounding.qsgd(grads.astype(np.float64), drawn, levels)
     same = np.abs(np.asarray(out.total) - sent.sum(0)) < 1e-3 * np.abs(sent).max()
     assert same.mean() > 0.98
-    assert np.abs(np.asarray(out.total) - sent.sum(0)).max() < 1.01 * np.linalg.norm(grads, axis=1).max() / levels
+    assert (
+      np.abs(np.asarray(out.total) - sent.sum(0)).max()
+      < 1.01 * np.linalg.norm(grads, axis=1).max() / levels
+    )
 
 
 @pytest.mark.parametrize("levels", quick_of([1, 4, 127], quick=[4]))
@@ -50,18 +61,25 @@ def test_the_mean_over_seeds_is_the_gradient(levels):
   @jax.jit
   @jax.vmap
   def rounded(draw):
-    return rounding_of(noise.fold(noise.key_of(levels), draw), grads, levels).rounded(grads, layout)
+    return rounding_of(noise.fold(noise.key_of(levels), draw), grads, levels).rounded(
+      grads, layout
+    )
 
   values = np.asarray(rounded(np.arange(draws)))
-  # The standard error of a mean of values that are at most one level from the entry, five times over.
+  # The standard error of a mean of values that are at most one level from the entry,
+  # five times over.
   tolerance = 5 * np.linalg.norm(grads) / levels / 2 / np.sqrt(draws)
   np.testing.assert_allclose(values.mean(0), grads, atol=tolerance)
   assert np.abs(values - grads).max() <= np.linalg.norm(grads) / levels * (1 + 2**-14)
 
 
-@pytest.mark.parametrize("levels", quick_of([1, 2, 7, 127, 128, 40_000, 2**23], quick=[2**23]))
+@pytest.mark.parametrize(
+  "levels", quick_of([1, 2, 7, 127, 128, 40_000, 2**23], quick=[2**23])
+)
 def test_levels_survive_packing(levels):
-  values = np.random.default_rng(0).integers(-levels, levels + 1, 101).astype(np.float32)
+  values = (
+    np.random.default_rng(0).integers(-levels, levels + 1, 101).astype(np.float32)
+  )
   values[:3] = -levels, levels, 0
   bits = js.make_collective("qsgd", levels=levels).bits
   layout = Layout.of(101, bits, workers=1)
@@ -85,13 +103,18 @@ def test_levels_survive_packing(levels):
 
 def test_noise_is_uniform_and_differs_between_rows_workers_and_steps():
   key = noise.key_of(0)
-  draw = jax.jit(lambda number, row: draw_noise(noise.fold(key, number), row, 50_000), static_argnums=1)
+  draw = jax.jit(
+    lambda number, row: draw_noise(noise.fold(key, number), row, 50_000),
+    static_argnums=1,
+  )
   drawn = np.stack([draw(number, row) for number in (0, 1) for row in (0, 1, 2)])
   assert (drawn >= 0).all()
   assert (drawn < 1).all()
   counts = np.stack([np.histogram(one, 100, (0, 1))[0] for one in drawn])
   assert np.abs(counts - 500).max() < 5 * np.sqrt(500)
-  apart = np.corrcoef(np.vstack([drawn, drawn[:, 1:].repeat(2, 1)[:, :50_000]])) - np.eye(12)
+  apart = np.corrcoef(
+    np.vstack([drawn, drawn[:, 1:].repeat(2, 1)[:, :50_000]])
+  ) - np.eye(12)
   assert np.abs(apart).max() < 5 / np.sqrt(25_000)
 
 

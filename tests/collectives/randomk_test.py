@@ -9,9 +9,16 @@ from jaxsparse.collectives.randomk import draw_indices
 from tests.cases import quick_of
 
 
-@pytest.mark.parametrize(("n", "k"), quick_of([(1, 1), (10, 3), (17, 16), (1000, 7)], quick=[(10, 3), (17, 16)]))
+@pytest.mark.parametrize(
+  ("n", "k"),
+  quick_of([(1, 1), (10, 3), (17, 16), (1000, 7)], quick=[(10, 3), (17, 16)]),
+)
 def test_places_are_different_and_uniform_within_their_stratum(n, k):
-  drawn = np.asarray(jax.vmap(lambda key: draw_indices(key, n, k))(jax.random.split(jax.random.key(0), 2000)))
+  drawn = np.asarray(
+    jax.vmap(lambda key: draw_indices(key, n, k))(
+      jax.random.split(jax.random.key(0), 2000)
+    )
+  )
   assert np.all(np.diff(drawn, axis=1) > 0)
   assert drawn.min() >= 0
   assert drawn.max() < n

@@ -17,7 +17,13 @@ def on_mesh(function, workers, *arrays, checked=True):
   """Results of all workers, [P, …] each, of the rows of the arrays, [P, …] too."""
   program = lambda *rows: function(*(row[0] for row in rows))[None]
   specs = (P("workers"),) * len(arrays)
-  mapped = jax.shard_map(program, mesh=mesh_of(workers), in_specs=specs, out_specs=P("workers"), check_vma=checked)
+  mapped = jax.shard_map(
+    program,
+    mesh=mesh_of(workers),
+    in_specs=specs,
+    out_specs=P("workers"),
+    check_vma=checked,
+  )
   return np.asarray(jax.jit(mapped)(*map(jnp.asarray, arrays)))
 
 
@@ -28,14 +34,26 @@ def in_numpy(part, bits):
   return rounded(flat, blocks, columns, bits).reshape(part.shape)
 
 
-CASES = [(8, 3, (4, 33), 0), (4, 2, (70, 130), 1), (2, 4, (3, 5, 8), -2), (8, 6, (1,), 0), (4, 1, (9,), 0)]
+CASES = [
+  (8, 3, (4, 33), 0),
+  (4, 2, (70, 130), 1),
+  (2, 4, (3, 5, 8), -2),
+  (8, 6, (1,), 0),
+  (4, 1, (9,), 0),
+]
 
 
-@pytest.mark.parametrize(("bits", "workers", "shape", "dimension"), quick_of(CASES, quick=CASES[:1]))
+@pytest.mark.parametrize(
+  ("bits", "workers", "shape", "dimension"), quick_of(CASES, quick=CASES[:1])
+)
 def test_equal_the_formulas_in_numpy(bits, workers, shape, dimension):
   parts = normals(0, workers, int(np.prod(shape))).reshape(workers, *shape)
-  gather = functools.partial(js.all_gather, axis="workers", bits=bits, dimension=dimension)
-  scatter = functools.partial(js.psum_scatter, axis="workers", bits=bits, dimension=dimension)
+  gather = functools.partial(
+    js.all_gather, axis="workers", bits=bits, dimension=dimension
+  )
+  scatter = functools.partial(
+    js.psum_scatter, axis="workers", bits=bits, dimension=dimension
+  )
   gathered = on_mesh(gather, workers, parts)
   assert_same_bits(gathered, np.broadcast_to(gathered[0], gathered.shape))
   rounded_parts = np.concatenate([in_numpy(part, bits) for part in parts], dimension)
@@ -45,7 +63,10 @@ def test_equal_the_formulas_in_numpy(bits, workers, shape, dimension):
   scattered = on_mesh(scatter, workers, terms)
   for owner in range(workers):
     each = [np.split(term, workers, dimension)[owner] for term in terms]
-    total = sum(part if worker == owner else in_numpy(part, bits) for worker, part in enumerate(each))
+    total = sum(
+      part if worker == owner else in_numpy(part, bits)
+      for worker, part in enumerate(each)
+    )
     assert np.mean(np.abs(scattered[owner] - total) > 1e-5) <= 2e-3
 
 
@@ -54,11 +75,17 @@ def test_each_is_the_gradient_of_the_other_on_a_mesh_and_in_the_simulator(checke
   workers, bits = 3, 4
   parts = normals(0, workers, 40)
   terms = normals(1, workers, 120)
-  gathered = lambda part, term: jnp.vdot(js.all_gather(part, "workers", bits=bits), term)
-  scattered = lambda term, part: jnp.vdot(js.psum_scatter(term, "workers", bits=bits), part)
+  gathered = lambda part, term: jnp.vdot(
+    js.all_gather(part, "workers", bits=bits), term
+  )
+  scattered = lambda term, part: jnp.vdot(
+    js.psum_scatter(term, "workers", bits=bits), part
+  )
   of_parts = on_mesh(jax.grad(gathered), workers, parts, terms, checked=checked)
   of_terms = on_mesh(jax.grad(scattered), workers, terms, parts, checked=checked)
-  simulated = lambda function: jax.vmap(lambda row: function(row, js.SimComm("w"), bits=bits), axis_name="w")
+  simulated = lambda function: jax.vmap(
+    lambda row: function(row, js.SimComm("w"), bits=bits), axis_name="w"
+  )
   assert_same_bits(of_parts, simulated(js.psum_scatter)(terms))
   assert_same_bits(of_terms, simulated(js.all_gather)(parts))
 
@@ -66,10 +93,15 @@ def test_each_is_the_gradient_of_the_other_on_a_mesh_and_in_the_simulator(checke
 def test_terms_are_added_in_the_order_of_workers_and_dtypes_stay():
   """Magnitudes that float32 adds up to different sums in different orders; one entry a worker is never rounded."""
   terms = np.array([[2.0**24], [1.0], [1.0]], np.float32).repeat(3, 1)
-  scatter = jax.vmap(lambda x: js.psum_scatter(x, js.SimComm("w"), bits=8), axis_name="w")
+  scatter = jax.vmap(
+    lambda x: js.psum_scatter(x, js.SimComm("w"), bits=8), axis_name="w"
+  )
   sent = [float(in_numpy(term[:1], 8)[0]) for term in terms]
   for owner, total in enumerate(np.asarray(scatter(jnp.asarray(terms)))):
-    each = [np.float32(term[0] if worker == owner else sent[worker]) for worker, term in enumerate(terms)]
+    each = [
+      np.float32(term[0] if worker == owner else sent[worker])
+      for worker, term in enumerate(terms)
+    ]
     assert total == (each[0] + each[1]) + each[2]
   assert scatter(jnp.asarray(terms, jnp.bfloat16)).dtype == jnp.bfloat16
 
@@ -79,8 +111,12 @@ def test_messages_have_the_words_of_so_many_bits():
   mesh = mesh_of(workers)
   for function, given in ((js.all_gather, size // workers), (js.psum_scatter, size)):
     send = functools.partial(function, axis="workers", bits=8)
-    program = jax.shard_map(send, mesh=mesh, in_specs=P("workers"), out_specs=P("workers"))
-    lowered = jax.jit(program).lower(jax.ShapeDtypeStruct((workers * given,), jnp.float32))
+    program = jax.shard_map(
+      send, mesh=mesh, in_specs=P("workers"), out_specs=P("workers")
+    )
+    lowered = jax.jit(program).lower(
+      jax.ShapeDtypeStruct((workers * given,), jnp.float32)
+    )
     sent = js.costs.audit(lowered, mesh).bytes
     least = (workers - 1) * size // workers  # a byte an entry
     assert least < sent < 1.03 * least
@@ -110,5 +146,8 @@ def test_what_is_refused(function, x, options, error, message):
 
 
 def test_a_dimension_that_workers_do_not_divide_is_refused():
-  with pytest.raises(ValueError, match=r"psum_scatter: 3 workers do not divide dimension 1 of \(6, 4\): pad it"):
+  with pytest.raises(
+    ValueError,
+    match=r"psum_scatter: 3 workers do not divide dimension 1 of \(6, 4\): pad it",
+  ):
     js.psum_scatter(jnp.zeros((6, 4)), js.comm.SoloComm(3), dimension=1)

@@ -22,7 +22,9 @@ def test_equals_the_authors_results_bit_for_bit():
   for step, grads in enumerate(GOLDEN["gradients"]):
     out = js.simulate("spardl", grads, state=state, k=96)
     state = out.state
-    np.testing.assert_array_equal(bits(np.asarray(out.total) / np.float32(6)), bits(GOLDEN["result"][step]))
+    np.testing.assert_array_equal(
+      bits(np.asarray(out.total) / np.float32(6)), bits(GOLDEN["result"][step])
+    )
     np.testing.assert_array_equal(bits(out.residuals), bits(GOLDEN["residual"][step]))
 
 
@@ -30,21 +32,30 @@ def test_equals_the_authors_results_bit_for_bit():
   ("workers", "n", "k"),
   [
     *(row(workers, 50, 9, quick=workers == 3) for workers in WORKERS),
-    *(row(workers, n, k, quick=workers * k in (2, 3)) for workers in (1, 3, 8) for n, k in ((1, 1), (4, 2), (50, 50))),
+    *(
+      row(workers, n, k, quick=workers * k in (2, 3))
+      for workers in (1, 3, 8)
+      for n, k in ((1, 1), (4, 2), (50, 50))
+    ),
   ],
 )
 def test_equals_the_paper_in_numpy(workers, n, k):
-  check_steps("spardl", normals(0, 3, workers, n), lambda grads, left: spardl(grads, left, k), k=k)
+  check_steps(
+    "spardl", normals(0, 3, workers, n), lambda grads, left: spardl(grads, left, k), k=k
+  )
 
 
 def test_partial_residuals_worked_by_hand():
   """The second worker has entry 1 too, which is delivered of the first one alone, and keeps its own (§4.1.3)."""
-  out = js.simulate("spardl", np.float32([[9, 1, 0, 0], [2, 3, 0, 0]]), k=2, residual="partial")
+  out = js.simulate(
+    "spardl", np.float32([[9, 1, 0, 0], [2, 3, 0, 0]]), k=2, residual="partial"
+  )
   np.testing.assert_array_equal(out.residuals, [[0, 1, 0, 0], [2, 3, 0, 0]])
 
 
 @pytest.mark.parametrize(
-  ("workers", "kind"), quick_of([(3, "partial"), (6, "partial"), (6, "local")], quick=[(3, "partial")])
+  ("workers", "kind"),
+  quick_of([(3, "partial"), (6, "partial"), (6, "local")], quick=[(3, "partial")]),
 )
 def test_the_ablations_of_the_paper_equal_numpy(workers, kind):
   reference = lambda grads, left: options.spardl(grads, left, 9, kind)
@@ -54,7 +65,13 @@ def test_the_ablations_of_the_paper_equal_numpy(workers, kind):
 @pytest.mark.parametrize(
   ("workers", "n", "k", "selector", "wire"),
   [
-    row(*sizes, selector, wire, quick=(sizes[0], selector, wire) in ((6, "chunked", "bf16"), (3, "reuse", "bf16")))
+    row(
+      *sizes,
+      selector,
+      wire,
+      quick=(sizes[0], selector, wire)
+      in ((6, "chunked", "bf16"), (3, "reuse", "bf16")),
+    )
     for sizes in ((1, 50, 9), (3, 50, 9), (6, 70, 30))
     for selector in ("exact", "chunked", "reuse")
     for wire in ("f32", "bf16")
@@ -62,20 +79,37 @@ def test_the_ablations_of_the_paper_equal_numpy(workers, kind):
 )
 def test_selectors_and_a_rounding_wire_equal_numpy(workers, n, k, selector, wire):
   share = -(-k // workers)
-  rounded = (lambda value: value) if wire == "f32" else lambda value: value.astype(jnp.bfloat16).astype(np.float32)
+  rounded = (
+    (lambda value: value)
+    if wire == "f32"
+    else lambda value: value.astype(jnp.bfloat16).astype(np.float32)
+  )
   reuse = options.Reusing(share, workers)
 
   def reference(grads, left):
     if selector == "chunked":
       chunked = options.Chunked(share, grads + left, workers)
-      return options.spardl(grads, left, k, choose=chunked.choose, rounded=rounded, received=chunked.received)
-    return options.spardl(grads, left, k, choose=reuse if selector == "reuse" else None, rounded=rounded)
+      return options.spardl(
+        grads,
+        left,
+        k,
+        choose=chunked.choose,
+        rounded=rounded,
+        received=chunked.received,
+      )
+    return options.spardl(
+      grads, left, k, choose=reuse if selector == "reuse" else None, rounded=rounded
+    )
 
-  out = check_steps("spardl", normals(0, 5, workers, n), reference, k=k, selector=selector, wire=wire)
+  out = check_steps(
+    "spardl", normals(0, 5, workers, n), reference, k=k, selector=selector, wire=wire
+  )
   if selector == "reuse":
     by_row = (np.arange(workers)[:, None] + np.arange(workers)) % workers
     bounds = np.reshape(out.state.carried.worker[0].bounds, (workers, workers))
-    np.testing.assert_allclose(bounds, np.take_along_axis(reuse.bounds, by_row, 1), rtol=1e-6)
+    np.testing.assert_allclose(
+      bounds, np.take_along_axis(reuse.bounds, by_row, 1), rtol=1e-6
+    )
 
 
 @pytest.mark.long
@@ -87,12 +121,17 @@ def test_selectors_and_a_rounding_wire_equal_numpy(workers, n, k, selector, wire
 def test_equals_the_paper_with_ties(shape, seed, least):
   """Few distinct values: what is selected depends on the rule for ties, everywhere."""
   workers, n, k = shape
-  grads = np.random.default_rng(seed).integers(least, 3, (workers, n)).astype(np.float32)
+  grads = (
+    np.random.default_rng(seed).integers(least, 3, (workers, n)).astype(np.float32)
+  )
   check_steps("spardl", grads[None], lambda grads, left: spardl(grads, left, k), k=k)
 
 
 TEAMS = [
-  *((workers, teams, "auto", 70, 24) for workers, teams in ((2, 2), (6, 2), (6, 3), (6, 6), (8, 4), (8, 8), (15, 5))),
+  *(
+    (workers, teams, "auto", 70, 24)
+    for workers, teams in ((2, 2), (6, 2), (6, 3), (6, 6), (8, 4), (8, 8), (15, 5))
+  ),
   *((workers, teams, "bruck", 70, 24) for workers, teams in ((6, 2), (8, 4), (8, 8))),
   *((workers, teams, "auto", 7, 3) for workers, teams in ((6, 2), (15, 5))),
 ]
@@ -111,10 +150,16 @@ def test_teams_equal_the_paper_in_numpy(workers, teams, sag, n, k):
     totals, left, adaptive = options.teams(grads, left, k, teams, bruck, adaptive)
     return totals, left
 
-  out = check_steps("spardl", normals(0, 6, workers, n), reference, k=k, teams=teams, sag=sag)
-  assert (int(out.metrics.merged) > 0) == bruck  # only B-SAG counts the indices of a sum
+  out = check_steps(
+    "spardl", normals(0, 6, workers, n), reference, k=k, teams=teams, sag=sag
+  )
+  assert (
+    int(out.metrics.merged) > 0
+  ) == bruck  # only B-SAG counts the indices of a sum
   if bruck:
-    assert tuple(int(value[0]) for value in out.state.carried.shared[0].adaptive) == adaptive
+    assert (
+      tuple(int(value[0]) for value in out.state.carried.shared[0].adaptive) == adaptive
+    )
 
 
 @pytest.mark.long
@@ -127,7 +172,8 @@ def test_h_grows_where_teams_agree_and_shrinks_where_they_do_not():
   for grads, h, merged in ((same, 40, 40), (apart, 14, 42)):
     state = None
     for _ in range(40):
-      out = js.simulate("spardl", grads, state=state, k=80, teams=3)  # L = 40 in two blocks, h = 14 … 40
+      # L = 40 in two blocks, h = 14 … 40
+      out = js.simulate("spardl", grads, state=state, k=80, teams=3)
       state = out.state
     assert abs(int(state.carried.shared[0].adaptive.h[0]) - h) <= 2
     assert abs(int(out.metrics.merged) - merged) <= 4
@@ -138,16 +184,25 @@ def test_the_wire_shrinks_with_h():
   grads = np.tile(normals(0, 1, 1200), (6, 1))
   first = js.simulate("spardl", grads, k=80, teams=3)
   most = js.costs.predict("spardl", n=1200, workers=6, k=80, teams=3).words
-  assert int(first.metrics.words_sent) == 2 * (40 + 2 * 14 + 14)  # L there, h from two teams, what came together back
+  # L there, h from two teams, what came together back
+  assert int(first.metrics.words_sent) == 2 * (40 + 2 * 14 + 14)
   assert most == 2 * (40 + 2 * 40 + 40)
 
 
 def test_teams_that_do_not_fit():
-  with pytest.raises(ValueError, match=r"teams=4 does not divide the 6 workers, choose one of \[1, 2, 3, 6\]"):
+  with pytest.raises(
+    ValueError,
+    match=r"teams=4 does not divide the 6 workers, choose one of \[1, 2, 3, 6\]",
+  ):
     js.simulate("spardl", normals(0, 6, 20), k=3, teams=4)
-  with pytest.raises(ValueError, match="sag='recursive' with teams=3, choose a power of two"):
+  with pytest.raises(
+    ValueError, match="sag='recursive' with teams=3, choose a power of two"
+  ):
     js.spardl_transform("workers", k=3, teams=3, sag="recursive")
-  with pytest.raises(ValueError, match="selector='chunked' with teams=2: .*, choose teams=1, or another selector"):
+  with pytest.raises(
+    ValueError,
+    match="selector='chunked' with teams=2: .*, choose teams=1, or another selector",
+  ):
     js.spardl_transform("workers", k=3, teams=2, selector="chunked")
 
 

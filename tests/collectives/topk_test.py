@@ -12,7 +12,11 @@ from tests.reference import spardl_options, topk
 
 SIZES = [
   *(("gtopk", *sizes, workers) for sizes in ((1, 1), (50, 9)) for workers in WORKERS),
-  *(("topkdsa", *sizes, workers) for sizes in ((1, 1), (50, 9), (50, 50), (2000, 20)) for workers in (1, 3, 6, 8)),
+  *(
+    ("topkdsa", *sizes, workers)
+    for sizes in ((1, 1), (50, 9), (50, 50), (2000, 20))
+    for workers in (1, 3, 6, 8)
+  ),
   *(("topka", 50, 9, workers) for workers in (3, 6)),
 ]
 QUICK = [
@@ -23,17 +27,25 @@ QUICK = [
 
 @pytest.mark.parametrize(("name", "n", "k", "workers"), quick_of(SIZES, quick=QUICK))
 def test_equals_numpy(name, n, k, workers):
-  slots = [js.make_collective(name, k=k).capacities(n, workers)[-1]] if name == "topkdsa" else []
+  slots = (
+    [js.make_collective(name, k=k).capacities(n, workers)[-1]]
+    if name == "topkdsa"
+    else []
+  )
   reference = lambda grads, left: getattr(topk, name)(grads, left, k, *slots)
   check_steps(name, normals(0, 3, workers, n), reference, k=k)
 
 
 @pytest.mark.long
-@hypothesis.given(sizes=st.sampled_from([(3, 2), (7, 6)]), seed=st.integers(0, 2**32 - 1))
+@hypothesis.given(
+  sizes=st.sampled_from([(3, 2), (7, 6)]), seed=st.integers(0, 2**32 - 1)
+)
 def test_the_tree_with_ties_and_cancellation(sizes, seed):
   """Few distinct values: sums cancel, and what is selected depends on the rule for ties."""
   workers, k = sizes
-  grads = np.random.default_rng(seed).integers(-2, 3, (1, workers, 12)).astype(np.float32)
+  grads = (
+    np.random.default_rng(seed).integers(-2, 3, (1, workers, 12)).astype(np.float32)
+  )
   check_steps("gtopk", grads, lambda grads, left: topk.gtopk(grads, left, k), k=k)
 
 
@@ -47,9 +59,13 @@ def test_topka_rounds_what_it_sends(selector):
 
   def reference(grads, left):
     rounded = lambda value: value.astype(jnp.bfloat16).astype(np.float32)
-    return topk.topka(grads, left, k, choose if selector == "chunked" else None, rounded)
+    return topk.topka(
+      grads, left, k, choose if selector == "chunked" else None, rounded
+    )
 
-  check_steps("topka", normals(0, 3, 4, 60), reference, k=k, selector=selector, wire="bf16")
+  check_steps(
+    "topka", normals(0, 3, 4, 60), reference, k=k, selector=selector, wire="bf16"
+  )
 
 
 def test_entries_that_crowd_into_one_region_wait_in_the_residual():
@@ -59,7 +75,9 @@ def test_entries_that_crowd_into_one_region_wait_in_the_residual():
   slots = js.make_collective("topkdsa", k=10).capacities(40, 4)[-1]
   assert slots == 3
   assert int(out.metrics.overflow) == 4 * (10 - slots)
-  np.testing.assert_array_equal(out.total[:10], 4 * np.where(np.arange(10) < slots, grads[0, :10], 0))
+  np.testing.assert_array_equal(
+    out.total[:10], 4 * np.where(np.arange(10) < slots, grads[0, :10], 0)
+  )
 
 
 def test_the_gather_is_dense_where_that_is_fewer_words():
@@ -82,7 +100,9 @@ def test_shorter_messages_change_nothing_that_they_can_say(name):
     short = js.simulate(name, grads, state=short and short.state, k=300, wire="bf16")
     np.testing.assert_array_equal(short.total, plain.total)
     np.testing.assert_array_equal(short.residuals, plain.residuals)
-  assert int(short.metrics.words_sent) < (0.75 if name == "topkdsa" else 0.5) * int(plain.metrics.words_sent)
+  assert int(short.metrics.words_sent) < (0.75 if name == "topkdsa" else 0.5) * int(
+    plain.metrics.words_sent
+  )
 
 
 def test_rounding_errors_of_sums_over_teams_stay_in_residuals():
@@ -93,8 +113,13 @@ def test_rounding_errors_of_sums_over_teams_stay_in_residuals():
 
 
 def test_noise_differs_between_workers_and_steps():
-  grads, half_a_level = np.tile(normals(0, 1, 12), (2, 1)), np.abs(normals(0, 1, 12)).max() / 256
+  grads, half_a_level = (
+    np.tile(normals(0, 1, 12), (2, 1)),
+    np.abs(normals(0, 1, 12)).max() / 256,
+  )
   first = js.simulate("topka", grads, k=12, wire="int8")
-  second = js.simulate("topka", grads - first.residuals, state=first.state, k=12, wire="int8")
+  second = js.simulate(
+    "topka", grads - first.residuals, state=first.state, k=12, wire="int8"
+  )
   assert np.abs(first.residuals[0] - first.residuals[1]).max() > half_a_level
   assert np.abs(first.residuals - second.residuals).max() > half_a_level

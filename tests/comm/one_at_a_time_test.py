@@ -20,7 +20,9 @@ SPARSE = optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)
 
 def _slow(x):
   wait = lambda x: (time.sleep(0.3), x)[1]
-  return jax.lax.stop_gradient(jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x))
+  return jax.lax.stop_gradient(
+    jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+  )
 
 
 def _ready(tree):
@@ -48,9 +50,14 @@ def test_a_program_starts_when_the_one_before_has_finished():
 def test_what_runs_between_steps_has_finished_when_it_returns():
   tx = js.local_steps(optax.sgd(0.1), SPARSE, every=4)
   mesh, params = mesh_of(3), jnp.zeros(20)
-  step = js.make_train_step(lambda p, x: jnp.mean((p[None] - x) ** 2) + 0 * _slow(x[0, 0]), tx, mesh)
+  step = js.make_train_step(
+    lambda p, x: jnp.mean((p[None] - x) ** 2) + 0 * _slow(x[0, 0]), tx, mesh
+  )
   state = js.init(tx, params, mesh)
-  read, flush = lambda _, state: js.metrics(state), lambda params, state: js.flush(state, params, mesh)
+  read, flush = (
+    lambda _, state: js.metrics(state),
+    lambda params, state: js.flush(state, params, mesh),
+  )
   for use in (read, step.synchronize, flush):
     params, state, metrics = step(params, state, np.ones((3, 20), np.float32))
     assert not _ready(metrics.loss)
@@ -97,5 +104,11 @@ print("goes on")
 @pytest.mark.long
 def test_a_step_that_fails_fails_no_other_one():
   """A callback of a loss that raises. In a process of its own: JAX reports the error at the end again."""
-  done = subprocess.run([sys.executable, "-c", FAILING], capture_output=True, text=True, timeout=120, check=False)
+  done = subprocess.run(
+    [sys.executable, "-c", FAILING],
+    capture_output=True,
+    text=True,
+    timeout=120,
+    check=False,
+  )
   assert "goes on" in done.stdout, done.stderr[-2000:]

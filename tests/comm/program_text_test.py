@@ -56,14 +56,25 @@ def test_processes_write_the_same_text():
   for seed in (1, 2):
     environment = os.environ | {"PYTHONHASHSEED": str(seed), "JAX_PLATFORMS": "cpu"}
     code = "x = [object() for _ in range(10_000)]\n" * (seed - 1) + PROGRAMS
-    runs.append(subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment))
+    runs.append(
+      subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+      )
+    )
   first, second = (run.communicate(timeout=120)[0] for run in runs)
   assert first == second
   assert len(set(first.split())) == 3
 
 
 TABLE = np.arange(4.0, dtype=np.float32)
-BASE = {"rate": 0.1, "table": TABLE, "length": 3, "axis": 0, "name": "f", "shape": (4, 2)}
+BASE = {
+  "rate": 0.1,
+  "table": TABLE,
+  "length": 3,
+  "axis": 0,
+  "name": "f",
+  "shape": (4, 2),
+}
 
 
 def _text(rate, table, length, axis, name, shape):
@@ -90,13 +101,23 @@ def test_another_program_has_another_text(change):
   assert base.digest == same.digest != other.digest
   texts, others = ([line.text for line in text.lines()] for text in (base, other))
   assert texts == [line.text for line in same.lines()] != others
-  assert all("program_text_test.py" in line.where for line in base.lines() if line.text.startswith(("mul", "scan")))
+  assert all(
+    "program_text_test.py" in line.where
+    for line in base.lines()
+    if line.text.startswith(("mul", "scan"))
+  )
 
 
 def test_ranks_of_mpi_differ_in_their_number_and_in_whom_they_send_to():
   def text(rank, kept, factor=1):
-    send = functools.partial(lambda x, kept: x if kept else jnp.zeros_like(x), kept=kept)
+    send = functools.partial(
+      lambda x, kept: x if kept else jnp.zeros_like(x), kept=kept
+    )
     send.__name__ = MESSAGE
-    return ProgramText(jax.make_jaxpr(lambda x: jax.jit(send)(x) * factor + rank_p.bind(jnp.float32(rank)))(1.0)).digest
+    return ProgramText(
+      jax.make_jaxpr(
+        lambda x: jax.jit(send)(x) * factor + rank_p.bind(jnp.float32(rank))
+      )(1.0)
+    ).digest
 
   assert text(0, True) == text(1, False) != text(0, True, factor=2)

@@ -24,7 +24,16 @@ from tests.cases import mesh_of
 
 SPARDL = "spardl:density=0.01"
 ALGORITHMS = {"dense": Algorithm(1e-9, reduces=True), SPARDL: Algorithm(2e-8)}
-PROFILE = Profile(6, 1e-4, 8e-9, 1.5, reduce_alpha=2e-4, reduce_beta=9e-9, entries=10_000, algorithms=ALGORITHMS)
+PROFILE = Profile(
+  6,
+  1e-4,
+  8e-9,
+  1.5,
+  reduce_alpha=2e-4,
+  reduce_beta=9e-9,
+  entries=10_000,
+  algorithms=ALGORITHMS,
+)
 
 
 def test_the_profile_of_a_machine_has_what_was_measured_there_and_the_given_link():
@@ -37,7 +46,10 @@ def test_the_profile_of_a_machine_has_what_was_measured_there_and_the_given_link
   assert names == set(js.collective_names()) - {"a2sgd"}  # which averages no gradients
   n = 14_728_266
   advice = js.costs.advise(n, found)
-  assert {"powersgd", "rows"} == set(found.algorithms) - {one.label for one in advice.predictions}  # they need shapes
+  # they need shapes
+  assert {"powersgd", "rows"} == set(found.algorithms) - {
+    one.label for one in advice.predictions
+  }
   for one in advice.predictions:
     measured = found.algorithms[one.label]
     assert one.arithmetic == pytest.approx(measured.arithmetic * n / 2)
@@ -46,19 +58,35 @@ def test_the_profile_of_a_machine_has_what_was_measured_there_and_the_given_link
 
 def test_seconds_are_arithmetic_and_the_alpha_beta_model():
   n = 1_000_000
-  dense, sparse = sorted(js.costs.advise(n, PROFILE).predictions, key=lambda one: one.label)
+  dense, sparse = sorted(
+    js.costs.advise(n, PROFILE).predictions, key=lambda one: one.label
+  )
   cost = js.costs.predict("spardl", n=n, workers=6, density=0.01)
   assert sparse.seconds == pytest.approx(2e-8 * n + cost.seconds(1e-4, 8e-9))
-  assert (sparse.messages, sparse.words, sparse.config) == (cost.messages, cost.words, {"density": 0.01})
-  assert dense.seconds == pytest.approx(1e-9 * n + js.costs.predict("dense", n=n, workers=6).seconds(2e-4, 9e-9))
-  # Messages that are not full, agreements, and an all-reduce that is slower than that of float32.
-  half, slow = Algorithm(0.0, fill=0.5, agreements=2), Algorithm(0.0, reduces=True, slowdown=2)
-  other = dataclasses.replace(PROFILE, algorithms={"oktopk:density=0.01": half, "dense:dtype=bfloat16": slow})
+  assert (sparse.messages, sparse.words, sparse.config) == (
+    cost.messages,
+    cost.words,
+    {"density": 0.01},
+  )
+  assert dense.seconds == pytest.approx(
+    1e-9 * n + js.costs.predict("dense", n=n, workers=6).seconds(2e-4, 9e-9)
+  )
+  # Messages that are not full, agreements, and an all-reduce that is slower than that
+  # of float32.
+  half, slow = (
+    Algorithm(0.0, fill=0.5, agreements=2),
+    Algorithm(0.0, reduces=True, slowdown=2),
+  )
+  other = dataclasses.replace(
+    PROFILE, algorithms={"oktopk:density=0.01": half, "dense:dtype=bfloat16": slow}
+  )
   found = js.costs.advise({"w": jnp.zeros((1000, 100))}, other).predictions
   dense, sparse = sorted(found, key=lambda one: one.label)
   cost = js.costs.predict("oktopk", n=100_000, workers=6, density=0.01)
   assert sparse.words == round(cost.words / 2)
-  assert sparse.seconds == pytest.approx(cost.messages * 1e-4 + 4 * sparse.words * 8e-9 + 2 * 2 * 3 * 2e-4)
+  assert sparse.seconds == pytest.approx(
+    cost.messages * 1e-4 + 4 * sparse.words * 8e-9 + 2 * 2 * 3 * 2e-4
+  )
   cost = js.costs.count("dense", n=100_000, workers=6, dtype="bfloat16")
   assert dense.wire == pytest.approx(cost.seconds(2e-4, 2 * 9e-9))
 
@@ -80,7 +108,9 @@ def test_a_link_predicts_what_the_advice_does():
     link = js.costs.link_of(dataclasses.replace(PROFILE, gamma=0.9), name, **config)
     assert link.gamma == 1.0
     for n in (10_000, 1_000_000):
-      (one,) = [one for one in js.costs.advise(n, PROFILE).predictions if one.label == label]
+      (one,) = [
+        one for one in js.costs.advise(n, PROFILE).predictions if one.label == label
+      ]
       assert link.seconds(4 * n) == pytest.approx(one.seconds, rel=1e-3)
 
 
@@ -88,9 +118,16 @@ def test_the_print_out_says_what_it_does_not_know():
   """Accuracy, and how far predictions were off where updates were measured."""
   *_, why, accuracy, errors = str(js.costs.advise(10_000_000, PROFILE)).splitlines()
   assert why.startswith(SPARDL)
-  assert accuracy.startswith("Accuracy is not considered: a lower density, or more local steps, are always faster")
-  assert re.fullmatch(r"Seconds are predicted: of the last 32 .* at most \d+%, 27 by at most 25%, .* by 50%.", errors)
-  *_, accuracy, _ = str(js.costs.advise(1000, PROFILE, evidence=[row_of("updates/spardl")])).splitlines()
+  assert accuracy.startswith(
+    "Accuracy is not considered: a lower density, or more local steps, are always faster"
+  )
+  assert re.fullmatch(
+    r"Seconds are predicted: of the last 32 .* at most \d+%, 27 by at most 25%, .* by 50%.",
+    errors,
+  )
+  *_, accuracy, _ = str(
+    js.costs.advise(1000, PROFILE, evidence=[row_of("updates/spardl")])
+  ).splitlines()
   assert accuracy.startswith("Accuracy counts by these trainings alone")
 
 
@@ -98,31 +135,57 @@ def test_a_label_has_the_number_of_local_steps():
   best = js.costs.advise(10_000_000, PROFILE, every=(1, 30)).best
   assert (best.label, best.title) == (f"{SPARDL} every 30 steps",) * 2
   assert js.make_collective(best.name, **best.config).density == 0.01
-  found = js.costs.advise(1000, PROFILE, evidence=[row_of("local:every=10/spardl", every=10)]).predictions
+  found = js.costs.advise(
+    1000, PROFILE, evidence=[row_of("local:every=10/spardl", every=10)]
+  ).predictions
   assert {one.label for one in found} == {"dense", f"{SPARDL} every 10 steps"}
 
 
 def row_of(method, every=1, steps=1.2, collective=SPARDL):
-  return Evidence(method, collective, every, "adam:0.001", "lm", 4, steps, 0.1 if steps else None, 3)
+  return Evidence(
+    method, collective, every, "adam:0.001", "lm", 4, steps, 0.1 if steps else None, 3
+  )
 
 
 def test_evidence_orders_methods_by_seconds_to_the_loss():
   """Steps of the training, times compute and exchange of a step."""
-  often, rarely = row_of("updates/spardl"), row_of("local:every=10/spardl", every=10, steps=1.5)
+  often, rarely = (
+    row_of("updates/spardl"),
+    row_of("local:every=10/spardl", every=10, steps=1.5),
+  )
   found = js.costs.advise(10_000_000, PROFILE, evidence=[often, rarely], compute=0.1)
-  (update,) = [one for one in js.costs.advise(10_000_000, PROFILE).predictions if one.label == SPARDL]
+  (update,) = [
+    one
+    for one in js.costs.advise(10_000_000, PROFILE).predictions
+    if one.label == SPARDL
+  ]
   best, other, dense = found.predictions
-  seconds = [1.5 * (0.1 + update.seconds / 10), 0.1 + dense.seconds, 1.2 * (0.1 + update.seconds)]
+  seconds = [
+    1.5 * (0.1 + update.seconds / 10),
+    0.1 + dense.seconds,
+    1.2 * (0.1 + update.seconds),
+  ]
   assert [best.to_loss, dense.to_loss, other.to_loss] == pytest.approx(seconds)
   assert best.to_loss < other.to_loss < dense.to_loss
   assert [one.evidence for one in found.predictions] == [rarely, often, None]
   ratio = dense.to_loss / best.to_loss
-  assert found.why == f"local:every=10/spardl reaches dense's loss {ratio:.2f} times as fast as dense: {rarely}"
+  assert (
+    found.why
+    == f"local:every=10/spardl reaches dense's loss {ratio:.2f} times as fast as dense: {rarely}"
+  )
   assert "to loss" in str(found).splitlines()[0]
-  # Two dense ones: the sentence is about the faster one and the first method of the evidence.
-  both = dataclasses.replace(PROFILE, algorithms=PROFILE.algorithms | {"dense:dtype=bfloat16": Algorithm(1e-9)})
+  # Two dense ones: the sentence is about the faster one and the first method of the
+  # evidence.
+  both = dataclasses.replace(
+    PROFILE, algorithms=PROFILE.algorithms | {"dense:dtype=bfloat16": Algorithm(1e-9)}
+  )
   much = js.costs.advise(10_000_000, both, evidence=[often, rarely], compute=100.0)
-  assert [one.name for one in much.predictions] == ["dense", "dense", "spardl", "spardl"]
+  assert [one.name for one in much.predictions] == [
+    "dense",
+    "dense",
+    "spardl",
+    "spardl",
+  ]
   assert much.why.startswith(f"{much.best.label} reaches dense's loss 1.")
   assert much.why.endswith(f"times as fast as {often.method}: {often}")
 
@@ -131,26 +194,44 @@ def test_a_gain_within_its_deviation_puts_dense_first():
   unsure = row_of("updates/spardl", steps=0.94)._replace(deviation=0.13)
   found = js.costs.advise(1000, PROFILE, evidence=[unsure], compute=100.0)
   assert [one.name for one in found.predictions] == ["dense", "spardl"]
-  assert found.why == f"dense: that updates/spardl is 1.06 times as fast is within its deviation: {unsure}"
+  assert (
+    found.why
+    == f"dense: that updates/spardl is 1.06 times as fast is within its deviation: {unsure}"
+  )
   sure = unsure._replace(deviation=0.01)
-  assert js.costs.advise(1000, PROFILE, evidence=[sure], compute=100.0).best.evidence == sure
+  assert (
+    js.costs.advise(1000, PROFILE, evidence=[sure], compute=100.0).best.evidence == sure
+  )
 
 
 def test_the_worst_training_of_a_method_counts():
   for steps in (2.0, None):
     rows = [row_of("updates/spardl"), row_of("updates/spardl", steps=steps)]
-    (one,) = [one for one in js.costs.advise(1000, PROFILE, evidence=rows).predictions if one.evidence]
+    (one,) = [
+      one
+      for one in js.costs.advise(1000, PROFILE, evidence=rows).predictions
+      if one.evidence
+    ]
     assert one.evidence == rows[1]
   assert math.isinf(one.to_loss)
-  assert js.costs.advise(9, PROFILE, evidence=rows).why.startswith("dense reaches dense's loss, updates/spardl never: ")
+  assert js.costs.advise(9, PROFILE, evidence=rows).why.startswith(
+    "dense reaches dense's loss, updates/spardl never: "
+  )
   alone = dataclasses.replace(PROFILE, algorithms={SPARDL: Algorithm(1e-9)})
   assert js.costs.advise(9, alone, evidence=rows).why == f"updates/spardl: {rows[1]}"
 
 
 def test_local_steps_divide_an_update_among_their_steps():
-  one, ten, both = (js.costs.advise(10_000_000, PROFILE, every=every) for every in ((1,), (10,), (1, 10)))
+  one, ten, both = (
+    js.costs.advise(10_000_000, PROFILE, every=every)
+    for every in ((1,), (10,), (1, 10))
+  )
   for update, step in zip(one.predictions, ten.predictions, strict=True):
-    assert (step.label, step.words, step.wire) == (f"{update.label} every 10 steps", update.words, update.wire)
+    assert (step.label, step.words, step.wire) == (
+      f"{update.label} every 10 steps",
+      update.words,
+      update.wire,
+    )
     assert step.seconds == pytest.approx(update.seconds / 10)
   assert (both.best.name, both.best.every) == ("spardl", 10)
   assert both.why.startswith(f"{SPARDL} every 10 steps: ")
@@ -163,13 +244,29 @@ def test_fit_measures_each_algorithm_that_is_asked_for(tmp_path):
   profile = js.costs.fit(mesh_of(2), n=3000, repetitions=1, **options)
   labels = [asked[0], "topka:density=0.1", "topka:density=0.2", *asked[2:]]
   assert list(profile.algorithms) == labels
-  assert [line.split(",")[0] for line in lines] == [f"{n} of 5: {label}" for n, label in enumerate(labels, 1)]
+  assert [line.split(",")[0] for line in lines] == [
+    f"{n} of 5: {label}" for n, label in enumerate(labels, 1)
+  ]
   varying, *_, dense, half = profile.algorithms.values()
-  assert (dense.reduces, dense.agreements, dense.fill, dense.slowdown) == (True, 0, 1.0, 1.0)
+  assert (dense.reduces, dense.agreements, dense.fill, dense.slowdown) == (
+    True,
+    0,
+    1.0,
+    1.0,
+  )
   assert (varying.reduces, varying.agreements) == (False, 1)
   assert 0 < varying.fill < 0.9  # the formula is an upper bound
   assert half.slowdown not in (0, 1)  # measured
-  assert min(profile.alpha, profile.beta, profile.gamma, profile.reduce_alpha, profile.reduce_beta) > 0
+  assert (
+    min(
+      profile.alpha,
+      profile.beta,
+      profile.gamma,
+      profile.reduce_alpha,
+      profile.reduce_beta,
+    )
+    > 0
+  )
   assert (profile.workers, profile.entries) == (2, 3000)
   profile.save(tmp_path / "profile.json")
   assert Profile.load(tmp_path / "profile.json") == profile
@@ -183,8 +280,13 @@ def test_a_collective_whose_words_depend_on_shapes():
   profile = js.costs.fit(mesh_of(2), n=params, algorithms=labels, repetitions=1)
   assert profile.entries == 3000
   assert profile.algorithms["powersgd:rank=2"].reduces
-  assert {one.words for one in js.costs.advise(other, profile).predictions} == {2 * (100 + 300), 2 * 300}
-  with pytest.raises(ValueError, match="powersgd: the words of n=.* give the parameters as n"):
+  assert {one.words for one in js.costs.advise(other, profile).predictions} == {
+    2 * (100 + 300),
+    2 * 300,
+  }
+  with pytest.raises(
+    ValueError, match="powersgd: the words of n=.* give the parameters as n"
+  ):
     js.costs.advise(3000, profile)
 
 
@@ -192,15 +294,27 @@ def test_a_collective_whose_words_depend_on_shapes():
 def test_workers_of_several_devices():
   """Both levels are measured, and each device carries its part of the gradient."""
   mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("hosts", "devices"))
-  profile = js.costs.fit(mesh, axis="hosts", n=3000, algorithms=["dense"], repetitions=1)
+  profile = js.costs.fit(
+    mesh, axis="hosts", n=3000, algorithms=["dense"], repetitions=1
+  )
   assert (profile.workers, profile.devices) == (2, 2)
   assert min(profile.inside_alpha, profile.inside_beta) > 0
   wide = dataclasses.replace(PROFILE, devices=4, inside_alpha=1e-6, inside_beta=1e-10)
-  params = {"sharded": jax.device_put(jnp.zeros((8, 10)), NamedSharding(mesh, P("devices"))), "whole": jnp.zeros(20)}
+  params = {
+    "sharded": jax.device_put(jnp.zeros((8, 10)), NamedSharding(mesh, P("devices"))),
+    "whole": jnp.zeros(20),
+  }
   for one in js.costs.advise(100, wide).predictions:
-    assert one.words == js.costs.predict(one.name, n=25, workers=PROFILE.workers, **one.config).words
-  assert js.costs.advise(100, wide).best.inside < js.costs.advise(params, wide).best.inside
-  assert js.costs.count("topka", n=100, workers=4, devices=4, k=10) == js.costs.count("topka", n=25, workers=4, k=3)
+    assert (
+      one.words
+      == js.costs.predict(one.name, n=25, workers=PROFILE.workers, **one.config).words
+    )
+  assert (
+    js.costs.advise(100, wide).best.inside < js.costs.advise(params, wide).best.inside
+  )
+  assert js.costs.count("topka", n=100, workers=4, devices=4, k=10) == js.costs.count(
+    "topka", n=25, workers=4, k=3
+  )
   assert count_inside(params["whole"], devices=4).words == 15
 
 
@@ -211,33 +325,84 @@ def advise_with(**change):
 BAD = [
   (lambda: js.costs.fit(mesh_of(1)), "one worker sends nothing"),
   (lambda: js.costs.fit(mesh_of(2), seconds=0), "fit: seconds=0, give more than 0"),
-  (lambda: js.costs.fit(mesh_of(2), algorithms=["speedy"]), "unknown collective 'speedy'"),
+  (
+    lambda: js.costs.fit(mesh_of(2), algorithms=["speedy"]),
+    "unknown collective 'speedy'",
+  ),
   (
     lambda: js.costs.fit(mesh_of(2), algorithms=[js.make_collective("topka", k=3)]),
     "fit: .*TopkA.* is no label, .*'spardl:teams=2:density=0.01', of a2sgd, ",
   ),
-  (lambda: js.costs.fit(mesh_of(2), algorithms="topka"), "fit: algorithms='topka', give a list, as \\['topka'\\]"),
-  (lambda: js.costs.fit(mesh_of(2), algorithms=["powersgd"]), "powersgd: the words of n=.* give the parameters as n"),
+  (
+    lambda: js.costs.fit(mesh_of(2), algorithms="topka"),
+    "fit: algorithms='topka', give a list, as \\['topka'\\]",
+  ),
+  (
+    lambda: js.costs.fit(mesh_of(2), algorithms=["powersgd"]),
+    "powersgd: the words of n=.* give the parameters as n",
+  ),
   (lambda: js.costs.advise(0, PROFILE), "n=0, choose a whole number from 1 up"),
   (lambda: js.costs.advise(5, Profile(2, 1e-4, 1e-9)), "the profile has no algorithm"),
-  (lambda: Profile.of("a100", js.overlap.Link(0, 0, 1), workers=2), "machine='a100', choose one of 'h100'"),
-  (lambda: Profile.of("h100", js.overlap.Link(0, 0, 1), workers=0), "Profile.of: workers=0"),
-  (lambda: js.costs.advise(5, PROFILE, every=(0,)), "advise: every=0, choose a whole number from 1 up"),
-  (lambda: js.costs.advise(5, PROFILE, every=4), r"every=4, give a list of steps between exchanges, as in \(1, 30\)"),
-  (lambda: js.costs.advise(5, PROFILE, every=()), r"every=\(\), give a list of steps between exchanges"),
-  (lambda: js.costs.advise(5, PROFILE, compute=-1), "compute=-1, give the seconds of forward and backward"),
-  (lambda: js.costs.advise(5, PROFILE, evidence="adam"), "evidence has 'a', give a list of rows like those of"),
-  (lambda: advise_with(collective="topka:density=0.5"), "the profile has dense, .* the evidence is of topka"),
-  (lambda: advise_with(every=0), "evidence of spardl: every=0, choose a whole number from 1 up"),
+  (
+    lambda: Profile.of("a100", js.overlap.Link(0, 0, 1), workers=2),
+    "machine='a100', choose one of 'h100'",
+  ),
+  (
+    lambda: Profile.of("h100", js.overlap.Link(0, 0, 1), workers=0),
+    "Profile.of: workers=0",
+  ),
+  (
+    lambda: js.costs.advise(5, PROFILE, every=(0,)),
+    "advise: every=0, choose a whole number from 1 up",
+  ),
+  (
+    lambda: js.costs.advise(5, PROFILE, every=4),
+    r"every=4, give a list of steps between exchanges, as in \(1, 30\)",
+  ),
+  (
+    lambda: js.costs.advise(5, PROFILE, every=()),
+    r"every=\(\), give a list of steps between exchanges",
+  ),
+  (
+    lambda: js.costs.advise(5, PROFILE, compute=-1),
+    "compute=-1, give the seconds of forward and backward",
+  ),
+  (
+    lambda: js.costs.advise(5, PROFILE, evidence="adam"),
+    "evidence has 'a', give a list of rows like those of",
+  ),
+  (
+    lambda: advise_with(collective="topka:density=0.5"),
+    "the profile has dense, .* the evidence is of topka",
+  ),
+  (
+    lambda: advise_with(every=0),
+    "evidence of spardl: every=0, choose a whole number from 1 up",
+  ),
   (lambda: advise_with(seeds=0), "seeds=0, choose a whole number"),
-  (lambda: advise_with(steps=math.nan), "steps=nan and deviation=0.1, give steps / dense's steps"),
+  (
+    lambda: advise_with(steps=math.nan),
+    "steps=nan and deviation=0.1, give steps / dense's steps",
+  ),
   (lambda: advise_with(steps=-1.0), "steps=-1.0 and"),
   (lambda: advise_with(steps=0.0), "steps=0.0 and"),
   (lambda: advise_with(deviation=None), "steps=1.2 and deviation=None, give"),
-  (lambda: advise_with(steps=None), "steps=None and deviation=0.1, give .* or None for both"),
-  (lambda: js.costs.link_of(PROFILE, "topka", k=3), "profile has no 'topka:k=3', choose one of dense, spardl:density"),
-  (lambda: js.costs.evidence("lion"), "no training with optimizer='lion', choose one of adam"),
-  (lambda: js.costs.count("dense", n=5, workers=2, devices=0), "devices=0, choose a whole number from 1 up"),
+  (
+    lambda: advise_with(steps=None),
+    "steps=None and deviation=0.1, give .* or None for both",
+  ),
+  (
+    lambda: js.costs.link_of(PROFILE, "topka", k=3),
+    "profile has no 'topka:k=3', choose one of dense, spardl:density",
+  ),
+  (
+    lambda: js.costs.evidence("lion"),
+    "no training with optimizer='lion', choose one of adam",
+  ),
+  (
+    lambda: js.costs.count("dense", n=5, workers=2, devices=0),
+    "devices=0, choose a whole number from 1 up",
+  ),
 ]
 
 
@@ -252,13 +417,21 @@ def test_every_candidate_fits_the_workers():
   assert not any("powersgd" in label for label in labels)
   for label in labels:
     name, config = collective_of(label)
-    jax.eval_shape(lambda name=name, config=config: js.make_collective(name, **config).init(1000, 6))
+    jax.eval_shape(
+      lambda name=name, config=config: js.make_collective(name, **config).init(1000, 6)
+    )
     assert js.costs.label_of(name, config) == label
 
 
 def test_fit_begins_no_algorithm_after_its_seconds(monkeypatch):
-  monkeypatch.setattr(calibration._Meter, "_measure_fill", lambda *_: time.sleep(0.5) or 1.0)  # a machine that is busy
-  with pytest.warns(UserWarning, match="no time was left for onebit, spardl:density=0.01, spardl:sel.*: they are not"):
+  # a machine that is busy
+  monkeypatch.setattr(
+    calibration._Meter, "_measure_fill", lambda *_: time.sleep(0.5) or 1.0
+  )
+  with pytest.warns(
+    UserWarning,
+    match="no time was left for onebit, spardl:density=0.01, spardl:sel.*: they are not",
+  ):
     profile = js.costs.fit(mesh_of(2), n=124, seconds=0.1)
   assert list(profile.algorithms) == ["dense"]  # always one
 
@@ -267,6 +440,12 @@ def test_fit_begins_no_algorithm_after_its_seconds(monkeypatch):
 def test_repetitions_end_with_their_share_of_the_seconds(budget, timed, monkeypatch):
   engine, runs = engine_of(js.SimComm("workers", members=2), "workers"), []
   watch, grads = timing.Stopwatch(engine), timing.gradients(engine, 10)(0)
-  monkeypatch.setattr(watch, "time", lambda program, *arguments: runs.append(1) or (1.0, program(*arguments)))
-  seconds, _ = timing.alone(engine, watch, js.make_collective("dense"), grads, 9, budget=budget)
+  monkeypatch.setattr(
+    watch,
+    "time",
+    lambda program, *arguments: runs.append(1) or (1.0, program(*arguments)),
+  )
+  seconds, _ = timing.alone(
+    engine, watch, js.make_collective("dense"), grads, 9, budget=budget
+  )
   assert (seconds, len(runs)) == (1.0, 2 + timed)  # with two of warm-up

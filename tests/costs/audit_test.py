@@ -16,13 +16,19 @@ QUICK = [("dense", 3), ("onebit", 2)]
 
 
 @pytest.mark.parametrize(
-  ("case", "workers"), [row(*one, quick=(str(one[0]), one[1]) in QUICK, id="{}-{}".format(*one)) for one in ROWS]
+  ("case", "workers"),
+  [
+    row(*one, quick=(str(one[0]), one[1]) in QUICK, id="{}-{}".format(*one))
+    for one in ROWS
+  ],
 )
 def test_an_update_sends_what_its_collective_costs(case, workers):
   """Agreements, of integers and of single numbers, cost no words."""
   tx = js.make_transform(case.name, "workers", **case.config(k=K))
   state = js.init(tx, jnp.zeros(N), mesh_of(workers))
-  lowered = update_program(tx, state, workers).lower(jax.ShapeDtypeStruct((workers, N), jnp.float32), state)
+  lowered = update_program(tx, state, workers).lower(
+    jax.ShapeDtypeStruct((workers, N), jnp.float32), state
+  )
   found = js.costs.audit(lowered, mesh_of(workers)).operations
   words = sum(one.bytes for one in found if one.dtype != "s32" and one.entries > 1) / 4
   cost = js.costs.count(case.make(k=K).for_leaves(((N,),)), n=N, workers=workers)
@@ -36,12 +42,22 @@ def test_a_gather_that_nobody_asked_for_is_found_with_its_line():
     jax.debug.callback(lambda _: None, jax.lax.all_gather(params, "workers").sum())
     return linear(params, batch)
 
-  step, params, state = start(js.onebit_transform("workers"), mesh, jnp.zeros(50_000), loss)
+  step, params, state = start(
+    js.onebit_transform("workers"), mesh, jnp.zeros(50_000), loss
+  )
   lowered = step.lower(params, state, jnp.ones((4, 50_000)))
   first = js.costs.audit(lowered, mesh).operations[0]
-  assert (first.kind, first.dtype, first.entries, first.bytes) == ("all-gather", "f32", 200_000, 600_000)
+  assert (first.kind, first.dtype, first.entries, first.bytes) == (
+    "all-gather",
+    "f32",
+    200_000,
+    600_000,
+  )
   assert "audit_test.py" in first.source
-  with pytest.raises(ValueError, match=r"(?s)more than at_most=100,000 bytes cross axis 'workers'.*f32\[200,000\]"):
+  with pytest.raises(
+    ValueError,
+    match=r"(?s)more than at_most=100,000 bytes cross axis 'workers'.*f32\[200,000\]",
+  ):
     js.costs.audit(lowered, mesh, at_most=100_000)
 
 
@@ -50,14 +66,24 @@ def test_what_stays_inside_a_worker_is_of_another_axis():
   mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("workers", "model"))
   lies = NamedSharding(mesh, P("workers", "model"))
   x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=lies)
-  inside = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P("workers"))).lower(x)
+  inside = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P("workers"))).lower(
+    x
+  )
   assert not js.costs.audit(inside, mesh).operations
   assert js.costs.audit(inside, mesh, "model").bytes == 2 * 64 * 4 / 2
-  both = jax.jit(lambda x: jnp.sum(x, 0), out_shardings=NamedSharding(mesh, P())).lower(x).compile()
-  assert js.costs.audit(both, mesh).bytes > 0 < js.costs.audit(both, mesh, "model").bytes
+  both = (
+    jax.jit(lambda x: jnp.sum(x, 0), out_shardings=NamedSharding(mesh, P()))
+    .lower(x)
+    .compile()
+  )
+  assert (
+    js.costs.audit(both, mesh).bytes > 0 < js.costs.audit(both, mesh, "model").bytes
+  )
   with pytest.raises(ValueError, match="axis 'data' is not an axis of the mesh"):
     js.costs.audit(inside, mesh, "data")
-  with pytest.raises(ValueError, match="the program has a device 4, the mesh has 4: give its mesh"):
+  with pytest.raises(
+    ValueError, match="the program has a device 4, the mesh has 4: give its mesh"
+  ):
     js.costs.audit(both, mesh_of(4))
 
 

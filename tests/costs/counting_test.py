@@ -15,24 +15,45 @@ from tests.cases import quick_of
 
 def counted(function, workers):
   """The cost of `function(comm, f32[10])` at one of `workers` workers."""
-  program = jax.make_jaxpr(lambda x: function(AxisComm("w"), x), axis_env=[("w", workers)])
+  program = jax.make_jaxpr(
+    lambda x: function(AxisComm("w"), x), axis_env=[("w", workers)]
+  )
   return count_jaxpr(program(jax.ShapeDtypeStruct((10,), jnp.float32)).jaxpr, workers)
 
 
 def test_programs():
   """Loops count their length, switches their dearest branch, a word is an agreement, and views count their size."""
-  once, twice = lambda comm, x: comm.shift(x, 1), lambda comm, x: comm.shift(comm.shift(x, 1), 1)
-  switch = lambda comm, x: jax.lax.cond(x[0] > 0, lambda y: once(comm, y), lambda y: twice(comm, y), x)
-  assert counted(lambda comm, x: jax.lax.fori_loop(0, 5, lambda _, y: comm.shift(y, 1), x), 4) == js.Cost(5, 50)
+  once, twice = (
+    lambda comm, x: comm.shift(x, 1),
+    lambda comm, x: comm.shift(comm.shift(x, 1), 1),
+  )
+  switch = lambda comm, x: jax.lax.cond(
+    x[0] > 0, lambda y: once(comm, y), lambda y: twice(comm, y), x
+  )
+  assert counted(
+    lambda comm, x: jax.lax.fori_loop(0, 5, lambda _, y: comm.shift(y, 1), x), 4
+  ) == js.Cost(5, 50)
   assert counted(switch, 4) == js.Cost(2, 20)
-  assert counted(lambda comm, x: x + comm.all_reduce(x[0], "max"), 4) == js.Cost(0, 0, agreements=1)
-  assert counted(lambda comm, x: comm.split(4)[0].all_reduce(x), 8) == all_reduce_cost(10, 2)
-  regions = schedule(js.make_collective("oktopk", density=0.01), n=10_000, workers=6)  # moved in some steps only
-  assert (count_agreements(regions), count_jaxpr(regions, 6, "least").agreements) == (3, 38)
-  endless = lambda comm, x: jax.lax.while_loop(lambda y: y[0] > 0, lambda y: comm.shift(y, 1), x)
+  assert counted(lambda comm, x: x + comm.all_reduce(x[0], "max"), 4) == js.Cost(
+    0, 0, agreements=1
+  )
+  assert counted(lambda comm, x: comm.split(4)[0].all_reduce(x), 8) == all_reduce_cost(
+    10, 2
+  )
+  # moved in some steps only
+  regions = schedule(js.make_collective("oktopk", density=0.01), n=10_000, workers=6)
+  assert (count_agreements(regions), count_jaxpr(regions, 6, "least").agreements) == (
+    3,
+    38,
+  )
+  endless = lambda comm, x: jax.lax.while_loop(
+    lambda y: y[0] > 0, lambda y: comm.shift(y, 1), x
+  )
   with pytest.raises(NotImplementedError, match="unknown length"):
     counted(endless, 4)
-  assert counted(lambda comm, x: comm.all_to_all(x.reshape(5, 2)).reshape(-1), 5) == js.Cost(4, 8)
+  assert counted(
+    lambda comm, x: comm.all_to_all(x.reshape(5, 2)).reshape(-1), 5
+  ) == js.Cost(4, 8)
   other = lambda comm, x: jax.lax.all_gather(x, comm.axis)[0]
   with pytest.raises(NotImplementedError, match="all_gather is not known"):
     counted(other, 2)
@@ -41,11 +62,18 @@ def test_programs():
 def test_the_update_of_a_chain_is_counted():
   """Published ways by their names: an exchange each; and of fragments, one after the other, all together."""
   sgd, axis, sizes = optax.sgd(1.0), "workers", {"n": 9100, "workers": 6}
-  params = {"b": jax.ShapeDtypeStruct((100,), jnp.float32), "w": jax.ShapeDtypeStruct((300, 30), jnp.float32)}
+  params = {
+    "b": jax.ShapeDtypeStruct((100,), jnp.float32),
+    "w": jax.ShapeDtypeStruct((300, 30), jnp.float32),
+  }
   count_chain = lambda tx: js.costs.count_update(tx, params, workers=6)
   assert count_chain(js.diloco(sgd, axis)) == js.costs.count("dense", **sizes)
-  assert count_chain(js.sparseloco(sgd, axis)) == js.costs.count("chunktopk", density=1 / 64, wire="2bit", **sizes)
-  assert count_chain(js.demo_transform(axis)) == js.costs.count("dcttopk", density=1 / 128, **sizes)
+  assert count_chain(js.sparseloco(sgd, axis)) == js.costs.count(
+    "chunktopk", density=1 / 64, wire="2bit", **sizes
+  )
+  assert count_chain(js.demo_transform(axis)) == js.costs.count(
+    "dcttopk", density=1 / 128, **sizes
+  )
   parts = [js.costs.count("dense", n=n, workers=6) for n in (9000, 100)]
   streamed = count_chain(js.streaming_diloco(sgd, axis, fragments=2, delay=3))
   assert streamed == js.Cost(*map(sum, zip(*parts, strict=True)))
@@ -57,7 +85,12 @@ WRONG = [
   ("dense", 5, 0, "workers=0"),
   ("dense", 1e3, 2, "n=1000.0, give a whole"),
   ("dense", {}, 2, "n={}"),
-  ("powersgd", 8, 2, "powersgd: the words of n=8 .* give the parameters as n"),  # a vector would be sent as it is
+  (
+    "powersgd",
+    8,
+    2,
+    "powersgd: the words of n=8 .* give the parameters as n",
+  ),  # a vector would be sent as it is
 ]
 
 
@@ -70,14 +103,22 @@ def test_bad_sizes(function):
 
 
 @pytest.mark.parametrize(
-  "name", quick_of(js.collective_names(), quick=["dense", "onebit", "powersgd", "qsgd", "spardl"])
+  "name",
+  quick_of(
+    js.collective_names(), quick=["dense", "onebit", "powersgd", "qsgd", "spardl"]
+  ),
 )
-@pytest.mark.parametrize(("n", "density"), quick_of([(2 * 10**9, 0.01), (7 * 10**8, 1.0)], quick=[(7 * 10**8, 1.0)]))
+@pytest.mark.parametrize(
+  ("n", "density"),
+  quick_of([(2 * 10**9, 0.01), (7 * 10**8, 1.0)], quick=[(7 * 10**8, 1.0)]),
+)
 def test_a_gradient_of_so_many_entries_is_counted(name, n, density):
   """Traced with the counters of a step, which hold 2³² − 1 words at most; the count itself is a Python number."""
   config = {"density": density} if "density" in collective_options(name) else {}
   collective = js.make_collective(name, **config).for_leaves(((n // 50_000, 50_000),))
-  counted, predicted = (count(collective, n=n, workers=32) for count in (js.costs.count, js.costs.predict))
+  counted, predicted = (
+    count(collective, n=n, workers=32) for count in (js.costs.count, js.costs.predict)
+  )
   assert all(was <= most for was, most in zip(counted, predicted, strict=True))
 
 
@@ -92,7 +133,10 @@ def test_bits_of_packed_messages_have_indices_of_31_bits_too(wire):
   for name, workers in {"topka": most + 1, "gaussiank": 256}.items():
     js.costs.count(name, n=n, workers=workers, k=k)  # in f32 there are no bitsets
     indices = (most + 1) * bits if name == "topka" else r"\d{10,}"
-    with pytest.raises(ValueError, match=f"{workers} rows of .* take {indices} indices .* choose wire='f32'"):
+    with pytest.raises(
+      ValueError,
+      match=f"{workers} rows of .* take {indices} indices .* choose wire='f32'",
+    ):
       js.costs.count(name, n=n, workers=workers, k=k, wire=wire)
 
 
@@ -104,7 +148,11 @@ def test_more_entries_than_indices_can_tell_are_refused(name):
     return
   message = rf"{name}: 2147483648 gradient entries .* 21474\d+ indices, .* choose at most 2147352576"
   with pytest.raises(ValueError, match=message):
-    js.costs.count(js.make_collective(name, **config).for_leaves(((2**31,),)), n=2**31, workers=4)
-  init = jax.vmap(js.make_transform(name, js.SimComm("w", members=4), **config).init, axis_name="w")
+    js.costs.count(
+      js.make_collective(name, **config).for_leaves(((2**31,),)), n=2**31, workers=4
+    )
+  init = jax.vmap(
+    js.make_transform(name, js.SimComm("w", members=4), **config).init, axis_name="w"
+  )
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(init, jax.ShapeDtypeStruct((4, 2**31), jnp.float32))

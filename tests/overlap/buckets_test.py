@@ -20,14 +20,19 @@ LINK = {"alpha": 0.4, "beta": 1e-3, "gamma": 1.3}
 
 # Five weights of different sizes and a bias, in the order of the forward pass.
 PARAMS = {
-  "layer": [jnp.asarray(normals(n, a, b)) / 3 for n, (a, b) in enumerate(itertools.pairwise(WIDTHS))],
+  "layer": [
+    jnp.asarray(normals(n, a, b)) / 3
+    for n, (a, b) in enumerate(itertools.pairwise(WIDTHS))
+  ],
   "out_bias": jnp.zeros(3),
 }
 SIZES = [4 * leaf.size for leaf in jax.tree.leaves(PARAMS)]
 
 
 def plan_of(kind, **options):
-  return js.overlap.plan(kind, [1.0, 0.3, 0.3, 1.0, 0.3, 0.2], SIZES, **(LINK | options))
+  return js.overlap.plan(
+    kind, [1.0, 0.3, 0.3, 1.0, 0.3, 0.2], SIZES, **(LINK | options)
+  )
 
 
 def transform_of(name="dense", kind="asc_wfbp", ways=2, **config):
@@ -39,7 +44,9 @@ def state_of(tx):
 
 
 def grads_of(seed, make=integers):
-  return jax.tree.map(lambda p: jnp.asarray(make(seed + p.size, WORKERS, *p.shape)), PARAMS)
+  return jax.tree.map(
+    lambda p: jnp.asarray(make(seed + p.size, WORKERS, *p.shape)), PARAMS
+  )
 
 
 def run(tx, grads, state=None):
@@ -83,7 +90,9 @@ def test_the_program_has_the_collectives_of_the_plan_in_its_order(kind, ways, ki
   text = step.lower(PARAMS, state_of(tx), jnp.ones((6, 8))).compile().as_text()
   sizes, above = all_reduces(text)
   of_loss = sizes.index(1)
-  assert [4 * size for size in sizes if size != 1] == [plan.size_of(group) for group in plan.groups]
+  assert [4 * size for size in sizes if size != 1] == [
+    plan.size_of(group) for group in plan.groups
+  ]
   number_of = [number for number in range(len(sizes)) if number != of_loss]
   for group, number in zip(plan.groups, number_of, strict=True):
     assert above[number] - {of_loss} == {number_of[other] for other in group.after}
@@ -92,7 +101,10 @@ def test_the_program_has_the_collectives_of_the_plan_in_its_order(kind, ways, ki
 @pytest.mark.parametrize("kind", quick_of(["single", "asc_wfbp"], quick=["asc_wfbp"]))
 def test_dense_groups_are_dense_bit_for_bit(kind):
   grads = grads_of(1, normals)
-  (got, _), (expected, _) = run(transform_of(kind=kind), grads), run(js.dense_transform("workers"), grads)
+  (got, _), (expected, _) = (
+    run(transform_of(kind=kind), grads),
+    run(js.dense_transform("workers"), grads),
+  )
   chex.assert_trees_all_equal(jax.tree.map(bits, got), jax.tree.map(bits, expected))
 
 
@@ -106,13 +118,24 @@ def test_laws_c_and_r_at_every_index_and_the_metrics_of_all_groups():
     updates, state = program(grads, state)
     leaves, totals = jax.tree.leaves(grads), jax.tree.leaves(updates)
     assert all((bits(leaf) == bits(leaf)[:1]).all() for leaf in totals)
-    flat = lambda trees: [trees[layer].reshape(WORKERS, -1) for group in plan.groups for layer in group.layers]
-    given += np.concatenate(flat(leaves), 1).sum(0) - np.round(WORKERS * np.concatenate(flat(totals), 1)[0])
+    flat = lambda trees: [
+      trees[layer].reshape(WORKERS, -1)
+      for group in plan.groups
+      for layer in group.layers
+    ]
+    given += np.concatenate(flat(leaves), 1).sum(0) - np.round(
+      WORKERS * np.concatenate(flat(totals), 1)[0]
+    )
   residual = [one.reshape(WORKERS, -1).sum(0) for one in state.carried.residual]
   np.testing.assert_array_equal(np.concatenate(residual), given)
-  metrics, sizes = js.metrics(state), [round(plan.size_of(group) / 4) for group in plan.groups]
+  metrics, sizes = (
+    js.metrics(state),
+    [round(plan.size_of(group) / 4) for group in plan.groups],
+  )
   assert [len(one) for one in residual] == sizes
-  assert int(metrics.words_sent) == sum(js.costs.predict("topka", n=n, workers=3, density=0.1).words for n in sizes)
+  assert int(metrics.words_sent) == sum(
+    js.costs.predict("topka", n=n, workers=3, density=0.1).words for n in sizes
+  )
   norm = np.sqrt(sum(float((leaf**2).sum()) for leaf in state.carried.residual))
   assert float(metrics.residual_norm) == pytest.approx(norm)
   assert int(metrics.delivered) == sum(int((leaf[0] != 0).sum()) for leaf in totals)
@@ -122,9 +145,14 @@ def test_laws_c_and_r_at_every_index_and_the_metrics_of_all_groups():
 def test_order_says_which_leaf_a_layer_is():
   order = [5, 0, 1, 2, 3, 4]
   plan = js.overlap.plan("mg_wfbp", [1.0] * 6, [SIZES[leaf] for leaf in order], **LINK)
-  state = state_of(js.bucketed_transform("spardl", "workers", plan=plan, order=order, density=0.5))
-  assert [leaf.size for leaf in state.carried.residual] == [WORKERS * plan.size_of(group) / 4 for group in plan.groups]
-  empty = js.overlap.plan("wfbp", [1.0, 1.0], [0, 16], **LINK)  # an empty leaf has nothing to send
+  state = state_of(
+    js.bucketed_transform("spardl", "workers", plan=plan, order=order, density=0.5)
+  )
+  assert [leaf.size for leaf in state.carried.residual] == [
+    WORKERS * plan.size_of(group) / 4 for group in plan.groups
+  ]
+  # an empty leaf has nothing to send
+  empty = js.overlap.plan("wfbp", [1.0, 1.0], [0, 16], **LINK)
   comm = js.SimComm("workers", members=WORKERS)
   tx = js.bucketed_transform("dense", comm, plan=empty)
   state = js.init(tx, {"a": jnp.zeros((0, 3)), "b": jnp.zeros(4)}, comm)
@@ -134,25 +162,48 @@ def test_order_says_which_leaf_a_layer_is():
 BAD = [
   ({"name": "sparse"}, "unknown collective 'sparse', choose one of"),
   ({"name": "a2sgd"}, "a2sgd: its workers go on with gradients of their own"),
-  ({"name": "topka", "plan": plan_of("wfbp"), "k": 5}, "k=5, choose at least one for each of the 6 groups"),
-  ({"name": "topka", "k": 9999}, "k=9999, choose at most the number of gradient entries, 559"),
-  ({"plan": js.overlap.plan("wfbp", [1.0], [4], **LINK)}, "the plan is for 1 layers, the gradients have 6 leaves"),
-  ({"order": [0, 0, 1, 2, 3, 4]}, r"order=\[0, 0, 1, 2, 3, 4\]: give the number of each"),
-  ({"order": [1, 0, 2, 3, 4, 5]}, r"layer 0 of the plan has 384 bytes, and its leaf \['layer'\]\[1\] 960 \(4 for each"),
+  (
+    {"name": "topka", "plan": plan_of("wfbp"), "k": 5},
+    "k=5, choose at least one for each of the 6 groups",
+  ),
+  (
+    {"name": "topka", "k": 9999},
+    "k=9999, choose at most the number of gradient entries, 559",
+  ),
+  (
+    {"plan": js.overlap.plan("wfbp", [1.0], [4], **LINK)},
+    "the plan is for 1 layers, the gradients have 6 leaves",
+  ),
+  (
+    {"order": [0, 0, 1, 2, 3, 4]},
+    r"order=\[0, 0, 1, 2, 3, 4\]: give the number of each",
+  ),
+  (
+    {"order": [1, 0, 2, 3, 4, 5]},
+    r"layer 0 of the plan has 384 bytes, and its leaf \['layer'\]\[1\] 960 \(4 for each",
+  ),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), BAD)
 def test_bad_input(options, message):
   with pytest.raises(ValueError, match=message):
-    state_of(js.bucketed_transform(**({"name": "dense", "axis": "workers", "plan": plan_of("asc_wfbp")} | options)))
+    state_of(
+      js.bucketed_transform(
+        **({"name": "dense", "axis": "workers", "plan": plan_of("asc_wfbp")} | options)
+      )
+    )
 
 
 def test_a_state_of_another_plan():
   state = state_of(transform_of("spardl", density=0.5))
   for name, kind, message in (
     ("spardl", "wfbp", " for other groups of leaves, .* make one of it with js.c"),
-    ("oktopk", "asc_wfbp", ", and this transform is oktopk:density=0.5: make one of it"),
+    (
+      "oktopk",
+      "asc_wfbp",
+      ", and this transform is oktopk:density=0.5: make one of it",
+    ),
   ):
     with pytest.raises(ValueError, match=f"is one of spardl:density=0.5{message}"):
       run(transform_of(name, kind, density=0.5), grads_of(1), state)
@@ -161,9 +212,15 @@ def test_a_state_of_another_plan():
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_this_jax_knows_the_compiler_options(platform):
   """Their names and types are checked wherever the program is compiled for."""
-  program = jax.jit(lambda x: x + 1, compiler_options=js.overlap.compiler_options(platform))
+  program = jax.jit(
+    lambda x: x + 1, compiler_options=js.overlap.compiler_options(platform)
+  )
   assert float(program(jnp.float32(1))) == 2
   with pytest.raises(Exception, match="xla_gpu_no_such_option"):
-    jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_no_such_option": 1})(jnp.float32(1))
-  with pytest.raises(ValueError, match="platform='abacus', choose one of 'cpu', 'gpu', 'cuda'"):
+    jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_no_such_option": 1})(
+      jnp.float32(1)
+    )
+  with pytest.raises(
+    ValueError, match="platform='abacus', choose one of 'cpu', 'gpu', 'cuda'"
+  ):
     js.overlap.compiler_options("abacus")

@@ -32,9 +32,16 @@ class Machine(stateful.RuleBasedStateMachine):
     least = -(-(workers - 1) // (size - 1))
     history = data.draw(st.none() | st.integers(least, least + 3))
     self.kind = data.draw(st.sampled_from(["constant", "dynamic"]))
-    options = {"missing": data.draw(st.sampled_from(["closest", "initial"])), "history": history}
+    options = {
+      "missing": data.draw(st.sampled_from(["closest", "initial"])),
+      "history": history,
+    }
     self.controller = js.partial.Controller(workers, size, self.kind, **options)
-    self.workers, self.group_size, self.keeps_all = workers, size, options["missing"] == "closest"
+    self.workers, self.group_size, self.keeps_all = (
+      workers,
+      size,
+      options["missing"] == "closest",
+    )
     self.alive, self.last = set(range(workers)), dict.fromkeys(range(workers), -1)
     self.queue, self.for_all, self.absent, self.in_group = [], set(), set(), {}
     self.since, self.number, self.waited = [], 0, {}  # groups since all were connected
@@ -49,7 +56,10 @@ class Machine(stateful.RuleBasedStateMachine):
 
   def elsewhere(self, workers):
     """Those of `workers` that are not in the component of the worker that has waited longest."""
-    found = [-1 if w in self.absent else one for w, one in enumerate(components(self.workers, self.since))]
+    found = [
+      -1 if w in self.absent else one
+      for w, one in enumerate(components(self.workers, self.since))
+    ]
     return [worker for worker in workers if found[worker] != found[self.queue[0]]]
 
   def take(self, groups):
@@ -76,18 +86,30 @@ class Machine(stateful.RuleBasedStateMachine):
       self.queue = [worker for worker in self.queue if worker not in members]
       self.absent -= members
       self.since.append(group.members)
-      if len(set(components(self.workers, self.since)[sorted(self.active - self.absent)])) == 1:
+      if (
+        len(
+          set(components(self.workers, self.since)[sorted(self.active - self.absent)])
+        )
+        == 1
+      ):
         self.since = []
       assert len(self.since) < self.controller.window + self.workers - self.group_size
-      for worker in self.queue:  # nobody waits for more groups than there were ahead of it
+      for (
+        worker
+      ) in self.queue:  # nobody waits for more groups than there were ahead of it
         self.waited[worker] -= 1
         assert self.waited[worker] >= 0
 
-  @stateful.rule(data=st.data(), steps=st.integers(0, 2), synchronizes=st.sampled_from([False, False, True]))
+  @stateful.rule(
+    data=st.data(),
+    steps=st.integers(0, 2),
+    synchronizes=st.sampled_from([False, False, True]),
+  )
   def signals(self, data, steps, synchronizes):
     if computing := sorted(self.active - set(self.queue)):
       worker = data.draw(st.sampled_from(computing))
-      least = 0 if synchronizes and worker in self.in_group else 1  # it may follow a group at once
+      # it may follow a group at once
+      least = 0 if synchronizes and worker in self.in_group else 1
       self.last[worker] += max(least, steps)
       self.in_group.pop(worker, None)
       if synchronizes:
@@ -140,15 +162,22 @@ class Machine(stateful.RuleBasedStateMachine):
         self.take(self.controller.join(worker))
 
   @stateful.rule(
-    call=st.sampled_from(["ready", "synchronize", "failed", "leave", "join", "replaced"]),
+    call=st.sampled_from(
+      ["ready", "synchronize", "failed", "leave", "join", "replaced"]
+    ),
     worker=st.integers(-2, 8) | st.sampled_from([None, "1", 0.5, 2**70]),
     number=st.integers(-5, 5) | st.sampled_from([None, "x", 0.5, 2**63, float("nan")]),
   )
   def bad(self, call, worker, number):
     """What is rejected changes nothing, and the reason is told; what is accepted goes to a copy."""
-    state = lambda: {name: value for name, value in vars(self.controller).items() if name != "_weigh"}  # a function
+    # a function
+    state = lambda: {
+      name: value for name, value in vars(self.controller).items() if name != "_weigh"
+    }
     before = copy.deepcopy(state())
-    arguments = (worker, number) if call in ("ready", "synchronize", "failed") else (worker,)
+    arguments = (
+      (worker, number) if call in ("ready", "synchronize", "failed") else (worker,)
+    )
     if reason := self.reason(call, worker, number):
       with pytest.raises(Rejected, match=f"^{re.escape(reason)}"):
         getattr(self.controller, call)(*arguments)
@@ -165,14 +194,22 @@ class Machine(stateful.RuleBasedStateMachine):
     if call in ("leave", "join"):
       return f"duplicate: worker {worker} has joined already" if call == "join" else ""
     if call == "failed":
-      return "" if (worker, number) in self.in_group.items() else f"stale: worker {worker} is not in group {number!r}"
+      return (
+        ""
+        if (worker, number) in self.in_group.items()
+        else f"stale: worker {worker} is not in group {number!r}"
+      )
     if call != "replaced" and (type(number) is not int or not 0 <= number < 2**63):
       return f"iteration {number!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1"
     last, again = self.last[worker], call == "synchronize" and worker in self.in_group
     if worker in self.for_all or worker in self.queue:
       return f"duplicate: worker {worker} is ready already, with iteration {last}"
     stale = call != "replaced" and number <= last - again
-    return f"stale: iteration {number} of worker {worker}, which has signalled {last}" if stale else ""
+    return (
+      f"stale: iteration {number} of worker {worker}, which has signalled {last}"
+      if stale
+      else ""
+    )
 
   @stateful.invariant()
   def they_wait_only_for_a_present_worker_of_another_component(self):
@@ -183,12 +220,16 @@ class Machine(stateful.RuleBasedStateMachine):
     assert set(self.queue) != self.active  # all ready: somebody must be in a group
     assert self.controller.held == (len(self.queue) >= self.size)
     if self.controller.held:
-      assert len(self.since) >= self.controller.window or self.absent.intersection(self.queue[: self.size])
+      assert len(self.since) >= self.controller.window or self.absent.intersection(
+        self.queue[: self.size]
+      )
       assert not self.elsewhere(self.queue)
       assert not self.absent.issuperset(self.elsewhere(self.active))
 
 
-Machine.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = hypothesis.settings(
+  max_examples=60, stateful_step_count=40, deadline=None
+)
 TestController = Machine.TestCase
 
 
@@ -201,7 +242,11 @@ TestController = Machine.TestCase
     ((4, 2), {"missing": "none"}, r"missing='none', choose 'initial' or 'closest'"),
     ((4, 2), {"decay": 1}, r"decay=1, choose a number in \[0, 1\)"),
     ((4, 2), {"decay": float("nan")}, r"decay=nan"),
-    ((8, 3), {"history": 3}, r"controller: history=3, choose a whole number from 4 up, or None"),
+    (
+      (8, 3),
+      {"history": 3},
+      r"controller: history=3, choose a whole number from 4 up, or None",
+    ),
   ],
 )
 def test_bad_configurations(arguments, options, message):
@@ -237,7 +282,9 @@ def test_frozen_pairs_are_joined(slow):
 
 def test_the_group_filter_waits_after_as_many_groups_as_its_history():
   controller = js.partial.Controller(3, 2, history=2)
-  assert [len(controller.ready(0, step) + controller.ready(1, step)) for step in (1, 2, 3)] == [1, 1, 0]
+  assert [
+    len(controller.ready(0, step) + controller.ready(1, step)) for step in (1, 2, 3)
+  ] == [1, 1, 0]
   assert controller.ready(2, 1)
 
 
@@ -268,7 +315,9 @@ def weights_by_hand(iterations, decay, missing):
     nearest = min(ranks, key=lambda own: (abs(own - rank), own))
     owner = rank if missing == "initial" else nearest
     owners = [i for i, own in enumerate(ranks) if own == owner] or [-1]
-    weights[owners] += (1 - decay) * decay ** (rank - 1) / (1 - decay ** max(ranks)) / len(owners)
+    weights[owners] += (
+      (1 - decay) * decay ** (rank - 1) / (1 - decay ** max(ranks)) / len(owners)
+    )
   return weights
 
 
@@ -279,7 +328,9 @@ def weights_by_hand(iterations, decay, missing):
 )
 def test_dynamic_weights(iterations, decay, missing):
   found = np.hstack(dynamic_weights(iterations, decay, missing))
-  np.testing.assert_allclose(found, weights_by_hand(iterations, decay, missing), atol=1e-12)
+  np.testing.assert_allclose(
+    found, weights_by_hand(iterations, decay, missing), atol=1e-12
+  )
   # A worker may be ages behind.
   assert dynamic_weights([2**62, 0], 0.5, "closest")[0] == pytest.approx((1, 0))
   assert dynamic_weights([2**62, 2**62], 0.5, "initial") == ((0.5, 0.5), 0)

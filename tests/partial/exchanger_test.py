@@ -82,8 +82,12 @@ def test_the_anchor_of_a_donor_with_the_residual_of_this_worker(worker):
   digest = donor.exchanger.digest()
   with refused(f"its digest is {digest:x}, that of round 2 is {digest + 1:x}"):
     worker.exchanger.adopt(donor.exchanger.model(), 6, digest + 1)
-  assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest) == RoundPosition(2, 6)
-  assert worker.exchanger.adopt(donor.exchanger.model(), 5, digest + 1) == RoundPosition(2, 6)  # of a round before
+  assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest) == RoundPosition(
+    2, 6
+  )
+  assert worker.exchanger.adopt(
+    donor.exchanger.model(), 5, digest + 1
+  ) == RoundPosition(2, 6)  # of a round before
   assert worker.exchanger.returned is None
 
 
@@ -109,26 +113,37 @@ def test_what_the_undone_round_had_not_delivered_does_not_come_back(largest, ret
   donor.round(16, zeros)
   worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
   found = worker.exchanger.returned
-  assert (found if found is None else [float(found[name][0]) for name in "ab"]) == returned
+  assert (
+    found if found is None else [float(found[name][0]) for name in "ab"]
+  ) == returned
 
 
 @pytest.mark.parametrize(
-  ("rounds", "counts"), [((5,), None), ((5, 6), True), ((5, 6, 7), True), ((5, 16), False), ((), None)]
+  ("rounds", "counts"),
+  [((5,), None), ((5, 6), True), ((5, 6, 7), True), ((5, 16), False), ((), None)],
 )
-def test_a_donor_knows_whether_a_round_counts_of_which_the_worker_was_not_told(worker, rounds, counts):
+def test_a_donor_knows_whether_a_round_counts_of_which_the_worker_was_not_told(
+  worker, rounds, counts
+):
   """It has been through it; through another one instead; or it may not have been told, either."""
   donor = Worker()
   worker.round(5, 4.0, 2.0, 1.0)
   for number in rounds:
     donor.round(number, 1.0, 0.0, 0.0)
-  assert worker.exchanger.was_committed(donor.exchanger.model(), RoundPosition(1, 5, last=6)) is counts
+  assert (
+    worker.exchanger.was_committed(donor.exchanger.model(), RoundPosition(1, 5, last=6))
+    is counts
+  )
 
 
 def test_a_donor_of_another_history_knows_nothing_of_a_round(worker):
   donor = Worker()
   worker.round(5, 4.0, 2.0, 1.0)
   donor.round(15, 1.0, 0.0, 0.0)
-  assert worker.exchanger.was_committed(donor.exchanger.model(), RoundPosition(1, 5, last=6)) is False
+  assert (
+    worker.exchanger.was_committed(donor.exchanger.model(), RoundPosition(1, 5, last=6))
+    is False
+  )
 
 
 def test_a_last_round_that_was_long_ago_counts(worker):
@@ -141,7 +156,9 @@ def test_a_last_round_that_was_long_ago_counts(worker):
   assert worker.residual == [0, 2, 1]
 
 
-def test_a_result_unlike_that_of_the_others_is_taken_back_but_what_was_given_is_not(worker):
+def test_a_result_unlike_that_of_the_others_is_taken_back_but_what_was_given_is_not(
+  worker,
+):
   worker.round(5, 4.0, 2.0, 1.0)
   worker.round(6, 8.0, 0.0, 0.0)
   assert worker.exchanger.go_back() == RoundPosition(1, 5)
@@ -150,7 +167,9 @@ def test_a_result_unlike_that_of_the_others_is_taken_back_but_what_was_given_is_
 
 def test_a_residual_that_is_taken_over_during_an_exchange_outlives_it(worker):
   take_over = lambda *values: (
-    worker.exchanger.inherit(Piece(PieceKind.RESIDUAL, 0, 1, np.array(values, np.float32))).number
+    worker.exchanger.inherit(
+      Piece(PieceKind.RESIDUAL, 0, 1, np.array(values, np.float32))
+    ).number
   )
   worker.round(5, 4.0, 2.0, 1.0)
   worker.round(6, 0.0, 0.0, 0.0)
@@ -165,7 +184,9 @@ def test_a_residual_that_is_taken_over_during_an_exchange_outlives_it(worker):
 def test_a_worker_takes_a_residual_over_after_its_first_round(worker):
   worker.round(5, 4.0, 2.0, 1.0)
   before = worker.residual
-  assert worker.exchanger.inherit(Piece(PieceKind.RESIDUAL, 0, 1, np.ones(3, np.float32))).number
+  assert worker.exchanger.inherit(
+    Piece(PieceKind.RESIDUAL, 0, 1, np.ones(3, np.float32))
+  ).number
   assert worker.residual == [value + 1 for value in before]
 
 

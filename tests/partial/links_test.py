@@ -36,16 +36,26 @@ def test_broadcast_gives_all_members_the_bits_of_the_root(entries, size, data):
     def send(messages):
       numbered = [(next(tags), *message) for message in messages]
       with posted:
-        mail.update({(rank, to, tag): words.copy() for tag, words, to, _ in numbered if to is not None})
+        mail.update(
+          {
+            (rank, to, tag): words.copy()
+            for tag, words, to, _ in numbered
+            if to is not None
+          }
+        )
         posted.notify_all()
         found = []
         for tag, words, _, origin in numbered:
           key = origin, rank, tag
-          assert origin is None or posted.wait_for(lambda key=key: key in mail, timeout=60)
+          assert origin is None or posted.wait_for(
+            lambda key=key: key in mail, timeout=60
+          )
           found.append(np.zeros_like(words) if origin is None else mail.pop(key))
       return found
 
-    return links.broadcast(values if rank == root else np.full_like(values, np.nan), root, rank, size, send)
+    return links.broadcast(
+      values if rank == root else np.full_like(values, np.nan), root, rank, size, send
+    )
 
   for found in in_threads(size, member):
     np.testing.assert_array_equal(found.view(np.uint32), values.view(np.uint32))
@@ -53,17 +63,25 @@ def test_broadcast_gives_all_members_the_bits_of_the_root(entries, size, data):
 
 
 def nesterov(comm):
-  return optax.chain(js.topka_transform(comm, density=0.5), optax.sgd(0.5, momentum=0.5, nesterov=True))
+  return optax.chain(
+    js.topka_transform(comm, density=0.5), optax.sgd(0.5, momentum=0.5, nesterov=True)
+  )
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("outer", [averaging, choosing, nesterov])
-def test_a_link_adds_what_it_moves_to_what_the_others_reach_without_it(outer, fragments):
+def test_a_link_adds_what_it_moves_to_what_the_others_reach_without_it(
+  outer, fragments
+):
   """Multiples of 1/8, so that no sum rounds; the link moves in some rounds only."""
 
   def train(server, number, moves=()):
     is_link = number == 2
-    options = {"fragments": fragments, "every": fragments * (1 if is_link else 4), "link": is_link}
+    options = {
+      "fragments": fragments,
+      "every": fragments * (1 if is_link else 4),
+      "link": is_link,
+    }
     with join(server, number, START, outer, **options) as worker:
       params = worker.params
       seen = []
@@ -78,15 +96,20 @@ def test_a_link_adds_what_it_moves_to_what_the_others_reach_without_it(outer, fr
       return jax.tree.map(np.asarray, worker._exchanger.anchor.params), seen
 
   with serve(2) as server:
-    without = [anchor for anchor, _ in in_threads(2, lambda number: train(server, number))]
+    without = [
+      anchor for anchor, _ in in_threads(2, lambda number: train(server, number))
+    ]
   with serve(3) as server:
     found = in_threads(3, lambda number: train(server, number, moves=(1, 4)))
   jax.tree.map(np.testing.assert_array_equal, *without)
-  # Each leaf is in one fragment, which is exchanged each second round: with two, both moves are delivered by then.
+  # Each leaf is in one fragment, which is exchanged each second round: with two, both
+  # moves are delivered by then.
   expected = jax.tree.map(lambda leaf: leaf + np.float32(16.0), without[0])
   for anchor, seen in found:
     jax.tree.map(np.testing.assert_array_equal, anchor, expected)
-    assert [round_ for round_, links in seen if links] == {1: [2, 5], 2: [2, 3, 5, 6]}[fragments]
+    assert [round_ for round_, links in seen if links] == {1: [2, 5], 2: [2, 3, 5, 6]}[
+      fragments
+    ]
 
 
 def test_a_link_delivers_once_where_nobody_has_trained():
@@ -96,7 +119,9 @@ def test_a_link_delivers_once_where_nobody_has_trained():
     with join(server, number, START, every=1, link=number == 1) as worker:
       params = worker.params
       while worker.round < 2:
-        params = worker.step(shifted(params, 8.0 if number == 1 and worker.round == 0 else 0.0), weight=0)
+        params = worker.step(
+          shifted(params, 8.0 if number == 1 and worker.round == 0 else 0.0), weight=0
+        )
       return params
 
   with serve(2) as server:
@@ -135,7 +160,11 @@ def link(server, tops, group, is_lost):
   """Of a group; one that is lost, before it has delivered what a round among groups has moved, goes on at `tops[1]`."""
   devices = jax.devices()
   saved = None
-  for top, until in zip(tops, [2 * ABOVE, STEPS // EVERY + 2] if is_lost else [STEPS // EVERY + 2], strict=is_lost):
+  for top, until in zip(
+    tops,
+    [2 * ABOVE, STEPS // EVERY + 2] if is_lost else [STEPS // EVERY + 2],
+    strict=is_lost,
+  ):
     below = join(server, 2, START, every=1, link=True, device=devices[3 * group + 2])
     above = join(top, group, START, every=ABOVE, device=devices[8 + group], state=saved)
     saved = follow(below, above, until)
@@ -158,7 +187,9 @@ def test_two_levels_share_all_that_was_trained(lost):
       group, number = divmod(process, 3)
       if number == 2:
         return link(servers[group], tops, group, group in lost)
-      return train_in_a_group(servers[group], number, jax.devices()[process], 2.0 * group + number)
+      return train_in_a_group(
+        servers[group], number, jax.devices()[process], 2.0 * group + number
+      )
 
     found = in_threads(6, work)
   expected = shifted(START, STEPS * np.mean([0, 1, 2, 3]))
@@ -178,12 +209,16 @@ def test_what_a_group_has_moved_since_the_last_round_among_groups_is_lost_with_i
       with join(servers[group], 0, START, device=device, every=1) as worker:
         params = worker.params
         while worker.round < ends[group]:
-          params = worker.step(shifted(params, (group + 1.0) * (worker.round < trained[group])))
+          params = worker.step(
+            shifted(params, (group + 1.0) * (worker.round < trained[group]))
+          )
         return worker.leave()
     saved = None
     for until in (5, ends[0]) if group == 0 else (ends[1],):
       below = join(servers[group], 1, START, every=1, link=True, device=device)
-      above = join(top, group, START, every=2, device=jax.devices()[8 + group], state=saved)
+      above = join(
+        top, group, START, every=2, device=jax.devices()[8 + group], state=saved
+      )
       saved = follow(below, above, until)
       below.leave()
       above.leave()
@@ -205,7 +240,9 @@ def test_a_sum_that_overflows_skips_the_round_at_all_members():
   zeros = jax.tree.map(jnp.zeros_like, before.params)
   result = outer.run(before, zeros, 1.0, 1, 0, 5, send)
   given = {"w": jnp.full(3, -largest)}
-  found = links.add_moved(outer, before, result, given, Group((7,), (1.0,), 0, number=5, links=(7,)), 0, send)
+  found = links.add_moved(
+    outer, before, result, given, Group((7,), (1.0,), 0, number=5, links=(7,)), 0, send
+  )
   assert found.skipped
   jax.tree.map(np.testing.assert_array_equal, found.anchor.params, before.params)
   assert found.anchor.position == result.anchor.position
@@ -214,4 +251,6 @@ def test_a_sum_that_overflows_skips_the_round_at_all_members():
 @pytest.mark.parametrize("option", [{"mixing": 0.5}, {"apply_residual": True}])
 def test_options_of_workers_are_refused_for_a_link(option):
   with pytest.raises(ValueError, match=f"link=True with.*{next(iter(option))}"):
-    js.partial.Rounds("tcp://127.0.0.1:1", 0, START, averaging, every=1, link=True, **option)
+    js.partial.Rounds(
+      "tcp://127.0.0.1:1", 0, START, averaging, every=1, link=True, **option
+    )

@@ -15,21 +15,30 @@ from jaxsparse.partial.rounds.outer_step import OuterStep
 from jaxsparse.transform import state as states
 from tests.cases import FEWER, each_case, normals, quick_of
 
-PARAMS = {"w": np.linspace(-1, 1, 40, dtype=np.float32).reshape(4, 10), "b": np.zeros(9, np.float32)}
+PARAMS = {
+  "w": np.linspace(-1, 1, 40, dtype=np.float32).reshape(4, 10),
+  "b": np.zeros(9, np.float32),
+}
 N = 49
 
 
 def test_an_outer_step_that_is_skipped_afterwards_is_as_one_that_was_not_finite():
   """Parameters, momentum and residual are those before it; only the position and the counters say that it was."""
-  chain = lambda comm: optax.chain(js.topka_transform(comm, density=0.5), optax.sgd(1.0, momentum=0.5))
+  chain = lambda comm: optax.chain(
+    js.topka_transform(comm, density=0.5), optax.sgd(1.0, momentum=0.5)
+  )
   step = OuterStep(chain)
-  alone = lambda anchor, given, number: step.run(anchor, given, 1.0, 1, 0, number, step._send)
+  alone = lambda anchor, given, number: step.run(
+    anchor, given, 1.0, 1, 0, number, step._send
+  )
   before = alone(step.start(PARAMS), PARAMS, 1).anchor
   skipped = step.skip(before, alone(before, PARAMS, 2))
   poisoned = alone(before, jax.tree.map(lambda leaf: leaf * np.nan, PARAMS), 2)
   assert skipped.skipped
   assert poisoned.skipped
-  assert step.digest(skipped.anchor) == step.digest(poisoned.anchor) != step.digest(before)
+  assert (
+    step.digest(skipped.anchor) == step.digest(poisoned.anchor) != step.digest(before)
+  )
   assert step.residual(before).any()
   for anchor in (skipped.anchor, poisoned.anchor):
     np.testing.assert_array_equal(step.residual(anchor), step.residual(before))
@@ -41,26 +50,43 @@ class Team:
 
   def __init__(self, chain, workers, fragments=1, run=Run):
     self.run, self.number = run, 0
-    self.steps = [OuterStep(chain, fragments, device=jax.devices()[worker]) for worker in range(workers)]
+    self.steps = [
+      OuterStep(chain, fragments, device=jax.devices()[worker])
+      for worker in range(workers)
+    ]
     self.anchors = [step.start(PARAMS) for step in self.steps]
 
   def round(self, members, given, weights=None):
     """The results of a round of these workers, each of whom has given its row."""
-    self.number, weights = self.number + 1, [1 / len(members)] * len(members) if weights is None else weights
+    self.number, weights = (
+      self.number + 1,
+      [1 / len(members)] * len(members) if weights is None else weights,
+    )
     group, runs = Group(tuple(members), tuple(weights), 0, number=self.number), {}
     post = lambda send: runs[send.member].receive(send.piece)
     runs.update({worker: self.run(group, worker, post) for worker in members})
 
     def run(rank, worker):
-      operands = given[worker], weights[rank], len(members), rank, self.number, runs[worker].exchange
+      operands = (
+        given[worker],
+        weights[rank],
+        len(members),
+        rank,
+        self.number,
+        runs[worker].exchange,
+      )
       return self.steps[worker].run(self.anchors[worker], *operands)
 
     with futures.ThreadPoolExecutor(len(members)) as pool:
-      for worker, result in zip(members, pool.map(run, range(len(members)), members, timeout=280), strict=True):
+      for worker, result in zip(
+        members, pool.map(run, range(len(members)), members, timeout=280), strict=True
+      ):
         self.anchors[worker] = result.anchor
     packs = {self.steps[worker].pack(self.anchors[worker]) for worker in members}
     assert len(packs) == 1  # what all have alike
-    assert len({self.steps[worker].digest(self.anchors[worker]) for worker in members}) == 1
+    assert (
+      len({self.steps[worker].digest(self.anchors[worker]) for worker in members}) == 1
+    )
     return packs.pop()
 
   def catch_up(self, worker, content):
@@ -72,8 +98,13 @@ class Team:
 
   def residuals(self):
     """Σ_w r_w, in the order of the parameters."""
-    less = (flat(step.less_residual(anchor, 1)) for step, anchor in zip(self.steps, self.anchors, strict=True))
-    return sum(self.flat(worker).astype(np.float64) - own for worker, own in enumerate(less))
+    less = (
+      flat(step.less_residual(anchor, 1))
+      for step, anchor in zip(self.steps, self.anchors, strict=True)
+    )
+    return sum(
+      self.flat(worker).astype(np.float64) - own for worker, own in enumerate(less)
+    )
 
 
 def flat(tree):
@@ -91,11 +122,15 @@ class Weighted(js.SimComm):
   divisor = 1
 
 
-@each_case([case for case in FEWER if case.make(density=0.5).replicates], quick=["powersgd"])
+@each_case(
+  [case for case in FEWER if case.make(density=0.5).replicates], quick=["powersgd"]
+)
 def test_bits_are_those_of_the_simulator(case):
   """Three rounds of all collectives with the same workers, of equal weight."""
   workers = dict(case.options).get("teams", 2) * (1 if "teams" in str(case) else 2)
-  chain = lambda comm: optax.chain(js.make_transform(case.name, comm, **case.config(density=0.25)), optax.sgd(0.5))
+  chain = lambda comm: optax.chain(
+    js.make_transform(case.name, comm, **case.config(density=0.25)), optax.sgd(0.5)
+  )
   group = Team(chain, workers)
   tx = js.atomic(chain(Weighted("workers", members=workers)))
   step = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="workers"))
@@ -104,7 +139,9 @@ def test_bits_are_those_of_the_simulator(case):
   for seed in range(3):
     given = trees(seed, workers)
     group.round(range(workers), given)
-    weighted = jax.tree.map(lambda *rows: jnp.stack(rows) * np.float32(1 / workers), *given)
+    weighted = jax.tree.map(
+      lambda *rows: jnp.stack(rows) * np.float32(1 / workers), *given
+    )
     updates, state = step(weighted, state, params)
     params = jax.tree.map(lambda p, u: p + u[0], params, updates)
   # Compilers may fuse otherwise.
@@ -134,19 +171,32 @@ class Late(Run):
 @pytest.mark.parametrize(
   ("name", "workers", "most"),
   quick_of(
-    [("onebit", 4, 3), ("onebit", 16, 5), ("nbit", 8, 4), ("qsgd", 4, 2), ("dense", 8, 4)], quick=[("onebit", 4, 3)]
+    [
+      ("onebit", 4, 3),
+      ("onebit", 16, 5),
+      ("nbit", 8, 4),
+      ("qsgd", 4, 2),
+      ("dense", 8, 4),
+    ],
+    quick=[("onebit", 4, 3)],
   ),
 )
 def test_messages_that_do_not_depend_on_each_other_take_one_delay(name, workers, most):
   """One to the owners, and ⌈log₂P⌉ of the all-gather; of P − 1 messages one after the other 19 for 16 workers."""
   arrivals, runs = {}, []
   make = lambda *arguments: runs.append(Late(*arguments, arrivals)) or runs[-1]
-  team = Team(lambda comm: optax.chain(js.make_transform(name, comm), optax.sgd(1.0)), workers, run=make)
+  team = Team(
+    lambda comm: optax.chain(js.make_transform(name, comm), optax.sgd(1.0)),
+    workers,
+    run=make,
+  )
   team.round(range(workers), trees(0, workers))
   assert {run.now for run in runs} == {most}
 
 
-PLAN = js.overlap.plan("wfbp", [1.0, 1.0], [4 * 9, 4 * 40], alpha=0.5, beta=0.25, gamma=2.0)
+PLAN = js.overlap.plan(
+  "wfbp", [1.0, 1.0], [4 * 9, 4 * 40], alpha=0.5, beta=0.25, gamma=2.0
+)
 TRANSFORMS = {
   "spardl": lambda comm: js.spardl_transform(comm, density=0.1),
   "onebit": js.onebit_transform,
@@ -162,7 +212,9 @@ def test_nothing_is_lost_while_workers_come_and_go(name):
 
   In the end a worker that leaves gives its residual to another one.
   """
-  group = Team(lambda comm: optax.chain(TRANSFORMS[name](comm), optax.sgd(1.0)), workers=3)
+  group = Team(
+    lambda comm: optax.chain(TRANSFORMS[name](comm), optax.sgd(1.0)), workers=3
+  )
   entered, content = np.zeros(N), None
   for number, members in enumerate([(0, 1), (0, 1, 2), (1, 2), (2,)]):
     for worker in members if content else ():
@@ -170,11 +222,16 @@ def test_nothing_is_lost_while_workers_come_and_go(name):
     given, weights = trees(number, 3), np.arange(1, 1 + len(members), dtype=np.float32)
     weights /= weights.sum()
     content = group.round(members, given, weights)
-    entered += sum(float(weights[rank]) * flat(given[worker]).astype(np.float64) for rank, worker in enumerate(members))
+    entered += sum(
+      float(weights[rank]) * flat(given[worker]).astype(np.float64)
+      for rank, worker in enumerate(members)
+    )
     moved = flat(PARAMS).astype(np.float64) - group.flat(members[-1])
     np.testing.assert_allclose(moved + group.residuals(), entered, rtol=1e-4, atol=2e-5)
   before, left = group.residuals(), group.anchors[0]
-  group.anchors[2] = group.steps[2].add_residual(group.anchors[2], group.steps[0].residual(left))
+  group.anchors[2] = group.steps[2].add_residual(
+    group.anchors[2], group.steps[0].residual(left)
+  )
   group.anchors[0] = group.steps[0].add_residual(left, -group.steps[0].residual(left))
   assert not group.steps[0].residual(group.anchors[0]).any()
   np.testing.assert_allclose(group.residuals(), before, rtol=1e-4, atol=2e-5)
@@ -182,20 +239,26 @@ def test_nothing_is_lost_while_workers_come_and_go(name):
 
 def test_momentum_and_fragments_are_handed_to_a_worker_that_was_away():
   """Round r is of fragment r mod F; the outer momentum of each fragment goes on."""
-  chain = lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.5))
+  chain = lambda comm: optax.chain(
+    js.dense_transform(comm), optax.sgd(1.0, momentum=0.5)
+  )
   group = Team(chain, workers=3, fragments=2)
   ones = {name: np.ones_like(leaf) for name, leaf in PARAMS.items()}
   content = [group.round((0, 1), [ones] * 3) for _ in range(4)][-1]
   group.catch_up(2, content)
   group.round((1, 2), [ones] * 3)
   np.testing.assert_allclose(group.flat(2)[:9], PARAMS["b"] - (1 + 1.5), rtol=1e-6)
-  np.testing.assert_allclose(group.flat(2)[9:], PARAMS["w"].ravel() - (1 + 1.5 + 1.75), rtol=1e-6)
+  np.testing.assert_allclose(
+    group.flat(2)[9:], PARAMS["w"].ravel() - (1 + 1.5 + 1.75), rtol=1e-6
+  )
 
 
 def test_random_keys_of_the_outer_optimizer_are_handed_to_a_worker_that_was_away():
   def add_noise(updates, key, _):
     now, after = jax.random.split(key)
-    return jax.tree.map(lambda leaf: leaf + jax.random.normal(now, leaf.shape), updates), after
+    return jax.tree.map(
+      lambda leaf: leaf + jax.random.normal(now, leaf.shape), updates
+    ), after
 
   noise = optax.GradientTransformation(lambda _: jax.random.key(0), add_noise)
   chain = lambda comm: optax.chain(js.dense_transform(comm), noise, optax.sgd(1.0))
@@ -222,7 +285,10 @@ def test_one_program_for_a_size_whoever_is_in_the_group():
 
 
 def test_a_round_whose_total_is_not_finite_changes_nothing():
-  group = Team(lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0, momentum=0.9)), workers=2)
+  group = Team(
+    lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0, momentum=0.9)),
+    workers=2,
+  )
   group.round((0, 1), trees(0, 2))
   before = group.flat(0), group.residuals()
   given = trees(1, 2)
@@ -230,7 +296,9 @@ def test_a_round_whose_total_is_not_finite_changes_nothing():
   group.round((0, 1), given)
   np.testing.assert_array_equal(group.flat(0), before[0])
   np.testing.assert_array_equal(group.residuals(), before[1])
-  assert all(node.counters.skipped.all() for node in states.reduce_states(group.anchors[0].outer))
+  assert all(
+    node.counters.skipped.all() for node in states.reduce_states(group.anchors[0].outer)
+  )
 
 
 def test_bytes_of_another_model_are_refused():
@@ -255,20 +323,26 @@ def test_what_a_collective_remembers_goes_on_as_groups_change():
         team.catch_up(absent, content)
     return flat(PARAMS) - team.flat(0)
 
-  assert np.count_nonzero(after(lambda comm: js.randomk_transform(comm, k=8))) > 30  # of 8 others in each round
+  # of 8 others in each round
+  assert np.count_nonzero(after(lambda comm: js.randomk_transform(comm, k=8))) > 30
   sparse = lambda comm: js.warmed_up(js.topka_transform(comm, k=1), {3: 1.0})
   assert np.all(after(sparse, rounds=3))
-  assert np.ptp(after(sparse, rounds=4) - after(sparse, rounds=3)) > 0  # k = 1 from the fourth round on
+  # k = 1 from the fourth round on
+  assert np.ptp(after(sparse, rounds=4) - after(sparse, rounds=3)) > 0
   momentum, moved = np.zeros(2), 0.0
   for members in teams:
     momentum[members] = momentum[members] / 2 + 1 / len(members)
     moved += momentum[members].sum()
-  dense = lambda comm: js.momentum_corrected(js.dense_transform(comm), 0.5, masking=False)
+  dense = lambda comm: js.momentum_corrected(
+    js.dense_transform(comm), 0.5, masking=False
+  )
   np.testing.assert_allclose(after(dense), moved, rtol=1e-6)
 
 
 def test_an_outer_optimizer_that_overflows_moves_nothing():
-  team = Team(lambda comm: optax.chain(js.topka_transform(comm, k=2), optax.sgd(1e38)), workers=2)
+  team = Team(
+    lambda comm: optax.chain(js.topka_transform(comm, k=2), optax.sgd(1e38)), workers=2
+  )
   ones = [jax.tree.map(lambda leaf: 64 * np.ones_like(leaf), PARAMS)] * 2
   for _ in range(2):
     team.round([0, 1], ones)

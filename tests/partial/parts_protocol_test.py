@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.membership import Member, Members, Membership
-from jaxsparse.partial.net.messages import Answer, Piece, PieceKind, RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Answer,
+  Piece,
+  PieceKind,
+  RoundPosition,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+)
 from jaxsparse.partial.rounds.exchanger import Done
 from jaxsparse.partial.rounds.lead import LeadProtocol, _digest_of
 from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
@@ -40,7 +48,9 @@ class Part(rounds_protocol_test.Process):
     raise PartLost
 
   def tell(self, signal):
-    self.network.post((self, self.lead), self.lead, self.lead.hear_part, self.serial, [signal.pack()])
+    self.network.post(
+      (self, self.lead), self.lead, self.lead.hear_part, self.serial, [signal.pack()]
+    )
 
   def handle(self, event):
     self.run_or_end(super().handle, event)
@@ -103,7 +113,12 @@ class Lead(Part):
     if isinstance(answer, Exception):
       super().take(answer)
     else:
-      self.network.at(self.network.now + LATENCY * self.network.random.random(), self, self.decide, answer)
+      self.network.at(
+        self.network.now + LATENCY * self.network.random.random(),
+        self,
+        self.decide,
+        answer,
+      )
 
   def decide(self, answer):
     """The training loop is at a step where it goes on from a round, and so do those of all parts that live."""
@@ -133,7 +148,11 @@ class Network(rounds_protocol_test.Network):
   def post(self, channel, *content, **sizes):
     """Links inside a worker are not cut."""
     sender, receiver = channel
-    if isinstance(sender, Part) and isinstance(receiver, Part) and sender.number == receiver.number:
+    if (
+      isinstance(sender, Part)
+      and isinstance(receiver, Part)
+      and sender.number == receiver.number
+    ):
       protocols_test.Network.post(self, channel, *content)
     else:
       super().post(channel, *content, **sizes)
@@ -142,13 +161,21 @@ class Network(rounds_protocol_test.Network):
     """All parts of a worker leave or are suspended, or one dies or diverges; one worker always runs."""
     parts = collections.defaultdict(list)
     for process in self.living():
-      if not process.suspended and not process.leaves and process.protocol.membership.state == "joined":
+      if (
+        not process.suspended
+        and not process.leaves
+        and process.protocol.membership.state == "joined"
+      ):
         parts[process.number].append(process)
-    running = [processes for processes in parts.values() if len(processes) == self.parts]
+    running = [
+      processes for processes in parts.values() if len(processes) == self.parts
+    ]
     if kind in ("suspended", "leaves", "dead", "diverges"):
       if len(running) > 1:
         chosen = self.random.choice(running)
-        for process in chosen if kind in ("suspended", "leaves") else [self.random.choice(chosen)]:
+        for process in (
+          chosen if kind in ("suspended", "leaves") else [self.random.choice(chosen)]
+        ):
           setattr(process, kind, True)
     else:
       super().disturb(kind)
@@ -163,17 +190,40 @@ class Alone:
     self.anchor_digest = 7
     self.to_server, self.to_parts, self.replies = [], [], []
     quiet = lambda *_: None
-    place = Membership(0, "tcp://a:1", TIMEOUT, 0.0, self.to_server.append, quiet, self.replies.append, TIMEOUT)
-    tell = lambda part, frame: self.to_parts.append((part, messages.parse_answer(frame)))
+    place = Membership(
+      0,
+      "tcp://a:1",
+      TIMEOUT,
+      0.0,
+      self.to_server.append,
+      quiet,
+      self.replies.append,
+      TIMEOUT,
+    )
+    tell = lambda part, frame: self.to_parts.append(
+      (part, messages.parse_answer(frame))
+    )
     members = Members(Member, tell, LIMIT, 0.0)
     addresses = ["tcp://a:1", "tcp://a:2", "tcp://a:3"]
     self.lead = LeadProtocol(place, self, 4, quiet, others=members, addresses=addresses)
     self.lead.tick(0.0)
     for part in (1, 2):
-      self.hear(part, WorkerMessage.HELLO, address=addresses[part], alike=Alike(start=(f"of part {part}",)))
+      self.hear(
+        part,
+        WorkerMessage.HELLO,
+        address=addresses[part],
+        alike=Alike(start=(f"of part {part}",)),
+      )
     (self.hello,) = self.to_server
     last = {"round": round, "base": base, "digest": digest, "run": 7}
-    self.options = {"limit": LIMIT, "grace": 1.0, "sizes": [1, 2], "donor": donor, "number": 0, **last}
+    self.options = {
+      "limit": LIMIT,
+      "grace": 1.0,
+      "sizes": [1, 2],
+      "donor": donor,
+      "number": 0,
+      **last,
+    }
     self.welcome()
 
   def welcome(self):
@@ -204,7 +254,11 @@ def test_training_begins_when_a_donor_has_given_all_parts_the_anchor_of_one_roun
   lead = alone.lead
   assert alone.hello.address == "tcp://a:1,tcp://a:2,tcp://a:3"
   assert alone.hello.alike.start == ("of part 1", "of part 2")
-  donors = [(part, content["donor"]) for part, (kind, content) in alone.to_parts if kind == ServerMessage.WELCOME]
+  donors = [
+    (part, content["donor"])
+    for part, (kind, content) in alone.to_parts
+    if kind == ServerMessage.WELCOME
+  ]
   assert donors == [(1, "tcp://b:2"), (2, "tcp://b:3")]
   newest = RoundPosition(4, 9)
   for rounds in ((newest, newest._replace(round=3)), (newest, newest)):
@@ -214,7 +268,9 @@ def test_training_begins_when_a_donor_has_given_all_parts_the_anchor_of_one_roun
     lead.membership.reply(newest)
     for part, position in enumerate(rounds, start=1):
       alone.hear(part, WorkerMessage.ANSWERED, position=position)
-    again = [part for part, (_, content) in alone.to_parts if content == {"next": Next.AGAIN}]
+    again = [
+      part for part, (_, content) in alone.to_parts if content == {"next": Next.AGAIN}
+    ]
     assert again == ([] if rounds == (newest, newest) else [1, 2])
     assert lead.membership.state == ("joining" if again else "joined")
   assert alone.replies == [newest]
@@ -226,11 +282,20 @@ def test_a_worker_that_joins_again_says_for_how_long_its_parts_have_waited_for_a
   alone.lead.membership.miss_donor("tcp://b:1")
   alone.lead.tick(7.0)
   for part in (1, 2):
-    alone.hear(part, WorkerMessage.HELLO, 1, now=7.0, address=f"tcp://a:{part + 1}", alike=Alike(start=("of a part",)))
+    alone.hear(
+      part,
+      WorkerMessage.HELLO,
+      1,
+      now=7.0,
+      address=f"tcp://a:{part + 1}",
+      alike=Alike(start=("of a part",)),
+    )
   assert [hello.value for hello in alone.told(WorkerMessage.HELLO)] == [0, 7]
 
 
-def test_parts_that_have_fetched_another_anchor_than_that_of_the_last_round_fetch_again(caplog):
+def test_parts_that_have_fetched_another_anchor_than_that_of_the_last_round_fetch_again(
+  caplog,
+):
   """Each knows the digest of its own part; the server knows that of all."""
   right = _digest_of({0: 20, 1: 21, 2: 22})
   alone = Alone(donor="tcp://b:1,tcp://b:2,tcp://b:3", round=4, base=9, digest=right)
@@ -242,11 +307,17 @@ def test_parts_that_have_fetched_another_anchor_than_that_of_the_last_round_fetc
       alone.hear(part, WorkerMessage.ANSWERED, position=newest, digest=digests[part])
     if digests[2] == 5:
       assert alone.replies == []
-      assert "worker 0 refuses an anchor for all its parts: its digest is" in caplog.text
+      assert (
+        "worker 0 refuses an anchor for all its parts: its digest is" in caplog.text
+      )
       assert lead.membership.state == "joining"
       lead.tick(1.0)
       for part in (1, 2):
-        facts = {"address": f"tcp://a:{part + 1}", "alike": Alike(start=(f"of part {part}",)), "position": newest}
+        facts = {
+          "address": f"tcp://a:{part + 1}",
+          "alike": Alike(start=(f"of part {part}",)),
+          "position": newest,
+        }
         alone.hear(part, WorkerMessage.HELLO, 1, **facts)
       assert alone.told(WorkerMessage.HELLO)[-1].position == RoundPosition(0, -1)
       alone.welcome()
@@ -262,12 +333,24 @@ def test_a_result_that_was_told_before_a_part_has_skipped_is_not_counted():
   for part in (1, 2):
     assert not alone.told(WorkerMessage.READY)
     alone.hear(part, WorkerMessage.READY, 1)
-  group = {"members": [0], "weights": [1.0], "iteration": 0, "initial": 0.0, "number": 5, "links": []}
-  alone.answer(ServerMessage.GROUP, **group, addresses={0: "tcp://a:1,tcp://a:2,tcp://a:3"})
+  group = {
+    "members": [0],
+    "weights": [1.0],
+    "iteration": 0,
+    "initial": 0.0,
+    "number": 5,
+    "links": [],
+  }
+  alone.answer(
+    ServerMessage.GROUP, **group, addresses={0: "tcp://a:1,tcp://a:2,tcp://a:3"}
+  )
   alone.hear(1, WorkerMessage.DONE, 5, digest=8)
   alone.skipped = True
   lead.handle(Done(5, 7), 0.0)
-  assert [part for part, (kind, _) in alone.to_parts if kind == ServerMessage.SKIP] == [1, 2]
+  assert [part for part, (kind, _) in alone.to_parts if kind == ServerMessage.SKIP] == [
+    1,
+    2,
+  ]
   alone.hear(1, WorkerMessage.SKIPPED, 5)
   alone.hear(2, WorkerMessage.SKIPPED, 5)
   alone.hear(2, WorkerMessage.DONE, 5, digest=3)
@@ -279,7 +362,9 @@ def test_a_result_that_was_told_before_a_part_has_skipped_is_not_counted():
 
 @settings(max_examples=settings().max_examples)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(2, 3), DISTURBED)
-def test_the_parts_of_a_worker_go_from_round_to_round_together_and_nothing_is_lost(seed, workers, parts, disturbed):
+def test_the_parts_of_a_worker_go_from_round_to_round_together_and_nothing_is_lost(
+  seed, workers, parts, disturbed
+):
   """As in `rounds_protocol_test`: a random schedule with disturbances, then a quiet one for `ROUNDS` rounds more."""
   random, (servers, disturbances) = Random(seed), disturbed
   network = Network(parts, random, workers, workers // 2 + 1, servers)
@@ -291,5 +376,7 @@ def test_the_parts_of_a_worker_go_from_round_to_round_together_and_nothing_is_lo
     if not process.dead:
       process.check()
   for number in range(workers):
-    assert len([process for process in network.living() if process.number == number]) in (0, parts)
+    assert len(
+      [process for process in network.living() if process.number == number]
+    ) in (0, parts)
   assert all(len(heirs) == 1 for heirs in network.heirs.values())

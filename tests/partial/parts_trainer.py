@@ -12,7 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse as js
 
-START = {"b": np.arange(5, dtype=np.float32), "w": np.arange(48, dtype=np.float32).reshape(8, 6)}
+START = {
+  "b": np.arange(5, dtype=np.float32),
+  "w": np.arange(48, dtype=np.float32).reshape(8, 6),
+}
 
 
 def start(dtype="float32"):
@@ -31,15 +34,23 @@ def choosing(comm):
 def moves(worker, step):
   """What a worker moves in a step: multiples of 1/8, so that no sum rounds."""
   factor = (worker + 1) * (1 + step % 3) / 8
-  return jax.tree.map(lambda leaf: (factor * (1 + np.arange(leaf.size) % 7)).reshape(leaf.shape), START)
+  return jax.tree.map(
+    lambda leaf: (factor * (1 + np.arange(leaf.size) % 7)).reshape(leaf.shape), START
+  )
 
 
 def place(params):
   """Replicated biases, and weights that are sharded over as many rows as there are devices, or else columns."""
   mesh = jax.make_mesh((jax.device_count(),), ("devices",))
-  rows = PartitionSpec("devices") if 8 % jax.device_count() == 0 else PartitionSpec(None, "devices")
+  rows = (
+    PartitionSpec("devices")
+    if 8 % jax.device_count() == 0
+    else PartitionSpec(None, "devices")
+  )
   specs = {"b": PartitionSpec(), "w": rows}
-  make = lambda leaf, spec: jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), leaf.__getitem__)
+  make = lambda leaf, spec: jax.make_array_from_callback(
+    leaf.shape, NamedSharding(mesh, spec), leaf.__getitem__
+  )
   return jax.tree.map(make, params, specs)
 
 
@@ -49,7 +60,11 @@ def train(worker, number, steps, nan=None, meets=False):
   With `meets` up to the first round of workers 0 and 1.
   """
   params = worker.params
-  step = jax.jit(lambda params, moved: jax.tree.map(lambda leaf, more: leaf - more.astype(leaf.dtype), params, moved))
+  step = jax.jit(
+    lambda params, moved: jax.tree.map(
+      lambda leaf, more: leaf - more.astype(leaf.dtype), params, moved
+    )
+  )
   for count in range(*steps):
     moved = moves(number, count)
     if (number, count) == (1, nan):
@@ -77,8 +92,14 @@ def report(exchanger, path):
     given = flat(exchanger.given)
     position = commit()
     weight = exchanger.group.weights[exchanger.group.members.index(exchanger._number)]
-    found = {"given": weight * given, "residual": exchanger.outer.residual(exchanger.anchor), "base": position.base}
-    np.savez(f"{path}.{position.round}.npz", vector=flat(exchanger.anchor.params), **found)
+    found = {
+      "given": weight * given,
+      "residual": exchanger.outer.residual(exchanger.anchor),
+      "base": position.base,
+    }
+    np.savez(
+      f"{path}.{position.round}.npz", vector=flat(exchanger.anchor.params), **found
+    )
     return position
 
   exchanger.commit = commit_and_save
@@ -87,23 +108,35 @@ def report(exchanger, path):
 def main(address, number, part, port, folder, parts, devices, steps, **options):
   jax.config.update("jax_num_cpu_devices", devices)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.distributed.initialize(f"127.0.0.1:{port}", parts, part, heartbeat_timeout_seconds=10)
+  jax.distributed.initialize(
+    f"127.0.0.1:{port}", parts, part, heartbeat_timeout_seconds=10
+  )
   chain = choosing if options.pop("sparse", False) else outer
   if options.pop("dies", None) == part:
-    from tests.partial.round_trainer import die_in_a_round  # computes, which is too early above
+    # computes, which is too early above
+    from tests.partial.round_trainer import (
+      die_in_a_round,
+    )
 
     die_in_a_round(after=2)
   nan = options.pop("nan", None)
   meets = options.pop("meets", False)
-  saved = options.pop("saved", [])  # the numbers of the parts whose states the parts go on from
+  # the numbers of the parts whose states the parts go on from
+  saved = options.pop("saved", [])
   state = dict(np.load(f"{folder}/{number}.{saved[part]}.npz")) if saved else None
   params = place(start(options.pop("dtype", "float32")))
-  with js.partial.Rounds(address, number, params, chain, state=state, **options) as worker:
+  with js.partial.Rounds(
+    address, number, params, chain, state=state, **options
+  ) as worker:
     report(worker._exchanger, f"{folder}/{number}.{part}")
     began = worker.round
     params = train(worker, number, steps, nan, meets)
     whole = as_float32(multihost_utils.process_allgather(params, tiled=True))
-    found = {"began": began, "round": worker.round, "vector": flat(worker._exchanger.anchor.params)}
+    found = {
+      "began": began,
+      "round": worker.round,
+      "vector": flat(worker._exchanger.anchor.params),
+    }
     np.savez(f"{folder}/{number}.{part}.npz", **found, **worker.state, **whole)
 
 

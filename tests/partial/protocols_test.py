@@ -1,7 +1,8 @@
 """Workers, the server and the controller together, in virtual time, over a network that delays, crashes and suspends.
 
-Real `GroupProtocol`s and a real `GroupServer` exchange real bytes with the server; only sockets and clocks are
-simulated. Whatever the schedule: every living worker ends its training, and no average mixes pieces of two groups.
+Real `GroupProtocol`s and a real `GroupServer` exchange real bytes with the server; only
+sockets and clocks are simulated. Whatever the schedule: every living worker ends its
+training, and no average mixes pieces of two groups.
 """
 
 import itertools
@@ -20,7 +21,10 @@ from jaxsparse.partial.net.messages import Piece, PieceKind, WorkerMessage
 
 ITERATIONS = 4
 LIMIT, TIMEOUT, RECONNECT, LATENCY, STEP = 5.0, 20.0, 10.0, 1.0, 0.2
-DISTURBANCES = st.lists(st.sampled_from(["dead", "restart", "suspended", "resume", "serve", "diverges"]), max_size=8)
+DISTURBANCES = st.lists(
+  st.sampled_from(["dead", "restart", "suspended", "resume", "serve", "diverges"]),
+  max_size=8,
+)
 
 
 class Process:
@@ -30,10 +34,22 @@ class Process:
     self.network, self.number, self.serial = network, number, len(network.processes)
     self.address = f"tcp://127.0.0.1:{self.serial + 1}"
     self.dead = self.failed = self.suspended = self.diverges = self.leaves = False
-    self.held, self.found = [], []  # what has come while it is suspended, and the models that it has trained with
+    # what has come while it is suspended, and the models that it has trained with
+    self.held, self.found = (
+      [],
+      [],
+    )
     start = np.zeros(network.entries, np.float32)
     outlets = self.tell, self.send, self.take
-    place = Membership(number, self.address, TIMEOUT, network.now, *outlets, limit=TIMEOUT, reconnect=RECONNECT)
+    place = Membership(
+      number,
+      self.address,
+      TIMEOUT,
+      network.now,
+      *outlets,
+      limit=TIMEOUT,
+      reconnect=RECONNECT,
+    )
     self.protocol = GroupProtocol(place, start)
 
   @property
@@ -45,18 +61,27 @@ class Process:
       self.protocol.handle(event, self.network.now)
 
   def tell(self, signal):
-    self.network.post((self, "server"), None, self.network.hear, self.serial, signal.pack())
+    self.network.post(
+      (self, "server"), None, self.network.hear, self.serial, signal.pack()
+    )
 
   def send(self, address, piece):
     to = self.network.processes[int(address.rpartition(":")[2]) - 1]
-    self.network.post((self, to), to, to.receive, self, piece._replace(values=piece.values.copy()))
+    self.network.post(
+      (self, to), to, to.receive, self, piece._replace(values=piece.values.copy())
+    )
 
   def receive(self, sender, piece):
     if not self.lives:
       sender.handle(Unreachable(self.address))
     elif piece.kind == PieceKind.FETCH:
       vector, iteration = self.protocol.model
-      self.network.post((self, sender), sender, sender.handle, Piece(PieceKind.MODEL, iteration, self.number, vector))
+      self.network.post(
+        (self, sender),
+        sender,
+        sender.handle,
+        Piece(PieceKind.MODEL, iteration, self.number, vector),
+      )
     else:
       self.handle(piece)
 
@@ -88,7 +113,8 @@ class Process:
   def tick(self):
     self.protocol.tick(self.network.now)
     if self.protocol.membership.lost[0]:
-      assert not self.network.controller.alive  # all others have left: the server has ended
+      # all others have left: the server has ended
+      assert not self.network.controller.alive
       self.failed = True
 
 
@@ -99,7 +125,13 @@ class Network(Timeline):
 
   def __init__(self, random, workers, size, entries):
     super().__init__()
-    self.random, self.workers, self.size, self.entries, self.processes = random, workers, size, entries, []
+    self.random, self.workers, self.size, self.entries, self.processes = (
+      random,
+      workers,
+      size,
+      entries,
+      [],
+    )
     self.starts = itertools.count()  # of servers
     self.serve()
     for number in range(workers):
@@ -114,8 +146,11 @@ class Network(Timeline):
   def send(self, connection, frame):
     process = self.processes[connection]
     if not process.lives:
-      return self.arrivals[process, "server"] > self.now  # a closed connection is noticed after its last message
-    self.post(("server", process), process, process.handle, messages.parse_answer(frame))
+      # a closed connection is noticed after its last message
+      return self.arrivals[process, "server"] > self.now
+    self.post(
+      ("server", process), process, process.handle, messages.parse_answer(frame)
+    )
     return True
 
   def hear(self, connection, frame):
@@ -139,21 +174,26 @@ class Network(Timeline):
     self.controller = js.partial.Controller(self.workers, self.size)
     expected = dict.fromkeys(self.controller.alive, self.now + TIMEOUT)
     members = Members(GroupMember, self.send, LIMIT, self.now, expected)
-    first = (next(self.starts) << 30) + self.random.getrandbits(30)  # a real one draws 61 bits: never those of another
+    # a real one draws 61 bits: never those of another
+    first = (next(self.starts) << 30) + self.random.getrandbits(30)
     self.server = GroupServer(self.controller, members, first=first)
 
   def disturb(self, kind):
     """A worker crashes, is restarted, suspended, resumed, or diverges; one always runs. Or the server is restarted."""
     living = self.living()
     stays = lambda process: (
-      not process.suspended and not process.leaves and process.protocol.membership.state == "joined"
+      not process.suspended
+      and not process.leaves
+      and process.protocol.membership.state == "joined"
     )
     running = [process for process in living if stays(process)]
     if kind == "serve":
       if not self.controller.over:
         self.serve()
     elif kind == "restart":
-      crashed = {process.number for process in self.processes if process.dead} - {process.number for process in living}
+      crashed = {process.number for process in self.processes if process.dead} - {
+        process.number for process in living
+      }
       self.processes += [self.kind(self, number) for number in sorted(crashed)[:1]]
     elif kind == "resume":
       for process in living:
@@ -166,19 +206,26 @@ class Network(Timeline):
 
 @settings(max_examples=2 * settings().max_examples)
 @given(st.randoms(use_true_random=False), st.integers(2, 4), st.just([]) | DISTURBANCES)
-def test_no_lost_worker_holds_up_another_and_without_a_loss_all_end_with_one_model(random, workers, disturbances):
+def test_no_lost_worker_holds_up_another_and_without_a_loss_all_end_with_one_model(
+  random, workers, disturbances
+):
   """A random schedule with the disturbances in it, then a quiet one until nobody is left."""
-  network = Network(random, workers, size=random.randint(2, workers), entries=random.randint(1, 5))
+  network = Network(
+    random, workers, size=random.randint(2, workers), entries=random.randint(1, 5)
+  )
   for kind in disturbances:
     network.at(random.random() * 15, None, network.disturb, kind)
   while network.living():
     network.advance()
-    if network.now > TIMEOUT - 4 * LATENCY:  # a worker that is new may be waiting for a model since the start
+    # a worker that is new may be waiting for a model since the start
+    if network.now > TIMEOUT - 4 * LATENCY:
       network.disturb("resume")
     assert network.now < (120 if disturbances else 80)
   for process in network.processes:
     assert process.dead or process.failed or len(process.found) == ITERATIONS + 2
   if not disturbances:
-    assert len({process.found[-1].vector.tobytes() for process in network.processes}) == 1
+    assert (
+      len({process.found[-1].vector.tobytes() for process in network.processes}) == 1
+    )
     assert not any(process.dead or process.failed for process in network.processes)
     assert network.server.members.rejected == 0

@@ -21,7 +21,9 @@ def quorum():
 
 
 def ready(quorum, *workers):
-  return [group for worker in workers for group in quorum.ready(worker, 1, quorum.position)]
+  return [
+    group for worker in workers for group in quorum.ready(worker, 1, quorum.position)
+  ]
 
 
 def test_a_round_begins_with_all_that_are_there_or_at_a_release_with_enough(quorum):
@@ -52,8 +54,11 @@ def test_an_event_costs_as_much_with_many_workers_as_with_few():
     assert verdicts[-1]
     return (time.thread_time() - begin) / workers
 
-  few, many = (min(seconds_an_event(workers) for _ in range(3)) for workers in (200, 4000))
-  assert many < 4 * few  # in proportion to the number of workers it would be 20 times as much
+  few, many = (
+    min(seconds_an_event(workers) for _ in range(3)) for workers in (200, 4000)
+  )
+  # in proportion to the number of workers it would be 20 times as much
+  assert many < 4 * few
 
 
 def test_a_round_does_not_wait_for_a_new_worker_that_has_never_been_ready(quorum):
@@ -125,7 +130,9 @@ def test_the_last_that_all_wait_for_leaves(quorum):
   assert group.members == (0, 1)
 
 
-def test_workers_that_are_ready_while_a_round_is_under_way_are_behind_when_it_counts(quorum):
+def test_workers_that_are_ready_while_a_round_is_under_way_are_behind_when_it_counts(
+  quorum,
+):
   ready(quorum, 0, 1)
   quorum.release()
   ready(quorum, 3)
@@ -144,7 +151,9 @@ def count(quorum, group):
     quorum.done(worker, group.number, digest=5)
 
 
-def test_two_that_miss_messages_of_each_other_take_turns_for_2_rounds_then_for_4_until_they_succeed(quorum):
+def test_two_that_miss_messages_of_each_other_take_turns_for_2_rounds_then_for_4_until_they_succeed(
+  quorum,
+):
   for turns in (2, 4):
     group = begin(quorum, 0, 1, 3)
     assert group.members == (0, 1, 3)
@@ -167,10 +176,16 @@ def test_two_that_miss_messages_of_each_other_take_turns_for_2_rounds_then_for_4
   assert begin(quorum, 0, 1, 3).members == (0, 1, 3)
 
 
-def test_one_that_misses_messages_of_many_is_left_out_and_nobody_if_the_others_are_too_few(quorum):
+def test_one_that_misses_messages_of_many_is_left_out_and_nobody_if_the_others_are_too_few(
+  quorum,
+):
   group = begin(quorum, 0, 1, 3)
   assert quorum.failed(0, group.number, missing=3) == group
-  assert quorum.failed(1, group.number, missing=3) is quorum.failed(1, group.number, missing=4) is None
+  assert (
+    quorum.failed(1, group.number, missing=3)
+    is quorum.failed(1, group.number, missing=4)
+    is None
+  )
   assert begin(quorum, 0, 1, 3).members == (0, 1)
   quorum.failed(0, group.number + 1)
   quorum.leave(1)
@@ -215,7 +230,10 @@ def test_what_is_rejected(quorum, call, message):
     call(quorum)
 
 
-@pytest.mark.parametrize("options", [{"quorum": 0}, {"quorum": 4}, {"quorum": 2, "grace": -1}, {"quorum": True}])
+@pytest.mark.parametrize(
+  "options",
+  [{"quorum": 0}, {"quorum": 4}, {"quorum": 2, "grace": -1}, {"quorum": True}],
+)
 def test_bad_options(options):
   with pytest.raises(ValueError, match="quorum=|grace="):
     js.partial.Quorum(3, **options)

@@ -33,7 +33,9 @@ def train(what: str, address: str, number: int) -> None:
   if what == "dies":
     die_in_a_round(after=3)
   outer = lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))
-  with js.partial.Rounds(address, number, START, outer, every=8, delay=4, timeout=30) as worker:
+  with js.partial.Rounds(
+    address, number, START, outer, every=8, delay=4, timeout=30
+  ) as worker:
     exchanger, params = worker._exchanger, worker.params
     commit = exchanger.commit
 
@@ -45,7 +47,9 @@ def train(what: str, address: str, number: int) -> None:
 
     exchanger.commit = report
     while True:
-      params = worker.step(jax.tree.map(lambda leaf: leaf + jnp.float32(0.1) * (number - leaf), params))
+      params = worker.step(
+        jax.tree.map(lambda leaf: leaf + jnp.float32(0.1) * (number - leaf), params)
+      )
       time.sleep(0.01)
 
 

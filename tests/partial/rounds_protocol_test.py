@@ -1,14 +1,19 @@
 """Rounds in virtual time: real protocols of workers and server, over a network that delays, crashes and suspends.
 
-What a round delivers is abstract: a worker makes units of mass, gives those that it has in a round, and half of them
-are delivered, or all where it is a link. An anchor is the sequence of the rounds that it has been through. Whatever the
-schedule:
+What a round delivers is abstract: a worker makes units of mass, gives those that it has
+in a round, and half of them are delivered, or all where it is a link. An anchor is the
+sequence of the rounds that it has been through. Whatever the schedule:
 
-- the workers that have been through the same round have been through the same rounds before, and equal results;
-- a living worker has what it has made and what the rounds of its anchor have not delivered, to the unit;
-- a worker that lives, or has left in good order, has delivered what it gave in each round that counts;
-- what a worker that leaves has not delivered of what it gave is taken over by one worker at most;
-- when it is quiet, all living workers go on from round to round, and no exchange waits for its timeout.
+- the workers that have been through the same round have been through the same rounds
+  before, and equal results;
+- a living worker has what it has made and what the rounds of its anchor have not
+  delivered, to the unit;
+- a worker that lives, or has left in good order, has delivered what it gave in each
+  round that counts;
+- what a worker that leaves has not delivered of what it gave is taken over by one
+  worker at most;
+- when it is quiet, all living workers go on from round to round, and no exchange waits
+  for its timeout.
 """
 
 import collections
@@ -42,8 +47,11 @@ from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
 ROUNDS, GRACE, CUT, STALLED = 6, 2.0, 3 * LIMIT, 5.0
 PASSING = ["suspended", "resume", "serve", "cut"]
 LASTING = ["dead", "restart", "leaves"]
-ONE_SERVER = st.lists(st.sampled_from(PASSING + LASTING), max_size=10) | st.lists(st.just("diverges"), max_size=8)
-# New workers could be a quorum at the one server while those that have trained are at the other: nobody could tell.
+ONE_SERVER = st.lists(st.sampled_from(PASSING + LASTING), max_size=10) | st.lists(
+  st.just("diverges"), max_size=8
+)
+# New workers could be a quorum at the one server while those that have trained are at
+# the other: nobody could tell.
 TWO_SERVERS = st.lists(st.sampled_from(PASSING), max_size=10)
 DISTURBED = st.tuples(st.just(1), ONE_SERVER) | st.tuples(st.just(2), TWO_SERVERS)
 
@@ -55,20 +63,35 @@ class Run:
     self.process, self.group, self.digest, self.active = process, group, 0, True
     self.is_quiet = bool(process.network.goal)
     self.skipped = process.skips(group.number)
-    own = (process.residual, process.offered) if process.is_link else (process.offered + process.residual, 0)
-    self.parts = {process.number: own}  # of which half is delivered, and what a link has moved
+    own = (
+      (process.residual, process.offered)
+      if process.is_link
+      else (process.offered + process.residual, 0)
+    )
+    # of which half is delivered, and what a link has moved
+    self.parts = {process.number: own}
     self.anchor, self.residual = process.anchor, process.residual
 
   @property
   def missing(self):
-    return next((member for member in self.group.members if member not in self.parts), None)
+    return next(
+      (member for member in self.group.members if member not in self.parts), None
+    )
 
   def begin(self):
     for member in self.group.members:
       if member != self.process.number:
         values = np.array(self.parts[self.process.number], np.float32)
-        piece = Piece(PieceKind.MESSAGE, self.group.number, self.process.number, values, tag=1)
-        self.process.network.at(self.process.network.now, self.process, self.process.finish, self, Send(member, piece))
+        piece = Piece(
+          PieceKind.MESSAGE, self.group.number, self.process.number, values, tag=1
+        )
+        self.process.network.at(
+          self.process.network.now,
+          self.process,
+          self.process.finish,
+          self,
+          Send(member, piece),
+        )
     self.finish()
 
   def receive(self, piece):
@@ -79,11 +102,22 @@ class Run:
     if len(self.parts) == len(self.group.members) and not self.digest:
       number = self.group.number
       total = sum(map(self.delivers, self.parts))
-      assert self.process.network.totals.setdefault((self.anchor, number, self.process.part), total) == total
+      assert (
+        self.process.network.totals.setdefault(
+          (self.anchor, number, self.process.part), total
+        )
+        == total
+      )
       self.wrong, self.process.diverges = self.process.diverges, False
       self.process.network.wrong[number] += self.wrong
       event = Done(number, self.hash())
-      self.process.network.at(self.process.network.now + LATENCY, self.process, self.process.finish, self, event)
+      self.process.network.at(
+        self.process.network.now + LATENCY,
+        self.process,
+        self.process.finish,
+        self,
+        event,
+      )
 
   def delivers(self, member):
     part, whole = self.parts[member]
@@ -91,7 +125,12 @@ class Run:
 
   def hash(self):
     """Makes the digest, of a result that is not 0."""
-    content = *self.anchor, self.group.number, self.wrong and 1 + self.process.serial, self.skipped
+    content = (
+      *self.anchor,
+      self.group.number,
+      self.wrong and 1 + self.process.serial,
+      self.skipped,
+    )
     self.digest = hash(content) % 2**62 + 1
     return self.digest
 
@@ -119,7 +158,9 @@ class Process(VirtualWorker):
 
   def send(self, address, piece):
     if (self.serial, int(address.rpartition(":")[2]) - 1) in self.network.severed:
-      self.network.at(self.network.now + STALLED, self, self.handle, Unreachable(address))
+      self.network.at(
+        self.network.now + STALLED, self, self.handle, Unreachable(address)
+      )
     else:
       super().send(address, piece)
 
@@ -149,7 +190,9 @@ class Process(VirtualWorker):
     self.moved += self.offered if run.skipped else 0
     self.anchor = *run.anchor, run.group.number
     self.anchor_digest = run.digest
-    self.residual = (run.residual if run.skipped else run.parts[self.number][0] // 2) + self.inherited
+    self.residual = (
+      run.residual if run.skipped else run.parts[self.number][0] // 2
+    ) + self.inherited
     self.offered = 0
     self.delivered[self.anchor] = delivered
     self.wrong = run.wrong
@@ -208,7 +251,9 @@ class Process(VirtualWorker):
       self.failed = True
       return
     assert self.offered == 0
-    if self.run and 2 * self.network.wrong[self.run.group.number] < len(self.run.group.members):
+    if self.run and 2 * self.network.wrong[self.run.group.number] < len(
+      self.run.group.members
+    ):
       assert not self.wrong  # it has the anchor of the majority
     until = self.network.now + 2 * LATENCY * self.network.random.random()
     self.network.at(until, self, self.next)
@@ -217,18 +262,25 @@ class Process(VirtualWorker):
     made = self.network.random.randint(1, 100)
     self.made, self.moved = self.made + made, self.moved + made
     self.offered, self.moved = self.moved, 0
-    self.handle(Request(WorkerMessage.LINK) if self.is_link else Request(WorkerMessage.READY, weight=1))
+    self.handle(
+      Request(WorkerMessage.LINK)
+      if self.is_link
+      else Request(WorkerMessage.READY, weight=1)
+    )
 
   def tick(self):
     if self.leaves and not self.protocol._leaves:
       self.handle(Request(WorkerMessage.BYE))
     run = self.protocol._run
     super().tick()
-    assert not run or self.protocol._run is run or not run.is_quiet  # else it has waited for its timeout
+    # else it has waited for its timeout
+    assert not run or self.protocol._run is run or not run.is_quiet
     self.check()
 
   def check(self):
-    assert self.made == self.moved + self.offered + self.residual + sum(self.delivered.values())
+    assert self.made == self.moved + self.offered + self.residual + sum(
+      self.delivered.values()
+    )
     for anchor in self.delivered:  # but for a round whose result has to be fetched
       assert anchor == self.anchor[: len(anchor)] or anchor[:-1] == self.anchor
     known = self.network.anchors.setdefault(self.anchor[-1:], self.anchor)
@@ -242,18 +294,25 @@ class Network(VirtualNetwork, protocols_test.Network):
 
   def __init__(self, random, workers, quorum, servers, links=()):
     self.links = links  # their numbers
-    self.wrong = collections.Counter()  # results that differ, by the number of the group
-    self.heirs = collections.defaultdict(list)  # who has taken over the residual of a process
-    self.members = collections.defaultdict(list)  # processes, by the number of the group
+    # results that differ, by the number of the group
+    self.wrong = collections.Counter()
+    # who has taken over the residual of a process
+    self.heirs = collections.defaultdict(list)
+    # processes, by the number of the group
+    self.members = collections.defaultdict(list)
     self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
     self.digests = []  # of `models`
+    # of rounds that began, and of those that count
     self.numbers = {
       ServerMessage.GROUP: set(),
       ServerMessage.COMMIT: set(),
-    }  # of rounds that began, and of those that count
+    }
     self.transfer = 0.0  # seconds that an anchor takes on its way to another process
-    self.fetched = collections.defaultdict(list)  # by the serial number of a process, when anchors were sent to it
-    self.severed = set()  # pairs of processes, by serial, of which the first one does not reach the second one
+    # by the serial number of a process, when anchors were sent to it
+    self.fetched = collections.defaultdict(list)
+    # pairs of processes, by serial, of which the first one does not reach the second
+    # one
+    self.severed = set()
     self.behind = 0  # how often workers were told so, and a donor
     self.servers = [None] * servers  # a controller and its server each
     super().__init__(random, workers, quorum, entries=1000)
@@ -267,7 +326,9 @@ class Network(VirtualNetwork, protocols_test.Network):
   def note(self, answer, frame):
     if answer.kind in self.numbers:
       self.numbers[answer.kind].add(answer.content["number"])
-    self.behind += answer.kind == ServerMessage.BEHIND and answer.content["donor"] is not None
+    self.behind += (
+      answer.kind == ServerMessage.BEHIND and answer.content["donor"] is not None
+    )
 
   def disturb(self, kind):
     """Also: the links of a process, or of a server, are cut for a while."""
@@ -286,13 +347,22 @@ class Network(VirtualNetwork, protocols_test.Network):
 
   def start(self, number):
     """A server that knows nobody."""
-    controller = js.partial.Quorum(self.workers, self.size, grace=GRACE, first=self.random.getrandbits(40))
+    controller = js.partial.Quorum(
+      self.workers, self.size, grace=GRACE, first=self.random.getrandbits(40)
+    )
     self.start_server(number, controller, LIMIT)
 
 
 @settings(max_examples=2 * settings().max_examples)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 5), DISTURBED, st.sets(st.integers(0, 4), max_size=2))
-def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbed, links):
+@given(
+  st.integers(0, 2**32 - 1),
+  st.integers(1, 5),
+  DISTURBED,
+  st.sets(st.integers(0, 4), max_size=2),
+)
+def test_anchors_agree_nothing_is_lost_and_rounds_go_on(
+  seed, workers, disturbed, links
+):
   """A random schedule with the disturbances in it, then a quiet one for `ROUNDS` rounds more."""
   random, (servers, disturbances) = Random(seed), disturbed
   network = Network(random, workers, workers // 2 + 1, servers, links)
@@ -305,16 +375,23 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(seed, workers, disturbed
       process.check()
   assert all(len(heirs) == 1 for heirs in network.heirs.values())
   anchor = network.living()[0].anchor
-  # With two servers that are cut off one after the other each could answer a worker otherwise.
+  # With two servers that are cut off one after the other each could answer a worker
+  # otherwise.
   knows = lambda process: process.left or (process.lives and servers == 1)
   for length, number in enumerate(anchor, start=1):
-    members = [process for process in network.members[number] if knows(process) and len(process.anchor) >= length]
+    members = [
+      process
+      for process in network.members[number]
+      if knows(process) and len(process.anchor) >= length
+    ]
     assert all(anchor[:length] in process.delivered for process in members)
 
 
 def run_until_goal(network, seconds=110):
   """A schedule with disturbances, then a quiet one until all that live have been through `ROUNDS` rounds more."""
-  while not network.goal or any(len(process.anchor) < network.goal for process in network.living()):
+  while not network.goal or any(
+    len(process.anchor) < network.goal for process in network.living()
+  ):
     network.advance()
     if network.now > 31 + CUT and not network.goal:
       network.goal = ROUNDS + max(len(process.anchor) for process in network.living())
@@ -322,7 +399,8 @@ def run_until_goal(network, seconds=110):
     if network.goal:
       network.disturb("restart")
       for number, (controller, _) in enumerate(network.servers):
-        if controller.over:  # the last worker that was there has left, those that were cut off come back
+        # the last worker that was there has left, those that were cut off come back
+        if controller.over:
           network.start(number)
     assert network.now < seconds + CUT
 
@@ -338,21 +416,41 @@ def run_until(network, happened, seconds=60):
 
 @pytest.mark.parametrize("disturbance", ["dead", "suspended", "leaves", "restart"])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_behind(seed, disturbance, caplog):
+def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_behind(
+  seed, disturbance, caplog
+):
   network = Network(Random(seed), 4, 2, servers=1)
   for time in (10, 20, 30, 40):
-    network.at(time, None, network.disturb, disturbance if disturbance != "restart" else "dead")
-    network.at(time + 8, None, network.disturb, "restart" if disturbance == "restart" else "resume")
-  run_until(network, lambda: network.now > 60 and not network.servers[0][0].under_way, 100)
-  logged = lambda name, text: [
-    line for *where, line in caplog.record_tuples if where[0].endswith(name) and text in line
-  ]
-  aborted = [line for line in logged("rounds.server", "counts for nobody") if "could not" not in line]
-  assert len(network.numbers[ServerMessage.GROUP] - network.numbers[ServerMessage.COMMIT]) == len(
-    logged("rounds.server", "counts for nobody")
+    network.at(
+      time, None, network.disturb, disturbance if disturbance != "restart" else "dead"
+    )
+    network.at(
+      time + 8,
+      None,
+      network.disturb,
+      "restart" if disturbance == "restart" else "resume",
+    )
+  run_until(
+    network, lambda: network.now > 60 and not network.servers[0][0].under_way, 100
   )
+  logged = lambda name, text: [
+    line
+    for *where, line in caplog.record_tuples
+    if where[0].endswith(name) and text in line
+  ]
+  aborted = [
+    line
+    for line in logged("rounds.server", "counts for nobody")
+    if "could not" not in line
+  ]
+  assert len(
+    network.numbers[ServerMessage.GROUP] - network.numbers[ServerMessage.COMMIT]
+  ) == len(logged("rounds.server", "counts for nobody"))
   assert all(
-    re.fullmatch(r"round \d+ of workers [\d, ]+ counts for nobody: worker \d (is lost|has .*|misses .* worker \d)", x)
+    re.fullmatch(
+      r"round \d+ of workers [\d, ]+ counts for nobody: worker \d (is lost|has .*|misses .* worker \d)",
+      x,
+    )
     for x in aborted
   )
   assert network.behind == len(logged("rounds.server", "which it fetches"))
@@ -365,7 +463,9 @@ def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_beh
 @pytest.mark.parametrize("severed", ["pair", "address", "two pairs"])
 @settings(max_examples=settings().max_examples // 2)
 @given(st.integers(0, 2**32 - 1), st.integers(3, 6))
-def test_workers_that_do_not_reach_each_other_stop_no_round_of_the_others(severed, seed, workers):
+def test_workers_that_do_not_reach_each_other_stop_no_round_of_the_others(
+  severed, seed, workers
+):
   """A round counts each `seconds`, with each worker that reaches most others twice to three times as late at most."""
   random, seconds = Random(seed), 2 * (STALLED + GRACE + 6 * LATENCY)
   network = Network(random, workers, max(2, workers // 2), servers=1)
@@ -375,15 +475,24 @@ def test_workers_that_do_not_reach_each_other_stop_no_round_of_the_others(severe
     network.severed = {(other, first) for other in order[1:]}
   else:
     cut = [{first, second}, {first, third}][: 1 + (severed == "two pairs")]
-    network.severed = {(one, other) for one in order for other in order if {one, other} in cut}
-  until = {None: seconds} | {number: (3 if {number, first} <= {first, second} else 2) * seconds for number in order}
+    network.severed = {
+      (one, other) for one in order for other in order if {one, other} in cut
+    }
+  until = {None: seconds} | {
+    number: (3 if {number, first} <= {first, second} else 2) * seconds
+    for number in order
+  }
   if severed != "pair":
     del until[first]
   last, counted = dict.fromkeys(until, network.now), dict.fromkeys(until, 0)
   while network.now < 100:
     network.advance()
     for number in until:
-      rounds = len(network.numbers[ServerMessage.COMMIT] if number is None else network.processes[number].delivered)
+      rounds = len(
+        network.numbers[ServerMessage.COMMIT]
+        if number is None
+        else network.processes[number].delivered
+      )
       if rounds > counted[number]:
         last[number], counted[number] = network.now, rounds
       assert network.now < last[number] + until[number]
@@ -418,9 +527,16 @@ def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of
     for number in range(1 + (event == "two join")):
       network.processes.append(Process(network, workers + number))
     new = network.processes[workers:]
-  end = network.now + (10 if transfer > TIMEOUT else 2) * transfer + 3 * LIMIT + 30 * LATENCY
+  end = (
+    network.now
+    + (10 if transfer > TIMEOUT else 2) * transfer
+    + 3 * LIMIT
+    + 30 * LATENCY
+  )
   before, last, rounds = [set(process.delivered) for process in new], network.now, 0
-  while any(set(process.delivered) <= known for process, known in zip(new, before, strict=True)):
+  while any(
+    set(process.delivered) <= known for process, known in zip(new, before, strict=True)
+  ):
     network.advance()
     assert network.now < end
     if len(network.numbers[ServerMessage.COMMIT]) > rounds:
@@ -431,12 +547,23 @@ def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of
 
 
 @pytest.mark.parametrize("late", [[], [3]])
-def test_k_workers_that_are_ready_wait_for_others_however_long_one_of_them_has_waited(late):
+def test_k_workers_that_are_ready_wait_for_others_however_long_one_of_them_has_waited(
+  late,
+):
   sent = []
-  send = lambda worker, frame: sent.append((worker, messages.parse_answer(frame))) or True
-  server = RoundServer(js.partial.Quorum(4, quorum=3, grace=GRACE), Members(RoundMember, send, 10 * LIMIT, 0.0))
-  tell = lambda kind, worker, now, **facts: server.receive(worker, [Signal(kind, worker, 1, **facts).pack()], now)
-  members = lambda: {worker for worker, answer in sent if answer.kind == ServerMessage.GROUP}
+  send = lambda worker, frame: (
+    sent.append((worker, messages.parse_answer(frame))) or True
+  )
+  server = RoundServer(
+    js.partial.Quorum(4, quorum=3, grace=GRACE),
+    Members(RoundMember, send, 10 * LIMIT, 0.0),
+  )
+  tell = lambda kind, worker, now, **facts: server.receive(
+    worker, [Signal(kind, worker, 1, **facts).pack()], now
+  )
+  members = lambda: {
+    worker for worker, answer in sent if answer.kind == ServerMessage.GROUP
+  }
   for worker in range(4):
     tell(WorkerMessage.HELLO, worker, 0.0, address="tcp://a:1")
   server.tick(0.0)
@@ -453,7 +580,10 @@ def test_k_workers_that_are_ready_wait_for_others_however_long_one_of_them_has_w
 def test_the_server_names_a_worker_whose_result_differs(caplog):
   sent = []
   send = lambda _, frame: sent.append(messages.parse_answer(frame)) or True
-  server = RoundServer(js.partial.Quorum(3, quorum=3, grace=GRACE), Members(RoundMember, send, 10 * LIMIT, 0.0))
+  server = RoundServer(
+    js.partial.Quorum(3, quorum=3, grace=GRACE),
+    Members(RoundMember, send, 10 * LIMIT, 0.0),
+  )
   tell = lambda worker, *facts, **more: server.receive(
     worker, [Signal(facts[0], worker, *facts[1:], **more).pack()], 1.0
   )
@@ -462,7 +592,9 @@ def test_the_server_names_a_worker_whose_result_differs(caplog):
   server.tick(1.0)
   for worker in range(3):
     tell(worker, WorkerMessage.READY, 1)
-  number = next(answer.content["number"] for answer in sent if answer.kind == ServerMessage.GROUP)
+  number = next(
+    answer.content["number"] for answer in sent if answer.kind == ServerMessage.GROUP
+  )
   for worker, digest in enumerate([7, 8, 7]):
     tell(worker, WorkerMessage.DONE, number, digest=digest)
   assert "the result of worker 1 differs" in caplog.text
@@ -493,14 +625,32 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
   signals, quiet = [], lambda *_: None
   place = Membership(0, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, TIMEOUT)
   protocol = RoundProtocol(place, Pieces(), 4, quiet)
-  options = {"grace": GRACE, "sizes": [1, 2], "round": 0, "base": 0, "digest": 0, "run": 7}
-  group = {"members": (0, 1), "weights": (0.5, 0.5), "iteration": 0, "initial": 0.0, "number": 5, "links": []}
+  options = {
+    "grace": GRACE,
+    "sizes": [1, 2],
+    "round": 0,
+    "base": 0,
+    "digest": 0,
+    "run": 7,
+  }
+  group = {
+    "members": (0, 1),
+    "weights": (0.5, 0.5),
+    "iteration": 0,
+    "initial": 0.0,
+    "number": 5,
+    "links": [],
+  }
   for event in (
-    Answer(ServerMessage.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}),
+    Answer(
+      ServerMessage.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}
+    ),
     Request(WorkerMessage.READY, weight=1),
     Answer(ServerMessage.GROUP, {**group, "addresses": {0: "tcp://a", 1: "tcp://b"}}),
     Done(5, 7),
-    Answer(ServerMessage.ABORT, {"number": 5, "worker": 1, "reason": "worker 1 is lost"}),
+    Answer(
+      ServerMessage.ABORT, {"number": 5, "worker": 1, "reason": "worker 1 is lost"}
+    ),
   ):
     protocol.handle(event, 0.0)
   *_, done, failed, ready = signals
@@ -525,14 +675,31 @@ def test_a_worker_that_gets_no_anchor_says_so_rarely(donor, caplog):
   quiet = lambda *_: None
   place = Membership(0, "tcp://a:1", TIMEOUT, 0.0, quiet, quiet, quiet, TIMEOUT)
   protocol = RoundProtocol(place, Complaining(), 4, quiet)
-  server = RoundServer(js.partial.Quorum(2, quorum=1, grace=0.0), Members(RoundMember, lambda *_: True, 1000.0, 0.0))
-  server.receive(b"c", [Signal(WorkerMessage.HELLO, 0, address="tcp://a:1").pack()], 0.0)
+  server = RoundServer(
+    js.partial.Quorum(2, quorum=1, grace=0.0),
+    Members(RoundMember, lambda *_: True, 1000.0, 0.0),
+  )
+  server.receive(
+    b"c", [Signal(WorkerMessage.HELLO, 0, address="tcp://a:1").pack()], 0.0
+  )
   server._quorum.position = RoundPosition(5, 9)
-  options = {"grace": GRACE, "sizes": [1, 2], "round": 5, "base": 9, "digest": 0, "run": 7}
+  options = {
+    "grace": GRACE,
+    "sizes": [1, 2],
+    "round": 5,
+    "base": 9,
+    "digest": 0,
+    "run": 7,
+  }
 
   def ask(now):
     protocol.tick(now)
-    protocol.handle(Answer(ServerMessage.WELCOME, {"limit": 1000.0, "donor": donor, "number": 0, **options}), now)
+    protocol.handle(
+      Answer(
+        ServerMessage.WELCOME, {"limit": 1000.0, "donor": donor, "number": 0, **options}
+      ),
+      now,
+    )
     if donor:
       protocol.handle(Piece(PieceKind.MODEL, 5, 1, np.zeros(4, np.float32)), now)
     else:
@@ -547,23 +714,31 @@ def test_a_worker_that_gets_no_anchor_says_so_rarely(donor, caplog):
   assert sorted(said()) == ["membership"] * 4 + ["server"]
   protocol.handle(Request(WorkerMessage.READY, 1), 75.0)
   protocol.membership.state, protocol.membership.waits = "joined", True
-  protocol.handle(Answer(ServerMessage.BEHIND, {"donor": None, **options, "round": 6}), 75.0)
+  protocol.handle(
+    Answer(ServerMessage.BEHIND, {"donor": None, **options, "round": 6}), 75.0
+  )
   assert sorted(said()) == ["membership"] * 5 + ["server"]
 
 
 def test_a_server_remembers_only_workers_that_it_knows_and_that_have_asked_of_late():
   """Whether a last round counts is asked with any number and by any worker that has joined before."""
-  server = RoundServer(js.partial.Quorum(3, quorum=2), Members(RoundMember, lambda *_: True, LIMIT, 0.0))
+  server = RoundServer(
+    js.partial.Quorum(3, quorum=2), Members(RoundMember, lambda *_: True, LIMIT, 0.0)
+  )
   position = RoundPosition(4, 8, last=9)
   for now, worker in enumerate([*range(3, 40), 0, 1, 2, 1]):
-    frame = Signal(WorkerMessage.HELLO, worker, address="tcp://a:1", position=position).pack()
+    frame = Signal(
+      WorkerMessage.HELLO, worker, address="tcp://a:1", position=position
+    ).pack()
     server.receive(b"", [frame], now * LIMIT * 0.9)
   assert server._undecided.keys() == {1, 2}
 
 
 @pytest.mark.parametrize("rejected", [False, True])
 @pytest.mark.parametrize("committed", [False, True])
-def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_smaller_number(rejected, committed):
+def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_smaller_number(
+  rejected, committed
+):
   """They send as soon as they hear of the round; a worker without it would wait for its timeout."""
   exchange, replies, switched, entries, members = Pieces(), [], [], 10**5, [0, 1, 2, 3]
   quiet = lambda *_: None
@@ -574,14 +749,24 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
     protocol.handle(Answer(kind, content), protocol.membership.now)
 
   def join(number):
-    options = {"grace": GRACE, "sizes": [3, 4], "round": 0, "base": number, "digest": 0, "run": 7}
+    options = {
+      "grace": GRACE,
+      "sizes": [3, 4],
+      "round": 0,
+      "base": number,
+      "digest": 0,
+      "run": 7,
+    }
     answer(ServerMessage.WELCOME, limit=LIMIT, donor=None, number=number, **options)
 
   def begin(number):
     protocol.handle(Request(WorkerMessage.READY, weight=1), protocol.membership.now)
     for member in members[1:]:  # an index and a value of each entry
       protocol.handle(
-        Piece(PieceKind.MESSAGE, number, member, np.ones(2 * entries, np.float32), tag=1), protocol.membership.now
+        Piece(
+          PieceKind.MESSAGE, number, member, np.ones(2 * entries, np.float32), tag=1
+        ),
+        protocol.membership.now,
       )
     facts = {
       "members": tuple(members),
@@ -591,14 +776,22 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
       "number": number,
       "links": [],
     }
-    answer(ServerMessage.GROUP, **facts, addresses={member: f"tcp://{member}" for member in members})
-    assert [(piece.number, piece.sender) for piece in exchange.received] == [(number, member) for member in members[1:]]
+    answer(
+      ServerMessage.GROUP,
+      **facts,
+      addresses={member: f"tcp://{member}" for member in members},
+    )
+    assert [(piece.number, piece.sender) for piece in exchange.received] == [
+      (number, member) for member in members[1:]
+    ]
 
   join(0)
   begin(2000)
   protocol.handle(Done(2000, 7), protocol.membership.now)
   if committed:
-    answer(ServerMessage.COMMIT, number=2000, digest=7, round=1, base=2000, run=7, donor=None)
+    answer(
+      ServerMessage.COMMIT, number=2000, digest=7, round=1, base=2000, run=7, donor=None
+    )
   if rejected:
     answer(ServerMessage.REJECTED, reason="absent: worker 0 has to join")
   else:

@@ -49,7 +49,10 @@ def in_threads(count, work):
 
 
 def serve(workers, quorum=None, grace=60.0, **options):
-  return js.partial.Server(js.partial.Quorum(workers, workers if quorum is None else quorum, grace=grace), **options)
+  return js.partial.Server(
+    js.partial.Quorum(workers, workers if quorum is None else quorum, grace=grace),
+    **options,
+  )
 
 
 def join(server, number, params=START, outer=averaging, **options):
@@ -59,7 +62,10 @@ def join(server, number, params=START, outer=averaging, **options):
 
 def gradient(number, step, params):
   """Multiples of 1/8, so that no sum rounds."""
-  return jax.tree.map(lambda leaf: jnp.full(leaf.shape, (number + 1) * (1 + step % 3) / 8, leaf.dtype), params)
+  return jax.tree.map(
+    lambda leaf: jnp.full(leaf.shape, (number + 1) * (1 + step % 3) / 8, leaf.dtype),
+    params,
+  )
 
 
 def choosing(comm):
@@ -69,7 +75,9 @@ def choosing(comm):
 
 def correcting(comm):
   """Likewise, with the momentum of each worker before the exchange."""
-  return optax.chain(js.momentum_corrected(js.topka_transform(comm, density=0.5), 0.5), optax.sgd(1.0))
+  return optax.chain(
+    js.momentum_corrected(js.topka_transform(comm, density=0.5), 0.5), optax.sgd(1.0)
+  )
 
 
 LIKE_LOCAL_STEPS = [
@@ -86,7 +94,10 @@ LIKE_LOCAL_STEPS = [
 
 @pytest.mark.parametrize(
   ("outer", "options"),
-  [row(*LIKE_LOCAL_STEPS[number], quick=number in (2, 7)) for number in range(len(LIKE_LOCAL_STEPS))],
+  [
+    row(*LIKE_LOCAL_STEPS[number], quick=number in (2, 7))
+    for number in range(len(LIKE_LOCAL_STEPS))
+  ],
   ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_rounds_are_local_steps_bit_for_bit(outer, options):
@@ -95,17 +106,24 @@ def test_rounds_are_local_steps_bit_for_bit(outer, options):
   comm = js.SimComm("workers", members=workers)
   tx = js.local_steps(optax.sgd(0.5), outer(comm), every=4, **options)
   update = jax.jit(jax.vmap(tx.update, in_axes=(0, 0, None), axis_name="workers"))
-  params, state = START, jax.vmap(lambda _: tx.init(START), axis_name="workers")(jnp.arange(workers))
+  params, state = (
+    START,
+    jax.vmap(lambda _: tx.init(START), axis_name="workers")(jnp.arange(workers)),
+  )
   for number in range(steps):
     grads = [gradient(worker, number, START) for worker in range(workers)]
-    updates, state = update(jax.tree.map(lambda *rows: jnp.stack(rows), *grads), state, params)
+    updates, state = update(
+      jax.tree.map(lambda *rows: jnp.stack(rows), *grads), state, params
+    )
     params = jax.tree.map(lambda p, u: p + u[0], params, updates)
 
   def train(number):
     with join(server, number, outer=outer, **options) as worker:
       own = worker.params
       for step in range(steps):
-        own = worker.step(jax.tree.map(lambda p, g: p - 0.5 * g, own, gradient(number, step, own)))
+        own = worker.step(
+          jax.tree.map(lambda p, g: p - 0.5 * g, own, gradient(number, step, own))
+        )
       return worker._exchanger.anchor.params, own
 
   with serve(workers) as server:
@@ -113,7 +131,11 @@ def test_rounds_are_local_steps_bit_for_bit(outer, options):
   own = jax.vmap(lambda state: js.own_params(params, state))(state)
   for number, (anchor, theirs) in enumerate(found):
     jax.tree.map(np.testing.assert_array_equal, anchor, params)
-    jax.tree.map(lambda x, y, number=number: np.testing.assert_array_equal(x, y[number]), theirs, own)
+    jax.tree.map(
+      lambda x, y, number=number: np.testing.assert_array_equal(x, y[number]),
+      theirs,
+      own,
+    )
 
 
 def test_what_is_moved_while_an_exchange_is_under_way_goes_into_the_next_round():
@@ -124,12 +146,15 @@ def test_what_is_moved_while_an_exchange_is_under_way_goes_into_the_next_round()
       own = worker.params
       for _ in range(9):
         own = worker.step(jax.tree.map(lambda leaf: leaf + (1.0 + number), own))
-      assert worker._undelivered.tolist() == [[4, 4]]  # weights and steps: three during the second exchange, one since
+      # weights and steps: three during the second exchange, one since
+      assert worker._undelivered.tolist() == [[4, 4]]
       return worker.leave(own)
 
   with serve(2) as server:
     for found in in_threads(2, train):
-      jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 9 * 1.5), found, START)
+      jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x, y + 9 * 1.5), found, START
+      )
 
 
 def test_bfloat16_parameters_lose_nothing_but_their_own_roundings():
@@ -140,7 +165,8 @@ def test_bfloat16_parameters_lose_nothing_but_their_own_roundings():
     with join(server, number, params, every=1) as worker:
       own = worker.params
       for _ in range(8):
-        own = worker.step(own + jnp.bfloat16(2 * number))  # the mean of 0 and 2, where bfloat16 has steps of 2
+        # the mean of 0 and 2, where bfloat16 has steps of 2
+        own = worker.step(own + jnp.bfloat16(2 * number))
       return worker.leave(), worker.round
 
   with serve(2) as server:
@@ -194,10 +220,17 @@ def test_a_worker_that_nobody_reaches_is_left_out_and_named(monkeypatch, caplog)
     return made
 
   def train(number):
-    with join(server, number, every=1, bind="tcp://127.0.0.2:*" if number == 2 else "tcp://127.0.0.1:*") as worker:
+    with join(
+      server,
+      number,
+      every=1,
+      bind="tcp://127.0.0.2:*" if number == 2 else "tcp://127.0.0.1:*",
+    ) as worker:
       assert soon(lambda: server._controller.alive == (0, 1, 2) or ended.is_set())
       own, end = worker.params, time.monotonic() + 60
-      while time.monotonic() < end and (worker.round < 5 if number < 2 else not ended.is_set()):
+      while time.monotonic() < end and (
+        worker.round < 5 if number < 2 else not ended.is_set()
+      ):
         own = worker.step(plus(own, 1.0))
       ended.set()
       return worker.round
@@ -212,7 +245,11 @@ def test_a_worker_that_nobody_reaches_is_left_out_and_named(monkeypatch, caplog)
 
 def test_a_worker_answers_one_request_of_a_peer_for_its_anchor_at_a_time():
   """400 of 17 bytes were answered by 400 copies of the model, which stayed in memory."""
-  with serve(1) as server, join(server, 0, jnp.zeros(10**6)) as worker, zmq.Context() as context:
+  with (
+    serve(1) as server,
+    join(server, 0, jnp.zeros(10**6)) as worker,
+    zmq.Context() as context,
+  ):
     peer = context.socket(zmq.DEALER)
     peer.linger = 0
     peer.connect(worker._endpoint.address)
@@ -239,7 +276,11 @@ def test_parameters_that_are_not_finite_enter_no_round(caplog):
   with serve(2, quorum=1, grace=0.1) as server:
     found = in_threads(2, train)
   assert "not finite" in caplog.text
-  assert all(np.isfinite(np.asarray(leaf)).all() for params in found for leaf in jax.tree.leaves(params))
+  assert all(
+    np.isfinite(np.asarray(leaf)).all()
+    for params in found
+    for leaf in jax.tree.leaves(params)
+  )
 
 
 @pytest.fixture
@@ -257,34 +298,50 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", quick_of([jnp.float16, jnp.bfloat16], quick=[jnp.float16]))
-def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_one(dtype, caplog):
+@pytest.mark.parametrize(
+  "dtype", quick_of([jnp.float16, jnp.bfloat16], quick=[jnp.float16])
+)
+def test_a_round_that_is_skipped_leaves_momentum_and_what_was_moved_to_the_next_one(
+  dtype, caplog
+):
   """With outer momentum and parameters of 16 bits: what SGD in numpy gives."""
-  outer = lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0, momentum=0.5))
+  outer = lambda comm: optax.chain(
+    js.dense_transform(comm), optax.sgd(1.0, momentum=0.5)
+  )
 
   def train(number):
     with join(server, number, jnp.zeros(4, dtype), outer, every=2) as worker:
       own = worker.params
       for _ in range(6):
-        own = worker.step(own + jnp.ones((), dtype) * jnp.asarray(1 + 2 * number, dtype))
+        own = worker.step(
+          own + jnp.ones((), dtype) * jnp.asarray(1 + 2 * number, dtype)
+        )
       return own, worker.round
 
   with serve(2) as server:
     for found, rounds in in_threads(2, train):
       assert (found.dtype, rounds) == (dtype, 3)
-      # 2 steps of 1 and of 3 a round: 4, nothing, and 8 of two rounds with the momentum of the first
+      # 2 steps of 1 and of 3 a round: 4, nothing, and 8 of two rounds with the momentum
+      # of the first
       np.testing.assert_array_equal(np.asarray(found, np.float32), 4 + (8 + 0.5 * 4))
-  assert all(f"worker {number}: round 2 of workers 0, 1 is skipped" in caplog.text for number in range(2))
+  assert all(
+    f"worker {number}: round 2 of workers 0, 1 is skipped" in caplog.text
+    for number in range(2)
+  )
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("dtype", quick_of([jnp.float16, jnp.bfloat16], quick=[jnp.bfloat16]))
+@pytest.mark.parametrize(
+  "dtype", quick_of([jnp.float16, jnp.bfloat16], quick=[jnp.bfloat16])
+)
 def test_a_skipped_round_keeps_residuals_that_workers_have_in_their_parameters(dtype):
   """Σ updates + Σ residuals = Σ weight_w (θ − θ_w) of 6 steps, and workers end at the anchor less their residual."""
   moves = lambda number: (1 + jnp.arange(4, dtype=dtype) * (1 + number)) / 8
 
   def train(number):
-    with join(server, number, jnp.zeros(4, dtype), choosing, every=2, apply_residual=True) as worker:
+    with join(
+      server, number, jnp.zeros(4, dtype), choosing, every=2, apply_residual=True
+    ) as worker:
       own = worker.params
       for _ in range(6):
         own = worker.step(own - moves(number))
@@ -296,13 +353,22 @@ def test_a_skipped_round_keeps_residuals_that_workers_have_in_their_parameters(d
   assert all(residual.any() for residual in residuals)
   for anchor, params, residual in zip(anchors, own, residuals, strict=True):
     assert anchor.dtype == params.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(anchor, np.float32), sum(residuals) - given)
-    np.testing.assert_array_equal(np.asarray(params, np.float32), np.asarray(anchor, np.float32) - 2 * residual)
+    np.testing.assert_array_equal(
+      np.asarray(anchor, np.float32), sum(residuals) - given
+    )
+    np.testing.assert_array_equal(
+      np.asarray(params, np.float32), np.asarray(anchor, np.float32) - 2 * residual
+    )
 
 
 def ramp(number):
   """What worker `number` moves in a step."""
-  return jax.tree.map(lambda leaf: 1.0 + number + jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), START)
+  return jax.tree.map(
+    lambda leaf: (
+      1.0 + number + jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape)
+    ),
+    START,
+  )
 
 
 def flat(tree):
@@ -331,12 +397,16 @@ def test_a_worker_that_leaves_hands_its_residual_over_to_another_one():
   with serve(3, quorum=2) as server:
     _, (anchor, first), (_, second) = in_threads(3, train)
   own = [flat(ramp(number)) for number in range(3)]
-  np.testing.assert_allclose(flat(START) - flat(anchor) + first + second, sum(own) + own[1] + own[2], rtol=1e-5)
+  np.testing.assert_allclose(
+    flat(START) - flat(anchor) + first + second, sum(own) + own[1] + own[2], rtol=1e-5
+  )
 
 
 def test_training_goes_on_from_a_saved_state_as_if_it_had_not_ended(tmp_path):
   """Residuals, outer momentum, and what is moved while an exchange is under way; stored by orbax."""
-  outer = lambda comm: optax.chain(js.topka_transform(comm, k=2), optax.sgd(1.0, momentum=0.5))
+  outer = lambda comm: optax.chain(
+    js.topka_transform(comm, k=2), optax.sgd(1.0, momentum=0.5)
+  )
   store = orbax.checkpoint.PyTreeCheckpointer()
 
   def run(rounds, restore=False):
@@ -354,7 +424,9 @@ def test_training_goes_on_from_a_saved_state_as_if_it_had_not_ended(tmp_path):
   expected = run(4)
   for number, (state, _) in enumerate(run(2)):
     store.save(tmp_path / f"{number}", state)
-  for (state, params), (other, others) in zip(run(2, restore=True), expected, strict=True):
+  for (state, params), (other, others) in zip(
+    run(2, restore=True), expected, strict=True
+  ):
     np.testing.assert_array_equal(flat(params), flat(others))
     np.testing.assert_array_equal(state["residual"], other["residual"])
     np.testing.assert_array_equal(state["moved"], other["moved"])
@@ -365,7 +437,9 @@ def test_training_goes_on_from_a_saved_state_as_if_it_had_not_ended(tmp_path):
 def test_a_loop_may_set_a_mesh_and_donate_what_it_has_given():
   """The mesh is without the device of the exchanges. The first parameters are donated, too, and those of each step."""
   mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[8:10])
-  move = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+  move = jax.jit(
+    lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0
+  )
   first = jax.jit(lambda: START, out_shardings=jax.NamedSharding(mesh, jax.P()))
   with serve(1) as server, jax.set_mesh(mesh):
     given = first()
@@ -380,9 +454,15 @@ def test_a_loop_may_set_a_mesh_and_donate_what_it_has_given():
     assert own["w"].sharding.mesh == mesh
     state = worker.state
     worker.leave(own)
-  with serve(1) as server, jax.set_mesh(mesh), join(server, 0, first(), choosing, every=2, state=state) as worker:
+  with (
+    serve(1) as server,
+    jax.set_mesh(mesh),
+    join(server, 0, first(), choosing, every=2, state=state) as worker,
+  ):
     assert worker.round == 2
-    np.testing.assert_array_equal(flat(worker.params) - state["residual"], flat(START) + 4)
+    np.testing.assert_array_equal(
+      flat(worker.params) - state["residual"], flat(START) + 4
+    )
 
 
 def test_what_was_given_in_a_round_that_another_server_undid_is_given_once_more():
@@ -393,13 +473,17 @@ def test_what_was_given_in_a_round_that_another_server_undid_is_given_once_more(
       own = worker.params
       for step in range(6):
         if step == 1:
-          worker._exchanger.returned = jax.tree.map(lambda leaf: 8.0 * jnp.ones_like(leaf), START)
+          worker._exchanger.returned = jax.tree.map(
+            lambda leaf: 8.0 * jnp.ones_like(leaf), START
+          )
         own = worker.step(jax.tree.map(lambda leaf: leaf - 1.0, own))
       return own
 
   with serve(2) as server:
     for found in in_threads(2, train):
-      jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y - 6 - 8), found, START)
+      jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(x, y - 6 - 8), found, START
+      )
 
 
 def test_the_server_is_replaced_by_another_one():
@@ -418,7 +502,10 @@ def test_the_server_is_replaced_by_another_one():
           first._stop.set()
       return worker._exchanger.anchor
 
-  with serve(2, grace=0.2, limit=0.5) as first, serve(2, grace=0.2, limit=0.5) as second:
+  with (
+    serve(2, grace=0.2, limit=0.5) as first,
+    serve(2, grace=0.2, limit=0.5) as second,
+  ):
     found = in_threads(2, train)
   assert {anchor.position for anchor in found if anchor.position.round == 20} == {
     max(anchor.position for anchor in found)
@@ -439,7 +526,10 @@ def test_workers_at_two_servers_find_each_other():
         time.sleep(0.01)
     return worker.round
 
-  with serve(2, grace=0.2, limit=0.5) as first, serve(2, grace=0.2, limit=0.5) as second:
+  with (
+    serve(2, grace=0.2, limit=0.5) as first,
+    serve(2, grace=0.2, limit=0.5) as second,
+  ):
     assert in_threads(2, train) == [3, 3]
 
 
@@ -450,7 +540,10 @@ def test_workers_at_two_servers_find_each_other():
     ({"every": 4, "fragments": 5}, "Rounds: fragments=5"),
     ({"every": 4, "delay": 4}, "Rounds: delay=4"),
     ({"every": 4, "mixing": 1.0}, "Rounds: mixing=1.0"),
-    ({"every": 4, "mixing": 0.5, "apply_residual": True}, "apply_residual=True with mixing=0.5"),
+    (
+      {"every": 4, "mixing": 0.5, "apply_residual": True},
+      "apply_residual=True with mixing=0.5",
+    ),
   ],
 )
 def test_bad_arguments(options, message):
@@ -463,24 +556,53 @@ def test_a_server_that_is_not_there():
     js.partial.Rounds("tcp://127.0.0.1:9", 0, START, averaging, every=2, timeout=0.5)
 
 
-LAYERS = {f"layer_{number}": jnp.full(3, float(number)) for number in range(12)}  # layer_10 is before layer_2
+# layer_10 is before layer_2
+LAYERS = {f"layer_{number}": jnp.full(3, float(number)) for number in range(12)}
 SECOND = LAYERS["layer_2"]
 
 
 UNLIKE = [
-  (jnp.zeros(36), {}, r"params of float32\[36\], the others have params\['layer_0'\] of float32\[3\]"),
-  (list(LAYERS.values()), {}, r"params\[0\] of .*, the others have params\['layer_0'\] of float32\[3\]"),
-  (LAYERS | {"layer_2": SECOND[None]}, {}, r"params\['layer_2'\] of float32\[1, 3\], the others have .*\[3\]"),
-  (LAYERS | {"layer_2": SECOND.astype("bfloat16")}, {}, r"params\['layer_2'\] of bfloat16\[3\], the others"),
-  (dict([*LAYERS.items()][:11]), {}, r"params\['layer_2'\] of .*, the others have .*\['layer_11'\]"),
-  (LAYERS | {"more": SECOND}, {}, r"params\['more'\] of float32\[3\], the others have fragments=1"),
+  (
+    jnp.zeros(36),
+    {},
+    r"params of float32\[36\], the others have params\['layer_0'\] of float32\[3\]",
+  ),
+  (
+    list(LAYERS.values()),
+    {},
+    r"params\[0\] of .*, the others have params\['layer_0'\] of float32\[3\]",
+  ),
+  (
+    LAYERS | {"layer_2": SECOND[None]},
+    {},
+    r"params\['layer_2'\] of float32\[1, 3\], the others have .*\[3\]",
+  ),
+  (
+    LAYERS | {"layer_2": SECOND.astype("bfloat16")},
+    {},
+    r"params\['layer_2'\] of bfloat16\[3\], the others",
+  ),
+  (
+    dict([*LAYERS.items()][:11]),
+    {},
+    r"params\['layer_2'\] of .*, the others have .*\['layer_11'\]",
+  ),
+  (
+    LAYERS | {"more": SECOND},
+    {},
+    r"params\['more'\] of float32\[3\], the others have fragments=1",
+  ),
   (LAYERS, {"fragments": 2}, "fragments=2, the others have fragments=1"),
   (
     LAYERS,
     {"outer": lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(0.9))},
     "outer=.*, the others have",
   ),
-  (LAYERS | {"layer_2": SECOND + 1}, {}, r"params\['layer_2'\] with the checksum \w+, the others have params"),
+  (
+    LAYERS | {"layer_2": SECOND + 1},
+    {},
+    r"params\['layer_2'\] with the checksum \w+, the others have params",
+  ),
 ]
 
 
@@ -506,10 +628,16 @@ def test_a_state_of_another_run_does_not_take_over_the_one_under_way():
     other = train(worker, 3)
   with serve(2, quorum=1, grace=0.1) as server, join(server, 0, every=2) as worker:
     state = train(worker, 1)
-    with pytest.raises(ValueError, match="unlike: worker 1 has been in the run [0-9a-f]+, the others are in [0-9a-f]+"):
+    with pytest.raises(
+      ValueError,
+      match="unlike: worker 1 has been in the run [0-9a-f]+, the others are in [0-9a-f]+",
+    ):
       join(server, 1, every=2, state=other)
     assert train(worker, 2)["run"] == state["run"] != other["run"]
-  with serve(2, quorum=1, grace=0.1) as server, join(server, 1, every=2, state=other) as worker:
+  with (
+    serve(2, quorum=1, grace=0.1) as server,
+    join(server, 1, every=2, state=other) as worker,
+  ):
     assert worker.state["run"] == other["run"]
 
 
@@ -527,7 +655,9 @@ def test_a_worker_that_leaves_delivers_every_fragment():
 
 
 @pytest.mark.parametrize("for_good", [True, False])
-def test_a_worker_that_leaves_without_a_quorum_keeps_what_it_has_moved_in_its_state(for_good, caplog):
+def test_a_worker_that_leaves_without_a_quorum_keeps_what_it_has_moved_in_its_state(
+  for_good, caplog
+):
   with serve(2, grace=0.1) as server, join(server, 0, every=2, timeout=1.0) as worker:
     own = worker.params
     for _ in range(3):
@@ -537,13 +667,17 @@ def test_a_worker_that_leaves_without_a_quorum_keeps_what_it_has_moved_in_its_st
   assert ("its last round has not taken place" in caplog.text) == for_good
   with serve(1) as server, join(server, 0, every=2, state=worker.state) as worker:
     moved = 3 if for_good else 2  # what it had moved when the exchange began
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + moved), worker.params, START)
+    jax.tree.map(
+      lambda x, y: np.testing.assert_array_equal(x, y + moved), worker.params, START
+    )
     left = worker.leave(worker.params)
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + moved), left, START)
 
 
 @pytest.mark.parametrize(
-  ("where", "name"), [(exchanger, "_all_finite"), (rounds.moving, "keep"), (rounds.Rounds, "_own")], ids=str
+  ("where", "name"),
+  [(exchanger, "_all_finite"), (rounds.moving, "keep"), (rounds.Rounds, "_own")],
+  ids=str,
 )
 def test_a_step_that_is_interrupted_loses_no_round(where, name, monkeypatch):
   """As Ctrl-C in a notebook: when the exchange begins, and while the round is applied. The next step goes on."""
@@ -572,12 +706,23 @@ def test_a_step_that_is_interrupted_loses_no_round(where, name, monkeypatch):
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    (lambda own: own | {"b": jnp.zeros((1, 4))}, r"params\['b'\] of \[1, 4\], where training started from .*\[4\]"),
-    (lambda own: own | {"more": jnp.zeros(2)}, r"params\['more'\] of \[2\], where training started from params\['w'\]"),
-    (lambda own: own["b"], r"params of \[4\], where training started from params\['b'\] of \[4\]"),
+    (
+      lambda own: own | {"b": jnp.zeros((1, 4))},
+      r"params\['b'\] of \[1, 4\], where training started from .*\[4\]",
+    ),
+    (
+      lambda own: own | {"more": jnp.zeros(2)},
+      r"params\['more'\] of \[2\], where training started from params\['w'\]",
+    ),
+    (
+      lambda own: own["b"],
+      r"params of \[4\], where training started from params\['b'\] of \[4\]",
+    ),
   ],
 )
-def test_parameters_with_other_leaves_are_refused_and_training_goes_on(change, message, delay):
+def test_parameters_with_other_leaves_are_refused_and_training_goes_on(
+  change, message, delay
+):
   """Also while an exchange is under way, whose round is applied by the next step."""
   with serve(1) as server, join(server, 0, every=2, delay=delay) as worker:
     own = worker.step(worker.params)
@@ -627,16 +772,21 @@ def test_each_fragment_is_weighted_by_the_steps_since_it_was_delivered():
     with join(server, number, every=4, fragments=2) as worker:
       own = worker.params
       for step in range(4):
-        own = worker.step(plus(own, float(number and step < 2)), weight=1 if number == 0 or step < 2 else 0)
+        own = worker.step(
+          plus(own, float(number and step < 2)),
+          weight=1 if number == 0 or step < 2 else 0,
+        )
       return worker._exchanger.anchor.params
 
   with serve(2) as server:
     for anchor in in_threads(2, train):
       moved = {
-        name: np.ptp(np.asarray(leaf) - START[name]) or (np.asarray(leaf) - START[name]).max()
+        name: np.ptp(np.asarray(leaf) - START[name])
+        or (np.asarray(leaf) - START[name]).max()
         for name, leaf in anchor.items()
       }
-      # The first fragment after two steps of weight 1 each; the second after weights 4 and 2 over four steps.
+      # The first fragment after two steps of weight 1 each; the second after weights 4
+      # and 2 over four steps.
       assert sorted(moved.values()) == pytest.approx([2 / 3, 1.0], rel=1e-4)
 
 
@@ -647,7 +797,10 @@ def test_the_residual_of_a_worker_whose_last_round_was_its_own_goes_to_one_of_an
 
   def train(number):
     with join(server, number, every=1, outer=outer) as worker:
-      own, residual = worker.params, lambda: worker._exchanger.outer.residual(worker._exchanger.anchor)
+      own, residual = (
+        worker.params,
+        lambda: worker._exchanger.outer.residual(worker._exchanger.anchor),
+      )
       while worker.round < 2 or worker.group.members != (0, 1):
         own = worker.step(plus(own, 1.0))
       if number == 0:
@@ -686,44 +839,99 @@ def test_a_step_of_little_weight_does_not_throw_a_worker_off():
 def make_state(params):
   step = OuterStep(averaging)
   content = np.frombuffer(step.pack(step.start(params)), np.uint8)
-  arrays = {"anchor": content, "residual": np.zeros(12, np.float32), "moved": np.zeros(12, np.float32)}
-  return checks.seal(arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1}, number=0, run=1)
+  arrays = {
+    "anchor": content,
+    "residual": np.zeros(12, np.float32),
+    "moved": np.zeros(12, np.float32),
+  }
+  return checks.seal(
+    arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1},
+    number=0,
+    run=1,
+  )
 
 
 STATE = make_state(START)
 NOT_FINITE = make_state(START | {"b": jnp.full(4, jnp.inf)})
 WRONG = [
   ({"outer": lambda _: optax.sgd(1.0)}, ValueError, "outer has no jaxsparse transform"),
-  ({"outer": lambda comm: optax.masked(averaging(comm), {"b": True, "w": False})}, ValueError, r"anchor\['w'\] would"),
+  (
+    {"outer": lambda comm: optax.masked(averaging(comm), {"b": True, "w": False})},
+    ValueError,
+    r"anchor\['w'\] would",
+  ),
   (
     {"outer": lambda comm: optax.chain(optax.trace(0.5), averaging(comm))},
     ValueError,
     r"outer\[0\].trace\['b'\] would",
   ),
-  ({"outer": lambda comm: js.spardl_transform(comm, density=2.0)}, ValueError, "density=2.0"),
+  (
+    {"outer": lambda comm: js.spardl_transform(comm, density=2.0)},
+    ValueError,
+    "density=2.0",
+  ),
   ({"number": -1}, ValueError, "number=-1, choose a whole number from 0 to 65535"),
   ({"wait": -1}, ValueError, "wait=-1, choose seconds from 0"),
   ({"timeout": float("inf")}, ValueError, "timeout=inf, choose seconds"),
   ({"address": "localhost:2900"}, ValueError, "choose tcp://HOST:PORT"),
   ({"address": []}, ValueError, "choose tcp://HOST:PORT"),
-  ({"address": "tcp://127.0.0.1:*"}, ValueError, "choose tcp://HOST:PORT with a PORT of 1 … 65535$"),
+  (
+    {"address": "tcp://127.0.0.1:*"},
+    ValueError,
+    "choose tcp://HOST:PORT with a PORT of 1 … 65535$",
+  ),
   ({"params": {"w": None}}, ValueError, r"params={'w': None} has no arrays"),
-  ({"params": {"count": jnp.zeros(3, jnp.int32)}}, TypeError, r"params\['count'\] has dtype int32"),
-  ({"state": STATE | {"fragments": np.int64(2)}}, ValueError, "fragments=1, but the state was saved with 2"),
-  ({"state": {"fragments": np.int64(1)}}, ValueError, "the state has no anchor, digest, moved, number, residual"),
-  ({"state": checks.seal(STATE, 1, run=1)}, ValueError, "number=0, but the state was saved by worker 1"),
-  ({"state": STATE | {"residual": np.full(12, np.nan)}}, ValueError, "the residual in the state has NaN or Inf"),
-  ({"state": STATE | {"moved": np.full(12, 2.0)}}, ValueError, "the state has changed since it was saved, its digest"),
+  (
+    {"params": {"count": jnp.zeros(3, jnp.int32)}},
+    TypeError,
+    r"params\['count'\] has dtype int32",
+  ),
+  (
+    {"state": STATE | {"fragments": np.int64(2)}},
+    ValueError,
+    "fragments=1, but the state was saved with 2",
+  ),
+  (
+    {"state": {"fragments": np.int64(1)}},
+    ValueError,
+    "the state has no anchor, digest, moved, number, residual",
+  ),
+  (
+    {"state": checks.seal(STATE, 1, run=1)},
+    ValueError,
+    "number=0, but the state was saved by worker 1",
+  ),
+  (
+    {"state": STATE | {"residual": np.full(12, np.nan)}},
+    ValueError,
+    "the residual in the state has NaN or Inf",
+  ),
+  (
+    {"state": STATE | {"moved": np.full(12, 2.0)}},
+    ValueError,
+    "the state has changed since it was saved, its digest",
+  ),
   ({"state": NOT_FINITE}, ValueError, "the parameters of the anchor have NaN or Inf"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "error", "message"), WRONG, ids=lambda one: str(one)[:30])
+@pytest.mark.parametrize(
+  ("wrong", "error", "message"), WRONG, ids=lambda one: str(one)[:30]
+)
 def test_what_is_wrong_is_refused_and_the_number_stays_free(wrong, error, message):
   with serve(1) as server:
-    given = {"address": server.address, "number": 0, "params": START, "outer": averaging, "every": 2}
+    given = {
+      "address": server.address,
+      "number": 0,
+      "params": START,
+      "outer": averaging,
+      "every": 2,
+    }
     with pytest.raises(error, match=message):
       js.partial.Rounds(**given | wrong)
     # The server takes a moment to see that a connection is gone.
-    with js.partial.Rounds(**given) as worker, pytest.raises(ValueError, match="weight=1099511627776, choose"):
+    with (
+      js.partial.Rounds(**given) as worker,
+      pytest.raises(ValueError, match="weight=1099511627776, choose"),
+    ):
       worker.step(worker.params, weight=2**40)

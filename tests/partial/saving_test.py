@@ -29,7 +29,11 @@ KILLED = """
 
 def test_a_kill_while_saving_keeps_the_former_file_and_leaves_nothing(tmp_path):
   """The next worker that has the file removes what the killed one was writing."""
-  path, other = tmp_path / "saved.npz", tmp_path / ".other.npz.1.npz"  # the latter belongs to another file
+  # the latter belongs to another file
+  path, other = (
+    tmp_path / "saved.npz",
+    tmp_path / ".other.npz.1.npz",
+  )
   np.savez(path, iteration=7, **{"": np.full(1000, 3, np.float32)})
   other.touch()
   former = path.read_bytes()
@@ -44,9 +48,14 @@ def test_a_kill_while_saving_keeps_the_former_file_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_every_call_after_the_controller_is_lost_raises_it_and_leaving_ends_normally(tmp_path, computes):
+def test_every_call_after_the_controller_is_lost_raises_it_and_leaving_ends_normally(
+  tmp_path, computes
+):
   """Also if the training loop made no call meanwhile. The parameters are saved, whatever their dtype."""
-  params, path = {"w": jnp.full((2, 3), 1.5, jnp.bfloat16), "b": jnp.zeros(4)}, tmp_path / "saved.npz"
+  params, path = (
+    {"w": jnp.full((2, 3), 1.5, jnp.bfloat16), "b": jnp.zeros(4)},
+    tmp_path / "saved.npz",
+  )
   server = js.partial.Server(js.partial.Controller(2, 2), limit=0.4).__enter__()
   with js.partial.Worker(server.address, 0, params, save=path, reconnect=0.1) as worker:
     server._controller.leave(1)
@@ -55,14 +64,20 @@ def test_every_call_after_the_controller_is_lost_raises_it_and_leaving_ends_norm
     if computes:
       worker._endpoint._thread.join(60)
     for call in (worker.reduce, worker.reduce, worker.synchronize):
-      with pytest.raises(js.partial.ControllerLost, match="no sign of life from the controller at tcp://.* for 0.5 s"):
+      with pytest.raises(
+        js.partial.ControllerLost,
+        match="no sign of life from the controller at tcp://.* for 0.5 s",
+      ):
         call(params, 4)
   found, iteration = js.partial.restore(path, params)
   assert iteration == 3 if computes else iteration in (3, 4)
   content = lambda tree: jax.tree.map(lambda leaf: (leaf.dtype, leaf.tolist()), tree)
   assert content(found) == content(held)
   for like, message in (
-    ({**params, "b": jnp.zeros(5)}, r"holds arrays of the shapes .*b'\]\": \(4,\).* the model's are .*b'\]\": \(5,\)"),
+    (
+      {**params, "b": jnp.zeros(5)},
+      r"holds arrays of the shapes .*b'\]\": \(4,\).* the model's are .*b'\]\": \(5,\)",
+    ),
     ({"a": jnp.zeros(3)}, r"\['w'\].* the model's are {\"\['a'\]\": \(3,\)}"),
   ):
     with pytest.raises(ValueError, match=message):
@@ -79,6 +94,8 @@ def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):
   path = tmp_path / "saved.npz"
   path.write_bytes(b"former")
   monkeypatch.setattr(np, "savez", full)
-  assert "could not be saved: No space left on device" in saving.save(path, jnp.ones(3), 4)
+  assert "could not be saved: No space left on device" in saving.save(
+    path, jnp.ones(3), 4
+  )
   assert path.read_bytes() == b"former"
   assert list(tmp_path.iterdir()) == [path]

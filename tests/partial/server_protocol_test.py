@@ -13,7 +13,13 @@ from jaxsparse.partial.groups.server import GroupMember, GroupServer
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.membership import Members, Membership
-from jaxsparse.partial.net.messages import Group, Rejected, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Group,
+  Rejected,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+)
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9, 10)]
 LIMIT, START = 5.0, 60.0
@@ -25,7 +31,12 @@ def hello(worker, kind=WorkerMessage.HELLO, params=0.0):
 
 
 def welcome(donor=None):
-  return [(ServerMessage.WELCOME, {"limit": LIMIT, "donor": None if donor is None else ADDRESSES[donor]})]
+  return [
+    (
+      ServerMessage.WELCOME,
+      {"limit": LIMIT, "donor": None if donor is None else ADDRESSES[donor]},
+    )
+  ]
 
 
 class Wire:
@@ -35,7 +46,11 @@ class Wire:
     self.controller, self.now = js.partial.Controller(workers, size), 0.0
     self.sent, self.gone = {}, set()
     expected = dict.fromkeys(self.controller.alive, START)
-    self.protocol = GroupServer(self.controller, Members(GroupMember, self.send, LIMIT, 0.0, expected), first=FIRST)
+    self.protocol = GroupServer(
+      self.controller,
+      Members(GroupMember, self.send, LIMIT, 0.0, expected),
+      first=FIRST,
+    )
     for worker in range(workers) if joined is None else joined:
       assert self.say(hello(worker)) == welcome()
 
@@ -48,11 +63,17 @@ class Wire:
   def say(self, *frames, by=None):
     """What comes by a connection after a signal, and has come by it before; heartbeats are left out."""
     by = frames[0].worker if by is None else by
-    self.protocol.receive(by, [f.pack() if isinstance(f, Signal) else f for f in frames], self.now)
+    self.protocol.receive(
+      by, [f.pack() if isinstance(f, Signal) else f for f in frames], self.now
+    )
     return self.heard(by)
 
   def heard(self, connection):
-    return [answer for answer in self.sent.pop(connection, []) if answer[0] != ServerMessage.BEAT]
+    return [
+      answer
+      for answer in self.sent.pop(connection, [])
+      if answer[0] != ServerMessage.BEAT
+    ]
 
   def wait(self, seconds, *beating):
     """Time passes; workers send a heartbeat each 0.1 s."""
@@ -84,11 +105,17 @@ def reasons(answers):
 
 def test_addresses_are_told_once_to_each_connection_that_takes_them(wire):
   """Again to one that has not taken the message, and to a worker that has joined again, whose address is told anew."""
-  told = lambda worker: [content["addresses"] for kind, content in wire.heard(worker) if kind == ServerMessage.GROUP]
+  told = lambda worker: [
+    content["addresses"]
+    for kind, content in wire.heard(worker)
+    if kind == ServerMessage.GROUP
+  ]
 
   def group(*workers, iteration):
     for worker in workers:
-      wire.protocol.receive(worker, [Signal(WorkerMessage.READY, worker, iteration).pack()], wire.now)
+      wire.protocol.receive(
+        worker, [Signal(WorkerMessage.READY, worker, iteration).pack()], wire.now
+      )
     return [told(worker) for worker in workers]
 
   everybody = dict(enumerate(ADDRESSES))
@@ -107,7 +134,9 @@ def test_workers_forget_the_addresses_of_those_that_have_left(wire):
 
   def group(*workers, iteration):
     for worker in workers:
-      wire.protocol.receive(worker, [Signal(WorkerMessage.READY, worker, iteration).pack()], wire.now)
+      wire.protocol.receive(
+        worker, [Signal(WorkerMessage.READY, worker, iteration).pack()], wire.now
+      )
     addresses = wire.heard(1)[-1].content["addresses"]
     place.learn(addresses)
     return addresses, place.addresses.keys()
@@ -132,8 +161,17 @@ def test_a_message_to_a_group_of_many_is_short():
 def test_groups_go_to_their_members_and_nobody_else(wire):
   assert wire.say(Signal(WorkerMessage.READY, 3, 5)) == []
   (answer,) = wire.say(Signal(WorkerMessage.READY, 1, 7))
-  expected = {"members": (1, 3), "weights": (0.5, 0.5), "iteration": 7, "initial": 0.0, "number": FIRST + 1}
-  assert answer == (ServerMessage.GROUP, {**expected, "links": [], "addresses": dict(enumerate(ADDRESSES[:4]))})
+  expected = {
+    "members": (1, 3),
+    "weights": (0.5, 0.5),
+    "iteration": 7,
+    "initial": 0.0,
+    "number": FIRST + 1,
+  }
+  assert answer == (
+    ServerMessage.GROUP,
+    {**expected, "links": [], "addresses": dict(enumerate(ADDRESSES[:4]))},
+  )
   assert wire.heard(3) == [answer]
   assert wire.heard(0) == wire.heard(2) == []
   assert wire.protocol.members.rejected == 0
@@ -162,14 +200,32 @@ MALFORMED = [
   [
     *((frames, "malformed: [") for frames in MALFORMED),
     ((hello(0)._replace(worker=4),), "unknown: worker 4, there are 0 … 3"),
-    ((hello(0, params={"b": 0.0}),), "unlike: worker 0 has params['b'] of float32[], the others have params of"),
+    (
+      (hello(0, params={"b": 0.0}),),
+      "unlike: worker 0 has params['b'] of float32[], the others have params of",
+    ),
     ((hello(1),), "duplicate: worker 1 is ready already, with iteration 4"),
-    ((hello(2),), "duplicate: worker 2 has joined; if it died, it is dropped after 5 s"),
+    (
+      (hello(2),),
+      "duplicate: worker 2 has joined; if it died, it is dropped after 5 s",
+    ),
     ((Signal(WorkerMessage.READY, 1, -1),), "iteration -1 of worker 1 is malformed"),
-    ((Signal(WorkerMessage.READY, 1, 4),), "duplicate: worker 1 is ready already, with iteration 4"),
-    ((Signal(WorkerMessage.READY, 0, 4),), "absent: worker 0 has not joined by this connection, it has to send HELLO"),
-    ((Signal(WorkerMessage.READY, 2, 4),), "absent: worker 2 has not joined by this connection"),
-    ((Signal(WorkerMessage.FAILED, 1, FIRST + 1),), "stale: worker 1 is not in group 1"),
+    (
+      (Signal(WorkerMessage.READY, 1, 4),),
+      "duplicate: worker 1 is ready already, with iteration 4",
+    ),
+    (
+      (Signal(WorkerMessage.READY, 0, 4),),
+      "absent: worker 0 has not joined by this connection, it has to send HELLO",
+    ),
+    (
+      (Signal(WorkerMessage.READY, 2, 4),),
+      "absent: worker 2 has not joined by this connection",
+    ),
+    (
+      (Signal(WorkerMessage.FAILED, 1, FIRST + 1),),
+      "stale: worker 1 is not in group 1",
+    ),
   ],
 )
 def test_what_is_rejected_changes_nothing(frames, reason):
@@ -194,7 +250,9 @@ def test_a_silent_worker_is_dropped_after_the_limit_and_its_group_is_told(groupe
   assert grouped.controller.alive == (0, 2, 3)
   assert grouped.heard(0) == [(ServerMessage.ABORT, {"number": FIRST + 1, "worker": 1})]
   assert grouped.heard(2) == grouped.heard(3) == []
-  assert reasons(grouped.say(Signal(WorkerMessage.READY, 1, 2)))[0].startswith("absent: worker 1")
+  assert reasons(grouped.say(Signal(WorkerMessage.READY, 1, 2)))[0].startswith(
+    "absent: worker 1"
+  )
   assert grouped.say(hello(1)) == welcome(donor=0)  # it returns, and is named a donor
 
 
@@ -204,8 +262,12 @@ def test_heartbeats_are_sent_to_all(wire):
   assert wire.sent == {worker: [(ServerMessage.BEAT, {})] for worker in range(4)}
 
 
-@pytest.mark.parametrize(("joined", "pause", "patience"), [((), 0, START), (range(4), 10 * LIMIT, LIMIT)])
-def test_workers_that_never_come_are_dropped_and_those_that_are_silent_after_a_pause(joined, pause, patience):
+@pytest.mark.parametrize(
+  ("joined", "pause", "patience"), [((), 0, START), (range(4), 10 * LIMIT, LIMIT)]
+)
+def test_workers_that_never_come_are_dropped_and_those_that_are_silent_after_a_pause(
+  joined, pause, patience
+):
   """A server that was suspended drops nobody before that."""
   wire = Wire(joined=joined)
   wire.now += pause
@@ -220,7 +282,9 @@ def test_workers_that_never_come_are_dropped_and_those_that_are_silent_after_a_p
 def test_leaving_aborts_the_group_exactly_if_pieces_are_owed(grouped, settled):
   """The pieces of a worker that has sent BYE may still be in transit to slower members of its last group."""
   grouped.say(Signal(WorkerMessage.BYE, 0, FIRST + settled))
-  assert grouped.heard(1) == ([] if settled else [(ServerMessage.ABORT, {"number": FIRST + 1, "worker": 0})])
+  assert grouped.heard(1) == (
+    [] if settled else [(ServerMessage.ABORT, {"number": FIRST + 1, "worker": 0})]
+  )
   grouped.say(Signal(WorkerMessage.READY, 1, 2))
   assert grouped.say(Signal(WorkerMessage.READY, 3, 2))[0][1]["members"] == (1, 3)
 
@@ -251,7 +315,9 @@ def test_a_failed_average_aborts_the_group_and_the_worker_may_be_ready_again(gro
   assert grouped.say(Signal(WorkerMessage.FAILED, 0, FIRST + 1)) == []
   assert grouped.heard(1) == [(ServerMessage.ABORT, {"number": FIRST + 1, "worker": 0})]
   assert grouped.say(Signal(WorkerMessage.READY, 0, 1)) == []
-  assert reasons(grouped.say(Signal(WorkerMessage.FAILED, 1, FIRST)))[0].startswith("stale: worker 1 is not in group 0")
+  assert reasons(grouped.say(Signal(WorkerMessage.FAILED, 1, FIRST)))[0].startswith(
+    "stale: worker 1 is not in group 0"
+  )
   assert grouped.say(Signal(WorkerMessage.FAILED, 1, FIRST + 1)) == []
   assert grouped.say(Signal(WorkerMessage.READY, 1, 1))[0][1]["number"] == FIRST + 2
 
@@ -260,7 +326,9 @@ def test_a_repeated_hello_names_the_next_donor_the_most_trained_first():
   wire = Wire(joined=(0, 1))
   wire.say(Signal(WorkerMessage.READY, 0, 7))
   wire.say(Signal(WorkerMessage.SYNCHRONIZE, 1, 8))
-  assert [wire.say(hello(2)) for _ in range(3)] == [welcome(donor) for donor in (1, 0, 1)]
+  assert [wire.say(hello(2)) for _ in range(3)] == [
+    welcome(donor) for donor in (1, 0, 1)
+  ]
 
 
 def test_a_worker_without_a_finite_model_is_no_donor_until_it_is_ready_again():

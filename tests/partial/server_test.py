@@ -16,7 +16,13 @@ import jaxsparse as js
 from jaxsparse.partial.__main__ import main
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.alike import Alike
-from jaxsparse.partial.net.messages import Piece, PieceKind, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Piece,
+  PieceKind,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+)
 from tests.launch_test import soon
 
 ADDRESS = "tcp://127.0.0.1:9"
@@ -45,7 +51,12 @@ class Client:
     raise TimeoutError
 
   def join(self, worker, entries=0, address=ADDRESS):
-    assert self.ask(WorkerMessage.HELLO, worker, 0, address, Alike.of(jnp.zeros(entries))).kind == ServerMessage.WELCOME
+    assert (
+      self.ask(
+        WorkerMessage.HELLO, worker, 0, address, Alike.of(jnp.zeros(entries))
+      ).kind
+      == ServerMessage.WELCOME
+    )
 
 
 @pytest.fixture
@@ -87,12 +98,21 @@ def test_a_worker_whose_connection_is_gone_is_dropped_long_before_the_limit(sock
 
 def test_the_number_of_a_living_worker_is_refused_at_once():
   """Long before the limit; the living worker continues."""
-  with serve(limit=30) as server, js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker:
+  with (
+    serve(limit=30) as server,
+    js.partial.Worker(server.address, 0, jnp.zeros(3)) as worker,
+  ):
     begin = time.monotonic()
-    with pytest.raises(ValueError, match="worker 0: taken: a living worker has the number 0, choose another one"):
+    with pytest.raises(
+      ValueError,
+      match="worker 0: taken: a living worker has the number 0, choose another one",
+    ):
       js.partial.Worker(server.address, 0, jnp.zeros(3), timeout=10)
     assert time.monotonic() - begin < 5
-    with js.partial.Worker(server.address, 1, jnp.zeros(3)) as other, futures.ThreadPoolExecutor() as threads:
+    with (
+      js.partial.Worker(server.address, 1, jnp.zeros(3)) as other,
+      futures.ThreadPoolExecutor() as threads,
+    ):
       threads.submit(other.reduce, jnp.zeros(3), 1)
       assert worker.reduce(jnp.ones(3), 1)[0].tolist() == [0.5] * 3
 
@@ -102,12 +122,21 @@ def test_only_workers_with_the_keys_can_join(socket):
   with serve(keys=keys) as server:
     Client(socket, server.address, keys).join(0)
     # Without keys; with the server's public key, and none that the server knows.
-    for client in (Client(socket, server.address), Client(socket, server.address, other, known=keys.public)):
-      with contextlib.suppress(zmq.Again):  # the connection may have been refused by then
-        client.socket.send(Signal(WorkerMessage.HELLO, 1, 0, ADDRESS).pack(), zmq.NOBLOCK)
+    for client in (
+      Client(socket, server.address),
+      Client(socket, server.address, other, known=keys.public),
+    ):
+      # the connection may have been refused by then
+      with contextlib.suppress(zmq.Again):
+        client.socket.send(
+          Signal(WorkerMessage.HELLO, 1, 0, ADDRESS).pack(), zmq.NOBLOCK
+        )
       assert not client.socket.poll(200)
     for wrong in (None, other):
-      with pytest.raises(js.partial.ControllerLost, match=r"no WELCOME from the controller at .* for 0.3 s"):
+      with pytest.raises(
+        js.partial.ControllerLost,
+        match=r"no WELCOME from the controller at .* for 0.3 s",
+      ):
         js.partial.Worker(server.address, 1, jnp.zeros(1), keys=wrong, timeout=0.3)
 
 
@@ -126,14 +155,19 @@ def test_only_workers_with_the_keys_can_join(socket):
 def test_bad_addresses(address, message):
   with pytest.raises(ValueError, match=message):
     serve(address=address)
-  keys = js.partial.Keys.make() if "*:" in address else None  # others have to reach a worker
+  # others have to reach a worker
+  keys = js.partial.Keys.make() if "*:" in address else None
   with pytest.raises(ValueError, match="name the host by which" if keys else message):
     js.partial.Worker(ADDRESS, 0, jnp.zeros(1), bind=address, keys=keys)
 
 
 @pytest.mark.parametrize(
   ("address", "message"),
-  [("tcp://127.0.0.1:*", "with a PORT of 1 … 65535$"), ("tcp://*:2900", "name the host"), ("here:1", "choose tcp")],
+  [
+    ("tcp://127.0.0.1:*", "with a PORT of 1 … 65535$"),
+    ("tcp://*:2900", "name the host"),
+    ("here:1", "choose tcp"),
+  ],
 )
 def test_the_address_of_a_server_names_its_host_and_port(address, message):
   with pytest.raises(ValueError, match=message):
@@ -146,7 +180,9 @@ def test_training_goes_on_with_a_controller_that_is_restarted():
   again = []
 
   def train(number):
-    with js.partial.Worker(server.address, number, jnp.zeros(3), timeout=10, reconnect=20) as worker:
+    with js.partial.Worker(
+      server.address, number, jnp.zeros(3), timeout=10, reconnect=20
+    ) as worker:
       params, iteration = worker.reduce(worker.params + 1, 1)
       if number:
         server.__exit__()
@@ -163,12 +199,15 @@ def test_training_goes_on_with_a_controller_that_is_restarted():
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, socket, takes):
+def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(
+  monkeypatch, socket, takes
+):
   """A worker that takes no byte may be dead, on a machine that is gone; the time to take one is 0.5 s here, not 5."""
   monkeypatch.setattr(sockets, "_STALLED", 10000 if takes else 500)
   monkeypatch.setattr("jaxsparse.partial.net.endpoint._LAST_WORDS", 100)
   entries, slow, pieces = 10_000_000, socket(zmq.ROUTER), socket(zmq.DEALER)
-  slow.rcvhwm = 1  # the first message fills the queue; of the second, TCP takes no more than its buffers
+  # the first message fills the queue; of the second, TCP takes no more than its buffers
+  slow.rcvhwm = 1
   slow.rcvbuf = 100_000
   slow.bind("tcp://127.0.0.1:*")
   with serve() as server, futures.ThreadPoolExecutor() as threads:
@@ -179,7 +218,9 @@ def test_leaving_waits_only_for_a_worker_that_takes_its_pieces(monkeypatch, sock
     group = client.ask(WorkerMessage.READY, 1, 1).content
     pieces.connect(group["addresses"][0])
     for kind in (PieceKind.PART, PieceKind.MEAN):
-      pieces.send_multipart(Piece(kind, group["number"], 1, np.ones(entries // 2, np.float32)).pack())
+      pieces.send_multipart(
+        Piece(kind, group["number"], 1, np.ones(entries // 2, np.float32)).pack()
+      )
     assert float(averaged.result(60)[0].max()) == 1.0
     begin, leaving = time.monotonic(), threads.submit(worker.leave)
     if takes:
@@ -205,17 +246,32 @@ def test_leaving_does_not_wait_for_a_server_that_is_gone(monkeypatch):
 
 def test_the_command_line(tmp_path, monkeypatch):
   """A controller as a program, with keys that it makes; it ends with its last worker."""
-  command = [sys.executable, "-m", "jaxsparse.partial", "--workers=2", "--group_size=2", f"--keys={tmp_path / 'keys'}"]
+  command = [
+    sys.executable,
+    "-m",
+    "jaxsparse.partial",
+    "--workers=2",
+    "--group_size=2",
+    f"--keys={tmp_path / 'keys'}",
+  ]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
     address = process.stdout.readline().strip()
     keys = js.partial.Keys.read(tmp_path / "keys")
     assert (tmp_path / "keys").stat().st_mode & 0o077 == 0
-    workers = [js.partial.Worker(address, number, jnp.zeros(2), keys=keys, timeout=30) for number in range(2)]
+    workers = [
+      js.partial.Worker(address, number, jnp.zeros(2), keys=keys, timeout=30)
+      for number in range(2)
+    ]
     for worker in workers:
       worker.leave()
     assert process.wait(30) == 0
-  monkeypatch.setattr(sys, "argv", ["jaxsparse.partial", "--workers=2", "--group_size=3"])
-  with pytest.raises(SystemExit, match="^error: controller: group_size=3, choose a whole number from 2 to 2$"):
+  monkeypatch.setattr(
+    sys, "argv", ["jaxsparse.partial", "--workers=2", "--group_size=3"]
+  )
+  with pytest.raises(
+    SystemExit,
+    match="^error: controller: group_size=3, choose a whole number from 2 to 2$",
+  ):
     main()
 
 
@@ -227,7 +283,10 @@ def test_a_worker_with_keys_of_its_own_cannot_speak_for_another_one(socket):
     for liar, number in ((own[0].own, 1), (own[0][:2], 0)):
       client = Client(socket, server.address, liar, known=at_server.public)
       with contextlib.suppress(zmq.Again):  # one that is refused has no connection
-        client.socket.send(Signal(WorkerMessage.HELLO, number, 1, "tcp://127.0.0.1:9").pack(), zmq.NOBLOCK)
+        client.socket.send(
+          Signal(WorkerMessage.HELLO, number, 1, "tcp://127.0.0.1:9").pack(),
+          zmq.NOBLOCK,
+        )
       assert not client.socket.poll(300)
     with js.partial.Worker(server.address, 1, jnp.zeros(3), keys=own[1]) as worker:
       address = worker._endpoint.address
@@ -245,7 +304,9 @@ def test_keys_of_each_worker_are_read_as_they_were_written(tmp_path):
     keys.write(tmp_path / str(number))
     assert js.partial.Keys.read(tmp_path / str(number)) == keys
   (tmp_path / "0").chmod(0o640)
-  with pytest.warns(UserWarning, match="other users can read the keys of the run: chmod 600"):
+  with pytest.warns(
+    UserWarning, match="other users can read the keys of the run: chmod 600"
+  ):
     js.partial.Keys.read(tmp_path / "0")
   (tmp_path / "1").write_bytes(b"\n".join([b"x" * 40] * 3))
   with pytest.raises(ValueError, match="holds no keys"):
@@ -255,8 +316,14 @@ def test_keys_of_each_worker_are_read_as_they_were_written(tmp_path):
 @pytest.mark.parametrize(
   ("params", "message"),
   [
-    ({"v": jnp.zeros(3)}, r"params\['v'\] of float32\[3\], the others have params\['w'\] of float32\[3\]"),
-    ({"w": jnp.ones(3)}, r"params\['w'\] with the checksum \w+, the others have params\['w'\] with the checksum"),
+    (
+      {"v": jnp.zeros(3)},
+      r"params\['v'\] of float32\[3\], the others have params\['w'\] of float32\[3\]",
+    ),
+    (
+      {"w": jnp.ones(3)},
+      r"params\['w'\] with the checksum \w+, the others have params\['w'\] with the checksum",
+    ),
   ],
 )
 def test_a_worker_that_is_not_alike_is_refused(params, message):

@@ -12,7 +12,12 @@ from jaxsparse.partial import __main__ as command
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.membership import Members
-from jaxsparse.partial.net.messages import RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  RoundPosition,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+)
 from jaxsparse.partial.rounds import status
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 
@@ -21,7 +26,15 @@ def dense(comm):
   return optax.chain(js.dense_transform(comm), optax.sgd(1.0))
 
 
-COUNTS = ("round", "since", "seconds", "rounds_counted", "rounds_failed", "steps_delivered", "steps_lost")
+COUNTS = (
+  "round",
+  "since",
+  "seconds",
+  "rounds_counted",
+  "rounds_failed",
+  "steps_delivered",
+  "steps_lost",
+)
 
 
 class Hub:
@@ -29,7 +42,9 @@ class Hub:
 
   def __init__(self):
     members = Members(RoundMember, self.send, limit=5.0, now=0.0)
-    self.server = RoundServer(js.partial.Quorum(3, quorum=2, grace=1.0, first=0), members)
+    self.server = RoundServer(
+      js.partial.Quorum(3, quorum=2, grace=1.0, first=0), members
+    )
     self.answers = {}
 
   def send(self, connection, frame):
@@ -44,13 +59,24 @@ class Hub:
 def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delivered():
   hub = Hub()
   for worker in range(3):
-    hub.tell(WorkerMessage.HELLO, worker, address=f"tcp://h:{worker + 1}", alike=Alike.of(jnp.zeros(2)))
+    hub.tell(
+      WorkerMessage.HELLO,
+      worker,
+      address=f"tcp://h:{worker + 1}",
+      alike=Alike.of(jnp.zeros(2)),
+    )
   for worker in range(2):
     hub.tell(WorkerMessage.BEAT, worker, 4, now=1.0)
     hub.tell(WorkerMessage.READY, worker, 1, now=2.0)
-  assert [worker["doing"] for worker in hub.server.status()["workers"]] == ["waits for others"] * 2 + ["trains"]
+  assert [worker["doing"] for worker in hub.server.status()["workers"]] == [
+    "waits for others"
+  ] * 2 + ["trains"]
   hub.server.tick(3.5)
-  assert [worker["doing"] for worker in hub.server.status()["workers"]] == ["exchanges", "exchanges", "trains"]
+  assert [worker["doing"] for worker in hub.server.status()["workers"]] == [
+    "exchanges",
+    "exchanges",
+    "trains",
+  ]
   for worker in range(2):
     hub.tell(WorkerMessage.DONE, worker, 1, digest=7, now=4.0)
   hub.tell(WorkerMessage.READY, 2, 1, now=4.5)  # its anchor is that of the start
@@ -61,7 +87,13 @@ def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delive
     "round": 1, "since": 0.75, "seconds": None, "rounds_counted": 1, "rounds_failed": 0, "steps_delivered": 8,
     "steps_lost": 0,
   }  # fmt: skip
-  late = {"worker": 2, "doing": "fetches the anchor", "round": 0, "undelivered": 12, "silent": 0.25}
+  late = {
+    "worker": 2,
+    "doing": "fetches the anchor",
+    "round": 0,
+    "undelivered": 12,
+    "silent": 0.25,
+  }
   assert found["workers"][2] == late | {"address": "tcp://h:3"}
   hub.tell(WorkerMessage.READY, 0, 1, now=5.0, position=RoundPosition(1, 1))
   hub.tell(WorkerMessage.READY, 1, 1, now=5.0, position=RoundPosition(1, 1))
@@ -92,15 +124,26 @@ def test_over_sockets_as_text_and_as_metrics(capsys, monkeypatch, tmp_path):
     with pytest.raises(TimeoutError, match="has it these keys"):
       status.ask(serving.address, js.partial.Keys.make())
     monkeypatch.setattr(status, "_TIMEOUT", 30.0)
-    with js.partial.Rounds(serving.address, 0, jnp.zeros(3), dense, every=2, keys=run) as worker:
+    with js.partial.Rounds(
+      serving.address, 0, jnp.zeros(3), dense, every=2, keys=run
+    ) as worker:
       params = worker.params
       while worker.round < 3:
         params = worker.step(params + 1)
-      monkeypatch.setattr("sys.argv", ["partial", "status", serving.address, f"--keys={tmp_path / '0'}"])
+      monkeypatch.setattr(
+        "sys.argv", ["partial", "status", serving.address, f"--keys={tmp_path / '0'}"]
+      )
       command.main()
       shown = capsys.readouterr().out
-      assert re.search(r"round \d+, ended [\d.]+ s ago, one every [\d.]+ s; \d+ counted and 0 failed", shown)
-      assert re.search(r"^0 +(trains|exchanges|waits for others) +\d+ +\d+ +[\d.]+ s +tcp://127", shown, re.MULTILINE)
+      assert re.search(
+        r"round \d+, ended [\d.]+ s ago, one every [\d.]+ s; \d+ counted and 0 failed",
+        shown,
+      )
+      assert re.search(
+        r"^0 +(trains|exchanges|waits for others) +\d+ +\d+ +[\d.]+ s +tcp://127",
+        shown,
+        re.MULTILINE,
+      )
       registry = prometheus_client.CollectorRegistry()
       registry.register(status.Exporter(serving.address, run))
       text = prometheus_client.generate_latest(registry).decode()

@@ -33,13 +33,18 @@ def train(what: str, address: str, number: int, folder: str) -> None:
   """Each step goes a tenth of the way to 1; prints the iteration and the model's first entry."""
   if what == "dies":
     die_in_an_average(after=10)
-  with js.partial.Worker(address, number, START, save=f"{folder}/{number}.npz", timeout=30, reconnect=0.5) as worker:
+  with js.partial.Worker(
+    address, number, START, save=f"{folder}/{number}.npz", timeout=30, reconnect=0.5
+  ) as worker:
     params, iteration = worker.params, worker.iteration
     while True:
       print(iteration, float(params["b"][0]), flush=True)
       time.sleep(0.02)
-      params, iteration = worker.reduce({k: leaf + 0.1 * (1 - leaf) for k, leaf in params.items()}, iteration + 1)
-      assert len({float(np.asarray(leaf).min()) for leaf in params.values()}) == 1  # every entry is averaged alike
+      params, iteration = worker.reduce(
+        {k: leaf + 0.1 * (1 - leaf) for k, leaf in params.items()}, iteration + 1
+      )
+      # every entry is averaged alike
+      assert len({float(np.asarray(leaf).min()) for leaf in params.values()}) == 1
 
 
 if __name__ == "__main__":

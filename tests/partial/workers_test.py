@@ -22,7 +22,9 @@ NAMED = "worker 2: params['w'] of iteration"
 @contextlib.contextmanager
 def over_tcp(controller, start, keys=None):
   with js.partial.Server(controller, keys=keys) as server:
-    yield lambda number: js.partial.Worker(server.address, number, start, keys=keys, timeout=20)
+    yield lambda number: js.partial.Worker(
+      server.address, number, start, keys=keys, timeout=20
+    )
 
 
 @contextlib.contextmanager
@@ -42,7 +44,10 @@ def run(where, train, controller, start=START):
       except Exception as error:
         return error
 
-  with where(controller, start) as make, futures.ThreadPoolExecutor(controller.workers) as threads:
+  with (
+    where(controller, start) as make,
+    futures.ThreadPoolExecutor(controller.workers) as threads,
+  ):
     found = [threads.submit(body, make, number) for number in range(controller.workers)]
     return [future.result(60) for future in found]
 
@@ -54,12 +59,19 @@ def entries(params):
 everywhere = pytest.mark.parametrize("where", [over_tcp, on_devices])
 
 
-@pytest.mark.parametrize("where", [over_tcp, functools.partial(over_tcp, keys=js.partial.Keys.make()), on_devices])
+@pytest.mark.parametrize(
+  "where",
+  [over_tcp, functools.partial(over_tcp, keys=js.partial.Keys.make()), on_devices],
+)
 def test_groups_keep_the_sum_and_all_end_with_one_model(where):
   """Constant weights keep the sum of all models, since W is doubly stochastic."""
 
   def train(worker, number):
-    params, iteration = {"w": jnp.full((2, 3), float(number))}, 0  # not `worker.params`, which may be another worker's
+    # not `worker.params`, which may be another worker's
+    params, iteration = (
+      {"w": jnp.full((2, 3), float(number))},
+      0,
+    )
     for _ in range(10):
       params, iteration = worker.reduce(params, iteration + 1)
       assert where is not on_devices or params["w"].devices() == {worker.device}
@@ -75,7 +87,9 @@ def test_groups_keep_the_sum_and_all_end_with_one_model(where):
 
 def test_a_worker_that_leaves_right_after_an_average_spoils_it_for_no_other():
   """Its last pieces may be in transit when it closes its connections."""
-  train = lambda worker, number: worker.reduce(jnp.full(300_000, number, jnp.float32), 1)[0]
+  train = lambda worker, number: worker.reduce(
+    jnp.full(300_000, number, jnp.float32), 1
+  )[0]
   for _ in range(5):
     for model in run(over_tcp, train, js.partial.Controller(3, 3), jnp.zeros(300_000)):
       np.testing.assert_allclose(model, 1, rtol=1e-6)
@@ -84,7 +98,9 @@ def test_a_worker_that_leaves_right_after_an_average_spoils_it_for_no_other():
 @everywhere
 def test_dynamic_weights_and_the_initial_model(where):
   """Two workers whose first iterations are 1 and 3: ranks 3 and 1, and rank 2 is the initial model's."""
-  train = lambda worker, number: worker.reduce(jnp.full(3, 7.0 * number), (1, 3)[number])
+  train = lambda worker, number: worker.reduce(
+    jnp.full(3, 7.0 * number), (1, 3)[number]
+  )
   controller = js.partial.Controller(2, 2, "dynamic", missing="initial")
   for params, iteration in run(where, train, controller, jnp.full(3, 70.0)):
     assert iteration == 3
@@ -112,21 +128,35 @@ def test_a_worker_that_pauses_holds_nobody_up(where):
 @everywhere
 def test_bad_arguments(where):
   with where(js.partial.Controller(3, 2), jnp.zeros(2)) as start, start(0) as worker:
-    for params in (jnp.zeros(3), jnp.array([jnp.nan])):  # told even if they are not finite
-      with pytest.raises(ValueError, match=f"params have {params.size} entries, the initial ones have 2"):
+    # told even if they are not finite
+    for params in (
+      jnp.zeros(3),
+      jnp.array([jnp.nan]),
+    ):
+      with pytest.raises(
+        ValueError, match=f"params have {params.size} entries, the initial ones have 2"
+      ):
         worker.reduce(params, 1)
     assert worker.refused == 0
-    with pytest.raises(Rejected if where is on_devices else ValueError, match="iteration -1 of worker 0 is malformed"):
+    with pytest.raises(
+      Rejected if where is on_devices else ValueError,
+      match="iteration -1 of worker 0 is malformed",
+    ):
       worker.reduce(jnp.zeros(2), -1)
     with pytest.raises(ValueError, match=r"worker 5, (choose|there are) 0 … 2"):
       start(5)
-  with pytest.raises(ValueError, match=r"params\['w'\] is not finite: training has to start from finite parameters"):
+  with pytest.raises(
+    ValueError,
+    match=r"params\['w'\] is not finite: training has to start from finite parameters",
+  ):
     run(where, None, js.partial.Controller(3, 2), BAD)
 
 
 @everywhere
 @pytest.mark.parametrize(("bad", "value"), [(5, np.nan), (1, -np.inf)])
-def test_a_model_that_is_not_finite_is_in_no_average_and_training_goes_on(where, bad, value, caplog):
+def test_a_model_that_is_not_finite_is_in_no_average_and_training_goes_on(
+  where, bad, value, caplog
+):
   """Worker 2's model is not finite after one of its steps, maybe the first, when nobody has a model, and in the end."""
 
   def train(worker, number):
@@ -143,7 +173,11 @@ def test_a_model_that_is_not_finite_is_in_no_average_and_training_goes_on(where,
     return entries(params), iteration, sum(refused)
 
   found = run(where, train, js.partial.Controller(3, 2))
-  assert len({iteration for _, iteration, _ in found}) == len({model.tobytes() for model, _, _ in found}) == 1
+  assert (
+    len({iteration for _, iteration, _ in found})
+    == len({model.tobytes() for model, _, _ in found})
+    == 1
+  )
   assert 0.3 < found[0][0].min() == found[0][0].max() <= 1
   assert [refused for _, _, refused in found] == [0, 0, 1]
   assert len([record for record in caplog.records if NAMED in record.getMessage()]) == 2
@@ -153,10 +187,16 @@ def test_a_model_that_is_not_finite_is_in_no_average_and_training_goes_on(where,
 @pytest.mark.parametrize("leaves", [False, True])
 def test_if_nobody_has_a_finite_model_all_are_told(where, leaves):
   """Also if the last one that may have one leaves."""
-  train = lambda worker, number: time.sleep(0.2) if leaves and number == 2 else worker.reduce(BAD, 1)
-  for number, found in enumerate(run(where, train, js.partial.Controller(3, 2))[: 2 if leaves else 3]):
+  train = lambda worker, number: (
+    time.sleep(0.2) if leaves and number == 2 else worker.reduce(BAD, 1)
+  )
+  for number, found in enumerate(
+    run(where, train, js.partial.Controller(3, 2))[: 2 if leaves else 3]
+  ):
     assert isinstance(found, FloatingPointError)
-    assert str(found).startswith(f"worker {number}: params['w'] of iteration 1 is not finite, and no other worker")
+    assert str(found).startswith(
+      f"worker {number}: params['w'] of iteration 1 is not finite, and no other worker"
+    )
 
 
 @everywhere

@@ -12,12 +12,19 @@ class PowerSGD:
   """One matrix of all workers, f64[P, a, b]; `reduce` is one step. The right factor is the start of the next step."""
 
   def __init__(self, right, alternate):
-    self.right, self.left, self.alternate, self.step, self.residual = right, None, alternate, 0, 0.0
+    self.right, self.left, self.alternate, self.step, self.residual = (
+      right,
+      None,
+      alternate,
+      0,
+      0.0,
+    )
 
   def reduce(self, gradients):
     """The total [a, b]; the residuals [P, a, b] are an attribute."""
     m = gradients + self.residual
-    if self.alternate and self.step % 2 == 0:  # ACP-SGD: the left factor, from the right one
+    # ACP-SGD: the left factor, from the right one
+    if self.alternate and self.step % 2 == 0:
       basis = basis_of(self.right)
       self.left = (m @ basis).sum(0)  # an all-reduce
       total, own = self.left @ basis.T, m @ basis @ basis.T

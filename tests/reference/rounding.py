@@ -29,8 +29,11 @@ def nbit(accumulators, bits=1):
   sent = np.stack([rounded(row, blocks, columns, bits) for row in accumulators])
   kept, sums = accumulators - sent, np.empty(n)
   regions = [slice(w * per_region, (w + 1) * per_region) for w in range(workers)]
-  for owner, region in enumerate(regions):  # the owner of a region does not round its own entries
-    sums[region] = sent[:, region].sum(0) - sent[owner, region] + accumulators[owner, region]
+  # the owner of a region does not round its own entries
+  for owner, region in enumerate(regions):
+    sums[region] = (
+      sent[:, region].sum(0) - sent[owner, region] + accumulators[owner, region]
+    )
   total = rounded(sums, blocks, columns, bits)
   for owner, region in enumerate(regions):
     kept[owner, region] = (sums - total)[region]
@@ -43,10 +46,18 @@ def rounded(x, blocks, columns, bits):
   for block in blocks:
     entries, of_block = x[block], result[block]
     if bits == 1:
-      short = (entries.astype(np.float32).view(np.uint32) & 0xFFFFF000).view(np.float32).astype(np.float64)
-      of_block[:] = np.where(entries < 0, -1.0, 1.0) * (np.sqrt((short**2).mean()) if short.size else 0.0)
+      short = (
+        (entries.astype(np.float32).view(np.uint32) & 0xFFFFF000)
+        .view(np.float32)
+        .astype(np.float64)
+      )
+      of_block[:] = np.where(entries < 0, -1.0, 1.0) * (
+        np.sqrt((short**2).mean()) if short.size else 0.0
+      )
     elif entries.size:
-      each = [slice(first, None, columns) for first in range(min(columns, entries.size))]
+      each = [
+        slice(first, None, columns) for first in range(min(columns, entries.size))
+      ]
       mean = np.mean([np.abs(entries[column]).max() for column in each])
       for column in each:
         of_block[column] = in_steps(entries[column], mean, bits)
@@ -63,16 +74,25 @@ def in_steps(x, mean, bits):
   step = np.ldexp(np.round(np.ldexp(fraction, 24 - bits)), exponent - 24 + bits)
   if bits == 2:
     return np.where(x < 0, -1, 1) * step * np.where(np.abs(x) >= 2.5 * step, 4, 1)
-  return np.sign(x) * step * np.minimum(np.floor(np.abs(x) / (step or 1) + 0.5), 2 ** (bits - 1) - 1)
+  return (
+    np.sign(x)
+    * step
+    * np.minimum(np.floor(np.abs(x) / (step or 1) + 0.5), 2 ** (bits - 1) - 1)
+  )
 
 
 def blocks_of(n, workers, bits):
   """The blocks of all regions, 32 rows of at most 128 entries each, the entries of a row, and those of a region.
 
-  Rows of signs have 128 entries if there are as many; others as few as the same number of blocks needs.
+  Rows of signs have 128 entries if there are as many; others as few as the same number
+  of blocks needs.
   """
   needed = -(-n // (32 * workers))
   blocks = -(-needed // 128)
   columns = min(128, needed) if bits == 1 else -(-needed // blocks)
   size = 32 * columns
-  return [slice(start, min(n, start + size)) for start in range(0, n, size)], columns, blocks * size
+  return (
+    [slice(start, min(n, start + size)) for start in range(0, n, size)],
+    columns,
+    blocks * size,
+  )

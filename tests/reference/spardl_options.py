@@ -9,7 +9,8 @@ from tests.reference.spardl import reduce_scatter
 class Reusing:
   """Chooses the largest entries of a block, if they reach the bound of their worker and block.
 
-  A full block's next bound is its least entry, times the root of its growth since the last step if that was full too.
+  A full block's next bound is its least entry, times the root of its growth since the
+  last step if that was full too.
   """
 
   def __init__(self, share, workers):
@@ -22,7 +23,11 @@ class Reusing:
     chosen = {i: value for i, value in chosen.items() if abs(value) >= self.bounds[at]}
     if len(chosen) == self.share:
       least = min(abs(value) for value in chosen.values())
-      growth = min(max(least / self.levels[at], np.float32(1)), np.float32(2)) if self.levels[at] > 0 else np.float32(1)
+      growth = (
+        min(max(least / self.levels[at], np.float32(1)), np.float32(2))
+        if self.levels[at] > 0
+        else np.float32(1)
+      )
       self.bounds[at], self.levels[at] = least * np.sqrt(growth), least
     else:
       few = 2 * len(chosen) < self.share  # too few to tell how far down the entries are
@@ -34,7 +39,8 @@ class Reusing:
 class Chunked:
   """Chooses one entry of each chunk: the largest at the start, or what was received since and is larger.
 
-  Of a magnitude only those bits count that a word has room for beside the number of a row.
+  Of a magnitude only those bits count that a word has room for beside the number of a
+  row.
 
   Args:
     share: number of chunks of a block.
@@ -50,7 +56,9 @@ class Chunked:
         values = row[block * length : (block + 1) * length]
         chunks = [range(chunk, len(values), share) for chunk in range(share)]
         key = lambda i, values=values: (self.rank(values[i]), -i)
-        self.best[worker, block] = [max(chunk, key=key, default=None) for chunk in chunks]
+        self.best[worker, block] = [
+          max(chunk, key=key, default=None) for chunk in chunks
+        ]
 
   def rank(self, value):
     return int(np.float32(abs(value)).view(np.int32)) >> self.spent
@@ -65,13 +73,29 @@ class Chunked:
         best[i % self.share] = i
 
 
-def spardl(gradients, residuals, k, kind="global", choose=None, rounded=lambda value: value, received=lambda *_: None):
+def spardl(
+  gradients,
+  residuals,
+  k,
+  kind="global",
+  choose=None,
+  rounded=lambda value: value,
+  received=lambda *_: None,
+):
   """Total f32[n] and residuals f32[P, n] of one team; `kind` is the option `residual`, an ablation (§4.1.3)."""
   workers, n = gradients.shape
   accumulators = gradients + residuals
-  held, sums, sent = reduce_scatter(accumulators, -(-k // workers), choose, rounded, received)
-  # The all-gather rounds the sum of a block once more, which the worker that has it keeps.
-  total, kept, length, delivered = np.zeros(n, np.float32), accumulators.copy(), held.shape[2], set()
+  held, sums, sent = reduce_scatter(
+    accumulators, -(-k // workers), choose, rounded, received
+  )
+  # The all-gather rounds the sum of a block once more, which the worker that has it
+  # keeps.
+  total, kept, length, delivered = (
+    np.zeros(n, np.float32),
+    accumulators.copy(),
+    held.shape[2],
+    set(),
+  )
   for block, entries in enumerate(sums):
     for i, value in entries.items():
       if (flat := block * length + i) < n:
@@ -79,19 +103,29 @@ def spardl(gradients, residuals, k, kind="global", choose=None, rounded=lambda v
         if kind == "global":
           kept[:, flat] = held[:, block, i]
         delivered.add(flat)
-  if kind != "global":  # partial: what others have sent, and was dropped on the way, is lost
+  # partial: what others have sent, and was dropped on the way, is lost
+  if kind != "global":
     for worker, flat in enumerate(map(list, sent)):
-      kept[worker, [i for i in flat if i < n and (kind == "local" or i in delivered)]] = 0
+      kept[
+        worker, [i for i in flat if i < n and (kind == "local" or i in delivered)]
+      ] = 0
   return total, kept
 
 
 def teams(gradients, residuals, k, count, bruck, adaptive):
   """Totals f32[P, n] as each worker ends up with, residuals f32[P, n], and the next (h, step, flag) of Algorithm 2."""
   workers, n = gradients.shape
-  size, share, accumulators = workers // count, -(-k * count // workers), gradients + residuals
+  size, share, accumulators = (
+    workers // count,
+    -(-k * count // workers),
+    gradients + residuals,
+  )
   groups = [range(first, first + size) for first in range(0, workers, size)]
   parts = [reduce_scatter(accumulators[list(group)], share) for group in groups]
-  held, own = np.concatenate([part[0] for part in parts]), [entries for part in parts for entries in part[1]]
+  held, own = (
+    np.concatenate([part[0] for part in parts]),
+    [entries for part in parts for entries in part[1]],
+  )
 
   def give_back(worker, entries, weight=1.0):
     for i, value in entries.items():
@@ -106,13 +140,25 @@ def teams(gradients, residuals, k, count, bruck, adaptive):
     most = max(map(len, sums))
     own = [largest(entries, share) for entries in sums]
   else:
-    for step in range(count.bit_length() - 1):  # R-SAG: 2^(step + 1) workers have dropped the same entries
-      sums = [added(own[worker], own[(worker // size ^ 1 << step) * size + worker % size]) for worker in range(workers)]
+    # R-SAG: 2^(step + 1) workers have dropped the same entries
+    for step in range(count.bit_length() - 1):
+      sums = [
+        added(own[worker], own[(worker // size ^ 1 << step) * size + worker % size])
+        for worker in range(workers)
+      ]
       own = [largest(entries, share) for entries in sums]
       for worker, entries in enumerate(sums):
-        give_back(worker, {i: value for i, value in entries.items() if i not in own[worker]}, 1 / 2 ** (step + 1))
+        give_back(
+          worker,
+          {i: value for i, value in entries.items() if i not in own[worker]},
+          1 / 2 ** (step + 1),
+        )
 
-  totals, kept, length = np.zeros((workers, n), np.float32), accumulators.copy(), held.shape[2]
+  totals, kept, length = (
+    np.zeros((workers, n), np.float32),
+    accumulators.copy(),
+    held.shape[2],
+  )
   for group in groups:
     for worker in group:
       for block, peer in enumerate(group):

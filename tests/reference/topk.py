@@ -1,6 +1,7 @@
 """TopkA, TopkDSA and gTopk in numpy: the k largest entries of each worker, gathered, by region, and along a tree.
 
-Each returns the total f32[n] and the residuals f32[P, n] of gradients and residuals f32[P, n].
+Each returns the total f32[n] and the residuals f32[P, n] of gradients and residuals
+f32[P, n].
 """
 
 import numpy as np
@@ -40,16 +41,22 @@ def gtopk(gradients, residuals, k):
   workers, n = gradients.shape
   accumulators = gradients + residuals
   held = [largest(dict(enumerate(row)), k) for row in accumulators]
-  dropped = [{i: row[i] for i in range(n) if i not in own} for row, own in zip(accumulators, held, strict=True)]
+  dropped = [
+    {i: row[i] for i in range(n) if i not in own}
+    for row, own in zip(accumulators, held, strict=True)
+  ]
   alive = list(range(workers))
   while len(alive) > 1:
     for left, right in zip(alive[::2], alive[1::2], strict=False):
       both = added(held[left], held[right])
       held[left] = largest(both, k)
-      dropped[left] = added(dropped[left], {i: value for i, value in both.items() if i not in held[left]})
+      dropped[left] = added(
+        dropped[left], {i: value for i, value in both.items() if i not in held[left]}
+      )
     alive = alive[::2]
   kept = accumulators.copy()
   for worker in range(workers):
-    for i in held[0]:  # if its index is delivered, an entry stays with the worker that dropped it
+    # if its index is delivered, an entry stays with the worker that dropped it
+    for i in held[0]:
       kept[worker, i] = dropped[worker].get(i, 0)
   return dense(held[0], n), kept.astype(np.float32)

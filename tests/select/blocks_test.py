@@ -28,12 +28,19 @@ def rows_of_keys(draw):
   few = draw(st.lists(key, min_size=1, max_size=60))
   random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
   all_filled = draw(st.booleans())
-  some = np.resize(few, SLOTS) if all_filled else np.pad(few, (0, SLOTS - len(few)), constant_values=-1)
+  some = (
+    np.resize(few, SLOTS)
+    if all_filled
+    else np.pad(few, (0, SLOTS - len(few)), constant_values=-1)
+  )
   count = SLOTS if all_filled else len(few)
   k = draw(st.just(count) | st.integers(1, count))
   kth = sorted(some)[-k]
   low = draw(st.sampled_from([0, kth, kth // 2]))
-  keys, indices = random.permutation(some), random.permutation(draw(st.sampled_from([1, 1000])) * np.arange(SLOTS))
+  keys, indices = (
+    random.permutation(some),
+    random.permutation(draw(st.sampled_from([1, 1000])) * np.arange(SLOTS)),
+  )
   return keys.astype(np.int32), indices.astype(np.int32), k, low
 
 
@@ -41,7 +48,9 @@ def rows_of_keys(draw):
 @hypothesis.given(rows=st.lists(rows_of_keys(), min_size=3, max_size=3))
 def test_the_cut_selects_the_k_largest_with_ties_to_the_lowest_index(way, rows):
   keys, indices, k, low = (np.stack(part) for part in zip(*rows, strict=True))
-  chosen = np.asarray(chosen_by(way, keys, indices, k.astype(np.int32), low.astype(np.int32)))
+  chosen = np.asarray(
+    chosen_by(way, keys, indices, k.astype(np.int32), low.astype(np.int32))
+  )
   for row, count in enumerate(k):
     expected = np.lexsort((indices[row], -keys[row]))[:count]
     np.testing.assert_array_equal(np.flatnonzero(chosen[row]), np.sort(expected))

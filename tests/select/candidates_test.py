@@ -16,13 +16,21 @@ K = 300
 def found_and_reached(parts, order, length, low=None):
   """The candidates for blocks of the sum of `parts`, and for each row the indices of the entries that reach its key.
 
-  Checks that candidates ascend, are members, and are all of these where they fit, and that each other candidate shares
-  a word of 32 with another block.
+  Checks that candidates ascend, are members, and are all of these where they fit, and
+  that each other candidate shares a word of 32 with another block.
   """
   x = sum(parts)
-  find = jax.jit(lambda *parts: exact.find_candidates(Blocks(LazySum(parts), jnp.array(order), length, K), low))
+  find = jax.jit(
+    lambda *parts: exact.find_candidates(
+      Blocks(LazySum(parts), jnp.array(order), length, K), low
+    )
+  )
   found = find(*parts)
-  members = set(np.flatnonzero(np.unpackbits(np.asarray(found.members).view(np.uint8), bitorder="little")).tolist())
+  members = set(
+    np.flatnonzero(
+      np.unpackbits(np.asarray(found.members).view(np.uint8), bitorder="little")
+    ).tolist()
+  )
   reached = []
   for number, block in enumerate(order):
     start = block * length
@@ -50,21 +58,32 @@ SMALL = GRADIENTS["normal"] * 1e-3
     ((GRADIENTS["normal"], GRADIENTS["heavy tail"]), [2, 0, 1]),
     # Whether or not blocks reach beyond n, and n fills its last word.
     *(row((normals(n, n),), [0, 1, 2]) for n in (2**17, 2**17 - 1, 2**17 + 1)),
-    # A word of 32 entries that belongs to two blocks is compared with the lower of their keys.
+    # A word of 32 entries that belongs to two blocks is compared with the lower of
+    # their keys.
     ((np.concatenate([SMALL, GRADIENTS["normal"], SMALL]),), [1, 2, 0]),
   ],
 )
 def test_candidates_hold_the_largest_of_every_block(parts, order):
-  found, reached = found_and_reached(parts, np.array(order, np.int32), -(-len(parts[0]) // 3))
+  found, reached = found_and_reached(
+    parts, np.array(order, np.int32), -(-len(parts[0]) // 3)
+  )
   assert found.fits.all()
   assert min(map(len, reached)) >= K
 
 
 def test_known_keys_take_the_place_of_a_sample():
-  order, low = np.array([1, 2, 0], np.int32), keys_in_numpy(np.array([3.0, 9.0, 2.0], np.float32))
+  order, low = (
+    np.array([1, 2, 0], np.int32),
+    keys_in_numpy(np.array([3.0, 9.0, 2.0], np.float32)),
+  )
   found, reached = found_and_reached((GRADIENTS["normal"],), order, -(-N // 3), low=low)
   np.testing.assert_array_equal(found.low, low)
-  assert found.fits.tolist() == [True, True, False]  # of the last more reach their key than there are slots
+  # of the last more reach their key than there are slots
+  assert found.fits.tolist() == [
+    True,
+    True,
+    False,
+  ]
   assert 0 < len(reached[0]) < K
   assert len(reached[1]) == 0
 

@@ -23,7 +23,8 @@ def hard_vectors():
   clustered = plain.copy()
   clustered[:, np.arange(n) % 128 < 2] *= 100
   ties = np.round(plain)
-  near = np.stack([(1 + normals(1, n) * 1e-6).astype(np.float32), zeros[0]])  # alike in the upper 16 bits
+  # alike in the upper 16 bits
+  near = np.stack([(1 + normals(1, n) * 1e-6).astype(np.float32), zeros[0]])
   signs = np.stack([np.sign(plain[0]), zeros[0]])
   return {
     "normal": plain,
@@ -38,9 +39,16 @@ def hard_vectors():
 
 
 @pytest.mark.parametrize("k", quick_of([1, 7, 41], quick=[7]))
-@pytest.mark.parametrize("n", quick_of([ROWS * LENGTH, ROWS * LENGTH - 1000, ROWS * LENGTH - 5], [ROWS * LENGTH - 5]))
+@pytest.mark.parametrize(
+  "n",
+  quick_of(
+    [ROWS * LENGTH, ROWS * LENGTH - 1000, ROWS * LENGTH - 5], [ROWS * LENGTH - 5]
+  ),
+)
 def test_every_method_finds_what_a_stable_sort_finds(n, k):
-  values_of = jax.jit(lambda *parts: chunks.top_k_of_chunks(LazySum(parts), LENGTH, k).values)
+  values_of = jax.jit(
+    lambda *parts: chunks.top_k_of_chunks(LazySum(parts), LENGTH, k).values
+  )
   for case, parts in hard_vectors().items():
     parts = parts[:, :n]
     keys = np.minimum(np.abs(parts.sum(0)).view(np.int32), 0x7F80_0001)
@@ -49,9 +57,13 @@ def test_every_method_finds_what_a_stable_sort_finds(n, k):
     for method in METHODS:
       for pieces in (1, ROWS):  # all chunks at once, or one at a time
         found = jax.jit(_found, static_argnums=(0, 1, 2))(method, k, pieces, *parts)
-        np.testing.assert_array_equal(found, expected, err_msg=f"{case}, {method.__name__}")
+        np.testing.assert_array_equal(
+          found, expected, err_msg=f"{case}, {method.__name__}"
+        )
     flat = np.pad(parts.sum(0), (0, -n % LENGTH)).reshape(-1, LENGTH)
-    np.testing.assert_array_equal(values_of(*parts), np.take_along_axis(flat, expected, axis=1))
+    np.testing.assert_array_equal(
+      values_of(*parts), np.take_along_axis(flat, expected, axis=1)
+    )
 
 
 def _found(method, k, rows, *parts):

@@ -25,7 +25,9 @@ from tests.select.gradients import GRADIENTS, simple
 from tests.sparse.entries_test import rows_of_entries
 
 METHODS = ["bracket", "bisect", "sort"]
-floats = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]) | st.floats(width=32)
+floats = st.sampled_from(
+  [0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1e-42, 3e38]
+) | st.floats(width=32)
 
 jitted_top_k = jax.jit(top_k, static_argnums=1, static_argnames="method")
 
@@ -45,7 +47,9 @@ def test_equals_a_sort_by_magnitude(method, n, k, data):
   x = data.draw(hypothesis.extra.numpy.arrays(np.float32, (2, n), elements=floats))
   with mock.patch.object(exact, "SHORT", 0):  # candidates of rows of any length
     chosen = jitted_top_k(x, k, method=method)
-  for entries, indices, values in zip(x, np.asarray(chosen.indices), np.asarray(chosen.values), strict=True):
+  for entries, indices, values in zip(
+    x, np.asarray(chosen.indices), np.asarray(chosen.values), strict=True
+  ):
     assert sorted(largest(dict(enumerate(entries)), k)) == indices.tolist()
     np.testing.assert_array_equal(values, entries[indices])
 
@@ -57,27 +61,38 @@ ON_ACCELERATORS = [("bracket", False, "cuda"), ("bracket", False, "tpu")]
   ("method", "lazy", "platform"),
   quick_of(
     [*itertools.product(METHODS, (False, True), ["cpu"]), *ON_ACCELERATORS],
-    quick=[("bisect", True, "cpu"), ("bracket", False, "cpu"), ("bracket", False, "cuda")],
+    quick=[
+      ("bisect", True, "cpu"),
+      ("bracket", False, "cpu"),
+      ("bracket", False, "cuda"),
+    ],
   ),
 )
 def test_methods_agree_on_long_rows(method, lazy, platform):
   """A lazy sum is selected from as its sum. GPUs sort few keys."""
-  select = jax.jit(lambda *parts: top_k(LazySum(parts) if lazy else parts[0], 700, method=method))
+  select = jax.jit(
+    lambda *parts: top_k(LazySum(parts) if lazy else parts[0], 700, method=method)
+  )
   added = jax.jit(jnp.add)
   for (name, x), y in zip(GRADIENTS.items(), [*GRADIENTS.values()][::-1], strict=True):
     whole = np.asarray(added(x, y)) if lazy else x
     with js.traced_for(platform):
       chosen = select(x, y)
     np.testing.assert_array_equal(chosen.indices, simple(whole, 700), err_msg=name)
-    np.testing.assert_array_equal(bits(chosen.values), bits(whole[np.asarray(chosen.indices)]), err_msg=name)
+    np.testing.assert_array_equal(
+      bits(chosen.values), bits(whole[np.asarray(chosen.indices)]), err_msg=name
+    )
 
 
 ROUNDS = {
   "normal": lambda random, shape: random.standard_normal(shape),
   "ties": lambda random, shape: np.round(2 * random.standard_normal(shape)),
-  "few non-zeros": lambda random, shape: np.where(random.random(shape) < 0.01, random.standard_normal(shape), -0.0),
+  "few non-zeros": lambda random, shape: np.where(
+    random.random(shape) < 0.01, random.standard_normal(shape), -0.0
+  ),
   "spikes": lambda random, shape: random.standard_t(1, shape),
-  # The others cancel what worker 0 has: too few candidates are left, and whole blocks are searched.
+  # The others cancel what worker 0 has: too few candidates are left, and whole blocks
+  # are searched.
   "cancelling": lambda random, shape: np.outer(
     [shape[0] - 1] + (shape[0] - 1) * [-1], random.standard_normal(shape[1])
   ),
@@ -86,19 +101,25 @@ ROUNDS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-  ("workers", "selector"), [(1, "exact"), (2, "reuse"), *itertools.product((3, 8), ("exact", "reuse"))]
+  ("workers", "selector"),
+  [(1, "exact"), (2, "reuse"), *itertools.product((3, 8), ("exact", "reuse"))],
 )
 def test_rounds_give_the_same_bits_as_on_accelerators(workers, selector, monkeypatch):
   """Totals and residuals of SparDL, of values that random rounding draws by slot, so that the order counts, too."""
   monkeypatch.setattr(exact, "SHORT", 0)
-  inputs = {name: draw(np.random.default_rng(0), (workers, 8_000)).astype(np.float32) for name, draw in ROUNDS.items()}
+  inputs = {
+    name: draw(np.random.default_rng(0), (workers, 8_000)).astype(np.float32)
+    for name, draw in ROUNDS.items()
+  }
 
   collective = js.make_collective("spardl", k=160, selector=selector, wire="int8")
   start = simulation.initial(collective, workers, 8_000)
 
   def run(platform):
     with js.traced_for(platform):
-      return {name: simulation.reduce_all(collective, x, start) for name, x in inputs.items()}
+      return {
+        name: simulation.reduce_all(collective, x, start) for name, x in inputs.items()
+      }
 
   jax.clear_caches()
   expected = run("cpu")
@@ -109,28 +130,48 @@ def test_rounds_give_the_same_bits_as_on_accelerators(workers, selector, monkeyp
 
 def lowered(platform, function, *args):
   with js.traced_for(platform):
-    return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    return (
+      jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    )
 
 
 def test_on_gpu_only_few_are_sorted_and_no_loop_waits_for_the_host():
   """In the program as it is lowered for a GPU, which takes none."""
   n, k = 3 << 20, (3 << 20) // 100
-  x, some = jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((2, bitset.align(k)), jnp.int32)
-  find = lambda x: exact.find_candidates(Blocks(LazySum((x,)), jnp.array([1, 0]), -(-n // 2), k // 2))
+  x, some = (
+    jax.ShapeDtypeStruct((n,), jnp.float32),
+    jax.ShapeDtypeStruct((2, bitset.align(k)), jnp.int32),
+  )
+  find = lambda x: exact.find_candidates(
+    Blocks(LazySum((x,)), jnp.array([1, 0]), -(-n // 2), k // 2)
+  )
   on_cpu, on_gpu = (lowered(platform, find, x) for platform in ("cpu", "cuda"))
-  assert [text.count("stablehlo.while") for text in (on_cpu, on_gpu)] == [2, 0]  # searchsorted is one
+  # searchsorted is one
+  assert [text.count("stablehlo.while") for text in (on_cpu, on_gpu)] == [
+    2,
+    0,
+  ]
   assert "stablehlo.sort" not in on_cpu
   cut = lowered("cuda", functools.partial(blocks.kth_largest, k=9), some, some)
   assert cut.count("stablehlo.while") == 1
   for program in (on_gpu, lowered("cuda", functools.partial(top_k, k=k), x), cut):
     sorts = program.split('"stablehlo.sort"')[1:]
-    rows = [re.search(r"\}\) : \(tensor<(?:\d+x)?(\d+)xi32>", sort)[1] for sort in sorts]
+    rows = [
+      re.search(r"\}\) : \(tensor<(?:\d+x)?(\d+)xi32>", sort)[1] for sort in sorts
+    ]
     assert all(int(row) < n // 20 for row in rows)
 
 
 @pytest.mark.parametrize("batched", quick_of([False, True], quick=[True]))
 def test_rows_without_enough_candidates_do_not_spoil_others(batched):
-  rows = np.stack([GRADIENTS["normal"], GRADIENTS["equal"], GRADIENTS["heavy tail"], GRADIENTS["few values"]])
+  rows = np.stack(
+    [
+      GRADIENTS["normal"],
+      GRADIENTS["equal"],
+      GRADIENTS["heavy tail"],
+      GRADIENTS["few values"],
+    ]
+  )
   select = functools.partial(top_k, k=500, method="bracket")
   chosen = jax.jit(jax.vmap(select) if batched else select)(rows)
   np.testing.assert_array_equal(chosen.indices, [simple(row, 500) for row in rows])
@@ -138,15 +179,22 @@ def test_rows_without_enough_candidates_do_not_spoil_others(batched):
 
 def test_rows_of_few_entries_are_filled_with_their_first_zeros():
   """All non-zero entries are candidates then, so no row is searched as a whole."""
-  rows, k = np.stack([GRADIENTS[name] for name in ("mostly zeros", "normal", "zeros")]), 500
+  rows, k = (
+    np.stack([GRADIENTS[name] for name in ("mostly zeros", "normal", "zeros")]),
+    500,
+  )
   rows[0, 3] = -0.0
 
   def search(x):
     blocks = Blocks(LazySum((x,)), jnp.arange(3), rows.shape[1], k)
     read = lambda indices: blocks.x.read_at(blocks.flat_indices(indices))
-    return exact.search_among(exact.find_candidates(blocks), read, blocks, lambda: jnp.full((3, k), -1))
+    return exact.search_among(
+      exact.find_candidates(blocks), read, blocks, lambda: jnp.full((3, k), -1)
+    )
 
-  np.testing.assert_array_equal(jax.jit(search)(rows.reshape(-1)), [simple(row, k) for row in rows])
+  np.testing.assert_array_equal(
+    jax.jit(search)(rows.reshape(-1)), [simple(row, k) for row in rows]
+  )
 
 
 def test_too_few_candidates_that_reach_their_key_are_no_proof():
@@ -157,7 +205,9 @@ def test_too_few_candidates_that_reach_their_key_are_no_proof():
   @jax.jit
   def search(factor):
     read = lambda indices: factor * blocks.x.read_at(blocks.flat_indices(indices))
-    return exact.search_among(exact.find_candidates(blocks), read, blocks, lambda: jnp.full((1, 500), -1))
+    return exact.search_among(
+      exact.find_candidates(blocks), read, blocks, lambda: jnp.full((1, 500), -1)
+    )
 
   np.testing.assert_array_equal(search(1.0), [simple(GRADIENTS["normal"], 500)])
   assert (search(0.5) == -1).all()
@@ -166,9 +216,13 @@ def test_too_few_candidates_that_reach_their_key_are_no_proof():
 def test_no_rows_and_bad_arguments():
   assert top_k(jnp.zeros((0, 20_000)), 5).indices.shape == (0, 5)
   for k in (0, 5, 1.5):
-    with pytest.raises(ValueError, match=f"top_k: k={k}, choose a whole number from 1 to 4"):
+    with pytest.raises(
+      ValueError, match=f"top_k: k={k}, choose a whole number from 1 to 4"
+    ):
       top_k(np.zeros(4, np.float32), k)
-  with pytest.raises(ValueError, match="method='heap', choose one of 'bracket', 'bisect', 'sort'"):
+  with pytest.raises(
+    ValueError, match="method='heap', choose one of 'bracket', 'bisect', 'sort'"
+  ):
     top_k(np.zeros(4, np.float32), 1, method="heap")
 
 
@@ -187,7 +241,15 @@ def test_the_largest_of_entries_and_the_rest(slots, data):
   chosen = largest(dict(zip(indices[filled].tolist(), values[filled], strict=True)), k)
   in_kept = np.isin(indices, list(chosen))
   empty = slots - in_kept.sum()
-  np.testing.assert_array_equal(kept.indices, np.pad(indices[in_kept], (0, empty), constant_values=END))
-  np.testing.assert_array_equal(bits(kept.values), bits(np.pad(values[in_kept], (0, empty))))
-  np.testing.assert_array_equal(np.minimum(rest.indices, END), np.where(filled & ~in_kept, indices, END))
-  np.testing.assert_array_equal(bits(rest.values), bits(np.where(in_kept, np.float32(0), values)))
+  np.testing.assert_array_equal(
+    kept.indices, np.pad(indices[in_kept], (0, empty), constant_values=END)
+  )
+  np.testing.assert_array_equal(
+    bits(kept.values), bits(np.pad(values[in_kept], (0, empty)))
+  )
+  np.testing.assert_array_equal(
+    np.minimum(rest.indices, END), np.where(filled & ~in_kept, indices, END)
+  )
+  np.testing.assert_array_equal(
+    bits(rest.values), bits(np.where(in_kept, np.float32(0), values))
+  )

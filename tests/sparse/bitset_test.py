@@ -36,7 +36,9 @@ def read(flags):
   }
 
 
-@pytest.mark.parametrize("n", quick_of([*LENGTHS, 4095, 4097, 9000], quick=[31, 256, 4097]))
+@pytest.mark.parametrize(
+  "n", quick_of([*LENGTHS, 4095, 4097, 9000], quick=[31, 256, 4097])
+)
 def test_all_platforms_pack_the_same_words(n):
   flags = np.random.default_rng(n).random(n) < 0.5
   for pack in (bitset._pack_padded, bitset._pack_by_product):
@@ -51,7 +53,9 @@ def test_bitsets_are_sets(n, data):
   got = read(flags)
   assert got["count"] == len(members)
   np.testing.assert_array_equal(np.flatnonzero(got["contains"]), members)
-  smaller = np.concatenate([np.cumsum(flags) - flags, np.full(len(got["rank"]) - n, flags.sum())])
+  smaller = np.concatenate(
+    [np.cumsum(flags) - flags, np.full(len(got["rank"]) - n, flags.sum())]
+  )
   np.testing.assert_array_equal(got["rank"], smaller)
   nonzero = np.pad(members, (0, n + 2 - len(members)), constant_values=beyond)
   np.testing.assert_array_equal(got["nonzero"], nonzero)
@@ -61,15 +65,21 @@ def test_bitsets_are_sets(n, data):
 
 
 pack = jax.jit(bitset.pack)
-joined = jax.jit(lambda before, new: bitset.insert(bitset.pack(before), new, before.size))
+joined = jax.jit(
+  lambda before, new: bitset.insert(bitset.pack(before), new, before.size)
+)
 
 
 @pytest.mark.parametrize("n", quick_of(LENGTHS, quick=[31, 256, 600]))
 @hypothesis.given(data=st.data())
 def test_inserted_members_join_those_before_and_beyond_the_end_none_do(n, data):
   before, more = data.draw(flags_of(n)), data.draw(flags_of(n))
-  new = np.random.default_rng(n).permutation(np.where(more & ~before, np.arange(n), n + np.arange(n) % 300))
-  np.testing.assert_array_equal(joined(before, new.astype(np.int32)), pack(before | more))
+  new = np.random.default_rng(n).permutation(
+    np.where(more & ~before, np.arange(n), n + np.arange(n) % 300)
+  )
+  np.testing.assert_array_equal(
+    joined(before, new.astype(np.int32)), pack(before | more)
+  )
 
 
 @hypothesis.given(flags=flags_of(512, rows=(3,)))

@@ -32,17 +32,23 @@ def rows_of_entries(draw, rows, slots, end):
 def dictionaries(indices, values, end):
   """The entries of each row."""
   return [
-    {int(i): value for i, value in zip(*row, strict=True) if i < end} for row in zip(indices, values, strict=True)
+    {int(i): value for i, value in zip(*row, strict=True) if i < end}
+    for row in zip(indices, values, strict=True)
   ]
 
 
-merge, add_rows = (jax.jit(function, static_argnums=1) for function in (sparse.merge, sparse.add_rows))
+merge, add_rows = (
+  jax.jit(function, static_argnums=1) for function in (sparse.merge, sparse.add_rows)
+)
 compressed = jax.jit(sparse.compress, static_argnames=("slots", "end"))
 
 
 @pytest.mark.parametrize(
   ("rows", "slots", "end"),
-  quick_of([(1, 1, 1), (1, 9, 20), (3, 5, 4), (4, 7, 40), (3, 100, 300)], quick=[(3, 5, 4), (4, 7, 40)]),
+  quick_of(
+    [(1, 1, 1), (1, 9, 20), (3, 5, 4), (4, 7, 40), (3, 100, 300)],
+    quick=[(3, 5, 4), (4, 7, 40)],
+  ),
 )
 @hypothesis.given(data=st.data())
 def test_rows_are_added_in_their_order(rows, slots, end, data):
@@ -63,8 +69,14 @@ def test_rows_are_added_in_their_order(rows, slots, end, data):
 def test_compressed_entries_keep_their_order(slots, data):
   end = 20
   indices, values = (x[0] for x in data.draw(rows_of_entries(1, 9, end)))
-  keep = (indices < end) & np.array(data.draw(st.lists(st.booleans(), min_size=9, max_size=9)))
+  keep = (indices < end) & np.array(
+    data.draw(st.lists(st.booleans(), min_size=9, max_size=9))
+  )
   got = compressed(Sparse(indices, values), keep, slots=slots, end=end)
   empty = max(0, slots - keep.sum())
-  np.testing.assert_array_equal(got.indices, np.pad(indices[keep], (0, empty), constant_values=end)[:slots])
-  np.testing.assert_array_equal(bits(got.values), bits(np.pad(values[keep], (0, empty))[:slots]))
+  np.testing.assert_array_equal(
+    got.indices, np.pad(indices[keep], (0, empty), constant_values=end)[:slots]
+  )
+  np.testing.assert_array_equal(
+    bits(got.values), bits(np.pad(values[keep], (0, empty))[:slots])
+  )

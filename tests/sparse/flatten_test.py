@@ -18,7 +18,9 @@ from jaxsparse.sparse import flatten
 )
 def test_only_a_leaf_that_was_finite_has_to_stay_so(before, after, stays):
   """The best loss so far of a schedule begins with Inf."""
-  trees = ({"a": jnp.zeros(2), "b": jnp.array(leaf, jnp.float32)} for leaf in (before, after))
+  trees = (
+    {"a": jnp.zeros(2), "b": jnp.array(leaf, jnp.float32)} for leaf in (before, after)
+  )
   assert bool(flatten.stays_finite(*trees)) == stays
 
 
@@ -30,6 +32,12 @@ def test_a_program_that_skips_leaves_grows_linearly_with_their_number():
       finite = flatten.all_finite(leaves)
       return [jnp.where(finite, 2 * leaf, 0.0) for leaf in leaves]
 
-    return jax.jit(skipped).lower([jnp.ones((4, 4))] * number).compile().as_text().count("\n")
+    return (
+      jax.jit(skipped)
+      .lower([jnp.ones((4, 4))] * number)
+      .compile()
+      .as_text()
+      .count("\n")
+    )
 
   assert lines(60) - lines(40) < 1.2 * (lines(40) - lines(20))

@@ -45,11 +45,17 @@ PARAMS = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
 
 @functools.cache
 def fresh(case, workers):
-  return js.init(js.make_transform(case.name, sim(workers), **case.config(density=0.2)), PARAMS, sim(workers))
+  return js.init(
+    js.make_transform(case.name, sim(workers), **case.config(density=0.2)),
+    PARAMS,
+    sim(workers),
+  )
 
 
 def means(state, workers):
-  return {name: rows.mean(axis=0) for name, rows in residuals_by_leaf(state, workers).items()}
+  return {
+    name: rows.mean(axis=0) for name, rows in residuals_by_leaf(state, workers).items()
+  }
 
 
 def owing(state, draw, seed=0):
@@ -58,7 +64,9 @@ def owing(state, draw, seed=0):
   def drawn(node):
     if not is_reduce_state(node):
       return node
-    parts = jax.tree.map(lambda x: jax.device_put(draw(seed, x.size), x.sharding), node.carried.residual)
+    parts = jax.tree.map(
+      lambda x: jax.device_put(draw(seed, x.size), x.sharding), node.carried.residual
+    )
     return node._replace(carried=node.carried._replace(residual=parts))
 
   return jax.tree.map(drawn, state, is_leaf=is_reduce_state)
@@ -70,7 +78,9 @@ def shapes(tree):
 
 @each_case(REPLICATING, ["spardl-teams=2"])
 @hypothesis.settings(max_examples=8)
-@hypothesis.given(data=strategies.data(), seed=strategies.integers(0, 99), whole=strategies.booleans())
+@hypothesis.given(
+  data=strategies.data(), seed=strategies.integers(0, 99), whole=strategies.booleans()
+)
 def test_the_mean_of_residuals_is_kept(case, data, seed, whole):
   teams = dict(case.options).get("teams", 1)
   sizes = strategies.sampled_from([size for size in range(1, 9) if size % teams == 0])
@@ -83,7 +93,9 @@ def test_the_mean_of_residuals_is_kept(case, data, seed, whole):
   exact = whole and np.log2(after / before) % 1 == 0
   for name, rows in now.items():
     bound = 0 if exact else 1.001 * 2.0**-24 * np.abs(rows).mean(axis=0)
-    assert np.all(np.abs(rows.mean(axis=0) - was[name].mean(axis=0)) <= bound + 2.0**-50)
+    assert np.all(
+      np.abs(rows.mean(axis=0) - was[name].mean(axis=0)) <= bound + 2.0**-50
+    )
   if before == after:
     assert_same_bits(resized, state)
 
@@ -112,7 +124,11 @@ def thresholds():
 def test_training_goes_on_with_other_workers(thresholds):
   """From arrays on the old mesh and from those of the host, onto another mesh, and by another chain."""
   tx, params, state = thresholds
-  owed, words, on_host = means(state, 3), float(js.metrics(state).total_words), jax.tree.map(np.asarray, state)
+  owed, words, on_host = (
+    means(state, 3),
+    float(js.metrics(state).total_words),
+    jax.tree.map(np.asarray, state),
+  )
   first, other = (js.resize(some, params, mesh_of(2)) for some in (state, on_host))
   for same in (other, js.convert(on_host, tx, params, mesh_of(2))):
     assert_same_bits(same, first)
@@ -129,20 +145,31 @@ def test_training_goes_on_with_other_workers(thresholds):
 
 def test_totals_go_on_from_the_worker_that_has_sent_most():
   state = js.init(js.topka_transform(sim(3), k=3), PARAMS, sim(3))
-  totals = {"total_words": [9, 2, 1], "total_wraps": [0, 1, 1]}  # the lower and the upper 32 bits
-  counters = state.counters._replace(**{name: jnp.array(rows, jnp.uint32) for name, rows in totals.items()})
+  # the lower and the upper 32 bits
+  totals = {
+    "total_words": [9, 2, 1],
+    "total_wraps": [0, 1, 1],
+  }
+  counters = state.counters._replace(
+    **{name: jnp.array(rows, jnp.uint32) for name, rows in totals.items()}
+  )
   after = js.resize(state._replace(counters=counters), PARAMS, sim(2)).counters
   assert (after.total_words.tolist(), after.total_wraps.tolist()) == ([2, 2], [1, 1])
 
 
-PLAN = js.overlap.plan("wfbp", [1.0] * 4, [12, 80, 4, 160], alpha=1e-3, beta=1e-8, gamma=1.0)
+PLAN = js.overlap.plan(
+  "wfbp", [1.0] * 4, [12, 80, 4, 160], alpha=1e-3, beta=1e-8, gamma=1.0
+)
 
 
 @pytest.mark.parametrize("workers", quick_of([4, 6], quick=[4]))
 def test_other_groups_teams_and_collectives(workers):
   """Every leaf keeps its residual, whatever group it is in."""
   whole = chain(js.spardl_transform("workers", density=0.2))
-  special = {"bias|scale": "topka:density=0.5", "table": "spardl:density=0.1:teams=2:selector=reuse"}
+  special = {
+    "bias|scale": "topka:density=0.5",
+    "table": "spardl:density=0.1:teams=2:selector=reuse",
+  }
   others = [
     chain(js.spardl_transform("workers", special, density=0.2)),
     chain(js.bucketed_transform("spardl", "workers", plan=PLAN, density=0.2)),
@@ -153,15 +180,23 @@ def test_other_groups_teams_and_collectives(workers):
   expected = means(state, 4)
   for tx in (*others, whole):
     state = js.convert(state, tx, PARAMS, mesh_of(workers))
-    assert jax.tree.structure(state) == jax.tree.structure(js.init(tx, PARAMS, mesh_of(workers)))
+    assert jax.tree.structure(state) == jax.tree.structure(
+      js.init(tx, PARAMS, mesh_of(workers))
+    )
     for name, mean in means(state, workers).items():
       np.testing.assert_allclose(mean, expected[name], atol=1e-6)
 
 
 def test_a_residual_without_a_home_is_refused():
-  sparse, dense = chain(js.spardl_transform("workers", density=0.2)), chain(js.dense_transform("workers"))
+  sparse, dense = (
+    chain(js.spardl_transform("workers", density=0.2)),
+    chain(js.dense_transform("workers")),
+  )
   state = owing(js.init(sparse, PARAMS, mesh_of(3)), integers)
-  with pytest.raises(ValueError, match=r"parameters\['bias'\] has a residual .* keeps none: deliver it by "):
+  with pytest.raises(
+    ValueError,
+    match=r"parameters\['bias'\] has a residual .* keeps none: deliver it by ",
+  ):
     js.convert(state, dense, PARAMS, mesh_of(3))
   _, flushed = js.flush(state, PARAMS, mesh_of(3))
   assert not js.convert(flushed, dense, PARAMS, mesh_of(3))[0].counters.skipped.any()
@@ -176,14 +211,18 @@ def test_what_is_flushed_and_what_was_delivered_are_the_dense_sum():
   for batch in grads:
     params, state, _ = step(params, state, batch)
   update, state = js.flush(state, params, sim(4))
-  np.testing.assert_allclose(flat(params) + flat(update), sum(grads).mean(axis=0), atol=2.0**-20)
+  np.testing.assert_allclose(
+    flat(params) + flat(update), sum(grads).mean(axis=0), atol=2.0**-20
+  )
   assert js.metrics(state).residual_norm == 0
 
 
 def test_flush_of_groups_on_a_mesh_keeps_dtypes_and_leaves_the_rest():
   """Leaves without a residual get zeros; a second flush finds what bfloat16 has rounded off the first."""
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-  tx = chain(js.spardl_transform("workers", {"bias": "dense", "table": "topka:k=3"}, density=0.2))
+  tx = chain(
+    js.spardl_transform("workers", {"bias": "dense", "table": "topka:k=3"}, density=0.2)
+  )
   state = owing(js.init(tx, params, mesh_of(3)), integers)
   expected = means(state, 3)
   update, state = js.flush(state, params, mesh_of(3))
@@ -192,9 +231,13 @@ def test_flush_of_groups_on_a_mesh_keeps_dtypes_and_leaves_the_rest():
   again, _ = js.flush(state, params, mesh_of(3))
   assert not np.asarray(again["bias"]).any()
   for name in SHAPES.keys() - {"bias"}:
-    first, second = (np.ravel(tree[name]).astype(np.float64) for tree in (update, again))
+    first, second = (
+      np.ravel(tree[name]).astype(np.float64) for tree in (update, again)
+    )
     np.testing.assert_allclose(first, expected[f"['{name}']"], rtol=2.0**-8, atol=1e-6)
-    np.testing.assert_allclose(first + second, expected[f"['{name}']"], rtol=2.0**-15, atol=1e-6)
+    np.testing.assert_allclose(
+      first + second, expected[f"['{name}']"], rtol=2.0**-15, atol=1e-6
+    )
 
 
 # Checkpoints.
@@ -206,19 +249,29 @@ def test_a_checkpoint_of_other_workers(thresholds, tmp_path):
   tx, params, state = thresholds
   like = js.abstract_state(tx, PARAMS, mesh_of(4), workers=3)
   devices = jax.tree.map(lambda x: len(x.sharding.device_set), like)
-  assert set(jax.tree.leaves(devices)) == {1, 4}  # those of the workers on the host, momentum on the mesh
+  # those of the workers on the host, momentum on the mesh
+  assert set(jax.tree.leaves(devices)) == {
+    1,
+    4,
+  }
   assert (devices[0].carried.residual[0], devices[1][0].trace["bias"]) == (1, 4)
   with orbax.checkpoint.StandardCheckpointer() as saver:
     saver.save(tmp_path / "checkpoint", (params, state))
     saver.wait_until_finished()
     restored, other = saver.restore(tmp_path / "checkpoint", (PARAMS, like))
-  assert_same_bits((restored, js.resize(other, restored, mesh_of(4))), (params, js.resize(state, params, mesh_of(4))))
+  assert_same_bits(
+    (restored, js.resize(other, restored, mesh_of(4))),
+    (params, js.resize(state, params, mesh_of(4))),
+  )
 
 
 @pytest.mark.parametrize(
   ("one", "other"),
   [
-    [js.spardl_transform("workers", {names: "topka:k=3"}, density=0.2) for names in ("a|b", "a|c")],
+    [
+      js.spardl_transform("workers", {names: "topka:k=3"}, density=0.2)
+      for names in ("a|b", "a|c")
+    ],
     [js.oktopk_transform("workers", density=density) for density in (0.2, 0.1)],
     [js.make_transform(name, "workers", density=0.2) for name in ("topka", "gtopk")],
   ],
@@ -230,7 +283,9 @@ def test_a_checkpoint_of_the_same_sizes_and_another_method_is_refused(one, other
   saved, like = (js.init(tx, params, mesh_of(3)) for tx in (one, other))
   restored = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(saved))
   message = "restored into that of other parameters, .* or options of a collective .* then call js.convert"
-  step = lambda *_: js.make_train_step(quadratic, other, mesh_of(3))(params, restored, normals(0, 6, 60))
+  step = lambda *_: js.make_train_step(quadratic, other, mesh_of(3))(
+    params, restored, normals(0, 6, 60)
+  )
   for use in (js.resize, js.flush, step):
     with pytest.raises(ValueError, match=message):
       use(restored, params, mesh_of(3))
@@ -240,13 +295,20 @@ def test_checksums_do_not_depend_on_how_jax_prints(monkeypatch):
   """Their values are those of all future versions: checkpoints are refused where they change."""
   params = {"bias": jnp.zeros(4), "w": jnp.zeros((4, 6))}
   shapes = leaf_shapes(params)
-  groups = groups_of(shapes, assign_collectives(js.make_collective("spardl", density=0.25), {"bias": "dense"}))
+  groups = groups_of(
+    shapes,
+    assign_collectives(js.make_collective("spardl", density=0.25), {"bias": "dense"}),
+  )
   method = Method(tuple(shapes), tuple(shapes.values()), tuple(groups))
   shards = Shards.from_specs(params, {"x": 2, "y": 2}, [P(), P(("x", "y"), None)])
   monkeypatch.setattr(P, "__repr__", lambda _: "another one")
   swapped = Shards.from_specs(params, {"x": 2, "y": 2}, [P(), P(("y", "x"))])
   half = method.groups[0]._replace(collective=js.make_collective("spardl", density=0.5))
-  changes = {"groups": (half, *method.groups[1:])}, {"names": ("['bias']", "['v']")}, {"shapes": ((4,), (6, 4))}
+  changes = (
+    {"groups": (half, *method.groups[1:])},
+    {"names": ("['bias']", "['v']")},
+    {"shapes": ((4,), (6, 4))},
+  )
   others = [(shards, dataclasses.replace(method, **change)) for change in changes]
   layouts = [(None, None), (None, method), (shards, method), (swapped, method), *others]
   numbers = [int(Layout.of_workers(1, 1, *given).checksum) for given in layouts]
@@ -258,7 +320,10 @@ def test_leaves_are_known_by_their_paths_whatever_contains_them():
   """As restored without a target, or pickled; and a transform may cover more leaves than local steps do."""
   tx = optax.chain(
     js.topka_transform(sim(2), k=3),
-    optax.masked(js.local_steps(optax.sgd(1.0), averaged(sim(2)), every=4), collections.OrderedDict(b=True, a=False)),
+    optax.masked(
+      js.local_steps(optax.sgd(1.0), averaged(sim(2)), every=4),
+      collections.OrderedDict(b=True, a=False),
+    ),
   )
   params = collections.OrderedDict(b=np.zeros(4, np.float32), a=np.zeros(6, np.float32))
   state = owing(js.init(tx, params, sim(2)), integers)
@@ -279,36 +344,87 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
   params, state = trained(tx, mesh_of(3), steps=1)
   mesh = mesh_of(4)
   smaller = PARAMS | {"table": jnp.zeros((2, 19))}
-  cut = jax.tree.map(lambda x: np.asarray(x)[: 128 if x.size == 192 else None] if x.ndim else np.asarray(x), state)
+  cut = jax.tree.map(
+    lambda x: (
+      np.asarray(x)[: 128 if x.size == 192 else None] if x.ndim else np.asarray(x)
+    ),
+    state,
+  )
   empty = Mesh(np.array(jax.devices()[:0]), ("workers",))
   cases = [
-    (state, smaller, mesh, r"was made for parameters\['table'\] of shape \(2, 20\), here it has shape \(2, 19\)"),
-    (state, {"other": jnp.zeros(3)}, mesh, r"was made for parameters\['bias'\] of shape \(3,\), here there are"),
+    (
+      state,
+      smaller,
+      mesh,
+      r"was made for parameters\['table'\] of shape \(2, 20\), here it has shape \(2, 19\)",
+    ),
+    (
+      state,
+      {"other": jnp.zeros(3)},
+      mesh,
+      r"was made for parameters\['bias'\] of shape \(3,\), here there are",
+    ),
     (cut, PARAMS, mesh, "they were cut or padded, as Orbax does"),
     (state[1], PARAMS, mesh, "the optimizer state holds no jaxsparse transform"),
-    (js.abstract_state(tx, PARAMS, mesh), PARAMS, mesh, r"\.residual\[0\] is a shape, as in js.abstract_state, and no"),
-    (js.simulate("topka", jnp.ones((3, 4)), k=1).state, PARAMS, mesh, "state is one of js.simulate"),
-    (state, PARAMS, sim(0), r"SimComm\(.* has no workers: give a mesh with devices, or a comm with members >= 1"),
+    (
+      js.abstract_state(tx, PARAMS, mesh),
+      PARAMS,
+      mesh,
+      r"\.residual\[0\] is a shape, as in js.abstract_state, and no",
+    ),
+    (
+      js.simulate("topka", jnp.ones((3, 4)), k=1).state,
+      PARAMS,
+      mesh,
+      "state is one of js.simulate",
+    ),
+    (
+      state,
+      PARAMS,
+      sim(0),
+      r"SimComm\(.* has no workers: give a mesh with devices, or a comm with members >= 1",
+    ),
     (state, PARAMS, empty, r"Mesh\(.* has no workers: give a mesh with devices"),
   ]
   for bad, model, where, message in cases:
-    for use in (js.resize, js.flush, lambda *given: js.convert(given[0], tx, *given[1:])):
+    for use in (
+      js.resize,
+      js.flush,
+      lambda *given: js.convert(given[0], tx, *given[1:]),
+    ):
       with pytest.raises(ValueError, match=message):
         use(bad, model, where)
   for use in (js.resize, lambda *given: js.convert(given[0], tx, *given[1:])):
     for trace in (
-      lambda use=use: jax.jit(lambda state, params: use(state, params, mesh))(state, PARAMS),
+      lambda use=use: jax.jit(lambda state, params: use(state, params, mesh))(
+        state, PARAMS
+      ),
       lambda use=use: jax.eval_shape(lambda: use(state, PARAMS, mesh)),
     ):
-      with pytest.raises(ValueError, match=r"js.(resize|convert): called under a trace, .* call it outside"):
+      with pytest.raises(
+        ValueError,
+        match=r"js.(resize|convert): called under a trace, .* call it outside",
+      ):
         trace()
-  with pytest.raises(ValueError, match=r"optimizer state has .*trace.* and keeps all others"):
-    js.convert(state, optax.chain(js.topka_transform("workers", density=0.2), optax.sgd(0.1)), PARAMS, mesh)
-  with pytest.raises(ValueError, match="made for 3 workers, the axis has 4: .* js.resize"):
+  with pytest.raises(
+    ValueError, match=r"optimizer state has .*trace.* and keeps all others"
+  ):
+    js.convert(
+      state,
+      optax.chain(js.topka_transform("workers", density=0.2), optax.sgd(0.1)),
+      PARAMS,
+      mesh,
+    )
+  with pytest.raises(
+    ValueError, match="made for 3 workers, the axis has 4: .* js.resize"
+  ):
     js.flush(state, PARAMS, mesh)
   first = lambda x, spec: np.asarray(x)[: x.size // 3] if spec else np.asarray(x)
   alone = jax.tree.map(first, state, js.specs(state, "workers"))
-  with pytest.raises(ValueError, match="state is that of one of 3 workers, .* give the arrays of all 3, concatenated"):
+  with pytest.raises(
+    ValueError,
+    match="state is that of one of 3 workers, .* give the arrays of all 3, concatenated",
+  ):
     js.resize(alone, PARAMS, sim(4))
   step = js.make_train_step(quadratic, tx, mesh_of(3))
   step(params, state, normals(0, 24, 64))
@@ -318,7 +434,9 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
 
 def test_bits_of_float32_survive():
   """Signs of zeros too, where no worker comes or goes and the collective changes."""
-  one, other = (js.make_transform(name, "workers", density=0.2) for name in ("spardl", "topka"))
+  one, other = (
+    js.make_transform(name, "workers", density=0.2) for name in ("spardl", "topka")
+  )
   state = js.init(one, PARAMS, mesh_of(2))
   residual = jnp.asarray(np.float32([-0.0, 1e-42, 3.0, 1e38] * 32))
   state = state._replace(carried=state.carried._replace(residual=(residual,)))
@@ -328,11 +446,19 @@ def test_bits_of_float32_survive():
 
 def test_flax_serializes_a_state():
   """As `flax.training.checkpoints` do with a TrainState: static parts of a state are those of the target."""
-  outer = optax.chain(js.topka_transform("workers", density=0.2, special={"bias": "dense"}), optax.sgd(1.0))
-  tx, mesh = js.local_steps(optax.sgd(0.1, momentum=0.9), outer, every=2, fragments=2), mesh_of(3)
+  outer = optax.chain(
+    js.topka_transform("workers", density=0.2, special={"bias": "dense"}),
+    optax.sgd(1.0),
+  )
+  tx, mesh = (
+    js.local_steps(optax.sgd(0.1, momentum=0.9), outer, every=2, fragments=2),
+    mesh_of(3),
+  )
   step, params, fresh = start(tx, mesh, PARAMS)
   trained = step(params, fresh, normals(0, 3, 64))[:2]
-  restored = flax.serialization.from_bytes((params, fresh), flax.serialization.to_bytes(trained))
+  restored = flax.serialization.from_bytes(
+    (params, fresh), flax.serialization.to_bytes(trained)
+  )
   jax.tree.map(np.testing.assert_array_equal, restored, trained)
   found, expected = (step(*one, normals(1, 3, 64))[:2] for one in (restored, trained))
   jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -343,8 +469,12 @@ def test_flax_serializes_a_state():
 @pytest.mark.parametrize("workers", [2, 4])
 def test_local_steps_in_every_step_become_those_of_every_other_one_and_back(workers):
   """Nothing is moved in between, residuals and inner states stay; what is moved is exchanged before."""
-  outer = lambda workers: optax.chain(js.topka_transform(sim(workers), density=0.5), optax.sgd(1.0))
-  chain = lambda every, workers: js.local_steps(optax.sgd(0.25, momentum=0.5), outer(workers), every=every)
+  outer = lambda workers: optax.chain(
+    js.topka_transform(sim(workers), density=0.5), optax.sgd(1.0)
+  )
+  chain = lambda every, workers: js.local_steps(
+    optax.sgd(0.25, momentum=0.5), outer(workers), every=every
+  )
   step, params, state = start(chain(1, 2), sim(2), PARAMS, quadratic)
   n = sum(x.size for x in PARAMS.values())
   for number in range(2):
@@ -357,16 +487,24 @@ def test_local_steps_in_every_step_become_those_of_every_other_one_and_back(work
     assert_same_bits(local.inner, state.inner)
   step = js.make_train_step(quadratic, chain(2, workers), sim(workers), donate=False)
   params, local, _ = step(params, local, integers(2, workers, n))
-  with pytest.raises(ValueError, match="workers have moved since the last exchange: call step.synchronize"):
+  with pytest.raises(
+    ValueError,
+    match="workers have moved since the last exchange: call step.synchronize",
+  ):
     js.convert(local, chain(1, workers), params, sim(workers))
   params, local = step.synchronize(params, local)
   again = js.convert(local, chain(1, workers), params, sim(workers))
-  assert jax.tree.structure(again) == jax.tree.structure(js.init(chain(1, workers), params, sim(workers)))
+  assert jax.tree.structure(again) == jax.tree.structure(
+    js.init(chain(1, workers), params, sim(workers))
+  )
   assert_same_bits((again.inner, again.outer), (local.inner, local.outer))
 
 
 def test_parameters_that_are_one_array_change_between_exchanges_too():
-  params, chain = jnp.zeros(8), lambda every: js.local_steps(optax.sgd(0.1), averaged(sim(2)), every=every)
+  params, chain = (
+    jnp.zeros(8),
+    lambda every: js.local_steps(optax.sgd(0.1), averaged(sim(2)), every=every),
+  )
   state = js.convert(js.init(chain(1), params, sim(2)), chain(2), params, sim(2))
   np.testing.assert_array_equal(state.moved, np.zeros((2, 8)))
   assert js.convert(state, chain(1), params, sim(2)).moved == ()
@@ -374,8 +512,13 @@ def test_parameters_that_are_one_array_change_between_exchanges_too():
 
 def masked_of(one):
   """`one` for a part of the leaves, whose others are averaged in every step."""
-  kinds = {"one": one, "dense": optax.chain(js.dense_transform("workers"), optax.sgd(0.5))}
-  return optax.multi_transform(kinds, {"bias": "dense", "kernel": "one", "scale": "dense", "table": "one"})
+  kinds = {
+    "one": one,
+    "dense": optax.chain(js.dense_transform("workers"), optax.sgd(0.5)),
+  }
+  return optax.multi_transform(
+    kinds, {"bias": "dense", "kernel": "one", "scale": "dense", "table": "one"}
+  )
 
 
 @pytest.mark.parametrize(
@@ -383,11 +526,15 @@ def masked_of(one):
   [
     row(optax.sgd(0.25, momentum=0.5), lambda tx: tx, 3, 2),
     row(optax.chain(optax.clip(2.0), optax.trace(0.5)), masked_of, 3, 1, quick=True),
-    row(optax.sgd(lambda count: 1 / (1 + count.astype(jnp.float32))), lambda tx: tx, 4, 4),
+    row(
+      optax.sgd(lambda count: 1 / (1 + count.astype(jnp.float32))), lambda tx: tx, 4, 4
+    ),
   ],
   ids=["momentum", "some leaves", "other workers"],
 )
-def test_local_steps_begin_with_the_optimizer_of_a_dense_start(inner, wrap, workers, every):
+def test_local_steps_begin_with_the_optimizer_of_a_dense_start(
+  inner, wrap, workers, every
+):
   """At each worker its state, what else the chain has, and totals of words; as docs/how_to/migrating.md says."""
   dense = wrap(optax.chain(js.dense_transform("workers"), inner))
   local = wrap(js.local_steps(inner, averaged(), every=every))
@@ -396,13 +543,21 @@ def test_local_steps_begin_with_the_optimizer_of_a_dense_start(inner, wrap, work
   for number in range(3):
     params, state, _ = step(params, state, normals(number, 3, n))
   begun = js.convert(state, local, params, sim(workers))
-  assert jax.tree.structure(begun) == jax.tree.structure(js.init(local, params, sim(workers)))
+  assert jax.tree.structure(begun) == jax.tree.structure(
+    js.init(local, params, sim(workers))
+  )
   (node,) = local_states(begun)
-  old = [x for x in jax.tree.leaves(state, is_leaf=is_reduce_state) if not is_reduce_state(x)]
+  old = [
+    x for x in jax.tree.leaves(state, is_leaf=is_reduce_state) if not is_reduce_state(x)
+  ]
   rows = jax.tree.leaves(node.inner)
   assert rows
   for leaf in rows:
-    assert any(np.array_equal(leaf, np.broadcast_to(x, leaf.shape)) for x in old if np.shape(x) == leaf.shape[1:])
+    assert any(
+      np.array_equal(leaf, np.broadcast_to(x, leaf.shape))
+      for x in old
+      if np.shape(x) == leaf.shape[1:]
+    )
   assert js.metrics(begun).total_words == js.metrics(state).total_words
   go_on = js.make_train_step(quadratic, local, sim(workers), donate=False)
   params, begun, metrics = go_on(params, begun, normals(3, workers, n))
@@ -415,28 +570,50 @@ def test_a_start_of_local_steps_that_would_lose_something_is_refused():
   step, params, state = start(sparse, sim(3), PARAMS, quadratic)
   params, state, _ = step(params, state, normals(0, 3, 64))
   local = js.local_steps(optax.sgd(0.1), averaged(), every=2)
-  with pytest.raises(ValueError, match="a residual of gradients is not zero, deliver it by js.flush before"):
+  with pytest.raises(
+    ValueError,
+    match="a residual of gradients is not zero, deliver it by js.flush before",
+  ):
     js.convert(state, local, params, sim(3))
   _, state = js.flush(state, params, sim(3))
   js.convert(state, local, params, sim(3))
   other = js.local_steps(optax.sgd(0.1, momentum=0.9), averaged(), every=2)
-  with pytest.raises(ValueError, match=r"inner is not the optimizer that follows .* optax.chain\(transform, opt"):
+  with pytest.raises(
+    ValueError,
+    match=r"inner is not the optimizer that follows .* optax.chain\(transform, opt",
+  ):
     js.convert(state, other, params, sim(3))
-  with pytest.raises(ValueError, match="js.convert replaces jaxsparse transforms and keeps all others"):
-    js.convert(state, optax.chain(optax.clip(1.0), local, optax.clip(1.0)), params, sim(3))
+  with pytest.raises(
+    ValueError, match="js.convert replaces jaxsparse transforms and keeps all others"
+  ):
+    js.convert(
+      state, optax.chain(optax.clip(1.0), local, optax.clip(1.0)), params, sim(3)
+    )
 
 
 @pytest.mark.parametrize("workers", quick_of([2, 4], quick=[2]))
 def test_rows_of_a_model_state_for_other_workers(workers):
   """Of each worker its own, as the error and docs/how_to/checkpoints.md say."""
-  loss = lambda p, batch, model_state: (quadratic(p, batch), {"mean": 0.5 * model_state["mean"] + batch.mean(0)})
+  loss = lambda p, batch, model_state: (
+    quadratic(p, batch),
+    {"mean": 0.5 * model_state["mean"] + batch.mean(0)},
+  )
   tx, n = averaged(), sum(x.size for x in PARAMS.values())
   step, params, state = start(tx, sim(3), PARAMS, loss, model_state="worker")
   batch = normals(0, 3, n)
-  params, state, metrics = step(params, state, batch, model_state={"mean": jnp.zeros((3, n))})
-  state, step = js.resize(state, params, sim(workers)), js.make_train_step(loss, tx, sim(workers), model_state="worker")
-  with pytest.raises(ValueError, match=rf"np.resize\(x, \({workers}, \*x.shape\[1:\]\)\)"):
+  params, state, metrics = step(
+    params, state, batch, model_state={"mean": jnp.zeros((3, n))}
+  )
+  state, step = (
+    js.resize(state, params, sim(workers)),
+    js.make_train_step(loss, tx, sim(workers), model_state="worker"),
+  )
+  with pytest.raises(
+    ValueError, match=rf"np.resize\(x, \({workers}, \*x.shape\[1:\]\)\)"
+  ):
     step(params, state, normals(1, workers, n), model_state=metrics.model_state)
-  rows = jax.tree.map(lambda x: np.resize(x, (workers, *x.shape[1:])), metrics.model_state)
+  rows = jax.tree.map(
+    lambda x: np.resize(x, (workers, *x.shape[1:])), metrics.model_state
+  )
   np.testing.assert_array_equal(rows["mean"], batch[np.arange(workers) % 3])
   step(params, state, normals(1, workers, n), model_state=rows)

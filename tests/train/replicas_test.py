@@ -26,22 +26,33 @@ VALUES = normals(0, 64)
 
 def _apart(mesh, ours, theirs):
   """An array that JAX takes for replicated, and of which the last device holds another value."""
-  pieces = [jax.device_put(theirs if device == mesh.devices[-1] else ours, device) for device in mesh.devices]
-  return jax.make_array_from_single_device_arrays(ours.shape, NamedSharding(mesh, PartitionSpec()), pieces)
+  pieces = [
+    jax.device_put(theirs if device == mesh.devices[-1] else ours, device)
+    for device in mesh.devices
+  ]
+  return jax.make_array_from_single_device_arrays(
+    ours.shape, NamedSharding(mesh, PartitionSpec()), pieces
+  )
 
 
 def test_check_names_the_first_array_that_differs_and_the_workers():
   mesh = mesh_of(3)
-  check = js.make_train_step(lambda p, _: jnp.sum(p["x"]), js.dense_transform("workers"), mesh).check
+  check = js.make_train_step(
+    lambda p, _: jnp.sum(p["x"]), js.dense_transform("workers"), mesh
+  ).check
   same, swapped, one_bit = VALUES, VALUES.copy(), VALUES.copy()
   swapped[[3, 60]] = swapped[[60, 3]]
   one_bit.view(np.uint32)[5] ^= 1
   check({"x": _apart(mesh, same, same), "y": _apart(mesh, swapped, swapped)}, ())
   for other in (-same, swapped, one_bit):
-    with pytest.raises(ValueError, match=r"params\['x'\] and 0 other of 2 arrays .*: worker 2 and worker 0 hold other"):
+    with pytest.raises(
+      ValueError,
+      match=r"params\['x'\] and 0 other of 2 arrays .*: worker 2 and worker 0 hold other",
+    ):
       check({"x": _apart(mesh, same, other), "y": _apart(mesh, other, other)}, ())
   with pytest.raises(ValueError, match=r"params\['x'\] and 1 other of 2 arrays"):
-    check({"x": _apart(mesh, same, -same), "y": _apart(mesh, -same, same)}, ())  # leaves that are swapped
+    # leaves that are swapped
+    check({"x": _apart(mesh, same, -same), "y": _apart(mesh, -same, same)}, ())
 
 
 ROWS = arrays.arrays(np.uint32, 16)
@@ -53,9 +64,18 @@ def test_hashes_differ_where_words_do(words, data):
   """Any other words; any order of them; one bit."""
   shuffled = words[np.array(data.draw(st.permutations(range(16))))]
   flipped = words.copy()
-  flipped[data.draw(st.integers(0, 15))] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
+  flipped[data.draw(st.integers(0, 15))] ^= np.uint32(
+    1 << data.draw(st.integers(0, 31))
+  )
   found = np.asarray(_hashed(words))
-  for other in (data.draw(ROWS), shuffled, flipped, ~words, words ^ np.uint32(1 << 31), words + np.uint32(1 << 23)):
+  for other in (
+    data.draw(ROWS),
+    shuffled,
+    flipped,
+    ~words,
+    words ^ np.uint32(1 << 31),
+    words + np.uint32(1 << 23),
+  ):
     assert (_hashed(other) == found).all() == (other == words).all()
   assert np.asarray(_hashed(flipped))[0] != found[0]
 
@@ -92,18 +112,28 @@ ACROSS = [  # where each worker has a device of both processes
 ]
 
 
-@pytest.mark.parametrize(("engine", "which"), [row("processes", "few"), row("processes", "all"), row("mpi", "all")])
+@pytest.mark.parametrize(
+  ("engine", "which"),
+  [row("processes", "few"), row("processes", "all"), row("mpi", "all")],
+)
 def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine, which):
   """Both the same; where nobody compares programs, `step.check` finds what came of them."""
-  run("different", engine, 2, tmp_path, which, devices=2 if engine == "processes" else 1)
-  told, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+  run(
+    "different", engine, 2, tmp_path, which, devices=2 if engine == "processes" else 1
+  )
+  told, other = (
+    json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)
+  )
   assert told == other
   across, late = told.pop("across"), told.pop("not compared", None)
   assert len(across) == (0 if engine == "mpi" else 4 if which == "few" else 8)
   for message, error in zip(ACROSS * 2, across, strict=False):
     assert re.search(message, error), error
   if which == "all":
-    assert re.match(r"params\['[bw]'\] and \d other of \d+ arrays .*: workers? (1|2, 3) and worker 0 hold other", late)
+    assert re.match(
+      r"params\['[bw]'\] and \d other of \d+ arrays .*: workers? (1|2, 3) and worker 0 hold other",
+      late,
+    )
   assert {*NAMED} == {*TRANSFORMS, *OPTIONS}
   assert {*told} == {*(FEW if which == "few" else NAMED)}  # the same programs run
   for name, error in told.items():
@@ -111,7 +141,10 @@ def test_ranks_that_run_other_programs_are_told_the_difference(tmp_path, engine,
 
 
 def test_only_flags_of_xla_that_change_results_are_compared(monkeypatch):
-  monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/0 --xla_cpu_max_isa=AVX2 --xla_force_host_platform_device_count=3")
+  monkeypatch.setenv(
+    "XLA_FLAGS",
+    "--xla_dump_to=/0 --xla_cpu_max_isa=AVX2 --xla_force_host_platform_device_count=3",
+  )
   assert replicas._settings()[0] == "XLA_FLAGS=--xla_cpu_max_isa=AVX2"
 
 
@@ -146,19 +179,26 @@ def _warnings_of_both(target):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_processes_that_compute_with_other_instructions_are_warned(monkeypatch, same):
-  monkeypatch.setattr(replicas, "_instructions", lambda: "avx" if same else f"avx{threading.current_thread().name}")
+  monkeypatch.setattr(
+    replicas,
+    "_instructions",
+    lambda: "avx" if same else f"avx{threading.current_thread().name}",
+  )
   engine, found = _Threads(), []
   target = lambda: found.append(replicas.check_same(engine, "the step", ["a line"]))
   caught = _warnings_of_both(target)
   assert found == [None, None]
   assert len(caught) == (0 if same else 2)
   assert all(
-    "the step of process 1 is computed with other instructions than that of process 0 ('avx1'" in text
+    "the step of process 1 is computed with other instructions than that of process 0 ('avx1'"
+    in text
     for text in caught
   )
 
 
-def test_programs_that_differ_are_refused_also_where_processes_compute_with_other_instructions(monkeypatch):
+def test_programs_that_differ_are_refused_also_where_processes_compute_with_other_instructions(
+  monkeypatch,
+):
   """Programs whose text is the same, but not their digest; and the warning is given as well."""
 
   class Text:
@@ -168,7 +208,9 @@ def test_programs_that_differ_are_refused_also_where_processes_compute_with_othe
     def lines(self):
       return [replicas.Line("the same")]
 
-  monkeypatch.setattr(replicas, "_instructions", lambda: f"avx{threading.current_thread().name}")
+  monkeypatch.setattr(
+    replicas, "_instructions", lambda: f"avx{threading.current_thread().name}"
+  )
   monkeypatch.setattr(replicas, "ProgramText", Text)
   engine, errors = _Threads(), []
 
@@ -181,11 +223,17 @@ def test_programs_that_differ_are_refused_also_where_processes_compute_with_othe
   caught = _warnings_of_both(check)
   assert ["computed with other instructions" in text for text in caught] == [True, True]
   assert len(errors) == 2
-  assert all("the step is not the same on all processes, but its text is" in error for error in errors)
+  assert all(
+    "the step is not the same on all processes, but its text is" in error
+    for error in errors
+  )
 
 
 def test_instructions_are_compared_unless_they_are_chosen(monkeypatch):
-  assert replicas._instructions() == "" or set(replicas._instructions().split()) & {"avx", "asimd"}
+  assert replicas._instructions() == "" or set(replicas._instructions().split()) & {
+    "avx",
+    "asimd",
+  }
   monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
   assert replicas._instructions() == ""
 
@@ -196,4 +244,7 @@ def test_a_rank_that_alone_gives_another_batch_is_told(tmp_path):
   with pytest.raises(launch.RunFailed, match="rank 1"):
     run("one_sided", "processes", 2, tmp_path, limit=120)
   told = (tmp_path / "1").read_text()
-  assert re.search(r"step of process 1 has arguments of other shapes .* here batch is float32\[4, 9\]$", told)
+  assert re.search(
+    r"step of process 1 has arguments of other shapes .* here batch is float32\[4, 9\]$",
+    told,
+  )

@@ -20,7 +20,9 @@ def test_a_collective_of_your_own():
     def reduce(self, comm, grads, state):
       return super().reduce(comm, 2 * grads, state)
 
-  np.testing.assert_array_equal(js.simulate(Doubled(), jnp.ones((3, 4))).total, np.full(4, 6.0))
+  np.testing.assert_array_equal(
+    js.simulate(Doubled(), jnp.ones((3, 4))).total, np.full(4, 6.0)
+  )
   assert js.costs.count(Doubled(), n=12, workers=3, dtype="bfloat16") == js.costs.count(
     "dense", n=12, workers=3, dtype="bfloat16"
   )
@@ -41,7 +43,9 @@ def test_contraction_is_what_the_steps_leave_out():
     acc = own + left
     sent = np.array([largest(row) for row in acc])
     mean, delivered, left = acc.mean(0), sent.mean(0), acc - sent
-    np.testing.assert_allclose(found.left_out[step], ((mean - delivered) ** 2).sum() / (mean**2).sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+      found.left_out[step], ((mean - delivered) ** 2).sum() / (mean**2).sum(), rtol=1e-5
+    )
     xi = np.linalg.norm(largest(mean) - delivered) / np.linalg.norm(own.mean(0))
     np.testing.assert_allclose(found.xi[step], xi, rtol=1e-5)
   dense = js.contraction("dense", np.concatenate([grads, 0 * grads]))
@@ -53,13 +57,31 @@ def test_contraction_is_what_the_steps_leave_out():
 @pytest.mark.parametrize(
   ("name", "given", "options", "error", "message"),
   [
-    ("topka", [ZEROS[0]], {"k": 1}, ValueError, r"shape \(4,\), give \[workers, entries\]"),
+    (
+      "topka",
+      [ZEROS[0]],
+      {"k": 1},
+      ValueError,
+      r"shape \(4,\), give \[workers, entries\]",
+    ),
     ("topka", [ZEROS[:0]], {"k": 1}, ValueError, r"shape \(0, 4\)"),
     ("topka", [ZEROS.astype(np.int32)], {"k": 1}, TypeError, "dtype int32"),
     ("topka", [ZEROS, ZEROS[:, :3]], {"k": 1}, ValueError, r"shape \(2, 3\)"),
     ("dense", [ZEROS, ZEROS], {}, ValueError, "dense keeps no residual"),
-    ("topka", [ZEROS], {"k": 5}, ValueError, "at most the number of gradient entries, 4"),
-    ("topka", [np.zeros((3, 4), np.float32)], {"k": 1, "state": ZEROS}, ValueError, "2 workers, the axis has 3"),
+    (
+      "topka",
+      [ZEROS],
+      {"k": 5},
+      ValueError,
+      "at most the number of gradient entries, 4",
+    ),
+    (
+      "topka",
+      [np.zeros((3, 4), np.float32)],
+      {"k": 1, "state": ZEROS},
+      ValueError,
+      "2 workers, the axis has 3",
+    ),
     (
       "topka",
       [np.zeros((2, 5), np.float32)],
@@ -67,7 +89,13 @@ def test_contraction_is_what_the_steps_leave_out():
       ValueError,
       "not one of topka .* 5 entries",
     ),
-    ("topka", [ZEROS, ZEROS], {"k": 1, "state": ZEROS}, ValueError, "residuals or state, not both"),
+    (
+      "topka",
+      [ZEROS, ZEROS],
+      {"k": 1, "state": ZEROS},
+      ValueError,
+      "residuals or state, not both",
+    ),
   ],
 )
 def test_bad_input(name, given, options, error, message):
@@ -82,11 +110,18 @@ def test_a_pytree_and_a_loop_of_steps_by_state_or_residuals():
   flat = np.concatenate([grads["b"], grads["w"].reshape(3, -1)], axis=1)
   run = functools.partial(js.simulate, "topka", k=3)
   one, other = run(grads), run(flat)
-  assert_same_bits(one.total, {"b": other.total[:2], "w": other.total[2:].reshape(4, 2)})
+  assert_same_bits(
+    one.total, {"b": other.total[:2], "w": other.total[2:].reshape(4, 2)}
+  )
   assert_same_bits(one.residuals["w"], other.residuals[:, 2:].reshape(3, 4, 2))
-  again, flat_again = run(grads, residuals=one.residuals), run(flat, residuals=other.residuals)
+  again, flat_again = (
+    run(grads, residuals=one.residuals),
+    run(flat, residuals=other.residuals),
+  )
   assert_same_bits(again.total["w"], flat_again.total[2:].reshape(4, 2))
   by_state = run(grads, state=one.state)
   assert_same_bits((by_state.total, by_state.residuals), (again.total, again.residuals))
-  with pytest.raises(ValueError, match=r"grads\['w'\] has shape \(2, 4, 2\), .* 3 workers"):
+  with pytest.raises(
+    ValueError, match=r"grads\['w'\] has shape \(2, 4, 2\), .* 3 workers"
+  ):
     run(grads | {"w": normals(0, 2, 4, 2)})

@@ -60,8 +60,12 @@ def stepped(tx, by_hand=False):
 )
 def test_the_bits_of_a_training_step(composition, form):
   """Also with NaN at one worker; parameters that are shared, or have a row for each worker."""
-  transform = js.topka_transform("workers", density=0.2, **({"decay": 0.5} if composition == "decayed" else {}))
-  transform = js.dense_transform("workers") if composition == "local inner" else transform
+  transform = js.topka_transform(
+    "workers", density=0.2, **({"decay": 0.5} if composition == "decayed" else {})
+  )
+  transform = (
+    js.dense_transform("workers") if composition == "local inner" else transform
+  )
   chain, mesh = COMPOSITIONS[composition](transform), mesh_of(WORKERS)
   tx = js.stacked(chain, mesh)
   step, params, state = start(chain, mesh, PARAMS, quadratic)
@@ -83,23 +87,43 @@ def test_the_bits_of_a_training_step(composition, form):
 def test_replicas_are_not_gathered_and_keep_their_shards():
   """Rows of two workers of two devices each: the only messages are those of the transform and of shards inside."""
   mesh = jax.sharding.Mesh(
-    np.array(jax.devices()[:4]).reshape(2, 2), ("workers", "fsdp"), axis_types=(AxisType.Auto,) * 2
+    np.array(jax.devices()[:4]).reshape(2, 2),
+    ("workers", "fsdp"),
+    axis_types=(AxisType.Auto,) * 2,
   )
   inside = {"bias": P(), "scale": P(), "w": P("fsdp", None)}
-  put = lambda tree, specs: jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs)
-  tx = js.stacked(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1, momentum=0.9)), mesh)
+  put = lambda tree, specs: jax.tree.map(
+    lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), tree, specs
+  )
+  tx = js.stacked(
+    optax.chain(
+      js.spardl_transform("workers", density=0.2), optax.sgd(0.1, momentum=0.9)
+    ),
+    mesh,
+  )
   state = tx.init(put(PARAMS, inside))
-  grads = put(broadcast(PARAMS, 2), {name: P("workers", *spec) for name, spec in inside.items()})
+  grads = put(
+    broadcast(PARAMS, 2), {name: P("workers", *spec) for name, spec in inside.items()}
+  )
   program = jax.jit(tx.update).lower(grads, state, grads).compile()
-  assert "all-gather" not in "".join(line for line in program.as_text().splitlines() if "[2,6,8]" in line)
+  assert "all-gather" not in "".join(
+    line for line in program.as_text().splitlines() if "[2,6,8]" in line
+  )
   updates, after = program(grads, state, grads)
   assert updates["w"].sharding.is_equivalent_to(grads["w"].sharding, 3)
-  assert after[0].carried.residual[0].sharding.is_equivalent_to(state[0].carried.residual[0].sharding, 1)
+  assert (
+    after[0]
+    .carried.residual[0]
+    .sharding.is_equivalent_to(state[0].carried.residual[0].sharding, 1)
+  )
 
 
 def test_synchronize_and_what_owns_a_worker():
   chain = COMPOSITIONS["local 4"](js.topka_transform("workers", density=0.2))
-  tx, step = js.stacked(chain, sim(WORKERS)), js.make_train_step(quadratic, chain, sim(WORKERS), donate=False)
+  tx, step = (
+    js.stacked(chain, sim(WORKERS)),
+    js.make_train_step(quadratic, chain, sim(WORKERS), donate=False),
+  )
   params, state = PARAMS, tx.init(PARAMS)
   params, state = stepped(tx)(params, state, normals(0, 2 * WORKERS, N))
   own = tx.own_params(params, state)
@@ -113,54 +137,98 @@ def test_synchronize_and_what_owns_a_worker():
 
 def test_refusals():
   mesh = mesh_of(WORKERS)
-  tx = js.stacked(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), mesh)
+  tx = js.stacked(
+    optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), mesh
+  )
   state = tx.init(PARAMS)
-  with pytest.raises(ValueError, match=r"gradients\['bias'\] has shape \(5,\), not a row for each of 3 workers"):
+  with pytest.raises(
+    ValueError,
+    match=r"gradients\['bias'\] has shape \(5,\), not a row for each of 3 workers",
+  ):
     tx.update(PARAMS, state, PARAMS)
-  with pytest.raises(ValueError, match=r"gradients or parameters have no leaf \['bias'\]"):
-    tx.update({name: leaf for name, leaf in broadcast(PARAMS, WORKERS).items() if name != "bias"}, state, PARAMS)
-  with pytest.raises(ValueError, match=r"made for parameters\['bias'\] of shape \(5,\)"):
+  with pytest.raises(
+    ValueError, match=r"gradients or parameters have no leaf \['bias'\]"
+  ):
+    tx.update(
+      {
+        name: leaf
+        for name, leaf in broadcast(PARAMS, WORKERS).items()
+        if name != "bias"
+      },
+      state,
+      PARAMS,
+    )
+  with pytest.raises(
+    ValueError, match=r"made for parameters\['bias'\] of shape \(5,\)"
+  ):
     tx.update(broadcast(PARAMS, WORKERS), state, PARAMS | {"bias": jnp.ones(7)})
-  with pytest.raises(ValueError, match=r"batch\[0\] has shape \(4, 56\): its leading axis must divide"):
+  with pytest.raises(
+    ValueError, match=r"batch\[0\] has shape \(4, 56\): its leading axis must divide"
+  ):
     tx.value_and_grad(quadratic)(PARAMS, state, jnp.ones((4, N)))
   uncovered = js.stacked(
-    optax.masked(js.spardl_transform("workers", density=0.2), {"bias": False, "scale": True, "w": True}), mesh
+    optax.masked(
+      js.spardl_transform("workers", density=0.2),
+      {"bias": False, "scale": True, "w": True},
+    ),
+    mesh,
   )
   with pytest.warns(UserWarning, match="no jaxsparse transform covers"):
     state = uncovered.init(PARAMS)
-  with pytest.raises(ValueError, match=r"updates\['bias'\] would differ between the workers"):
+  with pytest.raises(
+    ValueError, match=r"updates\['bias'\] would differ between the workers"
+  ):
     uncovered.update(broadcast(PARAMS, WORKERS), state, PARAMS)
 
 
 @pytest.mark.long
 def test_a_loss_scale_that_changes_is_taken_away_before_the_transform():
   """Delivered and owed is the sum of the gradients, in their own size; a step that overflows has not happened."""
-  tx = js.stacked(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(1.0)), sim(WORKERS))
+  tx = js.stacked(
+    optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(1.0)),
+    sim(WORKERS),
+  )
   state, entered, delivered = tx.init(PARAMS), 0.0, 0.0
   for number, scale in enumerate([2.0**10, 2.0**126, 2.0**4, 2.0**12]):
-    grads = {name: jnp.asarray(normals(number, WORKERS, *leaf.shape)) * scale for name, leaf in PARAMS.items()}
+    grads = {
+      name: jnp.asarray(normals(number, WORKERS, *leaf.shape)) * scale
+      for name, leaf in PARAMS.items()
+    }
     overflows = number == 1
     grads["scale"] = grads["scale"] * jnp.float32(jnp.inf if overflows else 1)
-    updates, state = jax.jit(tx.update)(jax.tree.map(lambda g, s=scale: g / s, grads), state)
+    updates, state = jax.jit(tx.update)(
+      jax.tree.map(lambda g, s=scale: g / s, grads), state
+    )
     assert bool(js.metrics(state).skipped) == overflows
-    entered += 0 if overflows else sum(np.float64(g).sum() / scale for g in grads.values())
+    entered += (
+      0 if overflows else sum(np.float64(g).sum() / scale for g in grads.values())
+    )
     delivered -= WORKERS * sum(np.float64(u).sum() for u in updates.values())
-  assert delivered + np.float64(state[0].carried.residual[0]).sum() == pytest.approx(entered, abs=1e-4)
+  assert delivered + np.float64(state[0].carried.residual[0]).sum() == pytest.approx(
+    entered, abs=1e-4
+  )
 
 
 @pytest.mark.long
 def test_a_flax_optimizer_and_a_checkpoint_of_its_variables():
   """Names are those of arrays whether a transformation gets variables or arrays."""
   model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-  tx = js.stacked(optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)), mesh_of(WORKERS))
+  tx = js.stacked(
+    optax.chain(js.spardl_transform("workers", density=0.2), optax.sgd(0.1)),
+    mesh_of(WORKERS),
+  )
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   grads = jax.tree.map(lambda p: jnp.ones((WORKERS, *p.shape)), nnx.state(model))
-  nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))(model, optimizer, grads)
+  nnx.jit(lambda model, optimizer, grads: optimizer.update(model, grads))(
+    model, optimizer, grads
+  )
   state = nnx.as_pure(optimizer.opt_state)
   layout = state[0].layout
   assert layout.method.names == ("['bias']", "['kernel']")
   js.specs(state, "workers")
-  checksum = jnp.uint32(checksum_of(None, dataclasses.replace(layout.method, names=("a", "b"))))
+  checksum = jnp.uint32(
+    checksum_of(None, dataclasses.replace(layout.method, names=("a", "b")))
+  )
   other = (state[0]._replace(layout=layout._replace(checksum=checksum)), *state[1:])
   with pytest.raises(ValueError, match="restored into"):
     js.specs(other, "workers")
@@ -169,9 +237,14 @@ def test_a_flax_optimizer_and_a_checkpoint_of_its_variables():
 @pytest.mark.long
 @pytest.mark.parametrize("around", quick_of([False, True], quick=[True]))
 def test_injected_rates_stay_after_a_resize(around):
-  schedule, transform = optax.exponential_decay(0.1, 1, 0.5), js.spardl_transform("workers", density=0.2)
+  schedule, transform = (
+    optax.exponential_decay(0.1, 1, 0.5),
+    js.spardl_transform("workers", density=0.2),
+  )
   chain = lambda learning_rate: optax.chain(transform, optax.sgd(learning_rate))
-  after = optax.chain(transform, optax.inject_hyperparams(optax.sgd)(learning_rate=schedule))
+  after = optax.chain(
+    transform, optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+  )
   tx = optax.inject_hyperparams(chain)(learning_rate=schedule) if around else after
   step, params, state = start(tx, sim(4), PARAMS, quadratic)
   for number in range(4):
@@ -181,7 +254,9 @@ def test_injected_rates_stay_after_a_resize(around):
         js.resize(state, params, sim(WORKERS)),
       )
     params, state, _ = step(params, state, normals(number, 12, N))
-  (node,) = (one for one in (state if not around else [state]) if hasattr(one, "hyperparams"))
+  (node,) = (
+    one for one in (state if not around else [state]) if hasattr(one, "hyperparams")
+  )
   assert float(node.hyperparams["learning_rate"]) == float(schedule(3))
 
 
@@ -233,7 +308,10 @@ def test_dropout_of_nnx_differs_between_workers_and_steps():
 
   class Model(nnx.Module):
     def __init__(self, rngs):
-      self.linear, self.dropout = nnx.Linear(40, 40, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+      self.linear, self.dropout = (
+        nnx.Linear(40, 40, rngs=rngs),
+        nnx.Dropout(0.5, rngs=rngs),
+      )
 
   @nnx.jit
   def masks(model, optimizer, rngs, batch):
@@ -246,12 +324,17 @@ def test_dropout_of_nnx_differs_between_workers_and_steps():
 
     keys = jax.random.split(rngs.dropout(), WORKERS)
     value_and_grad = tx.value_and_grad(loss_fn, has_aux=True)
-    (_, found), _ = value_and_grad(params, nnx.as_pure(optimizer.opt_state), batch, keys, others=others)
+    (_, found), _ = value_and_grad(
+      params, nnx.as_pure(optimizer.opt_state), batch, keys, others=others
+    )
     return found
 
   model, rngs = Model(nnx.Rngs(0, dropout=1)), nnx.Rngs(dropout=2)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    found = [np.asarray(masks(model, optimizer, rngs, normals(0, WORKERS, 40))) for _ in range(2)]
+    found = [
+      np.asarray(masks(model, optimizer, rngs, normals(0, WORKERS, 40)))
+      for _ in range(2)
+    ]
   rows = np.concatenate(found)
   assert len(np.unique(rows, axis=0)) == len(rows) == 2 * WORKERS

@@ -13,10 +13,23 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse as js
 from jaxsparse.costs import counting
-from tests.cases import assert_same_bits, averaged, integers, mesh_of, normals, quadratic, quick_of, row, sim
+from tests.cases import (
+  assert_same_bits,
+  averaged,
+  integers,
+  mesh_of,
+  normals,
+  quadratic,
+  quick_of,
+  row,
+  sim,
+)
 from tests.cases import start as start_with
 
-SPARSE, DENSE = js.topka_transform("workers", density=0.3), js.dense_transform("workers")
+SPARSE, DENSE = (
+  js.topka_transform("workers", density=0.3),
+  js.dense_transform("workers"),
+)
 PARAMS = {"w": np.zeros((5, 4), np.float32)}
 
 
@@ -24,7 +37,15 @@ def loss_fn(params, batch):
   return jnp.mean((batch @ params["w"] - 1.0) ** 2)
 
 
-def make(transform=DENSE, after=None, params=PARAMS, loss=loss_fn, mesh=None, donate=True, **options):
+def make(
+  transform=DENSE,
+  after=None,
+  params=PARAMS,
+  loss=loss_fn,
+  mesh=None,
+  donate=True,
+  **options,
+):
   """(step, params, state)."""
   tx = optax.chain(transform, after or optax.sgd(0.1))
   return start_with(tx, mesh or mesh_of(3), params, loss, donate=donate, **options)
@@ -37,7 +58,11 @@ def batch_of(step, rows=12):
 # Meshes.
 
 
-@pytest.mark.parametrize("kind", quick_of([AxisType.Auto, AxisType.Explicit], quick=[AxisType.Explicit]), ids=str)
+@pytest.mark.parametrize(
+  "kind",
+  quick_of([AxisType.Auto, AxisType.Explicit], quick=[AxisType.Explicit]),
+  ids=str,
+)
 def test_the_mesh_is_the_users_own(kind):
   """Set with `jax.set_mesh`, of axes of either kind: the same bits, and arrays on the user's mesh."""
   step, params, state = make(SPARSE)
@@ -56,19 +81,30 @@ def test_the_mesh_is_the_users_own(kind):
   assert {leaf.sharding.mesh for leaf in jax.tree.leaves((params, state))} == {mesh}
 
 
-@pytest.mark.parametrize("kind", quick_of([AxisType.Auto, AxisType.Explicit], quick=[AxisType.Explicit]), ids=str)
+@pytest.mark.parametrize(
+  "kind",
+  quick_of([AxisType.Auto, AxisType.Explicit], quick=[AxisType.Explicit]),
+  ids=str,
+)
 def test_models_under_vmap_train_as_each_alone(kind):
   """Two of them on three workers, whose axis the models must not be sharded over; in a jit and without."""
   mesh = Mesh(np.array(jax.devices()[:3]), ("workers",), axis_types=(kind,))
-  tx, models = optax.chain(js.topka_transform("workers", k=3), optax.sgd(0.1)), {"w": jnp.asarray(normals(1, 2, 5, 4))}
+  tx, models = (
+    optax.chain(js.topka_transform("workers", k=3), optax.sgd(0.1)),
+    {"w": jnp.asarray(normals(1, 2, 5, 4))},
+  )
   step = js.make_train_step(loss_fn, tx, mesh, donate=False)
   train = jax.vmap(lambda params, state: step(params, state, batch_of(0)))
-  after = train(*train(models, jax.vmap(lambda params: js.init(tx, params, mesh))(models))[:2])
+  after = train(
+    *train(models, jax.vmap(lambda params: js.init(tx, params, mesh))(models))[:2]
+  )
   assert_same_bits(jax.jit(train)(*after[:2])[0], train(*after[:2])[0])
   params = {"w": models["w"][1]}
   alone = step(*step(params, js.init(tx, params, mesh), batch_of(0))[:2], batch_of(0))
   found = jax.tree.map(lambda x: x[1], after)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, alone)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), found, alone
+  )
 
 
 # Arguments that were donated.
@@ -78,7 +114,10 @@ def test_arrays_that_were_donated_are_refused_and_donate_false_keeps_them():
   step, params, state = make()
   new_params, new_state, _ = step(params, state, batch_of(0))
   for again in ((params, new_state), (new_params, state)):
-    with pytest.raises(ValueError, match=r"(params|state).* was donated to an earlier step and is gone: .* donate=F"):
+    with pytest.raises(
+      ValueError,
+      match=r"(params|state).* was donated to an earlier step and is gone: .* donate=F",
+    ):
       step(*again, batch_of(1))
   for use, given in (
     (js.metrics, (state,)),
@@ -95,47 +134,71 @@ def test_arrays_that_were_donated_are_refused_and_donate_false_keeps_them():
   assert_same_bits(first, again)
 
 
-@pytest.mark.parametrize("where", quick_of([mesh_of(3), sim(3)], quick=[mesh_of(3)]), ids=["mesh", "simulator"])
+@pytest.mark.parametrize(
+  "where", quick_of([mesh_of(3), sim(3)], quick=[mesh_of(3)]), ids=["mesh", "simulator"]
+)
 def test_an_array_that_is_given_twice_is_not_donated_twice(where):
   """XLA would end the process."""
-  loss = lambda p, x, model_state: (jnp.mean((x @ p["a"] + x @ p["b"] + model_state["c"].sum()) ** 2), model_state)
-  tx = js.topka_transform(where if isinstance(where, js.SimComm) else "workers", density=0.5)
+  loss = lambda p, x, model_state: (
+    jnp.mean((x @ p["a"] + x @ p["b"] + model_state["c"].sum()) ** 2),
+    model_state,
+  )
+  tx = js.topka_transform(
+    where if isinstance(where, js.SimComm) else "workers", density=0.5
+  )
   step, z = js.make_train_step(loss, tx, where), jnp.ones((5, 5))
   params = {"a": z, "b": z}
   state = js.init(tx, params, where)
   for number in range(3):
-    params, state, metrics = step(params, state, batch_of(number), model_state={"c": params["a"]})
+    params, state, metrics = step(
+      params, state, batch_of(number), model_state={"c": params["a"]}
+    )
     assert np.isfinite(metrics.loss)
 
 
 # Wrappers and extra arguments of optax.
 
 
-@pytest.mark.parametrize("wrap", quick_of(["masked", "multisteps"], quick=["multisteps"]))
+@pytest.mark.parametrize(
+  "wrap", quick_of(["masked", "multisteps"], quick=["multisteps"])
+)
 def test_wrapped_by_optax(wrap):
   """Leaves that stay dense, and several batches a step."""
   sparse, sgd = js.topka_transform("workers", density=0.2), optax.sgd(0.1)
   tx = {
     "masked": optax.chain(
-      optax.masked(sparse, {"w": True, "b": False}), optax.masked(DENSE, {"w": False, "b": True}), sgd
+      optax.masked(sparse, {"w": True, "b": False}),
+      optax.masked(DENSE, {"w": False, "b": True}),
+      sgd,
     ),
-    "multisteps": optax.chain(sparse, optax.MultiSteps(sgd, 2).gradient_transformation()),
+    "multisteps": optax.chain(
+      sparse, optax.MultiSteps(sgd, 2).gradient_transformation()
+    ),
   }[wrap]
   loss = lambda p, batch: quadratic({"w": p["w"]}, batch) + (p["b"] - 1.0) ** 2
-  step, params, state = start_with(tx, mesh_of(4), {"w": jnp.zeros(20), "b": jnp.zeros(())}, loss)
+  step, params, state = start_with(
+    tx, mesh_of(4), {"w": jnp.zeros(20), "b": jnp.zeros(())}, loss
+  )
   for i in range(200):
     with jax.numpy_dtype_promotion("standard"):  # MultiSteps needs it
-      params, state, metrics = step(params, state, np.linspace(-1, 1, 20) + 0.1 * normals(i, 8, 20))
+      params, state, metrics = step(
+        params, state, np.linspace(-1, 1, 20) + 0.1 * normals(i, 8, 20)
+      )
   assert float(metrics.loss) < 0.3
   assert float(params["b"]) == pytest.approx(1, abs=0.1)
 
 
 def test_extra_arguments_and_the_mean_loss_as_value_reach_optax():
-  update = lambda grads, state, _=None, *, value, factor: (jax.tree.map(lambda g: g * factor, grads), state + value)
+  update = lambda grads, state, _=None, *, value, factor: (
+    jax.tree.map(lambda g: g * factor, grads),
+    state + value,
+  )
   scaled = optax.GradientTransformationExtraArgs(lambda _: jnp.float32(0), update)
   step, params, state = make(after=optax.chain(optax.sgd(0.1), scaled), donate=False)
   for factor in (0.0, 1.0):
-    after, summed, metrics = step(params, state, batch_of(0), factor=jnp.float32(factor))
+    after, summed, metrics = step(
+      params, state, batch_of(0), factor=jnp.float32(factor)
+    )
     assert np.any(after["w"] != params["w"]) == bool(factor)
     assert summed[1][1] == metrics.loss
 
@@ -146,7 +209,12 @@ def test_extra_arguments_and_the_mean_loss_as_value_reach_optax():
 def aux_loss(params, batch):
   flat = batch.reshape(-1)
   above = flat > 2
-  aux = {"mean": flat.mean(), "half": flat[0].astype("bfloat16"), "count": above.sum(dtype="int32"), "any": above.any()}
+  aux = {
+    "mean": flat.mean(),
+    "half": flat[0].astype("bfloat16"),
+    "count": above.sum(dtype="int32"),
+    "any": above.any(),
+  }
   return jnp.sum(params["w"] * 0), aux
 
 
@@ -154,12 +222,24 @@ def test_aux_is_averaged_where_it_is_floating_point():
   """Of two micro-batches; integers and booleans are counts."""
   batch, aux = np.arange(12, dtype=np.float32), {}  # 0-3, 4-7, 8-11
   for how in ("mean", "sum", "max", "min", "stack"):
-    step, params, state = make(loss=aux_loss, has_aux=True, aux_reduce=how, accumulate=2)
+    step, params, state = make(
+      loss=aux_loss, has_aux=True, aux_reduce=how, accumulate=2
+    )
     aux[how] = step(params, state, batch)[2].aux
   dtypes = [x.dtype for x in jax.tree.leaves(aux["mean"])]
   assert dtypes == [jnp.int32, jnp.int32, jnp.bfloat16, jnp.float32]
-  found = (*(aux["mean"][name] for name in ("mean", "count", "any")), aux["sum"]["count"])
-  assert (*map(float, found), float(aux["max"]["half"]), float(aux["min"]["half"])) == (5.5, 9, 5, 9, 10, 0)
+  found = (
+    *(aux["mean"][name] for name in ("mean", "count", "any")),
+    aux["sum"]["count"],
+  )
+  assert (*map(float, found), float(aux["max"]["half"]), float(aux["min"]["half"])) == (
+    5.5,
+    9,
+    5,
+    9,
+    10,
+    0,
+  )
   rows = batch.reshape(3, 2, -1)
   np.testing.assert_array_equal(aux["stack"]["mean"], rows.mean(-1))
   np.testing.assert_array_equal(aux["stack"]["any"], (rows > 2).any(-1))
@@ -170,18 +250,30 @@ def test_complex_aux_and_model_states_are_averaged(workers):
   spectrum = lambda batch: jax.lax.complex(batch.sum(), 2 * batch.sum())
 
   def loss(params, batch, model_state):
-    return jnp.sum(params["w"] * 0), {"spectrum": model_state["spectrum"] + spectrum(batch)}, spectrum(batch)
+    return (
+      jnp.sum(params["w"] * 0),
+      {"spectrum": model_state["spectrum"] + spectrum(batch)},
+      spectrum(batch),
+    )
 
   step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True)
   batch = np.arange(workers, dtype=np.float32)[:, None]
-  _, _, metrics = step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})
+  _, _, metrics = step(
+    params, state, batch, model_state={"spectrum": jnp.complex64(1j)}
+  )
   mean = batch.mean() * (1 + 2j)
   np.testing.assert_allclose(metrics.aux, mean, rtol=1e-6)
   np.testing.assert_allclose(metrics.model_state["spectrum"], 1j + mean, rtol=1e-6)
-  step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce="stack")
-  _, _, metrics = step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})
+  step, params, state = make(
+    mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce="stack"
+  )
+  _, _, metrics = step(
+    params, state, batch, model_state={"spectrum": jnp.complex64(1j)}
+  )
   np.testing.assert_allclose(metrics.aux, batch[:, 0] * (1 + 2j), rtol=1e-6)
-  step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce="max")
+  step, params, state = make(
+    mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce="max"
+  )
   with pytest.raises(ValueError, match="aux is complex: there is no max of it"):
     step(params, state, batch, model_state={"spectrum": jnp.complex64(1j)})
 
@@ -194,9 +286,14 @@ def test_a_model_state_that_is_equal_on_all_workers_stays_as_it_is(workers):
     "half": jnp.asarray(normals(1, 1, 200)).astype("bfloat16"),
     "spectrum": jnp.asarray(normals(2, 1, 200) + 1j * normals(3, 1, 200)),
   }
-  loss = lambda params, batch, model_state: (0 * (params["w"].sum() + batch.sum()), model_state)
+  loss = lambda params, batch, model_state: (
+    0 * (params["w"].sum() + batch.sum()),
+    model_state,
+  )
   step, params, state = make(mesh=mesh_of(workers), loss=loss)
-  _, _, metrics = step(params, state, np.zeros((workers, 1), np.float32), model_state=given)
+  _, _, metrics = step(
+    params, state, np.zeros((workers, 1), np.float32), model_state=given
+  )
   assert_same_bits(metrics.model_state, given)
 
 
@@ -222,7 +319,9 @@ def test_each_worker_and_micro_batch_has_a_key_of_its_own():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_micro_batches_give_the_step_of_the_whole_batch(dtype):
   """With whole numbers, whose sums are exact in any order; means of losses are rounded, or not, as XLA likes."""
-  loss = lambda params, batch: jnp.mean((batch.astype(dtype) @ params["w"]).astype(jnp.float32) * jnp.arange(4.0)[None])
+  loss = lambda params, batch: jnp.mean(
+    (batch.astype(dtype) @ params["w"]).astype(jnp.float32) * jnp.arange(4.0)[None]
+  )
   params, batch = {"w": np.zeros((5, 4), dtype)}, 32 * integers(0, 24, 5)
   found = []
   for accumulate in (1, 4):
@@ -232,7 +331,9 @@ def test_micro_batches_give_the_step_of_the_whole_batch(dtype):
     assert start["w"].dtype == dtype
     found.append((start["w"], metrics.loss))
   np.testing.assert_allclose(*(np.asarray(w, np.float32) for w, _ in found), rtol=1e-6)
-  assert found[0][1] == pytest.approx(float(found[1][1]), rel=4 * float(jnp.finfo(dtype).eps))
+  assert found[0][1] == pytest.approx(
+    float(found[1][1]), rel=4 * float(jnp.finfo(dtype).eps)
+  )
 
 
 # Model state.
@@ -247,9 +348,15 @@ def test_words_beside_the_transform_are_those_of_its_program(workers, aux_reduce
   model_state = {"mean": jnp.zeros((11, 3)), "half": jnp.zeros(9, jnp.bfloat16)}
 
   def loss(params, batch, model_state):
-    return 0 * params["w"].sum() + batch.sum(), model_state, {"rows": jnp.zeros(12), "row": jnp.zeros(3)}
+    return (
+      0 * params["w"].sum() + batch.sum(),
+      model_state,
+      {"rows": jnp.zeros(12), "row": jnp.zeros(3)},
+    )
 
-  step, params, state = make(mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce=aux_reduce)
+  step, params, state = make(
+    mesh=mesh_of(workers), loss=loss, has_aux=True, aux_reduce=aux_reduce
+  )
   run = functools.partial(step, model_state=model_state)
   arguments = params, state, np.zeros((workers, 1), np.float32)
   _, after, metrics = run(*arguments)
@@ -258,7 +365,10 @@ def test_words_beside_the_transform_are_those_of_its_program(workers, aux_reduce
 
 
 def moments_loss(params, batch, model_state):
-  state = {"mean": 0.5 * model_state["mean"] + 0.5 * batch.mean(0), "steps": model_state["steps"] + 1}
+  state = {
+    "mean": 0.5 * model_state["mean"] + 0.5 * batch.mean(0),
+    "steps": model_state["steps"] + 1,
+  }
   return jnp.sum(params["w"] * 0), state
 
 
@@ -268,7 +378,9 @@ def test_model_state_is_averaged_or_of_each_worker():
   step, params, state = make(loss=moments_loss)
   params, state, metrics = step(params, state, batch, model_state=MODEL_STATE)
   params, state, metrics = step(params, state, batch, model_state=metrics.model_state)
-  np.testing.assert_allclose(metrics.model_state["mean"], 0.75 * means.mean(0), rtol=1e-6)
+  np.testing.assert_allclose(
+    metrics.model_state["mean"], 0.75 * means.mean(0), rtol=1e-6
+  )
   assert int(metrics.model_state["steps"]) == 2
   step, params, state = make(loss=moments_loss, model_state="worker")
   each = jax.tree.map(lambda x: jnp.broadcast_to(x, (3, *x.shape)), MODEL_STATE)
@@ -285,7 +397,9 @@ def test_model_state_outlives_not_a_number_of_one_worker_in_a_local_step():
   stats, bad, skipped = {"mean": jnp.ones(5), "steps": jnp.int32(7)}, batch_of(0), []
   bad[-1, -1] = np.nan
   for number in range(9):
-    params, state, metrics = step(params, state, bad if number % 2 else batch_of(number), model_state=stats)
+    params, state, metrics = step(
+      params, state, bad if number % 2 else batch_of(number), model_state=stats
+    )
     stats = metrics.model_state
     skipped.append(bool(metrics.skipped))
   assert skipped == [False, True] * 4 + [False]
@@ -295,7 +409,10 @@ def test_model_state_outlives_not_a_number_of_one_worker_in_a_local_step():
 
 def test_a_model_state_that_overflows_at_one_worker_is_not_kept():
   """Its gradient is finite."""
-  loss = lambda p, b, model_state: (loss_fn(p, b), model_state + jnp.exp(1000 * b.mean()))
+  loss = lambda p, b, model_state: (
+    loss_fn(p, b),
+    model_state + jnp.exp(1000 * b.mean()),
+  )
   step, params, state = make(loss=loss, donate=False)
   batch = np.zeros((12, 5), np.float32)
   after, state, metrics = step(params, state, batch, model_state=jnp.float32(1))
@@ -309,12 +426,26 @@ def test_a_model_state_that_overflows_at_one_worker_is_not_kept():
 
 def test_counts_of_a_model_state_are_the_largest_and_a_mean_that_overflows_is_not_kept():
   after = lambda batch: {"mean": batch.max(), "steps": batch.min().astype(jnp.int32)}
-  loss = lambda params, batch, model_state: (0 * params["w"].sum() * model_state["mean"], after(batch))
+  loss = lambda params, batch, model_state: (
+    0 * params["w"].sum() * model_state["mean"],
+    after(batch),
+  )
   step, params, state = make(loss=loss)
-  batch, given = np.repeat(np.float32([[0], [5], [1]]), 4, axis=0), {"mean": jnp.float32(7), "steps": jnp.int32(7)}
-  for column, expected in ((batch, (2, 5)), (np.full((12, 1), 3e38, np.float32), (7, 7))):
-    params, state, metrics = step(params, state, np.hstack([batch, column]), model_state=given)
-    assert (float(metrics.model_state["mean"]), int(metrics.model_state["steps"])) == expected
+  batch, given = (
+    np.repeat(np.float32([[0], [5], [1]]), 4, axis=0),
+    {"mean": jnp.float32(7), "steps": jnp.int32(7)},
+  )
+  for column, expected in (
+    (batch, (2, 5)),
+    (np.full((12, 1), 3e38, np.float32), (7, 7)),
+  ):
+    params, state, metrics = step(
+      params, state, np.hstack([batch, column]), model_state=given
+    )
+    assert (
+      float(metrics.model_state["mean"]),
+      int(metrics.model_state["steps"]),
+    ) == expected
     assert not metrics.skipped
 
 
@@ -331,18 +462,42 @@ NO_STATE = lambda p, b, model_state: loss_fn(p, b) + model_state["mean"].sum()
     ({"model_state": "best"}, {}, "make_train_step: model_state='best', choose"),
     ({"accumulate": 0}, {}, "make_train_step: accumulate=0, choose"),
     ({"accumulate": 1.5}, {}, "make_train_step: accumulate=1.5, choose"),
-    ({"accumulate": 5}, {}, r"\(12, 5\): .* among the 3 workers of axis 'workers', 5 micro-batches each"),
+    (
+      {"accumulate": 5},
+      {},
+      r"\(12, 5\): .* among the 3 workers of axis 'workers', 5 micro-batches each",
+    ),
     (
       {},
       {"value_fn": loss_fn},
       r"step: extra\['value_fn'\]=<function .*: give arrays or numbers, and no line",
     ),
     ({"loss": aux_loss}, {}, "loss_fn returned 2 values.* has_aux=True"),
-    ({"loss": OTHER_STATE}, {"model_state": MODEL_STATE}, r"a model_state of {'other'.*, it was given one of {'mean'"),
-    ({"loss": NO_STATE}, {"model_state": MODEL_STATE}, r"returned .*, it should return \(loss, model_state\)"),
-    ({"loss": moments_loss, "model_state": "worker"}, {"model_state": MODEL_STATE}, r"\(5,\): .* leading axis of 3"),
-    ({"mesh": js.SimComm("workers")}, {}, r"give a jax.sharding.Mesh, a js.MpiComm, or js.SimComm\(axis, members=P\)"),
-    ({"axis": "data"}, {}, r"axis 'data' is not an axis of the mesh, choose from \('workers',\)"),
+    (
+      {"loss": OTHER_STATE},
+      {"model_state": MODEL_STATE},
+      r"a model_state of {'other'.*, it was given one of {'mean'",
+    ),
+    (
+      {"loss": NO_STATE},
+      {"model_state": MODEL_STATE},
+      r"returned .*, it should return \(loss, model_state\)",
+    ),
+    (
+      {"loss": moments_loss, "model_state": "worker"},
+      {"model_state": MODEL_STATE},
+      r"\(5,\): .* leading axis of 3",
+    ),
+    (
+      {"mesh": js.SimComm("workers")},
+      {},
+      r"give a jax.sharding.Mesh, a js.MpiComm, or js.SimComm\(axis, members=P\)",
+    ),
+    (
+      {"axis": "data"},
+      {},
+      r"axis 'data' is not an axis of the mesh, choose from \('workers',\)",
+    ),
     ({"transform": optax.identity()}, {}, "no jaxsparse transform, so"),
   ],
 )
@@ -353,14 +508,25 @@ def test_what_is_refused(options, given, message):
 
 
 def test_what_is_wrong_is_said_before_anything_is_donated():
-  with pytest.raises(ValueError, match="axis 'data' is not an axis of the mesh, choose"):
+  with pytest.raises(
+    ValueError, match="axis 'data' is not an axis of the mesh, choose"
+  ):
     js.init(SPARSE, jnp.zeros(3), mesh_of(2), axis="data")
   step, params, state = make(SPARSE)
   for given, message in (
-    ((params, state, np.zeros((7, 5))), r"batch has shape \(7, 5\): its leading axis must divide among the 3"),
+    (
+      (params, state, np.zeros((7, 5))),
+      r"batch has shape \(7, 5\): its leading axis must divide among the 3",
+    ),
     ((params, state, {"label": np.float32(1)}), r"batch\['label'\] has shape \(\)"),
-    ((params, make(SPARSE, mesh=mesh_of(2))[2], batch_of(0)), "made for 2 workers, the axis has 3"),
-    (({"w": jnp.zeros((5, 5))}, state, batch_of(0)), r"\['w'\] of shape \(5, 4\), here it has shape \(5, 5\)"),
+    (
+      (params, make(SPARSE, mesh=mesh_of(2))[2], batch_of(0)),
+      "made for 2 workers, the axis has 3",
+    ),
+    (
+      ({"w": jnp.zeros((5, 5))}, state, batch_of(0)),
+      r"\['w'\] of shape \(5, 4\), here it has shape \(5, 5\)",
+    ),
   ):
     with pytest.raises(ValueError, match=message):
       step(*given)
@@ -386,18 +552,30 @@ def test_a_flax_model_with_batch_norm_trains():
 
   def loss(params, batch, model_state):
     model = nnx.merge(graph, params, model_state, copy=True)
-    return jnp.mean((model(batch) - batch.sum(1, keepdims=True)) ** 2), nnx.state(model, nnx.BatchStat)
+    return jnp.mean((model(batch) - batch.sum(1, keepdims=True)) ** 2), nnx.state(
+      model, nnx.BatchStat
+    )
 
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # flax needs both
+  # flax needs both
+  with (
+    jax.numpy_dtype_promotion("standard"),
+    jax.numpy_rank_promotion("allow"),
+  ):
     step, params, state = make(SPARSE, optax.sgd(0.05), params, loss, accumulate=2)
     before, losses = jax.tree.map(np.array, model_state), []
     for i in range(60):
-      params, state, metrics = step(params, state, batch_of(i, 96), model_state=model_state)
+      params, state, metrics = step(
+        params, state, batch_of(i, 96), model_state=model_state
+      )
       model_state = metrics.model_state
       losses.append(float(metrics.loss))
     step.check(params, state)
   assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:3])
-  assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(a != np.array(b))), before, model_state)))
+  assert all(
+    jax.tree.leaves(
+      jax.tree.map(lambda a, b: bool(np.any(a != np.array(b))), before, model_state)
+    )
+  )
 
 
 # Losses that communicate.
@@ -415,49 +593,79 @@ def test_a_mean_over_the_tokens_of_all_workers(where):
     return 3 * jnp.sum(weights * (params["w"].sum() - values) ** 2) / tokens + centre**2
 
   step, params, state = start_with(
-    optax.chain(js.dense_transform(axis), optax.sgd(1.0)), where, {"w": jnp.ones(2)}, loss, donate=False
+    optax.chain(js.dense_transform(axis), optax.sgd(1.0)),
+    where,
+    {"w": jnp.ones(2)},
+    loss,
+    donate=False,
   )
   batch = np.stack([np.arange(6.0), [1, 1, 0, 0, 1, 0]], axis=-1).astype(np.float32)
   after, _, metrics = step(params, state, batch)
   error = 2 - batch[batch[:, 1] > 0, 0]
   np.testing.assert_allclose(metrics.loss, np.mean(error**2) + 1, rtol=1e-6)
-  np.testing.assert_allclose(after["w"], 1 - 2 * np.mean(error) - 1 * np.ones(2), rtol=1e-6)
+  np.testing.assert_allclose(
+    after["w"], 1 - 2 * np.mean(error) - 1 * np.ones(2), rtol=1e-6
+  )
 
 
 # What is neither trained nor averaged.
 
 
 @pytest.mark.parametrize(
-  "where", [mesh_of(3), Mesh(mesh_of(6).devices.reshape(3, 2), ("workers", "x")), sim(3)], ids=str
+  "where",
+  [mesh_of(3), Mesh(mesh_of(6).devices.reshape(3, 2), ("workers", "x")), sim(3)],
+  ids=str,
 )
 @pytest.mark.parametrize("accumulate", quick_of([1, 2], quick=[2]))
 def test_a_teacher_is_neither_trained_nor_averaged(where, accumulate):
   """In any dtype, whole or sharded inside a worker; it may be the parameters at the start, which are donated."""
   axis = where if isinstance(where, js.SimComm) else "workers"
-  target = lambda shared: shared["first"]["w"] + 0.5 * shared["steps"].astype(jnp.float32)[None]
-  loss = lambda params, batch, shared: jnp.sum((params["w"] - target(shared)) ** 2) + 0 * batch.sum()
+  target = lambda shared: (
+    shared["first"]["w"] + 0.5 * shared["steps"].astype(jnp.float32)[None]
+  )
+  loss = lambda params, batch, shared: (
+    jnp.sum((params["w"] - target(shared)) ** 2) + 0 * batch.sum()
+  )
   make = lambda **given: start_with(
-    optax.chain(js.dense_transform(axis), optax.sgd(0.25)), where, {"w": jnp.ones((5, 4))}, loss, **given
+    optax.chain(js.dense_transform(axis), optax.sgd(0.25)),
+    where,
+    {"w": jnp.ones((5, 4))},
+    loss,
+    **given,
   )
   step, params, state = make(accumulate=accumulate, donate=True)
-  shared = {"first": params, "steps": jnp.arange(4, dtype=jnp.int8), "key": jax.random.key(0)}
+  shared = {
+    "first": params,
+    "steps": jnp.arange(4, dtype=jnp.int8),
+    "key": jax.random.key(0),
+  }
   if not isinstance(where, js.SimComm) and len(where.axis_names) == 2:
-    shared["steps"] = jax.device_put(shared["steps"], NamedSharding(where, PartitionSpec("x")))
+    shared["steps"] = jax.device_put(
+      shared["steps"], NamedSharding(where, PartitionSpec("x"))
+    )
   params, state, _ = step(params, state, batch_of(0), shared=shared)
   expected = 1 + 0.25 * np.arange(4) * np.ones((5, 1))
   np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
   shared["first"] = jax.tree.map(jnp.copy, params)  # what it had was donated
   lowered = step.lower(params, state, batch_of(0), shared=shared)
-  expected = step(*jax.tree.map(jnp.copy, (params, state)), batch_of(1), shared=shared)[0]
+  expected = step(*jax.tree.map(jnp.copy, (params, state)), batch_of(1), shared=shared)[
+    0
+  ]
   compiled = lowered.compile()
-  assert_same_bits(compiled(params, state, batch_of(1), {"shared": shared})[0], expected)
+  assert_same_bits(
+    compiled(params, state, batch_of(1), {"shared": shared})[0], expected
+  )
 
 
 # Under a trace.
 
 
 @pytest.mark.parametrize(
-  "chain", [row(SPARSE, id="plain"), row(js.local_steps(optax.sgd(0.1), DENSE, every=2), quick=True, id="local")]
+  "chain",
+  [
+    row(SPARSE, id="plain"),
+    row(js.local_steps(optax.sgd(0.1), DENSE, every=2), quick=True, id="local"),
+  ],
 )
 def test_a_step_of_captured_arrays_is_traced(chain):
   """States that are there are checked while something else is traced."""
@@ -479,24 +687,38 @@ def test_a_step_of_captured_arrays_is_traced(chain):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_teacher_a_model_state_and_own_keys_in_a_scan_and_a_skipped_step(dtype):
-  inner = optax.chain(optax.add_noise(1e-3, 0.5, key=jax.random.key(0)), optax.sgd(0.1, momentum=0.9))
-  tx = js.local_steps(inner, optax.chain(SPARSE, optax.sgd(1.0)), every=2, apply_residual=True)
+  inner = optax.chain(
+    optax.add_noise(1e-3, 0.5, key=jax.random.key(0)), optax.sgd(0.1, momentum=0.9)
+  )
+  tx = js.local_steps(
+    inner, optax.chain(SPARSE, optax.sgd(1.0)), every=2, apply_residual=True
+  )
 
   def loss(params, batch, shared, model_state):
     error = (params["w"] - shared["steps"].astype(dtype)).astype(jnp.float32)
     return jnp.mean(error**2) + batch.sum() * error.sum(), model_state
 
   mesh, params = mesh_of(3), {"w": jnp.ones(12, dtype)}
-  step, state = js.make_train_step(loss, tx, mesh, donate=False), js.init(tx, params, mesh)
-  given = {"shared": {"steps": jnp.arange(12, dtype=jnp.int8)}, "model_state": {"mean": jnp.full(7, 0.1, dtype)}}
+  step, state = (
+    js.make_train_step(loss, tx, mesh, donate=False),
+    js.init(tx, params, mesh),
+  )
+  given = {
+    "shared": {"steps": jnp.arange(12, dtype=jnp.int8)},
+    "model_state": {"mean": jnp.full(7, 0.1, dtype)},
+  }
 
   def one(carry, _):
     *carry, metrics = step(*carry, jnp.zeros((3, 1)), **given)
     return tuple(carry), metrics.loss
 
-  (params, state), losses = jax.jit(lambda *carry: jax.lax.scan(one, carry, length=4))(params, state)
+  (params, state), losses = jax.jit(lambda *carry: jax.lax.scan(one, carry, length=4))(
+    params, state
+  )
   assert losses[-1] < losses[0]
-  after, skipped, metrics = step(params, state, jnp.zeros((3, 1)).at[1, 0].set(jnp.nan), **given)
+  after, skipped, metrics = step(
+    params, state, jnp.zeros((3, 1)).at[1, 0].set(jnp.nan), **given
+  )
   assert bool(metrics.skipped)
   assert_same_bits((after, metrics.model_state), (params, given["model_state"]))
   before, kept = (jax.random.key_data(one.inner[0].rng_key) for one in (state, skipped))

@@ -12,8 +12,11 @@ pytest.importorskip("drjax")
 THEIRS = snippets("docs/how_to/trainers.md")[0]
 DIFF, *_ = blocks("docs/how_to/trainers.md", "diff")
 SIGNS = 'js.onebit_transform("replicas")'
-SPARSELOCO = 'js.chunktopk_transform("replicas", density=1 / 64, decay=0.95, wire="2bit")'
-# The parameters, and the words of the largest array of each message of the compiled program.
+SPARSELOCO = (
+  'js.chunktopk_transform("replicas", density=1 / 64, decay=0.95, wire="2bit")'
+)
+# The parameters, and the words of the largest array of each message of the compiled
+# program.
 SHOW = r"""
 import re
 text = train_round.lower(params, inner_states, outer_state, batches).compile().as_text()
@@ -30,15 +33,24 @@ ENTRIES = 31 * 64
 def trained(code, folder, words=True):
   """(parameters, loss, words sent by a replica, words of each message) of a program."""
   printed = run(code + SHOW + (WORDS if words else ""), folder)
-  number = lambda name: [float(found) for found in re.findall(rf"{name} (\S+)$", printed, re.MULTILINE)]
+  number = lambda name: [
+    float(found) for found in re.findall(rf"{name} (\S+)$", printed, re.MULTILINE)
+  ]
   (line,) = re.findall(r"params (.*) loss", printed)
-  return [float(entry) for entry in line.split()], *number("loss"), number("words"), number("message")
+  return (
+    [float(entry) for entry in line.split()],
+    *number("loss"),
+    number("words"),
+    number("message"),
+  )
 
 
 def test_dense_is_theirs(tmp_path):
   assert lines_changed(DIFF) == (3, 2)
   params, loss, _, (message, *_) = trained(THEIRS, tmp_path, words=False)
-  own, own_loss, (words,), _ = trained(changed(THEIRS, DIFF.replace(SIGNS, 'js.dense_transform("replicas")')), tmp_path)
+  own, own_loss, (words,), _ = trained(
+    changed(THEIRS, DIFF.replace(SIGNS, 'js.dense_transform("replicas")')), tmp_path
+  )
   assert own == pytest.approx(params, rel=1e-5, abs=1e-6)
   assert own_loss == pytest.approx(loss, rel=1e-5)
   assert message == 30 * 64  # the kernel, beside it the bias
@@ -50,13 +62,20 @@ def test_dense_is_theirs(tmp_path):
   [
     pytest.param(SIGNS, ENTRIES / 16, "Auto", id="signs"),
     pytest.param(SPARSELOCO, 64, "Explicit", id="SparseLoCo"),
-    pytest.param('js.spardl_transform("replicas", density=0.05)', ENTRIES / 4, "Explicit", id="spardl"),
+    pytest.param(
+      'js.spardl_transform("replicas", density=0.05)',
+      ENTRIES / 4,
+      "Explicit",
+      id="spardl",
+    ),
   ],
 )
 def test_fewer_words(outer, most, axes, tmp_path):
   """They are those of the metrics, and no message of the program is larger: no parameters of a replica are gathered."""
   mesh = 'jax.make_mesh((4,), ("replicas",)'
-  code = changed(THEIRS, DIFF.replace(SIGNS, outer)).replace(mesh, f"{mesh}, (jax.sharding.AxisType.{axes},)")
+  code = changed(THEIRS, DIFF.replace(SIGNS, outer)).replace(
+    mesh, f"{mesh}, (jax.sharding.AxisType.{axes},)"
+  )
   _, loss, (words,), messages = trained(code, tmp_path)
   assert 0 < words <= most
   assert max(messages) <= words

@@ -16,13 +16,19 @@ handed, begun, calls = [], [], [0]
 
 
 def flat(tree):
-  return np.concatenate([np.ravel(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(tree)])
+  return np.concatenate(
+    [np.ravel(np.asarray(leaf, np.float32)) for leaf in jax.tree.leaves(tree)]
+  )
 
 
 def buffers(tree):
   arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
   assert not any(leaf.is_deleted() for leaf in arrays)
-  return {shard.data.unsafe_buffer_pointer() for leaf in arrays for shard in leaf.addressable_shards}
+  return {
+    shard.data.unsafe_buffer_pointer()
+    for leaf in arrays
+    for shard in leaf.addressable_shards
+  }
 
 
 def note_begin(self, params):
@@ -42,8 +48,18 @@ def note_round(self, params):
     "given": weight * flat(given),
     "begun": begun[0],
   }
-  moved = residual(anchor).sum() - residual(before).sum() if before.size else residual(anchor).sum()
-  np.savez(f"round{self.round}.npz", params=flat(params), own=flat(own), residual=moved, **found)
+  moved = (
+    residual(anchor).sum() - residual(before).sum()
+    if before.size
+    else residual(anchor).sum()
+  )
+  np.savez(
+    f"round{self.round}.npz",
+    params=flat(params),
+    own=flat(own),
+    residual=moved,
+    **found,
+  )
   return own
 
 

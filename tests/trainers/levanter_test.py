@@ -14,7 +14,9 @@ from tests.trainers.diffs import changed, lines_changed
 
 pytest.importorskip("levanter")
 PLAIN = next(code for code in snippets("docs/how_to/trainers.md") if "levanter" in code)
-DIFF, SAVING = [diff for diff in blocks("docs/how_to/trainers.md", "diff") if "run_hooks" in diff]
+DIFF, SAVING = [
+  diff for diff in blocks("docs/how_to/trainers.md", "diff") if "run_hooks" in diff
+]
 PROGRAM = changed(PLAIN, DIFF)
 ADDRESS, SIGNS = "tcp://127.0.0.1:29500", "js.onebit_transform(comm)"
 NOTES = "from levanter_programs import flat\n"
@@ -35,11 +37,19 @@ def train(folder, code, status=0, **variables):
     for number in range(2):
       own = folder / f"{number}"
       own.mkdir(exist_ok=True)
-      (own / "worker.py").write_text(NOTES + edited(code, (ADDRESS, server.address)) + SHOW)
-      environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/trainers", "JAX_PLATFORMS": "cpu"} | variables
+      (own / "worker.py").write_text(
+        NOTES + edited(code, (ADDRESS, server.address)) + SHOW
+      )
+      environment = (
+        os.environ
+        | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/trainers", "JAX_PLATFORMS": "cpu"}
+        | variables
+      )
       command = [sys.executable, "worker.py", str(number)]
       with (own / "log").open("w") as log:
-        processes.append(subprocess.Popen(command, env=environment, cwd=own, stdout=log, stderr=log))
+        processes.append(
+          subprocess.Popen(command, env=environment, cwd=own, stdout=log, stderr=log)
+        )
     try:
       found = [process.wait(200) for process in processes]
     finally:
@@ -53,21 +63,24 @@ def train(folder, code, status=0, **variables):
 
 def rounds_of(folder, number):
   """What the two workers wrote of a round; all that both gave is in its result and in their residuals (Law C)."""
-  first, second = (dict(np.load(folder / f"{worker}" / f"round{number}.npz")) for worker in range(2))
+  first, second = (
+    dict(np.load(folder / f"{worker}" / f"round{number}.npz")) for worker in range(2)
+  )
   for name in ("before", "after"):
     np.testing.assert_array_equal(first[name], second[name])
   kept = first["residual"] + second["residual"]
   total = (first["before"] - first["after"]).sum(dtype=float) + kept
-  assert total == pytest.approx((first["given"] + second["given"]).sum(dtype=float), rel=1e-4, abs=1e-4)
+  assert total == pytest.approx(
+    (first["given"] + second["given"]).sum(dtype=float), rel=1e-4, abs=1e-4
+  )
   return first, second
 
 
 def test_parameters_are_averaged_and_other_leaves_pass_through(tmp_path):
   """A function, integers, None and a static field are in the model as well."""
   assert lines_changed(DIFF) == (10, 2)
-  fields = (
-    "activation: object\n  table: jax.Array\n  nothing: None = None\n  name: str = eqx.field(static=True, default='')"
-  )
+  fields = "activation: object\n  table: jax.Array\n  nothing: None = None\n"
+  fields += "  name: str = eqx.field(static=True, default='')"
   code = edited(
     PROGRAM,
     (SIGNS, "js.dense_transform(comm)"),
@@ -83,7 +96,9 @@ def test_parameters_are_averaged_and_other_leaves_pass_through(tmp_path):
     first, second = rounds_of(tmp_path, number)
     np.testing.assert_array_equal(first["own"], second["own"])
     assert (first["params"] != second["params"]).any()
-    np.testing.assert_allclose(first["own"], (first["params"] + second["params"]) / 2, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+      first["own"], (first["params"] + second["params"]) / 2, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_signs_train_workers_of_two_devices(tmp_path):
@@ -100,11 +115,23 @@ def test_a_checkpoint_in_the_middle_of_a_round_goes_on(tmp_path):
   """All are killed then. Each goes on from what Levanter saved; the next round has what was moved since the last."""
   code = edited(
     changed(PROGRAM, SAVING),
-    ("tracker=NoopConfig()", "tracker=NoopConfig(), checkpointer=CheckpointerConfig(keep=[{'every': 27}])"),
-    ("from levanter.tracker", "from levanter.checkpoint import CheckpointerConfig\nfrom levanter.tracker"),
+    (
+      "tracker=NoopConfig()",
+      "tracker=NoopConfig(), checkpointer=CheckpointerConfig(keep=[{'every': 27}])",
+    ),
+    (
+      "from levanter.tracker",
+      "from levanter.checkpoint import CheckpointerConfig\nfrom levanter.tracker",
+    ),
     ("num_train_steps=320", "num_train_steps=70"),
-    ("    params = state.trainable", "    print('step', int(state.step), bool(goes_on))\n    params = state.trainable"),
-    ("    info = trainer", "    np.save('start.npy', flat(params))\n    info = trainer"),
+    (
+      "    params = state.trainable",
+      "    print('step', int(state.step), bool(goes_on))\n    params = state.trainable",
+    ),
+    (
+      "    info = trainer",
+      "    np.save('start.npy', flat(params))\n    info = trainer",
+    ),
   )
   train(tmp_path, code, status=-signal.SIGKILL, DIES="1")
   (last, _) = rounds_of(tmp_path, 1)
@@ -113,7 +140,11 @@ def test_a_checkpoint_in_the_middle_of_a_round_goes_on(tmp_path):
   found = rounds_of(tmp_path, 2)
   for number, own in enumerate(found):
     start = np.load(tmp_path / f"{number}" / "start.npy")
-    np.testing.assert_array_equal(start, np.load(tmp_path / f"{number}" / "at_the_checkpoint.npy"))
+    np.testing.assert_array_equal(
+      start, np.load(tmp_path / f"{number}" / "at_the_checkpoint.npy")
+    )
     assert (start != own["before"]).all()
     np.testing.assert_array_equal(own["before"], last["after"])
-    np.testing.assert_allclose(own["given"], (own["before"] - own["begun"]) / 2, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+      own["given"], (own["before"] - own["begun"]) / 2, rtol=1e-4, atol=1e-6
+    )

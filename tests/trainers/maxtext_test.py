@@ -15,8 +15,12 @@ from tests.docs_test import ROOT, blocks
 from tests.trainers.diffs import files_changed, lines_changed
 
 pytest.importorskip("maxtext")
-PACKAGES = pathlib.Path(importlib.util.find_spec("maxtext").submodule_search_locations[0]).parent
-(DIFF,) = [diff for diff in blocks("docs/how_to/trainers.md", "diff") if "vanilla_diloco" in diff]
+PACKAGES = pathlib.Path(
+  importlib.util.find_spec("maxtext").submodule_search_locations[0]
+).parent
+(DIFF,) = [
+  diff for diff in blocks("docs/how_to/trainers.md", "diff") if "vanilla_diloco" in diff
+]
 SIGNS = 'js.onebit_transform("diloco")'
 # Two replicas of two devices each, which exchange after every three steps.
 FLAGS = (
@@ -47,7 +51,11 @@ def trained(folder, diff=""):
     (folder / path).unlink()
     (folder / path).write_text(code)
   (folder / "program.py").write_text(PROGRAM)
-  given = [str(PACKAGES / "maxtext/configs/base.yml"), *FLAGS.split(), f"base_output_directory={folder}/out"]
+  given = [
+    str(PACKAGES / "maxtext/configs/base.yml"),
+    *FLAGS.split(),
+    f"base_output_directory={folder}/out",
+  ]
   own = {
     "PYTHONPATH": f"{folder}:{ROOT}",
     "JAX_PLATFORMS": "cpu",
@@ -64,7 +72,9 @@ def trained(folder, diff=""):
   )
   assert done.returncode == 0, done.stderr[-3000:]
   found = {
-    line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.startswith(("params", "words"))
+    line.split()[0]: line.split()[1:]
+    for line in done.stdout.splitlines()
+    if line.startswith(("params", "words"))
   }
   return [float(entry) for entry in found["params"]], *map(int, found.get("words", []))
 
@@ -74,9 +84,15 @@ def sent_between_replicas(folder):
   program = min((folder / "programs").glob("*train_step.after_optimizations.txt"))
   largest = {}
   for line in program.read_text().splitlines():
-    found = re.search(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(", line)
+    found = re.search(
+      r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(",
+      line,
+    )
     if found and re.search(r"(groups|pairs)=(\{\{0,2\}|mesh\S* \{[^}]*'diloco')", line):
-      sizes = [math.prod(map(int, filter(None, one.split(",")))) for one in re.findall(r"\[([\d,]*)\]", found[1])]
+      sizes = [
+        math.prod(map(int, filter(None, one.split(","))))
+        for one in re.findall(r"\[([\d,]*)\]", found[1])
+      ]
       largest[found[2]] = max(largest.get(found[2], 0), *sizes)
   return largest
 
@@ -84,10 +100,15 @@ def sent_between_replicas(folder):
 def test_dense_is_theirs_and_signs_have_fewer_words(tmp_path):
   assert lines_changed(DIFF) == (6, 6)
   (theirs,) = trained(tmp_path / "theirs")
-  dense, words = trained(tmp_path / "dense", DIFF.replace(SIGNS, 'js.dense_transform("diloco")'))
+  dense, words = trained(
+    tmp_path / "dense", DIFF.replace(SIGNS, 'js.dense_transform("diloco")')
+  )
   assert dense == pytest.approx(theirs, rel=1e-4, abs=1e-5)
   assert words == len(theirs)  # 2 (P − 1) / P of them
   signs, words = trained(tmp_path / "signs", DIFF)
   assert 0 < words < len(theirs) / 15  # 8,240 entries of a device, padded
-  assert sent_between_replicas(tmp_path / "signs") == {"all-reduce": 1, "collective-permute": words / 4}
+  assert sent_between_replicas(tmp_path / "signs") == {
+    "all-reduce": 1,
+    "collective-permute": words / 4,
+  }
   assert signs != pytest.approx(theirs, rel=1e-4, abs=1e-5)

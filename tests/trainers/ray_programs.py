@@ -26,7 +26,10 @@ def train(folder: pathlib.Path, dies: int | None = None) -> None:
   mesh = jax.make_mesh((jax.device_count(),), ("workers",))
   target = np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)
   loss_fn = lambda params, inputs: jnp.mean((inputs @ params - inputs @ target) ** 2)
-  tx, params = optax.chain(js.spardl_transform("workers", density=0.1), optax.sgd(0.1)), jnp.zeros((30, 4))
+  tx, params = (
+    optax.chain(js.spardl_transform("workers", density=0.1), optax.sgd(0.1)),
+    jnp.zeros((30, 4)),
+  )
   state, step = js.init(tx, params, mesh), js.make_train_step(loss_fn, tx, mesh)
   for number in range(300):
     if number == 20 and jax.process_index() == dies:
@@ -34,7 +37,9 @@ def train(folder: pathlib.Path, dies: int | None = None) -> None:
     inputs = np.random.default_rng(number).normal(size=(60, 30)).astype(np.float32)
     params, state, metrics = step(params, state, inputs)
   rank = jax.process_index()
-  (folder / f"{rank}").write_text(f"{name}, {rank} of {step.workers} workers, loss {float(metrics.loss):.0e}")
+  (folder / f"{rank}").write_text(
+    f"{name}, {rank} of {step.workers} workers, loss {float(metrics.loss):.0e}"
+  )
 
 
 def fit(folder: pathlib.Path, dies: int | None = None) -> None:
@@ -45,7 +50,9 @@ def fit(folder: pathlib.Path, dies: int | None = None) -> None:
     train(folder, dies)
 
   scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
-  JaxTrainer(loop, scaling_config=scaling, run_config=RunConfig(storage_path=str(folder / "ray"))).fit()
+  JaxTrainer(
+    loop, scaling_config=scaling, run_config=RunConfig(storage_path=str(folder / "ray"))
+  ).fit()
 
 
 @ray.remote(num_cpus=1)
@@ -59,7 +66,10 @@ class Worker:
 def call(folder: pathlib.Path, dies: int | None = None) -> None:
   """As actors."""
   own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-  actors = [Worker.options(runtime_env={"env_vars": own | {"RANK": str(rank)}}).remote() for rank in range(2)]
+  actors = [
+    Worker.options(runtime_env={"env_vars": own | {"RANK": str(rank)}}).remote()
+    for rank in range(2)
+  ]
   failed = 0
   for rank, result in enumerate([actor.run.remote(folder, dies) for actor in actors]):
     try:

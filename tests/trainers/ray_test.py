@@ -25,15 +25,28 @@ def run(program, folder, file="ray_programs.py"):
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
   }
-  command = [sys.executable, str(pathlib.Path(__file__).parent / file), program, str(folder)]
+  command = [
+    sys.executable,
+    str(pathlib.Path(__file__).parent / file),
+    program,
+    str(folder),
+  ]
   begin = time.monotonic()
   done = subprocess.run(
-    command, env=os.environ | own, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+    command,
+    env=os.environ | own,
+    cwd=folder,
+    capture_output=True,
+    text=True,
+    timeout=240,
+    check=False,
   )
   return done.returncode, done.stdout + done.stderr, time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("program", "name"), [("trainer", "Ray Train"), ("actors", "RANK and WORLD_SIZE")])
+@pytest.mark.parametrize(
+  ("program", "name"), [("trainer", "Ray Train"), ("actors", "RANK and WORLD_SIZE")]
+)
 def test_workers_train_together(program, name, tmp_path):
   """Ray Train connects JAX on GPUs and TPUs only, so that `join` does on CPUs; actors get the four variables."""
   status, printed, _ = run(program, tmp_path)
@@ -56,14 +69,20 @@ def test_a_worker_that_is_killed_ends_the_others(program, tmp_path):
     "actors": "rank 1: The actor is dead because",
   }
   assert ends[program.partition(",")[0]] in printed, printed[-3000:]
-  assert re.search(r"Gloo .* failed: .*Connection (closed|reset) by peer", printed), printed[-3000:]
+  assert re.search(r"Gloo .* failed: .*Connection (closed|reset) by peer", printed), (
+    printed[-3000:]
+  )
 
 
 def test_the_page_runs(tmp_path):
   (trainer,) = snippets("docs/how_to/clusters.md")
   _, program, _ = snippets("docs/how_to/many_hosts.md")
-  (tmp_path / "train.py").write_text(f"{program}assert step.workers == 2\nassert metrics.loss < 0.05\n")
-  (tmp_path / "main.py").write_text(f"import ray\n\nray.init(num_cpus=2, include_dashboard=False)\n{trainer}")
+  (tmp_path / "train.py").write_text(
+    f"{program}assert step.workers == 2\nassert metrics.loss < 0.05\n"
+  )
+  (tmp_path / "main.py").write_text(
+    f"import ray\n\nray.init(num_cpus=2, include_dashboard=False)\n{trainer}"
+  )
   status, printed, _ = run("", tmp_path, tmp_path / "main.py")
   assert status == 0, printed[-3000:]
   assert "2 workers, loss " in printed

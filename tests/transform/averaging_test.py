@@ -23,7 +23,9 @@ def start(tx, where, params=PARAMS):
 def moments(state, name="trace"):
   """[P, n], the moments of each worker."""
   (found,) = (value for path, value in optax.tree.get_all_with_path(state, name))
-  return np.concatenate([np.asarray(leaf).reshape(WORKERS, -1) for leaf in jax.tree.leaves(found)], axis=1)
+  return np.concatenate(
+    [np.asarray(leaf).reshape(WORKERS, -1) for leaf in jax.tree.leaves(found)], axis=1
+  )
 
 
 @pytest.mark.parametrize(
@@ -38,8 +40,12 @@ def moments(state, name="trace"):
 def test_momentum_in_numpy(where, every, exchange):
   """Momentum of each worker, its mean every K steps; the mean of the parameters every H."""
   axis = where if isinstance(where, js.SimComm) else "workers"
-  inner = js.average_momentum(optax.sgd(0.1, momentum=0.9), axis, every=every, dtype="float32")
-  step, params, state = start(js.local_steps(inner, averaged(axis), every=exchange), where)
+  inner = js.average_momentum(
+    optax.sgd(0.1, momentum=0.9), axis, every=every, dtype="float32"
+  )
+  step, params, state = start(
+    js.local_steps(inner, averaged(axis), every=exchange), where
+  )
   own, momentum = np.zeros((WORKERS, N)), np.zeros((WORKERS, N))
   for number in range(1, 8):
     batch = normals(number, WORKERS, N)
@@ -57,14 +63,25 @@ def test_momentum_in_numpy(where, every, exchange):
 
 
 def muon_with_signs(where, every=2, exchange=1, **options):
-  muon = optax.contrib.muon(0.1, adam_learning_rate=0.01, mu_dtype=options.pop("mu_dtype", None))
+  muon = optax.contrib.muon(
+    0.1, adam_learning_rate=0.01, mu_dtype=options.pop("mu_dtype", None)
+  )
   inner = js.average_momentum(muon, where, every=every)
-  return js.local_steps(inner, optax.chain(js.onebit_transform(where), optax.sgd(1.0)), every=exchange, **options)
+  return js.local_steps(
+    inner,
+    optax.chain(js.onebit_transform(where), optax.sgd(1.0)),
+    every=exchange,
+    **options,
+  )
 
 
 def momentum_of(state):
   """The momentum of Muon and of its Adam, leaves [P, …]."""
-  return [leaf for _, tree in optax.tree.get_all_with_path(state, "mu") for leaf in jax.tree.leaves(tree)]
+  return [
+    leaf
+    for _, tree in optax.tree.get_all_with_path(state, "mu")
+    for leaf in jax.tree.leaves(tree)
+  ]
 
 
 def spread(state):
@@ -82,7 +99,9 @@ def spread(state):
 )
 def test_muon_and_its_adam_beside_fragments_delay_residuals_and_dtypes(options):
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
-  step, params, state = start(muon_with_signs("workers", **options), mesh_of(WORKERS), params)
+  step, params, state = start(
+    muon_with_signs("workers", **options), mesh_of(WORKERS), params
+  )
   assert len(momentum_of(state)) == 3
   for number in range(1, 7):
     params, state, _ = step(params, state, normals(number, WORKERS, N))
@@ -107,7 +126,9 @@ def test_goes_on_with_other_workers_and_another_k():
 
 def test_parameters_that_are_one_array():
   inner = js.average_momentum(optax.adam(0.1), "workers", every=1)
-  step, params, state = start(js.local_steps(inner, averaged(), every=2), mesh_of(WORKERS), jnp.zeros(N))
+  step, params, state = start(
+    js.local_steps(inner, averaged(), every=2), mesh_of(WORKERS), jnp.zeros(N)
+  )
   _, state, _ = step(params, state, normals(0, WORKERS, N))
   assert spread(state) == 0
   assert js.metrics(state).words_sent > 0
@@ -116,11 +137,25 @@ def test_parameters_that_are_one_array():
 @pytest.mark.parametrize(
   ("inner", "options", "message"),
   [
-    (optax.adam(0.1), {"every": 0}, "average_momentum: every=0, choose a whole number from 1 up"),
+    (
+      optax.adam(0.1),
+      {"every": 0},
+      "average_momentum: every=0, choose a whole number from 1 up",
+    ),
     (optax.adam(0.1), {"every": 2, "dtype": "int8"}, "dense: dtype='int8', choose"),
-    (optax.sgd(0.1), {"every": 2}, "average_momentum: the state of inner has no momentum, no mu or trace"),
+    (
+      optax.sgd(0.1),
+      {"every": 2},
+      "average_momentum: the state of inner has no momentum, no mu or trace",
+    ),
   ],
 )
 def test_bad_input(inner, options, message):
   with pytest.raises(ValueError, match=message):
-    js.init(js.local_steps(js.average_momentum(inner, "workers", **options), averaged(), every=2), PARAMS, mesh_of(2))
+    js.init(
+      js.local_steps(
+        js.average_momentum(inner, "workers", **options), averaged(), every=2
+      ),
+      PARAMS,
+      mesh_of(2),
+    )

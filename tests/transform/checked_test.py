@@ -8,7 +8,16 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from tests.cases import CASES, assert_same_bits, linear, mesh_of, row, start
-from tests.compositions_test import COMPOSITIONS, SHAPES, SPARSE, WORKERS, N, integers, jnp, refusal
+from tests.compositions_test import (
+  COMPOSITIONS,
+  SHAPES,
+  SPARSE,
+  WORKERS,
+  N,
+  integers,
+  jnp,
+  refusal,
+)
 
 NAMES = [case.name for case in CASES if not case.options]
 QUICK = {("dense", "multi_transform")}
@@ -16,20 +25,27 @@ CELLS = [
   (name, composition)
   for name in NAMES
   for composition in COMPOSITIONS
-  if (name == "spardl" or composition in ("plain", "multi_transform")) and not refusal(name, composition)
+  if (name == "spardl" or composition in ("plain", "multi_transform"))
+  and not refusal(name, composition)
 ]
 """Each collective, and each composition: what is checked are the types of what they make."""
 
 
 @pytest.mark.parametrize(
-  ("name", "composition"), [row(*cell, quick=cell in QUICK, id="-".join(cell)) for cell in CELLS]
+  ("name", "composition"),
+  [row(*cell, quick=cell in QUICK, id="-".join(cell)) for cell in CELLS],
 )
 def test_the_bits_are_those_of_a_training_step(name, composition):
   options = {"density": 0.2} if name in SPARSE else {}
   options |= {"special": {"bias": "dense"}} if composition == "special" else {}
   options |= {"decay": 0.5} if composition == "decayed" else {}
-  tx = js.atomic(COMPOSITIONS[composition](js.make_transform(name, "workers", **options)))
-  params, mesh = {leaf: jnp.zeros(shape) for leaf, shape in SHAPES.items()}, mesh_of(WORKERS)
+  tx = js.atomic(
+    COMPOSITIONS[composition](js.make_transform(name, "workers", **options))
+  )
+  params, mesh = (
+    {leaf: jnp.zeros(shape) for leaf, shape in SHAPES.items()},
+    mesh_of(WORKERS),
+  )
   step, params, state = start(tx, mesh, params)
   specs = js.specs(state, "workers")
 
@@ -38,7 +54,11 @@ def test_the_bits_are_those_of_a_training_step(name, composition):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  own = jax.jit(jax.shard_map(worker, mesh=mesh, in_specs=(P(), specs, P("workers")), out_specs=(P(), specs)))
+  own = jax.jit(
+    jax.shard_map(
+      worker, mesh=mesh, in_specs=(P(), specs, P("workers")), out_specs=(P(), specs)
+    )
+  )
   params2, state2 = params, state
   for number in range(5):
     batch = integers(number, WORKERS, N)

@@ -22,46 +22,76 @@ def test_a_mean_that_float16_cannot_hold_is_skipped_and_kept():
   grads = np.array([[60000.0, 44000.0, 0.0]] * 2, np.float32)
   params, state, metrics = step(params, state, grads)
   assert not metrics.skipped
-  after, skipped, metrics = step(params, state, grads * np.array([0, 1, 0], np.float32))  # 88,000
+  # 88,000
+  after, skipped, metrics = step(params, state, grads * np.array([0, 1, 0], np.float32))
   assert metrics.skipped
   np.testing.assert_array_equal(after, params)
-  np.testing.assert_array_equal(skipped[0].carried.residual[0], state[0].carried.residual[0])
+  np.testing.assert_array_equal(
+    skipped[0].carried.residual[0], state[0].carried.residual[0]
+  )
 
 
 def test_what_is_rounded_off_decays_as_the_residual_does():
   """All is delivered, and of the mean bfloat16 holds all but 2⁻⁸."""
   tx = js.topka_transform(js.SimComm("w"), density=1.0, decay=0.5)
-  update = jax.jit(jax.vmap(lambda grads: tx.update(grads, tx.init(grads)), axis_name="w"))
+  update = jax.jit(
+    jax.vmap(lambda grads: tx.update(grads, tx.init(grads)), axis_name="w")
+  )
   updates, state = update(jnp.array([[1.0], [1 + 2**-7]], jnp.bfloat16))
   np.testing.assert_array_equal(updates, [[1], [1]])
   np.testing.assert_array_equal(state.carried.residual[0], [[2**-9], [2**-9]])
   # Local steps of an optimizer in float32, also where a wrapper drops extra arguments.
-  inner = optax.stateless(lambda grads, _: jax.tree.map(lambda grad: -grad.astype(jnp.float32) * (1 + 2**-9), grads))
-  drops_extra = lambda tx: optax.GradientTransformation(tx.init, lambda *given: tx.update(*given))
+  inner = optax.stateless(
+    lambda grads, _: jax.tree.map(
+      lambda grad: -grad.astype(jnp.float32) * (1 + 2**-9), grads
+    )
+  )
+  drops_extra = lambda tx: optax.GradientTransformation(
+    tx.init, lambda *given: tx.update(*given)
+  )
   for wrap in (lambda tx: tx, drops_extra, optax.flatten):
     outer = optax.chain(wrap(js.topka_transform(sim(2), k=1)), optax.sgd(1.0))
-    step, params, state = start(js.local_steps(inner, outer, every=1), sim(2), jnp.zeros(1, jnp.bfloat16))
+    step, params, state = start(
+      js.local_steps(inner, outer, every=1), sim(2), jnp.zeros(1, jnp.bfloat16)
+    )
     params, state, _ = step(params, state, np.ones((2, 1), np.float32))
     assert float(params[0]) == -1
-    np.testing.assert_array_equal(state.outer[0][0].carried.residual[0].ravel(), [2**-9, 2**-9])
+    np.testing.assert_array_equal(
+      state.outer[0][0].carried.residual[0].ravel(), [2**-9, 2**-9]
+    )
   # Of several leaves a wrapper makes one with another name.
   outer = optax.chain(optax.flatten(js.topka_transform(sim(2), k=2)), optax.sgd(1.0))
-  tx, params = js.local_steps(inner, outer, every=1), dict.fromkeys("ab", jnp.zeros(1, jnp.bfloat16))
-  step = js.make_train_step(lambda p, x: (p["a"] + p["b"])[0] * x.mean(), tx, sim(2), donate=False)
-  params, state, _ = step(params, js.init(tx, params, sim(2)), jnp.ones((2, 1), jnp.bfloat16))
+  tx, params = (
+    js.local_steps(inner, outer, every=1),
+    dict.fromkeys("ab", jnp.zeros(1, jnp.bfloat16)),
+  )
+  step = js.make_train_step(
+    lambda p, x: (p["a"] + p["b"])[0] * x.mean(), tx, sim(2), donate=False
+  )
+  params, state, _ = step(
+    params, js.init(tx, params, sim(2)), jnp.ones((2, 1), jnp.bfloat16)
+  )
   assert all(float(leaf[0]) == -1 for leaf in params.values())
-  np.testing.assert_array_equal(state.outer[0][0].carried.residual[0].ravel(), [2**-9] * 4)
+  np.testing.assert_array_equal(
+    state.outer[0][0].carried.residual[0].ravel(), [2**-9] * 4
+  )
 
 
 @pytest.mark.parametrize("value", quick_of([257.0, 99968.0], quick=[99968.0]))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 def test_flush_of_local_steps_leaves_what_the_dtype_cannot_hold(dtype, value):
   """257 is 256 in bfloat16, and 99,968 too large for float16."""
-  tx = js.local_steps(optax.sgd(1.0), optax.chain(js.topka_transform(sim(2), k=1), optax.sgd(1.0)), every=None)
+  tx = js.local_steps(
+    optax.sgd(1.0),
+    optax.chain(js.topka_transform(sim(2), k=1), optax.sgd(1.0)),
+    every=None,
+  )
   step, params, state = start(tx, sim(2), jnp.zeros(1, dtype))
   rounds = 2 if value > 60000 else 1
   for _ in range(rounds):
-    params, state, metrics = step(params, state, np.full((2, 1), value / rounds, np.float32))
+    params, state, metrics = step(
+      params, state, np.full((2, 1), value / rounds, np.float32)
+    )
     assert not metrics.skipped
   moved = np.asarray(state.moved, np.float64).mean()
   update, state = js.flush(state, params, sim(2))
@@ -69,19 +99,31 @@ def test_flush_of_local_steps_leaves_what_the_dtype_cannot_hold(dtype, value):
   assert float(update[0]) + np.asarray(state.moved, np.float64).mean() == moved
 
 
-@pytest.mark.parametrize(("dtype", "like"), [(jnp.float16, np.float16), (jnp.bfloat16, ml_dtypes.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+  ("dtype", "like"),
+  [(jnp.float16, np.float16), (jnp.bfloat16, ml_dtypes.bfloat16)],
+  ids=str,
+)
 def test_rounding_is_that_of_the_cast(dtype, like):
   elements = st.floats(-(2.0**127), 2.0**127, width=32, allow_subnormal=False)
 
-  @hypothesis.given(hypothesis.extra.numpy.arrays(np.float32, 16, elements=elements), st.integers(-140, 0))
+  @hypothesis.given(
+    hypothesis.extra.numpy.arrays(np.float32, 16, elements=elements),
+    st.integers(-140, 0),
+  )
   def holds(values, exponent):
     values = (values.astype(np.float64) * 2.0**exponent).astype(np.float32)
-    values = np.where(np.abs(values) < 2.0**-126, 0, values).astype(np.float32)  # which this hardware flushes
+    # which this hardware flushes
+    values = np.where(np.abs(values) < 2.0**-126, 0, values).astype(np.float32)
     with np.errstate(over="ignore"):
       expected = values.astype(like).astype(np.float32)
     expected = np.where(np.abs(expected) < 2.0**-126, 0, expected)
-    found = np.array(flatten.rounding([16], [jnp.dtype(dtype)])(jnp.asarray(values), None))
-    np.testing.assert_array_equal(np.where(np.abs(found) < 2.0**-126, 0, found), expected)
+    found = np.array(
+      flatten.rounding([16], [jnp.dtype(dtype)])(jnp.asarray(values), None)
+    )
+    np.testing.assert_array_equal(
+      np.where(np.abs(found) < 2.0**-126, 0, found), expected
+    )
 
   holds()
 
@@ -90,6 +132,9 @@ def test_rounding_of_entries_is_that_of_their_leaf():
   dtypes = list(map(jnp.dtype, (jnp.bfloat16, jnp.float32, jnp.float16)))
   to, values = flatten.rounding([3, 2, 4], dtypes), jnp.asarray(normals(0, 9))
   order = np.random.default_rng(0).permutation(9)
-  np.testing.assert_array_equal(to(values[order], jnp.asarray(order)), to(values, None)[order])
-  assert float(to(jnp.array([0.1]), jnp.array([9]))[0]) == np.float32(0.1)  # an empty slot
+  np.testing.assert_array_equal(
+    to(values[order], jnp.asarray(order)), to(values, None)[order]
+  )
+  # an empty slot
+  assert float(to(jnp.array([0.1]), jnp.array([9]))[0]) == np.float32(0.1)
   assert flatten.rounding([3, 2], [dtypes[1]] * 2) is None

@@ -25,7 +25,10 @@ N, WORKERS, MOMENTUM = 120, 3, 0.75
 TRACKED = [
   case
   for case in CASES
-  if case.workers([WORKERS]) and str(case) != "dense-dtype=bfloat16" and case in CONSERVING and case in REPLICATING
+  if case.workers([WORKERS])
+  and str(case) != "dense-dtype=bfloat16"
+  and case in CONSERVING
+  and case in REPLICATING
 ]
 
 
@@ -38,8 +41,16 @@ def tracked(case, params, momentum=MOMENTUM):
 def parts(state):
   """(means, what is not delivered, [P, N] each, the total) in a state."""
   worker, shared = state.carried.worker[0], state.carried.shared[0]
-  owed = np.zeros((WORKERS, N)) if worker.undelivered is None else np.asarray(worker.undelivered, np.float64)
-  return np.asarray(worker.mean).reshape(WORKERS, N), owed.reshape(WORKERS, N), np.asarray(shared.total)
+  owed = (
+    np.zeros((WORKERS, N))
+    if worker.undelivered is None
+    else np.asarray(worker.undelivered, np.float64)
+  )
+  return (
+    np.asarray(worker.mean).reshape(WORKERS, N),
+    owed.reshape(WORKERS, N),
+    np.asarray(shared.total),
+  )
 
 
 @each_case(TRACKED, ["onebit", "spardl"])
@@ -86,7 +97,11 @@ def test_gradients_that_stay_as_they_are_arrive_exactly_however_they_differ(name
 def test_what_large_gradients_were_rounded_by_is_forgotten(name):
   """One step with gradients of 10⁹ among thousands with those of 1: sums of float32 are rounded to 64 then."""
   program, state = tracked(Case(name), jnp.zeros(N))
-  run = jax.jit(lambda grads, state: jax.lax.fori_loop(0, 60_000, lambda _, state: program(grads, state)[1], state))
+  run = jax.jit(
+    lambda grads, state: jax.lax.fori_loop(
+      0, 60_000, lambda _, state: program(grads, state)[1], state
+    )
+  )
   grads = normals(0, WORKERS, N)
   _, state = program(np.float32(1e9) * grads, state)
   updates, _ = program(grads, run(grads, state))
@@ -95,7 +110,9 @@ def test_what_large_gradients_were_rounded_by_is_forgotten(name):
 
 @pytest.mark.long
 def test_new_workers_begin_anew_and_owe_nothing():
-  chain = lambda axis: optax.chain(js.ef21(js.onebit_transform(axis), MOMENTUM), optax.sgd(1.0))
+  chain = lambda axis: optax.chain(
+    js.ef21(js.onebit_transform(axis), MOMENTUM), optax.sgd(1.0)
+  )
   step, params, state = start(chain("workers"), mesh_of(2), jnp.zeros(N))
   params, state, _ = step(params, state, normals(0, 2, N))
   state = js.resize(state, params, mesh_of(WORKERS))
@@ -110,13 +127,34 @@ def test_new_workers_begin_anew_and_owe_nothing():
 
 def test_what_is_lost_cannot_be_tracked():
   for make, message in (
-    (lambda: js.ef21(js.qsgd_transform("workers")), "ef21: qsgd.* loses a part of what it is given"),
-    (lambda: js.ef21(js.spardl_transform("workers", k=3, residual="partial")), "ef21: spardl.* loses a part"),
-    (lambda: js.ef21(js.topka_transform("workers", k=3, decay=0.9)), "ef21: topka.* loses a part"),
-    (lambda: js.ef21(js.dense_transform("workers", dtype="bfloat16")), "ef21: dense:dtype=bfloat16 loses a part"),
-    (lambda: js.ef21(js.momentum_corrected(js.topka_transform("workers", k=3))), "ef21: .* has a momentum already"),
-    (lambda: js.ef21(js.onebit_transform("workers"), "0.9"), "ef21: momentum='0.9', choose a number"),
-    (lambda: js.ef21(js.onebit_transform("workers"), 1.0), "ef21: momentum=1.0, choose a number from 0 up, below 1"),
+    (
+      lambda: js.ef21(js.qsgd_transform("workers")),
+      "ef21: qsgd.* loses a part of what it is given",
+    ),
+    (
+      lambda: js.ef21(js.spardl_transform("workers", k=3, residual="partial")),
+      "ef21: spardl.* loses a part",
+    ),
+    (
+      lambda: js.ef21(js.topka_transform("workers", k=3, decay=0.9)),
+      "ef21: topka.* loses a part",
+    ),
+    (
+      lambda: js.ef21(js.dense_transform("workers", dtype="bfloat16")),
+      "ef21: dense:dtype=bfloat16 loses a part",
+    ),
+    (
+      lambda: js.ef21(js.momentum_corrected(js.topka_transform("workers", k=3))),
+      "ef21: .* has a momentum already",
+    ),
+    (
+      lambda: js.ef21(js.onebit_transform("workers"), "0.9"),
+      "ef21: momentum='0.9', choose a number",
+    ),
+    (
+      lambda: js.ef21(js.onebit_transform("workers"), 1.0),
+      "ef21: momentum=1.0, choose a number from 0 up, below 1",
+    ),
   ):
     with pytest.raises(ValueError, match=message):
       make()

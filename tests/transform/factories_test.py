@@ -20,10 +20,12 @@ def test_signature_and_defaults_are_those_of_the_dataclass(name):
   signature, hints = inspect.signature(function), typing.get_type_hints(kind)
   options = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
   fields = [field for field in dataclasses.fields(kind) if field.init]
-  assert [(p.name, p.default, p.annotation) for p in options] == [(f.name, f.default, hints[f.name]) for f in fields]
-  assert function.__annotations__ == {p.name: p.annotation for p in signature.parameters.values()} | {
-    "return": signature.return_annotation
-  }
+  assert [(p.name, p.default, p.annotation) for p in options] == [
+    (f.name, f.default, hints[f.name]) for f in fields
+  ]
+  assert function.__annotations__ == {
+    p.name: p.annotation for p in signature.parameters.values()
+  } | {"return": signature.return_annotation}
   assert next(iter(signature.parameters)) == "axis"
   assert function.__name__ == function.__qualname__ == f"{name}_transform"
   assert pickle.loads(pickle.dumps(function)) is function
@@ -36,6 +38,13 @@ def test_the_documentation_is_that_of_the_dataclass_and_lists_each_argument_once
   documentation = inspect.getdoc(function)
   assert set(inspect.getdoc(kind).splitlines()) <= set(documentation.splitlines())
   for argument in inspect.signature(function).parameters:
-    assert len(re.findall(rf"^  (\w+, )*{argument}(, \w+)*: ", documentation, flags=re.MULTILINE)) == 1, argument
+    assert (
+      len(
+        re.findall(
+          rf"^  (\w+, )*{argument}(, \w+)*: ", documentation, flags=re.MULTILINE
+        )
+      )
+      == 1
+    ), argument
   for section in ("Args", "Returns", "Raises", "Example"):
     assert documentation.count(f"\n{section}:\n") == 1

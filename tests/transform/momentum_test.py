@@ -9,18 +9,33 @@ import jaxsparse as js
 from jaxsparse.collectives._wrapped import Corrected, WarmedUp
 from jaxsparse.train import simulation
 from tests import cases
-from tests.cases import assert_same_bits, integers, mesh_of, normals, quick_of, sim, start
+from tests.cases import (
+  assert_same_bits,
+  integers,
+  mesh_of,
+  normals,
+  quick_of,
+  sim,
+  start,
+)
 
 N = 30
-EXACT = [case for case in cases.CONSERVING if case.is_sparse and case.exact and case.rounding < 2**-10]
+EXACT = [
+  case
+  for case in cases.CONSERVING
+  if case.is_sparse and case.exact and case.rounding < 2**-10
+]
 
 
 def corrected(collective, momentum=0.5, nesterov=False, masking=True):
-  return Corrected(collective=collective, momentum=momentum, nesterov=nesterov, masking=masking)
+  return Corrected(
+    collective=collective, momentum=momentum, nesterov=nesterov, masking=masking
+  )
 
 
 @pytest.mark.parametrize(
-  ("nesterov", "masking"), quick_of([(False, True), (True, True), (False, False)], quick=[(True, True)])
+  ("nesterov", "masking"),
+  quick_of([(False, True), (True, True), (False, False)], quick=[(True, True)]),
 )
 def test_deep_gradient_compression_in_numpy(nesterov, masking):
   """Lin et al., Algorithm 1 with momentum correction, over TopkA."""
@@ -56,18 +71,24 @@ def test_momentum_is_zero_where_mass_has_left(case):
     momentum = np.asarray(state.carried.worker[0].momentum, np.float64) / 2 + grads
     home = momentum + np.asarray(state.carried.residual[0], np.float64)
     _, state = simulation.reduce_all(collective, jnp.asarray(grads), state)
-    expected = np.where(np.asarray(state.carried.residual[0], np.float64) == home, momentum, 0)
+    expected = np.where(
+      np.asarray(state.carried.residual[0], np.float64) == home, momentum, 0
+    )
     np.testing.assert_array_equal(state.carried.worker[0].momentum, expected)
 
 
-@pytest.mark.parametrize("name", cases.quick_of(["dense", "spardl", "ladder"], quick=["dense"]))
+@pytest.mark.parametrize(
+  "name", cases.quick_of(["dense", "spardl", "ladder"], quick=["dense"])
+)
 def test_everything_delivered_is_momentum_after_the_mean(name):
   """Nothing is masked; the mean of each worker's momentum is the momentum of the mean."""
   workers, trace = 4, np.zeros(N)
   made = {
     "dense": js.make_collective("dense"),
     "spardl": js.make_collective("spardl", density=1.0),
-    "ladder": WarmedUp(collective=js.make_collective("spardl", density=0.1), steps=(3,), densities=(1.0,)),
+    "ladder": WarmedUp(
+      collective=js.make_collective("spardl", density=0.1), steps=(3,), densities=(1.0,)
+    ),
   }
   collective = corrected(made[name], 0.9)
   state = simulation.initial(collective, workers, N)
@@ -86,12 +107,18 @@ def test_clipping_is_of_all_leaves_together_and_each_group_has_its_momentum():
   step, params, state = start(tx, sim(4), params)
   grad = 10 * normals(0, 40)
   params, state, _ = step(params, state, np.tile(grad, (4, 1)))
-  np.testing.assert_allclose(params["b"], -0.5 * 2 / np.sqrt(4) * grad[:4] / np.linalg.norm(grad), rtol=1e-5)
+  np.testing.assert_allclose(
+    params["b"], -0.5 * 2 / np.sqrt(4) * grad[:4] / np.linalg.norm(grad), rtol=1e-5
+  )
   assert [one.momentum.shape for one in state[0][1].carried.worker] == [(16,), (144,)]
 
 
 def ladder(name="spardl", **config):
-  return WarmedUp(collective=js.make_collective(name, density=0.1, **config), steps=(2, 3), densities=(0.5, 0.2))
+  return WarmedUp(
+    collective=js.make_collective(name, density=0.1, **config),
+    steps=(2, 3),
+    densities=(0.5, 0.2),
+  )
 
 
 @pytest.mark.long
@@ -102,7 +129,10 @@ def ladder(name="spardl", **config):
 )
 def test_a_ladder_of_densities_keeps_the_laws_and_is_each_of_them_in_turn(collective):
   workers = 4
-  plain = [*[js.make_collective("topka", density=d) for d in (0.5, 0.5, 0.2)], collective.collective]
+  plain = [
+    *[js.make_collective("topka", density=d) for d in (0.5, 0.5, 0.2)],
+    collective.collective,
+  ]
   state = simulation.initial(collective, workers, N)
   for step in range(5):
     grads, before = integers(step, workers, N), np.asarray(state.carried.residual[0])
@@ -110,7 +140,9 @@ def test_a_ladder_of_densities_keeps_the_laws_and_is_each_of_them_in_turn(collec
     same = same._replace(carried=same.carried._replace(residual=state.carried.residual))
     totals, state = simulation.reduce_all(collective, jnp.asarray(grads), state)
     np.testing.assert_array_equal(
-      totals[0] + np.asarray(state.carried.residual[0]).sum(0), grads.sum(0) + before.sum(0), err_msg=str(step)
+      totals[0] + np.asarray(state.carried.residual[0]).sum(0),
+      grads.sum(0) + before.sum(0),
+      err_msg=str(step),
     )
     assert_same_bits(totals, np.broadcast_to(totals[0], totals.shape))
     assert np.all(state.carried.shared[0].step == step + 1)
@@ -119,21 +151,60 @@ def test_a_ladder_of_densities_keeps_the_laws_and_is_each_of_them_in_turn(collec
       np.testing.assert_array_equal(totals, expected)
 
 
-SPARDL, DCT = js.spardl_transform("workers", density=0.2), js.dcttopk_transform("workers", density=0.1)
+SPARDL, DCT = (
+  js.spardl_transform("workers", density=0.2),
+  js.dcttopk_transform("workers", density=0.1),
+)
 
 
 @pytest.mark.parametrize(
   ("call", "error", "message"),
   [
-    (lambda: js.momentum_corrected(optax.sgd(0.1)), TypeError, "corrected: .* is no jaxsparse transform: give js."),
-    (lambda: js.momentum_corrected(SPARDL, 1.5), ValueError, r"momentum=1.5, choose a number in \(0, 1\]"),
-    (lambda: js.momentum_corrected(SPARDL, clip_norm=0), ValueError, "clip_norm=0, choose a number above 0, or None"),
-    (lambda: js.momentum_corrected(DCT), ValueError, "masking=True with dcttopk, which delivers a part of every"),
-    (lambda: js.momentum_corrected(js.momentum_corrected(SPARDL)), ValueError, ".* has a momentum already"),
-    (lambda: js.warmed_up(SPARDL, {3: 0.1, 2: 0.2}), ValueError, "densities={3: 0.1, 2: 0.2}, give .* by ascend"),
-    (lambda: js.warmed_up(SPARDL, {0: 0.1}), ValueError, "warmed_up: step=0, choose a whole number from 1 up"),
-    (lambda: js.warmed_up(SPARDL, {2: 1.5}), ValueError, r"before step 2: density=1.5, choose a number in \(0, 1\]"),
-    (lambda: js.warmed_up(js.momentum_corrected(SPARDL), {2: 0.5}), ValueError, "warm up first"),
+    (
+      lambda: js.momentum_corrected(optax.sgd(0.1)),
+      TypeError,
+      "corrected: .* is no jaxsparse transform: give js.",
+    ),
+    (
+      lambda: js.momentum_corrected(SPARDL, 1.5),
+      ValueError,
+      r"momentum=1.5, choose a number in \(0, 1\]",
+    ),
+    (
+      lambda: js.momentum_corrected(SPARDL, clip_norm=0),
+      ValueError,
+      "clip_norm=0, choose a number above 0, or None",
+    ),
+    (
+      lambda: js.momentum_corrected(DCT),
+      ValueError,
+      "masking=True with dcttopk, which delivers a part of every",
+    ),
+    (
+      lambda: js.momentum_corrected(js.momentum_corrected(SPARDL)),
+      ValueError,
+      ".* has a momentum already",
+    ),
+    (
+      lambda: js.warmed_up(SPARDL, {3: 0.1, 2: 0.2}),
+      ValueError,
+      "densities={3: 0.1, 2: 0.2}, give .* by ascend",
+    ),
+    (
+      lambda: js.warmed_up(SPARDL, {0: 0.1}),
+      ValueError,
+      "warmed_up: step=0, choose a whole number from 1 up",
+    ),
+    (
+      lambda: js.warmed_up(SPARDL, {2: 1.5}),
+      ValueError,
+      r"before step 2: density=1.5, choose a number in \(0, 1\]",
+    ),
+    (
+      lambda: js.warmed_up(js.momentum_corrected(SPARDL), {2: 0.5}),
+      ValueError,
+      "warm up first",
+    ),
     (
       lambda: js.warmed_up(js.qsgd_transform("workers"), {2: 0.5}),
       ValueError,

@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import EncodingCollective, agree, geometric, send_up_to
+from jaxsparse.collectives._messages import (
+  EncodingCollective,
+  agree,
+  geometric,
+  send_up_to,
+)
 from jaxsparse.collectives.oktopk.balance import (
   TRIGGER,
   Sizes,
@@ -16,7 +21,11 @@ from jaxsparse.collectives.oktopk.balance import (
   even_bounds,
   imbalance,
 )
-from jaxsparse.collectives.oktopk.thresholds import nudge_by_factor, nudge_in_proportion, search_near
+from jaxsparse.collectives.oktopk.thresholds import (
+  nudge_by_factor,
+  nudge_in_proportion,
+  search_near,
+)
 from jaxsparse.comm import number_of_each, schedules, varying
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select.accumulator import pending_nonzero
@@ -47,34 +56,42 @@ class OkTopk(EncodingCollective):
   `s` where `|s| ≥ b` and 0 elsewhere, with `s = Σ_w acc_w [|acc_w| ≥ a_w]`, added in rank order. A worker's next
   residual is its accumulator, with zeros where it sent an entry that is in the total.
 
-  Thresholds are exact k-th magnitudes every `threshold_period` steps. In between, the published algorithm
-  (Algorithm 1, `nudge="none"`) reuses them unchanged. The authors' code (`nudge="fixed"`) multiplies them by 1.012
-  after a step with more than 5k/4 entries, and divides them by 1.012 after one with fewer than 2k/3. The magnitudes of
-  gradients change by more than that from batch to batch. By default (`nudge="search"`, ours) the local threshold is
-  multiplied by 1 + x/10 with `x = selected / k − 1`, and the global one is searched around its last value, which takes
-  two more all-reduces of 33 counts.
+  Thresholds are exact k-th magnitudes every `threshold_period` steps. In between, the
+  published algorithm (Algorithm 1, `nudge="none"`) reuses them unchanged. The authors'
+  code (`nudge="fixed"`) multiplies them by 1.012 after a step with more than 5k/4
+  entries, and divides them by 1.012 after one with fewer than 2k/3. The magnitudes of
+  gradients change by more than that from batch to batch. By default (`nudge="search"`,
+  ours) the local threshold is multiplied by 1 + x/10 with `x = selected / k − 1`, and
+  the global one is searched around its last value, which takes two more all-reduces of
+  33 counts.
 
-  Two rules are ours, for every nudge. A threshold of 0, the result of an exact step with fewer than k non-zero entries,
-  is computed exactly again in the next step, and so are the regions if the global threshold is 0. If more than 2k
-  entries of a worker reach its threshold, the worker selects the 2k largest; if a message overflows its capacity, its
-  smallest entries stay in the residual.
+  Two rules are ours, for every nudge. A threshold of 0, the result of an exact step
+  with fewer than k non-zero entries, is computed exactly again in the next step, and so
+  are the regions if the global threshold is 0. If more than 2k entries of a worker
+  reach its threshold, the worker selects the 2k largest; if a message overflows its
+  capacity, its smallest entries stay in the residual.
 
-  If k is small, messages of the split overflow even where all entries are independent and of one distribution: their
-  sizes are random numbers with mean k/P, and their capacity is 1.5 k/P. Of the selected entries of normal gradients
-  overflow 6.5 % with k = 40 and 8 workers, 9.8 % with 16 workers; with k = 400 it is 0.1 % and 0.8 %. About k entries
-  are delivered all the same, since the global threshold follows their number.
+  If k is small, messages of the split overflow even where all entries are independent
+  and of one distribution: their sizes are random numbers with mean k/P, and their
+  capacity is 1.5 k/P. Of the selected entries of normal gradients overflow 6.5 % with k
+  = 40 and 8 workers, 9.8 % with 16 workers; with k = 400 it is 0.1 % and 0.8 %. About k
+  entries are delivered all the same, since the global threshold follows their number.
 
-  Ablations: `nudge="fixed"` and `"none"`; `regions="even"` and `balance=False`, the paper's comparisons (Figures 7a and
-  7b). `js.metrics` shows selected and delivered entries, threshold age, imbalance of the owners before and after
-  balancing, and overflow.
+  Ablations: `nudge="fixed"` and `"none"`; `regions="even"` and `balance=False`, the
+  paper's comparisons (Figures 7a and 7b). `js.metrics` shows selected and delivered
+  entries, threshold age, imbalance of the owners before and after balancing, and
+  overflow.
 
   Args:
-    threshold_period: τ′, the number of steps from one exact threshold to the next (128 for BERT in the paper).
+    threshold_period: τ′, the number of steps from one exact threshold to the next (128
+      for BERT in the paper).
     region_period: τ, the number of steps from one balancing of the regions to the next.
     nudge: how thresholds change between exact ones.
-    regions: "balanced" regions contain equally many selected entries; "even" ones have equal length.
-    balance: whether owners send their surplus to others before the all-gather, where one has more than 4 times the mean
-      and more than fits in blocks of 2 k/P; with up to 4 workers none can. Without it an owner delivers at most 4 k/P.
+    regions: "balanced" regions contain equally many selected entries; "even" ones have
+      equal length.
+    balance: whether owners send their surplus to others before the all-gather, where
+      one has more than 4 times the mean and more than fits in blocks of 2 k/P; with up
+      to 4 workers none can. Without it an owner delivers at most 4 k/P.
 
   Example:
     >>> import optax, jaxsparse as js
@@ -92,26 +109,38 @@ class OkTopk(EncodingCollective):
   def sizes(self, n: int, size: int) -> Sizes:
     """The capacities of messages, in entries."""
     even = -(-self.entries(n) // size)
-    return Sizes(even, even + even // 2, geometric(-(-even // 2), min(n, TRIGGER * even), count=6))
+    return Sizes(
+      even, even + even // 2, geometric(-(-even // 2), min(n, TRIGGER * even), count=6)
+    )
 
   def balances(self, size: int) -> bool:
     """Whether a step may balance the owners: none of `size` can have more than `size` times the mean."""
     return self.balance and size > TRIGGER
 
   def init(self, n: int, size: int) -> State:
-    reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))  # its step also numbers the noise of `wire`
-    return super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
+    # its step also numbers the noise of `wire`
+    reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
+    return (
+      super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
+    )
 
   def cost(self, n: int, size: int) -> Cost:
     sizes = self.sizes(n, size)
     codec = codec_of(self.wire, n)
-    even, most, direct = (codec.words(1, capacity) for capacity in (sizes.even, sizes.most, sizes.direct))
-    # The largest message, P counts of owners, 31 or 66 counts for the global threshold, P − 1 boundaries in 2 parts.
+    even, most, direct = (
+      codec.words(1, capacity) for capacity in (sizes.even, sizes.most, sizes.direct)
+    )
+    # The largest message, P counts of owners, 31 or 66 counts for the global threshold,
+    # P − 1 boundaries in 2 parts.
     counts = 66 if self.nudge == "search" else 31
     bounds = 2 * (size - 1) if self.regions == "balanced" else 0
     agreements = (1 + size + counts + bounds) * (size > 1)
     words = (most + max(direct, 2 * even)) * (size - 1)
-    return Cost((1 + self.balances(size)) * (size - 1) + len(schedules.strides(size)), words, agreements)
+    return Cost(
+      (1 + self.balances(size)) * (size - 1) + len(schedules.strides(size)),
+      words,
+      agreements,
+    )
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
@@ -122,23 +151,34 @@ class OkTopk(EncodingCollective):
     exact = reused.step % self.threshold_period == 0
     last = state.worker[0]
     most = min(n, 2 * k)
-    local, members, selected = by_threshold.choose_reaching(acc, last, exact | (last == 0), k, most)
+    local, members, selected = by_threshold.choose_reaching(
+      acc, last, exact | (last == 0), k, most
+    )
     chosen = by_threshold.read_first(acc, members, most)
     bounds = reused.bounds
     if self.regions == "balanced" and comm.size > 1:
       fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
-      bounds = varying.cond(fresh, lambda: consensus_bounds(comm, chosen.indices, n), lambda: reused.bounds)
+      bounds = varying.cond(
+        fresh, lambda: consensus_bounds(comm, chosen.indices, n), lambda: reused.bounds
+      )
     starts = by_threshold.region_starts(chosen.indices, bounds)
     crowd = jnp.diff(starts)
     sent = by_threshold.read_regions(chosen, starts, sizes.most, n)
-    # NaN and Inf reach every threshold and are among the largest, so `sent` contains them.
+    # NaN and Inf reach every threshold and are among the largest, so `sent` contains
+    # them.
     finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
 
     writer = self.writer(codec_of(self.wire, n), reused.step, comm.rank)
     capacities = geometric(-(-sizes.even // 2), sizes.most, count=4)
-    rows, lost, words = send_up_to(writer.exchange_rows, comm, sent, 0, capacities, needed, n)
+    rows, lost, words = send_up_to(
+      writer.exchange_rows, comm, sent, 0, capacities, needed, n
+    )
     sums = sparse.merge(rows, n)
-    follow = lambda: search_near(comm, sums, reused.threshold, k, n) if self.nudge == "search" else reused.threshold
+    follow = lambda: (
+      search_near(comm, sums, reused.threshold, k, n)
+      if self.nudge == "search"
+      else reused.threshold
+    )
     search = lambda: by_threshold.kth_magnitude(sums, k, n, comm.all_reduce)
     threshold = varying.cond(exact | (reused.threshold == 0), search, follow)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
@@ -156,7 +196,10 @@ class OkTopk(EncodingCollective):
       words_used=writer.words_used(saturated_sum(to_others, from_others), sizes.even),
       selected=selected,
       delivered=delivered,
-      overflow=saturated_sum(selected - sparse.count(sent, n), jnp.where(comm.rank == 0, wanted - delivered, 0)),
+      overflow=saturated_sum(
+        selected - sparse.count(sent, n),
+        jnp.where(comm.rank == 0, wanted - delivered, 0),
+      ),
       imbalance=imbalance(owned),
       balanced=balanced,
       threshold_age=reused.step % self.threshold_period,
@@ -167,5 +210,11 @@ class OkTopk(EncodingCollective):
       local = nudge_by_factor(local, selected, k)
       threshold = nudge_by_factor(threshold, wanted, k)
     residual = pending_nonzero(acc, sent.indices, kept, lost + rounded_off)
-    next_state = State(residual, local[None], Reused(reused.step + 1, threshold, bounds))
-    return Reduced(kept._replace(values=jnp.where(finite, kept.values, jnp.nan)), next_state, counters)
+    next_state = State(
+      residual, local[None], Reused(reused.step + 1, threshold, bounds)
+    )
+    return Reduced(
+      kept._replace(values=jnp.where(finite, kept.values, jnp.nan)),
+      next_state,
+      counters,
+    )

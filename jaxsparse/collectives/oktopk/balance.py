@@ -11,16 +11,19 @@ from jaxsparse.select import threshold as by_threshold
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Sparse, saturated_sum
 
-TRIGGER = 4  # balance if an owner has more than this many times the mean number of entries (§5.3)
+# balance if an owner has more than this many times the mean number of entries (§5.3)
+TRIGGER = 4
 
 
 class Sizes(NamedTuple):
   """The capacities of the messages of a step, in entries.
 
   Attributes:
-    even: L = ⌈k/P⌉, of a message that balances, and of a block of the all-gather after balancing.
+    even: L = ⌈k/P⌉, of a message that balances, and of a block of the all-gather after
+      balancing.
     most: of a message of the split.
-    blocks: of a block of the all-gather without balancing, of which the smallest that is sufficient is used.
+    blocks: of a block of the all-gather without balancing, of which the smallest that
+      is sufficient is used.
   """
 
   even: int
@@ -46,18 +49,21 @@ def even_bounds(n: int, size: int) -> jax.Array:
 def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
   """Boundaries of regions with about equally many selected entries, i32[P + 1] (§3.1.1).
 
-  Each worker proposes boundaries that divide its own selected entries equally; the result is the mean of the proposals.
-  A worker that selected fewer than P entries proposes regions of equal length.
+  Each worker proposes boundaries that divide its own selected entries equally; the
+  result is the mean of the proposals. A worker that selected fewer than P entries
+  proposes regions of equal length.
 
   Args:
     comm: at least two workers.
-    chosen: i32[c], the indices that this worker selected, ascending; n in empty slots, which are last.
+    chosen: i32[c], the indices that this worker selected, ascending; n in empty slots,
+      which are last.
     n: length of the gradient.
   """
   size = comm.size
   selected = jnp.sum(chosen < n, dtype=jnp.int32)
   cut = jnp.arange(1, size, dtype=jnp.int32)
-  ranks = cut * (selected // size) + cut * (selected % size) // size  # cut · selected / P without overflow
+  # cut · selected / P without overflow
+  ranks = cut * (selected // size) + cut * (selected % size) // size
   proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], chosen[ranks])
   edge = lambda value: jnp.full(1, value, jnp.int32)
   return jnp.concatenate([edge(0), floor_mean(comm, proposal), edge(n)])
@@ -77,18 +83,26 @@ def imbalance(owned: jax.Array) -> jax.Array:
     Array(2.25, dtype=float32)
   """
   counts = owned.astype(jnp.float32)
-  return jnp.where(counts.max() > 0, counts.max() / jnp.maximum(counts.mean(), 1e-9), 1.0)
+  return jnp.where(
+    counts.max() > 0, counts.max() / jnp.maximum(counts.mean(), 1e-9), 1.0
+  )
 
 
 def balance_and_gather(
-  comm: Comm, writer: Writer, mine: Sparse, owned: jax.Array, sizes: Sizes, balances: bool
+  comm: Comm,
+  writer: Writer,
+  mine: Sparse,
+  owned: jax.Array,
+  sizes: Sizes,
+  balances: bool,
 ) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
   """Gathers the selected sums of all owners on every worker, after balancing if an owner has far more than the mean.
 
-  Far more is more than 4 times the mean, as in the paper, and more than fits in blocks of 2 L: balancing sends messages
-  of L and gathers blocks of L, so that blocks of up to 2 L cost no more words directly. The smallest entries of a block
-  that overflows are in no result. Where no owner has more than 4 times the mean, either all entries are delivered, or
-  at least P · L, the most that balancing delivers.
+  Far more is more than 4 times the mean, as in the paper, and more than fits in blocks
+  of 2 L: balancing sends messages of L and gathers blocks of L, so that blocks of up to
+  2 L cost no more words directly. The smallest entries of a block that overflows are in
+  no result. Where no owner has more than 4 times the mean, either all entries are
+  delivered, or at least P · L, the most that balancing delivers.
 
   Args:
     comm: the workers.
@@ -99,8 +113,8 @@ def balance_and_gather(
     balances: whether owners may be balanced; if not, no program is compiled for it.
 
   Returns:
-    (entries [P · direct], rounding errors of this worker's messages, imbalance of the gathered blocks f32[], words sent
-    u32[]).
+    (entries [P · direct], rounding errors of this worker's messages, imbalance of the
+    gathered blocks f32[], words sent u32[]).
   """
   n = writer.codec.length
   packed = sparse.compress(mine, mine.indices < n, mine.indices.size, n)
@@ -113,7 +127,8 @@ def balance_and_gather(
     return jax.tree.map(jnp.ravel, sparse.resize(rows, sizes.direct, n)), lost, words
 
   shape = comm.size, sizes.even
-  nothing = Sparse(jnp.full(shape, n, jnp.int32), jnp.zeros(shape, jnp.float32))  # of the messages that balance
+  # of the messages that balance
+  nothing = Sparse(jnp.full(shape, n, jnp.int32), jnp.zeros(shape, jnp.float32))
   unmoved = [nothing] if balances and writer.codec.rounds else []
 
   def direct(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
@@ -130,7 +145,9 @@ def balance_and_gather(
     return switch(sizes.blocks, owned.max(), direct)
   cheap = max(capacity for capacity in sizes.blocks if capacity <= 2 * sizes.even)
   unbalanced = (imbalance(owned) > TRIGGER) & (owned.max() > cheap)
-  needed = jnp.where(unbalanced, sizes.direct + 1, jnp.minimum(owned.max(), sizes.direct))
+  needed = jnp.where(
+    unbalanced, sizes.direct + 1, jnp.minimum(owned.max(), sizes.direct)
+  )
   return switch(sizes.blocks, needed, direct, balanced)
 
 
@@ -139,10 +156,12 @@ def balance(
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """Moves entries from workers with more than the mean number to those with fewer, point to point (§3.1.2).
 
-  The surplus entries of all workers are numbered by rank, the smallest magnitudes of a worker being its surplus. The
-  free slots of all workers are numbered round-robin: the first free slot of each worker, then the second of each, so
-  that no pair of workers exchanges many entries. Surplus entry i moves to free slot i. Every worker computes these
-  numbers from `owned` alone. A worker has at most `even` free slots, and so receives no longer messages.
+  The surplus entries of all workers are numbered by rank, the smallest magnitudes of a
+  worker being its surplus. The free slots of all workers are numbered round-robin: the
+  first free slot of each worker, then the second of each, so that no pair of workers
+  exchanges many entries. Surplus entry i moves to free slot i. Every worker computes
+  these numbers from `owned` alone. A worker has at most `even` free slots, and so
+  receives no longer messages.
 
   Args:
     comm: the workers.
@@ -152,29 +171,46 @@ def balance(
     even: the largest number of entries of a worker after balancing.
 
   Returns:
-    [even] entries of this worker, the rounding errors [P, even] of those it moved, and the words sent; entries without
-    a free slot are in no result.
+    [even] entries of this worker, the rounding errors [P, even] of those it moved, and
+    the words sent; entries without a free slot are in no result.
   """
   n = writer.codec.length
   mean = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
   above = jnp.maximum(owned - mean, 0)
   below = jnp.maximum(mean - owned, 0)
-  _, order = jax.lax.top_k(jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0), mine.indices.size)
-  ordered = Sparse(mine.indices[order], mine.values[order])  # the largest magnitude first, empty slots last
-  beyond = jnp.arange(ordered.indices.size, dtype=jnp.int32) - mean  # at least 0 for surplus entries
+  _, order = jax.lax.top_k(
+    jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0), mine.indices.size
+  )
+  # the largest magnitude first, empty slots last
+  ordered = Sparse(mine.indices[order], mine.values[order])
+  # at least 0 for surplus entries
+  beyond = jnp.arange(ordered.indices.size, dtype=jnp.int32) - mean
   start = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank]
   free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
   slots = bitset.nonzero(bitset.pack(free.ravel()), free.size)
-  first, slot = (slots[jnp.clip(start + place, 0, free.size - 1)] for place in (0, beyond))
+  first, slot = (
+    slots[jnp.clip(start + place, 0, free.size - 1)] for place in (0, beyond)
+  )
   turn = slot // comm.size
   worker = slot % comm.size
   # The free slots before the first one of this rank are for lower ranks.
-  column = turn - jnp.minimum(below[worker], first // comm.size + (worker < first % comm.size).astype(jnp.int32))
-  moves = (beyond >= 0) & (ordered.indices < n) & (start + beyond < jnp.sum(below, dtype=jnp.int32))
+  column = turn - jnp.minimum(
+    below[worker], first // comm.size + (worker < first % comm.size).astype(jnp.int32)
+  )
+  moves = (
+    (beyond >= 0)
+    & (ordered.indices < n)
+    & (start + beyond < jnp.sum(below, dtype=jnp.int32))
+  )
   place = jnp.where(moves, worker * even + column, comm.size * even)
-  empty = jnp.full(comm.size * even, n, jnp.int32), jnp.zeros(comm.size * even, jnp.float32)
+  empty = (
+    jnp.full(comm.size * even, n, jnp.int32),
+    jnp.zeros(comm.size * even, jnp.float32),
+  )
   put = lambda row, new: sparse.put(row, place, new).reshape(comm.size, even)
   moved = jax.tree.map(put, Sparse(*empty), ordered)
   received, lost, words = writer.exchange_rows(comm, moved, 2, even)
-  together = sparse.concatenate([sparse.where(beyond < 0, ordered, n), jax.tree.map(jnp.ravel, received)])
+  together = sparse.concatenate(
+    [sparse.where(beyond < 0, ordered, n), jax.tree.map(jnp.ravel, received)]
+  )
   return sparse.compress(together, together.indices < n, even, n), lost, words

@@ -11,18 +11,22 @@ _STEP = 1.012
 _INT32 = jnp.iinfo(jnp.int32).max
 
 
-def search_near(comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int) -> jax.Array:
+def search_near(
+  comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int
+) -> jax.Array:
   """A threshold near the last one that about k entries of all workers reach, f32[]: two all-reduces of 33 counts.
 
-  The first compares 33 candidates from 1/4 to 4 times the last threshold, the second 33 candidates around the best one,
-  0.3 % apart. Steps this small are needed because error feedback makes magnitudes similar: all k entries can lie within
-  9 % of the threshold.
+  The first compares 33 candidates from 1/4 to 4 times the last threshold, the second 33
+  candidates around the best one, 0.3 % apart. Steps this small are needed because error
+  feedback makes magnitudes similar: all k entries can lie within 9 % of the threshold.
   """
   magnitude = jnp.where(entries.indices < end, jnp.abs(entries.values), -1.0)
   for octave in (8, 256):
     factors = np.exp2(np.arange(-16, 17) / octave).astype(np.float32)
     candidates = threshold * factors
-    counts = jax.vmap(lambda candidate: bitset.count(bitset.pack(magnitude >= candidate)))(candidates)
+    counts = jax.vmap(
+      lambda candidate: bitset.count(bitset.pack(magnitude >= candidate))
+    )(candidates)
     reached = comm.all_reduce(counts)
     threshold = candidates[jnp.argmin(jnp.abs(reached - k))]
   return threshold

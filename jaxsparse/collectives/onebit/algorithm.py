@@ -18,8 +18,9 @@ from jaxsparse.types import Comm, Cost, Deferred, Reduced, State
 class OneBit(Collective):
   """Sends the sign of every entry and a scale for each block, and keeps the rounding errors in residuals (1-bit Adam).
 
-  The gradient is divided into P regions, each owned by one worker, and regions into blocks of at most 4,096 entries.
-  With `sgn(0) = 1`, the mean taken over a block b, and `acc_w = gradient_w + residual_w`,
+  The gradient is divided into P regions, each owned by one worker, and regions into
+  blocks of at most 4,096 entries. With `sgn(0) = 1`, the mean taken over a block b, and
+  `acc_w = gradient_w + residual_w`,
 
       Q(x) = sgn(x) · √(mean x²)
       sum  = acc_owner + Σ_{w ≠ owner} Q(acc_w)                 at the owner of a region
@@ -32,13 +33,15 @@ class OneBit(Collective):
   leaves 40 % of the energy of normal entries. The same gradient in every step leaves a residual of some three times its
   norm; with EF-SignSGD's scale, the mean of `|x|`, it would be more than ten times that.
 
-  A step sends P − 1 + ⌈log₂P⌉ messages. They have a bit for each entry and a word for each block, both
-  `2 (P − 1)/P` times: for n much larger than 4,096 P, 1/32 of the words of a dense all-reduce.
+  A step sends P − 1 + ⌈log₂P⌉ messages. They have a bit for each entry and a word for
+  each block, both `2 (P − 1)/P` times: for n much larger than 4,096 P, 1/32 of the
+  words of a dense all-reduce.
 
-  Every entry of a block is delivered with the same magnitude, and none as zero. So Adam cannot learn from totals how
-  much each gradient varies: exchange the **updates** of each worker's own optimizer, in `js.local_steps`. Parameters
-  that must not move need `special={"their names": "dense"}`, and so do leaves with much smaller updates than those
-  beside them, since blocks do not end where leaves do.
+  Every entry of a block is delivered with the same magnitude, and none as zero. So Adam
+  cannot learn from totals how much each gradient varies: exchange the **updates** of
+  each worker's own optimizer, in `js.local_steps`. Parameters that must not move need
+  `special={"their names": "dense"}`, and so do leaves with much smaller updates than
+  those beside them, since blocks do not end where leaves do.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -64,21 +67,33 @@ class OneBit(Collective):
     return layout.count * layout.block
 
   def cost(self, n: int, size: int) -> Cost:
-    return Cost(size - 1 + len(schedules.strides(size)), 2 * (size - 1) * Blocks.of(n, size, self.bits).words)
+    return Cost(
+      size - 1 + len(schedules.strides(size)),
+      2 * (size - 1) * Blocks.of(n, size, self.bits).words,
+    )
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
     rank = comm.rank
-    # A GPU stores the vector of all leaves: the passes over it would look for the leaf of each entry.
-    grads = _compat.by_platform(gpu=jax.lax.optimization_barrier, default=lambda grads: grads)(grads)
+    # A GPU stores the vector of all leaves: the passes over it would look for the leaf
+    # of each entry.
+    grads = _compat.by_platform(
+      gpu=jax.lax.optimization_barrier, default=lambda grads: grads
+    )(grads)
     blocks = Blocks.of(n, comm.size, self.bits)
     acc = grads, state.residual
     codes, scales, steps = blocks.encode(acc, jnp.int32(0), blocks.count)
     received = comm.all_to_all(blocks.pack(codes, scales))
     sums = blocks.sum_region(acc, rank, received)
-    *summed, steps_of_sums = blocks.encode((sums,), rank * blocks.region, blocks.region, skip=CHUNK)
-    kept = jax.lax.dynamic_update_slice(steps, steps_of_sums, (rank * blocks.region, jnp.int32(0)))
-    codes, steps = blocks.unpack(in_rank_order(comm, all_gather(comm, blocks.pack(*summed)[0])))
+    *summed, steps_of_sums = blocks.encode(
+      (sums,), rank * blocks.region, blocks.region, skip=CHUNK
+    )
+    kept = jax.lax.dynamic_update_slice(
+      steps, steps_of_sums, (rank * blocks.region, jnp.int32(0))
+    )
+    codes, steps = blocks.unpack(
+      in_rank_order(comm, all_gather(comm, blocks.pack(*summed)[0]))
+    )
     finish = functools.partial(blocks.finish, acc, Exchanged(rank, sums, kept, codes))
     total = Deferred(steps, finish, up_to_sign=self.bits == 1)
     return Reduced(total, state, self.count(comm, n, selected=n, delivered=n))

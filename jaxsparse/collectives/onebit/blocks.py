@@ -30,7 +30,8 @@ class Exchanged(NamedTuple):
   Attributes:
     rank: of the worker.
     sums: of its region, as `Blocks.sum_region` returns them.
-    kept: the steps of all blocks, like those of `Blocks.encode`: as sent; in the own region, of the sums.
+    kept: the steps of all blocks, like those of `Blocks.encode`: as sent; in the own
+      region, of the sums.
     codes: of the total, u32[blocks, width].
   """
 
@@ -44,10 +45,11 @@ class Exchanged(NamedTuple):
 class Blocks:
   """The blocks of a vector: 32 rows of up to 128 consecutive entries each; the last ones are padded.
 
-  The code of an entry has its sign as the highest of b bits, and as the others the number of its magnitude, as
-  `scales.levels` returns it. A column has b words: the first has the codes of the first 32/b rows, and so on. So the
-  entries of a word are far apart, and neighbours have neighbouring words: all is done to whole rows, which suits the
-  vector units of CPUs and the lanes of TPUs.
+  The code of an entry has its sign as the highest of b bits, and as the others the
+  number of its magnitude, as `scales.levels` returns it. A column has b words: the
+  first has the codes of the first 32/b rows, and so on. So the entries of a word are
+  far apart, and neighbours have neighbouring words: all is done to whole rows, which
+  suits the vector units of CPUs and the lanes of TPUs.
 
   Attributes:
     n: entries of the vector.
@@ -67,7 +69,8 @@ class Blocks:
   def of(cls, n: int, size: int, bits: int = 1) -> Self:
     needed = -(-n // (size * _ROWS))  # columns of a region
     region = -(-needed // _COLUMNS)
-    # Even blocks need less padding. Those of signs are as they always were, for the same bits.
+    # Even blocks need less padding. Those of signs are as they always were, for the
+    # same bits.
     columns = -(-needed // region) if bits > 1 else min(_COLUMNS, needed)
     return cls(n, bits, columns, region, size * region)
 
@@ -94,7 +97,9 @@ class Blocks:
   def pack(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
     """The messages of regions, u32[regions, words], of codes and scales as `encode` returns them."""
     regions = len(codes) // self.region
-    return jnp.concatenate([codes.reshape(regions, -1), scales.reshape(regions, -1)], axis=1)
+    return jnp.concatenate(
+      [codes.reshape(regions, -1), scales.reshape(regions, -1)], axis=1
+    )
 
   def unpack(self, messages: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The codes u32[blocks, width] and the steps of blocks that are in messages of regions."""
@@ -107,36 +112,52 @@ class Blocks:
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Codes u32[count, width], scales u32[count, words], steps f32[count, columns] of the sum of `parts`.
 
-    Their blocks are those after `skip` blocks of it, and blocks `first` and following of the vector. Signs have one
-    step for a block, f32[count, 1].
+    Their blocks are those after `skip` blocks of it, and blocks `first` and following
+    of the vector. Signs have one step for a block, f32[count, 1].
     """
 
     def columns_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array, ...]:
       x = self._read(parts, skip + start, count)
-      fold = lambda term, combine: fold_rows(x, range(_ROWS), lambda x, _: term(x), combine, self.n >= _LONG)
+      fold = lambda term, combine: fold_rows(
+        x, range(_ROWS), lambda x, _: term(x), combine, self.n >= _LONG
+      )
       if self.bits > 1:
         return (fold(jnp.abs, jnp.maximum),)
       squares = lambda unit: fold(lambda x: scaling.truncate(x * unit) ** 2, jnp.add)
-      return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / _ROWS))  # signs need no scale: one pass
+      # signs need no scale: one pass
+      return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / _ROWS))
 
     def codes_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array]:
-      return (self._codes(self._read(again, skip + start, count), _cut(inverses, start, count)),)
+      return (
+        self._codes(
+          self._read(again, skip + start, count), _cut(inverses, start, count)
+        ),
+      )
 
     whole = min(count, parts[0].size // self.block)
     kinds = (jnp.uint32, jnp.float32)[self.bits > 1 :]
     empty = tuple(jnp.zeros(count * self.columns, kind) for kind in kinds)
-    found = _by_chunks(columns_of, whole, count, empty, (self.columns,) * len(kinds), padded_apart=True)
-    *signs, sizes = jax.lax.optimization_barrier([x.reshape(count, -1) for x in found])  # by one kernel of a GPU
+    found = _by_chunks(
+      columns_of, whole, count, empty, (self.columns,) * len(kinds), padded_apart=True
+    )
+    # by one kernel of a GPU
+    *signs, sizes = jax.lax.optimization_barrier([x.reshape(count, -1) for x in found])
     entries = self._entries(first + jnp.arange(count, dtype=jnp.int32))
     if self.bits == 1:
-      scales = scaling.of_signs(sizes, _ROWS / jnp.maximum(entries, 1).astype(jnp.float32))
+      scales = scaling.of_signs(
+        sizes, _ROWS / jnp.maximum(entries, 1).astype(jnp.float32)
+      )
       return signs[0], scales, scaling.steps(scales, 1, 1)
-    scales, steps = scaling.of_columns(sizes, jnp.minimum(entries, self.columns), self.bits)
+    scales, steps = scaling.of_columns(
+      sizes, jnp.minimum(entries, self.columns), self.bits
+    )
     # Read again behind a barrier: XLA for GPUs would store the sum for both passes.
     *again, scales, steps = jax.lax.optimization_barrier((*parts, scales, steps))
     inverses = scaling.inverses(steps, self.bits)
     empty = (jnp.zeros(count * self.width, jnp.uint32),)
-    (codes,) = _by_chunks(codes_of, whole, count, empty, (self.width,), padded_apart=True)
+    (codes,) = _by_chunks(
+      codes_of, whole, count, empty, (self.width,), padded_apart=True
+    )
     return codes.reshape(count, -1), scales, steps
 
   def _codes(self, x: jax.Array, inverses: jax.Array | None = None) -> jax.Array:
@@ -152,10 +173,14 @@ class Blocks:
       return sign | scaling.levels(x, of_row, self.bits) << bit
 
     each = [range(first, first + rows) for first in range(0, _ROWS, rows)]
-    words = [fold_rows(x, of_word, code, jnp.bitwise_or, self.n >= _LONG) for of_word in each]
+    words = [
+      fold_rows(x, of_word, code, jnp.bitwise_or, self.n >= _LONG) for of_word in each
+    ]
     return words[0] if self.bits == 1 else jnp.concatenate(words, axis=1)
 
-  def sum_region(self, parts: Sequence[jax.Array], rank: jax.Array, received: jax.Array) -> jax.Array:
+  def sum_region(
+    self, parts: Sequence[jax.Array], rank: jax.Array, received: jax.Array
+  ) -> jax.Array:
     """The sums of a region, f32[margin + region + margin], of own entries and messages [P, words]; 0 where padded."""
     size = len(received)
     codes, steps = self.unpack(received)
@@ -167,7 +192,8 @@ class Blocks:
         first = (rank - by) % size * self.region + start
         return x + self.decode(_cut(codes, first, count), _cut(steps, first, count))
 
-      x = self._read_padded(parts, block, count)  # the loop: XLA would compile 63 messages for half a minute
+      # the loop: XLA would compile 63 messages for half a minute
+      x = self._read_padded(parts, block, count)
       if size <= _UNROLLED:
         for by in range(1, size):
           x = add_message(jnp.int32(by), x)
@@ -191,29 +217,39 @@ class Blocks:
   ) -> tuple[jax.Array, jax.Array]:
     """The update and the next residual, as `Deferred.finish`, in one pass over the vector."""
     rank, sums, kept, codes = exchanged
-    used = -(-self.n // self.block)  # blocks; with few entries a worker the regions of the last workers may have none
+    # blocks; with few entries a worker the regions of the last workers may have none
+    used = -(-self.n // self.block)
     inverses = kept if self.bits == 1 else scaling.inverses(kept, self.bits)
 
-    def finish(start: jax.Array | int, count: int, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def finish(
+      start: jax.Array | int, count: int, buffers: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
       cut = lambda x: _cut(x, start, count)
-      has_last = isinstance(start, int)  # the last block may have fewer entries, so entries are flat
+      # the last block may have fewer entries, so entries are flat
+      has_last = isinstance(start, int)
       shape = lambda x: x.reshape(-1)[: self.n - start * self.block] if has_last else x
       at_once = has_last and count == used
       if at_once:
         residual, grads = buffers
-        region = jnp.tile(sums[self.margin : -self.margin], self.count // self.region)[: count * self.block]
+        region = jnp.tile(sums[self.margin : -self.margin], self.count // self.region)[
+          : count * self.block
+        ]
       else:
         if has_last:  # a gather is stored, so that its buffer can be written in place
           rest = jnp.arange(start * self.block, self.n, dtype=jnp.int32)
           residual, grads = (x[rest] for x in buffers)
         else:
-          read = lambda x: _cut(x, start * self.block, count * self.block).reshape(count, _ROWS, -1)
+          read = lambda x: _cut(x, start * self.block, count * self.block).reshape(
+            count, _ROWS, -1
+          )
           residual, grads = map(read, buffers)
         inside = jnp.clip(start - rank * self.region + CHUNK, 0, self.region + CHUNK)
         region = _cut(sums, inside * self.block, count * self.block)
       region = region.reshape(count, _ROWS, -1)
       number = start - rank * self.region + jnp.arange(count, dtype=jnp.int32)
-      owner = jnp.broadcast_to(((number >= 0) & (number < self.region))[:, None, None], region.shape)
+      owner = jnp.broadcast_to(
+        ((number >= 0) & (number < self.region))[:, None, None], region.shape
+      )
       entered = jnp.where(shape(owner), shape(region), grads + residual)
       of_entries = lambda x: shape(jnp.broadcast_to(cut(x)[:, None], region.shape))
       after = entered - self._round(entered, of_entries(kept), of_entries(inverses))
@@ -227,7 +263,9 @@ class Blocks:
       return after, jnp.where(apply, shape(self.decode(cut(codes), cut(mean))), 0.0)
 
     grads, residual = parts
-    after, update = _by_chunks(finish, self.n // self.block, used, (residual, grads), (self.block,) * 2)
+    after, update = _by_chunks(
+      finish, self.n // self.block, used, (residual, grads), (self.block,) * 2
+    )
     return update, after
 
   def decode(self, codes: jax.Array, steps: jax.Array) -> jax.Array:
@@ -244,16 +282,26 @@ class Blocks:
     """
     rows = _ROWS // self.bits
     bit = self.bits * jnp.arange(rows, dtype=jnp.uint32).reshape(1, 1, rows, 1)
-    code = (codes.reshape(-1, self.bits, 1, self.columns) >> bit).reshape(-1, _ROWS, self.columns)
+    code = (codes.reshape(-1, self.bits, 1, self.columns) >> bit).reshape(
+      -1, _ROWS, self.columns
+    )
     magnitudes = steps[:, None]
     if self.bits > 1:
-      magnitudes = scaling.magnitudes(code & (1 << self.bits - 1) - 1, magnitudes, self.bits)
+      magnitudes = scaling.magnitudes(
+        code & (1 << self.bits - 1) - 1, magnitudes, self.bits
+      )
     words = jax.lax.bitcast_convert_type(magnitudes, jnp.uint32)
-    return jax.lax.bitcast_convert_type(words ^ (code >> self.bits - 1 << 31), jnp.float32)
+    return jax.lax.bitcast_convert_type(
+      words ^ (code >> self.bits - 1 << 31), jnp.float32
+    )
 
   def _round(self, x: jax.Array, steps: jax.Array, inverses: jax.Array) -> jax.Array:
     """Q(x), as `decode` returns it, with the steps of the entries."""
-    found = steps if self.bits == 1 else scaling.magnitudes(scaling.levels(x, inverses, self.bits), steps, self.bits)
+    found = (
+      steps
+      if self.bits == 1
+      else scaling.magnitudes(scaling.levels(x, inverses, self.bits), steps, self.bits)
+    )
     return jnp.where(x < 0, -found, found)
 
   def _entries(self, block: jax.Array) -> jax.Array:
@@ -261,24 +309,34 @@ class Blocks:
     whole, rest = divmod(self.n, self.block)
     return jnp.where(block < whole, self.block, jnp.where(block == whole, rest, 0))
 
-  def _read(self, parts: Sequence[jax.Array], start: jax.Array | int, count: int) -> jax.Array:
+  def _read(
+    self, parts: Sequence[jax.Array], start: jax.Array | int, count: int
+  ) -> jax.Array:
     """The sum of `parts` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end if it is an int."""
     length = count * self.block
     if isinstance(start, int):
-      x = functools.reduce(jnp.add, [part[start * self.block :][:length] for part in parts])
+      x = functools.reduce(
+        jnp.add, [part[start * self.block :][:length] for part in parts]
+      )
       x = jnp.pad(x, (0, length - x.size))
     else:
-      x = functools.reduce(jnp.add, [_cut(part, start * self.block, length) for part in parts])
+      x = functools.reduce(
+        jnp.add, [_cut(part, start * self.block, length) for part in parts]
+      )
     return x.reshape(count, _ROWS, self.columns)
 
-  def _read_padded(self, parts: Sequence[jax.Array], start: jax.Array, count: int) -> jax.Array:
+  def _read_padded(
+    self, parts: Sequence[jax.Array], start: jax.Array, count: int
+  ) -> jax.Array:
     """The sum of `parts` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end."""
     length = count * self.block
     start = start * self.block
     parts = [jnp.pad(part, (0, max(0, length - part.size))) for part in parts]
     inside = jnp.minimum(start, parts[0].size - length)
     x = functools.reduce(jnp.add, [_cut(part, inside, length) for part in parts])
-    return _cut(jnp.pad(x, (0, length)), start - inside, length).reshape(count, _ROWS, self.columns)
+    return _cut(jnp.pad(x, (0, length)), start - inside, length).reshape(
+      count, _ROWS, self.columns
+    )
 
 
 def _by_chunks(
@@ -292,8 +350,9 @@ def _by_chunks(
 ) -> tuple[jax.Array, ...]:
   """`results`, flat, with what `compute(start, count, results)` returns of some blocks in place of theirs.
 
-  A GPU computes all blocks at once. Others take eight at a time, and write them in the next step of the loop, so that
-  XLA stores them in the cache: in the order of a flat vector it would not vectorize.
+  A GPU computes all blocks at once. Others take eight at a time, and write them in the
+  next step of the loop, so that XLA stores them in the cache: in the order of a flat
+  vector it would not vectorize.
 
   Args:
     compute: `start` is an int where blocks may be padded.
@@ -302,8 +361,9 @@ def _by_chunks(
     results: f32[...] or u32[...] each.
     sizes: entries of a block in each of the results.
     skip: blocks before the first in each of the results.
-    padded_apart: whether a GPU computes blocks that may be padded apart, and copies the results: a pass that compares
-      each entry with the end of the vector takes it four times as long.
+    padded_apart: whether a GPU computes blocks that may be padded apart, and copies the
+      results: a pass that compares each entry with the end of the vector takes it four
+      times as long.
   """
 
   def write(
@@ -312,7 +372,8 @@ def _by_chunks(
     written = list[jax.Array]()
     for result, x, size in zip(results, new, sizes, strict=True):
       begin = jnp.int32((skip + start) * size)
-      if written and isinstance(start, int):  # one after the other, since XLA may compute `new` where it is written
+      # one after the other, since XLA may compute `new` where it is written
+      if written and isinstance(start, int):
         begin = ordering.depend_on(written[-1][:1], begin)
       written.append(jax.lax.dynamic_update_slice(result, x.reshape(-1), (begin,)))
     return tuple(written)
@@ -321,7 +382,8 @@ def _by_chunks(
     steps = whole // chunk
 
     def step(number: jax.Array, carry: Any) -> Any:
-      results = write(carry[0], jnp.maximum(number - 1, 0) * chunk, carry[1])  # at first, what is there
+      # at first, what is there
+      results = write(carry[0], jnp.maximum(number - 1, 0) * chunk, carry[1])
       return results, compute(number * chunk, chunk, results)
 
     if steps:
@@ -333,13 +395,21 @@ def _by_chunks(
       results, last = varying.fori_loop(0, steps, step, (results, tuple(first)))
       results = write(results, (steps - 1) * chunk, last)
     rest = count - steps * chunk
-    return write(results, steps * chunk, compute(steps * chunk, rest, results)) if rest else results
+    return (
+      write(results, steps * chunk, compute(steps * chunk, rest, results))
+      if rest
+      else results
+    )
 
   def at_once(*results: jax.Array) -> tuple[jax.Array, ...]:
     apart = padded_apart and 0 < whole < count
     for start, end in ((0, whole), (whole, count)) if apart else ((0, count),):
       new = compute(start, end - start, results)
-      results = write(results, start, jax.lax.optimization_barrier(new) if apart else new)
+      results = write(
+        results, start, jax.lax.optimization_barrier(new) if apart else new
+      )
     return results
 
-  return _compat.by_platform(gpu=at_once, default=functools.partial(run, CHUNK))(*results)
+  return _compat.by_platform(gpu=at_once, default=functools.partial(run, CHUNK))(
+    *results
+  )

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from jaxsparse.sparse.sums import round_mantissa, row_sums
 
-_BASE = 0.84  # puts columns of normal entries, whose maxima are near their mean, between two ratios
+# puts columns of normal entries, whose maxima are near their mean, between two ratios
+_BASE = 0.84
 
 
 class _Code(NamedTuple):
@@ -19,10 +20,12 @@ class _Code(NamedTuple):
   Attributes:
     smallest: the smallest magnitude, in steps.
     spacing: the distance of neighbouring magnitudes, in steps.
-    share: c, a step over the product of its column's ratio and the mean of its block's maxima.
+    share: c, a step over the product of its column's ratio and the mean of its block's
+      maxima.
     first: the exponent of √2 in the smallest ratio.
     single: ratios up to this number have exponents 1 apart, later ones 2 apart.
-    ratio_count: the number of ratios, which approximate the maximum of a column over the mean of its block's maxima.
+    ratio_count: the number of ratios, which approximate the maximum of a column over
+      the mean of its block's maxima.
   """
 
   smallest: int
@@ -35,7 +38,8 @@ class _Code(NamedTuple):
   @property
   def ratios(self) -> list[float]:
     return [
-      _BASE * 2 ** ((self.first + number + max(number - self.single, 0)) / 2) for number in range(self.ratio_count)
+      _BASE * 2 ** ((self.first + number + max(number - self.single, 0)) / 2)
+      for number in range(self.ratio_count)
     ]
 
   @property
@@ -44,8 +48,9 @@ class _Code(NamedTuple):
     return 32 // (self.ratio_count - 1).bit_length()
 
 
-# The shares lose least of normal entries and gradients; with 8 bits the largest entry of a column must not be clipped.
-# With 2 bits an entry a column has only 64 bits, and the number of its ratio 3, so larger ratios are further apart.
+# The shares lose least of normal entries and gradients; with 8 bits the largest entry
+# of a column must not be clipped. With 2 bits an entry a column has only 64 bits, and
+# the number of its ratio 3, so larger ratios are further apart.
 _CODES = {
   2: _Code(1, 3, 0.19, first=-2, single=4, ratio_count=8),
   4: _Code(0, 1, 0.175, first=-4, single=15, ratio_count=16),
@@ -69,11 +74,13 @@ def of_signs(means: jax.Array, share: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(root_mean(squares, share), jnp.uint32)[:, None]
 
 
-def of_columns(maxima: jax.Array, used: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
+def of_columns(
+  maxima: jax.Array, used: jax.Array, bits: int
+) -> tuple[jax.Array, jax.Array]:
   """Scales u32[blocks, words] and steps of the largest magnitudes of columns, f32[blocks, columns] both.
 
-  A block has the mean of the maxima of its columns, and each column the number of the largest ratio to that mean that
-  its maximum reaches, or of the smallest ratio.
+  A block has the mean of the maxima of its columns, and each column the number of the
+  largest ratio to that mean that its maximum reaches, or of the smallest ratio.
 
   Args:
     maxima: 0 of columns that are padding.
@@ -82,14 +89,23 @@ def of_columns(maxima: jax.Array, used: jax.Array, bits: int) -> tuple[jax.Array
   """
   mean = row_sums(maxima) / jnp.maximum(used, 1).astype(jnp.float32)
   code = _CODES[bits]
-  reached = [(maxima >= mean[:, None] * ratio).astype(jnp.uint32) for ratio in code.ratios[1:]]
+  reached = [
+    (maxima >= mean[:, None] * ratio).astype(jnp.uint32) for ratio in code.ratios[1:]
+  ]
   numbers = functools.reduce(jnp.add, reached)
   words = words_of_block(bits, maxima.shape[1]) - 1
-  padded = jnp.pad(numbers, ((0, 0), (0, words * code.ratios_per_word - maxima.shape[1])))
+  padded = jnp.pad(
+    numbers, ((0, 0), (0, words * code.ratios_per_word - maxima.shape[1]))
+  )
   fields = padded.reshape(-1, code.ratios_per_word, words) << _shifts(code)
-  packed = functools.reduce(jnp.bitwise_or, [fields[:, number] for number in range(code.ratios_per_word)])
-  scales = jnp.concatenate([jax.lax.bitcast_convert_type(mean, jnp.uint32)[:, None], packed], axis=1)
-  # The steps of the numbers, not of the words: XLA for CPUs would compute all numbers of a word for each of them.
+  packed = functools.reduce(
+    jnp.bitwise_or, [fields[:, number] for number in range(code.ratios_per_word)]
+  )
+  scales = jnp.concatenate(
+    [jax.lax.bitcast_convert_type(mean, jnp.uint32)[:, None], packed], axis=1
+  )
+  # The steps of the numbers, not of the words: XLA for CPUs would compute all numbers
+  # of a word for each of them.
   return scales, _steps(mean[:, None], numbers, bits)
 
 
@@ -104,7 +120,9 @@ def steps(scales: jax.Array, bits: int, columns: int) -> jax.Array:
   if bits == 1:
     return mean
   code = _CODES[bits]
-  fields = scales[:, None, 1:] >> _shifts(code) & jnp.uint32((1 << 32 // code.ratios_per_word) - 1)
+  fields = scales[:, None, 1:] >> _shifts(code) & jnp.uint32(
+    (1 << 32 // code.ratios_per_word) - 1
+  )
   return _steps(mean, fields.reshape(len(scales), -1)[:, :columns], bits)
 
 
@@ -112,9 +130,16 @@ def _steps(mean: jax.Array, numbers: jax.Array, bits: int) -> jax.Array:
   """The steps of columns with the ratios of these numbers, of blocks with these means, f32[blocks, 1]."""
   code = _CODES[bits]
   # As in `_Code.ratios`.
-  exponents = code.first + (numbers + jnp.maximum(numbers, code.single) - code.single).astype(jnp.int32)
-  halves = jnp.where(exponents % 2 == 1, code.share * _BASE * math.sqrt(2), code.share * _BASE).astype(jnp.float32)
-  factors = halves * jax.lax.bitcast_convert_type(127 + (exponents >> 1) << 23, jnp.float32)  # by a power of 2
+  exponents = code.first + (
+    numbers + jnp.maximum(numbers, code.single) - code.single
+  ).astype(jnp.int32)
+  halves = jnp.where(
+    exponents % 2 == 1, code.share * _BASE * math.sqrt(2), code.share * _BASE
+  ).astype(jnp.float32)
+  # by a power of 2
+  factors = halves * jax.lax.bitcast_convert_type(
+    127 + (exponents >> 1) << 23, jnp.float32
+  )
   # Of so few bits that all multiples are exact, and not finite where a multiple is not.
   found = jax.lax.reduce_precision(mean * factors, 8, 23 - bits)
   return jnp.where(jnp.isfinite(found * 2.0**bits), found, jnp.inf)
@@ -124,12 +149,15 @@ def inverses(steps: jax.Array, bits: int) -> jax.Array:
   """What `levels` multiplies magnitudes by: 1 over the boundary between the two smallest ones; 0 if the step is 0."""
   code = _CODES[bits]
   # Of subnormal steps the quotient may be infinite.
-  return jnp.where(steps >= 2.0**-126, 1 / (code.smallest + code.spacing / 2) / steps, 0.0)
+  return jnp.where(
+    steps >= 2.0**-126, 1 / (code.smallest + code.spacing / 2) / steps, 0.0
+  )
 
 
 def levels(x: jax.Array, inverses: jax.Array, bits: int) -> jax.Array:
   """The number of the magnitude to which each entry is rounded, u32 like x."""
-  # Rounded as whole numbers: a half added to the product might become a fused multiply-add, in some programs only.
+  # Rounded as whole numbers: a half added to the product might become a fused
+  # multiply-add, in some programs only.
   return jnp.minimum(jnp.abs(x) * inverses, 2**bits - 2).astype(jnp.uint32) + 1 >> 1
 
 
@@ -147,7 +175,8 @@ def truncate(x: jax.Array) -> jax.Array:
 
 def root_mean(squares: Callable[[float], jax.Array], share: jax.Array) -> jax.Array:
   """√(share · Σ x²) of `squares(unit) = Σ (unit · x)²`, with the unit at which squares neither over- nor underflow."""
-  # `squares` rounds products with the unit: XLA may square the unit alone, which overflows.
+  # `squares` rounds products with the unit: XLA may square the unit alone, which
+  # overflows.
   low, middle, high = (squares(2.0**-unit) for unit in (-80, 0, 80))
   root = lambda squares, unit: unit * jnp.sqrt(share * squares)
   few = jnp.where(middle < 2.0**-80, root(low, 2.0**-80), root(middle, 1.0))
@@ -156,4 +185,6 @@ def root_mean(squares: Callable[[float], jax.Array], share: jax.Array) -> jax.Ar
 
 def _shifts(code: _Code) -> jax.Array:
   """Of the numbers of ratios in a word, u32[1, numbers, 1]."""
-  return (32 // code.ratios_per_word * jnp.arange(code.ratios_per_word, dtype=jnp.uint32)).reshape(1, -1, 1)
+  return (
+    32 // code.ratios_per_word * jnp.arange(code.ratios_per_word, dtype=jnp.uint32)
+  ).reshape(1, -1, 1)

@@ -14,20 +14,25 @@ from jaxsparse.types import Comm
 _CHOICES = (2, 4, 8)
 
 
-def all_gather(x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimension: int = 0) -> jax.Array:
+def all_gather(
+  x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimension: int = 0
+) -> jax.Array:
   """The parts of all workers along `dimension`, each as Q rounds it to b bits an entry: `jax.lax.all_gather`, tiled.
 
       result = concatenate(Q(x₀), …, Q(x_{P−1}))      the same bits on every worker, also of its own part
 
-  For the weights of FSDP: each worker keeps its part as it is, the program of a step gathers what it needs. The
-  gradient is `psum_scatter` of that of the result, with as many bits. Q, with its steps for 32 entries each, is that
-  of `js.nbit_transform`; what it rounds off is not kept anywhere.
+  For the weights of FSDP: each worker keeps its part as it is, the program of a step
+  gathers what it needs. The gradient is `psum_scatter` of that of the result, with as
+  many bits. Q, with its steps for 32 entries each, is that of `js.nbit_transform`; what
+  it rounds off is not kept anywhere.
 
-  Sends ⌈log₂P⌉ messages of P − 1 parts in all, with 8 bits 0.26 of their words in float32, with 4 bits 0.13.
+  Sends ⌈log₂P⌉ messages of P − 1 parts in all, with 8 bits 0.26 of their words in
+  float32, with 4 bits 0.13.
 
   Args:
     x: float[…], the part of this worker; the same shape at all.
-    axis: the name of the shard_map axis of the workers, a tuple of such names, or a comm.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a
+      comm.
     bits: b, of an entry: 2, 4 or 8.
     dimension: of x, that is divided over workers.
 
@@ -46,13 +51,16 @@ def all_gather(x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimension:
   return _gather(_typed(x, comm), comm, bits, dimension % x.ndim)
 
 
-def psum_scatter(x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimension: int = 0) -> jax.Array:
+def psum_scatter(
+  x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimension: int = 0
+) -> jax.Array:
   """The sum over workers, of which each keeps its part, in b bits an entry: `jax.lax.psum_scatter`, tiled.
 
       result_w = part w of  x_w + Σ_{v ≠ w} Q(x_v)      added in the order of workers
 
-  For the gradients of FSDP; the gradient is `all_gather` of that of the result, with as many bits. Q is that of
-  `all_gather`; what it rounds off is lost, some 0.005 % of a gradient's energy with 8 bits and 1 % with 4.
+  For the gradients of FSDP; the gradient is `all_gather` of that of the result, with as
+  many bits. Q is that of `all_gather`; what it rounds off is lost, some 0.005 % of a
+  gradient's energy with 8 bits and 1 % with 4.
 
   Sends P − 1 messages of a part each, none of which waits for another.
 
@@ -75,7 +83,9 @@ def psum_scatter(x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimensio
   _check("psum_scatter", x, bits, dimension)
   comm = comm_of(axis)
   if x.shape[dimension] % comm.size:
-    raise ValueError(f"psum_scatter: {comm.size} workers do not divide dimension {dimension} of {x.shape}: pad it")
+    raise ValueError(
+      f"psum_scatter: {comm.size} workers do not divide dimension {dimension} of {x.shape}: pad it"
+    )
   return _scatter(_typed(x, comm), comm, bits, dimension % x.ndim)
 
 
@@ -96,7 +106,9 @@ def _scatter(x: jax.Array, comm: Comm, bits: int, dimension: int) -> jax.Array:
   shape = parts.shape[1:]
   rows = jax.vmap(_flat)(parts)
   layout = Blocks.of(rows.shape[1], 1, bits)
-  encode = lambda row: layout.pack(*layout.encode((row,), jnp.int32(0), layout.count)[:2])[0]
+  encode = lambda row: layout.pack(
+    *layout.encode((row,), jnp.int32(0), layout.count)[:2]
+  )[0]
   received = comm.all_to_all(jax.vmap(encode)(rows))
   own = rows[comm.rank]
 
@@ -116,8 +128,12 @@ def _backward(transpose, comm, bits, dimension, _, cotangent):  # type: ignore[n
   return (transpose(cotangent, comm, bits, dimension),)
 
 
-_gather.defvjp(functools.partial(_forward, _gather), functools.partial(_backward, _scatter))
-_scatter.defvjp(functools.partial(_forward, _scatter), functools.partial(_backward, _gather))
+_gather.defvjp(
+  functools.partial(_forward, _gather), functools.partial(_backward, _scatter)
+)
+_scatter.defvjp(
+  functools.partial(_forward, _scatter), functools.partial(_backward, _gather)
+)
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._messages import SelectingCollective, Writer, geometric, send_up_to, words_of
+from jaxsparse.collectives._messages import (
+  SelectingCollective,
+  Writer,
+  geometric,
+  send_up_to,
+  words_of,
+)
 from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r_sag
 from jaxsparse.comm import schedules
 from jaxsparse.select.blocks import Blocks, LazySum
@@ -20,7 +26,8 @@ class Shared(NamedTuple):
   """The state of SparDL that is the same on every worker; () for a part that the options do not need.
 
   Attributes:
-    adaptive: the size of messages between teams, which Algorithm 2 adapts, for `sag="bruck"`.
+    adaptive: the size of messages between teams, which Algorithm 2 adapts, for
+      `sag="bruck"`.
     step: i32[], the number of the step, the seed of random rounding, for `wire="int8"`.
   """
 
@@ -32,29 +39,36 @@ class Shared(NamedTuple):
 class SparDL(SelectingCollective):
   """All-reduces k of n entries a step; all other entries stay in residuals and are sent in later steps (SparDL, §3).
 
-  Each worker w adds its gradient to the residual of the last step, which gives its accumulator
-  `acc_w = gradient_w + residual_w`. The total estimates the sum of the accumulators at k indices I and is 0 elsewhere;
-  the next residuals are the entries that were not delivered:
+  Each worker w adds its gradient to the residual of the last step, which gives its
+  accumulator `acc_w = gradient_w + residual_w`. The total estimates the sum of the
+  accumulators at k indices I and is 0 elsewhere; the next residuals are the entries
+  that were not delivered:
 
       total + Σ_w residual_w  =  Σ_w acc_w      (Law C)
 
-  Workers are divided into d teams, by default one, and the vector into P/d equal blocks, which workers reduce in rounds
-  of messages. Before a block is sent, its L = ⌈k d/P⌉ entries of largest magnitude are selected. No worker sees all
-  accumulators, so I is close to the k largest entries of their sum, but not always equal. k is rounded up to a multiple
-  of P/d. Ablations: `residual="partial"` and `"local"` (§4.1.3), which break Law C.
+  Workers are divided into d teams, by default one, and the vector into P/d equal
+  blocks, which workers reduce in rounds of messages. Before a block is sent, its L = ⌈k
+  d/P⌉ entries of largest magnitude are selected. No worker sees all accumulators, so I
+  is close to the k largest entries of their sum, but not always equal. k is rounded up
+  to a multiple of P/d. Ablations: `residual="partial"` and `"local"` (§4.1.3), which
+  break Law C.
 
   Args:
-    teams: d, a divisor of P: workers reduce blocks inside d teams, then teams add up their sums. More teams need fewer
-      messages, 2⌈log₂(P/d)⌉ + ⌈log₂d⌉, which helps where latency dominates. But blocks are longer, and merging them
-      over teams takes arithmetic.
-    sag: how teams add up their sums. "recursive" (R-SAG) needs d to be a power of two, "bruck" (B-SAG) takes any d;
-      "auto" is "recursive" if d is a power of two, else "bruck".
-    residual: "global" keeps all undelivered entries. "partial" loses those that other workers have sent and that were
-      dropped on the way: of its own accumulator a worker keeps all that it has not both sent and seen delivered.
-      "local" keeps what it has not sent.
+    teams: d, a divisor of P: workers reduce blocks inside d teams, then teams add up
+      their sums. More teams need fewer messages, 2⌈log₂(P/d)⌉ + ⌈log₂d⌉, which helps
+      where latency dominates. But blocks are longer, and merging them over teams takes
+      arithmetic.
+    sag: how teams add up their sums. "recursive" (R-SAG) needs d to be a power of two,
+      "bruck" (B-SAG) takes any d; "auto" is "recursive" if d is a power of two, else
+      "bruck".
+    residual: "global" keeps all undelivered entries. "partial" loses those that other
+      workers have sent and that were dropped on the way: of its own accumulator a
+      worker keeps all that it has not both sent and seen delivered. "local" keeps what
+      it has not sent.
 
   Raises:
-    ValueError: for teams that do not divide P, or with a selector or a `sag` that does not go with them.
+    ValueError: for teams that do not divide P, or with a selector or a `sag` that does
+      not go with them.
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
@@ -107,35 +121,59 @@ class SparDL(SelectingCollective):
     team = schedules.team_size(size, self.teams)
     k_block = -(-self.entries(n) // team)
     self.selection.check(self.name, -(-n // team), k_block)
-    sends_all = k_block * size >= n * self.teams  # whole blocks, of which no entry is dropped
-    return geometric(-(-k_block // self.teams), k_block) if self.is_bruck and not sends_all else (k_block,)
+    # whole blocks, of which no entry is dropped
+    sends_all = k_block * size >= n * self.teams
+    return (
+      geometric(-(-k_block // self.teams), k_block)
+      if self.is_bruck and not sends_all
+      else (k_block,)
+    )
 
   def init(self, n: int, size: int) -> State:
     capacities = self.capacities(n, size)
-    shared = Shared(Adaptive.start(capacities[0], capacities[-1]) if self.is_bruck else (), self.first_step)
-    return State(jnp.zeros(n, jnp.float32), self.selection.init(size // self.teams), shared)
+    shared = Shared(
+      Adaptive.start(capacities[0], capacities[-1]) if self.is_bruck else (),
+      self.first_step,
+    )
+    return State(
+      jnp.zeros(n, jnp.float32), self.selection.init(size // self.teams), shared
+    )
 
   def cost(self, n: int, size: int) -> Cost:
     k_block = self.capacities(n, size)[-1]
     team = size // self.teams
     codec = self.chosen_codec(-(-n // team))
-    rounds = len(schedules.strides(self.teams))  # R-SAG sends L entries per round, B-SAG up to L of each other team
-    sag = words_of(codec, self.teams, k_block) if self.is_bruck else rounds * codec.words(1, k_block)
+    # R-SAG sends L entries per round, B-SAG up to L of each other team
+    rounds = len(schedules.strides(self.teams))
+    sag = (
+      words_of(codec, self.teams, k_block)
+      if self.is_bruck
+      else rounds * codec.words(1, k_block)
+    )
     words = 2 * words_of(codec, team, k_block) + sag
-    return Cost(2 * len(schedules.strides(team)) + rounds, words, agreements=int(self.is_bruck))
+    return Cost(
+      2 * len(schedules.strides(team)) + rounds, words, agreements=int(self.is_bruck)
+    )
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     capacities = self.capacities(grads.size, comm.size)
     k_block = capacities[-1]
     team, same_block = comm.split(self.teams)
     blocks = Blocks.for_workers(team, LazySum((grads, state.residual)), k_block)
-    # The noise depends on the block, not on the team: all teams must round the sum of a block alike.
+    # The noise depends on the block, not on the team: all teams must round the sum of a
+    # block alike.
     writer = self.writer(self.chosen_codec(blocks.length), state.shared.step, team.rank)
 
-    acc, chosen, sent = reduce_scatter(team, self.selection.start(blocks, state.worker), writer)
-    summed = Summed(Sparse(chosen.indices[:1], chosen.values[:1]), [], jnp.int32(0), jnp.uint32(0))
+    acc, chosen, sent = reduce_scatter(
+      team, self.selection.start(blocks, state.worker), writer
+    )
+    summed = Summed(
+      Sparse(chosen.indices[:1], chosen.values[:1]), [], jnp.int32(0), jnp.uint32(0)
+    )
     if self.is_bruck:
-      summed = b_sag(same_block, summed.own, state.shared.adaptive.h, capacities, writer)
+      summed = b_sag(
+        same_block, summed.own, state.shared.adaptive.h, capacities, writer
+      )
       summed = summed._replace(merged=comm.all_reduce(summed.merged, "max"))
     elif self.teams > 1:
       summed = r_sag(same_block, summed.own, writer)
@@ -150,32 +188,51 @@ class SparDL(SelectingCollective):
 
     gone_at = delivered.indices if self.residual == "global" else chosen.indices
     if self.residual == "partial":
-      members = bitset.insert(bitset.empty(grads.size), blocks.flat_indices(delivered.indices), grads.size)
-      gone_at = jnp.where(bitset.contains(members, blocks.flat_indices(gone_at)), gone_at, blocks.length)
+      members = bitset.insert(
+        bitset.empty(grads.size), blocks.flat_indices(delivered.indices), grads.size
+      )
+      gone_at = jnp.where(
+        bitset.contains(members, blocks.flat_indices(gone_at)), gone_at, blocks.length
+      )
     if self.residual != "global":  # ablations: nothing stays of what was sent
       sent = Sparse(gone_at, jnp.zeros(gone_at.shape, jnp.float32))
     residual = acc.pending(gone_at, sent)
-    words = saturated_sum(words_of(writer.codec, team.size, k_block), summed.words, gather_words)
+    words = saturated_sum(
+      words_of(writer.codec, team.size, k_block), summed.words, gather_words
+    )
     selected = self.count_chosen(chosen, blocks.length)
     used = words
     if not self.selection.fills_slots:
-      used = words.astype(jnp.float32) * selected.astype(jnp.float32) / (k_block * team.size)
+      used = (
+        words.astype(jnp.float32) * selected.astype(jnp.float32) / (k_block * team.size)
+      )
     delivers = jnp.count_nonzero(delivered.values)
-    counters = Counters(words, used, selected=selected, delivered=delivers, merged=summed.merged)
-    adaptive = adapt(state.shared.adaptive, summed.merged, capacities[0], k_block) if self.is_bruck else ()
+    counters = Counters(
+      words, used, selected=selected, delivered=delivers, merged=summed.merged
+    )
+    adaptive = (
+      adapt(state.shared.adaptive, summed.merged, capacities[0], k_block)
+      if self.is_bruck
+      else ()
+    )
     memory = self.selection.next(state.worker, chosen, blocks.length)
     total = Sparse(blocks.flat_indices(delivered.indices), delivered.values)
-    return Reduced(total, State(residual, memory, Shared(adaptive, writer.next_step)), counters)
+    return Reduced(
+      total, State(residual, memory, Shared(adaptive, writer.next_step)), counters
+    )
 
 
-def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumulator, Sparse, Sparse]:
+def reduce_scatter(
+  comm: Comm, acc: Accumulator, writer: Writer
+) -> tuple[Accumulator, Sparse, Sparse]:
   """Spar-Reduce-Scatter: worker w gets the sum of block w, of which each message contains L entries (§3.1).
 
-  Each worker numbers the blocks from its own: row b is block (rank + b) mod P, the "home frame". In the round of stride
-  s a worker sends rows s … min(2s, P) − 1, the paper's bag of blocks, to worker rank + s, where they are rows 0 … s − 1
-  and are added. After the rounds of strides …, 4, 2, 1, row 0 is the sum of the worker's own block. For every P: row b
-  is sent in the round with s ≤ b < 2s; rows received in it are below s, so they are still to be sent, or are row 0 (the
-  paper's Theorem 3.1).
+  Each worker numbers the blocks from its own: row b is block (rank + b) mod P, the
+  "home frame". In the round of stride s a worker sends rows s … min(2s, P) − 1, the
+  paper's bag of blocks, to worker rank + s, where they are rows 0 … s − 1 and are
+  added. After the rounds of strides …, 4, 2, 1, row 0 is the sum of the worker's own
+  block. For every P: row b is sent in the round with s ≤ b < 2s; rows received in it
+  are below s, so they are still to be sent, or are row 0 (the paper's Theorem 3.1).
 
   Args:
     comm: the P workers.
@@ -183,9 +240,10 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
     writer: encodes messages.
 
   Returns:
-    (acc, chosen, errors): the accumulator, in which the sent entries still are; the [P, L] entries selected of each
-    row, of which row 0 is the sum of this worker's block and the others were sent; and [P, L] the sent ones with the
-    rounding error of each value, none in row 0.
+    (acc, chosen, errors): the accumulator, in which the sent entries still are; the [P,
+    L] entries selected of each row, of which row 0 is the sum of this worker's block
+    and the others were sent; and [P, L] the sent ones with the rounding error of each
+    value, none in row 0.
   """
   bags = []
   lost = []
@@ -196,10 +254,15 @@ def reduce_scatter(comm: Comm, acc: Accumulator, writer: Writer) -> tuple[Accumu
     bags.append(bag)
     lost.append(errors)
   own = acc.largest(0, 1)
-  # Subtract the own block; what R-SAG, B-SAG or rounding drop of it is added back by `reduce`.
+  # Subtract the own block; what R-SAG, B-SAG or rounding drop of it is added back by
+  # `reduce`.
   acc = acc.add(own._replace(values=-own.values))
   not_sent = own._replace(indices=jnp.full_like(own.indices, writer.codec.length))
-  return acc, sparse.concatenate([own, *reversed(bags)]), sparse.concatenate([not_sent, *reversed(lost)])
+  return (
+    acc,
+    sparse.concatenate([own, *reversed(bags)]),
+    sparse.concatenate([not_sent, *reversed(lost)]),
+  )
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -11,7 +11,9 @@ from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.types import Comm, Sparse, saturated
 
-_MESSAGES = 1 << 30  # the first message number of sums over teams; those of the reduce-scatter are its strides
+# the first message number of sums over teams; those of the reduce-scatter are its
+# strides
+_MESSAGES = 1 << 30
 
 
 class Summed(NamedTuple):
@@ -19,8 +21,10 @@ class Summed(NamedTuple):
 
   Attributes:
     own: [1, L] entries, the largest of the sum.
-    returned: dropped entries and rounding errors that this worker adds back to its accumulator.
-    merged: i32[], of B-SAG N, the number of different indices of the sum before it is cut to L entries; else 0.
+    returned: dropped entries and rounding errors that this worker adds back to its
+      accumulator.
+    merged: i32[], of B-SAG N, the number of different indices of the sum before it is
+      cut to L entries; else 0.
     words: u32[], words sent.
   """
 
@@ -33,9 +37,10 @@ class Summed(NamedTuple):
 def r_sag(same_block: Comm, own: Sparse, writer: Writer) -> Summed:
   """Sums one block over 2^j teams by recursive doubling and keeps the L largest entries of the sum after each step.
 
-  After step t = 0, 1, … groups of 2^(t + 1) workers have the same sum and drop the same entries, so each worker returns
-  1/2^(t + 1) of the dropped entries. (The paper's "half" is right for the first step only.) Before step t,
-  groups of 2^t workers send the same message, so each returns 1/2^t of its rounding errors.
+  After step t = 0, 1, … groups of 2^(t + 1) workers have the same sum and drop the same
+  entries, so each worker returns 1/2^(t + 1) of the dropped entries. (The paper's
+  "half" is right for the first step only.) Before step t, groups of 2^t workers send
+  the same message, so each returns 1/2^t of its rounding errors.
 
   Args:
     same_block: the workers that own this block, one in each team.
@@ -48,8 +53,12 @@ def r_sag(same_block: Comm, own: Sparse, writer: Writer) -> Summed:
   returned = []
   for step, stride in enumerate(reversed(strides)):
     message, errors = writer.encode(own, _MESSAGES + step)
-    received = same_block.permute(message, [(worker, worker ^ stride) for worker in range(same_block.size)])
-    both = sparse.concatenate([writer.codec.decode(message), writer.codec.decode(received)])
+    received = same_block.permute(
+      message, [(worker, worker ^ stride) for worker in range(same_block.size)]
+    )
+    both = sparse.concatenate(
+      [writer.codec.decode(message), writer.codec.decode(received)]
+    )
     kept, rest = top_k_of_entries(sparse.merge(both, length), k_block, k_block, length)
     own = sparse.as_row(kept)
     rest = sparse.as_row(rest)
@@ -60,11 +69,18 @@ def r_sag(same_block: Comm, own: Sparse, writer: Writer) -> Summed:
   return Summed(own, returned, jnp.int32(0), words)
 
 
-def b_sag(same_block: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ...], writer: Writer) -> Summed:
+def b_sag(
+  same_block: Comm,
+  own: Sparse,
+  h: jax.Array,
+  capacities: tuple[int, ...],
+  writer: Writer,
+) -> Summed:
   """Sums the h largest entries of a block of each team, in team order, for any number of teams.
 
-  The L largest entries of the sum are kept. The others are in no total, so the accumulators they come from still have
-  them, and they are not returned. Entries of `own` beyond h are: other teams may deliver their indices.
+  The L largest entries of the sum are kept. The others are in no total, so the
+  accumulators they come from still have them, and they are not returned. Entries of
+  `own` beyond h are: other teams may deliver their indices.
 
   Args:
     same_block: the workers that own this block, one in each team.
@@ -76,10 +92,14 @@ def b_sag(same_block: Comm, own: Sparse, h: jax.Array, capacities: tuple[int, ..
   (k_block,) = own.indices.shape[1:]
   length = writer.codec.length
   h = jnp.minimum(h, k_block)  # it may be that of another number of workers
-  head, tail = map(sparse.as_row, top_k_of_entries(sparse.only_row(own), h, k_block, length))
+  head, tail = map(
+    sparse.as_row, top_k_of_entries(sparse.only_row(own), h, k_block, length)
+  )
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
-    rows, lost, words = writer.gather_rows(same_block, sparse.resize(head, capacity, length), _MESSAGES, k_block)
+    rows, lost, words = writer.gather_rows(
+      same_block, sparse.resize(head, capacity, length), _MESSAGES, k_block
+    )
     merged = sparse.merge(in_rank_order(same_block, rows), length)
     kept, _ = top_k_of_entries(merged, k_block, k_block, length)
     return sparse.as_row(kept), lost, sparse.count(merged, length), words
@@ -94,7 +114,8 @@ class Adaptive(NamedTuple):
   Attributes:
     h: i32[], the number of entries of a block that each team sends, ⌈L/d⌉ … L.
     step: i32[], the last change of h.
-    right: bool[], whether that change was in the right direction (see `adapt`) and was not a doubled one.
+    right: bool[], whether that change was in the right direction (see `adapt`) and was
+      not a doubled one.
   """
 
   h: jax.Array
@@ -104,18 +125,22 @@ class Adaptive(NamedTuple):
   @classmethod
   def start(cls, low: int, k_block: int) -> Self:
     """The state before the first update: h = ⌈L/d⌉, to be changed by 1 % of its range."""
-    return cls(jnp.int32(low), jnp.int32(max(1, round(0.01 * (k_block - low)))), jnp.bool_(False))
+    return cls(
+      jnp.int32(low), jnp.int32(max(1, round(0.01 * (k_block - low)))), jnp.bool_(False)
+    )
 
 
 def adapt(state: Adaptive, merged: jax.Array, low: int, k_block: int) -> Adaptive:
   """Algorithm 2: changes h so that the union of the indices that teams send has about L elements.
 
-  The direction of a step is right if h grows while N ≤ L, or shrinks while N > L, as in the paper's pseudocode. After
-  two steps in the right direction the step is doubled; after one in the wrong direction it is halved and reversed.
+  The direction of a step is right if h grows while N ≤ L, or shrinks while N > L, as in
+  the paper's pseudocode. After two steps in the right direction the step is doubled;
+  after one in the wrong direction it is halved and reversed.
 
   Args:
     state: the state of this step.
-    merged: i32[], N, the largest number of different indices of any block, the same on every worker.
+    merged: i32[], N, the largest number of different indices of any block, the same on
+      every worker.
     low: ⌈L/d⌉, the minimum of h.
     k_block: L, the maximum of h.
   """

@@ -1,12 +1,14 @@
 """The average of a group as messages between its members, without a network.
 
-An all-reduce in two rounds. Each of G members owns a shard of n/G entries, and sends 2 n (G − 1)/G words. With three:
+An all-reduce in two rounds. Each of G members owns a shard of n/G entries, and sends 2
+n (G − 1)/G words. With three:
 
     PART   0 ─> 1, 2     1 ─> 0, 2     2 ─> 0, 1     the receiver's shard of the sender's model
     MEAN   0 ─> 1, 2     1 ─> 0, 2     2 ─> 0, 1     the weighted mean of the sender's shard
 
-The owner of a shard adds in the order of the members, so all members get the same bits. A member has the average when
-it has the means of all shards. If another member dies before that, it drops the average and keeps its own model.
+The owner of a shard adds in the order of the members, so all members get the same bits.
+A member has the average when it has the means of all shards. If another member dies
+before that, it drops the average and keeps its own model.
 """
 
 from collections.abc import Iterator
@@ -45,7 +47,9 @@ class Average:
     self._me = me
     self._model = model
     bounds = np.linspace(0, model.size, len(group.members) + 1).astype(int)
-    self._shards = {member: slice(*bounds[i : i + 2]) for i, member in enumerate(group.members)}
+    self._shards = {
+      member: slice(*bounds[i : i + 2]) for i, member in enumerate(group.members)
+    }
     shard = self._shards[me]
     self._initial = initial[shard]
     self._parts = {me: model[shard]}
@@ -66,21 +70,33 @@ class Average:
     """Yields the first pieces to send, each with its receiver."""
     for member, shard in self._shards.items():
       if member != self._me:
-        yield member, Piece(PieceKind.PART, self.group.number, self._me, self._model[shard])
+        yield (
+          member,
+          Piece(PieceKind.PART, self.group.number, self._me, self._model[shard]),
+        )
     yield from self._send_mean()
 
   def receive(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
     """Takes a piece, and yields those to send next.
 
-    Ignores one that does not belong to this average: not from another member, a duplicate, or of another size.
+    Ignores one that does not belong to this average: not from another member, a
+    duplicate, or of another size.
     """
     sender = piece.sender
     shape = piece.values.shape
     if piece.kind == PieceKind.PART:
-      if sender in self._shards and sender not in self._parts and shape == self._initial.shape:
+      if (
+        sender in self._shards
+        and sender not in self._parts
+        and shape == self._initial.shape
+      ):
         self._parts[sender] = piece.values
         yield from self._send_mean()
-    elif sender in self._missing and sender != self._me and shape == self._model[self._shards[sender]].shape:
+    elif (
+      sender in self._missing
+      and sender != self._me
+      and shape == self._model[self._shards[sender]].shape
+    ):
       self.result[self._shards[sender]] = piece.values
       self._missing.remove(sender)
 
@@ -88,7 +104,11 @@ class Average:
     """Averages the own shard once all parts of it have arrived."""
     if len(self._parts) < len(self.group.members):
       return
-    total = np.float32(self.group.initial) * self._initial if self.group.initial else np.zeros_like(self._initial)
+    total = (
+      np.float32(self.group.initial) * self._initial
+      if self.group.initial
+      else np.zeros_like(self._initial)
+    )
     for member, weight in zip(self.group.members, self.group.weights, strict=True):
       total += np.float32(weight) * self._parts[member]
     self.result[self._shards[self._me]] = total

@@ -1,8 +1,9 @@
 """What workers in processes and in threads share: `reduce` and `synchronize`, and models that are not finite.
 
-A mean with one NaN is NaN, so one worker whose step diverges would spoil the models of its group, and soon all models.
-So models with NaN or Inf enter no average: each worker checks its own model before it sends a signal, and continues
-from the current model of another worker.
+A mean with one NaN is NaN, so one worker whose step diverges would spoil the models of
+its group, and soon all models. So models with NaN or Inf enter no average: each worker
+checks its own model before it sends a signal, and continues from the current model of
+another worker.
 """
 
 import abc
@@ -32,32 +33,36 @@ class BaseWorker(abc.ABC):
   def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
     """Averages with a group. If the average fails, it is repeated with another group until one succeeds.
 
-    Parameters with NaN or Inf enter no average: a log message names the worker and the first such leaf, and the worker
-    gets the current model of another worker. `refused` is above 0 then; reset the optimizer's state, which may hold NaN
-    too.
+    Parameters with NaN or Inf enter no average: a log message names the worker and the
+    first such leaf, and the worker gets the current model of another worker. `refused`
+    is above 0 then; reset the optimizer's state, which may hold NaN too.
 
     Args:
       params: this worker's, after a local step.
-      iteration: the number of iterations they have been trained for: one more than the last call returned.
+      iteration: the number of iterations they have been trained for: one more than the
+        last call returned.
 
     Returns:
-      The average, and the largest iteration of the group. A worker that the server has dropped in the meantime, because
-      it was silent, gets the model of another worker instead. Parameters are on this worker's device.
+      The average, and the largest iteration of the group. A worker that the server has
+      dropped in the meantime, because it was silent, gets the model of another worker
+      instead. Parameters are on this worker's device.
 
     Raises:
-      ControllerLost: if the controller has been silent for its limit and `reconnect` seconds; what `save` names holds
-        the parameters of the last call.
-      ValueError: for parameters of another size, or an iteration that the controller rejects.
-      FloatingPointError: for parameters that are not finite, if no other worker has a finite trained model, or at the
-        tenth time in succession.
+      ControllerLost: if the controller has been silent for its limit and `reconnect`
+        seconds; what `save` names holds the parameters of the last call.
+      ValueError: for parameters of another size, or an iteration that the controller
+        rejects.
+      FloatingPointError: for parameters that are not finite, if no other worker has a
+        finite trained model, or at the tenth time in succession.
     """
     return self._average(WorkerMessage.READY, params, iteration)
 
   def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
     """Averages with all workers that have not left, for an evaluation or at the end; waits until all of them call it.
 
-    Arguments, results and errors are those of `reduce`, which it may follow without a step in between. A worker whose
-    parameters are not finite takes part with the model of another worker.
+    Arguments, results and errors are those of `reduce`, which it may follow without a
+    step in between. A worker whose parameters are not finite takes part with the model
+    of another worker.
     """
     return self._average(WorkerMessage.SYNCHRONIZE, params, iteration)
 
@@ -73,10 +78,14 @@ class BaseWorker(abc.ABC):
     """Leaves."""
     self.leave()
 
-  def _average(self, kind: WorkerMessage, params: Any, iteration: int) -> tuple[Any, int]:
+  def _average(
+    self, kind: WorkerMessage, params: Any, iteration: int
+  ) -> tuple[Any, int]:
     vector = flatten(params)[0]
     if vector.size != self._entries:
-      raise ValueError(f"params have {vector.size} entries, the initial ones have {self._entries}")
+      raise ValueError(
+        f"params have {vector.size} entries, the initial ones have {self._entries}"
+      )
     if is_finite := bool(_all_finite(vector)):
       self.refused = 0
     else:
@@ -107,7 +116,9 @@ class BaseWorker(abc.ABC):
       ) from error
 
   @abc.abstractmethod
-  def _ask(self, kind: WorkerMessage, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+  def _ask(
+    self, kind: WorkerMessage, vector: jax.Array, iteration: int
+  ) -> tuple[jax.Array, int]:
     """A model and its iteration: the average of a group (READY) or of all, or another worker's model (NOT_FINITE).
 
     Raises:

@@ -1,26 +1,29 @@
 """The controller of partial reduce: decides which workers average with each other, and how (§3, §4, Figure 6).
 
-A pure state machine without clock, network or models. Each call tells it what a worker has done; it returns the groups
-that can be formed now:
+A pure state machine without clock, network or models. Each call tells it what a worker
+has done; it returns the groups that can be formed now:
 
     ready(2, 7) ──> signal queue ──> group filter ──> weights ──> Group((0, 2, 5), (1/3, 1/3, 1/3), iteration 7)
                      2, 5, 0             ^                           │
                                          └── components ─────────────┘
 
-Workers that are ready wait in a queue, and a group is formed of those that have waited longest. Groups may average at
-the same time, since no worker is in two.
+Workers that are ready wait in a queue, and a group is formed of those that have waited
+longest. Groups may average at the same time, since no worker is in two.
 
-The group filter (§4) keeps the workers from splitting into sets that never average with each other. Two workers are
-connected if a chain of groups leads from one to the other. Once T groups have been formed since all workers were
-connected last, each group has to join two components, and ready workers of one component wait for a worker of another.
-They do not wait for long: the caller, who has a clock, calls `release`. Workers that are not ready are absent then, and
-all others go on without them. The first group of a worker that was absent has to have a member that was not.
+The group filter (§4) keeps the workers from splitting into sets that never average with
+each other. Two workers are connected if a chain of groups leads from one to the other.
+Once T groups have been formed since all workers were connected last, each group has to
+join two components, and ready workers of one component wait for a worker of another.
+They do not wait for long: the caller, who has a clock, calls `release`. Workers that
+are not ready are absent then, and all others go on without them. The first group of a
+worker that was absent has to have a member that was not.
 
-For an evaluation, and at the end of training, all workers average (Algorithm 2, line 8): a worker that asks for it
-joins no other group, and waits until all workers have asked.
+For an evaluation, and at the end of training, all workers average (Algorithm 2, line
+8): a worker that asks for it joins no other group, and waits until all workers have
+asked.
 
-The weight of each model in an average is 1/P, or less for older models. For a group whose members have done 9, 8 and 5
-iterations, with α = 1/2:
+The weight of each model in an average is 1/P, or less for older models. For a group
+whose members have done 9, 8 and 5 iterations, with α = 1/2:
 
     iterations     9     8     7     6     5
     k̂              1     2     3     4     5 = K
@@ -37,8 +40,11 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.partial.net.messages import Group, Rejected
 
 Missing = Literal["initial", "closest"]
-Weigh = Callable[[Sequence[int]], tuple[tuple[float, ...], float]]  # iterations to weights, and the initial model's
-PATIENCE = 10  # a worker may be about this many times slower than the others before the filter waits for it
+# iterations to weights, and the initial model's
+Weigh = Callable[[Sequence[int]], tuple[tuple[float, ...], float]]
+# a worker may be about this many times slower than the others before the filter waits
+# for it
+PATIENCE = 10
 MAX_ITERATION = 2**63 - 1
 
 _ABSENT = -1  # the component of all workers that are absent
@@ -49,21 +55,26 @@ class Controller:
 
   Whatever the order of calls:
 
-  - A group has exactly P different members, all of them ready. P is `group_size`, or the number of remaining workers
-    if that is smaller.
-  - The worker that has waited longest is in the next group. A group is formed at the latest when all workers are ready.
-  - All workers that are not absent are connected by at most T + N − P consecutive groups, counted from when they were
-    connected last, or from when a worker joined, failed or was absent last.
+  - A group has exactly P different members, all of them ready. P is `group_size`, or
+    the number of remaining workers if that is smaller.
+  - The worker that has waited longest is in the next group. A group is formed at the
+    latest when all workers are ready.
+  - All workers that are not absent are connected by at most T + N − P consecutive
+    groups, counted from when they were connected last, or from when a worker joined,
+    failed or was absent last.
   - The weights of a group, with that of the initial model, sum to 1.
 
   Args:
-    workers: N, the number of workers. They are numbered from 0, and each is expected to signal until it leaves.
+    workers: N, the number of workers. They are numbered from 0, and each is expected to
+      signal until it leaves.
     group_size: P, 2 … N.
     weights: "constant", 1/P each, or "dynamic", less for older models.
     decay: α of dynamic weights, in [0, 1).
-    missing: where the dynamic weights of iterations without a member go: "closest" or "initial" (as in the paper).
-    history: T, at least ⌈(N − 1)/(P − 1)⌉, the groups that it takes to connect all workers. The default is 10 times
-      that: the filter does not wait for a straggler that is up to about 10 times slower than the other workers.
+    missing: where the dynamic weights of iterations without a member go: "closest" or
+      "initial" (as in the paper).
+    history: T, at least ⌈(N − 1)/(P − 1)⌉, the groups that it takes to connect all
+      workers. The default is 10 times that: the filter does not wait for a straggler
+      that is up to about 10 times slower than the other workers.
 
   Raises:
     ValueError: for arguments outside these choices.
@@ -91,7 +102,10 @@ class Controller:
   ):
     check_whole("controller", 2, workers=workers)
     check_whole("controller", 2, workers, group_size=group_size)
-    choices = {"weights": (weights, "constant", "dynamic"), "missing": (missing, "initial", "closest")}
+    choices = {
+      "weights": (weights, "constant", "dynamic"),
+      "missing": (missing, "initial", "closest"),
+    }
     for name, (value, *names) in choices.items():
       if value not in names:
         raise ValueError(f"{name}={value!r}, choose {names[0]!r} or {names[1]!r}")
@@ -104,11 +118,19 @@ class Controller:
     self.window = PATIENCE * least if history is None else history
     dynamic = functools.partial(dynamic_weights, decay=float(decay), missing=missing)
     self._weigh = dynamic if weights == "dynamic" else constant_weights
-    self._queue: dict[int, int] = {}  # iterations of the workers that are ready, first come first
-    self._for_all: dict[int, int] = {}  # iterations of the workers that wait for the average of all
-    self._last = dict.fromkeys(range(workers), -1)  # the last signalled iteration of each worker that has not left
-    self._group: dict[int, Group] = {}  # the last group of each worker, until its next signal
-    self._absent: set[int] = set()  # workers that the filter does not wait for, until their next group
+    self._queue: dict[
+      int, int
+    ] = {}  # iterations of the workers that are ready, first come first
+    self._for_all: dict[
+      int, int
+    ] = {}  # iterations of the workers that wait for the average of all
+    # the last signalled iteration of each worker that has not left
+    self._last = dict.fromkeys(range(workers), -1)
+    self._group: dict[
+      int, Group
+    ] = {}  # the last group of each worker, until its next signal
+    # workers that the filter does not wait for, until their next group
+    self._absent: set[int] = set()
     self._formed = 0
     self._begin_to_connect()
 
@@ -141,26 +163,29 @@ class Controller:
     """A worker has done `iteration` iterations and is ready to average; returns the groups that can be formed now.
 
     Raises:
-      Rejected: if the worker is unknown, has left or is ready already, or if it has signalled this iteration before;
-        the other calls raise it for the same reasons.
+      Rejected: if the worker is unknown, has left or is ready already, or if it has
+        signalled this iteration before; the other calls raise it for the same reasons.
     """
     return self._wait(worker, iteration, self._queue)
 
   def release(self) -> list[Group]:
     """The ready workers have waited long enough: if they are `held`, the others are absent until their next group.
 
-    Called by `js.partial.Server` and `js.partial.Devices` when a worker has been ready for as
-    long as its last step took.
+    Called by `js.partial.Server` and `js.partial.Devices` when a worker has been ready
+    for as long as its last step took.
     """
     if self.held:
-      self._absent.update(worker for worker in self._active if worker not in self._queue)
+      self._absent.update(
+        worker for worker in self._active if worker not in self._queue
+      )
       self._begin_to_connect()
     return self._form_groups()
 
   def synchronize(self, worker: int, iteration: int) -> list[Group]:
     """A worker waits for the average of all workers that have not left, each with the same weight.
 
-    Until then it is in no other group. The call may follow a group without an iteration in between.
+    Until then it is in no other group. The call may follow a group without an iteration
+    in between.
     """
     return self._wait(worker, iteration, self._for_all)
 
@@ -168,7 +193,8 @@ class Controller:
     """A worker could not average with group `number`: that group no longer counts, the worker may signal again.
 
     Raises:
-      Rejected: if `number` is not the worker's last group, or if the worker has signalled since.
+      Rejected: if `number` is not the worker's last group, or if the worker has
+        signalled since.
     """
     self._check(worker)
     group = self._group.get(worker)
@@ -208,12 +234,16 @@ class Controller:
     """Lets a worker wait in a queue for the average of its group or of all."""
     self._check(worker)
     if not isinstance(iteration, int) or not 0 <= iteration <= MAX_ITERATION:
-      raise Rejected(f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1")
+      raise Rejected(
+        f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1"
+      )
     self._check_not_ready(worker)
     last = self._last[worker]
     again = queue is self._for_all and worker in self._group
     if iteration <= last - again:
-      raise Rejected(f"stale: iteration {iteration} of worker {worker}, which has signalled {last} before")
+      raise Rejected(
+        f"stale: iteration {iteration} of worker {worker}, which has signalled {last} before"
+      )
     self._last[worker] = queue[worker] = iteration
     self._group.pop(worker, None)
     if queue is self._for_all:
@@ -231,7 +261,9 @@ class Controller:
 
   def _check_not_ready(self, worker: int) -> None:
     if worker in (waiting := self._queue | self._for_all):
-      raise Rejected(f"duplicate: worker {worker} is ready already, with iteration {waiting[worker]}")
+      raise Rejected(
+        f"duplicate: worker {worker} is ready already, with iteration {waiting[worker]}"
+      )
 
   @property
   def _active(self) -> list[int]:
@@ -244,15 +276,21 @@ class Controller:
       formed.append(self._make_group(members, self._queue, self._weigh))
       self._connect(members)
     if self._for_all and not self._active:
-      formed.append(self._make_group(list(self._for_all), self._for_all, constant_weights))
+      formed.append(
+        self._make_group(list(self._for_all), self._for_all, constant_weights)
+      )
       self._begin_to_connect()
     return formed
 
-  def _make_group(self, members: list[int], waiting: dict[int, int], weigh: Weigh) -> Group:
+  def _make_group(
+    self, members: list[int], waiting: dict[int, int], weigh: Weigh
+  ) -> Group:
     self._formed += 1
     iterations = {member: waiting.pop(member) for member in sorted(members)}
     weights, initial = weigh(list(iterations.values()))
-    group = Group(tuple(iterations), weights, max(iterations.values()), initial, self._formed)
+    group = Group(
+      tuple(iterations), weights, max(iterations.values()), initial, self._formed
+    )
     self._group.update(dict.fromkeys(iterations, group))
     return group
 
@@ -262,7 +300,9 @@ class Controller:
       return []
     head, *rest = self._queue
     others = rest[: self.size - 1]
-    elsewhere = lambda workers: [worker for worker in workers if self._component[worker] != self._component[head]]
+    elsewhere = lambda workers: [
+      worker for worker in workers if self._component[worker] != self._component[head]
+    ]
     due = self._count >= self.window or not self._absent.isdisjoint([head, *others])
     if due and not elsewhere(others):
       if bridges := elsewhere(rest):
@@ -273,17 +313,32 @@ class Controller:
 
   def _connect(self, members: list[int]) -> None:
     """Joins the components of the members of a group."""
-    self._component.update({member: member for member in self._absent.intersection(members)})
+    self._component.update(
+      {member: member for member in self._absent.intersection(members)}
+    )
     self._absent.difference_update(members)
     joined = {self._component[member] for member in members}
-    self._component.update({worker: min(joined) for worker, own in self._component.items() if own in joined})
+    self._component.update(
+      {worker: min(joined) for worker, own in self._component.items() if own in joined}
+    )
     self._count += 1
-    if len({self._component[worker] for worker in self._active if worker not in self._absent}) == 1:
+    if (
+      len(
+        {
+          self._component[worker]
+          for worker in self._active
+          if worker not in self._absent
+        }
+      )
+      == 1
+    ):
       self._begin_to_connect()
 
   def _begin_to_connect(self) -> None:
     """No groups count so far: a worker is a component of its own, and the absent ones are one together."""
-    self._component = {worker: _ABSENT if worker in self._absent else worker for worker in self._last}
+    self._component = {
+      worker: _ABSENT if worker in self._absent else worker for worker in self._last
+    }
     self._count = 0  # of the groups since
 
 
@@ -292,12 +347,16 @@ def constant_weights(iterations: Sequence[int]) -> tuple[tuple[float, ...], floa
   return (1 / len(iterations),) * len(iterations), 0.0
 
 
-def dynamic_weights(iterations: Sequence[int], decay: float, missing: Missing) -> tuple[tuple[float, ...], float]:
+def dynamic_weights(
+  iterations: Sequence[int], decay: float, missing: Missing
+) -> tuple[tuple[float, ...], float]:
   """The weights of the members' models and of the initial one, by staleness (§3.3), with sum 1.
 
-  A member at rank k̂ = max k − k + 1, of K = max k̂, gets (1 − α) α^(k̂ − 1) / (1 − α^K); members of one rank share its
-  weight equally. The weight of a rank without a member goes to the initial model (the paper's choice: it moves even
-  members with equal models towards the initial one), or to the closest rank with a member, the newer one of two.
+  A member at rank k̂ = max k − k + 1, of K = max k̂, gets (1 − α) α^(k̂ − 1) / (1 −
+  α^K); members of one rank share its weight equally. The weight of a rank without a
+  member goes to the initial model (the paper's choice: it moves even members with equal
+  models towards the initial one), or to the closest rank with a member, the newer one
+  of two.
 
   Example:
     >>> dynamic_weights([9, 8, 8], 0.5, "closest")
@@ -309,16 +368,23 @@ def dynamic_weights(iterations: Sequence[int], decay: float, missing: Missing) -
   ranks = [newest - iteration + 1 for iteration in iterations]
   present = sorted(set(ranks))
   whole = 1 - decay ** present[-1]
-  # Each present rank gets the weights of ranks first … last: its own, or all up to half-way to its neighbours.
+  # Each present rank gets the weights of ranks first … last: its own, or all up to
+  # half-way to its neighbours.
   if missing == "closest":
-    lasts = [*(newer + (older - newer) // 2 for newer, older in itertools.pairwise(present)), present[-1]]
+    lasts = [
+      *(newer + (older - newer) // 2 for newer, older in itertools.pairwise(present)),
+      present[-1],
+    ]
     firsts = [1, *(last + 1 for last in lasts[:-1])]
   else:
     firsts = lasts = present
-  # Σ_{r=first…last} (1 − α) α^(r−1) = α^(first−1) − α^last; no loop, a worker may be a million iterations behind.
+  # Σ_{r=first…last} (1 − α) α^(r−1) = α^(first−1) − α^last; no loop, a worker may be a
+  # million iterations behind.
   share = {
     rank: (decay ** (first - 1) - decay**last) / whole / ranks.count(rank)
     for rank, first, last in zip(present, firsts, lasts, strict=True)
   }
   members = tuple(share[rank] for rank in ranks)
-  return members, max(0.0, 1 - sum(members)) if missing == "initial" and len(present) < present[-1] else 0.0
+  return members, max(0.0, 1 - sum(members)) if missing == "initial" and len(
+    present
+  ) < present[-1] else 0.0

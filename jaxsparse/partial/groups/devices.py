@@ -1,8 +1,8 @@
 """Partial reduce between the devices of one process, for a host with several GPUs: a thread and a device a worker.
 
-The average of a group is a jitted collective over the mesh of the group's devices; devices of other groups take no
-part. The thread whose signal completes a group starts the collective, and every member continues with its own device's
-shard:
+The average of a group is a jitted collective over the mesh of the group's devices;
+devices of other groups take no part. The thread whose signal completes a group starts
+the collective, and every member continues with its own device's shard:
 
     thread 0 ── reduce ─> waits ··················· mean on device 0 ─>
     thread 1 ── computes ──────── reduce ─> waits ················          no group yet
@@ -34,7 +34,8 @@ from jaxsparse.sparse.flatten import flatten
 
 _AXIS = "group"
 _SPLIT = PartitionSpec(_AXIS)
-_LEAST_PATIENCE = 0.1  # seconds that the group filter may let a worker wait, or as long as its step took
+# seconds that the group filter may let a worker wait, or as long as its step took
+_LEAST_PATIENCE = 0.1
 _Model = tuple[jax.Array, int]  # f32[n], and the iterations it has been trained for
 
 
@@ -47,7 +48,8 @@ class Devices:
     params: the model that training starts from.
 
   Raises:
-    ValueError: if the number of devices differs from the controller's number of workers, or `params` is not finite.
+    ValueError: if the number of devices differs from the controller's number of
+      workers, or `params` is not finite.
 
   Example:
     >>> import threading, jax, jax.numpy as jnp, jaxsparse as js
@@ -67,7 +69,9 @@ class Devices:
     ...   assert averages[0][0].tolist() == averages[1][0].tolist() == [0.5, 0.5]
   """
 
-  def __init__(self, controller: Controller, devices: Sequence[jax.Device], params: Any):
+  def __init__(
+    self, controller: Controller, devices: Sequence[jax.Device], params: Any
+  ):
     if (different := len(set(devices))) != controller.workers:
       raise ValueError(
         f"{controller.workers} workers on {different} different devices: give each worker a device of its own"
@@ -80,9 +84,14 @@ class Devices:
     self.entries = vector.size
     self._initial = [jax.device_put(vector, device) for device in devices]
     self._lock = threading.Lock()  # of the controller, and of the two that follow
-    self._waiting: dict[int, tuple[jax.Array, int, futures.Future]] = {}  # for a group: model, iteration, and answer
-    self._seeking: dict[int, futures.Future] = {}  # answers of workers that wait for the model of another worker
-    # XLA's CPU runtime runs all programs on one small thread pool, where two collectives at once could deadlock.
+    self._waiting: dict[
+      int, tuple[jax.Array, int, futures.Future]
+    ] = {}  # for a group: model, iteration, and answer
+    self._seeking: dict[
+      int, futures.Future
+    ] = {}  # answers of workers that wait for the model of another worker
+    # XLA's CPU runtime runs all programs on one small thread pool, where two
+    # collectives at once could deadlock.
     self._one_at_a_time = threading.Lock() if devices[0].platform == "cpu" else None
     self._program = functools.cache(self._compile)
 
@@ -98,12 +107,16 @@ class Devices:
 
   def warm_up(self) -> int:
     """Compiles the programs of all groups of P workers; returns how many they are."""
-    groups = list(itertools.combinations(range(len(self.devices)), self.controller.group_size))
+    groups = list(
+      itertools.combinations(range(len(self.devices)), self.controller.group_size)
+    )
     for members in groups:
       self._program(members)
     return len(groups)
 
-  def _ask(self, number: int, kind: WorkerMessage, model: _Model, patience: float | None) -> _Model:
+  def _ask(
+    self, number: int, kind: WorkerMessage, model: _Model, patience: float | None
+  ) -> _Model:
     """The answer to a worker's signal; ready workers are released each time that it has waited for `patience`."""
     answer = futures.Future[_Model]()
     groups = list[Group]()
@@ -113,10 +126,16 @@ class Devices:
         self.controller.replaced(number)
         self._seeking[number] = answer
       else:
-        groups = (self.controller.ready if kind == WorkerMessage.READY else self.controller.synchronize)(
-          number, iteration
+        groups = (
+          self.controller.ready
+          if kind == WorkerMessage.READY
+          else self.controller.synchronize
+        )(number, iteration)
+        self._waiting[number] = (
+          jax.device_put(vector, self.devices[number]),
+          iteration,
+          answer,
         )
-        self._waiting[number] = jax.device_put(vector, self.devices[number]), iteration, answer
       self._answer_seekers()
     self._average(groups)
     while not futures.wait([answer], patience).done:
@@ -138,7 +157,9 @@ class Devices:
     while self._seeking and (self._waiting or all_seek):
       number, answer = self._seeking.popitem()
       if self._waiting:
-        vector, iteration, _ = max(self._waiting.values(), key=lambda waiting: waiting[1])
+        vector, iteration, _ = max(
+          self._waiting.values(), key=lambda waiting: waiting[1]
+        )
         answer.set_result((jax.device_put(vector, self.devices[number]), iteration))
       else:
         answer.set_exception(FloatingPointError())
@@ -146,7 +167,9 @@ class Devices:
   def _average(self, groups: list[Group]) -> None:
     for group in groups:
       with self._lock:
-        models, _, answers = zip(*(self._waiting.pop(member) for member in group.members), strict=True)
+        models, _, answers = zip(
+          *(self._waiting.pop(member) for member in group.members), strict=True
+        )
       try:
         means = self._means(group, models)
         for member, answer in zip(group.members, answers, strict=True):
@@ -155,12 +178,18 @@ class Devices:
         for answer in answers:
           answer.set_exception(error)
 
-  def _means(self, group: Group, models: Sequence[jax.Array]) -> dict[jax.Device, jax.Array]:
+  def _means(
+    self, group: Group, models: Sequence[jax.Array]
+  ) -> dict[jax.Device, jax.Array]:
     """The average at each device of a group."""
     program, sharding = self._program(group.members)
     initial = [self._initial[member] for member in group.members]
-    joined = lambda parts: jax.make_array_from_single_device_arrays((len(parts) * parts[0].size,), sharding, parts)
-    weights = np.array([(weight, group.initial) for weight in group.weights], np.float32)
+    joined = lambda parts: jax.make_array_from_single_device_arrays(
+      (len(parts) * parts[0].size,), sharding, parts
+    )
+    weights = np.array(
+      [(weight, group.initial) for weight in group.weights], np.float32
+    )
     with self._one_at_a_time or contextlib.nullcontext():
       means = program(joined(models), joined(initial), weights)
       if self._one_at_a_time:
@@ -176,9 +205,14 @@ class Devices:
       weight, of_initial = weights[0]
       return jax.lax.psum(weight * model, _AXIS) + of_initial * initial
 
-    mapped = jax.jit(_compat.shard_map(mean, mesh, (_SPLIT, _SPLIT, _SPLIT), _SPLIT), in_shardings=sharding)
+    mapped = jax.jit(
+      _compat.shard_map(mean, mesh, (_SPLIT, _SPLIT, _SPLIT), _SPLIT),
+      in_shardings=sharding,
+    )
     flat = jax.ShapeDtypeStruct((len(members) * self._initial[0].size,), jnp.float32)
-    return mapped.lower(flat, flat, jax.ShapeDtypeStruct((len(members), 2), jnp.float32)).compile(), sharding
+    return mapped.lower(
+      flat, flat, jax.ShapeDtypeStruct((len(members), 2), jnp.float32)
+    ).compile(), sharding
 
 
 class DeviceWorker(BaseWorker):
@@ -206,7 +240,10 @@ class DeviceWorker(BaseWorker):
   def _ask(self, kind: WorkerMessage, vector: jax.Array, iteration: int) -> _Model:
     took = max(time.monotonic() - self._step_began, _LEAST_PATIENCE)
     model = self._workers._ask(
-      self.number, kind, (vector, iteration), None if kind == WorkerMessage.NOT_FINITE else took
+      self.number,
+      kind,
+      (vector, iteration),
+      None if kind == WorkerMessage.NOT_FINITE else took,
     )
     self._step_began = time.monotonic()
     return model

@@ -6,18 +6,22 @@ Events go in with the time at which they happen:
     Answer(GROUP)         ──┼──> handle(event, now) ──┼──> send(address, piece)      to another member of the group
     Piece(PART, …)        ──┘                         └──> reply(average)            to the training loop
 
-A server that is silent may come back. Until it has been silent for its own limit and `reconnect` seconds more, the
-worker goes on sending heartbeats. A server that was restarted at the same address rejects them; the worker sends HELLO
-then, and repeats its open request.
+A server that is silent may come back. Until it has been silent for its own limit and
+`reconnect` seconds more, the worker goes on sending heartbeats. A server that was
+restarted at the same address rejects them; the worker sends HELLO then, and repeats its
+open request.
 
-An average fails if the server sends ABORT, or if no piece arrives for `timeout` seconds: the worker keeps its model and
-sends FAILED, then READY again. A worker whose model is not finite joins again, with NOT_FINITE in place of HELLO, which
-the server answers once it can name a donor. A broken connection does not prove that another worker is dead: one that
-leaves in good order closes its connections while its last pieces are still in transit.
+An average fails if the server sends ABORT, or if no piece arrives for `timeout`
+seconds: the worker keeps its model and sends FAILED, then READY again. A worker whose
+model is not finite joins again, with NOT_FINITE in place of HELLO, which the server
+answers once it can name a donor. A broken connection does not prove that another worker
+is dead: one that leaves in good order closes its connections while its last pieces are
+still in transit.
 
-A member of a group sends its parts as soon as it hears of the group, which may be before this worker does. Only parts
-can be early, since a mean needs the parts of all members; each member sends one; and it waits for one group at a time.
-So the early parts of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries.
+A member of a group sends its parts as soon as it hears of the group, which may be
+before this worker does. Only parts can be early, since a mean needs the parts of all
+members; each member sends one; and it waits for one group at a time. So the early parts
+of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries.
 """
 
 import dataclasses
@@ -30,7 +34,14 @@ import numpy as np
 
 from jaxsparse.partial.groups.average import Average
 from jaxsparse.partial.net.membership import EarlyPieces, Membership, Unreachable
-from jaxsparse.partial.net.messages import Answer, Group, Piece, PieceKind, ServerMessage, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Answer,
+  Group,
+  Piece,
+  PieceKind,
+  ServerMessage,
+  WorkerMessage,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -45,8 +56,9 @@ class Model(NamedTuple):
 class Request(NamedTuple):
   """Event: the training loop asks for something; every request but BYE has one reply.
 
-  READY averages `model` with a group, SYNCHRONIZE with all workers; NOT_FINITE gets the model of another worker. HELLO
-  is open from the beginning: it gets the model to start from.
+  READY averages `model` with a group, SYNCHRONIZE with all workers; NOT_FINITE gets the
+  model of another worker. HELLO is open from the beginning: it gets the model to start
+  from.
   """
 
   kind: WorkerMessage
@@ -76,7 +88,8 @@ class GroupProtocol:
   initial: np.ndarray  # f32[n], the model that training starts from
 
   def __post_init__(self) -> None:
-    self.model = Model(self.initial, 0)  # the newest, for those who fetch it and for the file of a lost server
+    # the newest, for those who fetch it and for the file of a lost server
+    self.model = Model(self.initial, 0)
     self._request = WorkerMessage.HELLO  # the last one
     self._average: Average | None = None  # in progress; the request is open
     self._settled = 0  # no piece is owed to, or expected from, groups up to this number
@@ -117,7 +130,11 @@ class GroupProtocol:
     elif now > membership.server_until:
       membership.lose("sign of life", membership.limit + membership.reconnect)
     else:
-      membership.repeat_signal(WorkerMessage.NOT_FINITE if self._waits_for_a_finite_model else WorkerMessage.HELLO)
+      membership.repeat_signal(
+        WorkerMessage.NOT_FINITE
+        if self._waits_for_a_finite_model
+        else WorkerMessage.HELLO
+      )
 
   def _give_up(self) -> None:
     """Goes on without the message that has not come for `timeout` seconds, if possible."""
@@ -125,12 +142,18 @@ class GroupProtocol:
     if self._average:
       self._fail(self._average, f"no message of a member for {membership.timeout:g} s")
     elif self._waits_for_a_finite_model:
-      membership.reply(FloatingPointError(f"no model from another worker for {membership.timeout:g} s"))
+      membership.reply(
+        FloatingPointError(f"no model from another worker for {membership.timeout:g} s")
+      )
     elif membership.state == "joining":
       membership.lose("WELCOME", membership.timeout)
-    elif self._request == WorkerMessage.HELLO:  # the donor's model is that to start from
+    elif (
+      self._request == WorkerMessage.HELLO
+    ):  # the donor's model is that to start from
       membership.reply(
-        RuntimeError(f"worker {membership.number}: no model from {membership.donor} for {membership.timeout:g} s")
+        RuntimeError(
+          f"worker {membership.number}: no model from {membership.donor} for {membership.timeout:g} s"
+        )
       )
       self._leave()
     else:
@@ -151,7 +174,8 @@ class GroupProtocol:
     """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
     membership = self.membership
     membership.state = "joined"
-    if membership.donor and self._request != WorkerMessage.SYNCHRONIZE:  # all average with the models that they have
+    # all average with the models that they have
+    if membership.donor and self._request != WorkerMessage.SYNCHRONIZE:
       membership.fetch()
     elif self._request == WorkerMessage.HELLO:
       self._reply(self.model)
@@ -178,7 +202,9 @@ class GroupProtocol:
           self._begin_request()
       case ServerMessage.GROUP if self._awaits_group:
         self._start_average(content)
-      case ServerMessage.ABORT if self._average and self._average.needs(content["number"], content["worker"]):
+      case ServerMessage.ABORT if self._average and self._average.needs(
+        content["number"], content["worker"]
+      ):
         self._fail(self._average, f"worker {content['worker']} is lost")
       case ServerMessage.REJECTED:
         self._take_rejection(content["reason"])
@@ -197,18 +223,28 @@ class GroupProtocol:
   @property
   def _awaits_group(self) -> bool:
     """Whether a GROUP message may still be in transit."""
-    return self.membership.state == "joined" and self.membership.waits and self._average is None
+    return (
+      self.membership.state == "joined"
+      and self.membership.waits
+      and self._average is None
+    )
 
   def _start_average(self, content: dict[str, Any]) -> None:
     group = Group.parse(content)
-    average = self._average = Average(group, self.membership.number, self.model.vector, self.initial)
+    average = self._average = Average(
+      group, self.membership.number, self.model.vector, self.initial
+    )
     early = [average.receive(part) for part in self._early.take(group.number)]
     self._progress(average, itertools.chain(average.begin(), *early))
 
   def _take_piece(self, piece: Piece) -> None:
     if self._average and self._average.group.number == piece.number:
       self._progress(self._average, self._average.receive(piece))
-    elif piece.number > self._settled and piece.kind != PieceKind.MEAN and self._awaits_group:
+    elif (
+      piece.number > self._settled
+      and piece.kind != PieceKind.MEAN
+      and self._awaits_group
+    ):
       self._early.keep(piece)
 
   def _progress(self, average: Average, pieces: Iterable[tuple[int, Piece]]) -> None:
@@ -226,7 +262,9 @@ class GroupProtocol:
 
   def _fail(self, average: Average, reason: str) -> None:
     """Keeps the model of this worker and asks for another group."""
-    _LOG.warning(f"worker {self.membership.number}: no average of {average.group.names}: {reason}")
+    _LOG.warning(
+      f"worker {self.membership.number}: no average of {average.group.names}: {reason}"
+    )
     self._settle(average)
     self.membership.tell(WorkerMessage.FAILED, self._settled)
     self._begin_request()

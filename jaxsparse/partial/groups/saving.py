@@ -1,8 +1,9 @@
 """The file of a worker's parameters: written when the controller is lost, read by `restore`.
 
-The content is written to a temporary file in the same folder, which is renamed when it is complete: the final name
-always holds either the former content or the new one, in full. The next worker with the same final name removes the
-temporary file of a process that was killed while it wrote.
+The content is written to a temporary file in the same folder, which is renamed when it
+is complete: the final name always holds either the former content or the new one, in
+full. The next worker with the same final name removes the temporary file of a process
+that was killed while it wrote.
 """
 
 import contextlib
@@ -27,13 +28,16 @@ def save(path: pathlib.Path | None, params: Any, iteration: int) -> str:
   if path is None or not iteration:
     return f"nothing is saved, since {'no file was given (save=)' if iteration else 'nothing has been trained'}"
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  content: dict[str, Any] = {jax.tree_util.keystr(name): np.asarray(leaf, np.float32) for name, leaf in leaves}
+  content: dict[str, Any] = {
+    jax.tree_util.keystr(name): np.asarray(leaf, np.float32) for name, leaf in leaves
+  }
   temporary = path.with_name(f".{path.name}.{os.getpid()}.npz")
   try:
     with temporary.open("wb") as file:
       np.savez(file, **content, iteration=np.asarray(iteration))
       file.flush()
-      os.fsync(file.fileno())  # or a crash of the machine could leave the new name without the content
+      # or a crash of the machine could leave the new name without the content
+      os.fsync(file.fileno())
     temporary.replace(path)
   except OSError as error:
     return f"the parameters could not be saved: {error}"
@@ -73,8 +77,15 @@ def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
   with np.load(path) as file:
     saved = dict(file)
   held = {name: value.shape for name, value in saved.items()}
-  wanted = {name_of(name): np.shape(leaf) for name, leaf in jax.tree_util.tree_leaves_with_path(like)}
+  wanted = {
+    name_of(name): np.shape(leaf)
+    for name, leaf in jax.tree_util.tree_leaves_with_path(like)
+  }
   if held != {**wanted, "iteration": ()}:
-    raise ValueError(f"{path} holds arrays of the shapes {held}, the model's are {wanted}")
-  restored = lambda name, leaf: jax.numpy.asarray(saved[name_of(name)], jax.numpy.result_type(leaf))
+    raise ValueError(
+      f"{path} holds arrays of the shapes {held}, the model's are {wanted}"
+    )
+  restored = lambda name, leaf: jax.numpy.asarray(
+    saved[name_of(name)], jax.numpy.result_type(leaf)
+  )
   return jax.tree_util.tree_map_with_path(restored, like), int(saved["iteration"])

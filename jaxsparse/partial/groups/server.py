@@ -1,15 +1,22 @@
 """The server's protocol with the workers of a `Controller`: a state machine without sockets and clocks.
 
-A dead worker joins no more groups, and the members of its current group receive ABORT. They do not where it left by a
-BYE which says that it has sent them all that they wait for. The group filter lets a worker that is
-ready wait for others no longer than its own last step took.
+A dead worker joins no more groups, and the members of its current group receive ABORT.
+They do not where it left by a BYE which says that it has sent them all that they wait
+for. The group filter lets a worker that is ready wait for others no longer than its own
+last step took.
 """
 
 import dataclasses
 
 from jaxsparse.partial.groups.controller import Controller
 from jaxsparse.partial.net.membership import Member, Members
-from jaxsparse.partial.net.messages import Group, Rejected, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Group,
+  Rejected,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+)
 
 
 @dataclasses.dataclass
@@ -17,11 +24,14 @@ class GroupMember(Member):
   """What the server knows of a worker that has joined."""
 
   step_began: float = 0.0  # when it joined, or its last group was formed
-  waits_until: float = 0.0  # once it is ready: until when it waits for the group filter, as long as its step took
+  # once it is ready: until when it waits for the group filter, as long as its step took
+  waits_until: float = 0.0
   iteration: int = 0  # of its model; 0 if that is not trained, or not finite
   seeks: bool = False  # its model is not finite, and there is no donor for it yet
   group: Group | None = None  # the last one
-  hellos: int = -1  # how often it has repeated HELLO: each names the next donor, it may not reach all of them
+  # how often it has repeated HELLO: each names the next donor, it may not reach all of
+  # them
+  hellos: int = -1
 
 
 class GroupServer:
@@ -31,10 +41,12 @@ class GroupServer:
     tick(now)                        ──> heartbeats, dead workers are dropped, ready workers are released
 
   Args:
-    controller: the state machine that forms groups; over when none of its workers is alive.
+    controller: the state machine that forms groups; over when none of its workers is
+      alive.
     members: the workers that are there.
-    first: what is added to the numbers of groups in messages. Another one for each server at an address, or pieces for
-      a group of a server before it could be taken for those of a group of this one.
+    first: what is added to the numbers of groups in messages. Another one for each
+      server at an address, or pieces for a group of a server before it could be taken
+      for those of a group of this one.
 
   Example:
     >>> from jaxsparse.partial.net import messages
@@ -44,7 +56,9 @@ class GroupServer:
     b'one' Answer(kind=<ServerMessage.WELCOME: 1>, content={'limit': 5.0, 'donor': None})
   """
 
-  def __init__(self, controller: Controller, members: Members[GroupMember], first: int = 0):
+  def __init__(
+    self, controller: Controller, members: Members[GroupMember], first: int = 0
+  ):
     self.members = members
     self._controller = controller
     self._first = first
@@ -57,7 +71,10 @@ class GroupServer:
     """Sends heartbeats, and drops dead workers; to be called several times in `limit` seconds."""
     for worker in self.members.tick(now):
       self._leave(worker)
-    if any(self.members.known[worker].waits_until < now for worker in self._controller.waiting):
+    if any(
+      self.members.known[worker].waits_until < now
+      for worker in self._controller.waiting
+    ):
       self._announce(self._controller.release())
 
   def _handle(self, connection: bytes, signal: Signal) -> None:
@@ -71,7 +88,9 @@ class GroupServer:
         self._leave(worker, settled=value)
       case WorkerMessage.READY | WorkerMessage.SYNCHRONIZE:
         is_ready = kind == WorkerMessage.READY
-        groups = (self._controller.ready if is_ready else self._controller.synchronize)(worker, value)
+        groups = (self._controller.ready if is_ready else self._controller.synchronize)(
+          worker, value
+        )
         member.waits_until = self.members.now + (self.members.now - member.step_began)
         member.iteration = value
         member.seeks = False
@@ -99,11 +118,16 @@ class GroupServer:
 
   def _welcome(self, signal: Signal, member: GroupMember) -> None:
     known = self.members.known
-    donors = sorted((other for other in known.values() if other.iteration), key=lambda other: -other.iteration)
+    donors = sorted(
+      (other for other in known.values() if other.iteration),
+      key=lambda other: -other.iteration,
+    )
     member.seeks = signal.kind == WorkerMessage.NOT_FINITE and not donors
     if not member.seeks:
       donor = donors[member.hellos % len(donors)].address if donors else None
-      self.members.tell([signal.worker], ServerMessage.WELCOME, limit=self.members.limit, donor=donor)
+      self.members.tell(
+        [signal.worker], ServerMessage.WELCOME, limit=self.members.limit, donor=donor
+      )
     elif all(other in known and known[other].seeks for other in self._controller.alive):
       raise Rejected("nobody: no worker has a finite model")
 

@@ -1,8 +1,9 @@
 """A worker of partial reduce in a process of its own: no collectives and no barriers, so it can lose any other worker.
 
-A thread owns the sockets and answers other workers while the training loop computes (`Endpoint`). All decisions are
-those of `protocol`. Models travel over TCP from host memory to host memory, as `average` describes. JAX's own
-collectives are not used: a process that dies inside one ends or blocks all other processes, and cannot return.
+A thread owns the sockets and answers other workers while the training loop computes
+(`Endpoint`). All decisions are those of `protocol`. Models travel over TCP from host
+memory to host memory, as `average` describes. JAX's own collectives are not used: a
+process that dies inside one ends or blocks all other processes, and cannot return.
 """
 
 import os
@@ -23,7 +24,8 @@ from jaxsparse.partial.net.messages import Piece, PieceKind, WorkerMessage
 from jaxsparse.partial.net.sockets import Keys
 from jaxsparse.sparse.flatten import flatten
 
-RECONNECT = 60.0  # seconds that a worker tries to reach a controller that has been silent for its limit
+# seconds that a worker tries to reach a controller that has been silent for its limit
+RECONNECT = 60.0
 
 
 class Worker(BaseWorker):
@@ -33,24 +35,31 @@ class Worker(BaseWorker):
     address: the server's.
     number: this worker's, 0 … N − 1.
     params: the model that training starts from, the same for all workers.
-    save: the file (.npz) to save the parameters to if the controller is lost; `js.partial.restore` reads it.
-    bind: the address at which other workers reach this one; by default this machine's loopback, on any free port.
+    save: the file (.npz) to save the parameters to if the controller is lost;
+      `js.partial.restore` reads it.
+    bind: the address at which other workers reach this one; by default this machine's
+      loopback, on any free port.
     keys: CURVE keys of the run, required for any address but loopback.
-    timeout: seconds to wait for the server's WELCOME; it may have to notice first that a worker with the same number is
-      dead. Also the seconds to wait for the next message of another worker that the server takes for alive.
-    reconnect: seconds to try to reach the controller again after it has been silent for its limit (5 s). If it comes
-      back, or is restarted at the same address, training goes on: this worker joins again with its model, or gets that
-      of a worker that did so before it. Else the parameters are saved, and the next call raises ControllerLost.
+    timeout: seconds to wait for the server's WELCOME; it may have to notice first that
+      a worker with the same number is dead. Also the seconds to wait for the next
+      message of another worker that the server takes for alive.
+    reconnect: seconds to try to reach the controller again after it has been silent for
+      its limit (5 s). If it comes back, or is restarted at the same address, training
+      goes on: this worker joins again with its model, or gets that of a worker that did
+      so before it. Else the parameters are saved, and the next call raises
+      ControllerLost.
 
   Attributes:
-    params: the model to begin with: the given one, or that of another worker if training has begun already.
+    params: the model to begin with: the given one, or that of another worker if
+      training has begun already.
     iteration: the number of iterations that `params` has been trained for.
     refused: how many models of this worker in succession were not finite; see `reduce`.
 
   Raises:
-    ValueError: for an address that requires keys without them, a number that the server does not know or that a living
-      worker has, a model whose leaves, or at the start values, differ from the other workers', a model that is not
-      finite, or a negative `reconnect`.
+    ValueError: for an address that requires keys without them, a number that the server
+      does not know or that a living worker has, a model whose leaves, or at the start
+      values, differ from the other workers', a model that is not finite, or a negative
+      `reconnect`.
     ModuleNotFoundError: without pyzmq.
     ControllerLost: if WELCOME does not arrive in time.
 
@@ -83,24 +92,41 @@ class Worker(BaseWorker):
     self._file = None if save is None else pathlib.Path(save)
     if self._file:
       saving.remove_temporary(self._file)
-    endpoint = self._endpoint = Endpoint([address], bind, keys, initial.nbytes + messages.LONGEST, timeout)
-    membership = endpoint.make_membership(number, limit=timeout, reconnect=reconnect, alike=Alike.of(params))
+    endpoint = self._endpoint = Endpoint(
+      [address], bind, keys, initial.nbytes + messages.LONGEST, timeout
+    )
+    membership = endpoint.make_membership(
+      number, limit=timeout, reconnect=reconnect, alike=Alike.of(params)
+    )
     self._protocol = GroupProtocol(membership, np.asarray(initial))
-    endpoint.start(self._protocol, {PieceKind.FETCH: self._model}, self._lose, f"partial reduce, worker {number}")
+    endpoint.start(
+      self._protocol,
+      {PieceKind.FETCH: self._model},
+      self._lose,
+      f"partial reduce, worker {number}",
+    )
     vector, self.iteration = self._take()
     self.params = unflatten(vector)
 
   def leave(self) -> None:
     """Leaves: the other workers continue without this one.
 
-    Waits for its last pieces to be sent, unless a worker that needs them has died, or has taken no byte for 5 s.
+    Waits for its last pieces to be sent, unless a worker that needs them has died, or
+    has taken no byte for 5 s.
     """
     self._endpoint.post(Request(WorkerMessage.BYE))
     self._endpoint.join()
 
-  def _ask(self, kind: WorkerMessage, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
+  def _ask(
+    self, kind: WorkerMessage, vector: jax.Array, iteration: int
+  ) -> tuple[jax.Array, int]:
     self._endpoint.post(
-      Request(kind, None if kind == WorkerMessage.NOT_FINITE else Model(np.asarray(vector), iteration))
+      Request(
+        kind,
+        None
+        if kind == WorkerMessage.NOT_FINITE
+        else Model(np.asarray(vector), iteration),
+      )
     )
     return self._take()
 
@@ -114,5 +140,7 @@ class Worker(BaseWorker):
 
   def _lose(self, message: str) -> ControllerLost:
     vector, iteration = self._protocol.model
-    saved = saving.save(self._file, self._unflatten(jax.numpy.asarray(vector)), iteration)
+    saved = saving.save(
+      self._file, self._unflatten(jax.numpy.asarray(vector)), iteration
+    )
     return ControllerLost(f"{message}; {saved}")

@@ -13,10 +13,14 @@ import numpy as np
 
 from jaxsparse.sparse.flatten import all_finite, leaves_by_name
 
-_LONGEST = 1 << 19  # characters of a part; that of a model with some ten thousand leaves is replaced by its digest
+# characters of a part; that of a model with some ten thousand leaves is replaced by its
+# digest
+_LONGEST = 1 << 19
 
 
-REFUSALS = 10  # so many models of one worker in succession that are not finite raise an error
+REFUSALS = (
+  10  # so many models of one worker in succession that are not finite raise an error
+)
 
 
 def first_not_finite(params: Any) -> str | None:
@@ -28,8 +32,13 @@ def first_not_finite(params: Any) -> str | None:
   """
   with np.errstate(over="ignore"):
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-      is_here = getattr(leaf, "is_fully_addressable", True)  # else all processes of a worker find it together
-      if not (np.isfinite(np.asarray(leaf, np.float32)).all() if is_here else all_finite(leaf.astype(np.float32))):
+      # else all processes of a worker find it together
+      is_here = getattr(leaf, "is_fully_addressable", True)
+      if not (
+        np.isfinite(np.asarray(leaf, np.float32)).all()
+        if is_here
+        else all_finite(leaf.astype(np.float32))
+      ):
         return f"params{jax.tree_util.keystr(path)}"
   return None
 
@@ -53,7 +62,9 @@ def check_start(params: Any) -> None:
         "choose floating point: keep other leaves out of the parameters"
       )
   if path := first_not_finite(params):
-    raise ValueError(f"{path} is not finite: training has to start from finite parameters")
+    raise ValueError(
+      f"{path} is not finite: training has to start from finite parameters"
+    )
 
 
 class Alike(NamedTuple):
@@ -62,7 +73,8 @@ class Alike(NamedTuple):
   Attributes:
     layout: the names, dtypes and shapes of all leaves, and options.
     start: checksums of the values that training starts from.
-    run: in rounds a number of the run, that of its first server; 0 before a worker has joined.
+    run: in rounds a number of the run, that of its first server; 0 before a worker has
+      joined.
 
   Example:
     >>> Alike.of({"w": np.zeros((2, 3), np.float32)}, every=4)
@@ -86,8 +98,12 @@ class Alike(NamedTuple):
     values = list[str]()
     parts = leaves_by_name(params if start is None else start)
     for name, leaf in leaves_by_name(params).items():
-      checksum = zlib.crc32(np.ascontiguousarray(np.asarray(parts[name], np.float32)).data)
-      layout.append(f"params{name} of {jnp.result_type(leaf).name}{list(jnp.shape(leaf))}")
+      checksum = zlib.crc32(
+        np.ascontiguousarray(np.asarray(parts[name], np.float32)).data
+      )
+      layout.append(
+        f"params{name} of {jnp.result_type(leaf).name}{list(jnp.shape(leaf))}"
+      )
       values.append(f"params{name} with the checksum {checksum:08x}")
     layout += [f"{option}={value!r}" for option, value in options.items()]
     return cls(_shortened(layout), _shortened(values))
@@ -101,7 +117,9 @@ class Alike(NamedTuple):
   def parse(cls, text: str) -> Self:
     """The inverse of `str`; raises ValueError for any other text."""
     match json.loads(text):
-      case [[*layout], [*start], int(run)] if all(isinstance(line, str) for line in layout + start):
+      case [[*layout], [*start], int(run)] if all(
+        isinstance(line, str) for line in layout + start
+      ):
         return cls(tuple(layout), tuple(start), run)
     raise ValueError("no two lists of strings and a number")
 
@@ -120,12 +138,19 @@ class Alike(NamedTuple):
       'params of float32[2], the others have params of float32[3]'
     """
     parts = [(self.layout, others.layout), *[(self.start, others.start)] * at_start]
-    pairs = itertools.chain(*(itertools.zip_longest(*part, fillvalue="nothing") for part in parts))
-    return next((f"{line}, the others have {other}" for line, other in pairs if line != other), None)
+    pairs = itertools.chain(
+      *(itertools.zip_longest(*part, fillvalue="nothing") for part in parts)
+    )
+    return next(
+      (f"{line}, the others have {other}" for line, other in pairs if line != other),
+      None,
+    )
 
 
 def _shortened(lines: list[str]) -> tuple[str, ...]:
   text = "\n".join(lines)
   if len(text) < _LONGEST:
     return tuple(lines)
-  return (f"leaves and options with the digest {hashlib.sha256(text.encode()).hexdigest()[:16]}",)
+  return (
+    f"leaves and options with the digest {hashlib.sha256(text.encode()).hexdigest()[:16]}",
+  )

@@ -4,7 +4,8 @@
                   <── take ───── │ thread │ <── ROUTER ─── other workers: pieces, requests for the model
                                  │        │ ─── DEALER ──> other workers: the same, a socket for each (`Peers`)
 
-The thread answers other workers while the training loop computes; it adds the clock, and turns messages into events.
+The thread answers other workers while the training loop computes; it adds the clock,
+and turns messages into events.
 """
 
 import contextlib
@@ -20,8 +21,11 @@ from jaxsparse.partial.net.membership import Membership, Unreachable
 from jaxsparse.partial.net.messages import Piece, PieceKind, Signal
 from jaxsparse.partial.net.sockets import Keys, zmq
 
-_PATIENCE = 5.0  # seconds that a request waits for the anchor of a round that this worker may hear of soon
-_LAST_WORDS = 1000  # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
+# seconds that a request waits for the anchor of a round that this worker may hear of
+# soon
+_PATIENCE = 5.0
+# milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
+_LAST_WORDS = 1000
 
 
 class ControllerLost(RuntimeError):
@@ -38,12 +42,15 @@ class ControllerLost(RuntimeError):
 class Transfers:
   """Requests of other workers for the model of this one: one is answered at a time, so that they share its uplink.
 
-  At most one of each peer waits. A server that tells a worker that it is behind tells the donors at the same time that
-  the round counts: a request that arrives before the donor knows it waits a little for the anchor of that round.
+  At most one of each peer waits. A server that tells a worker that it is behind tells
+  the donors at the same time that the round counts: a request that arrives before the
+  donor knows it waits a little for the anchor of that round.
   """
 
   def __init__(self) -> None:
-    self._waiting: dict[Any, tuple[int, float]] = {}  # by peer: the round, and until when the request waits for it
+    self._waiting: dict[
+      Any, tuple[int, float]
+    ] = {}  # by peer: the round, and until when the request waits for it
 
   def ask(self, peer: Any, request: Piece, now: float) -> None:
     """A peer asks for a model that has been through as many rounds as the number of its request says, or more."""
@@ -78,23 +85,36 @@ class Endpoint:
     bind: the address at which other workers reach this one.
     keys: CURVE keys of the run.
     longest: bytes of the longest piece.
-    timeout: `Membership.timeout`; also the seconds that a worker that leaves waits for its last pieces to be sent.
+    timeout: `Membership.timeout`; also the seconds that a worker that leaves waits for
+      its last pieces to be sent.
 
   Attributes:
     address: where other workers reach this one, with the port.
   """
 
-  def __init__(self, servers: Sequence[str], bind: str, keys: Keys | None, longest: int, timeout: float):
+  def __init__(
+    self,
+    servers: Sequence[str],
+    bind: str,
+    keys: Keys | None,
+    longest: int,
+    timeout: float,
+  ):
     sockets.check_address(bind, keys, reachable=True)
     for address in servers or [""]:
       sockets.check_address(address, keys, reachable=True, any_port=False)
     self.timeout = timeout
     self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    self._last_answer: Exception = RuntimeError("this worker has left")  # to every request after the end
+    # to every request after the end
+    self._last_answer: Exception = RuntimeError("this worker has left")
     self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._network = sockets.Network(keys)
-    self._data, self.address = self._network.bind(bind, longest, self._from_worker, closes_stalled=True)
-    self._data.router_mandatory = True  # a message to a connection that is gone raises an error
+    self._data, self.address = self._network.bind(
+      bind, longest, self._from_worker, closes_stalled=True
+    )
+    self._data.router_mandatory = (
+      True  # a message to a connection that is gone raises an error
+    )
     self._transfers = Transfers()
     self._transfer: zmq.MessageTracker | None = None  # of the model that was sent last
     self._servers = itertools.cycle(servers)
@@ -123,8 +143,10 @@ class Endpoint:
 
     Args:
       protocol: made with the methods of this endpoint.
-      answers: by the kind of a piece of another worker, the piece that answers it; others go to the protocol.
-      lose: saves what is to be saved after the server was lost, as the message says; every request raises the result.
+      answers: by the kind of a piece of another worker, the piece that answers it;
+        others go to the protocol.
+      lose: saves what is to be saved after the server was lost, as the message says;
+        every request raises the result.
       name: of the thread.
     """
     self._protocol = protocol
@@ -136,7 +158,9 @@ class Endpoint:
   def make_membership(self, number: int, **options: Any) -> Membership:
     """The place of a worker that uses this endpoint, with the options of `Membership`."""
     outlets = self.tell, self._peers.send, self._answers.put
-    return Membership(number, self.address, self.timeout, time.monotonic(), *outlets, **options)
+    return Membership(
+      number, self.address, self.timeout, time.monotonic(), *outlets, **options
+    )
 
   # In other threads.
 
@@ -177,7 +201,8 @@ class Endpoint:
 
   def tell(self, signal: Signal) -> None:
     """Sends a signal to the server."""
-    with contextlib.suppress(zmq.Again):  # no connection, for lack of keys for example: the deadline will pass
+    # no connection, for lack of keys for example: the deadline will pass
+    with contextlib.suppress(zmq.Again):
       self._server.send(signal.pack(), zmq.NOBLOCK)
 
   def switch(self) -> None:
@@ -190,7 +215,9 @@ class Endpoint:
     self._server = self._network.client()
     self._connected = next(self._servers)
     self._server.connect(self._connected)
-    self._network.listen(self._server, lambda frames: self._handle(messages.parse_answer(frames[0])))
+    self._network.listen(
+      self._server, lambda frames: self._handle(messages.parse_answer(frames[0]))
+    )
 
   def _run(self) -> None:
     """Runs the protocol until the worker leaves or the server is lost."""
@@ -202,7 +229,9 @@ class Endpoint:
         self._send_model()
       awaited, seconds = membership.lost
       if awaited:
-        self._last_answer = self._lose(f"no {awaited} from the controller at {self._connected} for {seconds:g} s")
+        self._last_answer = self._lose(
+          f"no {awaited} from the controller at {self._connected} for {seconds:g} s"
+        )
     except Exception as error:  # or the training loop would wait for ever
       self._last_answer = error
     finally:
@@ -224,11 +253,15 @@ class Endpoint:
     """Sends the model to the next worker that has asked for it, after the one before has it."""
     if self._transfer is None or self._transfer.done:
       self._transfer = None
-      peer = self._transfers.next(self._protocol.membership.position.round, time.monotonic())
+      peer = self._transfers.next(
+        self._protocol.membership.position.round, time.monotonic()
+      )
       if peer is not None:
         frames = self._answer[PieceKind.FETCH](Piece(PieceKind.FETCH, 0, 0)).pack()
         with contextlib.suppress(zmq.ZMQError):  # it is gone
-          self._transfer = self._data.send_multipart([peer, *frames], copy=False, track=True)
+          self._transfer = self._data.send_multipart(
+            [peer, *frames], copy=False, track=True
+          )
 
   def _handle(self, event: Any) -> None:
     self._protocol.handle(event, time.monotonic())
@@ -240,6 +273,8 @@ class Endpoint:
       self._transfers.ask(connection, piece, time.monotonic())
     elif piece and piece.kind in self._answer:
       with contextlib.suppress(zmq.ZMQError):  # it is gone
-        self._data.send_multipart([connection, *self._answer[piece.kind](piece).pack()], copy=False)
+        self._data.send_multipart(
+          [connection, *self._answer[piece.kind](piece).pack()], copy=False
+        )
     elif piece:
       self._handle(piece)

@@ -1,14 +1,17 @@
 """Who is there: `Membership` is a worker's place at its server, `Members` are the workers at a server.
 
-State machines without sockets and clocks, which the protocols of both products have as a part. All times are seconds.
+State machines without sockets and clocks, which the protocols of both products have as
+a part. All times are seconds.
 
-The server alone decides that a worker is dead: its connection is gone, or its thread has sent no heartbeat for `limit`
-seconds, whatever its training loop does. A message that is malformed, or a signal that is unknown, duplicate or stale,
-is answered by REJECTED with the reason, and changes nothing.
+The server alone decides that a worker is dead: its connection is gone, or its thread
+has sent no heartbeat for `limit` seconds, whatever its training loop does. A message
+that is malformed, or a signal that is unknown, duplicate or stale, is answered by
+REJECTED with the reason, and changes nothing.
 
-A HELLO with the number of a worker that has joined comes from its successor, restarted after a crash that the server
-has not noticed yet, or from a second worker that was given the same number by mistake. It is rejected as "duplicate",
-which may be retried; as "taken" once the worker that has joined was heard after it.
+A HELLO with the number of a worker that has joined comes from its successor, restarted
+after a crash that the server has not noticed yet, or from a second worker that was
+given the same number by mistake. It is rejected as "duplicate", which may be retried;
+as "taken" once the worker that has joined was heard after it.
 """
 
 import dataclasses
@@ -31,9 +34,13 @@ from jaxsparse.partial.net.messages import (
 _LOG = logging.getLogger(__name__)
 RETRY = 0.2  # seconds between two HELLO, or two NOT_FINITE
 _BEATS = 5  # heartbeats in the time after which the server drops a silent worker
-_PULSE = 1.0  # seconds between two heartbeats at most: the next one proves that a second worker has the same number
+# seconds between two heartbeats at most: the next one proves that a second worker has
+# the same number
+_PULSE = 1.0
 _PROBES = 10  # heartbeats of the server to each worker in `limit` seconds
-_WARN_AGAIN = 10.0  # seconds after which a warning that has not changed is repeated, at first
+_WARN_AGAIN = (
+  10.0  # seconds after which a warning that has not changed is repeated, at first
+)
 _START = RoundPosition()
 _UNKNOWN = Alike()
 
@@ -60,22 +67,36 @@ class Membership:
   timeout: float  # how long to wait for WELCOME, and for each message of another worker
   now: float
   tell_server: Callable[[Signal], None]
-  send: Callable[[str, Piece], None]  # to the worker at an address; may handle `Unreachable` before it returns
+  # to the worker at an address; may handle `Unreachable` before it returns
+  send: Callable[[str, Piece], None]
   answer_loop: Callable[[Any], None]  # the training loop raises exceptions
   limit: float  # how long the server may be silent; it states its own limit in WELCOME
-  reconnect: float = 0.0  # how long to wait for a server that has been silent for its limit
+  reconnect: float = (
+    0.0  # how long to wait for a server that has been silent for its limit
+  )
   state: Literal["joining", "fetching", "joined", "leaving", "ended"] = "joining"
   position: RoundPosition = _START  # in rounds
   alike: Alike = _UNKNOWN  # what all workers need alike
-  donor: str | None = None  # the address of the worker whose model has to replace that of this one
-  fetches_since: float | None = None  # when it began to ask for a model that has not come
-  waits: bool = True  # whether a request of the training loop is open; the first one is that for a start
-  addresses: dict[int, str] = dataclasses.field(default_factory=dict)  # of the workers of whom the server has told it
-  lost: tuple[str, float] = ("", 0.0)  # once the server is lost, which message has not come for how many seconds
+  donor: str | None = (
+    None  # the address of the worker whose model has to replace that of this one
+  )
+  fetches_since: float | None = (
+    None  # when it began to ask for a model that has not come
+  )
+  # whether a request of the training loop is open; the first one is that for a start
+  waits: bool = True
+  # of the workers of whom the server has told it
+  addresses: dict[int, str] = dataclasses.field(default_factory=dict)
+  # once the server is lost, which message has not come for how many seconds
+  lost: tuple[str, float] = (
+    "",
+    0.0,
+  )
 
   def __post_init__(self) -> None:
     self.server_until = self.now + self.limit  # for the next message of the server
-    self.peer_until = self.now + self.timeout  # for WELCOME, and for the next message of another worker
+    # for WELCOME, and for the next message of another worker
+    self.peer_until = self.now + self.timeout
     self._last_tick = self.now
     self._warning = ""
     self._warned = 0.0  # when
@@ -95,7 +116,8 @@ class Membership:
   def tick(self, now: float) -> None:
     """Time has passed."""
     self.now = now
-    if now - self._last_tick > self.limit / 2:  # this process was suspended, messages may be unread
+    # this process was suspended, messages may be unread
+    if now - self._last_tick > self.limit / 2:
       self.server_until = max(self.server_until, now + self.limit)
       self.peer_until = max(self.peer_until, now + self.limit)
     self._last_tick = now
@@ -104,7 +126,9 @@ class Membership:
     """Sends a signal to the server."""
     self.tell_server(Signal(kind, self.number, value, position=self.position, **facts))
 
-  def repeat_signal(self, hello: WorkerMessage = WorkerMessage.HELLO, undelivered: int = 0) -> None:
+  def repeat_signal(
+    self, hello: WorkerMessage = WorkerMessage.HELLO, undelivered: int = 0
+  ) -> None:
     """Sends HELLO, or NOT_FINITE, while joining, and heartbeats with what is not delivered later, when it is time."""
     if self.now < self._next_signal:
       return
@@ -131,7 +155,11 @@ class Membership:
   def learn(self, addresses: dict[int, str | None]) -> None:
     """The server has told addresses of workers, None of those that have left."""
     if addresses:
-      self.addresses = {worker: address for worker, address in (self.addresses | addresses).items() if address}
+      self.addresses = {
+        worker: address
+        for worker, address in (self.addresses | addresses).items()
+        if address
+      }
 
   def enter(self, limit: float, donor: str | None) -> None:
     """The server has answered WELCOME."""
@@ -181,9 +209,12 @@ class Membership:
     if kind != "absent":
       if kind != "duplicate" and (awaits_group or self.state == "joining"):
         state = "ended" if self.state == "joining" else "joined"
-        self.reply(ValueError(f"worker {self.number}: {reason}"))  # if no request is open, the next one raises it
+        # if no request is open, the next one raises it
+        self.reply(ValueError(f"worker {self.number}: {reason}"))
         self.state = state  # type: ignore[assignment]
-    elif self.state != "joining":  # the server has dropped this worker and aborted its group, or is another server
+    elif (
+      self.state != "joining"
+    ):  # the server has dropped this worker and aborted its group, or is another server
       self.await_peer()
       self.join_again(RETRY)
     return kind == "absent"
@@ -198,8 +229,11 @@ class Membership:
 class EarlyPieces:
   """Pieces of a group that the server has not named yet: a member sends as soon as it hears of the group."""
 
-  entries: int  # that all members may send before this one hears of it; more are forged, and could fill the memory
-  pieces: dict[tuple[int, int], Piece] = dataclasses.field(default_factory=dict)  # by sender and tag
+  # that all members may send before this one hears of it; more are forged, and could
+  # fill the memory
+  entries: int
+  # by sender and tag
+  pieces: dict[tuple[int, int], Piece] = dataclasses.field(default_factory=dict)
   kept: int = 0  # entries of these
 
   def keep(self, piece: Piece) -> None:
@@ -226,7 +260,8 @@ class Member:
   address: str = ""  # where other workers reach it
   heard: float = 0.0  # when its last message came
   told: int = 0  # how many changes of addresses it has been told
-  rivals: dict[bytes, float] = dataclasses.field(default_factory=dict)  # since when others send HELLO with its number
+  # since when others send HELLO with its number
+  rivals: dict[bytes, float] = dataclasses.field(default_factory=dict)
 
 
 M = TypeVar("M", bound=Member)
@@ -236,23 +271,33 @@ M = TypeVar("M", bound=Member)
 class Members(Generic[M]):
   """The workers at a server: who has joined by which connection, and who is dead."""
 
-  record: Callable[[], M]  # makes what the server knows of a worker: a `Member` with what the product adds
-  send: Callable[[bytes, bytes], bool]  # a frame to a connection without waiting; False if it is gone, or full
+  # makes what the server knows of a worker: a `Member` with what the product adds
+  record: Callable[[], M]
+  # a frame to a connection without waiting; False if it is gone, or full
+  send: Callable[[bytes, bytes], bool]
   limit: float  # seconds of silence after which a worker is dropped
   now: float
-  dead_at: dict[int, float] = dataclasses.field(default_factory=dict)  # who is dropped when, if no message comes
+  # who is dropped when, if no message comes
+  dead_at: dict[int, float] = dataclasses.field(default_factory=dict)
   rejected: int = 0  # messages
-  known: dict[int, M] = dataclasses.field(default_factory=dict)  # by the number of the worker
+  # by the number of the worker
+  known: dict[int, M] = dataclasses.field(default_factory=dict)
   alike: Alike = _UNKNOWN  # what the workers that are there have alike
 
   def __post_init__(self) -> None:
     self._last_tick = self.now
     self._last_probe = -float("inf")
     self._changes = 0  # how often workers have joined and left
-    self._addresses = dict[int, tuple[int, str | None]]()  # by worker: the number of its last change; None: it has left
+    self._addresses = dict[
+      int, tuple[int, str | None]
+    ]()  # by worker: the number of its last change; None: it has left
 
   def receive(
-    self, connection: bytes, frames: list[bytes], now: float, handle: Callable[[bytes, Signal], None]
+    self,
+    connection: bytes,
+    frames: list[bytes],
+    now: float,
+    handle: Callable[[bytes, Signal], None],
   ) -> None:
     """Has the product handle the signal of a connection; answers one that is malformed or `Rejected`."""
     self.now = now
@@ -261,7 +306,9 @@ class Members(Generic[M]):
       handle(connection, signal)
     except Rejected as error:
       self.rejected += 1
-      self.send(connection, messages.pack_answer(ServerMessage.REJECTED, reason=str(error)))
+      self.send(
+        connection, messages.pack_answer(ServerMessage.REJECTED, reason=str(error))
+      )
       return
     member = self.known.get(signal.worker)
     if member and member.connection == connection:
@@ -271,15 +318,20 @@ class Members(Generic[M]):
   def tick(self, now: float, **beat: Any) -> list[int]:
     """Sends heartbeats, with these facts, and returns who is dead; to be called several times in `limit` seconds."""
     self.now = now
-    if now - self._last_tick > self.limit / 2:  # this process was suspended, messages of workers may be unread
-      self.dead_at = {worker: max(end, now + self.limit) for worker, end in self.dead_at.items()}
+    # this process was suspended, messages of workers may be unread
+    if now - self._last_tick > self.limit / 2:
+      self.dead_at = {
+        worker: max(end, now + self.limit) for worker, end in self.dead_at.items()
+      }
     self._last_tick = now
-    interval = self.limit / _PROBES  # the limit of those that are parts of a worker changes
+    # the limit of those that are parts of a worker changes
+    interval = self.limit / _PROBES
     if now > self._last_probe + interval:
       self._last_probe = now
       frame = messages.pack_answer(ServerMessage.BEAT, **beat)
       for worker, member in self.known.items():
-        if not self.send(member.connection, frame):  # dropped a little later, after its last messages
+        # dropped a little later, after its last messages
+        if not self.send(member.connection, frame):
           self.dead_at[worker] = min(self.dead_at[worker], now + interval)
     return [worker for worker, end in self.dead_at.items() if end < now]
 
@@ -296,8 +348,14 @@ class Members(Generic[M]):
     for worker in group.members:
       by_told.setdefault(self.known[worker].told, []).append(self.known[worker])
     for told, members in by_told.items():
-      addresses = {worker: address for worker, (change, address) in self._addresses.items() if change > told}
-      frame = messages.pack_answer(ServerMessage.GROUP, **group._asdict(), addresses=addresses)
+      addresses = {
+        worker: address
+        for worker, (change, address) in self._addresses.items()
+        if change > told
+      }
+      frame = messages.pack_answer(
+        ServerMessage.GROUP, **group._asdict(), addresses=addresses
+      )
       for member in members:
         if self.send(member.connection, frame):
           member.told = self._changes
@@ -306,7 +364,9 @@ class Members(Generic[M]):
     """What is known of a worker that has joined by this connection."""
     member = self.known.get(worker)
     if member is None or member.connection != connection:
-      raise Rejected(f"absent: worker {worker} has not joined by this connection, it has to send HELLO")
+      raise Rejected(
+        f"absent: worker {worker} has not joined by this connection, it has to send HELLO"
+      )
     return member
 
   def check(self, connection: bytes, signal: Signal, *, at_start: bool) -> None:
@@ -315,10 +375,16 @@ class Members(Generic[M]):
     member = self.known.get(worker)
     if member and member.connection != connection:
       asked = member.rivals.setdefault(connection, self.now)
-      if member.heard > asked and self.send(member.connection, messages.pack_answer(ServerMessage.BEAT)):
+      if member.heard > asked and self.send(
+        member.connection, messages.pack_answer(ServerMessage.BEAT)
+      ):
         del member.rivals[connection]
-        raise Rejected(f"taken: a living worker has the number {worker}, choose another one or end that worker first")
-      raise Rejected(f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s")
+        raise Rejected(
+          f"taken: a living worker has the number {worker}, choose another one or end that worker first"
+        )
+      raise Rejected(
+        f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s"
+      )
     others = len(self.known) > (worker in self.known)
     if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
       raise Rejected(f"unlike: worker {worker} has {unlike}")

@@ -6,8 +6,8 @@
                          GROUP: members and weights as runs, [first, length] of each, and the addresses that are new
     worker ──> worker    kind u8 | number i64 | sender u16 | tag u32         and in a second frame, 4-byte words
 
-Integers are big-endian. Bytes are parsed strictly: the server answers a malformed signal with the reason, a worker
-ignores a malformed piece.
+Integers are big-endian. Bytes are parsed strictly: the server answers a malformed
+signal with the reason, a worker ignores a malformed piece.
 """
 
 import bisect
@@ -26,8 +26,11 @@ from jaxsparse.partial.net.alike import Alike
 
 _SIGNAL = struct.Struct("!BHqqqqqi")
 _PIECE = struct.Struct("!BqHI")
-_ADDRESS = re.compile(r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII)
-LONGEST = 1 << 21  # bytes of a signal or a handshake; a connection that sends a longer message is closed
+_ADDRESS = re.compile(
+  r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII
+)
+# bytes of a signal or a handshake; a connection that sends a longer message is closed
+LONGEST = 1 << 21
 _RUNS = {"members": 1, "weights": 0}  # of GROUP: by how much neighbours in a run differ
 _MOST_NAMES = 20  # of members of a group, in words
 MOST_MEMBERS = 2**16  # of a group: numbers of workers have 16 bits
@@ -43,8 +46,10 @@ class Group(NamedTuple):
   Attributes:
     members: numbers of the workers, ascending.
     weights: of what the members give, in the order of `members`.
-    iteration: in partial reduce the largest one of the members, from which all continue; in rounds the round, from 0.
-    initial: weight of the model that training started from; 0 except for dynamic weights with `missing="initial"`.
+    iteration: in partial reduce the largest one of the members, from which all
+      continue; in rounds the round, from 0.
+    initial: weight of the model that training started from; 0 except for dynamic
+      weights with `missing="initial"`.
     number: in messages.
     links: members that are links of rounds, and have moved something; ascending.
   """
@@ -59,7 +64,9 @@ class Group(NamedTuple):
   @classmethod
   def parse(cls, content: dict[str, Any]) -> Self:
     """The group in a GROUP answer."""
-    return cls(**{name: content[name] for name in cls._fields})._replace(links=tuple(content["links"]))
+    return cls(**{name: content[name] for name in cls._fields})._replace(
+      links=tuple(content["links"])
+    )
 
   def has(self, worker: int) -> bool:
     """Whether a worker is a member."""
@@ -82,16 +89,30 @@ class Group(NamedTuple):
 class WorkerMessage(enum.IntEnum):
   """The kinds of signals, from a worker to the server."""
 
-  HELLO = 1  # joins; with the address for other workers, what all need alike, and for how long it has asked for a model
-  READY = 2  # has done `value` iterations, or in rounds has steps of the weight `value`, and waits for a group
-  FAILED = 3  # could not exchange with group `value`, for lack of a message of worker `missing`
+  # joins; with the address for other workers, what all need alike, and for how long it
+  # has asked for a model
+  HELLO = 1
+  # has done `value` iterations, or in rounds has steps of the weight `value`, and waits
+  # for a group
+  READY = 2
+  # could not exchange with group `value`, for lack of a message of worker `missing`
+  FAILED = 3
   BYE = 4  # leaves, and owes no piece to groups up to number `value`
-  BEAT = 5  # heartbeat; in rounds `value` is the weight that the worker has trained for and not delivered
-  SYNCHRONIZE = 6  # has done `value` iterations and waits for the average of all workers
-  NOT_FINITE = 7  # HELLO of a worker whose model is not finite: welcome once another worker has a model for it
+  # heartbeat; in rounds `value` is the weight that the worker has trained for and not
+  # delivered
+  BEAT = 5
+  SYNCHRONIZE = (
+    6  # has done `value` iterations and waits for the average of all workers
+  )
+  # HELLO of a worker whose model is not finite: welcome once another worker has a model
+  # for it
+  NOT_FINITE = 7
   DONE = 8  # has the result of round `value`, with this `digest`
-  STATUS = 9  # asks a server of rounds what it knows of the run; the sender need not be a worker
-  SKIPPED = 10  # a part of a worker to the lead: its result of round `value` is that the outer step was skipped
+  # asks a server of rounds what it knows of the run; the sender need not be a worker
+  STATUS = 9
+  # a part of a worker to the lead: its result of round `value` is that the outer step
+  # was skipped
+  SKIPPED = 10
   ANSWERED = 11  # a part of a worker to the lead: has an answer for its training loop
   LINK = 12  # READY of a link that has moved something
 
@@ -99,15 +120,24 @@ class WorkerMessage(enum.IntEnum):
 class ServerMessage(enum.IntEnum):
   """The kinds of answers, from the server to a worker."""
 
-  WELCOME = 1  # to HELLO; with the limit, and the address of the donor, a worker with the model to start from
-  GROUP = 2  # a `Group` of which the worker is a member, with addresses that it has not been told
+  # to HELLO; with the limit, and the address of the donor, a worker with the model to
+  # start from
+  WELCOME = 1
+  # a `Group` of which the worker is a member, with addresses that it has not been told
+  GROUP = 2
   ABORT = 3  # a member of a group sends no more pieces to it; with the numbers of both
   BEAT = 4  # heartbeat; in rounds with the number of workers that are alive
   REJECTED = 5  # to a signal that is rejected; with the reason
-  COMMIT = 6  # all members have the result of a round; with its number and digest, and a donor for another digest
-  BEHIND = 7  # to READY of a worker that has missed a round; with the address of a donor
+  # all members have the result of a round; with its number and digest, and a donor for
+  # another digest
+  COMMIT = 6
+  BEHIND = (
+    7  # to READY of a worker that has missed a round; with the address of a donor
+  )
   STATUS = 8  # to STATUS
-  SKIP = 9  # the lead to a part of its worker: another part has skipped the outer step of a round; with its number
+  # the lead to a part of its worker: another part has skipped the outer step of a
+  # round; with its number
+  SKIP = 9
   DECISION = 10  # the lead to a part of its worker: how all training loops go on
   LOST = 11  # the lead to a part of its worker: another part is lost; with the reason
 
@@ -115,9 +145,13 @@ class ServerMessage(enum.IntEnum):
 class PieceKind(enum.IntEnum):
   """The kinds of pieces, from a worker to another one."""
 
-  FETCH = 1  # asks for the receiver's model, without values; in rounds once that has been through round `number`
+  # asks for the receiver's model, without values; in rounds once that has been through
+  # round `number`
+  FETCH = 1
   MODEL = 2  # to FETCH; number is the model's iteration, values are f32[n]
-  PART = 3  # the receiver's shard of the sender's model, for the average of group `number`
+  PART = (
+    3  # the receiver's shard of the sender's model, for the average of group `number`
+  )
   MEAN = 4  # the sender's shard of that average
   MESSAGE = 5  # message `tag` of the sender to the receiver in round `number`
   RESIDUAL = 6  # of a worker that leaves rounds, for the receiver to take over
@@ -130,7 +164,8 @@ class RoundPosition(NamedTuple):
   Attributes:
     round: the number of rounds that its anchor has been through.
     base: the number of the group of the last one; 0 before the first.
-    last: the number of a group whose result the worker has, without knowing whether it counts, 0 for none.
+    last: the number of a group whose result the worker has, without knowing whether it
+      counts, 0 for none.
   """
 
   round: int = 0
@@ -142,7 +177,8 @@ class Signal(NamedTuple):
   """A message of a worker to the server: `value` as `WorkerMessage` describes it.
 
   Attributes:
-    address: in HELLO and NOT_FINITE, where other workers reach this one; of each of its processes, with commas.
+    address: in HELLO and NOT_FINITE, where other workers reach this one; of each of its
+      processes, with commas.
     alike: in HELLO and NOT_FINITE, what all workers need alike.
     position: in rounds.
     digest: in DONE of the result, 62 bits.
@@ -165,7 +201,14 @@ class Signal(NamedTuple):
   def pack(self) -> bytes:
     """The bytes of this signal."""
     text = f"{self.address}\n{self.alike}" if self.address else ""
-    numbers = self.kind, self.worker, self.value, *self.position, self.digest, self.missing
+    numbers = (
+      self.kind,
+      self.worker,
+      self.value,
+      *self.position,
+      self.digest,
+      self.missing,
+    )
     return _SIGNAL.pack(*numbers) + text.encode()
 
 
@@ -195,7 +238,10 @@ class Piece(NamedTuple):
 
   def pack(self) -> list[Any]:
     """The frames of this piece, without copying the values."""
-    return [_PIECE.pack(self.kind, self.number, self.sender, self.tag), self.values.data]
+    return [
+      _PIECE.pack(self.kind, self.number, self.sender, self.tag),
+      self.values.data,
+    ]
 
 
 def parse_signal(frames: list[bytes]) -> Signal:
@@ -206,10 +252,21 @@ def parse_signal(frames: list[bytes]) -> Signal:
   """
   with contextlib.suppress(ValueError, struct.error):
     (frame,) = frames
-    kind, worker, value, *position, digest, missing = _SIGNAL.unpack(frame[: _SIGNAL.size])
+    kind, worker, value, *position, digest, missing = _SIGNAL.unpack(
+      frame[: _SIGNAL.size]
+    )
     address, newline, words = frame[_SIGNAL.size :].decode().partition("\n")
     alike = Alike.parse(words) if newline else Alike()
-    signal = Signal(WorkerMessage(kind), worker, value, address, RoundPosition(*position), alike, digest, missing)
+    signal = Signal(
+      WorkerMessage(kind),
+      worker,
+      value,
+      address,
+      RoundPosition(*position),
+      alike,
+      digest,
+      missing,
+    )
     if _are_addresses(address) if kind in _JOINING else not address:
       return signal
   raise Rejected(f"malformed: {frames!r:.100} is no signal")
@@ -265,7 +322,9 @@ def parse_answer(frame: bytes) -> Answer:
   if answer.kind == ServerMessage.GROUP:
     content = answer.content
     content |= {name: _from_runs(content[name], step) for name, step in _RUNS.items()}
-    content["addresses"] = {int(worker): address for worker, address in content["addresses"].items()}
+    content["addresses"] = {
+      int(worker): address for worker, address in content["addresses"].items()
+    }
   return answer
 
 
@@ -281,4 +340,6 @@ def _to_runs(values: Sequence[float], step: int) -> list[list[Any]]:
 
 
 def _from_runs(runs: list[list[Any]], step: int) -> tuple[Any, ...]:
-  return tuple(first + step * index for first, length in runs for index in range(length))
+  return tuple(
+    first + step * index for first, length in runs for index in range(length)
+  )

@@ -1,6 +1,7 @@
 """The sockets of partial reduce: ZeroMQ over TCP, CURVE keys, and connections to other workers.
 
-A connection to another worker that breaks, cannot be made, or takes no byte for 5 s (on Linux) is closed, and reported.
+A connection to another worker that breaks, cannot be made, or takes no byte for 5 s (on
+Linux) is closed, and reported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ class _Missing:
   """Stands for `zmq` where it is not installed."""
 
   def __getattr__(self, name: str) -> NoReturn:
-    raise ModuleNotFoundError("js.partial.Server and Worker need pyzmq: pip install 'jaxsparse[partial]'", name="zmq")
+    raise ModuleNotFoundError(
+      "js.partial.Server and Worker need pyzmq: pip install 'jaxsparse[partial]'",
+      name="zmq",
+    )
 
 
 try:
@@ -34,14 +38,17 @@ LOOPBACK = "tcp://127.0.0.1:*"
 Handler = Callable[[list[bytes]], None]
 _MOST_AT_ONCE = 1000  # messages of a socket that are handled in succession
 _DOMAIN = "jaxsparse"  # of authentication
-_STALLED = 5000  # milliseconds in which another worker's machine takes no byte before the connection is closed
+# milliseconds in which another worker's machine takes no byte before the connection is
+# closed
+_STALLED = 5000
 
 
 class Keys(NamedTuple):
   """A CURVE key pair that the server and all workers of a run share; anybody who has it can join the run.
 
-  Each key is 40 characters (Z85). Pass them to the workers as secretly as a password. With `make_own` each worker has a
-  pair of its own besides, so that none can speak for another one.
+  Each key is 40 characters (Z85). Pass them to the workers as secretly as a password.
+  With `make_own` each worker has a pair of its own besides, so that none can speak for
+  another one.
 
   Attributes:
     public, secret: of the run, by which workers know the server and each other.
@@ -73,7 +80,10 @@ class Keys(NamedTuple):
     """Makes the keys of a run of so many workers: those of each worker, and at the end those of the server."""
     run = cls.make()
     pairs = [zmq.curve_keypair() for _ in range(workers + 1)]
-    return [run._replace(own=pair, workers=tuple(public for public, _ in pairs[:-1])) for pair in pairs]
+    return [
+      run._replace(own=pair, workers=tuple(public for public, _ in pairs[:-1]))
+      for pair in pairs
+    ]
 
   @classmethod
   def read(cls, path: str | os.PathLike[str]) -> Keys:
@@ -86,10 +96,18 @@ class Keys(NamedTuple):
       UserWarning: if other users of the machine can read the file.
     """
     if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
-      warnings.warn(f"{path}: other users can read the keys of the run: chmod 600 {path}", stacklevel=2)
-    public, secret, *others = words = pathlib.Path(path).read_bytes().split() or [b"", b""]
+      warnings.warn(
+        f"{path}: other users can read the keys of the run: chmod 600 {path}",
+        stacklevel=2,
+      )
+    public, secret, *others = words = pathlib.Path(path).read_bytes().split() or [
+      b"",
+      b"",
+    ]
     if {len(word) for word in words} != {40} or len(others) in (1, 2):
-      raise ValueError(f"{path} holds no keys, python -m jaxsparse.partial --keys=FILE writes some to a new file")
+      raise ValueError(
+        f"{path} holds no keys, python -m jaxsparse.partial --keys=FILE writes some to a new file"
+      )
     return cls(public, secret, tuple(others[:2]), tuple(others[2:]))
 
   def write(self, path: str | os.PathLike[str]) -> None:
@@ -102,11 +120,14 @@ class Keys(NamedTuple):
       file.write(b"\n".join([self.public, self.secret, *self.own, *self.workers, b""]))
 
 
-def check_address(address: str, keys: Keys | None, *, reachable: bool = False, any_port: bool = True) -> None:
+def check_address(
+  address: str, keys: Keys | None, *, reachable: bool = False, any_port: bool = True
+) -> None:
   """Raises ValueError for an address that is malformed, or that other machines can reach without keys.
 
-  Without keys, anybody who reaches the address could join the run and read the parameters. A `reachable` address is
-  one to connect to, so its host has to name one interface; without `any_port` it has to name the port.
+  Without keys, anybody who reaches the address could join the run and read the
+  parameters. A `reachable` address is one to connect to, so its host has to name one
+  interface; without `any_port` it has to name the port.
 
   Example:
     >>> check_address("tcp://127.0.0.1:*", None)
@@ -119,19 +140,28 @@ def check_address(address: str, keys: Keys | None, *, reachable: bool = False, a
   is_port = (any_port and port == "*") or (port.isdecimal() and 0 < int(port) < 2**16)
   if not address.startswith("tcp://") or not colon or not is_port:
     or_any = ", or * for any" if any_port else ""
-    raise ValueError(f"address={address!r}, choose tcp://HOST:PORT with a PORT of 1 … 65535{or_any}")
+    raise ValueError(
+      f"address={address!r}, choose tcp://HOST:PORT with a PORT of 1 … 65535{or_any}"
+    )
   if ":" in host:
-    raise ValueError(f"address={address!r} is one of IPv6: give the name of the host or an address of IPv4")
+    raise ValueError(
+      f"address={address!r} is one of IPv6: give the name of the host or an address of IPv4"
+    )
   if reachable and host in ("*", "0.0.0.0"):
-    raise ValueError(f"address={address!r}: name the host by which other processes reach it")
+    raise ValueError(
+      f"address={address!r}: name the host by which other processes reach it"
+    )
   if keys is None and not is_loopback(host):
-    raise ValueError(f"{address} can be reached from other machines: give keys=js.partial.Keys.make(), the same to all")
+    raise ValueError(
+      f"{address} can be reached from other machines: give keys=js.partial.Keys.make(), the same to all"
+    )
 
 
 class Network:
   """Sockets that encrypt, and admit only peers with keys of the run; without keys, any peer.
 
-  Where workers have keys of their own, messages whose sender is another one than they say are dropped.
+  Where workers have keys of their own, messages whose sender is another one than they
+  say are dropped.
 
   Args:
     keys: of the run.
@@ -148,7 +178,8 @@ class Network:
   def __init__(self, keys: Keys | None):
     self._keys = keys
     self.context = zmq.Context()
-    self.context.max_sockets = self.context.get(zmq.SOCKET_LIMIT)  # two for each other worker; 1023 by default
+    # two for each other worker; 1023 by default
+    self.context.max_sockets = self.context.get(zmq.SOCKET_LIMIT)
     self._poller = zmq.Poller()
     self._handlers = dict[zmq.Socket, Handler]()
     self._bound = set[zmq.Socket]()  # ROUTERs, whose clients have keys of their own
@@ -157,7 +188,8 @@ class Network:
 
       admitted = keys.workers or (keys.public,)
       admits = types.SimpleNamespace(callback=lambda _, key: key in admitted)
-      self._guard = ThreadAuthenticator(self.context)  # a thread that authenticates clients (ZMTP's ZAP)
+      # a thread that authenticates clients (ZMTP's ZAP)
+      self._guard = ThreadAuthenticator(self.context)
       self._guard.start()
       self._guard.configure_curve_callback(domain=_DOMAIN, credentials_provider=admits)
 
@@ -238,20 +270,30 @@ class Peers:
     lost: is called with the address when a connection is closed.
   """
 
-  def __init__(self, network: Network, longest: int, answered: Handler, lost: Callable[[str], None]):
+  def __init__(
+    self, network: Network, longest: int, answered: Handler, lost: Callable[[str], None]
+  ):
     self._network = network
     self._longest = longest
     self._answered = answered
     self._lost = lost
-    self._peers: dict[str, tuple[zmq.Socket, zmq.Socket]] = {}  # the second one reports when the connection breaks
-    self._sent: list[tuple[str, zmq.MessageTracker]] = []  # messages that may not have been handed to the kernel yet
+    self._peers: dict[
+      str, tuple[zmq.Socket, zmq.Socket]
+    ] = {}  # the second one reports when the connection breaks
+    self._sent: list[
+      tuple[str, zmq.MessageTracker]
+    ] = []  # messages that may not have been handed to the kernel yet
 
   def send(self, address: str, piece: Piece) -> None:
     """Sends without waiting; closes the connection if its queue is full or the address is malformed."""
     try:
       socket, _ = self._peers.get(address) or self._connect(address)
       message = socket.send_multipart(piece.pack(), zmq.NOBLOCK, copy=False, track=True)
-      self._sent = [(to, sent) for to, sent in (*self._sent, (address, message)) if sent and not sent.done]
+      self._sent = [
+        (to, sent)
+        for to, sent in (*self._sent, (address, message))
+        if sent and not sent.done
+      ]
     except zmq.ZMQError:
       self._close(address)
 
@@ -264,7 +306,9 @@ class Peers:
     socket = self._network.client()
     socket.maxmsgsize = self._longest
     socket.connect_timeout = socket.handshake_ivl = socket.tcp_maxrt = _STALLED
-    monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+    monitor = socket.get_monitor_socket(
+      zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+    )
     self._peers[address] = socket, monitor
     self._network.listen(socket, self._answered)
     self._network.listen(monitor, lambda _: self._close(address))

@@ -40,20 +40,26 @@ def check_options(
   if mixing is not None and not 0 <= mixing < 1:
     raise ValueError(f"Rounds: mixing={mixing!r}, choose 0 up to less than 1, or None")
   if apply_residual and mixing is not None:
-    raise ValueError(f"Rounds: apply_residual={apply_residual!r} with mixing={mixing!r}, choose one of them")
+    raise ValueError(
+      f"Rounds: apply_residual={apply_residual!r} with mixing={mixing!r}, choose one of them"
+    )
   if link and (apply_residual or mixing is not None):
-    raise ValueError(f"Rounds: link=True with apply_residual={apply_residual!r}, mixing={mixing!r}: a link has neither")
+    raise ValueError(
+      f"Rounds: link=True with apply_residual={apply_residual!r}, mixing={mixing!r}: a link has neither"
+    )
   for name, value in seconds.items():
     if value is not None and not 0 <= value <= threading.TIMEOUT_MAX:
-      raise ValueError(f"Rounds: {name}={value!r}, choose seconds from 0 to {threading.TIMEOUT_MAX:g}")
+      raise ValueError(
+        f"Rounds: {name}={value!r}, choose seconds from 0 to {threading.TIMEOUT_MAX:g}"
+      )
 
 
 def check_alike(step: Callable, outer: Any) -> Callable:
   """An outer step, which raises ValueError when it is traced if its results would not be alike on all workers.
 
   Args:
-    step: of a rank, a weight, what a worker gives, the state of the outer chain and the anchor, to the next anchor, the
-      next state, and whether the step is skipped.
+    step: of a rank, a weight, what a worker gives, the state of the outer chain and the
+      anchor, to the next anchor, the next state, and whether the step is skipped.
     outer: that state.
   """
   alike = PartitionSpec()
@@ -61,15 +67,23 @@ def check_alike(step: Callable, outer: Any) -> Callable:
   spec = lambda node: own if states.is_reduce_state(node) else alike
   state = jax.tree.map(spec, outer, is_leaf=states.is_reduce_state)
   results = dict.fromkeys(("anchor", "outer", "skipped"), _UNLIKE)
-  return replication.checked(step, (own, own, own, state, alike), (alike, state, alike), PEERS, results)
+  return replication.checked(
+    step, (own, own, own, state, alike), (alike, state, alike), PEERS, results
+  )
 
 
 def seal(state: dict[str, Any], number: int, run: int) -> dict[str, Any]:
   """`state` with the numbers of its worker and of the run, and a digest of its large arrays."""
-  return state | {"number": np.int64(number), "run": np.int64(run), "digest": np.int64(_digest(state))}
+  return state | {
+    "number": np.int64(number),
+    "run": np.int64(run),
+    "digest": np.int64(_digest(state)),
+  }
 
 
-def check_state(state: dict[str, Any], number: int, fragments: int, part: tuple[int, int] = (0, 1)) -> None:
+def check_state(
+  state: dict[str, Any], number: int, fragments: int, part: tuple[int, int] = (0, 1)
+) -> None:
   """Raises ValueError for a state of another worker or other options, a changed one, or one that is not finite.
 
   Example:
@@ -80,14 +94,22 @@ def check_state(state: dict[str, Any], number: int, fragments: int, part: tuple[
     ValueError: Rounds: number=2, but the state was saved by worker 3
   """
   if missing := {*_SEALED, "fragments", "number", "run", "digest"} - state.keys():
-    raise ValueError(f"Rounds: the state has no {', '.join(sorted(missing))}: give what `Rounds.state` was, whole")
+    raise ValueError(
+      f"Rounds: the state has no {', '.join(sorted(missing))}: give what `Rounds.state` was, whole"
+    )
   if int(state["fragments"]) != fragments:
-    raise ValueError(f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}")
+    raise ValueError(
+      f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}"
+    )
   if int(state["number"]) != number:
-    raise ValueError(f"Rounds: number={number!r}, but the state was saved by worker {int(state['number'])}")
+    raise ValueError(
+      f"Rounds: number={number!r}, but the state was saved by worker {int(state['number'])}"
+    )
   if (saved := tuple(np.asarray(state.get("part", (0, 1))).tolist())) != part:
     of = "part {} of {}".format
-    raise ValueError(f"Rounds: this process is {of(*part)} of its worker, but the state was saved by {of(*saved)}")
+    raise ValueError(
+      f"Rounds: this process is {of(*part)} of its worker, but the state was saved by {of(*saved)}"
+    )
   for name in ("residual", "moved"):
     if not np.isfinite(state[name]).all():
       raise ValueError(f"Rounds: the {name} in the state has NaN or Inf")
@@ -101,5 +123,7 @@ def check_state(state: dict[str, Any], number: int, fragments: int, part: tuple[
 def _digest(state: dict[str, Any]) -> int:
   digest = 0
   for name, dtype in _SEALED.items():
-    digest = zlib.crc32(np.ascontiguousarray(np.asarray(state[name], dtype)).data, digest)
+    digest = zlib.crc32(
+      np.ascontiguousarray(np.asarray(state[name], dtype)).data, digest
+    )
   return digest

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse.comm.peers import Message
-from jaxsparse.partial.net.messages import MOST_MEMBERS, Group, Piece, PieceKind, RoundPosition, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  MOST_MEMBERS,
+  Group,
+  Piece,
+  PieceKind,
+  RoundPosition,
+  WorkerMessage,
+)
 from jaxsparse.partial.rounds import links
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
 from jaxsparse.sparse.flatten import all_finite
@@ -21,9 +28,12 @@ from jaxsparse.transform.fragments import fill_zeros
 
 _LOG = logging.getLogger(__name__)
 _FIRST = 3  # sizes of groups for which a worker compiles before the first round
-_MOST_RESIDUAL = 1e6  # times 1 + the largest parameter: the largest entry of a residual that is taken over
+# times 1 + the largest parameter: the largest entry of a residual that is taken over
+_MOST_RESIDUAL = 1e6
 _all_finite = jax.jit(all_finite)
-_any = jax.jit(lambda tree: jnp.array([jnp.any(leaf) for leaf in jax.tree.leaves(tree)]).any())
+_any = jax.jit(
+  lambda tree: jnp.array([jnp.any(leaf) for leaf in jax.tree.leaves(tree)]).any()
+)
 
 
 class Done(NamedTuple):
@@ -43,13 +53,15 @@ class Send(NamedTuple):
 class Run:
   """The messages of one exchange: the program of the outer step sends and waits.
 
-  After `fail` nothing is sent, and zeros are received at once, so that the program ends; its result is dropped.
+  After `fail` nothing is sent, and zeros are received at once, so that the program
+  ends; its result is dropped.
 
   Args:
     group: of the round.
     number: of this worker.
     post: gives the protocol an event.
-    room: words of each member that may wait for the program to ask for them; more are forged, and would fill memory.
+    room: words of each member that may wait for the program to ask for them; more are
+      forged, and would fill memory.
 
   Attributes:
     digest: of the result, 0 until the exchange is done.
@@ -58,7 +70,13 @@ class Run:
     missing: the member whose message it waits for, None for none.
   """
 
-  def __init__(self, group: Group, number: int, post: Callable[[Any], object], room: int = sys.maxsize):
+  def __init__(
+    self,
+    group: Group,
+    number: int,
+    post: Callable[[Any], object],
+    room: int = sys.maxsize,
+  ):
     self.group = group
     self.digest = 0
     self.result: Result | None = None
@@ -98,10 +116,20 @@ class Run:
     members = self.group.members
     self._tag += len(messages)
     for tag, (words, destination, _) in enumerate(messages, start=first):
-      if destination is not None and members[destination] != self._me and not self.failed:
+      if (
+        destination is not None and members[destination] != self._me and not self.failed
+      ):
         values = np.array(words).view(np.float32)  # XLA reuses the buffer of a callback
-        self._post(Send(members[destination], Piece(PieceKind.MESSAGE, self.group.number, self._me, values, tag)))
-    return [self._receive(words, source, tag) for tag, (words, _, source) in enumerate(messages, start=first)]
+        self._post(
+          Send(
+            members[destination],
+            Piece(PieceKind.MESSAGE, self.group.number, self._me, values, tag),
+          )
+        )
+    return [
+      self._receive(words, source, tag)
+      for tag, (words, _, source) in enumerate(messages, start=first)
+    ]
 
   def _receive(self, words: np.ndarray, source: int | None, tag: int) -> np.ndarray:
     """As many words from a member; those given where that is this one, zeros where there are none."""
@@ -146,7 +174,9 @@ class Exchanger:
     returned: movement of a revoked round, to give again.
   """
 
-  def __init__(self, outer: OuterStep, anchor: Anchor, number: int, is_link: bool = False):
+  def __init__(
+    self, outer: OuterStep, anchor: Anchor, number: int, is_link: bool = False
+  ):
     self.outer = outer
     self.anchor = anchor
     self.group = Group((), (), 0)
@@ -157,18 +187,25 @@ class Exchanger:
     self.returned: Any = None
     self._number = number
     self._sizes = 1, 1
-    self._before: tuple[Anchor, Any] | None = None  # the anchor before the last round, and what was given in it
+    self._before: tuple[Anchor, Any] | None = (
+      None  # the anchor before the last round, and what was given in it
+    )
     self._run: Run | None = None
     self._base = anchor  # before that exchange
-    self._inherited: list[np.ndarray] | None = []  # residuals taken over since the last exchange began; None: no more
+    self._inherited: (
+      list[np.ndarray] | None
+    ) = []  # residuals taken over since the last exchange began; None: no more
     self._thread = futures.ThreadPoolExecutor(1)
     self._compiler = futures.ThreadPoolExecutor(1)
-    self.post: Callable[[Any], None]  # gives the protocol an event; to be set before the first exchange
+    # gives the protocol an event; to be set before the first exchange
+    self.post: Callable[[Any], None]
 
   def begin(self, group: Group) -> Run:
     """Starts the exchange of a group."""
     entries = sum(leaf.size for leaf in jax.tree.leaves(self.anchor.params))
-    run = self._run = Run(group, self._number, self.post, room=4 * entries + MOST_MEMBERS)
+    run = self._run = Run(
+      group, self._number, self.post, room=4 * entries + MOST_MEMBERS
+    )
     self._base = self.anchor
     self._inherited = []
     self._thread.submit(self._exchange, run, self.anchor, self.given)
@@ -179,9 +216,14 @@ class Exchanger:
     rank = group.members.index(self._number)
     try:
       size = len(group.members)
-      weight = 0.0 if self.is_link else group.weights[rank]  # a link gives all by itself
-      run.result = self.outer.run(anchor, given, weight, size, rank, group.number, run.exchange)
-      run.result = links.add_moved(self.outer, anchor, run.result, given, group, rank, run.exchange)
+      # a link gives all by itself
+      weight = 0.0 if self.is_link else group.weights[rank]
+      run.result = self.outer.run(
+        anchor, given, weight, size, rank, group.number, run.exchange
+      )
+      run.result = links.add_moved(
+        self.outer, anchor, run.result, given, group, rank, run.exchange
+      )
       run.digest = self.outer.digest(run.result.anchor)
       self.post(Done(group.number, None if run.failed else run.digest))
     except Exception as error:  # raised by the training loop
@@ -213,7 +255,11 @@ class Exchanger:
     self.group = run.group
     for residual in self._inherited or ():
       self.anchor = self.outer.add_residual(self.anchor, residual)
-    for size in (self.anchor.size - 1, self.anchor.size + 1):  # of the group if a worker is lost, or joins
+    # of the group if a worker is lost, or joins
+    for size in (
+      self.anchor.size - 1,
+      self.anchor.size + 1,
+    ):
       self._compiler.submit(self._compile, size)
     return self.anchor.position
 
@@ -254,21 +300,32 @@ class Exchanger:
     """Takes the anchor of a donor; the residual of this worker stays, and what it gives.
 
     Raises:
-      ValueError: for an anchor that is older, or that of round `base` with another digest than this one, unless that is
-        not above 0, or of another model.
+      ValueError: for an anchor that is older, or that of round `base` with another
+        digest than this one, unless that is not above 0, or of another model.
     """
     anchor = self._unpack(model)
     position = anchor.position
-    if digest > 0 and position.base == base and (found := self.outer.digest(anchor)) != digest:
-      raise ValueError(f"its digest is {found:x}, that of round {position.round} is {digest:x}")
+    if (
+      digest > 0
+      and position.base == base
+      and (found := self.outer.digest(anchor)) != digest
+    ):
+      raise ValueError(
+        f"its digest is {found:x}, that of round {position.round} is {digest:x}"
+      )
     if position.round < self.anchor.position.round:
       raise ValueError(
         f"it is that of round {position.round}, before round {self.anchor.position.round} of this worker's"
       )
-    if self._before and not anchor.follows(self.anchor.position):  # its last round does not count
+    # its last round does not count
+    if self._before and not anchor.follows(self.anchor.position):
       before, given = self._before
-      if (result := self.delivered) and not result.skipped:  # the training loop still has what was not delivered
-        self.returned = fill_zeros(given, self.outer.fragments.part(given, result.fragment))
+      if (
+        result := self.delivered
+      ) and not result.skipped:  # the training loop still has what was not delivered
+        self.returned = fill_zeros(
+          given, self.outer.fragments.part(given, result.fragment)
+        )
       anchor = self.outer.with_residual(anchor, before)
       self._before = None
     self.anchor = anchor
@@ -277,14 +334,22 @@ class Exchanger:
   def inherit(self, piece: Piece) -> Piece:
     """Takes over the residual of a worker that leaves; the answer has the number 1, or 0 where that is not possible."""
     taken = False
-    largest = max((np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(self.anchor.params)), default=0)
-    if self._inherited is not None and (np.abs(piece.values) <= _MOST_RESIDUAL * (1 + largest)).all():
-      with contextlib.suppress(ValueError):  # of another model, or this worker has been in no round
+    largest = max(
+      (np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(self.anchor.params)),
+      default=0,
+    )
+    if (
+      self._inherited is not None
+      and (np.abs(piece.values) <= _MOST_RESIDUAL * (1 + largest)).all()
+    ):
+      # of another model, or this worker has been in no round
+      with contextlib.suppress(ValueError):
         self.anchor = self.outer.add_residual(self.anchor, piece.values)
         self._inherited.append(piece.values)
         taken = True
     if taken and self._before:
-      with contextlib.suppress(ValueError):  # before its first round it had nowhere to keep a residual
+      # before its first round it had nowhere to keep a residual
+      with contextlib.suppress(ValueError):
         before, given = self._before
         self._before = self.outer.add_residual(before, piece.values), given
     return Piece(PieceKind.TAKEN, int(taken), self._number)
@@ -292,12 +357,19 @@ class Exchanger:
   def hand_over(self) -> np.ndarray:
     """The residual, for another worker if it `is_final`: this one leaves, and takes none over any more."""
     self._inherited = None
-    return self.outer.residual(self.anchor) if self.is_final else np.empty(0, np.float32)
+    return (
+      self.outer.residual(self.anchor) if self.is_final else np.empty(0, np.float32)
+    )
 
   def model(self) -> Piece:
     """The anchor, for a worker that joins or has missed a round."""
     content = self.outer.pack(self.anchor)
-    return Piece(PieceKind.MODEL, self.anchor.position.round, self._number, np.frombuffer(content, np.float32))
+    return Piece(
+      PieceKind.MODEL,
+      self.anchor.position.round,
+      self._number,
+      np.frombuffer(content, np.float32),
+    )
 
   def compile(self, sizes: tuple[int, int]) -> None:
     """Compiles the outer step for the group that this worker joins, with it and without; at first for the largest.
@@ -314,7 +386,9 @@ class Exchanger:
     if self._sizes[0] <= size <= self._sizes[1]:
       self.outer.compile(self.anchor, size)
 
-  def prepare(self, given: Any, own: Any, post: Callable[[WorkerMessage], None]) -> None:
+  def prepare(
+    self, given: Any, own: Any, post: Callable[[WorkerMessage], None]
+  ) -> None:
     """Copies what is to be given to the CPU and calls `post(the request to make)`, in the thread of exchanges.
 
     Args:

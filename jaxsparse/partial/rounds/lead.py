@@ -9,7 +9,14 @@ import numpy as np
 
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.membership import Member, Members
-from jaxsparse.partial.net.messages import Answer, Rejected, RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Answer,
+  Rejected,
+  RoundPosition,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+)
 from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
 
 _UNEQUAL = RoundPosition(0, -1)  # of parts with different anchors: that of no round
@@ -40,7 +47,9 @@ class LeadProtocol(PartProtocol):
     self._joined = 0  # how often all parts have
     self._all = set(range(len(self.addresses)))
     self._own = collections.deque[Answer]()  # to this part, after what it does now
-    self._last_signals: dict[int, Signal] = {}  # HELLO of all parts, and what has their positions
+    self._last_signals: dict[
+      int, Signal
+    ] = {}  # HELLO of all parts, and what has their positions
     self._hellos: dict[int, Signal] = {}
     self._joining = set[int]()
     self._ready = set[int]()
@@ -48,7 +57,9 @@ class LeadProtocol(PartProtocol):
     self._group = 0  # the number of that under way
     self._digests: dict[int, int] = {}  # of the results of its parts
     self._digest_of_last = 0  # that of the last round of all, as the server says
-    self._refused = False  # whether the anchor that all parts have fetched is another one
+    self._refused = (
+      False  # whether the anchor that all parts have fetched is another one
+    )
     self._skipping = set[int]()
     self._digest_of_all = 0  # that the server was told last
     self._has_left = False
@@ -90,7 +101,9 @@ class LeadProtocol(PartProtocol):
     except Rejected:
       return
     if signal.kind == WorkerMessage.HELLO and signal.address in self.addresses[1:]:
-      self.others.join(connection, signal._replace(worker=self.addresses.index(signal.address)))
+      self.others.join(
+        connection, signal._replace(worker=self.addresses.index(signal.address))
+      )
     for part, member in self.others.known.items():
       if member.connection == connection:
         member.heard = self.membership.now = now
@@ -115,7 +128,9 @@ class LeadProtocol(PartProtocol):
     for part in sorted(parts):
       own = dict(content)
       if "addresses" in own:
-        own["addresses"] = {worker: choose(address, part) for worker, address in own["addresses"].items()}
+        own["addresses"] = {
+          worker: choose(address, part) for worker, address in own["addresses"].items()
+        }
       if "donor" in own:
         own["donor"] = choose(own["donor"], part)
       if part:
@@ -159,7 +174,9 @@ class LeadProtocol(PartProtocol):
     if self._joining != self._all:
       return
     if is_new or part == 0:  # all parts repeat it
-      alike = self._hellos[0].alike.joined(self._hellos[other].alike for other in sorted(self._all - {0}))
+      alike = self._hellos[0].alike.joined(
+        self._hellos[other].alike for other in sorted(self._all - {0})
+      )
       signal = signal._replace(address=",".join(self.addresses), alike=alike)
       self._pass_to_server(signal._replace(value=self.membership.fetching))
 
@@ -177,7 +194,11 @@ class LeadProtocol(PartProtocol):
     self._refused = False
     digests = {part: signal.digest for part, signal in self._last_signals.items()}
     fetched = _digest_of(digests)
-    if all(digests.values()) and self._digest_of_last not in (0, fetched) and self._position[:2] == self._last[:2]:
+    if (
+      all(digests.values())
+      and self._digest_of_last not in (0, fetched)
+      and self._position[:2] == self._last[:2]
+    ):
       self._refused = True
       self.membership.warn(
         f"refuses an anchor for all its parts: its digest is {fetched:x}, "
@@ -207,7 +228,9 @@ class LeadProtocol(PartProtocol):
     if not self._has_left:
       if self._group:
         reason = "this worker leaves"
-        self._tell_parts(self._all - {part}, ServerMessage.ABORT, number=self._group, reason=reason)
+        self._tell_parts(
+          self._all - {part}, ServerMessage.ABORT, number=self._group, reason=reason
+        )
         self._group = 0
       self._pass_to_server(signal)
       self._has_left = True
@@ -240,8 +263,11 @@ class LeadProtocol(PartProtocol):
       self._skipping = set()
     elif kind == ServerMessage.WELCOME or content.get("number") == self._group:
       self._group = 0
-    # The digest is that of all parts together: parts get 0, or -1 for another one than theirs.
+    # The digest is that of all parts together: parts get 0, or -1 for another one than
+    # theirs.
     if "digest" in content:
       self._digest_of_last = content["digest"]
-      content = content | {"digest": 0 if content["digest"] in (0, self._digest_of_all) else -1}
+      content = content | {
+        "digest": 0 if content["digest"] in (0, self._digest_of_all) else -1
+      }
     self._tell_parts(self._all, kind, **content)

@@ -13,7 +13,13 @@ from jaxsparse.sparse.flatten import all_finite, flatten
 
 
 def add_moved(
-  outer: OuterStep, before: Anchor, result: Result, given: Any, group: Group, rank: int, send: Send
+  outer: OuterStep,
+  before: Anchor,
+  result: Result,
+  given: Any,
+  group: Group,
+  rank: int,
+  send: Send,
 ) -> Result:
   """`result` after all links of its group have sent what they give; skipped if the sum is not finite.
 
@@ -28,7 +34,9 @@ def add_moved(
   """
   for link in () if result.skipped else map(group.members.index, group.links):
     part, unflatten = flatten(outer.fragments.part(given, result.fragment))
-    moved = unflatten(outer.on_cpu(broadcast(np.asarray(part), link, rank, len(group.members), send)))
+    moved = unflatten(
+      outer.on_cpu(broadcast(np.asarray(part), link, rank, len(group.members), send))
+    )
     params = jax.tree.map(_subtract, result.anchor.params, moved)
     if not all_finite(params):
       return outer.skip(before, result)
@@ -37,10 +45,13 @@ def add_moved(
 
 
 def _subtract(leaf: jax.Array, moved: Any) -> jax.Array:
-  return leaf if isinstance(moved, optax.MaskedNode) else leaf - moved  # of another fragment
+  # of another fragment
+  return leaf if isinstance(moved, optax.MaskedNode) else leaf - moved
 
 
-def broadcast(values: np.ndarray, root: int, rank: int, size: int, send: Send) -> np.ndarray:
+def broadcast(
+  values: np.ndarray, root: int, rank: int, size: int, send: Send
+) -> np.ndarray:
   """f32[n] of the root, from arrays of that size: it sends a slice to each of P members, and each its slice to all.
 
   Example:
@@ -48,7 +59,14 @@ def broadcast(values: np.ndarray, root: int, rank: int, size: int, send: Send) -
     array([1., 1., 1.], dtype=float32)
   """
   slices = np.pad(values, (0, -values.size % size)).view(np.uint32).reshape(size, -1)
-  to_each = [(part, to if rank == root else None, root if rank == to else None) for to, part in enumerate(slices)]
+  to_each = [
+    (part, to if rank == root else None, root if rank == to else None)
+    for to, part in enumerate(slices)
+  ]
   own = send(to_each)[rank]
-  found = send([(own, (rank + step) % size, (rank - step) % size) for step in range(size)])
-  return np.concatenate([found[(rank - part) % size] for part in range(size)]).view(np.float32)[: values.size]
+  found = send(
+    [(own, (rank + step) % size, (rank - step) % size) for step in range(size)]
+  )
+  return np.concatenate([found[(rank - part) % size] for part in range(size)]).view(
+    np.float32
+  )[: values.size]

@@ -23,13 +23,22 @@ def movement(base: Any, before: Any, params: Any) -> Any:
   Raises:
     ValueError: for parameters whose leaves have other names or shapes.
   """
-  named = lambda tree: [f"params{name} of {[*leaf.shape]}" for name, leaf in leaves_by_name(tree).items()]
-  for expected, found in itertools.zip_longest(named(base), named(params), fillvalue="nothing"):
+  named = lambda tree: [
+    f"params{name} of {[*leaf.shape]}" for name, leaf in leaves_by_name(tree).items()
+  ]
+  for expected, found in itertools.zip_longest(
+    named(base), named(params), fillvalue="nothing"
+  ):
     if found != expected:
-      raise ValueError(f"Rounds: {found}, where training started from {expected}: give what `step` returned, trained")
+      raise ValueError(
+        f"Rounds: {found}, where training started from {expected}: give what `step` returned, trained"
+      )
 
   def add(base: jax.Array, moved: jax.Array, param: jax.Array) -> jax.Array:
-    return moved + (parameters(base, moved, param.dtype).astype(jnp.float32) - param.astype(jnp.float32))
+    return moved + (
+      parameters(base, moved, param.dtype).astype(jnp.float32)
+      - param.astype(jnp.float32)
+    )
 
   return jax.tree.map(add, base, before, params)
 
@@ -41,6 +50,8 @@ def keep(moved: jax.Array, given: jax.Array, *_: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def mix(mixing: float, moved: jax.Array, _: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
+def mix(
+  mixing: float, moved: jax.Array, _: jax.Array, before: jax.Array, after: jax.Array
+) -> jax.Array:
   """θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u."""
   return mixing * (moved + (after - before))

@@ -29,7 +29,8 @@ from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.types import Comm
 
 _MOST_TEAMS = 8
-_LINEAGE = 64  # rounds that a worker may have missed and still learn whether its last one counted
+# rounds that a worker may have missed and still learn whether its last one counted
+_LINEAGE = 64
 
 
 class Anchor(NamedTuple):
@@ -37,8 +38,10 @@ class Anchor(NamedTuple):
 
   Attributes:
     params: θ, f32, a pytree of arrays of the CPU.
-    outer: the state of the outer chain for a group of `size` workers, by the number of the fragment.
-    size: the number of workers that the state of the outer chain is for; 0, without a state, before the first round.
+    outer: the state of the outer chain for a group of `size` workers, by the number of
+      the fragment.
+    size: the number of workers that the state of the outer chain is for; 0, without a
+      state, before the first round.
     position: the last round.
     lineage: the numbers of the groups of the last rounds, oldest first.
   """
@@ -52,7 +55,9 @@ class Anchor(NamedTuple):
   def follows(self, position: RoundPosition) -> bool:
     """Whether it has been through that round; taken for granted if it is too long ago."""
     later = self.position.round - position.round
-    return later >= len(self.lineage) or (later >= 0 and self.lineage[-1 - later] == position.base)
+    return later >= len(self.lineage) or (
+      later >= 0 and self.lineage[-1 - later] == position.base
+    )
 
 
 class Result(NamedTuple):
@@ -73,22 +78,27 @@ class OuterStep:
   """The outer chain of rounds.
 
   Args:
-    chain: makes the chain for a comm: `lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))`.
+    chain: makes the chain for a comm: `lambda comm:
+      optax.chain(js.onebit_transform(comm), optax.sgd(1.0))`.
     fragments: F, as in `js.local_steps`: round r exchanges fragment r mod F.
-    device: of the CPU, by default the first one. JAX runs programs with messages one after the other on a device, so
-      that workers in one process need one each.
+    device: of the CPU, by default the first one. JAX runs programs with messages one
+      after the other on a device, so that workers in one process need one each.
 
   Attributes:
     fragments: the leaves of each.
   """
 
   def __init__(
-    self, chain: Callable[[Comm], optax.GradientTransformation], fragments: int = 1, device: jax.Device | None = None
+    self,
+    chain: Callable[[Comm], optax.GradientTransformation],
+    fragments: int = 1,
+    device: jax.Device | None = None,
   ):
     self._chain = chain
     self.fragments = Fragments(fragments)
     self._cpu = device or _first_cpu()
-    self._send: Send = lambda messages: [words for words, *_ in messages]  # of the exchange that runs
+    # of the exchange that runs
+    self._send: Send = lambda messages: [words for words, *_ in messages]
     self._programs: dict[tuple[int, int], Any] = {}
 
   def start(self, params: Any) -> Anchor:
@@ -97,9 +107,20 @@ class OuterStep:
 
   def on_cpu(self, tree: Any) -> Any:
     """A pytree in float32 on the CPU."""
-    return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf, np.float32), self._cpu), tree)
+    return jax.tree.map(
+      lambda leaf: jax.device_put(np.asarray(leaf, np.float32), self._cpu), tree
+    )
 
-  def run(self, anchor: Anchor, given: Any, weight: float, size: int, rank: int, number: int, send: Send) -> Result:
+  def run(
+    self,
+    anchor: Anchor,
+    given: Any,
+    weight: float,
+    size: int,
+    rank: int,
+    number: int,
+    send: Send,
+  ) -> Result:
     """The outer step of a round with `size` workers; blocks until all messages have come.
 
     Args:
@@ -114,28 +135,57 @@ class OuterStep:
     fragment = anchor.position.round % self.fragments.count
     outer = self._carry(anchor, size)
     self._send = send
-    operands = self._operands(fragment, np.int32(rank), np.float32(weight), given, outer[fragment], anchor.params)
+    operands = self._operands(
+      fragment,
+      np.int32(rank),
+      np.float32(weight),
+      given,
+      outer[fragment],
+      anchor.params,
+    )
     params, after, skipped = self.program(size, fragment, operands)(*operands)
     position = RoundPosition(anchor.position.round + 1, number)
     lineage = (*anchor.lineage, number)[-_LINEAGE:]
-    return Result(Anchor(params, outer | {fragment: after}, size, position, lineage), fragment, bool(skipped))
+    return Result(
+      Anchor(params, outer | {fragment: after}, size, position, lineage),
+      fragment,
+      bool(skipped),
+    )
 
   def skip(self, anchor: Anchor, result: Result) -> Result:
     """`result`, of a round that began with `anchor`, with a skipped outer step in place of the one that took place."""
     outer = self._carry(anchor, result.anchor.size)
     after = result.anchor.outer
-    kept = outer | {result.fragment: select_state(jnp.bool_(True), outer[result.fragment], after[result.fragment])}
-    return result._replace(anchor=result.anchor._replace(params=anchor.params, outer=kept), skipped=True)
+    kept = outer | {
+      result.fragment: select_state(
+        jnp.bool_(True), outer[result.fragment], after[result.fragment]
+      )
+    }
+    return result._replace(
+      anchor=result.anchor._replace(params=anchor.params, outer=kept), skipped=True
+    )
 
-  def _operands(self, fragment: int, rank: np.int32, weight: np.float32, given: Any, outer: Any, params: Any) -> Any:
-    return jax.device_put((rank, weight, self.fragments.part(given, fragment), outer, params), self._cpu)
+  def _operands(
+    self,
+    fragment: int,
+    rank: np.int32,
+    weight: np.float32,
+    given: Any,
+    outer: Any,
+    params: Any,
+  ) -> Any:
+    return jax.device_put(
+      (rank, weight, self.fragments.part(given, fragment), outer, params), self._cpu
+    )
 
   def program(self, size: int, fragment: int, operands: Any) -> Any:
     """The compiled outer step of a fragment for groups of a size."""
     key = size, fragment
     if key not in self._programs:
       with jax.default_device(self._cpu):
-        step = jax.jit(check_alike(functools.partial(self._step, size, fragment), operands[-2]))
+        step = jax.jit(
+          check_alike(functools.partial(self._step, size, fragment), operands[-2])
+        )
         self._programs[key] = step.lower(*operands).compile()
     return self._programs[key]
 
@@ -148,33 +198,53 @@ class OuterStep:
       except ValueError:  # which teams do not divide
         if size == _MOST_TEAMS:
           raise
-    operands = self._operands(0, np.int32(0), np.float32(0), anchor.params, outer[0], anchor.params)
+    operands = self._operands(
+      0, np.int32(0), np.float32(0), anchor.params, outer[0], anchor.params
+    )
     with jax.default_device(self._cpu):
       step = check_alike(functools.partial(self._step, size, 0), outer[0])
       return ProgramText(jax.make_jaxpr(step)(*operands)).digest
 
   def compile(self, anchor: Anchor, size: int) -> None:
     """Compiles the outer steps of all fragments for groups of a size."""
-    missing = [fragment for fragment in range(self.fragments.count) if (size, fragment) not in self._programs]
+    missing = [
+      fragment
+      for fragment in range(self.fragments.count)
+      if (size, fragment) not in self._programs
+    ]
     outer = self._carry(anchor, size) if missing else {}
     for fragment in missing:
       zeros = np.int32(0), np.float32(0), anchor.params
-      self.program(size, fragment, self._operands(fragment, *zeros, outer[fragment], anchor.params))
+      self.program(
+        size, fragment, self._operands(fragment, *zeros, outer[fragment], anchor.params)
+      )
 
   def _comm(self, size: int, rank: jax.Array) -> PeerComm:
     return PeerComm(size, rank, lambda messages: self._send(messages))
 
   def _step(
-    self, size: int, fragment: int, rank: jax.Array, weight: jax.Array, given: Any, before: Any, params: Any
+    self,
+    size: int,
+    fragment: int,
+    rank: jax.Array,
+    weight: jax.Array,
+    given: Any,
+    before: Any,
+    params: Any,
   ) -> tuple[Any, Any, jax.Array]:
     part = self.fragments.part(params, fragment)
     weighted = jax.tree.map(lambda leaf: weight * leaf, given)
-    updates, outer = atomic(self._chain(self._comm(size, rank))).update(weighted, before, part)
+    updates, outer = atomic(self._chain(self._comm(size, rank))).update(
+      weighted, before, part
+    )
     if self.fragments.count > 1:
       updates = fill_zeros(params, updates)
     after = optax.apply_updates(params, updates)
-    # The optimizer behind the collective may overflow, alike on all workers: `check_alike` looks at the rest.
-    skipped = mark_total(states.is_skipped(outer) | ~flatten.all_finite(after), (PEERS,))
+    # The optimizer behind the collective may overflow, alike on all workers:
+    # `check_alike` looks at the rest.
+    skipped = mark_total(
+      states.is_skipped(outer) | ~flatten.all_finite(after), (PEERS,)
+    )
     after = jax.tree.map(functools.partial(jnp.where, skipped), params, after)
     return after, select_state(skipped, before, outer), skipped
 
@@ -182,7 +252,10 @@ class OuterStep:
     """The state of the outer chain before the first round, for groups of a size."""
     with jax.default_device(self._cpu):
       chain = self._chain(self._comm(size, jnp.int32(0)))
-      first = {n: chain.init(self.fragments.part(params, n)) for n in range(self.fragments.count)}
+      first = {
+        n: chain.init(self.fragments.part(params, n))
+        for n in range(self.fragments.count)
+      }
     if not all(map(states.reduce_states, first.values())):
       raise ValueError(
         "Rounds: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
@@ -195,7 +268,11 @@ class OuterStep:
     if size == anchor.size:
       return anchor.outer
     first = self._first(anchor.params, size)
-    return jax.tree.map(_carry_node, anchor.outer, first, is_leaf=states.is_reduce_state) if anchor.size else first
+    return (
+      jax.tree.map(_carry_node, anchor.outer, first, is_leaf=states.is_reduce_state)
+      if anchor.size
+      else first
+    )
 
   def less_residual(self, anchor: Anchor, weight: float) -> Any:
     """θ − r_w / weight, f32: the anchor and all that this worker has given, with that weight, and not delivered."""
@@ -203,7 +280,10 @@ class OuterStep:
 
   def residual(self, anchor: Anchor) -> np.ndarray:
     """f32[m], the residuals of this worker in the unit of an update, of all fragments and transforms, concatenated."""
-    return np.concatenate([np.empty(0, np.float32), *map(np.ravel, _residuals(anchor.outer))], dtype=np.float32)
+    return np.concatenate(
+      [np.empty(0, np.float32), *map(np.ravel, _residuals(anchor.outer))],
+      dtype=np.float32,
+    )
 
   def add_residual(self, anchor: Anchor, more: np.ndarray) -> Anchor:
     """`anchor` with f32[m] added to the residuals.
@@ -223,15 +303,21 @@ class OuterStep:
     def add_to(node: Any) -> Any:
       if not states.is_reduce_state(node):
         return node
-      return node._replace(carried=node.carried._replace(residual=jax.tree.map(add, node.carried.residual)))
+      return node._replace(
+        carried=node.carried._replace(residual=jax.tree.map(add, node.carried.residual))
+      )
 
-    return anchor._replace(outer=jax.tree.map(add_to, anchor.outer, is_leaf=states.is_reduce_state))
+    return anchor._replace(
+      outer=jax.tree.map(add_to, anchor.outer, is_leaf=states.is_reduce_state)
+    )
 
   # The part that all workers have alike, as bytes.
 
   def _parts(self, anchor: Anchor) -> Iterable[Any]:
     """The buffers of what all workers have alike, without copies."""
-    header = json.dumps([_shapes(anchor.params), *anchor.position, anchor.size, *anchor.lineage]).encode()
+    header = json.dumps(
+      [_shapes(anchor.params), *anchor.position, anchor.size, *anchor.lineage]
+    ).encode()
     yield from (len(header).to_bytes(4), header)
     for leaf in (*jax.tree.leaves(anchor.params), *_alike(anchor.outer)):
       yield np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
@@ -252,7 +338,8 @@ class OuterStep:
     """The anchor of another worker, with the residuals of this one.
 
     Raises:
-      ValueError: for bytes that are not those of such an anchor, or parameters that are not finite.
+      ValueError: for bytes that are not those of such an anchor, or parameters that are
+        not finite.
     """
     length = int.from_bytes(content[:4])
     shapes, round_, base, last, size, *lineage = json.loads(content[4 : 4 + length])
@@ -263,15 +350,21 @@ class OuterStep:
     outer = self._carry(mine, size) if size else {}
     leaves, structure = jax.tree.flatten(mine.params)
     for like in (*leaves, *_alike(outer)):
-      arrays.append(np.frombuffer(content, like.dtype, like.size, at).reshape(like.shape))
+      arrays.append(
+        np.frombuffer(content, like.dtype, like.size, at).reshape(like.shape)
+      )
       at += like.nbytes
     if not 0 <= len(content) - at < 4:
-      raise ValueError(f"{len(content)} bytes, those of an anchor of this model are {at}")
+      raise ValueError(
+        f"{len(content)} bytes, those of an anchor of this model are {at}"
+      )
     if not all(np.isfinite(leaf).all() for leaf in arrays[: len(leaves)]):
       raise ValueError("Rounds: the parameters of the anchor have NaN or Inf")
     params = self.on_cpu(jax.tree.unflatten(structure, arrays[: len(leaves)]))
     outer = _with_alike(outer, jax.device_put(arrays[len(leaves) :], self._cpu))
-    anchor = Anchor(params, outer, size, RoundPosition(round_, base, last), tuple(lineage))
+    anchor = Anchor(
+      params, outer, size, RoundPosition(round_, base, last), tuple(lineage)
+    )
     return anchor if size else self.with_residual(anchor, mine)
 
   def with_residual(self, anchor: Anchor, mine: Anchor) -> Anchor:
@@ -285,13 +378,16 @@ def _first_cpu() -> jax.Device:
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError as error:
-    raise ValueError("Rounds: exchanges run on the CPU: add it to JAX_PLATFORMS, as in cuda,cpu") from error
+    raise ValueError(
+      "Rounds: exchanges run on the CPU: add it to JAX_PLATFORMS, as in cuda,cpu"
+    ) from error
 
 
 def _carry_node(old: Any, new: Any) -> Any:
   if not states.is_reduce_state(old):
     return old
-  # What the number of workers gives another size, bounds of regions for example, begins anew.
+  # What the number of workers gives another size, bounds of regions for example, begins
+  # anew.
   keep = lambda old, new: old if old.shape == new.shape else new
 
   def carry(old: Any, new: Any) -> Any:
@@ -300,13 +396,20 @@ def _carry_node(old: Any, new: Any) -> Any:
 
   was = old.carried
   fresh = new.carried
-  carried = fresh._replace(residual=was.residual, worker=carry(was.worker, fresh.worker))
-  return new._replace(carried=carried._replace(shared=carry(was.shared, fresh.shared)), counters=old.counters)
+  carried = fresh._replace(
+    residual=was.residual, worker=carry(was.worker, fresh.worker)
+  )
+  return new._replace(
+    carried=carried._replace(shared=carry(was.shared, fresh.shared)),
+    counters=old.counters,
+  )
 
 
 def _residuals(outer: Any) -> list[jax.Array]:
   """The residuals in a state of the outer chain, in its order."""
-  return jax.tree.leaves([node.carried.residual for node in states.reduce_states(outer)])
+  return jax.tree.leaves(
+    [node.carried.residual for node in states.reduce_states(outer)]
+  )
 
 
 @jax.jit
@@ -326,7 +429,9 @@ def _shapes(params: Any) -> int:
 def _alike(outer: Any) -> list[Any]:
   """The arrays of a state of the outer chain that are the same on every worker."""
   nodes = jax.tree.leaves(outer, is_leaf=states.is_reduce_state)
-  shared = [node.carried.shared if states.is_reduce_state(node) else node for node in nodes]
+  shared = [
+    node.carried.shared if states.is_reduce_state(node) else node for node in nodes
+  ]
   return [words_of_keys(leaf) for leaf in jax.tree.leaves(shared)]
 
 
@@ -336,7 +441,11 @@ def _with_alike(outer: Any, arrays: list[Any]) -> Any:
 
   def take(leaf: Any) -> Any:
     words = next(following)
-    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf)) if is_key(leaf) else words
+    return (
+      jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+      if is_key(leaf)
+      else words
+    )
 
   def replace(node: Any) -> Any:
     if not states.is_reduce_state(node):

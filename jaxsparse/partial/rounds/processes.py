@@ -27,7 +27,9 @@ _FAILED = "!"  # begins an error
 class PartEndpoint(Endpoint):
   """The endpoint of a worker, or of one part of it, whose server is the lead."""
 
-  hear_part: Callable[[bytes, list[bytes], float], None] | None = None  # takes signals of the other parts; of the lead
+  hear_part: Callable[[bytes, list[bytes], float], None] | None = (
+    None  # takes signals of the other parts; of the lead
+  )
 
   def follow(self, lead: str) -> None:
     """From now on the server is the first part of this worker, at this address."""
@@ -73,7 +75,10 @@ def _meet(text: str) -> list[str]:
     ValueError: for the error of another part.
   """
   own = np.frombuffer(text.encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
-  texts = [bytes(row).decode(errors="replace").strip() for row in multihost_utils.process_allgather(own)]
+  texts = [
+    bytes(row).decode(errors="replace").strip()
+    for row in multihost_utils.process_allgather(own)
+  ]
   for part, other in enumerate(texts):
     if other.startswith(_FAILED) and not text.startswith(_FAILED):
       raise ValueError(f"part {part} of this worker: {other.removeprefix(_FAILED)}")
@@ -81,7 +86,12 @@ def _meet(text: str) -> list[str]:
 
 
 def make_protocol(
-  place: Whole, endpoint: PartEndpoint, membership: Membership, exchange: Exchanger, entries: int, servers: int
+  place: Whole,
+  endpoint: PartEndpoint,
+  membership: Membership,
+  exchange: Exchanger,
+  entries: int,
+  servers: int,
 ) -> RoundProtocol:
   """The protocol of a worker of one process, or of a part of one of several, which meet here."""
   if place.parts == 1:
@@ -90,12 +100,22 @@ def make_protocol(
   if place.part:
 
     def miss_lead() -> None:
-      raise PartLost(f"part 0 of worker {membership.number} has been silent for {membership.limit:g} s")
+      raise PartLost(
+        f"part 0 of worker {membership.number} has been silent for {membership.limit:g} s"
+      )
 
     endpoint.follow(addresses[0])
     return PartProtocol(membership, exchange, entries, miss_lead)
   members = Members(Member, endpoint.tell_part, membership.limit, membership.now)
-  lead = LeadProtocol(membership, exchange, entries, endpoint.switch, servers, others=members, addresses=addresses)
+  lead = LeadProtocol(
+    membership,
+    exchange,
+    entries,
+    endpoint.switch,
+    servers,
+    others=members,
+    addresses=addresses,
+  )
   endpoint.hear_part = lead.hear_part
   return lead
 

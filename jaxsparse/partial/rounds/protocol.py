@@ -6,12 +6,14 @@
                   └────> drop what the exchange has computed, FAILED with the missing member, READY again
     Request(BYE) ──> BYE ──> Piece(RESIDUAL) to a worker of an earlier round ──> Piece(TAKEN): the end
 
-Between DONE and COMMIT a worker does not know whether the round counts. If the server is gone then, it says so to the
-next one when it joins, which knows from the others, or decides.
+Between DONE and COMMIT a worker does not know whether the round counts. If the server
+is gone then, it says so to the next one when it joins, which knows from the others, or
+decides.
 
-A server that is silent is no reason to end: training goes on, and the worker tries the next address, over and over. It
-also tries the next address when its server has too few workers for a round, since the others may be at another server.
-It waits longest at the first address, so that workers meet there.
+A server that is silent is no reason to end: training goes on, and the worker tries the
+next address, over and over. It also tries the next address when its server has too few
+workers for a round, since the others may be at another server. It waits longest at the
+first address, so that workers meet there.
 """
 
 import dataclasses
@@ -20,12 +22,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxsparse.partial.net.membership import RETRY, EarlyPieces, Membership, Unreachable
-from jaxsparse.partial.net.messages import Answer, Group, Piece, PieceKind, RoundPosition, ServerMessage, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Answer,
+  Group,
+  Piece,
+  PieceKind,
+  RoundPosition,
+  ServerMessage,
+  WorkerMessage,
+)
 from jaxsparse.partial.rounds.exchanger import Done, Exchanger, Run, Send
 
 _LOG = logging.getLogger(__name__)
 _MOST_DOUBLINGS = 10
-_GOLDEN = 0.618  # the fractional parts of its multiples are well spread: each worker waits for another time
+# the fractional parts of its multiples are well spread: each worker waits for another
+# time
+_GOLDEN = 0.618
 
 
 class Request(NamedTuple):
@@ -44,27 +56,41 @@ class RoundProtocol:
   entries: int  # of the model
   switch: Callable[[], None]  # connects to the next server
   servers: int = 1  # how many there are
-  grace: float = 0.0  # seconds for which workers wait for each other, as the server says
+  grace: float = (
+    0.0  # seconds for which workers wait for each other, as the server says
+  )
   sizes: tuple[int, int] = (1, 1)  # the smallest and the largest group
-  undelivered: int = 0  # what it has trained for since it last delivered, for the server to count if it is lost
+  # what it has trained for since it last delivered, for the server to count if it is
+  # lost
+  undelivered: int = 0
 
   def __post_init__(self) -> None:
     self._request = Request(WorkerMessage.HELLO)  # the last one
     self._visits = 0  # of servers
     self._quorum_until = self.membership.server_until
-    self._run: Run | None = None  # the exchange under way, or whose result is not known to count
-    self._settled = 0  # the number of the last group whose round counts, or does not; each server has random numbers
+    self._run: Run | None = (
+      None  # the exchange under way, or whose result is not known to count
+    )
+    # the number of the last group whose round counts, or does not; each server has
+    # random numbers
+    self._settled = 0
     self._early = EarlyPieces(0)
     self._doublings = 0  # of the time that the transfer of an anchor may take
     self._leaves = False
     self._heir = ""  # the address of who is asked to take over the residual
     self._heirs = list[str]()  # and of those to ask later
     self._members = dict[str, int]()  # of the last group, by their addresses
-    self._own_round = 0  # after the last round that counted with this worker, how many its anchor has been through
+    # after the last round that counted with this worker, how many its anchor has been
+    # through
+    self._own_round = 0
     self._last = RoundPosition()  # the last round of all, as the server says
     self._digest = 0  # of its result
 
-  def handle(self, event: Request | Answer | Piece | Unreachable | Done | Send | Exception, now: float) -> None:
+  def handle(
+    self,
+    event: Request | Answer | Piece | Unreachable | Done | Send | Exception,
+    now: float,
+  ) -> None:
     """Does what an event asks for, nothing after the end; raises one that is an error of an exchange."""
     membership = self.membership
     if membership.state == "ended":
@@ -73,7 +99,9 @@ class RoundProtocol:
     match event:
       case Piece(PieceKind.TAKEN, 1) if membership.state == "leaving":
         membership.state = "ended"
-      case Piece(PieceKind.TAKEN) | Unreachable(self._heir) if membership.state == "leaving":
+      case Piece(PieceKind.TAKEN) | Unreachable(self._heir) if (
+        membership.state == "leaving"
+      ):
         self._hand_over()
       case _ if membership.state == "leaving":
         pass
@@ -119,14 +147,20 @@ class RoundProtocol:
       self._miss_server()
     else:
       membership.repeat_signal(undelivered=self.undelivered)
-    is_idle = membership.state == "joining" or (membership.state == "joined" and not self._run)
+    is_idle = membership.state == "joining" or (
+      membership.state == "joined" and not self._run
+    )
     if self.servers > 1 and is_idle and now > self._quorum_until:
       self._miss_server()
 
   def _give_up(self) -> None:
     """Goes on without the message that has not come for `timeout` seconds."""
     membership = self.membership
-    is_new = membership.waits and self._request.kind == WorkerMessage.HELLO and not membership.position.round
+    is_new = (
+      membership.waits
+      and self._request.kind == WorkerMessage.HELLO
+      and not membership.position.round
+    )
     if self._leaves:
       membership.state = "ended"
     elif self._run and not membership.position.last:
@@ -142,7 +176,11 @@ class RoundProtocol:
   def _miss_member(self, run: Run, member: int) -> None:
     """A member cannot be reached: it misses messages of this worker, which may have the result already."""
     if not self.membership.position.last:
-      self._fail(run, f"worker {member} cannot be reached at {self.membership.addresses[member]}", member)
+      self._fail(
+        run,
+        f"worker {member} cannot be reached at {self.membership.addresses[member]}",
+        member,
+      )
     elif self.membership.state == "joined":
       self.membership.tell(WorkerMessage.FAILED, run.group.number, missing=member)
 
@@ -157,25 +195,36 @@ class RoundProtocol:
 
   def _await_quorum(self) -> None:
     """From now on; workers differ in how long, or they could miss each other again and again."""
-    limits = (2 + self.membership.number * _GOLDEN % 1) * (1 if self._visits % self.servers else 2)
+    limits = (2 + self.membership.number * _GOLDEN % 1) * (
+      1 if self._visits % self.servers else 2
+    )
     self._quorum_until = self.membership.now + self.membership.limit * limits
 
   def _lose_place(self) -> None:
     """Keeps a result that may count."""
     if self._run and not self.membership.position.last:
-      self._drop(self._run, "the server does not count on this worker any more, or cannot be reached")
+      self._drop(
+        self._run,
+        "the server does not count on this worker any more, or cannot be reached",
+      )
 
   # Requests of the training loop.
 
   def _begin_request(self) -> None:
     """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
     membership = self.membership
-    has_anchor = self._request.kind != WorkerMessage.HELLO or membership.position.round >= self._own_round
+    has_anchor = (
+      self._request.kind != WorkerMessage.HELLO
+      or membership.position.round >= self._own_round
+    )
     if not membership.donor and (self._run or (not self._leaves and not has_anchor)):
-      membership.join_again(RETRY)  # who has the anchor of the last round will know whether this one counts
+      # who has the anchor of the last round will know whether this one counts
+      membership.join_again(RETRY)
     elif self._leaves and not self._run:
       self._hand_over()
-    elif membership.donor:  # a transfer that does not end in time is begun again with twice as long
+    elif (
+      membership.donor
+    ):  # a transfer that does not end in time is begun again with twice as long
       if membership.fetch(self._last.round):
         membership.await_peer(membership.timeout * 2**self._doublings)
         self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
@@ -188,7 +237,8 @@ class RoundProtocol:
   def _leave(self) -> None:
     self._leaves = True
     self.membership.await_peer()
-    if not (self._run and self.membership.position.last):  # else it will soon know whether the round counts
+    # else it will soon know whether the round counts
+    if not (self._run and self.membership.position.last):
       self._hand_over()
 
   def _hand_over(self) -> None:
@@ -200,11 +250,18 @@ class RoundProtocol:
       membership.tell(WorkerMessage.BYE, self._settled)
       membership.state = "leaving"
       self._residual = self.exchange.hand_over()
-      others = sorted(membership.addresses.keys() - {membership.number}, key=set(self._members.values()).__contains__)
-      self._heirs = [membership.addresses[other] for other in others if self._residual.any()]
+      others = sorted(
+        membership.addresses.keys() - {membership.number},
+        key=set(self._members.values()).__contains__,
+      )
+      self._heirs = [
+        membership.addresses[other] for other in others if self._residual.any()
+      ]
     if self._heirs:
       self._heir = self._heirs.pop()
-      membership.send(self._heir, Piece(PieceKind.RESIDUAL, 0, membership.number, self._residual))
+      membership.send(
+        self._heir, Piece(PieceKind.RESIDUAL, 0, membership.number, self._residual)
+      )
     else:
       membership.state = "ended"
 
@@ -226,10 +283,14 @@ class RoundProtocol:
       case ServerMessage.ABORT if run := self._run_of(content["number"]):
         self._fail(run, content["reason"])
       case ServerMessage.REJECTED:
-        if membership.take_rejection(content["reason"], awaits_group=self._awaits_group):
+        if membership.take_rejection(
+          content["reason"], awaits_group=self._awaits_group
+        ):
           self._lose_place()
           self._settled = 0
-      case ServerMessage.COMMIT if (run := self._run_of(content["number"])) and membership.position.last:
+      case ServerMessage.COMMIT if (
+        run := self._run_of(content["number"])
+      ) and membership.position.last:
         self._commit(run, content)
         if membership.state == "joined":
           self._begin_request()
@@ -248,7 +309,8 @@ class RoundProtocol:
     position = self.membership.position
     self.grace = content["grace"]
     self.sizes = tuple(content["sizes"])
-    self._early = EarlyPieces(2 * self.sizes[1] * self.entries)  # an index and a value of each entry
+    # an index and a value of each entry
+    self._early = EarlyPieces(2 * self.sizes[1] * self.entries)
     if self._run and content["number"] == position.last:
       self._commit(self._run, content)
     elif self._run and content["base"] == position.base:
@@ -260,9 +322,15 @@ class RoundProtocol:
   def _take_model(self, piece: Piece) -> None:
     membership = self.membership
     try:
-      if self._run and (committed := self.exchange.was_committed(piece, membership.position)) is not None:
+      if (
+        self._run
+        and (committed := self.exchange.was_committed(piece, membership.position))
+        is not None
+      ):
         reason = "another worker has an anchor without it"
-        self._settle(self._run, counts=True) if committed else self._drop(self._run, reason)
+        self._settle(self._run, counts=True) if committed else self._drop(
+          self._run, reason
+        )
       if self._run:
         raise ValueError("it may not have heard whether the last round counts")
       membership.position = self._adopt(piece)
@@ -285,7 +353,9 @@ class RoundProtocol:
   @property
   def _awaits_group(self) -> bool:
     """Whether a GROUP message may still be in transit."""
-    return self.membership.state == "joined" and self.membership.waits and self._run is None
+    return (
+      self.membership.state == "joined" and self.membership.waits and self._run is None
+    )
 
   def _run_of(self, number: int) -> Run | None:
     """The exchange that runs or has a result, if it is that of this round."""
@@ -293,7 +363,9 @@ class RoundProtocol:
 
   def _start_round(self, content: dict[str, Any]) -> None:
     group = Group.parse(content)
-    self._members = {self.membership.addresses[member]: member for member in group.members}
+    self._members = {
+      self.membership.addresses[member]: member for member in group.members
+    }
     self._run = self.exchange.begin(group)
     for piece in self._early.take(group.number):
       self._run.receive(piece)
@@ -309,7 +381,8 @@ class RoundProtocol:
   def _take_result(self, run: Run, digest: int | None) -> None:
     membership = self.membership
     number = run.group.number
-    if digest is None:  # with a pause: members with other outer chains would fail again at once
+    # with a pause: members with other outer chains would fail again at once
+    if digest is None:
       self._drop(run, "the exchange of this worker has failed")
       membership.tell(WorkerMessage.FAILED, number)
       membership.join_again(RETRY)
@@ -327,7 +400,9 @@ class RoundProtocol:
 
   def _drop(self, run: Run, reason: str) -> None:
     """The round of the exchange counts for nobody."""
-    _LOG.warning(f"worker {self.membership.number}: {run.group.round} counts for nobody: {reason}")
+    _LOG.warning(
+      f"worker {self.membership.number}: {run.group.round} counts for nobody: {reason}"
+    )
     self._settle(run, counts=False)
 
   def _settle(self, run: Run, counts: bool) -> None:
@@ -337,7 +412,8 @@ class RoundProtocol:
     if counts:
       self.membership.position = self.exchange.commit()
       self._own_round = self.membership.position.round
-      self._request = Request(WorkerMessage.HELLO)  # of what the training loop waits for only the anchor is left
+      # of what the training loop waits for only the anchor is left
+      self._request = Request(WorkerMessage.HELLO)
     else:
       self.exchange.drop()
       self.membership.position = self.membership.position._replace(last=0)
@@ -346,5 +422,7 @@ class RoundProtocol:
     """The round counts for nobody; asks for another one."""
     self._drop(run, reason)
     if self.membership.state == "joined":
-      self.membership.tell(WorkerMessage.FAILED, self._settled, missing=-1 if missing is None else missing)
+      self.membership.tell(
+        WorkerMessage.FAILED, self._settled, missing=-1 if missing is None else missing
+      )
       self._begin_request()

@@ -1,14 +1,16 @@
 """The controller of rounds: decides when a round begins, who takes part, and whether its result counts.
 
-A pure state machine without clock, network or models, as `controller` is. A round is a group whose result all workers
-apply, so that their anchors stay equal bit for bit. It is decided in two phases:
+A pure state machine without clock, network or models, as `controller` is. A round is a
+group whose result all workers apply, so that their anchors stay equal bit for bit. It
+is decided in two phases:
 
     ready(2, 1) ──> enough are ready ──> Group((0, 2, 5), weights, round)
     done(0, …), done(2, …), done(5, …) ──> Verdict: the result counts
     failed(2, …) or leave(2) before all are done ──> the result counts for nobody
 
-Only one round is under way at a time. Workers that become ready meanwhile wait, and those whose anchor is not that of
-the last round are told so: they fetch it from another worker, and keep what they have trained for the next round.
+Only one round is under way at a time. Workers that become ready meanwhile wait, and
+those whose anchor is not that of the last round are told so: they fetch it from another
+worker, and keep what they have trained for the next round.
 """
 
 import collections
@@ -33,7 +35,8 @@ class Verdict(NamedTuple):
     group: of the round.
     digest: of the result, that of most members.
     differing: members with another result, which have to fetch this one.
-    behind: workers that were ready for a round of the anchor before, which have to fetch it, too.
+    behind: workers that were ready for a round of the anchor before, which have to
+      fetch it, too.
   """
 
   group: Group
@@ -45,27 +48,33 @@ class Verdict(NamedTuple):
 class Quorum:
   """Begins rounds of the workers that are ready.
 
-  - A round begins as soon as all workers that are there are ready, but for those that are new, or at `release`, which
-    the server calls when K workers have been ready for `grace` seconds: with all that are ready then.
+  - A round begins as soon as all workers that are there are ready, but for those that
+    are new, or at `release`, which the server calls when K workers have been ready for
+    `grace` seconds: with all that are ready then.
   - Its members have the same anchor, that of the last round whose result counted.
-  - Two workers that have missed messages of each other in a round are not together in the next 2 rounds, after the next
-    failure not in 4, then in 8, up to 64. Of the two that one takes part that was in a round longer ago; if that leaves
-    fewer than K of all workers, both are tried again.
-  - Its result counts when all members have it, and for nobody if one of them is lost before.
-  - All steps count alike, whether they are delivered early or late: with M workers that are there, each with the same
-    batch, the weight of a member is 1/M, and the weights of a round without all M sum to less than 1.
+  - Two workers that have missed messages of each other in a round are not together in
+    the next 2 rounds, after the next failure not in 4, then in 8, up to 64. Of the two
+    that one takes part that was in a round longer ago; if that leaves fewer than K of
+    all workers, both are tried again.
+  - Its result counts when all members have it, and for nobody if one of them is lost
+    before.
+  - All steps count alike, whether they are delivered early or late: with M workers that
+    are there, each with the same batch, the weight of a member is 1/M, and the weights
+    of a round without all M sum to less than 1.
 
   Args:
     workers: numbers that workers may have: 0 … N − 1.
-    quorum: K, the number of workers that a round takes. More than N/2 if there is a second server, so that they never
-      hold rounds at the same time.
+    quorum: K, the number of workers that a round takes. More than N/2 if there is a
+      second server, so that they never hold rounds at the same time.
     grace: seconds for which K workers that are ready wait for others.
 
   Attributes:
-    position: of the last round whose result counted, and `digest` of that; 0 if another server knew.
-    lost: how many workers were lost, and `lost_weight` the sum of what they had trained and not delivered.
-    paused: whether no round begins: after its start a server waits for workers that know more than others, and later
-      for one that fetches the anchor.
+    position: of the last round whose result counted, and `digest` of that; 0 if another
+      server knew.
+    lost: how many workers were lost, and `lost_weight` the sum of what they had trained
+      and not delivered.
+    paused: whether no round begins: after its start a server waits for workers that
+      know more than others, and later for one that fetches the anchor.
     under_way: the group whose round is under way.
     over: whether all workers have left, the last one in good order.
 
@@ -82,7 +91,9 @@ class Quorum:
     (None, 99, RoundPosition(round=1, base=7, last=0))
   """
 
-  def __init__(self, workers: int, quorum: int, *, grace: float = 2.0, first: int | None = None):
+  def __init__(
+    self, workers: int, quorum: int, *, grace: float = 2.0, first: int | None = None
+  ):
     check_whole("quorum", 1, workers=workers)
     check_whole("quorum", 1, workers, quorum=quorum)
     if not isinstance(grace, int | float) or not grace >= 0:
@@ -95,17 +106,28 @@ class Quorum:
     self.lost = 0
     self.lost_weight = 0
     self.over = self.paused = False
-    # Another number for each server, or pieces of a group of one before could be taken for those of a later one.
+    # Another number for each server, or pieces of a group of one before could be taken
+    # for those of a later one.
     self._number = secrets.randbits(61) if first is None else first
     self._present: set[int] = set()
-    self._expected: dict[int, int] = {}  # weights of those who have been ready since they joined
-    self._ready: dict[int, bool] = {}  # whether they bring what a link has moved; the longest-waiting first
+    self._expected: dict[
+      int, int
+    ] = {}  # weights of those who have been ready since they joined
+    self._ready: dict[
+      int, bool
+    ] = {}  # whether they bring what a link has moved; the longest-waiting first
     self.under_way: Group | None = None
     self._failed: Group | None = None  # the last one whose result counts for nobody
-    self._apart: dict[frozenset[int], tuple[int, int]] = {}  # pairs: how often they failed, and in which group last
-    self._blamed = 0  # the number of the group for whose failure all pairs in it have been counted
+    self._apart: dict[
+      frozenset[int], tuple[int, int]
+    ] = {}  # pairs: how often they failed, and in which group last
+    self._blamed = (
+      0  # the number of the group for whose failure all pairs in it have been counted
+    )
     self._counted: dict[int, int] = {}  # by worker, the group of its last round
-    self._digests: dict[int, int] = {}  # of the members of the group under way that are done
+    self._digests: dict[
+      int, int
+    ] = {}  # of the members of the group under way that are done
 
   @property
   def alive(self) -> tuple[int, ...]:
@@ -120,7 +142,8 @@ class Quorum:
   def join(self, worker: int, position: RoundPosition) -> Group | None:
     """A worker is there, or there again, ready for nothing: the group whose result counts for nobody then.
 
-    The worker that has been through most rounds tells a new controller which was the last one.
+    The worker that has been through most rounds tells a new controller which was the
+    last one.
     """
     if worker not in range(self.workers):
       raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
@@ -133,7 +156,9 @@ class Quorum:
       self._ready.clear()  # they are behind
     return group
 
-  def ready(self, worker: int, weight: int, position: RoundPosition, *, is_link: bool = False) -> list[Group]:
+  def ready(
+    self, worker: int, weight: int, position: RoundPosition, *, is_link: bool = False
+  ) -> list[Group]:
     """A worker has something to deliver; the round that begins now, if any.
 
     Args:
@@ -159,7 +184,8 @@ class Quorum:
   def begin_if_all_ready(self) -> list[Group]:
     """The round of all workers that are there, if all are ready. After round 1, newcomers need not be ready."""
     expected = self._expected if self.position.round else self._present
-    return self.release() if len(expected) == len(self._ready) else []  # the latter are among the former
+    # the latter are among the former
+    return self.release() if len(expected) == len(self._ready) else []
 
   def release(self) -> list[Group]:
     """Begins a round of the workers that are ready, if these are a quorum: its group, or []."""
@@ -168,9 +194,14 @@ class Quorum:
     self._number += 1
     members = tuple(sorted(chosen))
     total = sum(self._expected.values())
-    weights = tuple(self._expected[worker] / total if total else 1 / len(members) for worker in members)
+    weights = tuple(
+      self._expected[worker] / total if total else 1 / len(members)
+      for worker in members
+    )
     links = tuple(worker for worker in members if self._ready.pop(worker))
-    self.under_way = Group(members, weights, self.position.round, number=self._number, links=links)
+    self.under_way = Group(
+      members, weights, self.position.round, number=self._number, links=links
+    )
     self._digests = {}
     return [self.under_way]
 
@@ -187,10 +218,15 @@ class Quorum:
     chosen = set[int]()
     partners = {worker: set[int]() for worker in workers}
     for pair, (failures, number) in self._apart.items():
-      if self._number < number + 2 ** min(failures, _MOST_DOUBLINGS) and pair <= partners.keys():
+      if (
+        self._number < number + 2 ** min(failures, _MOST_DOUBLINGS)
+        and pair <= partners.keys()
+      ):
         for worker in pair:
           partners[worker] |= pair
-    for worker in sorted(workers, key=lambda worker: (len(partners[worker]), self._counted.get(worker, 0))):
+    for worker in sorted(
+      workers, key=lambda worker: (len(partners[worker]), self._counted.get(worker, 0))
+    ):
       if chosen.isdisjoint(partners[worker]):
         chosen.add(worker)
     return chosen
@@ -214,29 +250,40 @@ class Quorum:
     if len(self._digests) < len(group.members):
       return None
     (agreed, _), *_ = collections.Counter(self._digests.values()).most_common(1)
-    differing = tuple(worker for worker in group.members if self._digests[worker] != agreed)
+    differing = tuple(
+      worker for worker in group.members if self._digests[worker] != agreed
+    )
     verdict = Verdict(group, agreed, differing, self.waiting)
     self.position = RoundPosition(self.position.round + 1, number)
     self.digest = agreed
     self.under_way = None
     self._ready.clear()
     self._counted |= dict.fromkeys(group.members, number)
-    self._apart = {pair: failures for pair, failures in self._apart.items() if not all(map(group.has, pair))}
+    self._apart = {
+      pair: failures
+      for pair, failures in self._apart.items()
+      if not all(map(group.has, pair))
+    }
     return verdict
 
-  def failed(self, worker: int, number: int, missing: int | None = None) -> Group | None:
+  def failed(
+    self, worker: int, number: int, missing: int | None = None
+  ) -> Group | None:
     """A member cannot take part in a round to its end: the group whose result counts for nobody, if it has not yet.
 
     Args:
       worker: its number.
       number: of the group.
-      missing: the member whose message it misses, or that it cannot reach. Other members may say so after the first.
+      missing: the member whose message it misses, or that it cannot reach. Other
+        members may say so after the first.
     """
     self._check(worker)
     group = self._round_of(worker)
     dropped = self._drop_round_of(worker) if group and group.number == number else None
     failed = self._failed
-    if failed is None or failed.number != number or missing is None or missing == worker:
+    if (
+      failed is None or failed.number != number or missing is None or missing == worker
+    ):
       return dropped
     if failed.has(worker) and failed.has(missing):
       pairs = [frozenset((worker, missing))]
@@ -249,7 +296,9 @@ class Quorum:
           self._apart[pair] = failures + 1, number
     return dropped
 
-  def leave(self, worker: int, weight: int | None = None) -> tuple[Group | None, list[Group]]:
+  def leave(
+    self, worker: int, weight: int | None = None
+  ) -> tuple[Group | None, list[Group]]:
     """A worker ends, or is lost with what it had trained for `weight` steps or tokens.
 
     Returns:
@@ -259,7 +308,9 @@ class Quorum:
     group = self._drop_round_of(worker)
     self._present.discard(worker)
     self._forget(worker)
-    self._apart = {pair: failures for pair, failures in self._apart.items() if worker not in pair}
+    self._apart = {
+      pair: failures for pair, failures in self._apart.items() if worker not in pair
+    }
     if weight is not None:
       self.lost = self.lost + 1
       self.lost_weight = self.lost_weight + weight

@@ -3,8 +3,9 @@
     READY ──> Quorum.ready ──> GROUP to the members ──> DONE of each, with a digest ──> COMMIT to all of them
                          └───> BEHIND, with the address of a donor
 
-After its start a server begins no round for `limit` seconds, unless all workers that may come are there. It asks each
-that joins for its position, since a server before it may have told only some of the members that a round counts.
+After its start a server begins no round for `limit` seconds, unless all workers that
+may come are there. It asks each that joins for its position, since a server before it
+may have told only some of the members that a round counts.
 """
 
 import collections
@@ -16,13 +17,21 @@ from typing import Any
 
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.membership import Member, Members
-from jaxsparse.partial.net.messages import Group, Rejected, RoundPosition, ServerMessage, Signal, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Group,
+  Rejected,
+  RoundPosition,
+  ServerMessage,
+  Signal,
+  WorkerMessage,
+)
 from jaxsparse.partial.rounds.quorum import Behind, Quorum, Verdict
 
 _LOG = logging.getLogger(__name__)
 _START = RoundPosition()
 _RECENT = 20  # rounds whose seconds are averaged in a status
-_RETURN = 4  # times `limit`, in which a worker that looks for others at another server comes back
+# times `limit`, in which a worker that looks for others at another server comes back
+_RETURN = 4
 
 
 @dataclasses.dataclass
@@ -52,10 +61,16 @@ class RoundServer:
     self._started = False
     self._awaits_since = now
     self._next_wait = now
-    self._undecided: dict[int, float] = {}  # when workers last asked whether a round counts that is not known here
-    self._sought: float | None = None  # since when nobody has had the anchor of the last round
-    self._run = secrets.randbits(62)  # a number of the run, of that which goes on if there was a server before
-    self._ended = collections.deque[float](maxlen=_RECENT)  # when the last rounds that counted ended
+    self._undecided: dict[
+      int, float
+    ] = {}  # when workers last asked whether a round counts that is not known here
+    self._sought: float | None = (
+      None  # since when nobody has had the anchor of the last round
+    )
+    # a number of the run, of that which goes on if there was a server before
+    self._run = secrets.randbits(62)
+    # when the last rounds that counted ended
+    self._ended = collections.deque[float](maxlen=_RECENT)
     self._counted = 0  # rounds
     self._failed = 0  # rounds
     self._delivered = 0  # the weight of steps
@@ -71,7 +86,9 @@ class RoundServer:
     self._started |= now > self._resumes or len(known) == self._quorum.workers
     self._call_late()
     self._end_waits(
-      member for member in self._awaited if member.awaited_until is not None and member.awaited_until < now
+      member
+      for member in self._awaited
+      if member.awaited_until is not None and member.awaited_until < now
     )
     for worker in self.members.tick(now, alive=len(known)):
       self._leave(worker)
@@ -82,7 +99,11 @@ class RoundServer:
   def status(self) -> dict[str, Any]:
     """What `jaxsparse.partial.rounds.status` shows: of this server, and of each worker in ascending order."""
     now = self.members.now
-    seconds = (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1) if len(self._ended) > 1 else None
+    seconds = (
+      (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1)
+      if len(self._ended) > 1
+      else None
+    )
     return {
       "run": f"{self._run:x}",
       "round": self._quorum.position.round,
@@ -120,10 +141,14 @@ class RoundServer:
       self._take_hello(connection, signal)
       return
     if kind == WorkerMessage.STATUS:
-      self.members.send(connection, messages.pack_answer(ServerMessage.STATUS, **self.status()))
+      self.members.send(
+        connection, messages.pack_answer(ServerMessage.STATUS, **self.status())
+      )
       return
     member = self.members.find(connection, worker)
-    if member.fetches_since is not None and signal.position.round > member.position.round:
+    if (
+      member.fetches_since is not None and signal.position.round > member.position.round
+    ):
       member.fetch_seconds = self.members.now - member.fetches_since
       member.fetches_since = None
       member.position = signal.position._replace(last=0)
@@ -139,7 +164,11 @@ class RoundServer:
           self._commit(verdict)
       case WorkerMessage.FAILED:
         missing = None if signal.missing < 0 else signal.missing
-        what = "could not finish its exchange" if missing is None else f"misses a message of worker {missing}"
+        what = (
+          "could not finish its exchange"
+          if missing is None
+          else f"misses a message of worker {missing}"
+        )
         self._abort(self._quorum.failed(worker, value, missing), worker, what)
       case _:
         raise Rejected(f"unknown: {kind!r} in rounds")
@@ -149,14 +178,22 @@ class RoundServer:
   @property
   def _awaited(self) -> list[RoundMember]:
     """The workers that the next round waits for."""
-    return [member for member in self.members.known.values() if member.awaited_until is not None]
+    return [
+      member
+      for member in self.members.known.values()
+      if member.awaited_until is not None
+    ]
 
   def _take_ready(self, signal: Signal, member: RoundMember) -> None:
     member.position = signal.position._replace(last=0)
     member.waits_until = self.members.now + self._quorum.grace
     is_link = signal.kind == WorkerMessage.LINK
     try:
-      self._announce(self._quorum.ready(signal.worker, signal.value, signal.position, is_link=is_link))
+      self._announce(
+        self._quorum.ready(
+          signal.worker, signal.value, signal.position, is_link=is_link
+        )
+      )
       if member.awaited_until is not None:
         self._end_waits([member])
     except Behind:
@@ -165,8 +202,9 @@ class RoundServer:
   def _call_late(self) -> None:
     """Workers that are behind fetch the anchor; the next round waits for those whose fetch before came too late.
 
-    Not while a round is under way, after which the anchor would be an old one. Rounds wait for at most four times as
-    long as a fetch, and then go on for at least as long as they have waited.
+    Not while a round is under way, after which the anchor would be an old one. Rounds
+    wait for at most four times as long as a fetch, and then go on for at least as long
+    as they have waited.
     """
     if self._quorum.under_way:
       return
@@ -176,14 +214,19 @@ class RoundServer:
         continue
       seconds = 2 * (member.fetch_seconds or 0.0) + self._quorum.grace
       since = self._awaits_since if self._awaited else now
-      if member.fetch_seconds is not None and not self._next_wait <= now <= since + seconds:
+      if (
+        member.fetch_seconds is not None
+        and not self._next_wait <= now <= since + seconds
+      ):
         continue  # its anchor would be an old one again
       member.is_late = False
       self._tell_behind([worker])
       if member.fetch_seconds is not None:
         self._awaits_since = since
         member.awaited_until = member.awaited_until or now + seconds
-        _LOG.warning(f"the next round waits up to {seconds:.0f} s for worker {worker}, which fetches the anchor")
+        _LOG.warning(
+          f"the next round waits up to {seconds:.0f} s for worker {worker}, which fetches the anchor"
+        )
         self._quorum.paused = True
 
   def _end_waits(self, members: Iterable[RoundMember] = ()) -> None:
@@ -200,7 +243,8 @@ class RoundServer:
     for worker in workers:
       donor = newest or self._find_donor(worker)
       member = self.members.known[worker]
-      if donor or member.fetches_since is None:  # else it asks again, several times a second
+      # else it asks again, several times a second
+      if donor or member.fetches_since is None:
         _LOG.warning(
           f"worker {worker} is behind: it has the anchor of round {member.position.round}, not that "
           f"of round {self._quorum.position.round}, which {'it fetches' if donor else 'no worker that is there has'}"
@@ -214,17 +258,29 @@ class RoundServer:
 
     It is another one than before when a worker asks again that was not told just now.
 
-    If there is none for a while, and it is not at another server either, the last round is that of the newest anchor.
+    If there is none for a while, and it is not at another server either, the last round
+    is that of the newest anchor.
     """
     known = self.members.known
     now = self.members.now
-    donors = [other for other, member in known.items() if member.position == self._quorum.position]
+    donors = [
+      other
+      for other, member in known.items()
+      if member.position == self._quorum.position
+    ]
     if donors:
       self._sought = None
       member = known[worker]
-      if member.donor not in donors or now > member.donor_named + self.members.limit / 2:
-        loads = collections.Counter(other.donor for other in known.values() if other.fetches_since is not None)
-        member.donor = min(donors, key=lambda other: (self._quorum.have_failed(worker, other), loads[other]))
+      if (
+        member.donor not in donors or now > member.donor_named + self.members.limit / 2
+      ):
+        loads = collections.Counter(
+          other.donor for other in known.values() if other.fetches_since is not None
+        )
+        member.donor = min(
+          donors,
+          key=lambda other: (self._quorum.have_failed(worker, other), loads[other]),
+        )
         member.donor_named = now
       return known[member.donor].address
     self._sought = self._sought or now
@@ -237,7 +293,12 @@ class RoundServer:
   def _last(self) -> dict[str, int]:
     """The last round, for a worker that checks the anchor of a donor."""
     position = self._quorum.position
-    return {"round": position.round, "base": position.base, "digest": self._quorum.digest, "run": self._run}
+    return {
+      "round": position.round,
+      "base": position.base,
+      "digest": self._quorum.digest,
+      "run": self._run,
+    }
 
   # Rounds that begin, count, or count for nobody.
 
@@ -245,7 +306,11 @@ class RoundServer:
     """Also says which workers a round leaves out."""
     for group in groups:
       for worker in self._quorum.waiting:
-        others = [str(member) for member in group.members if self._quorum.have_failed(worker, member)]
+        others = [
+          str(member)
+          for member in group.members
+          if self._quorum.have_failed(worker, member)
+        ]
         _LOG.warning(
           f"round {group.iteration + 1} leaves out worker {worker}: "
           f"it and worker {', '.join(others)} have missed messages of each other"
@@ -265,14 +330,18 @@ class RoundServer:
         known[worker].position = self._quorum.position
         known[worker].fetches_since = None
     facts = {"number": verdict.group.number, **self._last}
-    agreeing = [worker for worker in verdict.group.members if worker not in verdict.differing]
+    agreeing = [
+      worker for worker in verdict.group.members if worker not in verdict.differing
+    ]
     self.members.tell(agreeing, ServerMessage.COMMIT, donor=None, **facts)
     for worker in verdict.differing:
       _LOG.warning(
         f"the result of worker {worker} differs from that of most members, and it fetches theirs: "
         "CPUs with different instructions need XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have"
       )
-      self.members.tell([worker], ServerMessage.COMMIT, donor=self._find_donor(worker), **facts)
+      self.members.tell(
+        [worker], ServerMessage.COMMIT, donor=self._find_donor(worker), **facts
+      )
     for worker in verdict.behind:
       known[worker].is_late = True
     self._call_late()
@@ -290,8 +359,15 @@ class RoundServer:
     self._failed += 1
     reason = f"worker {worker} {what}"
     _LOG.warning(f"{group.round} counts for nobody: {reason}")
-    self.members.tell(group.members, ServerMessage.ABORT, number=group.number, worker=worker, reason=reason)
-    for other in self._quorum.waiting:  # or the first member that is ready again would begin with them alone
+    self.members.tell(
+      group.members,
+      ServerMessage.ABORT,
+      number=group.number,
+      worker=worker,
+      reason=reason,
+    )
+    # or the first member that is ready again would begin with them alone
+    for other in self._quorum.waiting:
       self.members.known[other].waits_until = self.members.now + self._quorum.grace
 
   # Workers that join and leave.
@@ -300,7 +376,9 @@ class RoundServer:
     """Joins a worker, or joins it again; it gets a donor unless it has the anchor of the last round."""
     worker = signal.worker
     quorum = self._quorum
-    self.members.check(connection, signal, at_start=signal.position.round == quorum.position.round == 0)
+    self.members.check(
+      connection, signal, at_start=signal.position.round == quorum.position.round == 0
+    )
     self._check_round(signal)
     waiting = quorum.waiting
     self._abort(quorum.join(worker, signal.position), worker, "has joined again")
@@ -315,29 +393,55 @@ class RoundServer:
     donor = None if member.position == quorum.position else self._find_donor(worker)
     if donor and member.fetches_since is None:
       member.fetches_since = self.members.now - signal.value
-    facts = {"limit": self.members.limit, "grace": quorum.grace, "sizes": [quorum.quorum, quorum.workers], **self._last}
-    self.members.tell([worker], ServerMessage.WELCOME, donor=donor, number=last if counts else 0, **facts)
+    facts = {
+      "limit": self.members.limit,
+      "grace": quorum.grace,
+      "sizes": [quorum.quorum, quorum.workers],
+      **self._last,
+    }
+    self.members.tell(
+      [worker],
+      ServerMessage.WELCOME,
+      donor=donor,
+      number=last if counts else 0,
+      **facts,
+    )
 
   def _check_round(self, signal: Signal) -> None:
     """Raises Rejected for a worker whose last round nobody here can judge yet, or of another run."""
     position = signal.position
     if position.last and position.last != self._quorum.position.base:
       now = self.members.now
-      asked = {worker: at for worker, at in self._undecided.items() if at > now - self.members.limit}
-      self._undecided = asked | ({signal.worker: now} if signal.worker < self._quorum.workers else {})
-      if not self._started or len(self._undecided.keys() | self._quorum.alive) < self._quorum.quorum:
-        raise Rejected(f"duplicate: whether round {position.last} counts is known when others are there")
+      asked = {
+        worker: at
+        for worker, at in self._undecided.items()
+        if at > now - self.members.limit
+      }
+      self._undecided = asked | (
+        {signal.worker: now} if signal.worker < self._quorum.workers else {}
+      )
+      if (
+        not self._started
+        or len(self._undecided.keys() | self._quorum.alive) < self._quorum.quorum
+      ):
+        raise Rejected(
+          f"duplicate: whether round {position.last} counts is known when others are there"
+        )
     if position.round:
       run = signal.alike.run
       if self._quorum.position.round and run != self._run:
-        raise Rejected(f"unlike: worker {signal.worker} has been in the run {run:x}, the others are in {self._run:x}")
+        raise Rejected(
+          f"unlike: worker {signal.worker} has been in the run {run:x}, the others are in {self._run:x}"
+        )
       self._run = run
 
   def _leave(self, worker: int, *, lost: bool = True) -> None:
     member = self.members.forget(worker)
     if member:  # else it was expected, and has never come
       if lost:
-        _LOG.warning(f"worker {worker} is lost, with what it had trained for {member.weight} steps")
+        _LOG.warning(
+          f"worker {worker} is lost, with what it had trained for {member.weight} steps"
+        )
       group, begun = self._quorum.leave(worker, member.weight if lost else None)
       self._abort(group, worker, "is lost" if lost else "has left")
       self._announce(begun)

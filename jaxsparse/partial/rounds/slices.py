@@ -1,7 +1,8 @@
 """Where the parameters of a worker of rounds are: on the devices of one process, or of several, its parts.
 
-Each of P parts exchanges one of P equal slices of every leaf, in the order of its flat entries, with zeros at the end.
-So every entry is in one part, also of leaves that are replicated, and how a worker shards its leaves does not matter.
+Each of P parts exchanges one of P equal slices of every leaf, in the order of its flat
+entries, with zeros at the end. So every entry is in one part, also of leaves that are
+replicated, and how a worker shards its leaves does not matter.
 """
 
 import contextlib
@@ -66,7 +67,8 @@ class Slices(Whole):
   """Parameters that several processes share, joined by `jax.distributed`: all of them call each method together.
 
   Raises:
-    ValueError: for a leaf that has no `NamedSharding` over all processes, with equally many devices of each.
+    ValueError: for a leaf that has no `NamedSharding` over all processes, with equally
+      many devices of each.
   """
 
   def __init__(self, params: Any):
@@ -74,15 +76,21 @@ class Slices(Whole):
     self.parts = jax.process_count()
     for name, leaf in leaves_by_name(params).items():
       _check(f"params{name}", leaf.sharding, self.parts)
-    self._programs = jax.tree.map(lambda leaf: _programs_of(leaf.shape, leaf.sharding, self.parts), params)
+    self._programs = jax.tree.map(
+      lambda leaf: _programs_of(leaf.shape, leaf.sharding, self.parts), params
+    )
 
   def to_host(self, tree: Any) -> Any:
     """The slices of this part."""
-    return jax.tree.map(lambda leaf, programs: programs.slice_of(leaf), tree, self._programs)
+    return jax.tree.map(
+      lambda leaf, programs: programs.slice_of(leaf), tree, self._programs
+    )
 
   def to_device(self, tree: Any) -> Any:
     """The leaves, from the slices of all parts."""
-    return jax.tree.map(lambda leaf, programs: programs.whole_of(np.asarray(leaf)), tree, self._programs)
+    return jax.tree.map(
+      lambda leaf, programs: programs.whole_of(np.asarray(leaf)), tree, self._programs
+    )
 
 
 def place_of(params: Any) -> Whole:
@@ -104,7 +112,9 @@ def _check(name: str, sharding: Any, parts: int) -> None:
   devices = [device.process_index for device in sharding.mesh.devices.flat]
   counts = [devices.count(process) for process in range(parts)]
   if len(set(counts)) > 1:
-    raise ValueError(f"Rounds: {name} is on {counts} devices of processes 0 … {parts - 1}, {choice}")
+    raise ValueError(
+      f"Rounds: {name} is on {counts} devices of processes 0 … {parts - 1}, {choice}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +125,9 @@ class _Slice:
   size: int
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    return np.concatenate([np.ravel(row) for row in self.rows])[: self.size].astype(dtype or self.rows[0].dtype)
+    return np.concatenate([np.ravel(row) for row in self.rows])[: self.size].astype(
+      dtype or self.rows[0].dtype
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,33 +158,51 @@ class _Programs:
   def whole_of(self, values: np.ndarray) -> jax.Array:
     """The leaf, from the slices of all processes."""
     row = -(-self.size // len(self.devices))
-    padded = np.pad(values, (0, row * len(self.devices) - self.size)).reshape(len(self.devices), 1, row)
-    shards = [jax.device_put(part, device) for part, device in zip(padded, self.devices, strict=True)]
+    padded = np.pad(values, (0, row * len(self.devices) - self.size)).reshape(
+      len(self.devices), 1, row
+    )
+    shards = [
+      jax.device_put(part, device)
+      for part, device in zip(padded, self.devices, strict=True)
+    ]
     shape = self.rows.mesh.size, row
-    return jax.device_put(self.join(jax.make_array_from_single_device_arrays(shape, self.rows, shards)), self.place)
+    return jax.device_put(
+      self.join(jax.make_array_from_single_device_arrays(shape, self.rows, shards)),
+      self.place,
+    )
 
 
 @functools.cache
 def _programs_of(shape: tuple[int, ...], place: NamedSharding, parts: int) -> _Programs:
   devices: Any = place.mesh.devices.ravel()
-  # A mesh may have its devices in any order: row j of the program is on device j, and is row `order[j]` of the slices.
-  by_process = sorted(range(devices.size), key=lambda number: devices[number].process_index)
+  # A mesh may have its devices in any order: row j of the program is on device j, and
+  # is row `order[j]` of the slices.
+  by_process = sorted(
+    range(devices.size), key=lambda number: devices[number].process_index
+  )
   order = np.argsort(by_process)
   each = devices.size // parts
   size = -(-math.prod(shape) // parts)
   row = -(-size // each)
-  # Sharded reshapes need no types of shardings here: the axes of a user's mesh may be Explicit.
+  # Sharded reshapes need no types of shardings here: the axes of a user's mesh may be
+  # Explicit.
   automatic = NamedSharding(Mesh(place.mesh.devices, place.mesh.axis_names), place.spec)
   rows = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
 
   def cut(leaf: jax.Array) -> jax.Array:
     slices = jnp.pad(leaf.ravel(), (0, parts * size - leaf.size)).reshape(parts, size)
-    return jnp.pad(slices, ((0, 0), (0, each * row - size))).reshape(parts * each, row)[order]
+    return jnp.pad(slices, ((0, 0), (0, each * row - size))).reshape(parts * each, row)[
+      order
+    ]
 
   def join(rows: jax.Array) -> jax.Array:
     slices = rows[np.array(by_process)].reshape(parts, each * row)[:, :size]
     return slices.ravel()[: math.prod(shape)].reshape(shape)
 
-  here = [devices[number] for number in by_process if devices[number].process_index == jax.process_index()]
+  here = [
+    devices[number]
+    for number in by_process
+    if devices[number].process_index == jax.process_index()
+  ]
   programs = jax.jit(cut, out_shardings=rows), jax.jit(join, out_shardings=automatic)
   return _Programs(here, rows, size, place, automatic, *programs)

@@ -19,7 +19,10 @@ _TOTALS = {
   "steps_delivered": "weight of the steps that were delivered, as of the workers' last heartbeats",
   "steps_lost": "weight of the steps that lost workers had not delivered",
 }
-_GAUGES = {"round": "number of the last round", "seconds": "mean seconds between the last rounds"}
+_GAUGES = {
+  "round": "number of the last round",
+  "seconds": "mean seconds between the last rounds",
+}
 _OF_WORKER = {
   "round": "number of rounds that the anchor of a worker has been through",
   "undelivered": "weight of the steps that a worker has not delivered",
@@ -32,7 +35,8 @@ def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
 
   Raises:
     TimeoutError: if there is no answer within 5 s.
-    ValueError: for a malformed address, one that requires keys, and a server of partial reduce.
+    ValueError: for a malformed address, one that requires keys, and a server of partial
+      reduce.
   """
   sockets.check_address(address, keys, reachable=True, any_port=False)
   number = keys.workers.index(keys.own[0]) if keys and keys.own else 0
@@ -42,12 +46,16 @@ def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
     socket.connect(address)
     socket.send(Signal(WorkerMessage.STATUS, number).pack())
     if not socket.poll(round(1000 * _TIMEOUT)):
-      raise TimeoutError(f"no server of rounds at {address} answers within {_TIMEOUT:g} s: has it these keys?")
+      raise TimeoutError(
+        f"no server of rounds at {address} answers within {_TIMEOUT:g} s: has it these keys?"
+      )
     answer = messages.parse_answer(socket.recv())
   finally:
     network.close(linger=0)
   if answer.kind != ServerMessage.STATUS:
-    raise ValueError(f"{address} is not the server of rounds: {answer.content['reason']}")
+    raise ValueError(
+      f"{address} is not the server of rounds: {answer.content['reason']}"
+    )
   return answer.content
 
 
@@ -72,7 +80,9 @@ def describe(status: dict[str, Any]) -> str:
     f"goodput {goodput}: steps of the weight {status['steps_delivered']} delivered, {status['steps_lost']} lost",
     f"{'worker':6}  {'doing':21}  round  undelivered  silent  address",
   ]
-  row = "{worker:<6}  {doing:21}  {round:5}  {undelivered:11}  {silent:4.1f} s  {address}"
+  row = (
+    "{worker:<6}  {doing:21}  {round:5}  {undelivered:11}  {silent:4.1f} s  {address}"
+  )
   return "\n".join([*lines, *(row.format(**worker) for worker in status["workers"])])
 
 
@@ -98,13 +108,17 @@ class Exporter:
       yield core.CounterMetricFamily(f"jaxsparse_{name}", what, value=status[name])
     for name, what in _GAUGES.items():
       yield core.GaugeMetricFamily(f"jaxsparse_{name}", what, value=status[name] or 0.0)
-    workers = core.GaugeMetricFamily("jaxsparse_workers", "workers by what they do", labels=["doing"])
+    workers = core.GaugeMetricFamily(
+      "jaxsparse_workers", "workers by what they do", labels=["doing"]
+    )
     doing = [worker["doing"] for worker in status["workers"]]
     for name in sorted(set(doing)):
       workers.add_metric([name], doing.count(name))
     yield workers
     for name, what in _OF_WORKER.items():
-      family = core.GaugeMetricFamily(f"jaxsparse_worker_{name}", what, labels=["worker"])
+      family = core.GaugeMetricFamily(
+        f"jaxsparse_worker_{name}", what, labels=["worker"]
+      )
       for worker in status["workers"]:
         family.add_metric([str(worker["worker"])], worker[name])
       yield family
@@ -112,10 +126,18 @@ class Exporter:
 
 def main(arguments: list[str]) -> None:
   """The command line."""
-  parser = argparse.ArgumentParser(prog="python -m jaxsparse.partial status", description=__doc__)
+  parser = argparse.ArgumentParser(
+    prog="python -m jaxsparse.partial status", description=__doc__
+  )
   parser.add_argument("address", help="of the server, tcp://HOST:PORT")
-  parser.add_argument("--keys", type=pathlib.Path, help="file of keys of the run, or of a worker")
-  parser.add_argument("--port", type=int, help="serve metrics for Prometheus at this port of loopback, until killed")
+  parser.add_argument(
+    "--keys", type=pathlib.Path, help="file of keys of the run, or of a worker"
+  )
+  parser.add_argument(
+    "--port",
+    type=int,
+    help="serve metrics for Prometheus at this port of loopback, until killed",
+  )
   options = parser.parse_args(arguments)
   try:
     keys = Keys.read(options.keys) if options.keys else None

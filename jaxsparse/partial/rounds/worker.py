@@ -28,7 +28,9 @@ from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm
 
 _FRACTION = 16  # bits of the mean weight of a step behind the point
-_MOST_ARRAYS = 64  # for each parameter in a message, of a donor or in a round of many workers
+_MOST_ARRAYS = (
+  64  # for each parameter in a message, of a donor or in a round of many workers
+)
 _MOST_WEIGHT = 2**31 - 1  # of a step
 
 
@@ -38,51 +40,65 @@ class Rounds:
       θ_w ← θ_w + inner(∇_w(θ_w))                                      your steps, without a message
       θ   ← θ + outer(Σ_w weight_w (θ − θ_w)),   θ_w ← θ               a round, every H steps
 
-  This is `js.local_steps` between processes that may be lost, suspended, slow, or new: the anchor θ is the same on all
-  workers after each round, bit for bit, which they check. The server (`python -m jaxsparse.partial --quorum=K`) begins
-  a round when all workers that are there are ready, or K have been for the grace window, with all that are ready. Who
-  comes later keeps what it has moved, and its residual, for the next round. A round counts for all its members or for
-  none. Over all rounds, with r the residuals, and weights as in `step`:
+  This is `js.local_steps` between processes that may be lost, suspended, slow, or new:
+  the anchor θ is the same on all workers after each round, bit for bit, which they
+  check. The server (`python -m jaxsparse.partial --quorum=K`) begins a round when all
+  workers that are there are ready, or K have been for the grace window, with all that
+  are ready. Who comes later keeps what it has moved, and its residual, for the next
+  round. A round counts for all its members or for none. Over all rounds, with r the
+  residuals, and weights as in `step`:
 
       Σ_rounds total + Σ_w r_w = Σ_rounds Σ_w weight_w (θ − θ_w)        (Law C)
 
-  A worker that leaves for good hands its residual over to another one; that of a lost worker is lost. The exchange runs
-  on the CPU in the background. With a delay of τ steps it begins τ steps before it is applied, and takes no time from
-  training. What a worker moves meanwhile goes into the next round.
+  A worker that leaves for good hands its residual over to another one; that of a lost
+  worker is lost. The exchange runs on the CPU in the background. With a delay of τ
+  steps it begins τ steps before it is applied, and takes no time from training. What a
+  worker moves meanwhile goes into the next round.
 
   Args:
-    address: of the server, or a list, the same for all workers: where a server is silent for the `limit` that it was
-      started with, or has too few workers for a round, the next one is tried, over and over, while training goes on.
-    number: this worker's, 0 … N − 1; a worker that is started again takes its old one, or any that is free.
-    params: the parameters that training starts from, the same for all workers; global arrays where a worker is several
-      processes that `jax.distributed` joins. They all make `Rounds`, and call its methods and `state` together.
-    outer: makes the outer chain for the `js.Comm` of a round, which begins with any transform but A2SGD's:
-      `lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))`.
+    address: of the server, or a list, the same for all workers: where a server is
+      silent for the `limit` that it was started with, or has too few workers for a
+      round, the next one is tried, over and over, while training goes on.
+    number: this worker's, 0 … N − 1; a worker that is started again takes its old one,
+      or any that is free.
+    params: the parameters that training starts from, the same for all workers; global
+      arrays where a worker is several processes that `jax.distributed` joins. They all
+      make `Rounds`, and call its methods and `state` together.
+    outer: makes the outer chain for the `js.Comm` of a round, which begins with any
+      transform but A2SGD's: `lambda comm: optax.chain(js.onebit_transform(comm),
+      optax.sgd(1.0))`.
     every: H, the steps from a round to the next one. A slow worker may have fewer.
     fragments, delay: F and τ, as in `js.local_steps`.
-    mixing: α, as in `js.local_steps`, whose default with a delay is 0: a worker then drops what it moved meanwhile.
-      None, the default here, keeps it.
-    apply_residual: whether the parameters of a worker include what it has given and no round has delivered, as in
-      `js.local_steps`: θ_w ← θ − r_w / weight_w after a round. Signs then converge faster. Not with `mixing`.
-    link: whether this is no worker but a link, which brings to its group what others have moved: Σ_links (θ_w − θ) is
-      added to the anchor in a round, as it is, in float32. Its steps have no weight.
-    wait: every H steps, wait up to so many seconds for the round to end; a late round is applied after a later step.
-      By default the grace window of the server.
+    mixing: α, as in `js.local_steps`, whose default with a delay is 0: a worker then
+      drops what it moved meanwhile. None, the default here, keeps it.
+    apply_residual: whether the parameters of a worker include what it has given and no
+      round has delivered, as in `js.local_steps`: θ_w ← θ − r_w / weight_w after a
+      round. Signs then converge faster. Not with `mixing`.
+    link: whether this is no worker but a link, which brings to its group what others
+      have moved: Σ_links (θ_w − θ) is added to the anchor in a round, as it is, in
+      float32. Its steps have no weight.
+    wait: every H steps, wait up to so many seconds for the round to end; a late round
+      is applied after a later step. By default the grace window of the server.
     bind, keys: as in `js.partial.Worker`.
-    timeout: seconds to wait for the server at the start, and for the next message of a worker that the server has.
-    device: a CPU device for the exchanges; one for each of several workers in one process.
-    state: a saved `state` of this worker, to resume after all have ended; one of an older round takes the last anchor.
+    timeout: seconds to wait for the server at the start, and for the next message of a
+      worker that the server has.
+    device: a CPU device for the exchanges; one for each of several workers in one
+      process.
+    state: a saved `state` of this worker, to resume after all have ended; one of an
+      older round takes the last anchor.
 
   Attributes:
     params: to begin with: those given, or the anchor of a worker that was there before.
     round: the number of rounds that the anchor has been through.
-    group: the `Group` of the last round of this worker: `members`, their `weights`, and its `iteration`, from 0. A
-      change of members tells a loop to share out its data anew.
+    group: the `Group` of the last round of this worker: `members`, their `weights`, and
+      its `iteration`, from 0. A change of members tells a loop to share out its data
+      anew.
 
   Raises:
-    ValueError: for arguments outside these choices, an address that requires keys without them, a number that a living
-      worker has, parameters or a state that are not finite, a state of another number or run, or one that has changed,
-      or leaves, values at the start, `fragments` or an outer chain unlike those of other workers.
+    ValueError: for arguments outside these choices, an address that requires keys
+      without them, a number that a living worker has, parameters or a state that are
+      not finite, a state of another number or run, or one that has changed, or leaves,
+      values at the start, `fragments` or an outer chain unlike those of other workers.
     ControllerLost: if no server answers at the start.
     RuntimeError: if another process of this worker is lost.
 
@@ -97,7 +113,8 @@ class Rounds:
     >>> params, worker.round
     (Array([5., 5., 5.], dtype=float32), 1)
 
-  DiLoCo (Douillard et al., 2023), Streaming DiLoCo (2025) for fragments, delay and mixing.
+  DiLoCo (Douillard et al., 2023), Streaming DiLoCo (2025) for fragments, delay and
+  mixing.
   """
 
   @slices.without_mesh()
@@ -121,7 +138,17 @@ class Rounds:
     device: jax.Device | None = None,
     state: dict[str, Any] | None = None,
   ):
-    checks.check_options(number, every, fragments, delay, mixing, apply_residual, link, wait=wait, timeout=timeout)
+    checks.check_options(
+      number,
+      every,
+      fragments,
+      delay,
+      mixing,
+      apply_residual,
+      link,
+      wait=wait,
+      timeout=timeout,
+    )
     check_start(params)
     params = jax.tree.map(jnp.asarray, params)
     place = self._place = slices.place_of(params)
@@ -139,29 +166,54 @@ class Rounds:
       anchor = step.start(own_params)
       self._of_fragment = Fragments(fragments).numbers(anchor.params)
       vector, unflatten = flatten(anchor.params)
-      saved_part = state or {"moved": np.zeros_like(vector), "trained": np.zeros((fragments, 2), int), "share": 0.0}
+      saved_part = state or {
+        "moved": np.zeros_like(vector),
+        "trained": np.zeros((fragments, 2), int),
+        "share": 0.0,
+      }
       if state:
         checks.check_state(state, number, fragments, place.where)
-        anchor = step.add_residual(step.unpack(state["anchor"].tobytes(), anchor), state["residual"])
-      alike = Alike.of(params, own_params, fragments=fragments, parts=place.parts, outer=step.chain_digest(anchor))
+        anchor = step.add_residual(
+          step.unpack(state["anchor"].tobytes(), anchor), state["residual"]
+        )
+      alike = Alike.of(
+        params,
+        own_params,
+        fragments=fragments,
+        parts=place.parts,
+        outer=step.chain_digest(anchor),
+      )
       exchanger = self._exchanger = Exchanger(step, anchor, number, link)
-      # A donor sends its anchor with the state of the outer chain, of Adam for example two arrays a parameter.
+      # A donor sends its anchor with the state of the outer chain, of Adam for example
+      # two arrays a parameter.
       longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
-      endpoint = self._endpoint = processes.PartEndpoint(addresses, bind, keys, longest, timeout)
+      endpoint = self._endpoint = processes.PartEndpoint(
+        addresses, bind, keys, longest, timeout
+      )
     exchanger.post = endpoint.post
-    facts = {"position": anchor.position, "alike": alike._replace(run=int(state["run"]) if state else 0)}
-    self._membership = endpoint.make_membership(number, limit=timeout / len(addresses), **facts)
+    facts = {
+      "position": anchor.position,
+      "alike": alike._replace(run=int(state["run"]) if state else 0),
+    }
+    self._membership = endpoint.make_membership(
+      number, limit=timeout / len(addresses), **facts
+    )
     self._protocol = processes.make_protocol(
       place, endpoint, self._membership, exchanger, vector.size, servers=len(addresses)
     )
-    answers = {PieceKind.FETCH: lambda _: exchanger.model(), PieceKind.RESIDUAL: exchanger.inherit}
+    answers = {
+      PieceKind.FETCH: lambda _: exchanger.model(),
+      PieceKind.RESIDUAL: exchanger.inherit,
+    }
     endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
     with endpoint.ended_by_errors():
       processes.take(place, endpoint)
       exchanger.compile(self._protocol.sizes)
     self._start(params, saved_part, unflatten)
 
-  def _start(self, params: Any, saved_part: dict[str, Any], unflatten: Callable[[Any], Any]) -> None:
+  def _start(
+    self, params: Any, saved_part: dict[str, Any], unflatten: Callable[[Any], Any]
+  ) -> None:
     """Goes on from the anchor, with what was moved and not delivered when the state was saved."""
     self._dtypes = jax.tree.map(jnp.result_type, params)
     share = float(saved_part["share"])
@@ -170,13 +222,17 @@ class Rounds:
     self._go_on(base, moved, np.array(saved_part["trained"]), share)
     self.params = self._own(base, moved)
 
-  def _go_on(self, base: Any, moved: Any, undelivered: np.ndarray, recent: float) -> None:
+  def _go_on(
+    self, base: Any, moved: Any, undelivered: np.ndarray, recent: float
+  ) -> None:
     """Training goes on from the anchor as it is now. Between assignments Python raises no KeyboardInterrupt."""
     self._base = base
     self._moved = moved  # base − θ_w when `step` returned last
     self._undelivered = undelivered  # by fragment: weights of the steps, and steps
     self._recent_weight = recent  # of this worker in a round, smoothed
-    self._flight: tuple[Any, np.ndarray, Any] | None = None  # what was given, its `_undelivered`, and the result before
+    self._flight: tuple[Any, np.ndarray, Any] | None = (
+      None  # what was given, its `_undelivered`, and the result before
+    )
     self._answer: Any = Next.LATER  # to the exchange under way, until it is applied
     self._since = 0
     self.round = self._exchanger.anchor.position.round
@@ -188,17 +244,32 @@ class Rounds:
     """Arrays to save and to begin with again: the anchor and the outer state, the residual, and what was moved since.
 
     Raises:
-      RuntimeError: while an exchange is under way: save after a call of `step` that has changed `round`, or `leave`.
+      RuntimeError: while an exchange is under way: save after a call of `step` that has
+        changed `round`, or `leave`.
     """
     if self._flight is not None:
-      raise RuntimeError("an exchange is under way: save the state after a call of `step` that has changed `round`")
+      raise RuntimeError(
+        "an exchange is under way: save the state after a call of `step` that has changed `round`"
+      )
     anchor = self._exchanger.anchor
     outer = self._exchanger.outer
     content = np.frombuffer(outer.pack(anchor), np.uint8)
     moved = np.asarray(flatten(outer.on_cpu(self._place.to_host(self._moved)))[0])
-    local = {"moved": moved, "trained": self._undelivered.copy(), "share": np.float64(self._recent_weight)}
-    shared = {"anchor": content, "residual": outer.residual(anchor), "fragments": np.int64(len(self._undelivered))}
-    return checks.seal(shared | local | {"part": np.array(self._place.where)}, self._number, self._membership.alike.run)
+    local = {
+      "moved": moved,
+      "trained": self._undelivered.copy(),
+      "share": np.float64(self._recent_weight),
+    }
+    shared = {
+      "anchor": content,
+      "residual": outer.residual(anchor),
+      "fragments": np.int64(len(self._undelivered)),
+    }
+    return checks.seal(
+      shared | local | {"part": np.array(self._place.where)},
+      self._number,
+      self._membership.alike.run,
+    )
 
   @slices.without_mesh()
   def step(self, params: Any, weight: int = 1) -> Any:
@@ -206,16 +277,19 @@ class Rounds:
 
     Args:
       params: of this worker, after a local step from those that the last call returned.
-      weight: of this step: the examples or tokens of its batch, a whole number; 0 if nothing was trained. The weight
-        of a worker in a round is the mean of its steps, divided by the sum of the means of all workers that are there,
-        late ones included: every step counts alike, whenever it is delivered.
+      weight: of this step: the examples or tokens of its batch, a whole number; 0 if
+        nothing was trained. The weight of a worker in a round is the mean of its steps,
+        divided by the sum of the means of all workers that are there, late ones
+        included: every step counts alike, whenever it is delivered.
 
     Returns:
-      The parameters to go on from: the given ones, or after a round the anchor and what was moved meanwhile. When
-      a round is due, parameters that are not finite are replaced by the anchor, with a warning.
+      The parameters to go on from: the given ones, or after a round the anchor and what
+      was moved meanwhile. When a round is due, parameters that are not finite are
+      replaced by the anchor, with a warning.
 
     Raises:
-      FloatingPointError: at the tenth time in succession that the parameters are not finite.
+      FloatingPointError: at the tenth time in succession that the parameters are not
+        finite.
     """
     check_whole("step", 0, _MOST_WEIGHT, weight=weight)
     self._since += 1
@@ -233,9 +307,11 @@ class Rounds:
     """Leaves: the other workers continue without this one.
 
     Args:
-      params: as `step` returned them last, to leave for good: what they have moved is exchanged in a last round of each
-        fragment, and another worker takes over the residual. Without a quorum within the grace window and `timeout` a
-        warning says so, and `state` has what was moved. None to leave at once, and to go on from `state` some day.
+      params: as `step` returned them last, to leave for good: what they have moved is
+        exchanged in a last round of each fragment, and another worker takes over the
+        residual. Without a quorum within the grace window and `timeout` a warning says
+        so, and `state` has what was moved. None to leave at once, and to go on from
+        `state` some day.
 
     Returns:
       The anchor, as parameters.
@@ -247,7 +323,10 @@ class Rounds:
     self._exchanger.close()
     self._endpoint.check_parts()
     self._land(params)
-    return self._own(self._place.to_device(self._exchanger.anchor.params), jax.tree.map(jnp.zeros_like, self._base))
+    return self._own(
+      self._place.to_device(self._exchanger.anchor.params),
+      jax.tree.map(jnp.zeros_like, self._base),
+    )
 
   def _deliver(self, params: Any) -> Any:
     """The parameters after a last round of each fragment, or when there was no time for one."""
@@ -274,14 +353,17 @@ class Rounds:
     self._flight = None
     if self._exchanger.is_final:
       unheard = "its last round has not taken place: `state` has what it has moved since the one before"
-      logging.getLogger(__name__).warning(f"worker {self._number} leaves, and {unheard}")
+      logging.getLogger(__name__).warning(
+        f"worker {self._number} leaves, and {unheard}"
+      )
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
     """Leaves, if it has not left."""
-    if kind and self._place.parts > 1:  # perhaps since another part is lost, which is soon noticed
+    # perhaps since another part is lost, which is soon noticed
+    if kind and self._place.parts > 1:
       self._endpoint.join(self._membership.limit)
     self.leave()
 
@@ -289,14 +371,20 @@ class Rounds:
     """Begins the exchange of what was moved."""
     given = moving.movement(self._base, self._moved, params)
     flight = given, self._undelivered.copy(), self._exchanger.delivered
-    weight, steps = self._undelivered[self._exchanger.anchor.position.round % len(self._undelivered)].tolist()
-    post = lambda kind: self._endpoint.post(Request(kind, (weight << _FRACTION) // max(1, steps)))
+    weight, steps = self._undelivered[
+      self._exchanger.anchor.position.round % len(self._undelivered)
+    ].tolist()
+    post = lambda kind: self._endpoint.post(
+      Request(kind, (weight << _FRACTION) // max(1, steps))
+    )
     self._exchanger.prepare(given, self._place.to_host(given), post)
-    self._flight = flight  # after what may raise, or be interrupted: the next step begins the exchange then
+    # after what may raise, or be interrupted: the next step begins the exchange then
+    self._flight = flight
 
   def _finish(self, params: Any, wait: float) -> Any:
     """Applies the round of the exchange under way if it has ended after so many seconds."""
-    if self._answer == Next.LATER:  # else an error or an interrupt has kept it from being applied
+    # else an error or an interrupt has kept it from being applied
+    if self._answer == Next.LATER:
       self._answer = processes.take(self._place, self._endpoint, wait)
     if self._answer == Next.LATER:
       return params
@@ -306,7 +394,9 @@ class Rounds:
     """The parameters of the anchor, in place of those that are not finite."""
     self._refused += 1
     if self._refused >= REFUSALS:
-      raise FloatingPointError(f"the parameters are not finite, {REFUSALS} times in succession")
+      raise FloatingPointError(
+        f"the parameters are not finite, {REFUSALS} times in succession"
+      )
     not_finite = "the parameters are not finite, and enter no round: training goes on from the anchor"
     logging.getLogger(__name__).warning(f"worker {self._number}: {not_finite}")
     base = self._make_base(self._recent_weight)
@@ -321,13 +411,21 @@ class Rounds:
     given, trained, _ = self._flight
     group = self._exchanger.group
     weight = group.weights[group.members.index(self._number)]
-    recent = ((self._recent_weight or weight) + weight) / 2  # the residual is of earlier rounds, too
+    recent = (
+      (self._recent_weight or weight) + weight
+    ) / 2  # the residual is of earlier rounds, too
     after = self._make_base(recent)
     undelivered = self._undelivered.copy()
     moved = moving.movement(self._base, self._moved, params)
     if not result.skipped:
-      keep = moving.keep if self._mixing is None else functools.partial(moving.mix, self._mixing)
-      choose = lambda number, *leaves: keep(*leaves) if number == result.fragment else leaves[0]
+      keep = (
+        moving.keep
+        if self._mixing is None
+        else functools.partial(moving.mix, self._mixing)
+      )
+      choose = lambda number, *leaves: (
+        keep(*leaves) if number == result.fragment else leaves[0]
+      )
       moved = jax.tree.map(choose, self._of_fragment, moved, given, self._base, after)
       undelivered[result.fragment] -= trained[result.fragment]
     if (returned := self._exchanger.returned) is not None:
@@ -343,7 +441,9 @@ class Rounds:
     """f32 on the device: the anchor, with `apply_residual` less the residual, from which a worker goes on."""
     anchor = self._exchanger.anchor
     applies = self._applies and weight
-    params = self._exchanger.outer.less_residual(anchor, weight) if applies else anchor.params
+    params = (
+      self._exchanger.outer.less_residual(anchor, weight) if applies else anchor.params
+    )
     return self._place.to_device(params)
 
   def _own(self, anchor: Any, moved: Any) -> Any:
