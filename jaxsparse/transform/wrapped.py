@@ -28,7 +28,7 @@ mean_dtypes = jax.make_user_context(())  # pairs of a leaf's name and a dtype
 def _placeholder() -> type:
   found: list[type] = []
 
-  def init(params: Any) -> Any:
+  def init(params: object) -> object:
     found.append(type(params))
     return params
 
