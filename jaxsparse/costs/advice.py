@@ -218,7 +218,8 @@ def advise(
   """Predicts the seconds per step of every algorithm of a profile, and names the fastest, dense included.
 
   seconds = arithmetic · n + α · messages + β · bytes; an algorithm that uses the
-  platform's all-reduce has the α and β of that, the latter times its slowdown. Where a
+  platform's all-reduce has the α and β of that, the latter times its slowdown, and so
+  have the messages of agreements, by which workers agree on a few numbers. Where a
   worker has S devices, n is ⌈n/S⌉ and the links inside add the time of gathering what
   is replicated there, by the shardings of `params`; a number n stands for sharded
   parameters. With local steps only every H-th step has an update, and seconds and words
@@ -388,17 +389,13 @@ def _predict(label: str, params: Any, profile: Profile) -> Prediction:
     name, n=params, workers=profile.workers, devices=profile.devices, **options
   )
   words = round(cost.words * measured.fill)
-  agreeing = measured.agreements * 2 * (profile.workers - 1).bit_length()
-  alpha, beta = (
-    (profile.reduce_alpha, profile.reduce_beta)
-    if measured.reduces
-    else (profile.alpha, profile.beta)
-  )
-  wire = (
-    cost.messages * alpha
-    + 4 * words * beta * measured.slowdown
-    + agreeing * profile.reduce_alpha
-  )
+  # An all-reduce that was not measured is priced as messages.
+  reduce_alpha = profile.reduce_alpha or profile.alpha
+  reduce_beta = profile.reduce_beta or profile.beta
+  alpha, beta = profile.alpha, profile.beta
+  if measured.reduces:
+    alpha, beta = reduce_alpha, reduce_beta * measured.slowdown
+  wire = cost.messages * alpha + cost.agreements * reduce_alpha + 4 * words * beta
   arithmetic = measured.arithmetic * -(-count_entries(params) // profile.devices)
   inside = count_inside(params, devices=profile.devices).seconds(
     profile.inside_alpha, profile.inside_beta

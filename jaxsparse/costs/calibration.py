@@ -28,7 +28,6 @@ from jaxsparse.collectives import (
 from jaxsparse.collectives._base import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.counting import (
-  count_agreements,
   count_entries,
   lacks_shapes,
   make_sized,
@@ -69,7 +68,6 @@ class Algorithm:
     reduces: whether it sends by the platform's all-reduce.
     slowdown: seconds per byte of its all-reduce / `Profile.reduce_beta`, that of
       float32; 2 where the platform sends bfloat16 as float32, as XLA does on CPU.
-    agreements: number of all-reduces of a few integers in one update.
 
   Example:
     >>> Algorithm(arithmetic=1e-8).fill
@@ -79,7 +77,6 @@ class Algorithm:
   arithmetic: float
   fill: float = 1.0
   reduces: bool = False
-  agreements: int = 0
   slowdown: float = 1.0
 
 
@@ -95,8 +92,10 @@ class Profile:
     beta: β, seconds per byte of a message.
     gamma: γ, contention factor: per-byte slowdown when two transfers overlap. 1 is no
       contention, 2 a shared link.
-    reduce_alpha: seconds of each of the 2⌈log₂P⌉ messages of the platform's all-reduce.
-    reduce_beta: seconds per byte that a worker sends in the platform's all-reduce.
+    reduce_alpha: seconds of each of the 2⌈log₂P⌉ messages of the platform's all-reduce;
+      0 if they were not measured, and then α counts.
+    reduce_beta: seconds per byte that a worker sends in the platform's all-reduce; or
+      0, and then β counts.
     entries: n of the gradients whose arithmetic was timed.
     algorithms: measurements of each algorithm, by label: `arithmetic` is its seconds
       per entry, `fill` the words that it sends / the predicted ones.
@@ -128,18 +127,14 @@ class Profile:
 
   @classmethod
   def load(cls, path: str | Traversable) -> Self:
-    """Reads a profile that `save` wrote."""
-    read = json.loads(
-      (pathlib.Path(path) if isinstance(path, str) else path).read_text()
-    )
-    return cls(
-      **read
-      | {
-        "algorithms": {
-          label: Algorithm(**one) for label, one in read["algorithms"].items()
-        }
-      }
-    )
+    """Reads a profile that `save` wrote, also one of an earlier version, which had other fields."""
+    file = pathlib.Path(path) if isinstance(path, str) else path
+    read = json.loads(file.read_text())
+    algorithms = {
+      label: Algorithm(**_fields_of(Algorithm, one))
+      for label, one in read["algorithms"].items()
+    }
+    return cls(**_fields_of(cls, read) | {"algorithms": algorithms})
 
   @classmethod
   def of(cls, machine: str, link: Link, *, workers: int, devices: int = 1) -> Self:
@@ -279,6 +274,12 @@ def fit(
   return Profile(engine.workers, *links, *reduce, n, measured, devices, *inside)
 
 
+def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+  """Of `values` those that are fields of a dataclass."""
+  names = {field.name for field in dataclasses.fields(kind)}
+  return {name: value for name, value in values.items() if name in names}
+
+
 def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str]:
   """Every algorithm that averages gradients, those that are recommended first, at every density; SparDL with teams.
 
@@ -380,7 +381,7 @@ class _Meter:
       / self._n
     )
     fill = self._measure_fill(make_collective(name, **options))
-    return Algorithm(arithmetic, fill, reduces, count_agreements(jaxpr), slowdown)
+    return Algorithm(arithmetic, fill, reduces, slowdown)
 
   def _measure_fill(self, collective: Collective) -> float:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""

@@ -9,7 +9,7 @@ import pytest
 import jaxsparse as js
 from jaxsparse.collectives import collective_options
 from jaxsparse.comm import AxisComm, all_reduce_cost
-from jaxsparse.costs.counting import count_agreements, count_jaxpr, schedule
+from jaxsparse.costs.counting import count_jaxpr
 from tests.cases import quick_of
 
 
@@ -35,16 +35,10 @@ def test_programs():
   ) == js.Cost(5, 50)
   assert counted(switch, 4) == js.Cost(2, 20)
   assert counted(lambda comm, x: x + comm.all_reduce(x[0], "max"), 4) == js.Cost(
-    0, 0, agreements=1
+    0, 0, agreements=4
   )
   assert counted(lambda comm, x: comm.split(4)[0].all_reduce(x), 8) == all_reduce_cost(
     10, 2
-  )
-  # moved in some steps only
-  regions = schedule(js.make_collective("oktopk", density=0.01), n=10_000, workers=6)
-  assert (count_agreements(regions), count_jaxpr(regions, 6, "least").agreements) == (
-    3,
-    38,
   )
   endless = lambda comm, x: jax.lax.while_loop(
     lambda y: y[0] > 0, lambda y: comm.shift(y, 1), x
