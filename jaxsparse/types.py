@@ -317,8 +317,9 @@ class Cost(NamedTuple):
   Attributes:
     messages: number of messages, one after the other.
     words: 4-byte words sent.
-    agreements: words of all-reduces by which workers agree on a size or a boundary; not
-      part of `words`.
+    agreements: messages, one after the other, of the all-reduces by which workers agree
+      on a few numbers, sizes or boundaries: 2⌈log₂P⌉ of each all-reduce. They are not
+      part of `messages`, nor their numbers of `words`.
 
   Example:
     >>> cost = Cost(messages=6, words=1000)
@@ -326,6 +327,8 @@ class Cost(NamedTuple):
     4000
     >>> round(cost.seconds(alpha=1e-4, beta=8e-9), 6)  # 0.1 ms a message, 1 Gbit/s
     0.000632
+    >>> round(cost._replace(agreements=6).seconds(alpha=1e-4, beta=8e-9), 6)
+    0.001232
   """
 
   messages: int
@@ -342,8 +345,8 @@ class Cost(NamedTuple):
     return self.words / every
 
   def seconds(self, alpha: float, beta: float) -> float:
-    """`messages · alpha + bytes · beta`, with alpha in seconds a message and beta in seconds a byte."""
-    return self.messages * alpha + self.bytes * beta
+    """`(messages + agreements) · alpha + bytes · beta`: alpha in seconds a message, beta in seconds a byte."""
+    return (self.messages + self.agreements) * alpha + self.bytes * beta
 
 
 class Link(NamedTuple):

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse.collectives import _kinds, make_collective
 from jaxsparse.collectives._base import choices_of
-from jaxsparse.comm import all_reduce_cost
+from jaxsparse.comm import agreement_messages, all_reduce_cost
 from jaxsparse.costs.counting import count_jaxpr, schedule
 from jaxsparse.train import simulation
 from tests.cases import (
@@ -267,6 +267,7 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
     collective = case.make(k=k).for_leaves(((side, n // side), (n % side,)))
     counted = js.costs.count(collective, n=n, workers=workers)
     predicted = js.costs.predict(collective, n=n, workers=workers)
+    assert counted.agreements == predicted.agreements
     if collective.sizes_vary:
       assert all(was <= most for was, most in zip(counted, predicted, strict=True)), (
         counted,
@@ -278,7 +279,27 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
     else:
       assert counted == predicted
     if workers == 1:
-      assert counted.messages == counted.words == 0
+      assert counted == js.Cost(0, 0)
+
+
+# All-reduces by which workers agree on sizes, boundaries or thresholds, in most steps.
+AGREEMENTS = {
+  "gaussiank": 1,
+  "oktopk": 3,
+  "oktopk-nudge=fixed": 2,
+  "oktopk-nudge=none": 2,
+  "rows": 1,
+  "topkdsa": 2,
+}
+
+
+@each(CASES, [6, 8], quick=[6], options="oktopk-nudge=none|spardl-teams=3")
+def test_law_w_agreements(case, workers):
+  """Of all others none: what they agree on is in a message that they send anyway."""
+  collective = case.make(k=7).for_leaves(((8, 12),))
+  counted = js.costs.count(collective, n=96, workers=workers)
+  expected = AGREEMENTS.get(str(case), AGREEMENTS.get(case.name, 0))
+  assert counted.agreements == expected * agreement_messages(workers)
 
 
 # Regions, blocks and messages end in the middle of each other, or beyond the vector.
@@ -397,7 +418,7 @@ def check_messages(text, collective, workers, n):
   # An all-to-all has a result for each worker, the one for itself is no message.
   for results in re.findall(r"= \(?(.*?)\)? all-to-all(?:-start)?\(", text):
     buffers += re.findall(r"(\w+)\[1,(\d+)\]", results)[1:]
-  # integers are agreements
+  # Integers are agreements.
   reduces = re.findall(r"[fb]\w+\[([\d,]*)\]\S* all-reduce(?:-start)?\(", text)
   others = re.findall(
     r"\s(all-gather|reduce-scatter|collective-broadcast)(?:-start)?\(", text

@@ -43,9 +43,7 @@ def profile_of(run: Run, setting: Setting) -> js.costs.Profile:
       reduces = counting.uses_all_reduce(jaxpr, HOSTS)
       fill = min(1.0, fills.get(spec.label, 1.0)) if collective.sizes_vary else 1.0
       label = js.costs.label_of(spec.name, spec.config)
-      found[label] = Algorithm(
-        times[spec.label] / n, fill, reduces, counting.count_agreements(jaxpr)
-      )
+      found[label] = Algorithm(times[spec.label] / n, fill, reduces)
   if not found:
     raise RuntimeError(f"no update of {n:,} entries was timed")
   return js.costs.Profile(HOSTS, 0.0, 0.0, entries=n, algorithms=found, devices=DEVICES)

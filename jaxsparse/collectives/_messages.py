@@ -61,16 +61,25 @@ class Writer(NamedTuple):
     """Gathers a row of entries, [1, c], of each worker as message `number` of this step.
 
     Returns:
-      (rows, lost, words): the rows of all workers, as `gather` orders them; the
-      rounding errors of the own row in `slots` slots, [] if values are not rounded; the
-      words sent.
+      (rows, lost, words): the rows of all workers, first that of worker `rank`, then
+      that of rank + 1, …; the rounding errors of the own row in `slots` slots, [] if
+      values are not rounded; the words sent.
     """
+    return self.gather_rows_with((), comm, row, number, slots)[1:]
+
+  def gather_rows_with(
+    self, numbers: Any, comm: Comm, row: Sparse, number: int, slots: int
+  ) -> tuple[Any, Sparse, list[Sparse], jax.Array]:
+    """`gather_rows`, and in the same messages `numbers`, a pytree of i32[] of each worker, which become i32[P]."""
     message, errors = self.encode(row, number)
-    words = saturated(words_of(self.codec, comm.size, row.indices.size), jnp.uint32)
+    numbers, messages = all_gather(comm, (numbers, message))
+    rows = self.codec.decode(jax.tree.map(_join_rows, messages))
+    words = words_of(self.codec, comm.size, row.indices.size)
+    words += len(jax.tree.leaves(numbers)) * (comm.size - 1)
     lost = (
       [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
     )
-    return self.gather(comm, message), lost, words
+    return numbers, rows, lost, saturated(words, jnp.uint32)
 
   def exchange_rows(
     self, comm: Comm, rows: Sparse, number: int, slots: int

@@ -72,7 +72,8 @@ class GaussianK(EncodingCollective):
 
   def cost(self, n: int, size: int) -> Cost:
     words = words_of(codec_of(self.wire, n), size, self.capacity(n))
-    return Cost(len(schedules.strides(size)), words, agreements=int(size > 1))
+    agreements = schedules.agreement_messages(size)
+    return Cost(len(schedules.strides(size)), words, agreements)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size

@@ -111,7 +111,8 @@ class Rows(ByLeaf):
     words = sum(leaf.sent * (leaf.width + 1) for leaf in self._leaves(n))
     by_region = bool(self._capacities(n, size))
     messages = 2 * len(schedules.strides(size)) + (size - 1) * by_region
-    return Cost(messages, (size - 1) * words, agreements=int(by_region))
+    agreements = schedules.agreement_messages(size) * by_region
+    return Cost(messages, (size - 1) * words, agreements)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size

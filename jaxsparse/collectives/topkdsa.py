@@ -68,9 +68,8 @@ class TopkDSA(SelectingCollective):
     # another format may take more.
     more = sum(max(0, codec_of(self.wire, end).words(1, 1) - 2) for end in (n, length))
     words = (2 * math.ceil(self.entries(n) / size) + length + more) * (size - 1)
-    return Cost(
-      size - 1 + len(schedules.strides(size)), words, agreements=2 * (size > 1)
-    )
+    agreements = 2 * schedules.agreement_messages(size)
+    return Cost(size - 1 + len(schedules.strides(size)), words, agreements)
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
     """The capacities of a message of the split; gathering the sums as entries limits the largest."""

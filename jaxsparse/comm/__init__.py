@@ -7,6 +7,7 @@ workers.
 """
 
 from jaxsparse.comm.schedules import (
+  agreement_messages,
   all_gather,
   all_reduce_cost,
   all_reduce_in_order,
@@ -29,6 +30,7 @@ __all__ = [
   "SimComm",
   "SoloComm",
   "View",
+  "agreement_messages",
   "all_gather",
   "all_reduce_cost",
   "all_reduce_in_order",

@@ -85,12 +85,22 @@ def tree_rounds(size: int) -> tuple[Pairs, ...]:
   )
 
 
+def agreement_messages(workers: int) -> int:
+  """Messages of an all-reduce of a few numbers, `Cost.agreements` of one: 2⌈log₂P⌉, as of any all-reduce.
+
+  Example:
+    >>> agreement_messages(6), agreement_messages(1)
+    (6, 0)
+  """
+  return 2 * len(strides(workers))
+
+
 def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
   """Cost of Rabenseifner's all-reduce, a reduce-scatter and an all-gather: 2⌈log₂P⌉ messages, 2 n (P − 1)/P words.
 
   Args:
-    n: number of entries. One entry counts as an agreement; fewer than P cannot be
-      scattered and count as n words.
+    n: number of entries. One entry counts as an agreement. Fewer than P cannot be
+      scattered; their words are counted once, as A2SGD's paper does.
     workers: number of workers P.
     itemsize: bytes of an entry.
 
@@ -98,10 +108,11 @@ def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
     >>> all_reduce_cost(1000, workers=8)
     Cost(messages=6, words=1750, agreements=0)
   """
+  messages = agreement_messages(workers)
   if n == 1:
-    return Cost(0, 0, agreements=int(workers > 1))
+    return Cost(0, 0, agreements=messages)
   entries = n if n < workers else 2 * math.ceil(n / workers) * (workers - 1)
-  return Cost(2 * len(strides(workers)), math.ceil(entries * itemsize / 4))
+  return Cost(messages, math.ceil(entries * itemsize / 4))
 
 
 def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:

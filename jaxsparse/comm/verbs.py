@@ -253,7 +253,7 @@ def axes_of(comm: Comm) -> tuple[str, ...] | None:
 
 
 def number_of_each(comm: Comm, number: jax.Array) -> jax.Array:
-  """Gathers one number, i32[], of each worker in rank order, i32[P]: an all-reduce of P integers.
+  """Gathers a number, i32[…], of each worker in rank order, i32[P, …]: an all-reduce of integers.
 
   Example:
     >>> number_of_each(SoloComm(3), jnp.int32(7))
@@ -261,8 +261,9 @@ def number_of_each(comm: Comm, number: jax.Array) -> jax.Array:
   """
   # P times a vector with one number at rank 0 would be zero at all other ranks
   if isinstance(comm, SoloComm):
-    return jnp.broadcast_to(comm.all_reduce(number, "max"), comm.size)
-  return comm.all_reduce(jnp.zeros(comm.size, jnp.int32).at[comm.rank].set(number))
+    return jnp.broadcast_to(comm.all_reduce(number, "max"), (comm.size, *number.shape))
+  rows = jnp.zeros((comm.size, *number.shape), jnp.int32)
+  return comm.all_reduce(rows.at[comm.rank].set(number))
 
 
 @dataclasses.dataclass(frozen=True)

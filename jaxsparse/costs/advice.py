@@ -14,6 +14,7 @@ from jaxsparse.costs.counting import count_entries, count_inside, lacks_shapes, 
 from jaxsparse.types import Link, check_whole
 
 _EVIDENCE = importlib.resources.files("jaxsparse.costs") / "evidence.json"
+_NEAR = 4  # times as many entries as were timed, or as few; beyond, `advise` says so
 _MEASURED = importlib.resources.files("jaxsparse.costs") / "predictions.json"
 
 
@@ -165,10 +166,13 @@ class Advice(NamedTuple):
       first.
     why: one sentence that compares it with the fastest dense one, and names the
       evidence.
+    scaling: one sentence if arithmetic was timed with over 4 times as many entries, or
+      as few; else "".
   """
 
   predictions: list[Prediction]
   why: str
+  scaling: str = ""
 
   @property
   def best(self) -> Prediction:
@@ -193,6 +197,7 @@ class Advice(NamedTuple):
       accuracy = "Accuracy counts by these trainings alone, which are not yours."
     else:
       accuracy = "Accuracy is not considered: a lower density, or more local steps, are always faster."
+    lines += [self.scaling] if self.scaling else []
     return "\n".join([*lines, self.why, accuracy, _describe_errors()])
 
 
@@ -217,8 +222,9 @@ def advise(
 ) -> Advice:
   """Predicts the seconds per step of every algorithm of a profile, and names the fastest, dense included.
 
-  seconds = arithmetic · n + α · messages + β · bytes; an algorithm that uses the
-  platform's all-reduce has the α and β of that, the latter times its slowdown. Where a
+  seconds = overhead + arithmetic · n + α · messages + β · bytes; an algorithm that uses the
+  platform's all-reduce has the α and β of that, the latter times its slowdown, and so
+  have the messages of agreements, by which workers agree on a few numbers. Where a
   worker has S devices, n is ⌈n/S⌉ and the links inside add the time of gathering what
   is replicated there, by the shardings of `params`; a number n stands for sharded
   parameters. With local steps only every H-th step has an update, and seconds and words
@@ -299,7 +305,7 @@ def advise(
   predictions = sorted(
     found, key=lambda one: (sure(one), bool(one.evidence), one.to_loss)
   )
-  return Advice(predictions, _explain(predictions))
+  return Advice(predictions, _explain(predictions), _describe_scaling(params, profile))
 
 
 def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
@@ -388,23 +394,35 @@ def _predict(label: str, params: Any, profile: Profile) -> Prediction:
     name, n=params, workers=profile.workers, devices=profile.devices, **options
   )
   words = round(cost.words * measured.fill)
-  agreeing = measured.agreements * 2 * (profile.workers - 1).bit_length()
-  alpha, beta = (
-    (profile.reduce_alpha, profile.reduce_beta)
-    if measured.reduces
-    else (profile.alpha, profile.beta)
-  )
-  wire = (
-    cost.messages * alpha
-    + 4 * words * beta * measured.slowdown
-    + agreeing * profile.reduce_alpha
-  )
-  arithmetic = measured.arithmetic * -(-count_entries(params) // profile.devices)
+  # An all-reduce that was not measured is priced as messages.
+  reduce_alpha = profile.reduce_alpha or profile.alpha
+  reduce_beta = profile.reduce_beta or profile.beta
+  alpha, beta = profile.alpha, profile.beta
+  if measured.reduces:
+    alpha, beta = reduce_alpha, reduce_beta * measured.slowdown
+  wire = cost.messages * alpha + cost.agreements * reduce_alpha + 4 * words * beta
+  arithmetic = measured.seconds(_entries_of_device(params, profile))
   inside = count_inside(params, devices=profile.devices).seconds(
     profile.inside_alpha, profile.inside_beta
   )
   return Prediction(
     label, name, options, arithmetic, wire, cost.messages, words, inside
+  )
+
+
+def _entries_of_device(params: Any, profile: Profile) -> int:
+  """The gradient entries of one device of a worker."""
+  return -(-count_entries(params) // profile.devices)
+
+
+def _describe_scaling(params: Any, profile: Profile) -> str:
+  """One sentence if arithmetic was timed with other numbers of entries by far; else ""."""
+  entries = _entries_of_device(params, profile)
+  if not profile.entries or 1 / _NEAR <= entries / profile.entries <= _NEAR:
+    return ""
+  return (
+    f"Arithmetic was timed with {profile.entries:,} entries a device and is scaled to {entries:,}: "
+    "js.costs.fit(mesh, n=params) times that."
   )
 
 
@@ -417,9 +435,10 @@ def _explain(predictions: list[Prediction]) -> str:
   if other is None:
     return f"{best.title}: {trained or f'{best.seconds:.4f} s per step'}"
   if trained:
-    sooner = other.to_loss / best.to_loss
+    sooner = _ratio(other.to_loss, best.to_loss)
     if sooner < 1:
-      return f"{best.title}: that {other.title} is {1 / sooner:.2f} times as fast is within its deviation: {trained}"
+      faster = _ratio(best.to_loss, other.to_loss)
+      return f"{best.title}: that {other.title} is {faster:.2f} times as fast is within its deviation: {trained}"
     than = (
       f" {sooner:.2f} times as fast as {other.title}"
       if math.isfinite(sooner)
@@ -432,6 +451,13 @@ def _explain(predictions: list[Prediction]) -> str:
   saved = other.wire / other.every - best.wire / best.every
   spent = best.arithmetic / best.every - other.arithmetic / other.every
   return (
-    f"{first}, {other.seconds / best.seconds:.2f} times as fast as {other.title}: it saves {saved:.4f} s of the "
+    f"{first}, {_ratio(other.seconds, best.seconds):.2f} times as fast as {other.title}: it saves {saved:.4f} s of the "
     f"wire and spends {spent:.4f} s more on arithmetic"
   )
+
+
+def _ratio(seconds: float, others: float) -> float:
+  """How many times as long: 1 where both take no time, or both forever."""
+  if seconds == others:
+    return 1.0
+  return seconds / others if others else math.inf

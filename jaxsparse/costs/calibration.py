@@ -28,7 +28,6 @@ from jaxsparse.collectives import (
 from jaxsparse.collectives._base import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.counting import (
-  count_agreements,
   count_entries,
   lacks_shapes,
   make_sized,
@@ -55,6 +54,7 @@ _FIRST = (
 )
 _MACHINES = ("h100",)  # whose measurements are beside this module
 _SHAPE = 2**16  # entries of the gradients that `fill` is measured with
+_FEW = 64  # rows and columns of the gradients that `overhead` is measured with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,25 +62,33 @@ class Algorithm:
   """Measurements of one algorithm at one density.
 
   Attributes:
-    arithmetic: seconds per gradient entry of an update without its messages: residual,
-      selection, sums and the total, while all workers compute.
+    arithmetic: seconds per gradient entry of an update without its messages, beyond
+      `overhead`: residual, selection, sums and the total, while all workers compute.
     fill: measured words / predicted words, for normally distributed gradients; below 1
       where message sizes vary, since the formula is an upper bound there.
     reduces: whether it sends by the platform's all-reduce.
     slowdown: seconds per byte of its all-reduce / `Profile.reduce_beta`, that of
       float32; 2 where the platform sends bfloat16 as float32, as XLA does on CPU.
-    agreements: number of all-reduces of a few integers in one update.
+    overhead: seconds of an update of few entries without its messages: operations that
+      start, whatever the size of a gradient.
 
   Example:
-    >>> Algorithm(arithmetic=1e-8).fill
-    1.0
+    >>> Algorithm(arithmetic=1e-8, overhead=1e-3).seconds(n=10**6)
+    0.011
   """
 
   arithmetic: float
   fill: float = 1.0
   reduces: bool = False
-  agreements: int = 0
   slowdown: float = 1.0
+  overhead: float = 0.0
+
+  def __post_init__(self) -> None:
+    _check_numbers(self)
+
+  def seconds(self, n: int) -> float:
+    """Seconds of an update of n entries without its messages."""
+    return self.overhead + self.arithmetic * n
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +103,10 @@ class Profile:
     beta: β, seconds per byte of a message.
     gamma: γ, contention factor: per-byte slowdown when two transfers overlap. 1 is no
       contention, 2 a shared link.
-    reduce_alpha: seconds of each of the 2⌈log₂P⌉ messages of the platform's all-reduce.
-    reduce_beta: seconds per byte that a worker sends in the platform's all-reduce.
+    reduce_alpha: seconds of each of the 2⌈log₂P⌉ messages of the platform's all-reduce;
+      0 if they were not measured, and then α counts.
+    reduce_beta: seconds per byte that a worker sends in the platform's all-reduce; or
+      0, and then β counts.
     entries: n of the gradients whose arithmetic was timed.
     algorithms: measurements of each algorithm, by label: `arithmetic` is its seconds
       per entry, `fill` the words that it sends / the predicted ones.
@@ -122,24 +132,24 @@ class Profile:
   inside_alpha: float = 0.0
   inside_beta: float = 0.0
 
+  def __post_init__(self) -> None:
+    check_whole("Profile", 1, workers=self.workers, devices=self.devices)
+    _check_numbers(self)
+
   def save(self, path: str | pathlib.Path) -> None:
     """Writes the profile as JSON."""
     pathlib.Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2))
 
   @classmethod
   def load(cls, path: str | Traversable) -> Self:
-    """Reads a profile that `save` wrote."""
-    read = json.loads(
-      (pathlib.Path(path) if isinstance(path, str) else path).read_text()
-    )
-    return cls(
-      **read
-      | {
-        "algorithms": {
-          label: Algorithm(**one) for label, one in read["algorithms"].items()
-        }
-      }
-    )
+    """Reads a profile that `save` wrote, also one of an earlier version, which had other fields."""
+    file = pathlib.Path(path) if isinstance(path, str) else path
+    read = json.loads(file.read_text())
+    algorithms = {
+      label: Algorithm(**_fields_of(Algorithm, one))
+      for label, one in read["algorithms"].items()
+    }
+    return cls(**_fields_of(cls, read) | {"algorithms": algorithms})
 
   @classmethod
   def of(cls, machine: str, link: Link, *, workers: int, devices: int = 1) -> Self:
@@ -211,8 +221,9 @@ def fit(
       are measured too.
     axis: of the mesh.
     n: number of gradient entries whose arithmetic is timed, and words of the longest
-      message. The model scales both linearly: choose an n close to that of your model.
-      Or the parameters, as for `js.costs.count`.
+      message. Between few entries and n arithmetic is a line, beyond n it goes on; in
+      truth caches bend it: choose an n close to that of your model. Or the parameters,
+      as for `js.costs.count`.
     densities: the densities that `advise` compares.
     algorithms: names, with options as in "spardl:teams=2"; by default all that average
       gradients, and SparDL with every number of teams. Those whose words depend on the
@@ -277,6 +288,21 @@ def fit(
       spent = f"{1e9 * measured[label].arithmetic:.3g} ns an entry, {max(0.0, left):.0f} s left"
       progress(f"{number + 1} of {len(labels)}: {label}, {spent}")
   return Profile(engine.workers, *links, *reduce, n, measured, devices, *inside)
+
+
+def _check_numbers(measured: Any) -> None:
+  """Raises ValueError for a number of a profile that is negative, infinite or NaN."""
+  for field in dataclasses.fields(measured):
+    value = getattr(measured, field.name)
+    if field.name != "algorithms" and not 0 <= value < math.inf:
+      kind = type(measured).__name__
+      raise ValueError(f"{kind}: {field.name}={value!r}, give a number from 0 up")
+
+
+def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+  """Of `values` those that are fields of a dataclass."""
+  names = {field.name for field in dataclasses.fields(kind)}
+  return {name: value for name, value in values.items() if name in names}
 
 
 def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str]:
@@ -373,14 +399,31 @@ class _Meter:
       if reduces and "dtype" in options
       else 1.0
     )
-    arithmetic = (
-      timing.alone(
-        self._engine, self._watch, collective, grads, self._repetitions, budget
-      )[0]
-      / self._n
-    )
+    seconds = self._measure_alone(collective, grads, budget)
+    overhead = 0.0
+    if self._n > _FEW**2:
+      few = timing.gradients(self._engine, _FEW**2)(0)
+      overhead = self._measure_alone(self._resized(name, options), few, budget)
+    overhead = min(overhead, seconds)
     fill = self._measure_fill(make_collective(name, **options))
-    return Algorithm(arithmetic, fill, reduces, count_agreements(jaxpr), slowdown)
+    arithmetic = (seconds - overhead) / self._n
+    return Algorithm(arithmetic, fill, reduces, slowdown, overhead)
+
+  def _measure_alone(
+    self, collective: Collective, grads: jax.Array, budget: float
+  ) -> float:
+    """Seconds of an update without its messages; both measurements share the budget."""
+    measured = timing.alone(
+      self._engine, self._watch, collective, grads, self._repetitions, budget / 2
+    )
+    return measured[0]
+
+  def _resized(self, name: str, options: dict[str, Any]) -> Collective:
+    """The collective for the gradients that `overhead` is measured with."""
+    if "k" in options:
+      options = options | {"k": min(options["k"], _FEW**2)}
+    matrix = jax.ShapeDtypeStruct((_FEW, _FEW), jnp.float32)
+    return make_sized(name, matrix, self._engine.workers, **options)[0]
 
   def _measure_fill(self, collective: Collective) -> float:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""

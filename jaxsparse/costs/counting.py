@@ -18,7 +18,7 @@ from jax.extend import core
 from jaxsparse._compat import inner_jaxprs
 from jaxsparse.collectives import Collective, make_collective, make_plain
 from jaxsparse.collectives._base import collective_of
-from jaxsparse.comm import AxisComm, all_reduce_cost
+from jaxsparse.comm import AxisComm, agreement_messages, all_reduce_cost
 from jaxsparse.transform.shards import share_of
 from jaxsparse.transform.update import init_state, reduce_step
 from jaxsparse.types import Cost, check_whole
@@ -135,7 +135,7 @@ def count_inside(params: Any, *, devices: int) -> Cost:
 
   Example:
     >>> count_inside({"w": jnp.zeros((10, 100))}, devices=8)
-    Cost(messages=3, words=875, agreements=1)
+    Cost(messages=3, words=875, agreements=6)
   """
   check_whole("count_inside", 1, devices=devices)
   if devices == 1:
@@ -145,7 +145,8 @@ def count_inside(params: Any, *, devices: int) -> Cost:
     sharding = getattr(leaf, "sharding", None)
     held = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
     received += math.prod(held) - -(-math.prod(leaf.shape) // devices)
-  return Cost((devices - 1).bit_length() if received else 0, received, agreements=1)
+  messages = (devices - 1).bit_length() if received else 0
+  return Cost(messages, received, agreements=agreement_messages(devices))
 
 
 def schedule(collective: Collective, n: int, workers: int) -> core.Jaxpr:
@@ -175,8 +176,10 @@ def count_jaxpr(jaxpr: core.Jaxpr, workers: int, branch: Branch = "most") -> Cos
     jaxpr: of one worker's program.
     workers: number of workers P.
     branch: which branch of a switch to count: the one with the "most" words or the
-      "least". "every" counts each collective of the program text once: all branches,
-      and the body of a loop once instead of `length` times.
+      "least", and of equally many the most or fewest messages. Of branches that differ
+      in agreements alone the one with the fewest counts: few steps run the others,
+      those that compute exact thresholds. "every" counts each collective of the program
+      text once: all branches, and the body of a loop once instead of `length` times.
 
   Raises:
     NotImplementedError: for a collective of unknown cost, and for a collective in a
@@ -188,25 +191,6 @@ def count_jaxpr(jaxpr: core.Jaxpr, workers: int, branch: Branch = "most") -> Cos
     Cost(messages=4, words=24, agreements=0)
   """
   return _sum(_cost_of(equation, workers, branch) for equation in jaxpr.eqns)
-
-
-def count_agreements(jaxpr: core.Jaxpr) -> int:
-  """Minimum number of integer all-reduces in one update: sizes and boundaries that workers agree on.
-
-  Example:
-    >>> import jaxsparse as js
-    >>> count_agreements(schedule(js.make_collective("gaussiank", k=8), n=64, workers=4))
-    1
-  """
-  total = 0
-  for equation in jaxpr.eqns:
-    inner = list(map(count_agreements, inner_jaxprs(equation.params)))
-    if equation.primitive.name in _ALL_REDUCES:
-      operands: list[Any] = [var.aval for var in equation.invars]
-      total += all(jnp.issubdtype(aval.dtype, jnp.integer) for aval in operands)
-    else:
-      total += min(inner) if equation.primitive.name == "cond" else sum(inner)
-  return total
 
 
 def uses_all_reduce(jaxpr: core.Jaxpr, workers: int) -> bool:
@@ -241,8 +225,9 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
     size = len(groups[0]) if groups else workers
     return _sum(_all_reduced(aval, size) for aval in operands)
   if primitive == "cond" and branch != "every":
-    choose = max if branch == "most" else min
-    return choose(inner, key=lambda cost: (cost.words, cost.messages, cost.agreements))
+    sign = 1 if branch == "least" else -1
+    key = lambda cost: (sign * cost.words, sign * cost.messages, cost.agreements)
+    return min(inner, key=key)
   if primitive == "scan" and branch != "every":
     return Cost(*(params["length"] * part for part in inner[0]))
   if primitive == "while" and any(cost != Cost(0, 0) for cost in inner):
@@ -257,9 +242,9 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
 
 
 def _all_reduced(aval: Any, workers: int) -> Cost:
-  """Cost of an all-reduce; one of integers, sizes and boundaries, counts one agreement for each entry."""
+  """Cost of an all-reduce; one of integers is an agreement, on sizes or boundaries."""
   if jnp.issubdtype(aval.dtype, jnp.integer):
-    return Cost(0, 0, agreements=aval.size * (workers > 1))
+    return Cost(0, 0, agreements=agreement_messages(workers))
   return all_reduce_cost(aval.size, workers, aval.dtype.itemsize)
 
 

@@ -70,17 +70,13 @@ def choose_reaching(
   return jax.lax.cond(is_exact | (count > most), search, lambda: (last, reach, count))
 
 
-def kth_magnitude(
-  entries: Sparse, k: int, end: int, add: Callable[[jax.Array], jax.Array] = lambda x: x
-) -> jax.Array:
+def kth_magnitude(entries: Sparse, k: int, end: int) -> jax.Array:
   """The k-th largest magnitude of the entries, f32[]; 0 if there are fewer than k.
 
   Args:
     entries: of any shape.
     k: at least 1.
     end: length of the vector.
-    add: of i32[], the sum over all workers whose entries count, an all-reduce; called
-      31 times.
 
   Example:
     >>> kth_magnitude(Sparse(jnp.arange(3), jnp.array([1.0, -3.0, 2.0])), k=2, end=3)
@@ -88,7 +84,7 @@ def kth_magnitude(
   """
   keys = jnp.where(entries.indices < end, keys_of(entries.values), -1)
   key = largest_that(
-    lambda key: add(bitset.count(bitset.pack(keys >= key))) >= k, jnp.int32(0), bits=31
+    lambda key: bitset.count(bitset.pack(keys >= key)) >= k, jnp.int32(0), bits=31
   )
   return jax.lax.bitcast_convert_type(key, jnp.float32)
 

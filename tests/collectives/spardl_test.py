@@ -184,9 +184,9 @@ def test_the_wire_shrinks_with_h():
   grads = np.tile(normals(0, 1, 1200), (6, 1))
   first = js.simulate("spardl", grads, k=80, teams=3)
   most = js.costs.predict("spardl", n=1200, workers=6, k=80, teams=3).words
-  # L there, h from two teams, what came together back
-  assert int(first.metrics.words_sent) == 2 * (40 + 2 * 14 + 14)
-  assert most == 2 * (40 + 2 * 40 + 40)
+  # L there, h from two teams, L and N back
+  assert int(first.metrics.words_sent) == 2 * (40 + 2 * 14 + 40) + 1
+  assert most == 2 * (40 + 2 * 40 + 40) + 1
 
 
 def test_teams_that_do_not_fit():

@@ -1,7 +1,8 @@
 """The Ok-Topk all-reduce: split by regions, thresholds, balance, all-gather."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +23,13 @@ from jaxsparse.collectives.oktopk.balance import (
   imbalance,
 )
 from jaxsparse.collectives.oktopk.thresholds import (
+  count_reaching,
+  kth_of_all,
   nudge_by_factor,
   nudge_in_proportion,
   search_near,
 )
-from jaxsparse.comm import number_of_each, schedules, varying
+from jaxsparse.comm import schedules, varying
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum
@@ -62,7 +65,7 @@ class OkTopk(EncodingCollective):
   entries, and divides them by 1.012 after one with fewer than 2k/3. The magnitudes of
   gradients change by more than that from batch to batch. By default (`nudge="search"`,
   ours) the local threshold is multiplied by 1 + x/10 with `x = selected / k − 1`, and
-  the global one is searched around its last value, which takes two more all-reduces of
+  the global one is searched around its last value, which takes one more all-reduce of
   33 counts.
 
   Two rules are ours, for every nudge. A threshold of 0, the result of an exact step
@@ -130,16 +133,18 @@ class OkTopk(EncodingCollective):
     even, most, direct = (
       codec.words(1, capacity) for capacity in (sizes.even, sizes.most, sizes.direct)
     )
-    # The largest message, P counts of owners, 31 or 66 counts for the global threshold,
-    # P − 1 boundaries in 2 parts.
-    counts = 66 if self.nudge == "search" else 31
-    bounds = 2 * (size - 1) if self.regions == "balanced" else 0
-    agreements = (1 + size + counts + bounds) * (size > 1)
     words = (most + max(direct, 2 * even)) * (size - 1)
+    # On the largest message; on a threshold and the number of sums that reach it; on
+    # boundaries.
+    all_reduces = 1 + (2 if self.nudge == "search" else 1)
+    if self.threshold_period == 1:
+      all_reduces = 1 + 7
+    if self.region_period == 1 and self.regions == "balanced":
+      all_reduces += 1
     return Cost(
       (1 + self.balances(size)) * (size - 1) + len(schedules.strides(size)),
       words,
-      agreements,
+      all_reduces * schedules.agreement_messages(size),
     )
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
@@ -158,8 +163,11 @@ class OkTopk(EncodingCollective):
     bounds = reused.bounds
     if self.regions == "balanced" and comm.size > 1:
       fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
-      bounds = varying.cond(
-        fresh, lambda: consensus_bounds(comm, chosen.indices, n), lambda: reused.bounds
+      bounds = _every(
+        self.region_period,
+        fresh,
+        lambda: consensus_bounds(comm, chosen.indices, n),
+        lambda: reused.bounds,
       )
     starts = by_threshold.region_starts(chosen.indices, bounds)
     crowd = jnp.diff(starts)
@@ -174,15 +182,20 @@ class OkTopk(EncodingCollective):
       writer.exchange_rows, comm, sent, 0, capacities, needed, n
     )
     sums = sparse.merge(rows, n)
-    follow = lambda: (
-      search_near(comm, sums, reused.threshold, k, n)
-      if self.nudge == "search"
-      else reused.threshold
+
+    def follow() -> tuple[jax.Array, jax.Array]:
+      last = reused.threshold
+      if self.nudge == "search":
+        return search_near(comm, sums, last, k, n)
+      return last, count_reaching(comm, sums, last, n)
+
+    threshold, owned = _every(
+      self.threshold_period,
+      exact | (reused.threshold == 0),
+      lambda: kth_of_all(comm, sums, k, n),
+      follow,
     )
-    search = lambda: by_threshold.kth_magnitude(sums, k, n, comm.all_reduce)
-    threshold = varying.cond(exact | (reused.threshold == 0), search, follow)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
-    owned = number_of_each(comm, sparse.count(mine, n))
     kept, rounded_off, balanced, gather_words = balance_and_gather(
       comm, writer, mine, owned, sizes, self.balances(comm.size)
     )
@@ -218,3 +231,8 @@ class OkTopk(EncodingCollective):
       next_state,
       counters,
     )
+
+
+def _every(period: int, due: jax.Array, fresh: Callable, reused: Callable) -> Any:
+  """`fresh()` in the steps that are due, else `reused()`; a program without it where each step is due."""
+  return fresh() if period == 1 else varying.cond(due, fresh, reused)

@@ -1,35 +1,83 @@
-"""Updates of the thresholds of Ok-Topk between exact ones."""
+"""The global threshold of Ok-Topk, and updates of both thresholds between exact ones.
+
+The threshold, and how many sums of each worker reach it, come from the same all-reduce:
+its rows are the counts of each worker.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsparse.comm import number_of_each, varying
+from jaxsparse.select.blocks import keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Sparse
 
 _STEP = 1.012
 _INT32 = jnp.iinfo(jnp.int32).max
+# bits of a magnitude that an all-reduce of `kth_of_all` decides: 31 counts, as many as
+# `search_near` has; a 31st bit remains
+_DIGIT = 5
 
 
 def search_near(
   comm: Comm, entries: Sparse, threshold: jax.Array, k: int, end: int
-) -> jax.Array:
-  """A threshold near the last one that about k entries of all workers reach, f32[]: two all-reduces of 33 counts.
+) -> tuple[jax.Array, jax.Array]:
+  """A threshold near the last one that about k entries of all workers reach: two all-reduces of 33 counts.
 
   The first compares 33 candidates from 1/4 to 4 times the last threshold, the second 33
   candidates around the best one, 0.3 % apart. Steps this small are needed because error
   feedback makes magnitudes similar: all k entries can lie within 9 % of the threshold.
+
+  Returns:
+    The threshold f32[], and the number of entries of each worker that reach it, i32[P].
   """
   magnitude = jnp.where(entries.indices < end, jnp.abs(entries.values), -1.0)
-  for octave in (8, 256):
-    factors = np.exp2(np.arange(-16, 17) / octave).astype(np.float32)
-    candidates = threshold * factors
-    counts = jax.vmap(
-      lambda candidate: bitset.count(bitset.pack(magnitude >= candidate))
-    )(candidates)
-    reached = comm.all_reduce(counts)
-    threshold = candidates[jnp.argmin(jnp.abs(reached - k))]
-  return threshold
+  around = lambda octave: np.exp2(np.arange(-16, 17) / octave).astype(np.float32)
+  nearest = lambda reached: jnp.argmin(jnp.abs(reached - k))
+  coarse = threshold * around(8)
+  best = coarse[nearest(comm.all_reduce(_count_reaching(magnitude, coarse)))]
+  fine = best * around(256)
+  of_each = number_of_each(comm, _count_reaching(magnitude, fine))
+  chosen = nearest(of_each.sum(axis=0))
+  return fine[chosen], of_each[:, chosen]
+
+
+def kth_of_all(
+  comm: Comm, entries: Sparse, k: int, end: int
+) -> tuple[jax.Array, jax.Array]:
+  """The k-th largest magnitude of the entries of all workers: seven all-reduces, each of which decides five bits.
+
+  Returns:
+    The magnitude f32[], 0 if there are fewer than k entries, and the number of entries
+    of each worker that reach it, i32[P].
+  """
+  keys = jnp.where(entries.indices < end, keys_of(entries.values), -1)
+
+  def decide(step: jax.Array, key: jax.Array) -> jax.Array:
+    shift = 31 - _DIGIT * (step + 1)
+    candidates = key | (jnp.arange(1, 2**_DIGIT, dtype=jnp.int32) << shift)
+    reached = comm.all_reduce(_count_reaching(keys, candidates))
+    return key | (jnp.sum(reached >= k, dtype=jnp.int32) << shift)
+
+  key = varying.fori_loop(0, 31 // _DIGIT, decide, jnp.int32(0))
+  candidates = key | jnp.arange(2, dtype=jnp.int32)
+  of_each = number_of_each(comm, _count_reaching(keys, candidates))
+  last = (of_each[:, 1].sum() >= k).astype(jnp.int32)
+  return jax.lax.bitcast_convert_type(candidates[last], jnp.float32), of_each[:, last]
+
+
+def count_reaching(
+  comm: Comm, entries: Sparse, threshold: jax.Array, end: int
+) -> jax.Array:
+  """The number of entries of each worker that reach the threshold, i32[P]: an all-reduce."""
+  magnitude = jnp.where(entries.indices < end, jnp.abs(entries.values), -1.0)
+  return number_of_each(comm, bitset.count(bitset.pack(magnitude >= threshold)))
+
+
+def _count_reaching(x: jax.Array, candidates: jax.Array) -> jax.Array:
+  """The number of x that are at least each of the candidates, i32[c]."""
+  return jax.vmap(lambda least: bitset.count(bitset.pack(x >= least)))(candidates)
 
 
 def nudge_by_factor(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:

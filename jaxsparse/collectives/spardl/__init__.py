@@ -33,9 +33,11 @@ of three sends:
 R-SAG repeats the exchange log₂d times, with d a power of two. B-SAG takes any d: it
 gathers the h largest entries of the block of each team, adds them up, and keeps the L
 largest. The sum has N different indices, more or fewer depending on how much the teams
-overlap, and Algorithm 2 adapts h from step to step so that N is about L. (The lower end
-2k(d² + P − 2d)/(Pd) of B-SAG's words in the paper's Table 1 leaves out the
-reduce-scatter.)
+overlap, and Algorithm 2 adapts h from step to step so that N is about L. It needs the
+largest N of all blocks, which no worker has before the all-gather: each block of the
+all-gather carries its N, one word. So blocks there have L slots, also where N < L: to
+agree on fewer would take an all-reduce before it. (The lower end 2k(d² + P − 2d)/(Pd)
+of B-SAG's words in the paper's Table 1 leaves out the reduce-scatter, too.)
 
 `algorithm` has the collective, the reduce-scatter and the all-gather; `teams` has
 R-SAG, B-SAG and Algorithm 2. tests/reference/spardl.py is the same algorithm in plain

@@ -11,7 +11,6 @@ from jaxsparse.collectives._messages import (
   SelectingCollective,
   Writer,
   geometric,
-  send_up_to,
   words_of,
 )
 from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r_sag
@@ -151,9 +150,9 @@ class SparDL(SelectingCollective):
       else rounds * codec.words(1, k_block)
     )
     words = 2 * words_of(codec, team, k_block) + sag
-    return Cost(
-      2 * len(schedules.strides(team)) + rounds, words, agreements=int(self.is_bruck)
-    )
+    if self.is_bruck:
+      words += team - 1  # N beside each block of the all-gather
+    return Cost(2 * len(schedules.strides(team)) + rounds, words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     capacities = self.capacities(grads.size, comm.size)
@@ -168,18 +167,18 @@ class SparDL(SelectingCollective):
       team, self.selection.start(blocks, state.worker), writer
     )
     summed = Summed(
-      Sparse(chosen.indices[:1], chosen.values[:1]), [], jnp.int32(0), jnp.uint32(0)
+      Sparse(chosen.indices[:1], chosen.values[:1]), [], None, jnp.uint32(0)
     )
     if self.is_bruck:
       summed = b_sag(
         same_block, summed.own, state.shared.adaptive.h, capacities, writer
       )
-      summed = summed._replace(merged=comm.all_reduce(summed.merged, "max"))
     elif self.teams > 1:
       summed = r_sag(same_block, summed.own, writer)
 
-    delivered, errors, gather_words = send_up_to(
-      writer.gather_rows, team, summed.own, 0, capacities, summed.merged, blocks.length
+    # N is needed in the next step only, so it travels with the blocks.
+    merged, delivered, errors, gather_words = writer.gather_rows_with(
+      summed.merged, team, summed.own, 0, k_block
     )
     for entries in summed.returned:
       acc = acc.add(entries)
@@ -207,14 +206,12 @@ class SparDL(SelectingCollective):
         words.astype(jnp.float32) * selected.astype(jnp.float32) / (k_block * team.size)
       )
     delivers = jnp.count_nonzero(delivered.values)
-    counters = Counters(
-      words, used, selected=selected, delivered=delivers, merged=summed.merged
-    )
-    adaptive = (
-      adapt(state.shared.adaptive, summed.merged, capacities[0], k_block)
-      if self.is_bruck
-      else ()
-    )
+    counters = Counters(words, used, selected=selected, delivered=delivers)
+    adaptive: Any = ()
+    if self.is_bruck:
+      merged = jnp.max(merged)
+      counters = counters._replace(merged=merged)
+      adaptive = adapt(state.shared.adaptive, merged, capacities[0], k_block)
     memory = self.selection.next(state.worker, chosen, blocks.length)
     total = Sparse(blocks.flat_indices(delivered.indices), delivered.values)
     return Reduced(

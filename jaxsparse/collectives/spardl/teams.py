@@ -24,13 +24,13 @@ class Summed(NamedTuple):
     returned: dropped entries and rounding errors that this worker adds back to its
       accumulator.
     merged: i32[], of B-SAG N, the number of different indices of the sum before it is
-      cut to L entries; else 0.
+      cut to L entries; else None.
     words: u32[], words sent.
   """
 
   own: Sparse
   returned: list[Sparse]
-  merged: jax.Array
+  merged: jax.Array | None
   words: jax.Array
 
 
@@ -66,7 +66,7 @@ def r_sag(same_block: Comm, own: Sparse, writer: Writer) -> Summed:
     if writer.codec.rounds:
       returned.append(errors._replace(values=errors.values / 2**step))
   words = saturated(writer.codec.words(1, k_block) * len(strides), jnp.uint32)
-  return Summed(own, returned, jnp.int32(0), words)
+  return Summed(own, returned, None, words)
 
 
 def b_sag(
