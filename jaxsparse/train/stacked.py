@@ -18,6 +18,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.comm import replication
 from jaxsparse.sparse import flatten
 from jaxsparse.train.engine import Engine, check_batch, engine_of, shape_of
+from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_state
 from jaxsparse.train.step import init
 from jaxsparse.transform import state as states
@@ -102,6 +103,7 @@ def stacked(
     True
   """
   engine, rows = engine_of(mesh, axis), PartitionSpec(axis)
+  skips = SkipWatch("js.stacked")
   first = lambda tree: jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
   as_row = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
@@ -132,7 +134,12 @@ def stacked(
     checked = replication.checked(
       worker, in_specs, out_specs, engine.axis, mistakes, engine.others, commit_early
     )
-    return engine.map(checked, in_specs, out_specs)(grads, state, params, extra)
+    updates, after = engine.map(checked, in_specs, out_specs)(
+      grads, state, params, extra
+    )
+    skips.look(gradients=grads, params=params, state=after)
+    skips.add([node.counters.skipped for node in states.reduce_states(after)])
+    return updates, after
 
   def each(
     function: Callable,

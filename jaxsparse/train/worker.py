@@ -204,8 +204,8 @@ def _accumulated(
 ) -> tuple[Any, ...]:
   """`_gradients` over micro-batches, one after the other.
 
-  Loss and gradients are averaged in float32 or float64, each micro-batch gets the model
-  state of the one before, and aux is reduced.
+  Loss and gradients are averaged in their dtype, in float32 where that has 16 bits.
+  Each micro-batch gets the model state of the one before, and aux is reduced.
   """
   parts = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
 
@@ -217,11 +217,12 @@ def _accumulated(
     total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads))
     return (total, model_state), aux
 
-  least = lambda x: jnp.float64 if jnp.result_type(x) == jnp.float64 else jnp.float32
   loss = jax.eval_shape(
     grads_of_part, jax.tree.map(lambda x: x[0], parts), key, model_state
   )[0]
-  zeros = jax.tree.map(lambda x: jnp.zeros_like(x, least(x)), (loss, params))
+  zeros = jax.tree.map(
+    lambda x: jnp.zeros_like(x, flatten.wide_dtype(x)), (loss, params)
+  )
   numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
   ((loss, grads), model_state), aux = jax.lax.scan(
     accumulate_part, (zeros, model_state), (numbers, parts)
