@@ -46,8 +46,8 @@ class SkipWatch:
         nothing to note.
       loss: f32[] of the step, if it is known.
     """
-    is_traced = isinstance(jax.tree.leaves(skipped)[0], jax.core.Tracer)
-    if not (self._has_warned or is_traced):
+    is_traced = [isinstance(flag, jax.core.Tracer) for flag in jax.tree.leaves(skipped)]
+    if not (self._has_warned or any(is_traced)):
       self._flags.append((skipped, loss))
 
   def look(self, stacklevel: int = 3, **given: Any) -> None:

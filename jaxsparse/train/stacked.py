@@ -137,8 +137,8 @@ def stacked(
     updates, after = engine.map(checked, in_specs, out_specs)(
       grads, state, params, extra
     )
-    skips.look(gradients=grads, params=params, state=after)
     skips.add([node.counters.skipped for node in states.reduce_states(after)])
+    skips.look(gradients=grads, params=params, state=after)
     return updates, after
 
   def each(

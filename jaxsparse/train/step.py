@@ -243,9 +243,8 @@ class TrainStep:
       program, *arguments, follow=lambda results: results[2].loss
     )
     self._known = _identity(state)
-    # the step before has ended on CPUs, where `dispatch` waits for it
-    self._skips.look(batch=batch, params=params, state=state)
     self._skips.add(metrics.skipped, metrics.loss)
+    self._skips.look(batch=batch, params=params, state=state)
     return params, state, metrics
 
   def synchronize(
