@@ -21,6 +21,7 @@ from jaxsparse.train.engine import Engine, check_batch, engine_of, shape_of
 from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_state
 from jaxsparse.train.step import init
+from jaxsparse.train.worker import mean_loss
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, commit_early
 from jaxsparse.transform.checks import check_workers
@@ -171,7 +172,7 @@ def stacked(
         trained(params), *batch, **shared
       )
       loss, aux = value if has_aux else (value, ())
-      return engine.comm.all_reduce(loss) / engine.workers, as_row(aux), as_row(grads)
+      return mean_loss(engine.comm, loss), as_row(aux), as_row(grads)
 
     def value_and_grad_of(
       params: optax.Params, state: Any, *batch: Any, **shared: Any

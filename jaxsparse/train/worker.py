@@ -91,7 +91,7 @@ class Worker(NamedTuple):
     if own is not None:
       finite = flatten.stays_finite(own, model_state)
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
-    loss = comm.all_reduce(loss) / comm.size
+    loss = mean_loss(comm, loss)
     extra = {"value": loss} | extra if gives_value else extra
     updates, state = atomic(self.tx).update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
@@ -146,6 +146,12 @@ class Worker(NamedTuple):
     return optax.apply_updates(
       params, map_seen(own, states.reduce_states(state), updates)
     ), after
+
+
+def mean_loss(comm: Comm, loss: jax.Array) -> jax.Array:
+  """The mean over workers; in float16 their sum may be Inf."""
+  total = comm.all_reduce(loss.astype(flatten.wide_dtype(loss)))
+  return (total / comm.size).astype(loss.dtype)
 
 
 def _gradients(

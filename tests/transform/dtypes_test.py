@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.sparse import flatten
-from tests.cases import normals, quick_of, row, sim, start
+from tests.cases import averaged, normals, quick_of, row, sim, start
 
 
 def test_a_mean_that_float16_cannot_hold_is_skipped_and_kept():
@@ -78,6 +78,14 @@ def test_what_is_rounded_off_decays_as_the_residual_does():
   np.testing.assert_array_equal(
     state.outer[0][0].carried.residual[0].ravel(), [2**-9] * 4
   )
+
+
+def test_the_mean_of_losses_whose_sum_is_too_large_for_float16():
+  loss = lambda params, batch: jnp.vdot(params, batch[0])
+  step, params, state = start(averaged(sim(3)), sim(3), jnp.ones(1, jnp.float16), loss)
+  batch = jnp.array([[30_000.0], [40_000], [50_000]], jnp.float16)
+  loss = step(params, state, batch)[2].loss
+  assert (loss.dtype, float(loss)) == (jnp.float16, 40_000)
 
 
 @pytest.mark.parametrize("value", quick_of([257.0, 99968.0], quick=[99968.0]))
