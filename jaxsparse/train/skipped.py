@@ -1,6 +1,7 @@
 """A warning, once, where many training steps in a row are skipped."""
 
 import collections
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -50,11 +51,18 @@ class SkipWatch:
     if not (self._has_warned or any(is_traced)):
       self._flags.append((skipped, loss))
 
-  def look(self, stacklevel: int = 3, **given: Any) -> None:
+  def look(
+    self,
+    stacklevel: int = 3,
+    find: Callable[[], list[str] | None] = lambda: None,
+    **given: Any,
+  ) -> None:
     """Reads the flags of the steps that have ended.
 
     Args:
       stacklevel: of the warning.
+      find: returns the names of gradients that are not finite, None if it cannot tell;
+        called where the loss and all of `given` are finite.
       given: pytrees of the last step by name, in which NaN and Inf are looked for if
         there is a warning: `batch`, `params`, `state`, ….
 
@@ -70,7 +78,7 @@ class SkipWatch:
       return
     self._has_warned = True
     self._flags.clear()
-    findings = "; ".join(_findings(loss, given))
+    findings = "; ".join(_findings(loss, find, given))
     warnings.warn(
       f"{self._what}: {self._in_a_row} {self._unit} in a row were skipped and changed nothing, because of NaN or Inf: "
       f"{findings}. This is said once",
@@ -91,30 +99,43 @@ def _read(flag: Any) -> bool:
   return bool(np.any(local_shard(flag)))
 
 
-def _findings(loss: Any, given: dict[str, Any]) -> list[str]:
-  """What is not finite, or else what is."""
+def _findings(
+  loss: Any, find: Callable[[], list[str] | None], given: dict[str, Any]
+) -> list[str]:
+  """What is not finite, and what is."""
   found = []
   for what, tree in given.items():
     # the best loss so far of a schedule begins with Inf
     is_wrong = np.isnan if what == "state" else _is_not_finite
-    if names := [
-      name for name, leaf in leaves_by_name(tree).items() if _holds(is_wrong, leaf)
-    ]:
-      more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-      found.append(f"{what}{names[0]}{more} holds NaN or Inf")
-  if loss is not None:
-    found.append(f"the loss is {float(local_shard(loss)):g}")
-  if len(found) > (loss is not None):
+    leaves = leaves_by_name(tree).items()
+    if names := [f"{what}{name}" for name, leaf in leaves if _holds(is_wrong, leaf)]:
+      found.append(_describe(names))
+  if loss is not None and not loss.is_deleted():
+    value = float(local_shard(loss))
+    if found or not np.isfinite(value):
+      return [*found, f"the loss is {value:g}"]
+  if found:
     return found
-  found.append(
-    f"{', '.join(given)} are finite, so a gradient, an update or a sum over workers is not"
-  )
+  finite = f"{', '.join(given)} are finite"
+  at_fault: list[str] | None = None
+  # training goes on, whether or not there is memory for gradients
+  with contextlib.suppress(Exception):
+    at_fault = find()
+  if at_fault:
+    return [finite, _describe(at_fault)]
+  params = leaves_by_name(given.get("params")).items()
   narrow = [
-    f"{name} is {leaf.dtype}"
-    for name, leaf in leaves_by_name(given.get("params")).items()
-    if leaf.dtype == jnp.float16
+    f"params{name}" for name, leaf in params if jnp.result_type(leaf) == jnp.float16
   ]
-  return found + [f"params{one}, at most 65504" for one in narrow[:1]]
+  least = [f"{narrow[0]} is float16, at most 65504"] if narrow else []
+  rest = "an update or a sum over workers is not"
+  rest = f"a gradient, {rest}" if at_fault is None else f"gradients are finite, {rest}"
+  return [finite, rest, *least]
+
+
+def _describe(names: list[str]) -> str:
+  more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+  return f"{names[0]}{more} holds NaN or Inf"
 
 
 def _is_not_finite(x: np.ndarray) -> np.ndarray:

@@ -244,8 +244,32 @@ class TrainStep:
     )
     self._known = _identity(state)
     self._skips.add(metrics.skipped, metrics.loss)
-    self._skips.look(batch=batch, params=params, state=state)
+    self._skips.look(
+      find=lambda: self._find_gradients(_arguments(params, state, batch, named)),
+      batch=batch,
+      params=params,
+      state=state,
+    )
     return params, state, metrics
+
+  def _find_gradients(self, arguments: tuple[Any, ...]) -> list[str] | None:
+    """The names of gradients, and of the model state, that are not finite at a worker, with its number.
+
+    None where several processes would have to call.
+    """
+    engine = self._engine
+    if engine.processes > 1:
+      return None
+    _, specs = self._program(*arguments)
+    lies = engine.shardings(arguments, specs)
+    function = functools.partial(self._worker.finite_gradients, engine.comm)
+    program = engine.jit(function, specs, engine.split, shardings=lies and (lies, None))
+    flags = dispatch(program, *engine.place(arguments, specs))
+    return [
+      f"{name} of worker {np.argmin(finite)}"
+      for name, finite in jax.tree.map(np.asarray, flags).items()
+      if not finite.all()
+    ]
 
   def synchronize(
     self, params: optax.Params, state: Any, **extra: Any

@@ -78,18 +78,14 @@ class Worker(NamedTuple):
 
     `given` are the keyword arguments of the step, by name.
     """
-    extra = dict(given or {})
-    rng, before, shared = (extra.pop(name, None) for name in TO_LOSS)
-    own = (
-      jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
-    )
-    key = None if rng is None else jax.random.fold_in(rng, comm.rank)
-    loss, grads, model_state, aux = _gradients(
-      self, trained(own_params(params, state)), batch, key, own, shared
+    given = given or {}
+    before = given.get("model_state")
+    extra = {name: value for name, value in given.items() if name not in TO_LOSS}
+    (loss, grads, model_state, aux), finite = self._own_gradients(
+      comm, params, state, batch, given
     )
     # NaN in it would stay for good: mark the gradient, and all workers skip the step
-    if own is not None:
-      finite = flatten.stays_finite(own, model_state)
+    if before is not None:
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
     loss = mean_loss(comm, loss)
     extra = {"value": loss} | extra if gives_value else extra
@@ -114,6 +110,39 @@ class Worker(NamedTuple):
         _words_beside(self, comm.size, aux, model_state),
       ),
     )
+
+  def finite_gradients(
+    self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: Any = None
+  ) -> dict[str, jax.Array]:
+    """Whether each gradient of one worker is finite, and the model state after it, bool[1], by name."""
+    (_, grads, *_), finite = self._own_gradients(
+      comm, params, state, batch, given or {}
+    )
+    flags = {
+      f"gradients{name}": flatten.all_finite(grad)
+      for name, grad in flatten.leaves_by_name(grads).items()
+    }
+    flags["model_state"] = jnp.asarray(finite)
+    return jax.tree.map(lambda flag: flag[None], flags)
+
+  def _own_gradients(
+    self,
+    comm: Comm,
+    params: optax.Params,
+    state: Any,
+    batch: Any,
+    given: dict[str, Any],
+  ) -> tuple[tuple[Any, ...], jax.Array | bool]:
+    """`_gradients` at the parameters of one worker, and whether its model state stays finite."""
+    rng, before, shared = (given.get(name) for name in TO_LOSS)
+    own = (
+      jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
+    )
+    key = None if rng is None else jax.random.fold_in(rng, comm.rank)
+    found = _gradients(
+      self, trained(own_params(params, state)), batch, key, own, shared
+    )
+    return found, own is None or flatten.stays_finite(own, found[2])
 
   def step_instead(self, comm: Comm, error: TypeError) -> Callable:
     """The step that gives `tx` no `value=`, where a transformation without extra arguments was given it.

@@ -58,23 +58,47 @@ def test_many_skipped_steps_in_a_row_warn_once(where, chain):
   assert float(params[0]) != 0
 
 
-@pytest.mark.parametrize("is_overflow", [True, False])
-def test_gradients_and_updates_that_are_not_finite(is_overflow):
-  """A sum that float16 cannot hold, or an update of each worker."""
-  overflow = optax.chain(js.dense_transform(sim(2)), optax.sgd(0.1))
-  divided = optax.stateless(
-    lambda grads, _: jax.tree.map(lambda grad: grad / jnp.zeros_like(grad), grads)
-  )
-  tx = overflow if is_overflow else js.local_steps(divided, averaged(sim(2)), every=1)
-  loss = lambda params, batch: (
-    params["w"].astype(jnp.float32).sum() * batch.mean() + params["b"].sum()
-  )
-  params = {"b": jnp.zeros(1), "w": jnp.zeros(4, jnp.float16)}
-  step, params, state = start(tx, sim(2), params, loss)
-  batch = np.full((2, 1), 1e6 if is_overflow else 1.0, np.float32)
-  (text,), _, _ = run(step, params, state, [batch] * (MANY + 1))
-  assert "the loss is 0; batch, params, state are finite, so a gradient, an" in text
-  assert "params['w'] is float16, at most 65504" in text
+def divided(grads):
+  return jax.tree.map(lambda grad: grad / jnp.zeros_like(grad), grads)
+
+
+def local_division(where):
+  inner = optax.stateless(lambda grads, _: divided(grads))
+  return js.local_steps(inner, averaged(where), every=1)
+
+
+@pytest.mark.parametrize(
+  ("cause", "finding"),
+  [
+    row(
+      "gradient", r"gradients\['w'\] of worker 1 holds NaN or Inf\. This", quick=True
+    ),
+    row("model state", r"model_state of worker 1 holds NaN or Inf\. This"),
+    row("update", r"gradients are finite, an update or a sum over workers is not; "),
+    row("sum", r"gradients are finite, an update or a sum over workers is not\. This"),
+  ],
+)
+@pytest.mark.parametrize("where", [row("mesh"), row("simulated", quick=True)])
+def test_what_is_not_finite_where_loss_and_parameters_are(cause, finding, where):
+  """A root at 0, a model state, an update of each worker, and a sum that float32 cannot hold."""
+  engine = mesh_of(2) if where == "mesh" else sim(2)
+  axis = "workers" if where == "mesh" else engine
+  tx = local_division(axis) if cause == "update" else averaged(axis)
+
+  def loss(params, batch, model_state):
+    scale = batch.mean()
+    root = jnp.sqrt(scale * params["w"].astype(jnp.float32)).sum()
+    loss = root + 1 if cause == "gradient" else params["w"].sum().astype(jnp.float32)
+    state = jnp.where((scale == 0) & (cause == "model state"), jnp.inf, model_state)
+    return 3e38 * loss if cause == "sum" else loss, state
+
+  w = jnp.zeros(4) if cause == "sum" else jnp.ones(4, jnp.float16)
+  params = {"b": jnp.zeros(1), "w": w}
+  step, params, state = start(tx, engine, params, loss)
+  named = lambda *given: step(*given, model_state=jnp.zeros(2))
+  batch = np.array([[1.0], [0.0]], np.float32)
+  (text,), _, _ = run(named, params, state, [batch] * (MANY + 1))
+  assert re.search(f"batch, params, state are finite; {finding}", text)
 
 
 def test_what_is_not_finite_is_named():
@@ -133,5 +157,5 @@ def test_rounds_whose_sums_are_not_finite():
 
     (text,), _, _ = run(step, worker.params, None, range(MANY + 3))
   assert re.match(
-    "js.partial.Rounds: 8 rounds in a row .*: params, anchor are finite, so", text
+    "js.partial.Rounds: 8 rounds in a row .*: params, anchor are finite; a", text
   )
