@@ -2,9 +2,10 @@
 
 import collections
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ MANY = 8
 
 
 class SkipWatch:
-  """Counts the steps that are skipped in a row, and warns once when they are `MANY`.
+  """Warns once when `MANY` steps in a row are skipped.
 
   It reads flags of steps that have ended, so that no step waits for the host.
 
@@ -36,7 +37,6 @@ class SkipWatch:
     self._what = what
     self._unit = unit
     self._flags = collections.deque[tuple[Any, Any]]()
-    self._in_a_row = 0
     self._has_warned = False
 
   def add(self, skipped: Any, loss: Any = None) -> None:
@@ -69,34 +69,48 @@ class SkipWatch:
     Warns:
       UserWarning: at the `MANY`th step in a row that was skipped, the first time.
     """
-    loss = None
-    while self._flags and all(map(_has_ended, jax.tree.leaves(self._flags[0][0]))):
-      skipped, loss = self._flags.popleft()
-      is_skipped = any(map(_read, jax.tree.leaves(skipped)))
-      self._in_a_row = self._in_a_row + 1 if is_skipped else 0
-    if self._in_a_row < MANY:
-      return
+    while len(self._flags) >= MANY and _has_ended(self._flags[MANY - 1][0]):
+      oldest = [skipped for skipped, _ in itertools.islice(self._flags, MANY)]
+      # Newest first: in most runs one of `MANY` flags is read.
+      newest_first = reversed(range(MANY))
+      taken = next((step for step in newest_first if not _read(oldest[step])), None)
+      if taken is None:
+        self._warn(stacklevel + 1, find, given)
+        return
+      for _ in range(taken + 1):
+        self._flags.popleft()
+
+  def _warn(
+    self, stacklevel: int, find: Callable[[], list[str] | None], given: dict[str, Any]
+  ) -> None:
+    _, loss = self._flags[MANY - 1]
     self._has_warned = True
     self._flags.clear()
     findings = "; ".join(_findings(loss, find, given))
     warnings.warn(
-      f"{self._what}: {self._in_a_row} {self._unit} in a row were skipped and changed nothing, because of NaN or Inf: "
+      f"{self._what}: {MANY} {self._unit} in a row were skipped and changed nothing, because of NaN or Inf: "
       f"{findings}. This is said once",
       stacklevel=stacklevel,
     )
-    self._in_a_row = 0
 
 
-def _has_ended(flag: Any) -> bool:
-  """Whether a flag can be read at once; one that was donated to a program of the user's is read as False."""
-  array = cast(Any, flag)  # JAX's stubs have no `is_ready`
-  return not isinstance(flag, jax.Array) or array.is_deleted() or array.is_ready()
+def _has_ended(flags: Any) -> bool:
+  """Whether flags can be read at once."""
+
+  def has_ended(flag: Any) -> bool:
+    array: Any = flag  # JAX's stubs have no `is_ready`
+    return not isinstance(flag, jax.Array) or array.is_deleted() or array.is_ready()
+
+  return all(map(has_ended, jax.tree.leaves(flags)))
 
 
-def _read(flag: Any) -> bool:
-  if isinstance(flag, jax.Array) and flag.is_deleted():
-    return False
-  return bool(np.any(local_shard(flag)))
+def _read(flags: Any) -> bool:
+  """Whether one of the flags is set; one that was donated to a program of the user's is not."""
+  is_gone = lambda flag: isinstance(flag, jax.Array) and flag.is_deleted()
+  return any(
+    not is_gone(flag) and bool(np.any(local_shard(flag)))
+    for flag in jax.tree.leaves(flags)
+  )
 
 
 def _findings(

@@ -1,5 +1,6 @@
 """The warning where many steps in a row are skipped: once, with how many, and what is not finite."""
 
+import itertools
 import re
 import warnings
 
@@ -119,6 +120,19 @@ def test_what_is_not_finite_is_named():
   with pytest.warns(UserWarning, match=named):
     watch.look(**given)
   watch.look(**given)
+
+
+def test_rows_of_flags_at_any_place():
+  """A warning where `MANY` in a row are set, and where they are."""
+  for before, length in itertools.product(range(2 * MANY), (MANY - 1, MANY)):
+    watch = SkipWatch("it")
+    flags = [*[True] * (before % 3), *[False] * (before + 1), *[True] * length, False]
+    with warnings.catch_warnings(record=True) as found:
+      warnings.simplefilter("always")
+      for number, flag in enumerate(flags):
+        watch.add(jnp.bool_(flag))
+        watch.look()
+        assert len(found) == (length == MANY and number >= len(flags) - 2)
 
 
 def test_flags_that_were_donated_and_traced_ones_are_not_read():
