@@ -14,6 +14,8 @@ import numpy as np
 from jaxsparse._compat import local_shard
 from jaxsparse.sparse.flatten import leaves_by_name
 
+Find = Callable[[], list[str] | None]
+
 # A loss scale that begins too large is halved a few times in a row.
 MANY = 8
 
@@ -54,7 +56,7 @@ class SkipWatch:
   def look(
     self,
     stacklevel: int = 3,
-    find: Callable[[], list[str] | None] = lambda: None,
+    find: Find = lambda: None,
     **given: Any,
   ) -> None:
     """Reads the flags of the steps that have ended.
@@ -80,9 +82,7 @@ class SkipWatch:
       for _ in range(taken + 1):
         self._flags.popleft()
 
-  def _warn(
-    self, stacklevel: int, find: Callable[[], list[str] | None], given: dict[str, Any]
-  ) -> None:
+  def _warn(self, stacklevel: int, find: Find, given: dict[str, Any]) -> None:
     _, loss = self._flags[MANY - 1]
     self._has_warned = True
     self._flags.clear()
@@ -113,9 +113,7 @@ def _read(flags: Any) -> bool:
   )
 
 
-def _findings(
-  loss: Any, find: Callable[[], list[str] | None], given: dict[str, Any]
-) -> list[str]:
+def _findings(loss: Any, find: Find, given: dict[str, Any]) -> list[str]:
   """What is not finite, and what is."""
   found = []
   for what, tree in given.items():

@@ -58,10 +58,9 @@ def scale_by_window_adam(
   With parameters of 16 bits all averages and the arithmetic are float32, which
   `optax.adam` does not do: bfloat16 takes b₂ = 0.999 for 1, and float16 takes ε = 1e-8
   for 0. Updates have the dtype of the gradients. `optax.inject_hyperparams` rounds b₁,
-  b₂ and ε to the dtype of the parameters; where that makes a decay 1, or ε 0, the
-  number of float32 that is rounded so and is nearest to the one given is unknown, and
-  1 − 2⁻⁹ (bfloat16), 1 − 2⁻¹² or 1.5e-8 (float16) is taken. Its
-  `hyperparam_dtype=jnp.float32` keeps them.
+  b₂ and ε to the dtype of the parameters, unless it has `hyperparam_dtype=jnp.float32`.
+  A decay that it has rounded to 1 is taken as 1 − 2⁻⁹ (bfloat16) or 1 − 2⁻¹² (float16),
+  and an ε of 0 in float16 as 1.5e-8: numbers that are rounded so.
 
   Args:
     window: W, a whole number from 1 to 2²⁰.
@@ -91,59 +90,80 @@ def scale_by_window_adam(
     raise ValueError(
       f"scale_by_window_adam: mu_dtype={mu_dtype!r}, choose a floating-point dtype, or None"
     )
-  # the arithmetic of a number of numpy would overflow, and change dtypes
-  window = int(window)
-  decay = (window - 1) / (window + 1)
-  b1, b2, eps = _unrounded_decay(b1), _unrounded_decay(b2), _unrounded_eps(eps)
+  adam = _WindowAdam(
+    # the arithmetic of a number of numpy would overflow, and change dtypes
+    int(window),
+    _unrounded_decay(b1),
+    _unrounded_decay(b2),
+    _unrounded_eps(eps),
+    mu_dtype,
+  )
+  return optax.GradientTransformation(adam.init, adam.update)
 
-  def stored(mu: optax.Updates) -> optax.Updates:
-    keeps = lambda m: mu_dtype is None or jnp.iscomplexobj(m)
-    return jax.tree.map(lambda m: m if keeps(m) else m.astype(mu_dtype), mu)
 
-  def init(params: optax.Params) -> WindowAdamState:
-    zeros = lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf))
+class _WindowAdam(NamedTuple):
+  """The arguments of `scale_by_window_adam`."""
+
+  window: int
+  b1: Any
+  b2: Any
+  eps: Any
+  mu_dtype: Any
+
+  def init(self, params: optax.Params) -> WindowAdamState:
+    """The state before the first step."""
+
+    def zeros() -> optax.Updates:
+      return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf)), params)
+
     # a step that takes its state needs each apart
-    mu, average, nu = (jax.tree.map(zeros, params) for _ in range(3))
-    return WindowAdamState(jnp.zeros([], jnp.int32), stored(mu), average, nu)
+    mu = self._stored(zeros())
+    return WindowAdamState(jnp.int32(0), mu, zeros(), zeros())
 
   def update(
-    updates: optax.Updates, state: WindowAdamState, params: optax.Params | None = None
+    self,
+    updates: optax.Updates,
+    state: WindowAdamState,
+    params: optax.Params | None = None,
   ) -> tuple[optax.Updates, WindowAdamState]:
+    """Adam's update, in the dtypes of `updates`, and the next state."""
     del params
     step = optax.safe_increment(state.step)
     count = step.astype(jnp.result_type(float))
-    widen = lambda x, v: x.astype(wide_dtype(v))
-    grads, mu, average, nu = (
-      jax.tree.map(widen, tree, state.nu) for tree in (updates, *state[1:])
-    )
-    mu = optax.tree.update_moment(grads, mu, b1, 1)
-    average = optax.tree.update_moment(grads, average, decay, 1)
+    decay = (self.window - 1) / (self.window + 1)
+    cast = lambda x, v: x.astype(wide_dtype(v))
+    widen = lambda tree: jax.tree.map(cast, tree, state.nu)
+    grads = widen(updates)
+    mu = optax.tree.update_moment(grads, widen(state.mu), self.b1, 1)
+    average = optax.tree.update_moment(grads, widen(state.average), decay, 1)
     recent = optax.tree.bias_correction(average, decay, count)
-    nu = optax.tree.update_moment_per_elem_norm(recent, nu, b2, 2)
+    nu = optax.tree.update_moment_per_elem_norm(recent, widen(state.nu), self.b2, 2)
     scaled = jax.tree.map(
-      lambda m, v, grad: (m / (jnp.sqrt(v) + eps)).astype(grad.dtype),
-      optax.tree.bias_correction(mu, b1, count),
-      optax.tree.bias_correction(nu, b2, count),
-      updates,
+      lambda m, v: m / (jnp.sqrt(v) + self.eps),
+      optax.tree.bias_correction(mu, self.b1, count),
+      optax.tree.bias_correction(nu, self.b2, count),
     )
-    return scaled, WindowAdamState(step, stored(mu), average, nu)
+    scaled = optax.tree.cast_like(scaled, updates)
+    return scaled, WindowAdamState(step, self._stored(mu), average, nu)
 
-  return optax.GradientTransformation(init, update)
+  def _stored(self, mu: optax.Updates) -> optax.Updates:
+    if self.mu_dtype is None:
+      return mu
+    cast = lambda m: m if jnp.iscomplexobj(m) else m.astype(self.mu_dtype)
+    return jax.tree.map(cast, mu)
 
 
 def _unrounded_decay(decay: Any) -> Any:
   """A decay in float32; below 1, where rounding to 16 bits has made it 1."""
-  dtype = jnp.result_type(decay)
-  if wide_dtype(decay) == dtype:
+  if wide_dtype(decay) == jnp.result_type(decay):
     return decay
-  most = 1 - float(jnp.finfo(dtype).epsneg) / 2
-  return jnp.minimum(jnp.asarray(decay, jnp.float32), most)
+  most = 1 - float(jnp.finfo(decay.dtype).epsneg) / 2
+  return jnp.minimum(decay.astype(jnp.float32), most)
 
 
 def _unrounded_eps(eps: Any) -> Any:
   """ε in float32; above 0, where rounding to 16 bits has made it 0."""
-  dtype = jnp.result_type(eps)
-  if wide_dtype(eps) == dtype:
+  if wide_dtype(eps) == jnp.result_type(eps):
     return eps
-  least = float(jnp.finfo(dtype).smallest_subnormal) / 4
-  return jnp.maximum(jnp.asarray(eps, jnp.float32), least)
+  least = float(jnp.finfo(eps.dtype).smallest_subnormal) / 4
+  return jnp.maximum(eps.astype(jnp.float32), least)
