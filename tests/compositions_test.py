@@ -298,6 +298,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:make_train_step. 8 steps in a row")
 @pytest.mark.parametrize(
   ("name", "composition", "dtype"),
   [row(*cell, quick=cell in QUICK, id="-".join(cell)) for cell in CELLS],

@@ -149,7 +149,7 @@ def test_steps_leaves_and_precision(tmp_path):
   _, step, tokens, accumulate, *_, simulated = snippets("docs/how_to/training_step.md")
   special, _, embedding, frozen, local, adapters = snippets("docs/how_to/leaves.md")
   cast, scaled, wire = snippets("docs/how_to/precision.md")
-  conjugated, hyperparameters = snippets("docs/sharp_bits.md")
+  conjugated, judged, hyperparameters = snippets("docs/sharp_bits.md")
   still = "assert float(abs(params['bias']).max()) == 0\n"
   parts = [
     CONTEXT,
@@ -187,6 +187,8 @@ def test_steps_leaves_and_precision(tmp_path):
         conjugated,
         TRAIN,
         cast,
+        judged,
+        "assert all(jax.tree.leaves(finite))\n",
         MOVED,
         scaled,
         DATA,

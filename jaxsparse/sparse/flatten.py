@@ -43,6 +43,18 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
   return flat, unflatten
 
 
+def wide_dtype(x: Any) -> jnp.dtype:
+  """The dtype in which numbers like x are summed and averaged: float32 in place of 16 bits, else that of x.
+
+  Example:
+    >>> [wide_dtype(jnp.zeros(1, name)).name for name in ("bfloat16", "float32", "complex64")]
+    ['float32', 'float32', 'complex64']
+  """
+  dtype = jnp.result_type(x)
+  is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+  return jnp.dtype(jnp.float32) if is_narrow else dtype
+
+
 Rounding = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 

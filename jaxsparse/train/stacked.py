@@ -18,8 +18,10 @@ from jaxsparse._compat import AxisName
 from jaxsparse.comm import replication
 from jaxsparse.sparse import flatten
 from jaxsparse.train.engine import Engine, check_batch, engine_of, shape_of
+from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_state
 from jaxsparse.train.step import init
+from jaxsparse.train.worker import mean_loss
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, commit_early
 from jaxsparse.transform.checks import check_workers
@@ -102,6 +104,7 @@ def stacked(
     True
   """
   engine, rows = engine_of(mesh, axis), PartitionSpec(axis)
+  skips = SkipWatch("js.stacked")
   first = lambda tree: jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
   as_row = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
@@ -132,7 +135,12 @@ def stacked(
     checked = replication.checked(
       worker, in_specs, out_specs, engine.axis, mistakes, engine.others, commit_early
     )
-    return engine.map(checked, in_specs, out_specs)(grads, state, params, extra)
+    updates, after = engine.map(checked, in_specs, out_specs)(
+      grads, state, params, extra
+    )
+    skips.add([node.counters.skipped for node in states.reduce_states(after)])
+    skips.look(gradients=grads, params=params, state=after)
+    return updates, after
 
   def each(
     function: Callable,
@@ -164,7 +172,7 @@ def stacked(
         trained(params), *batch, **shared
       )
       loss, aux = value if has_aux else (value, ())
-      return engine.comm.all_reduce(loss) / engine.workers, as_row(aux), as_row(grads)
+      return mean_loss(engine.comm, loss), as_row(aux), as_row(grads)
 
     def value_and_grad_of(
       params: optax.Params, state: Any, *batch: Any, **shared: Any

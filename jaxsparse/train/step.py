@@ -19,6 +19,7 @@ from jaxsparse.train import replicas, starting
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
 from jaxsparse.train.engine import check_batch, engine_of, shape_of
+from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.train.worker import TO_LOSS, AuxReduce, ModelState, StepMetrics, Worker
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
@@ -62,7 +63,8 @@ def init(
       state precedes the transform.
 
   Warns: UserWarning: if no transform covers a leaf, whose update would be made of the
-    gradient of one worker.
+    gradient of one worker; if an optimizer keeps averages other than momentum in 16
+    bits, as `optax.adam` does for parameters of 16 bits.
 
   Example:
     >>> import jax, jax.numpy as jnp, jaxsparse as js
@@ -80,6 +82,7 @@ def init(
   replicas.check_processes(engine, params, "params")
   state, specs = starting.place_state(engine, tx.init, params)
   starting.check_update(engine, tx, params, state, specs)
+  checks.warn_of_narrow(state)
   return state
 
 
@@ -152,7 +155,7 @@ def make_train_step(
       copy of both.
 
   Returns:
-    A `TrainStep`.
+    A `TrainStep`. It warns once where eight steps in a row were skipped.
 
   Raises:
     ValueError: if the mesh has no such axis, or an option is outside its choices. When
@@ -218,6 +221,7 @@ class TrainStep:
     ] = {}  # the specs of steps, the programs of steps and exchanges
     # programs that all processes have, with the shapes of their batches
     self._alike: set[Any] = set()
+    self._skips = SkipWatch("make_train_step")
     self._known: Any = (
       None  # identifies the state that was returned last, which needs no check
     )
@@ -239,7 +243,33 @@ class TrainStep:
       program, *arguments, follow=lambda results: results[2].loss
     )
     self._known = _identity(state)
+    self._skips.add(metrics.skipped, metrics.loss)
+    self._skips.look(
+      find=lambda: self._find_gradients(_arguments(params, state, batch, named)),
+      batch=batch,
+      params=params,
+      state=state,
+    )
     return params, state, metrics
+
+  def _find_gradients(self, arguments: tuple[Any, ...]) -> list[str] | None:
+    """The names of gradients, and of the model state, that are not finite at a worker, with its number.
+
+    None where several processes would have to call.
+    """
+    engine = self._engine
+    if engine.processes > 1:
+      return None
+    _, specs = self._program(*arguments)
+    lies = engine.shardings(arguments, specs)
+    function = functools.partial(self._worker.finite_gradients, engine.comm)
+    program = engine.jit(function, specs, engine.split, shardings=lies and (lies, None))
+    flags = dispatch(program, *engine.place(arguments, specs))
+    return [
+      f"{name} of worker {np.argmin(finite)}"
+      for name, finite in jax.tree.map(np.asarray, flags).items()
+      if not finite.all()
+    ]
 
   def synchronize(
     self, params: optax.Params, state: Any, **extra: Any

@@ -78,20 +78,16 @@ class Worker(NamedTuple):
 
     `given` are the keyword arguments of the step, by name.
     """
-    extra = dict(given or {})
-    rng, before, shared = (extra.pop(name, None) for name in TO_LOSS)
-    own = (
-      jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
-    )
-    key = None if rng is None else jax.random.fold_in(rng, comm.rank)
-    loss, grads, model_state, aux = _gradients(
-      self, trained(own_params(params, state)), batch, key, own, shared
+    given = given or {}
+    before = given.get("model_state")
+    extra = {name: value for name, value in given.items() if name not in TO_LOSS}
+    (loss, grads, model_state, aux), finite = self._own_gradients(
+      comm, params, state, batch, given
     )
     # NaN in it would stay for good: mark the gradient, and all workers skip the step
-    if own is not None:
-      finite = flatten.stays_finite(own, model_state)
+    if before is not None:
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
-    loss = comm.all_reduce(loss) / comm.size
+    loss = mean_loss(comm, loss)
     extra = {"value": loss} | extra if gives_value else extra
     updates, state = atomic(self.tx).update(grads, state, params, **extra)
     params = optax.apply_updates(params, updates)
@@ -114,6 +110,39 @@ class Worker(NamedTuple):
         _words_beside(self, comm.size, aux, model_state),
       ),
     )
+
+  def finite_gradients(
+    self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: Any = None
+  ) -> dict[str, jax.Array]:
+    """Whether each gradient of one worker is finite, and the model state after it, bool[1], by name."""
+    (_, grads, *_), finite = self._own_gradients(
+      comm, params, state, batch, given or {}
+    )
+    flags = {
+      f"gradients{name}": flatten.all_finite(grad)
+      for name, grad in flatten.leaves_by_name(grads).items()
+    }
+    flags["model_state"] = jnp.asarray(finite)
+    return jax.tree.map(lambda flag: flag[None], flags)
+
+  def _own_gradients(
+    self,
+    comm: Comm,
+    params: optax.Params,
+    state: Any,
+    batch: Any,
+    given: dict[str, Any],
+  ) -> tuple[tuple[Any, ...], jax.Array | bool]:
+    """`_gradients` at the parameters of one worker, and whether its model state stays finite."""
+    rng, before, shared = (given.get(name) for name in TO_LOSS)
+    own = (
+      jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
+    )
+    key = None if rng is None else jax.random.fold_in(rng, comm.rank)
+    found = _gradients(
+      self, trained(own_params(params, state)), batch, key, own, shared
+    )
+    return found, own is None or flatten.stays_finite(own, found[2])
 
   def step_instead(self, comm: Comm, error: TypeError) -> Callable:
     """The step that gives `tx` no `value=`, where a transformation without extra arguments was given it.
@@ -146,6 +175,12 @@ class Worker(NamedTuple):
     return optax.apply_updates(
       params, map_seen(own, states.reduce_states(state), updates)
     ), after
+
+
+def mean_loss(comm: Comm, loss: jax.Array) -> jax.Array:
+  """The mean over workers; in float16 their sum may be Inf."""
+  total = comm.all_reduce(loss.astype(flatten.wide_dtype(loss)))
+  return (total / comm.size).astype(loss.dtype)
 
 
 def _gradients(
@@ -204,8 +239,8 @@ def _accumulated(
 ) -> tuple[Any, ...]:
   """`_gradients` over micro-batches, one after the other.
 
-  Loss and gradients are averaged in float32 or float64, each micro-batch gets the model
-  state of the one before, and aux is reduced.
+  Loss and gradients are averaged in their dtype, in float32 where that has 16 bits.
+  Each micro-batch gets the model state of the one before, and aux is reduced.
   """
   parts = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
 
@@ -217,11 +252,12 @@ def _accumulated(
     total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads))
     return (total, model_state), aux
 
-  least = lambda x: jnp.float64 if jnp.result_type(x) == jnp.float64 else jnp.float32
   loss = jax.eval_shape(
     grads_of_part, jax.tree.map(lambda x: x[0], parts), key, model_state
   )[0]
-  zeros = jax.tree.map(lambda x: jnp.zeros_like(x, least(x)), (loss, params))
+  zeros = jax.tree.map(
+    lambda x: jnp.zeros_like(x, flatten.wide_dtype(x)), (loss, params)
+  )
   numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
   ((loss, grads), model_state), aux = jax.lax.scan(
     accumulate_part, (zeros, model_state), (numbers, parts)

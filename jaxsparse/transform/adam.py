@@ -1,20 +1,23 @@
 """Adam for a worker that trains by itself: its second moment is about that of the mean gradient of all workers."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxsparse.sparse.flatten import wide_dtype
 from jaxsparse.types import check_whole
 
 
 class WindowAdamState(NamedTuple):
   """The state of `js.scale_by_window_adam`.
 
+  All averages are float32 where the parameters have 16 bits, else of their dtype.
+
   Attributes:
     step: number of steps so far, i32[].
-    mu: m, the moving average of gradients, like the parameters.
+    mu: m, the moving average of gradients, or as `mu_dtype` says.
     average: a, a moving average of gradients over the window, without bias correction.
     nu: v, the moving average of the squares of â.
   """
@@ -26,7 +29,11 @@ class WindowAdamState(NamedTuple):
 
 
 def scale_by_window_adam(
-  window: int, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8
+  window: int,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  eps: float = 1e-8,
+  mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
   """Adam whose second moment is that of averages over W gradients instead of single ones.
 
@@ -48,17 +55,26 @@ def scale_by_window_adam(
   gradient was zero for long and then is not, the first update is up to (W + 1)/2 times
   as large as Adam's; clip the updates if that happens in your model.
 
+  With parameters of 16 bits all averages and the arithmetic are float32, which
+  `optax.adam` does not do: bfloat16 takes b₂ = 0.999 for 1, and float16 takes ε = 1e-8
+  for 0. Updates have the dtype of the gradients. `optax.inject_hyperparams` rounds b₁,
+  b₂ and ε to the dtype of the parameters, unless it has `hyperparam_dtype=jnp.float32`.
+  A decay that it has rounded to 1 is taken as 1 − 2⁻⁹ (bfloat16) or 1 − 2⁻¹² (float16),
+  and an ε of 0 in float16 as 1.5e-8: numbers that are rounded so.
+
   Args:
     window: W, a whole number from 1 to 2²⁰.
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: ε, added to the denominator.
+    mu_dtype: the floating-point dtype in which m is stored, as in `optax.adam`; None
+      stores it as the other averages. Complex m stays complex.
 
   Returns:
     An `optax.GradientTransformation`; multiply by the rate after it.
 
   Raises:
-    ValueError: for a window that is no such number.
+    ValueError: for a window that is no such number, or such a dtype.
 
   Example:
     The updates of four workers, each with an Adam of its own, exchanged as signs:
@@ -70,29 +86,84 @@ def scale_by_window_adam(
     ...   every=1, apply_residual=True)
   """
   check_whole("scale_by_window_adam", 1, 2**20, window=window)
-  # the arithmetic of a number of numpy would overflow, and change dtypes
-  window = int(window)
-  decay = (window - 1) / (window + 1)
+  if mu_dtype is not None and not jnp.issubdtype(mu_dtype, jnp.floating):
+    raise ValueError(
+      f"scale_by_window_adam: mu_dtype={mu_dtype!r}, choose a floating-point dtype, or None"
+    )
+  adam = _WindowAdam(
+    # the arithmetic of a number of numpy would overflow, and change dtypes
+    int(window),
+    _unrounded_decay(b1),
+    _unrounded_decay(b2),
+    _unrounded_eps(eps),
+    mu_dtype,
+  )
+  return optax.GradientTransformation(adam.init, adam.update)
 
-  def init(params: optax.Params) -> WindowAdamState:
+
+class _WindowAdam(NamedTuple):
+  """The arguments of `scale_by_window_adam`."""
+
+  window: int
+  b1: Any
+  b2: Any
+  eps: Any
+  mu_dtype: Any
+
+  def init(self, params: optax.Params) -> WindowAdamState:
+    """The state before the first step."""
+
+    def zeros() -> optax.Updates:
+      return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf)), params)
+
     # a step that takes its state needs each apart
-    mu, average, nu = (optax.tree.zeros_like(params) for _ in range(3))
-    return WindowAdamState(jnp.zeros([], jnp.int32), mu, average, nu)
+    mu = self._stored(zeros())
+    return WindowAdamState(jnp.int32(0), mu, zeros(), zeros())
 
   def update(
-    updates: optax.Updates, state: WindowAdamState, params: optax.Params | None = None
+    self,
+    updates: optax.Updates,
+    state: WindowAdamState,
+    params: optax.Params | None = None,
   ) -> tuple[optax.Updates, WindowAdamState]:
+    """Adam's update, in the dtypes of `updates`, and the next state."""
     del params
     step = optax.safe_increment(state.step)
-    mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-    average = optax.tree.update_moment(updates, state.average, decay, 1)
-    recent = optax.tree.bias_correction(average, decay, step)
-    nu = optax.tree.update_moment_per_elem_norm(recent, state.nu, b2, 2)
+    count = step.astype(jnp.result_type(float))
+    decay = (self.window - 1) / (self.window + 1)
+    cast = lambda x, v: x.astype(wide_dtype(v))
+    widen = lambda tree: jax.tree.map(cast, tree, state.nu)
+    grads = widen(updates)
+    mu = optax.tree.update_moment(grads, widen(state.mu), self.b1, 1)
+    average = optax.tree.update_moment(grads, widen(state.average), decay, 1)
+    recent = optax.tree.bias_correction(average, decay, count)
+    nu = optax.tree.update_moment_per_elem_norm(recent, widen(state.nu), self.b2, 2)
     scaled = jax.tree.map(
-      lambda m, v: m / (jnp.sqrt(v) + eps),
-      optax.tree.bias_correction(mu, b1, step),
-      optax.tree.bias_correction(nu, b2, step),
+      lambda m, v: m / (jnp.sqrt(v) + self.eps),
+      optax.tree.bias_correction(mu, self.b1, count),
+      optax.tree.bias_correction(nu, self.b2, count),
     )
-    return scaled, WindowAdamState(step, mu, average, nu)
+    scaled = optax.tree.cast_like(scaled, updates)
+    return scaled, WindowAdamState(step, self._stored(mu), average, nu)
 
-  return optax.GradientTransformation(init, update)
+  def _stored(self, mu: optax.Updates) -> optax.Updates:
+    if self.mu_dtype is None:
+      return mu
+    cast = lambda m: m if jnp.iscomplexobj(m) else m.astype(self.mu_dtype)
+    return jax.tree.map(cast, mu)
+
+
+def _unrounded_decay(decay: Any) -> Any:
+  """A decay in float32; below 1, where rounding to 16 bits has made it 1."""
+  if wide_dtype(decay) == jnp.result_type(decay):
+    return decay
+  most = 1 - float(jnp.finfo(decay.dtype).epsneg) / 2
+  return jnp.minimum(decay.astype(jnp.float32), most)
+
+
+def _unrounded_eps(eps: Any) -> Any:
+  """ε in float32; above 0, where rounding to 16 bits has made it 0."""
+  if wide_dtype(eps) == jnp.result_type(eps):
+    return eps
+  least = float(jnp.finfo(eps.dtype).smallest_subnormal) / 4
+  return jnp.maximum(eps.astype(jnp.float32), least)

@@ -11,12 +11,18 @@ import optax
 
 from jaxsparse import _compat
 from jaxsparse.comm import AxisComm, varying
-from jaxsparse.sparse.flatten import check_leaves, leaf_shapes, leaves_by_name
+from jaxsparse.sparse.flatten import (
+  check_leaves,
+  leaf_shapes,
+  leaves_by_name,
+  wide_dtype,
+)
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import (
   LocalState,
   ReduceState,
   checksum_of,
+  is_reduce_state,
   local_states,
   reduce_states,
 )
@@ -339,6 +345,35 @@ def warn_of_frozen(state: Any, *trees: Any) -> None:
           "special={'its name': 'dense'}, or keep what is frozen out of the parameters, step(..., shared=)",
           stacklevel=2,
         )
+
+
+# Fields of states that 16 bits suffice for: momentum, whose memory is short, and what is
+# no average.
+_NARROW = {"mu", "trace", "acc_grads", "hyperparams", "flight"}
+
+
+def warn_of_narrow(state: Any) -> None:
+  """Warns of an optimizer that keeps other averages than momentum in 16 bits, naming the first array."""
+  found = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state):
+    fields = {getattr(key, "name", "") for key in path}
+    is_average = not is_reduce_state(leaf) and _NARROW.isdisjoint(fields)
+    if is_average and wide_dtype(leaf) != leaf.dtype:
+      found.append((jax.tree_util.keystr(path), leaf.dtype.name))
+  if not found:
+    return
+  (name, dtype), *others = found
+  more = f" and {len(others)} more" if others else ""
+  lost = {
+    "bfloat16": "a decay of 0.999 to 1, so that nothing is forgotten",
+    "float16": "an eps of 1e-8, and squares below 3e-8, to 0",
+  }
+  warnings.warn(
+    f"js.init: the optimizer keeps state{name}{more} in {dtype}, the dtype of its parameters, which rounds "
+    f"{lost[dtype]}: keep parameters in float32 and cast them in loss_fn, or take js.scale_by_window_adam, whose "
+    "averages are float32 (with window=1 it is Adam)",
+    stacklevel=3,
+  )
 
 
 def check_local(comm: Comm, grads: optax.Updates) -> None:

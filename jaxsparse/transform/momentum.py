@@ -16,11 +16,14 @@ masking, §3.2): it would push further in the direction of an old gradient.
 
 import numbers
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import optax
 
 from jaxsparse.collectives import Collective, SparseCollective
 from jaxsparse.collectives._wrapped import EF21, Corrected, WarmedUp, Wrapped
+from jaxsparse.sparse.flatten import wide_dtype
 from jaxsparse.transform.update import Transform
 from jaxsparse.types import check_fraction, check_whole, is_number
 
@@ -89,9 +92,13 @@ def momentum_corrected(
     return corrected
   # which is known inside the axis
   largest = lambda: clip_norm * transform.comm.size**-0.5
-  clip = lambda grads, _: optax.clip_by_global_norm(largest()).update(
-    grads, optax.EmptyState()
-  )[0]
+
+  def clip(grads: optax.Updates, params: Any) -> optax.Updates:  # noqa: ARG001
+    # in float16 the square of 256 is Inf, and the clipped gradient would be 0
+    wide = jax.tree.map(lambda grad: grad.astype(wide_dtype(grad)), grads)
+    clipped, _ = optax.clip_by_global_norm(largest()).update(wide, optax.EmptyState())
+    return optax.tree.cast_like(clipped, grads)
+
   return optax.chain(optax.stateless(clip), corrected)
 
 

@@ -203,6 +203,39 @@ def test_extra_arguments_and_the_mean_loss_as_value_reach_optax():
     assert summed[1][1] == metrics.loss
 
 
+# Micro-batches.
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+  "dtype",
+  quick_of(
+    ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"],
+    quick=["float16", "complex64"],
+  ),
+)
+def test_gradients_of_micro_batches_are_averaged_in_a_dtype_that_holds_their_sum(dtype):
+  """Against numpy; the sum of two of 50,000 is Inf in float16, and complex leaves have an imaginary part."""
+  is_complex, is_wide = dtype.startswith("complex"), dtype in ("float64", "complex128")
+  comm = sim(2)
+  tx = optax.chain(js.dense_transform(comm), optax.sgd(1.0))
+  if is_complex:
+    conjugate = optax.stateless(lambda grads, _: jax.tree.map(jnp.conj, grads))
+    tx = optax.chain(conjugate, optax.contrib.split_real_and_imaginary(tx))
+  batch = 50_000 + 100 * normals(0, 8, 3).astype(np.complex128)
+  batch += 1j * normals(1, 8, 3) if is_complex else 0
+  loss = lambda params, batch: -jnp.real(jnp.vdot(batch.mean(0), params["w"]))
+  with jax.enable_x64(is_wide):
+    given = jnp.asarray(batch if is_complex else batch.real, dtype)
+    params = {"w": jnp.zeros(3, dtype)}
+    step = js.make_train_step(loss, tx, comm, accumulate=2)
+    after, _, metrics = step(params, js.init(tx, params, comm), given)
+    assert (after["w"].dtype, bool(metrics.skipped)) == (dtype, False)
+    expected = np.asarray(given).astype(np.complex128).mean(0)
+    tolerance = {"float16": 1e-3, "bfloat16": 1e-2}.get(dtype, 1e-6)
+    np.testing.assert_allclose(after["w"].astype(complex), expected, rtol=tolerance)
+
+
 # Aux.
 
 
@@ -316,6 +349,7 @@ def test_each_worker_and_micro_batch_has_a_key_of_its_own():
 # Micro-batches.
 
 
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_micro_batches_give_the_step_of_the_whole_batch(dtype):
   """With whole numbers, whose sums are exact in any order; means of losses are rounded, or not, as XLA likes."""

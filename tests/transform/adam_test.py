@@ -43,6 +43,62 @@ def test_equals_the_formulas_in_numpy():
   np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
+HALF = [jnp.float16, jnp.bfloat16]
+
+
+@pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [*HALF, jnp.float32], ids=str)
+@pytest.mark.parametrize("promotion", ["strict", "standard"])
+def test_moments_of_16_bit_parameters_are_those_of_float32(dtype, mu_dtype, promotion):
+  """Gradients of 0, 1e-4 and 300, all of which become a hundredth after 500 steps: the second moment forgets."""
+  first = np.array([0, 1e-4, 300, -2], np.float64)
+  size = np.repeat([1, 0.01], [500, 1500])
+  grads = jnp.asarray(np.outer(size, first), dtype)
+  with jax.numpy_dtype_promotion(promotion):
+    got, state = after(js.scale_by_window_adam(4, mu_dtype=mu_dtype), grads)
+    expected, _ = after(js.scale_by_window_adam(4), grads.astype(jnp.float32))
+  assert got.dtype == dtype
+  assert (state.average.dtype, state.nu.dtype) == (jnp.float32, jnp.float32)
+  assert state.mu.dtype == (mu_dtype or jnp.float32)
+  tolerance = 0.05 if mu_dtype else 0.01 if dtype == jnp.bfloat16 else 0.001
+  np.testing.assert_allclose(got.astype(jnp.float32), expected, rtol=tolerance)
+  # two thousand steps that forgot nothing would leave 0.01
+  assert 0.02 < float(expected[2]) < 0.05
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_hyperparameters_that_optax_has_rounded(dtype):
+  """0.999 is 1 in bfloat16, 1e-8 and 0.9999 are 0 and 1 in float16."""
+  make = optax.inject_hyperparams(js.scale_by_window_adam, static_args="window")
+  tx = make(window=2, b2=0.9999)
+  params = jnp.zeros(3, dtype)
+  state = tx.init(params)
+  assert float(state.hyperparams["b2"]) == 1
+  grads = jnp.array([0, 0.001, 1], dtype)
+  for _ in range(3):
+    updates, state = tx.update(grads, state, params)
+  np.testing.assert_allclose(updates.astype(jnp.float32), [0, 1, 1], rtol=0.01)
+
+
+def test_complex_and_double_moments_keep_their_dtype():
+  tx = js.scale_by_window_adam(2, mu_dtype=jnp.bfloat16)
+  grads = jnp.array([3 + 4j, 1j], jnp.complex64)
+  updates, state = tx.update(grads, tx.init(grads))
+  np.testing.assert_allclose(updates, [0.6 + 0.8j, 1j], rtol=1e-5)
+  assert (state.mu.dtype, state.nu.dtype) == (jnp.complex64, jnp.complex64)
+  with jax.enable_x64(True):
+    grads = jnp.array([1e-300, 1.0], jnp.float64)
+    updates, state = js.scale_by_window_adam(2).update(grads, tx.init(grads))
+    assert (updates.dtype, state.nu.dtype) == (jnp.float64, jnp.float64)
+
+
+def test_dtypes_are_checked():
+  with pytest.raises(
+    ValueError, match=r"mu_dtype=.*int8.*, choose a floating-point dtype, or None"
+  ):
+    js.scale_by_window_adam(2, mu_dtype=jnp.int8)
+
+
 @pytest.mark.parametrize("window", [0, -3, 2.5, True, "4", None, 10**9])
 def test_windows_are_checked(window):
   with pytest.raises(

@@ -97,6 +97,7 @@ def spread(state):
     row({"exchange": 3, "mu_dtype": jnp.bfloat16}),
   ],
 )
+@pytest.mark.filterwarnings("ignore:js.init. the optimizer keeps .* in bfloat16")
 def test_muon_and_its_adam_beside_fragments_delay_residuals_and_dtypes(options):
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
   step, params, state = start(

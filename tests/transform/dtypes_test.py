@@ -1,5 +1,8 @@
 """Parameters in float16 and bfloat16: the cast of an update is inside error feedback, and judged for NaN and Inf."""
 
+import re
+import warnings
+
 import hypothesis
 import hypothesis.extra.numpy
 import jax
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.sparse import flatten
-from tests.cases import normals, quick_of, sim, start
+from tests.cases import averaged, normals, quick_of, row, sim, start
 
 
 def test_a_mean_that_float16_cannot_hold_is_skipped_and_kept():
@@ -77,6 +80,14 @@ def test_what_is_rounded_off_decays_as_the_residual_does():
   )
 
 
+def test_the_mean_of_losses_whose_sum_is_too_large_for_float16():
+  loss = lambda params, batch: jnp.vdot(params, batch[0])
+  step, params, state = start(averaged(sim(3)), sim(3), jnp.ones(1, jnp.float16), loss)
+  batch = jnp.array([[30_000.0], [40_000], [50_000]], jnp.float16)
+  loss = step(params, state, batch)[2].loss
+  assert (loss.dtype, float(loss)) == (jnp.float16, 40_000)
+
+
 @pytest.mark.parametrize("value", quick_of([257.0, 99968.0], quick=[99968.0]))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
 def test_flush_of_local_steps_leaves_what_the_dtype_cannot_hold(dtype, value):
@@ -138,3 +149,130 @@ def test_rounding_of_entries_is_that_of_their_leaf():
   # an empty slot
   assert float(to(jnp.array([0.1]), jnp.array([9]))[0]) == np.float32(0.1)
   assert flatten.rounding([3, 2], [dtypes[1]] * 2) is None
+
+
+RATE = optax.scale_by_learning_rate(1e-3)
+WINDOW = optax.chain(js.scale_by_window_adam(2), optax.add_decayed_weights(0.01), RATE)
+
+
+def by_signs(inner, comm, **options):
+  signs = optax.chain(js.onebit_transform(comm), optax.sgd(1.0))
+  return js.local_steps(inner, signs, **options)
+
+
+def injected(comm):
+  make = lambda b2, eps: optax.chain(js.scale_by_window_adam(2, b2=b2, eps=eps), RATE)
+  inner = optax.inject_hyperparams(make)(b2=0.999, eps=1e-8)
+  return by_signs(inner, comm, every=1, apply_residual=True)
+
+
+def corrected(comm):
+  """Gradients whose squares float16 does not hold, clipped."""
+  sparse = js.warmed_up(js.topka_transform(comm, density=0.5), {4: 1.0})
+  return optax.chain(js.momentum_corrected(sparse, 0.5, clip_norm=0.1), optax.sgd(0.05))
+
+
+STATEFUL = {
+  "window adam": lambda comm: by_signs(WINDOW, comm, every=1, apply_residual=True),
+  "window adam, every 4": lambda comm: by_signs(WINDOW, comm, every=4),
+  "window adam, in flight": lambda comm: by_signs(WINDOW, comm, every=4, delay=1),
+  "window adam, injected": injected,
+  "window adam, in MultiSteps": lambda comm: by_signs(
+    optax.MultiSteps(WINDOW, 2), comm, every=2
+  ),
+  "averaged momentum": lambda comm: by_signs(
+    js.average_momentum(WINDOW, comm, every=2), comm, every=1
+  ),
+  "corrected momentum": corrected,
+  "EF21": lambda comm: optax.chain(
+    js.ef21(js.onebit_transform(comm), momentum=0.5), optax.sgd(1e-5)
+  ),
+}
+
+
+QUICK_STATES = [("window adam", "float16"), ("corrected momentum", "float16")]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+  ("name", "dtypes"),
+  [
+    row(name, (dtype, dtype), quick=(name, dtype) in QUICK_STATES)
+    for name in STATEFUL
+    for dtype in ("float16", "bfloat16")
+  ]
+  + [row("window adam", ("bfloat16", "float32")), row("EF21", ("float16", "float32"))],
+)
+def test_states_of_parameters_of_16_bits_are_those_of_float32(name, dtypes):
+  """32 steps, with gradients of 0, and of numbers whose squares float16 does not hold; leaves of two dtypes too."""
+  comm = sim(2)
+  tx = STATEFUL[name](comm)
+  grads = np.concatenate(
+    [300 + 30 * normals(0, 32, 2, 6), np.zeros((32, 2, 1)), np.full((32, 2, 1), 1e-4)],
+    axis=2,
+  ).astype(np.float32)
+
+  def end(*dtypes):
+    params = [jnp.zeros(4, dtype) for dtype in dtypes]
+    loss = lambda params, batch: sum(
+      jnp.vdot(leaf, part.astype(leaf.dtype)).astype(jnp.float32)
+      for leaf, part in zip(params, jnp.split(batch[0], 2), strict=True)
+    )
+    step, params, state = start(tx, comm, params, loss)
+    for grad in grads:
+      params, state, metrics = step(params, state, grad)
+      assert not metrics.skipped
+    owed, _ = js.flush(state, params, comm)
+    wide = lambda tree: np.concatenate([np.asarray(x, np.float64) for x in tree])
+    return wide(params) - wide(owed)
+
+  expected = end("float32", "float32")
+  np.testing.assert_allclose(end(*dtypes), expected, atol=0.03 * abs(expected).max())
+  assert abs(expected[:6]).min() > 0.001
+
+
+def first_of_two(inner):
+  """The second leaf is frozen."""
+  return optax.partition(
+    {"train": inner, "freeze": optax.set_to_zero()}, {"a": "train", "b": "freeze"}
+  )
+
+
+OPTIMIZERS = {
+  "adamw": optax.adamw(0.1),
+  "nadam": optax.nadam(0.1),
+  "rmsprop": optax.rmsprop(0.1),
+  "injected": optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+  "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2),
+  "sgd": optax.sgd(0.1, momentum=0.9),
+  "lion": optax.lion(0.1),
+  "window": WINDOW,
+}
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_averages_that_an_optimizer_keeps_in_16_bits_are_named(name, is_local):
+  comm = sim(2)
+  inner = first_of_two(OPTIMIZERS[name])
+  dense = js.dense_transform(comm)
+  tx = js.local_steps(inner, dense, every=2) if is_local else optax.chain(dense, inner)
+
+  def warned(dtype, frozen):
+    params = {"a": jnp.zeros(3, dtype), "b": jnp.zeros(2, frozen)}
+    with warnings.catch_warnings(record=True) as found:
+      warnings.simplefilter("always")
+      js.init(tx, params, comm)
+    return [str(one.message) for one in found]
+
+  assert warned(jnp.float32, jnp.float16) == []
+  for dtype, loss in {"float16": "1e-8", "bfloat16": "0.999"}.items():
+    texts = warned(dtype, jnp.float32)
+    if name in ("sgd", "lion", "window"):
+      assert texts == []
+    else:
+      (text,) = texts
+      assert re.search(
+        rf"optimizer keeps state.*nu\['a'\] in {dtype}, .*{loss}.*js.scale_by_window",
+        text,
+      )

@@ -24,6 +24,7 @@ from jaxsparse.partial.rounds.outer_step import OuterStep
 from jaxsparse.partial.rounds.parts import Next
 from jaxsparse.partial.rounds.protocol import Request
 from jaxsparse.sparse.flatten import all_finite, flatten
+from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm
 
@@ -160,6 +161,7 @@ class Rounds:
     self._number = number
     self._applies = apply_residual
     self._refused = 0
+    self._skips = SkipWatch("js.partial.Rounds", "rounds")
     with processes.errors_told(place):
       addresses = [address] if isinstance(address, str) else list(address)
       step = OuterStep(outer, fragments, device)
@@ -433,6 +435,9 @@ class Rounds:
     own = self._own(after, moved)
     self._protocol.undelivered = int(undelivered[:, 0].max())
     self._refused = 0
+    self._skips.add(result.skipped)
+    # the line that calls `step`
+    self._skips.look(stacklevel=6, params=params, anchor=after)
     self._exchanger.returned = None
     self._go_on(after, moved, undelivered, recent)
     return own
