@@ -233,7 +233,7 @@ def test_a_part_is_kept_only_for_the_group_that_is_awaited(computing):
 def test_forged_parts_do_not_fill_the_memory(ready):
   """Those that are early have no more entries together than any group sends, and take the place of none of its."""
   forged = [
-    part(number, sender, *[0.0] * 30000)
+    part(number, sender, *[0.0] * 400_000)
     for number, sender in ((5, 5), (4, 6), (5, 6), (5, 7))
   ]
   ready(*forged, part(5, 0, 3, 5))

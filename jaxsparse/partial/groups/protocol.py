@@ -33,17 +33,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxsparse.partial.groups.average import Average
+from jaxsparse.partial.groups.controller import MAX_ITERATION
+from jaxsparse.partial.net.log import Warnings
 from jaxsparse.partial.net.membership import EarlyPieces, Membership, Unreachable
 from jaxsparse.partial.net.messages import (
   Answer,
-  Group,
   Piece,
   PieceKind,
   ServerMessage,
   WorkerMessage,
 )
-
-_LOG = logging.getLogger(__name__)
 
 
 class Model(NamedTuple):
@@ -88,6 +87,7 @@ class GroupProtocol:
   initial: np.ndarray  # f32[n], the model that training starts from
 
   def __post_init__(self) -> None:
+    self._log = Warnings(logging.getLogger(__name__))
     # the newest, for those who fetch it and for the file of a lost server
     self.model = Model(self.initial, 0)
     self._request = WorkerMessage.HELLO  # the last one
@@ -112,8 +112,8 @@ class GroupProtocol:
       case Answer():
         self._take_answer(event)
       case Piece(PieceKind.MODEL):
-        if membership.state == "fetching" and event.values.size == self.initial.size:
-          self._reply(Model(event.values, event.number))
+        if membership.state == "fetching":
+          self._take_model(event)
       case Piece():
         self._take_piece(event)
       case Unreachable(address):
@@ -184,6 +184,16 @@ class GroupProtocol:
     else:
       membership.tell(self._request, self.model.iteration)
 
+  def _take_model(self, piece: Piece) -> None:
+    """The model of a donor; one that cannot be that of a worker is ignored."""
+    is_model = 0 <= piece.number <= MAX_ITERATION and np.isfinite(piece.values).all()
+    if is_model and piece.values.size == self.initial.size:
+      self._reply(Model(piece.values, piece.number))
+    else:
+      self.membership.warn(
+        f"ignores a model of worker {piece.sender}: {piece.values.size} entries, iteration {piece.number}"
+      )
+
   def _reply(self, model: Model) -> None:
     self.model = model
     self.membership.reply(model)
@@ -203,7 +213,7 @@ class GroupProtocol:
       case ServerMessage.GROUP if self._awaits_group:
         self._start_average(content)
       case ServerMessage.ABORT if self._average and self._average.needs(
-        content["number"], content["worker"]
+        content["number"], content.get("worker", -1)
       ):
         self._fail(self._average, f"worker {content['worker']} is lost")
       case ServerMessage.REJECTED:
@@ -230,7 +240,7 @@ class GroupProtocol:
     )
 
   def _start_average(self, content: dict[str, Any]) -> None:
-    group = Group.parse(content)
+    group = self.membership.parse_group(content)
     average = self._average = Average(
       group, self.membership.number, self.model.vector, self.initial
     )
@@ -262,8 +272,11 @@ class GroupProtocol:
 
   def _fail(self, average: Average, reason: str) -> None:
     """Keeps the model of this worker and asks for another group."""
-    _LOG.warning(
-      f"worker {self.membership.number}: no average of {average.group.names}: {reason}"
+    membership = self.membership
+    self._log.say(
+      reason,
+      f"worker {membership.number}: no average of {average.group.names}: {reason}",
+      membership.now,
     )
     self._settle(average)
     self.membership.tell(WorkerMessage.FAILED, self._settled)

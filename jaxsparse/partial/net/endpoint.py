@@ -215,9 +215,7 @@ class Endpoint:
     self._server = self._network.client()
     self._connected = next(self._servers)
     self._server.connect(self._connected)
-    self._network.listen(
-      self._server, lambda frames: self._handle(messages.parse_answer(frames[0]))
-    )
+    self._network.listen(self._server, self._from_server)
 
   def _run(self) -> None:
     """Runs the protocol until the worker leaves or the server is lost."""
@@ -265,6 +263,13 @@ class Endpoint:
 
   def _handle(self, event: Any) -> None:
     self._protocol.handle(event, time.monotonic())
+
+  def _from_server(self, frames: list[bytes]) -> None:
+    """Gives the protocol an answer of the server; one that is malformed changes nothing."""
+    try:
+      self._handle(messages.parse_answer(frames[0]))
+    except messages.Rejected as error:
+      self._protocol.membership.warn(f"ignores a message of the server: {error}")
 
   def _from_worker(self, frames: list[bytes]) -> None:
     connection, *content = frames

@@ -21,6 +21,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.alike import Alike
+from jaxsparse.partial.net.log import Warnings
 from jaxsparse.partial.net.messages import (
   Piece,
   PieceKind,
@@ -37,10 +38,10 @@ _BEATS = 5  # heartbeats in the time after which the server drops a silent worke
 # seconds between two heartbeats at most: the next one proves that a second worker has
 # the same number
 _PULSE = 1.0
+_RIVALRY = 4  # times `limit`, for which a rival of a living worker is remembered
 _PROBES = 10  # heartbeats of the server to each worker in `limit` seconds
-_WARN_AGAIN = (
-  10.0  # seconds after which a warning that has not changed is repeated, at first
-)
+# words of early pieces beside their entries: some thousands without entries
+_EARLY_WORDS = 1 << 20
 _START = RoundPosition()
 _UNKNOWN = Alike()
 
@@ -98,9 +99,7 @@ class Membership:
     # for WELCOME, and for the next message of another worker
     self.peer_until = self.now + self.timeout
     self._last_tick = self.now
-    self._warning = ""
-    self._warned = 0.0  # when
-    self._pause = 0.0  # after it
+    self._log = Warnings(_LOG)
     self._next_signal = self.now  # when HELLO, NOT_FINITE or BEAT is sent
 
   @property
@@ -145,12 +144,7 @@ class Membership:
 
   def warn(self, text: str) -> None:
     """Logs why this worker does not go on: when that changes, and after 10, 20, 40, … seconds while it does not."""
-    changes = text != self._warning
-    if changes or self.now >= self._warned + self._pause:
-      self._pause = _WARN_AGAIN if changes else 2 * self._pause
-      self._warned = self.now
-      self._warning = text
-      _LOG.warning(f"worker {self.number} {text}")
+    self._log.say(text, f"worker {self.number} {text}", self.now)
 
   def learn(self, addresses: dict[int, str | None]) -> None:
     """The server has told addresses of workers, None of those that have left."""
@@ -160,6 +154,16 @@ class Membership:
         for worker, address in (self.addresses | addresses).items()
         if address
       }
+
+  def parse_group(self, content: dict[str, Any]) -> messages.Group:
+    """The group in a GROUP answer; raises Rejected without this worker, or an address of each member."""
+    group = messages.Group.parse(content)
+    others = {*group.members} - {self.number}
+    if not group.has(self.number) or not self.addresses.keys() >= others:
+      raise Rejected(
+        f"malformed: a group without worker {self.number}, or the address of a member: {group.names}"
+      )
+    return group
 
   def enter(self, limit: float, donor: str | None) -> None:
     """The server has answered WELCOME."""
@@ -212,6 +216,8 @@ class Membership:
         # if no request is open, the next one raises it
         self.reply(ValueError(f"worker {self.number}: {reason}"))
         self.state = state  # type: ignore[assignment]
+      elif self.state == "joining":
+        self.warn(f"is not admitted yet: {reason}")
     elif (
       self.state != "joining"
     ):  # the server has dropped this worker and aborted its group, or is another server
@@ -229,20 +235,20 @@ class Membership:
 class EarlyPieces:
   """Pieces of a group that the server has not named yet: a member sends as soon as it hears of the group."""
 
-  # that all members may send before this one hears of it; more are forged, and could
-  # fill the memory
+  # words that all members may send before this one hears of it; more are forged, and
+  # could fill the memory
   entries: int
   # by sender and tag
   pieces: dict[tuple[int, int], Piece] = dataclasses.field(default_factory=dict)
-  kept: int = 0  # entries of these
+  kept: int = 0  # words of these, `Piece.words`
 
   def keep(self, piece: Piece) -> None:
     """Keeps a piece in place of that with the same sender and tag."""
     if other := self.pieces.pop((piece.sender, piece.tag), None):
-      self.kept -= other.values.size
-    if self.kept + piece.values.size <= self.entries + messages.MOST_MEMBERS:
+      self.kept -= other.words
+    if self.kept + piece.words <= self.entries + _EARLY_WORDS:
       self.pieces[piece.sender, piece.tag] = piece
-      self.kept += piece.values.size
+      self.kept += piece.words
 
   def take(self, number: int) -> list[Piece]:
     """Those of a group; no other group can come any more."""
@@ -374,6 +380,11 @@ class Members(Generic[M]):
     worker = signal.worker
     member = self.known.get(worker)
     if member and member.connection != connection:
+      member.rivals = {
+        rival: at
+        for rival, at in member.rivals.items()
+        if at > self.now - _RIVALRY * self.limit
+      }
       asked = member.rivals.setdefault(connection, self.now)
       if member.heard > asked and self.send(
         member.connection, messages.pack_answer(ServerMessage.BEAT)
@@ -395,6 +406,7 @@ class Members(Generic[M]):
     member.connection = connection
     member.address = signal.address
     member.heard = self.now
+    self.dead_at[signal.worker] = self.now + self.limit
     member.rivals.clear()
     member.told = 0
     self._note(signal.worker, signal.address)

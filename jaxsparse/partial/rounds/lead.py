@@ -11,13 +11,14 @@ from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.membership import Member, Members
 from jaxsparse.partial.net.messages import (
   Answer,
+  Next,
   Rejected,
   RoundPosition,
   ServerMessage,
   Signal,
   WorkerMessage,
 )
-from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
+from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
 
 _UNEQUAL = RoundPosition(0, -1)  # of parts with different anchors: that of no round
 

@@ -13,10 +13,11 @@ from jax.experimental import multihost_utils
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.endpoint import Endpoint
 from jaxsparse.partial.net.membership import Member, Members, Membership
+from jaxsparse.partial.net.messages import Next
 from jaxsparse.partial.net.sockets import zmq
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.lead import LeadProtocol
-from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
+from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
 from jaxsparse.partial.rounds.protocol import RoundProtocol
 from jaxsparse.partial.rounds.slices import Whole
 

@@ -16,12 +16,11 @@ from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.alike import REFUSALS, Alike, check_start
 from jaxsparse.partial.net.endpoint import ControllerLost
-from jaxsparse.partial.net.messages import PieceKind, WorkerMessage
+from jaxsparse.partial.net.messages import Next, PieceKind, WorkerMessage
 from jaxsparse.partial.net.sockets import Keys
 from jaxsparse.partial.rounds import checks, moving, processes, slices
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.outer_step import OuterStep
-from jaxsparse.partial.rounds.parts import Next
 from jaxsparse.partial.rounds.protocol import Request
 from jaxsparse.sparse.flatten import all_finite, flatten
 from jaxsparse.transform.fragments import Fragments
