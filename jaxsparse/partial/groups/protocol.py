@@ -35,7 +35,12 @@ import numpy as np
 from jaxsparse.partial.groups.average import Average
 from jaxsparse.partial.groups.controller import MAX_ITERATION
 from jaxsparse.partial.net.log import Warnings
-from jaxsparse.partial.net.membership import EarlyPieces, Membership, Unreachable
+from jaxsparse.partial.net.membership import (
+  EarlyPieces,
+  Membership,
+  Progress,
+  Unreachable,
+)
 from jaxsparse.partial.net.messages import (
   Answer,
   Piece,
@@ -64,7 +69,7 @@ class Request(NamedTuple):
   model: Model | None = None
 
 
-Event = Request | Answer | Piece | Unreachable
+Event = Request | Answer | Piece | Progress | Unreachable
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,6 +99,8 @@ class GroupProtocol:
     self._average: Average | None = None  # in progress; the request is open
     self._settled = 0  # no piece is owed to, or expected from, groups up to this number
     self._early = EarlyPieces(self.initial.size)
+    # whether the open request goes on without the model of a donor, which does not come
+    self._has_no_donor = False
 
   def handle(self, event: Event, now: float) -> None:
     """Does what an event asks for; nothing after the end."""
@@ -118,6 +125,8 @@ class GroupProtocol:
         self._take_piece(event)
       case Unreachable(address):
         membership.miss_donor(address)
+      case Progress(address):
+        membership.hear_donor(address)
 
   def tick(self, now: float) -> None:
     """Time has passed: repeats signals, and gives up what has taken too long."""
@@ -145,7 +154,7 @@ class GroupProtocol:
       membership.reply(
         FloatingPointError(f"no model from another worker for {membership.timeout:g} s")
       )
-    elif membership.state == "joining":
+    elif membership.state == "joining" and membership.fetches_since is None:
       membership.lose("WELCOME", membership.timeout)
     elif (
       self._request == WorkerMessage.HELLO
@@ -156,9 +165,12 @@ class GroupProtocol:
         )
       )
       self._leave()
-    else:
+    else:  # it goes on with its own model, once it has joined
+      self._has_no_donor = True
       membership.donor = None
-      self._begin_request()
+      membership.await_peer()
+      if membership.state == "fetching":
+        self._begin_request()
 
   def _leave(self) -> None:
     self.membership.tell(WorkerMessage.BYE, self._settled)
@@ -196,6 +208,7 @@ class GroupProtocol:
 
   def _reply(self, model: Model) -> None:
     self.model = model
+    self._has_no_donor = False
     self.membership.reply(model)
 
   # Answers of the server.
@@ -206,7 +219,8 @@ class GroupProtocol:
     membership.learn(content.get("addresses", {}))
     match kind:
       case ServerMessage.WELCOME if membership.state == "joining":
-        membership.enter(content["limit"], content["donor"])
+        donor = None if self._has_no_donor else content["donor"]
+        membership.enter(content["limit"], donor)
         self._early = EarlyPieces(self.initial.size)
         if membership.waits:
           self._begin_request()

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from jaxsparse.partial.net import messages
+from jaxsparse.partial.net import messages, transfers
 from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.log import Warnings
 from jaxsparse.partial.net.messages import (
@@ -52,6 +52,12 @@ class Unreachable(NamedTuple):
   address: str
 
 
+class Progress(NamedTuple):
+  """Event: the donor at an address has sent a chunk of its model, or that others get it first."""
+
+  address: str
+
+
 @dataclasses.dataclass(eq=False)
 class Membership:
   """The place of one worker at its server, which is in one of several states.
@@ -72,6 +78,8 @@ class Membership:
   send: Callable[[str, Piece], None]
   answer_loop: Callable[[Any], None]  # the training loop raises exceptions
   limit: float  # how long the server may be silent; it states its own limit in WELCOME
+  # closes the connection to an address; may handle `Unreachable` before it returns
+  disconnect: Callable[[str], None] = lambda _: None
   reconnect: float = (
     0.0  # how long to wait for a server that has been silent for its limit
   )
@@ -98,6 +106,7 @@ class Membership:
     self.server_until = self.now + self.limit  # for the next message of the server
     # for WELCOME, and for the next message of another worker
     self.peer_until = self.now + self.timeout
+    self.stalled_until = self.now  # for the next byte of the donor
     self._last_tick = self.now
     self._log = Warnings(_LOG)
     self._next_signal = self.now  # when HELLO, NOT_FINITE or BEAT is sent
@@ -119,7 +128,13 @@ class Membership:
     if now - self._last_tick > self.limit / 2:
       self.server_until = max(self.server_until, now + self.limit)
       self.peer_until = max(self.peer_until, now + self.limit)
+      self.stalled_until = max(self.stalled_until, now + self.limit)
     self._last_tick = now
+    if self.state == "fetching" and now > self.stalled_until:
+      assert self.donor
+      self.warn(f"has no byte of the model of {self.donor} for a while, and asks again")
+      self.disconnect(self.donor)
+      self.miss_donor(self.donor)
 
   def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
     """Sends a signal to the server."""
@@ -185,8 +200,19 @@ class Membership:
     assert self.donor
     self.state = "fetching"
     self.fetches_since = self.now if self.fetches_since is None else self.fetches_since
+    self._await_donor()
     self.send(self.donor, Piece(PieceKind.FETCH, round_, self.number))
     return self.state == "fetching"
+
+  def _await_donor(self) -> None:
+    """The donor may be silent for a while from now on."""
+    self.stalled_until = self.now + min(self.timeout, transfers.STALLED)
+
+  def hear_donor(self, address: str) -> None:
+    """The worker at an address has sent something of its model, or that others get it first."""
+    if self.state == "fetching" and address == self.donor:
+      self.await_peer()
+      self._await_donor()
 
   def miss_donor(self, address: str) -> None:
     """The worker at an address cannot be reached: the server names another donor, if that is this one's."""

@@ -166,7 +166,9 @@ class PieceKind(enum.IntEnum):
   # asks for the receiver's model, without values; in rounds once that has been through
   # round `number`
   FETCH = 1
-  MODEL = 2  # to FETCH; number is the model's iteration, values are f32[n]
+  # to FETCH, a chunk of f32[n]; number is the model's iteration, the tag says how many
+  # chunks follow
+  MODEL = 2
   PART = (
     3  # the receiver's shard of the sender's model, for the average of group `number`
   )
@@ -174,6 +176,7 @@ class PieceKind(enum.IntEnum):
   MESSAGE = 5  # message `tag` of the sender to the receiver in round `number`
   RESIDUAL = 6  # of a worker that leaves rounds, for the receiver to take over
   TAKEN = 7  # to RESIDUAL; number is 1 if the receiver has taken it over, else 0
+  WAITS = 8  # to FETCH, once a second while the model of the sender goes to others
 
 
 class RoundPosition(NamedTuple):

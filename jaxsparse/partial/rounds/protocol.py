@@ -22,7 +22,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxsparse.partial.net.log import Warnings
-from jaxsparse.partial.net.membership import RETRY, EarlyPieces, Membership, Unreachable
+from jaxsparse.partial.net.membership import (
+  RETRY,
+  EarlyPieces,
+  Membership,
+  Progress,
+  Unreachable,
+)
 from jaxsparse.partial.net.messages import (
   Answer,
   Piece,
@@ -34,7 +40,6 @@ from jaxsparse.partial.net.messages import (
 )
 from jaxsparse.partial.rounds.exchanger import Done, Exchanger, Run, Send
 
-_MOST_DOUBLINGS = 10
 # the fractional parts of its multiples are well spread: each worker waits for another
 # time
 _GOLDEN = 0.618
@@ -76,7 +81,6 @@ class RoundProtocol:
     # random numbers
     self._settled = 0
     self._early = EarlyPieces(0)
-    self._doublings = 0  # of the time that the transfer of an anchor may take
     self._leaves = False
     self._heir = ""  # the address of who is asked to take over the residual
     self._heirs = list[str]()  # and of those to ask later
@@ -89,7 +93,7 @@ class RoundProtocol:
 
   def handle(
     self,
-    event: Request | Answer | Piece | Unreachable | Done | Send | Exception,
+    event: Request | Answer | Piece | Progress | Unreachable | Done | Send | Exception,
     now: float,
   ) -> None:
     """Does what an event asks for, nothing after the end; raises one that is an error of an exchange."""
@@ -127,6 +131,8 @@ class RoundProtocol:
         self._miss_member(self._run, self._members[address])
       case Unreachable(address):
         membership.miss_donor(address)
+      case Progress(address):
+        membership.hear_donor(address)
       case Done(number, digest) if run := self._run_of(number):
         self._take_result(run, digest)
       case Send(member, piece) if self._run_of(piece.number):
@@ -223,12 +229,9 @@ class RoundProtocol:
       membership.join_again(RETRY)
     elif self._leaves and not self._run:
       self._hand_over()
-    elif (
-      membership.donor
-    ):  # a transfer that does not end in time is begun again with twice as long
-      if membership.fetch(self._last.round):
-        membership.await_peer(membership.timeout * 2**self._doublings)
-        self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
+    elif membership.donor:
+      membership.await_peer()
+      membership.fetch(self._last.round)
     elif self._request.kind == WorkerMessage.HELLO:
       membership.reply(membership.position)
     else:
@@ -343,7 +346,6 @@ class RoundProtocol:
       return
     membership.donor = membership.fetches_since = None
     membership.state = "joined"
-    self._doublings -= 1
     membership.await_peer()
     self._begin_request()
 
