@@ -210,10 +210,14 @@ class Endpoint:
           f"no {awaited} from the controller at {self._connected} for {seconds:g} s"
         )
     except Exception as error:  # or the training loop would wait for ever
-      self._last_answer = error
+      self._end_by(error)
     finally:
       self._answers.put(self._last_answer)
       self._close()
+
+  def _end_by(self, error: Exception) -> None:
+    """Every request raises this error from now on."""
+    self._last_answer = error
 
   def _close(self) -> None:
     """Closes the sockets after the last pieces have been sent to the workers that take them."""
