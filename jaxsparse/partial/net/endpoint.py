@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.membership import Membership, Progress, Unreachable
-from jaxsparse.partial.net.messages import Piece, PieceKind, Signal
+from jaxsparse.partial.net.messages import Piece, PieceKind, ServerMessage, Signal
 from jaxsparse.partial.net.sockets import Keys, zmq
 from jaxsparse.partial.net.transfers import Assembly, Transfers, split
 
@@ -258,7 +258,9 @@ class Endpoint:
   def _from_server(self, frames: list[bytes]) -> None:
     """Gives the protocol an answer of the server; one that is malformed changes nothing."""
     try:
-      self._handle(messages.parse_answer(frames[0]))
+      answer = messages.parse_answer(frames[0])
+      if answer.kind != ServerMessage.STATUS:
+        self._handle(answer)
     except messages.Rejected as error:
       self._protocol.membership.warn(f"ignores a message of the server: {error}")
 

@@ -422,7 +422,12 @@ class Members(Generic[M]):
       raise Rejected(
         f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s"
       )
-    others = len(self.known) > (worker in self.known)
+    others = [known for number, known in self.known.items() if number != worker]
+    count = signal.address.count(",")
+    if others and count != others[0].address.count(","):
+      raise Rejected(
+        f"unlike: worker {worker} has {count + 1} addresses, the others have {others[0].address.count(',') + 1}"
+      )
     if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
       raise Rejected(f"unlike: worker {worker} has {unlike}")
 

@@ -429,7 +429,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
   "worker": strict_json.is_whole,
   "reason": _is_text,
   "alive": strict_json.is_whole,
-  "next": lambda value: value in set(Next),
+  "next": lambda value: value in [*Next],
 }
 _LAST_ROUND = {"round", "base", "digest", "run"}  # those of rounds come together
 _REQUIRED: dict[ServerMessage, set[str]] = {

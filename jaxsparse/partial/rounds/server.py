@@ -397,8 +397,8 @@ class RoundServer:
     self.members.check(
       connection, signal, at_start=signal.position.round == quorum.position.round == 0
     )
-    self._check_claim(signal)
     self._check_round(signal)
+    self._check_claim(signal)
     waiting = quorum.waiting
     self._abort(quorum.join(worker, signal.position), worker, "has joined again")
     if not quorum.waiting:  # else the anchor of this worker is not the newest one
