@@ -244,7 +244,7 @@ class Endpoint:
     for peer in self._transfers.waiting(time.monotonic()):
       self._send_back(peer, Piece(PieceKind.WAITS, 0, self._protocol.membership.number))
 
-  def _send_back(self, peer: bytes, piece: Piece) -> zmq.MessageTracker | None:
+  def _send_back(self, peer: bytes, piece: Piece) -> "zmq.MessageTracker | None":
     """Sends a piece to a worker that has connected to this one, unless it is gone."""
     with contextlib.suppress(zmq.ZMQError):
       return self._data.send_multipart(
