@@ -245,10 +245,11 @@ class Endpoint:
       self._send_back(peer, Piece(PieceKind.WAITS, 0, self._protocol.membership.number))
 
   def _send_back(self, peer: bytes, piece: Piece) -> "zmq.MessageTracker | None":
-    """Sends a piece to a worker that has connected to this one, unless it is gone."""
+    """Sends a piece to a worker that has connected to this one, unless it is gone; only last chunks are tracked."""
+    is_last = piece.tag == 0
     with contextlib.suppress(zmq.ZMQError):
       return self._data.send_multipart(
-        [peer, *piece.pack()], zmq.NOBLOCK, copy=False, track=True
+        [peer, *piece.pack()], zmq.NOBLOCK, copy=False, track=is_last
       )
     return None
 
