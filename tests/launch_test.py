@@ -478,6 +478,36 @@ STUBBORN = (
 )
 
 
+def in_memory(names):
+  """The folders with these names in shared memory."""
+  memory = pathlib.Path("/dev/shm")
+  return [path for name in names for path in memory.glob(f"**/{name}")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_in_a_rank_of_another_one_leaves_no_folder(tmp_path, number):
+  files, noted = tmp_path / "files", tmp_path / "pids"
+  files.mkdir()
+  environment = os.environ | {"TMPDIR": str(files), "PIDS": str(noted)}
+  inner = command("--ranks=1", "--", "sh", "-c", STUBBORN)
+  with subprocess.Popen(
+    command("--ranks=1", "--", *inner), env=environment, start_new_session=True
+  ) as launcher:
+    try:
+      assert soon(lambda: noted.exists() and len(noted.read_text().split()) == 2)
+      names = [path.name for path in files.rglob("jaxsparse-*") if path.is_dir()]
+      assert len(names) == len(in_memory(names)) == 2
+      launcher.send_signal(number)
+      launcher.wait(60)
+    finally:
+      launcher.kill()
+  pids = noted.read_text().split()
+  assert soon(lambda: all(gone(int(pid)) for pid in pids))
+  assert soon(lambda: not os.listdir(files))
+  assert soon(lambda: not in_memory(names))
+
+
 @pytest.mark.parametrize(
   ("signals", "engine"),
   [

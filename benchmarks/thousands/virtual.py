@@ -8,9 +8,14 @@ from typing import Any
 
 from benchmarks.thousands.timeline import Timeline
 from jaxsparse.partial.net import messages
-from jaxsparse.partial.net.endpoint import Transfers
-from jaxsparse.partial.net.membership import Members, Membership, Unreachable
+from jaxsparse.partial.net.membership import (
+  Members,
+  Membership,
+  Progress,
+  Unreachable,
+)
 from jaxsparse.partial.net.messages import Answer, Piece, PieceKind, Signal
+from jaxsparse.partial.net.transfers import Transfers
 from jaxsparse.partial.rounds.protocol import RoundProtocol
 from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
@@ -44,6 +49,7 @@ class VirtualWorker:
     # of the anchor to other processes, one after the other
     self._transfers = Transfers()
     self._busy_until = 0.0
+    self._receiver: VirtualWorker | None = None
     outlets = self.tell, self.send, self.take
     servers = len(network.servers)
     place = Membership(
@@ -124,6 +130,7 @@ class VirtualWorker:
     if now >= self._busy_until and (peer := self._transfers.next(round_, now)):
       piece, seconds = self.make_model(peer)
       self._busy_until = now + seconds
+      self._receiver = peer
       self.network.at(self._busy_until, self, self._end_transfer, peer, piece)
 
   def _end_transfer(self, peer: "VirtualWorker", model: Piece) -> None:
@@ -135,6 +142,11 @@ class VirtualWorker:
   def tick(self) -> None:
     """Time has passed."""
     self.send_model()
+    busy = (
+      [self._receiver] if self._receiver and self.network.now < self._busy_until else []
+    )
+    for peer in self._transfers.waiting(self.network.now) + busy:
+      self.network.post((self, peer), peer, peer.handle, Progress(self.address))
     self.protocol.tick(self.network.now)
 
 

@@ -60,6 +60,7 @@ _GIVE_UP = 10.0  # seconds that a guard waits for processes to end after SIGKILL
 # the pipe open
 _DRAIN = 0.2
 _MEMORY = "/dev/shm"
+FOLDER = "jaxsparse-"  # begins the name of a folder of records
 _LONGEST = 2000  # characters of a line in a record
 _LONGEST_OUTPUT = 1 << 16  # characters of a line that the guard reads at once
 _PR_SET_PDEATHSIG = 1
@@ -96,8 +97,15 @@ def shorten(text: str) -> str:
 
 
 def memory_of(folder: str) -> str:
-  """The folder in shared memory that belongs to a folder of records: MPI would leave files there of ranks that die."""
-  return os.path.join(_MEMORY, os.path.basename(folder))
+  """The folder in shared memory that belongs to a folder of records: MPI would leave files there of ranks that die.
+
+  Example:
+    >>> memory_of("/tmp/jaxsparse-outer/jaxsparse-inner")  # of a launcher in a rank of another one
+    '/dev/shm/jaxsparse-outer/jaxsparse-inner'
+  """
+  parent, name = os.path.split(folder)
+  is_nested = os.path.basename(parent).startswith(FOLDER)
+  return os.path.join(memory_of(parent) if is_nested else _MEMORY, name)
 
 
 def die_with_parent(number: int, parent: int) -> None:

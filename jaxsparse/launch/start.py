@@ -150,7 +150,7 @@ def run(
     for attempt in range(restarts + 1):
       try:
         with tempfile.TemporaryDirectory(
-          prefix="jaxsparse-", ignore_cleanup_errors=True
+          prefix=guard.FOLDER, dir=_outer_folder(), ignore_cleanup_errors=True
         ) as folder:
           own = {
             guard.RECORDS: folder,
@@ -184,6 +184,12 @@ def run(
         print(f"jaxsparse.launch: {error}; {again}", file=sys.stderr, flush=True)
         if signals:
           return
+
+
+def _outer_folder() -> str | None:
+  """The folder of the launcher whose rank this launcher runs in, which removes this one's with it; None for none."""
+  folder = os.environ.get(guard.RECORDS)
+  return folder if folder and os.path.isdir(folder) else None
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse.partial.net.membership import EarlyPieces
 from jaxsparse.partial.net.messages import Group, Piece, PieceKind, RoundPosition
 from jaxsparse.partial.rounds.exchanger import Exchanger, Run
 from jaxsparse.partial.rounds.outer_step import OuterStep
@@ -205,15 +206,28 @@ def test_an_exchange_ends_without_a_result_when_it_fails_or_a_message_is_unlike(
 
 
 def test_a_member_fills_no_memory_with_pieces_that_nobody_asked_for():
-  run = Run(Group((0, 1), (0.5, 0.5), 0, number=3), 0, lambda _: None, room=5)
+  group = Group((0, 1), (0.5, 0.5), 0, number=3)
+  room = Piece(PieceKind.MESSAGE, 3, 1, np.zeros(3, np.float32)).words
+  run = Run(group, 0, lambda _: None, room=2 * room - 1)
   for tag in (7, 1, 8, 9):  # of 3 words each
     run.receive(Piece(PieceKind.MESSAGE, 3, 1, np.full(3, tag, np.float32), tag))
   assert [*run._received] == [(1, 7)]
-  run = Run(Group((0, 1), (0.5, 0.5), 0, number=3), 0, lambda _: None, room=3)
+  run = Run(group, 0, lambda _: None, room=room)
   for tag in (1, 2, 3):  # as the program asks for them
     run.receive(Piece(PieceKind.MESSAGE, 3, 1, np.full(3, tag, np.float32), tag))
     (found,) = run.exchange([(np.zeros(3, np.uint32), None, 1)])
     assert found.view(np.float32).tolist() == [tag] * 3
+
+
+def test_a_member_fills_no_memory_with_pieces_without_values():
+  run = Run(Group((0, 1), (0.5, 0.5), 0, number=3), 0, lambda _: None, room=1 << 16)
+  early = EarlyPieces(1000)
+  for tag in range(20_000):
+    empty = Piece(PieceKind.MESSAGE, 3, 1, tag=tag)
+    run.receive(empty)
+    early.keep(empty)
+  assert len(run._received) <= 1000
+  assert len(early.pieces) <= 10_000
 
 
 def test_an_error_of_the_outer_chain_is_an_event(worker):

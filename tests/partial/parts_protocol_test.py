@@ -16,6 +16,7 @@ from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.membership import Member, Members, Membership
 from jaxsparse.partial.net.messages import (
   Answer,
+  Next,
   Piece,
   PieceKind,
   RoundPosition,
@@ -25,7 +26,7 @@ from jaxsparse.partial.net.messages import (
 )
 from jaxsparse.partial.rounds.exchanger import Done
 from jaxsparse.partial.rounds.lead import LeadProtocol, _digest_of
-from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
+from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
 from jaxsparse.partial.rounds.protocol import Request
 from tests.partial import protocols_test, rounds_protocol_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT

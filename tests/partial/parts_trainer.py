@@ -1,5 +1,6 @@
 """A part of a worker of rounds: `python parts_trainer.py ADDRESS WORKER PART PORT FOLDER OPTIONS`; options in JSON."""
 
+import contextlib
 import json
 import sys
 
@@ -119,15 +120,17 @@ def main(address, number, part, port, folder, parts, devices, steps, **options):
     )
 
     die_in_a_round(after=2)
+  catches = options.pop("catches", False)
   nan = options.pop("nan", None)
   meets = options.pop("meets", False)
   # the numbers of the parts whose states the parts go on from
   saved = options.pop("saved", [])
   state = dict(np.load(f"{folder}/{number}.{saved[part]}.npz")) if saved else None
   params = place(start(options.pop("dtype", "float32")))
-  with js.partial.Rounds(
-    address, number, params, chain, state=state, **options
-  ) as worker:
+  with (
+    contextlib.suppress(RuntimeError if catches else ()),
+    js.partial.Rounds(address, number, params, chain, state=state, **options) as worker,
+  ):
     report(worker._exchanger, f"{folder}/{number}.{part}")
     began = worker.round
     params = train(worker, number, steps, nan, meets)

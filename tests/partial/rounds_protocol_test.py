@@ -453,7 +453,7 @@ def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_beh
     )
     for x in aborted
   )
-  assert network.behind == len(logged("rounds.server", "which it fetches"))
+  assert network.behind == len(logged("rounds.server", "; it fetches that"))
   if disturbance == "dead":  # the members that live all say so
     assert aborted
     what = lambda lines: {re.search("round .* nobody", line)[0] for line in lines}

@@ -1,5 +1,8 @@
 """Workers of rounds in threads, with real sockets: the result of `js.local_steps`, and workers that come and go."""
 
+import decimal
+import fractions
+import math
 import threading
 import time
 
@@ -12,6 +15,7 @@ import pytest
 import zmq
 
 import jaxsparse as js
+from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.messages import Piece, PieceKind
 from jaxsparse.partial.rounds import checks, exchanger
 from jaxsparse.partial.rounds import worker as rounds
@@ -257,7 +261,8 @@ def test_a_worker_answers_one_request_of_a_peer_for_its_anchor_at_a_time():
       peer.send_multipart(Piece(PieceKind.FETCH, 0, 1).pack())
     answers = 0
     while peer.poll(2000):
-      answers += len(peer.recv_multipart()[1]) >= 4 * 10**6
+      piece = messages.parse_piece(peer.recv_multipart())
+      answers += piece.kind == PieceKind.MODEL and piece.tag == 0  # the last chunk
     peer.close()
   assert 1 <= answers < 40
 
@@ -935,3 +940,34 @@ def test_what_is_wrong_is_refused_and_the_number_stays_free(wrong, error, messag
       pytest.raises(ValueError, match="weight=1099511627776, choose"),
     ):
       worker.step(worker.params, weight=2**40)
+
+
+MASK = np.ones((4, 8))
+
+
+@pytest.mark.parametrize(
+  "weight",
+  [
+    *(32, 32.0, np.int64(32), np.uint8(32), np.float16(32), np.array(32)),
+    *(jnp.int32(32), jnp.bfloat16(32), jnp.asarray(MASK).sum(), MASK.sum()),
+    fractions.Fraction(32),
+  ],
+)
+def test_the_weight_of_a_step_is_any_whole_scalar(weight):
+  assert checks.read_weight(weight) == 32
+  assert type(checks.read_weight(weight)) is int
+
+
+@pytest.mark.parametrize(
+  "weight",
+  [
+    *(-1, 0.5, math.nan, math.inf, 2**31, 2**70, True, np.True_, jnp.bool_(True)),
+    *("32", None, 3 + 0j, np.complex64(3), [32], np.array([32]), jnp.ones((1, 1))),
+    decimal.Decimal("0.5"),
+  ],
+)
+def test_another_weight_is_refused_by_name(weight):
+  with pytest.raises(
+    ValueError, match="^step: weight=.*, choose a whole number from 0"
+  ):
+    checks.read_weight(weight)

@@ -209,7 +209,7 @@ MALFORMED = [
       (hello(2),),
       "duplicate: worker 2 has joined; if it died, it is dropped after 5 s",
     ),
-    ((Signal(WorkerMessage.READY, 1, -1),), "iteration -1 of worker 1 is malformed"),
+    ((Signal(WorkerMessage.READY, 1, -1),), "malformed: value=-1 of worker 1, choose"),
     (
       (Signal(WorkerMessage.READY, 1, 4),),
       "duplicate: worker 1 is ready already, with iteration 4",

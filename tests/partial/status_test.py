@@ -38,12 +38,12 @@ COUNTS = (
 
 
 class Hub:
-  """A server of three workers whose last answer to each connection is kept."""
+  """A server whose last answer to each connection is kept."""
 
-  def __init__(self):
+  def __init__(self, workers=3, quorum=2):
     members = Members(RoundMember, self.send, limit=5.0, now=0.0)
     self.server = RoundServer(
-      js.partial.Quorum(3, quorum=2, grace=1.0, first=0), members
+      js.partial.Quorum(workers, quorum=quorum, grace=1.0, first=0), members
     )
     self.answers = {}
 

@@ -45,7 +45,8 @@ Weigh = Callable[[Sequence[int]], tuple[tuple[float, ...], float]]
 # a worker may be about this many times slower than the others before the filter waits
 # for it
 PATIENCE = 10
-MAX_ITERATION = 2**63 - 1
+MAX_ITERATION = 2**62 - 1
+_MOST_AHEAD = 2**20  # iterations of a worker before all others
 
 _ABSENT = -1  # the component of all workers that are absent
 
@@ -235,7 +236,7 @@ class Controller:
     self._check(worker)
     if not isinstance(iteration, int) or not 0 <= iteration <= MAX_ITERATION:
       raise Rejected(
-        f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^63 − 1"
+        f"iteration {iteration!r} of worker {worker} is malformed, send a whole number in 0 … 2^62 − 1"
       )
     self._check_not_ready(worker)
     last = self._last[worker]
@@ -243,6 +244,11 @@ class Controller:
     if iteration <= last - again:
       raise Rejected(
         f"stale: iteration {iteration} of worker {worker}, which has signalled {last} before"
+      )
+    newest = max(self._last.values())
+    if newest >= 0 and iteration > newest + _MOST_AHEAD:
+      raise Rejected(
+        f"iteration {iteration} of worker {worker} is more than {_MOST_AHEAD} after {newest}, the newest of all workers"
       )
     self._last[worker] = queue[worker] = iteration
     self._group.pop(worker, None)

@@ -33,17 +33,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxsparse.partial.groups.average import Average
-from jaxsparse.partial.net.membership import EarlyPieces, Membership, Unreachable
+from jaxsparse.partial.groups.controller import MAX_ITERATION
+from jaxsparse.partial.net.log import Warnings
+from jaxsparse.partial.net.membership import (
+  EarlyPieces,
+  Membership,
+  Progress,
+  Unreachable,
+)
 from jaxsparse.partial.net.messages import (
   Answer,
-  Group,
   Piece,
   PieceKind,
   ServerMessage,
   WorkerMessage,
 )
-
-_LOG = logging.getLogger(__name__)
 
 
 class Model(NamedTuple):
@@ -65,7 +69,7 @@ class Request(NamedTuple):
   model: Model | None = None
 
 
-Event = Request | Answer | Piece | Unreachable
+Event = Request | Answer | Piece | Progress | Unreachable
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,12 +92,15 @@ class GroupProtocol:
   initial: np.ndarray  # f32[n], the model that training starts from
 
   def __post_init__(self) -> None:
+    self._log = Warnings(logging.getLogger(__name__))
     # the newest, for those who fetch it and for the file of a lost server
     self.model = Model(self.initial, 0)
     self._request = WorkerMessage.HELLO  # the last one
     self._average: Average | None = None  # in progress; the request is open
     self._settled = 0  # no piece is owed to, or expected from, groups up to this number
     self._early = EarlyPieces(self.initial.size)
+    # whether the open request goes on without the model of a donor, which does not come
+    self._has_no_donor = False
 
   def handle(self, event: Event, now: float) -> None:
     """Does what an event asks for; nothing after the end."""
@@ -112,12 +119,14 @@ class GroupProtocol:
       case Answer():
         self._take_answer(event)
       case Piece(PieceKind.MODEL):
-        if membership.state == "fetching" and event.values.size == self.initial.size:
-          self._reply(Model(event.values, event.number))
+        if membership.state == "fetching":
+          self._take_model(event)
       case Piece():
         self._take_piece(event)
       case Unreachable(address):
         membership.miss_donor(address)
+      case Progress(address):
+        membership.hear_donor(address)
 
   def tick(self, now: float) -> None:
     """Time has passed: repeats signals, and gives up what has taken too long."""
@@ -145,7 +154,7 @@ class GroupProtocol:
       membership.reply(
         FloatingPointError(f"no model from another worker for {membership.timeout:g} s")
       )
-    elif membership.state == "joining":
+    elif membership.state == "joining" and membership.fetches_since is None:
       membership.lose("WELCOME", membership.timeout)
     elif (
       self._request == WorkerMessage.HELLO
@@ -156,9 +165,12 @@ class GroupProtocol:
         )
       )
       self._leave()
-    else:
+    else:  # it goes on with its own model, once it has joined
+      self._has_no_donor = True
       membership.donor = None
-      self._begin_request()
+      membership.await_peer()
+      if membership.state == "fetching":
+        self._begin_request()
 
   def _leave(self) -> None:
     self.membership.tell(WorkerMessage.BYE, self._settled)
@@ -184,8 +196,19 @@ class GroupProtocol:
     else:
       membership.tell(self._request, self.model.iteration)
 
+  def _take_model(self, piece: Piece) -> None:
+    """The model of a donor; one that cannot be that of a worker is ignored."""
+    is_model = 0 <= piece.number <= MAX_ITERATION and np.isfinite(piece.values).all()
+    if is_model and piece.values.size == self.initial.size:
+      self._reply(Model(piece.values, piece.number))
+    else:
+      self.membership.warn(
+        f"ignores a model of worker {piece.sender}: {piece.values.size} entries, iteration {piece.number}"
+      )
+
   def _reply(self, model: Model) -> None:
     self.model = model
+    self._has_no_donor = False
     self.membership.reply(model)
 
   # Answers of the server.
@@ -196,14 +219,15 @@ class GroupProtocol:
     membership.learn(content.get("addresses", {}))
     match kind:
       case ServerMessage.WELCOME if membership.state == "joining":
-        membership.enter(content["limit"], content["donor"])
+        donor = None if self._has_no_donor else content["donor"]
+        membership.enter(content["limit"], donor)
         self._early = EarlyPieces(self.initial.size)
         if membership.waits:
           self._begin_request()
       case ServerMessage.GROUP if self._awaits_group:
         self._start_average(content)
       case ServerMessage.ABORT if self._average and self._average.needs(
-        content["number"], content["worker"]
+        content["number"], content.get("worker", -1)
       ):
         self._fail(self._average, f"worker {content['worker']} is lost")
       case ServerMessage.REJECTED:
@@ -230,7 +254,7 @@ class GroupProtocol:
     )
 
   def _start_average(self, content: dict[str, Any]) -> None:
-    group = Group.parse(content)
+    group = self.membership.parse_group(content)
     average = self._average = Average(
       group, self.membership.number, self.model.vector, self.initial
     )
@@ -262,8 +286,11 @@ class GroupProtocol:
 
   def _fail(self, average: Average, reason: str) -> None:
     """Keeps the model of this worker and asks for another group."""
-    _LOG.warning(
-      f"worker {self.membership.number}: no average of {average.group.names}: {reason}"
+    membership = self.membership
+    self._log.say(
+      reason,
+      f"worker {membership.number}: no average of {average.group.names}: {reason}",
+      membership.now,
     )
     self._settle(average)
     self.membership.tell(WorkerMessage.FAILED, self._settled)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsparse.partial.net import strict_json
 from jaxsparse.sparse.flatten import all_finite, leaves_by_name
 
 # characters of a part; that of a model with some ten thousand leaves is replaced by its
@@ -116,12 +117,12 @@ class Alike(NamedTuple):
   @classmethod
   def parse(cls, text: str) -> Self:
     """The inverse of `str`; raises ValueError for any other text."""
-    match json.loads(text):
-      case [[*layout], [*start], int(run)] if all(
+    match strict_json.parse(text):
+      case [[*layout], [*start], run] if strict_json.is_whole(run) and all(
         isinstance(line, str) for line in layout + start
       ):
         return cls(tuple(layout), tuple(start), run)
-    raise ValueError("no two lists of strings and a number")
+    raise ValueError("no two lists of strings and a number of 63 bits")
 
   def __str__(self) -> str:
     return json.dumps(self)

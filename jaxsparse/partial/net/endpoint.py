@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxsparse.partial.net import messages, sockets
-from jaxsparse.partial.net.membership import Membership, Unreachable
-from jaxsparse.partial.net.messages import Piece, PieceKind, Signal
+from jaxsparse.partial.net.membership import Membership, Progress, Unreachable
+from jaxsparse.partial.net.messages import Piece, PieceKind, ServerMessage, Signal
 from jaxsparse.partial.net.sockets import Keys, zmq
+from jaxsparse.partial.net.transfers import Assembly, Transfers, split
 
-# seconds that a request waits for the anchor of a round that this worker may hear of
-# soon
-_PATIENCE = 5.0
 # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
 _LAST_WORDS = 1000
 
@@ -37,32 +35,6 @@ class ControllerLost(RuntimeError):
     ...
     jaxsparse.partial.net.endpoint.ControllerLost: no sign of life from the controller for 65 s
   """
-
-
-class Transfers:
-  """Requests of other workers for the model of this one: one is answered at a time, so that they share its uplink.
-
-  At most one of each peer waits. A server that tells a worker that it is behind tells
-  the donors at the same time that the round counts: a request that arrives before the
-  donor knows it waits a little for the anchor of that round.
-  """
-
-  def __init__(self) -> None:
-    self._waiting: dict[
-      Any, tuple[int, float]
-    ] = {}  # by peer: the round, and until when the request waits for it
-
-  def ask(self, peer: Any, request: Piece, now: float) -> None:
-    """A peer asks for a model that has been through as many rounds as the number of its request says, or more."""
-    self._waiting[peer] = request.number, now + _PATIENCE
-
-  def next(self, round_: int, now: float) -> Any:
-    """The peer to send the model to, which has been through so many rounds, once the last one has it; None for none."""
-    for peer, (wanted, until) in self._waiting.items():
-      if wanted <= round_ or now > until:
-        del self._waiting[peer]
-        return peer
-    return None
 
 
 class WorkerProtocol(Protocol):
@@ -116,6 +88,7 @@ class Endpoint:
       True  # a message to a connection that is gone raises an error
     )
     self._transfers = Transfers()
+    self._assembly = Assembly(longest // 4)
     self._transfer: zmq.MessageTracker | None = None  # of the model that was sent last
     self._servers = itertools.cycle(servers)
     self._connect()
@@ -128,7 +101,7 @@ class Endpoint:
     self._peers = sockets.Peers(
       self._network,
       longest,
-      answered=lambda frames: self._from_worker([b"", *frames]),
+      answered=self._from_peer,
       lost=lambda address: self._handle(Unreachable(address)),
     )
 
@@ -159,7 +132,13 @@ class Endpoint:
     """The place of a worker that uses this endpoint, with the options of `Membership`."""
     outlets = self.tell, self._peers.send, self._answers.put
     return Membership(
-      number, self.address, self.timeout, time.monotonic(), *outlets, **options
+      number,
+      self.address,
+      self.timeout,
+      time.monotonic(),
+      *outlets,
+      disconnect=self._peers.close,
+      **options,
     )
 
   # In other threads.
@@ -215,9 +194,7 @@ class Endpoint:
     self._server = self._network.client()
     self._connected = next(self._servers)
     self._server.connect(self._connected)
-    self._network.listen(
-      self._server, lambda frames: self._handle(messages.parse_answer(frames[0]))
-    )
+    self._network.listen(self._server, self._from_server)
 
   def _run(self) -> None:
     """Runs the protocol until the worker leaves or the server is lost."""
@@ -233,10 +210,14 @@ class Endpoint:
           f"no {awaited} from the controller at {self._connected} for {seconds:g} s"
         )
     except Exception as error:  # or the training loop would wait for ever
-      self._last_answer = error
+      self._end_by(error)
     finally:
       self._answers.put(self._last_answer)
       self._close()
+
+  def _end_by(self, error: Exception) -> None:
+    """Every request raises this error from now on."""
+    self._last_answer = error
 
   def _close(self) -> None:
     """Closes the sockets after the last pieces have been sent to the workers that take them."""
@@ -257,14 +238,32 @@ class Endpoint:
         self._protocol.membership.position.round, time.monotonic()
       )
       if peer is not None:
-        frames = self._answer[PieceKind.FETCH](Piece(PieceKind.FETCH, 0, 0)).pack()
-        with contextlib.suppress(zmq.ZMQError):  # it is gone
-          self._transfer = self._data.send_multipart(
-            [peer, *frames], copy=False, track=True
-          )
+        model = self._answer[PieceKind.FETCH](Piece(PieceKind.FETCH, 0, 0))
+        for chunk in split(model):
+          self._transfer = self._send_back(peer, chunk)
+    for peer in self._transfers.waiting(time.monotonic()):
+      self._send_back(peer, Piece(PieceKind.WAITS, 0, self._protocol.membership.number))
+
+  def _send_back(self, peer: bytes, piece: Piece) -> "zmq.MessageTracker | None":
+    """Sends a piece to a worker that has connected to this one, unless it is gone; only last chunks are tracked."""
+    is_last = piece.tag == 0
+    with contextlib.suppress(zmq.ZMQError):
+      return self._data.send_multipart(
+        [peer, *piece.pack()], zmq.NOBLOCK, copy=False, track=is_last
+      )
+    return None
 
   def _handle(self, event: Any) -> None:
     self._protocol.handle(event, time.monotonic())
+
+  def _from_server(self, frames: list[bytes]) -> None:
+    """Gives the protocol an answer of the server; one that is malformed changes nothing."""
+    try:
+      answer = messages.parse_answer(frames[0])
+      if answer.kind != ServerMessage.STATUS:
+        self._handle(answer)
+    except messages.Rejected as error:
+      self._protocol.membership.warn(f"ignores a message of the server: {error}")
 
   def _from_worker(self, frames: list[bytes]) -> None:
     connection, *content = frames
@@ -272,9 +271,19 @@ class Endpoint:
     if piece and piece.kind == PieceKind.FETCH:
       self._transfers.ask(connection, piece, time.monotonic())
     elif piece and piece.kind in self._answer:
-      with contextlib.suppress(zmq.ZMQError):  # it is gone
-        self._data.send_multipart(
-          [connection, *self._answer[piece.kind](piece).pack()], copy=False
-        )
-    elif piece:
+      self._send_back(connection, self._answer[piece.kind](piece))
+    # a model comes from the donor alone, by the connection to it
+    elif piece and piece.kind not in (PieceKind.MODEL, PieceKind.WAITS):
       self._handle(piece)
+
+  def _from_peer(self, address: str, frames: list[bytes]) -> None:
+    """A message of a worker by the connection that this one has made to its address."""
+    piece = messages.parse_piece(frames)
+    if piece is None or piece.kind not in (PieceKind.MODEL, PieceKind.WAITS):
+      self._from_worker([b"", *frames])
+      return
+    if address == self._protocol.membership.donor:
+      self._handle(Progress(address))
+      is_chunk = piece.kind == PieceKind.MODEL
+      if is_chunk and (model := self._assembly.add(address, piece)):
+        self._handle(model)

@@ -19,8 +19,9 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from jaxsparse.partial.net import messages
+from jaxsparse.partial.net import messages, transfers
 from jaxsparse.partial.net.alike import Alike
+from jaxsparse.partial.net.log import Warnings
 from jaxsparse.partial.net.messages import (
   Piece,
   PieceKind,
@@ -37,16 +38,22 @@ _BEATS = 5  # heartbeats in the time after which the server drops a silent worke
 # seconds between two heartbeats at most: the next one proves that a second worker has
 # the same number
 _PULSE = 1.0
+_RIVALRY = 4  # times `limit`, for which a rival of a living worker is remembered
 _PROBES = 10  # heartbeats of the server to each worker in `limit` seconds
-_WARN_AGAIN = (
-  10.0  # seconds after which a warning that has not changed is repeated, at first
-)
+# words of early pieces beside their entries: some thousands without entries
+_EARLY_WORDS = 1 << 20
 _START = RoundPosition()
 _UNKNOWN = Alike()
 
 
 class Unreachable(NamedTuple):
   """Event: the connection to another worker is closed, or cannot be made."""
+
+  address: str
+
+
+class Progress(NamedTuple):
+  """Event: the donor at an address has sent a chunk of its model, or that others get it first."""
 
   address: str
 
@@ -71,6 +78,8 @@ class Membership:
   send: Callable[[str, Piece], None]
   answer_loop: Callable[[Any], None]  # the training loop raises exceptions
   limit: float  # how long the server may be silent; it states its own limit in WELCOME
+  # closes the connection to an address; may handle `Unreachable` before it returns
+  disconnect: Callable[[str], None] = lambda _: None
   reconnect: float = (
     0.0  # how long to wait for a server that has been silent for its limit
   )
@@ -97,10 +106,9 @@ class Membership:
     self.server_until = self.now + self.limit  # for the next message of the server
     # for WELCOME, and for the next message of another worker
     self.peer_until = self.now + self.timeout
+    self.stalled_until = self.now  # for the next byte of the donor
     self._last_tick = self.now
-    self._warning = ""
-    self._warned = 0.0  # when
-    self._pause = 0.0  # after it
+    self._log = Warnings(_LOG)
     self._next_signal = self.now  # when HELLO, NOT_FINITE or BEAT is sent
 
   @property
@@ -120,7 +128,13 @@ class Membership:
     if now - self._last_tick > self.limit / 2:
       self.server_until = max(self.server_until, now + self.limit)
       self.peer_until = max(self.peer_until, now + self.limit)
+      self.stalled_until = max(self.stalled_until, now + self.limit)
     self._last_tick = now
+    if self.state == "fetching" and now > self.stalled_until:
+      assert self.donor
+      self.warn(f"has no byte of the model of {self.donor} for a while, and asks again")
+      self.disconnect(self.donor)
+      self.miss_donor(self.donor)
 
   def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
     """Sends a signal to the server."""
@@ -145,12 +159,7 @@ class Membership:
 
   def warn(self, text: str) -> None:
     """Logs why this worker does not go on: when that changes, and after 10, 20, 40, … seconds while it does not."""
-    changes = text != self._warning
-    if changes or self.now >= self._warned + self._pause:
-      self._pause = _WARN_AGAIN if changes else 2 * self._pause
-      self._warned = self.now
-      self._warning = text
-      _LOG.warning(f"worker {self.number} {text}")
+    self._log.say(text, f"worker {self.number} {text}", self.now)
 
   def learn(self, addresses: dict[int, str | None]) -> None:
     """The server has told addresses of workers, None of those that have left."""
@@ -160,6 +169,16 @@ class Membership:
         for worker, address in (self.addresses | addresses).items()
         if address
       }
+
+  def parse_group(self, content: dict[str, Any]) -> messages.Group:
+    """The group in a GROUP answer; raises Rejected without this worker, or an address of each member."""
+    group = messages.Group.parse(content)
+    others = {*group.members} - {self.number}
+    if not group.has(self.number) or not self.addresses.keys() >= others:
+      raise Rejected(
+        f"malformed: a group without worker {self.number}, or the address of a member: {group.names}"
+      )
+    return group
 
   def enter(self, limit: float, donor: str | None) -> None:
     """The server has answered WELCOME."""
@@ -181,8 +200,19 @@ class Membership:
     assert self.donor
     self.state = "fetching"
     self.fetches_since = self.now if self.fetches_since is None else self.fetches_since
+    self._await_donor()
     self.send(self.donor, Piece(PieceKind.FETCH, round_, self.number))
     return self.state == "fetching"
+
+  def _await_donor(self) -> None:
+    """The donor may be silent for a while from now on."""
+    self.stalled_until = self.now + min(self.timeout, transfers.STALLED)
+
+  def hear_donor(self, address: str) -> None:
+    """The worker at an address has sent something of its model, or that others get it first."""
+    if self.state == "fetching" and address == self.donor:
+      self.await_peer()
+      self._await_donor()
 
   def miss_donor(self, address: str) -> None:
     """The worker at an address cannot be reached: the server names another donor, if that is this one's."""
@@ -212,6 +242,8 @@ class Membership:
         # if no request is open, the next one raises it
         self.reply(ValueError(f"worker {self.number}: {reason}"))
         self.state = state  # type: ignore[assignment]
+      elif self.state == "joining":
+        self.warn(f"is not admitted yet: {reason}")
     elif (
       self.state != "joining"
     ):  # the server has dropped this worker and aborted its group, or is another server
@@ -229,20 +261,20 @@ class Membership:
 class EarlyPieces:
   """Pieces of a group that the server has not named yet: a member sends as soon as it hears of the group."""
 
-  # that all members may send before this one hears of it; more are forged, and could
-  # fill the memory
+  # words that all members may send before this one hears of it; more are forged, and
+  # could fill the memory
   entries: int
   # by sender and tag
   pieces: dict[tuple[int, int], Piece] = dataclasses.field(default_factory=dict)
-  kept: int = 0  # entries of these
+  kept: int = 0  # words of these, `Piece.words`
 
   def keep(self, piece: Piece) -> None:
     """Keeps a piece in place of that with the same sender and tag."""
     if other := self.pieces.pop((piece.sender, piece.tag), None):
-      self.kept -= other.values.size
-    if self.kept + piece.values.size <= self.entries + messages.MOST_MEMBERS:
+      self.kept -= other.words
+    if self.kept + piece.words <= self.entries + _EARLY_WORDS:
       self.pieces[piece.sender, piece.tag] = piece
-      self.kept += piece.values.size
+      self.kept += piece.words
 
   def take(self, number: int) -> list[Piece]:
     """Those of a group; no other group can come any more."""
@@ -374,6 +406,11 @@ class Members(Generic[M]):
     worker = signal.worker
     member = self.known.get(worker)
     if member and member.connection != connection:
+      member.rivals = {
+        rival: at
+        for rival, at in member.rivals.items()
+        if at > self.now - _RIVALRY * self.limit
+      }
       asked = member.rivals.setdefault(connection, self.now)
       if member.heard > asked and self.send(
         member.connection, messages.pack_answer(ServerMessage.BEAT)
@@ -385,7 +422,12 @@ class Members(Generic[M]):
       raise Rejected(
         f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s"
       )
-    others = len(self.known) > (worker in self.known)
+    others = [known for number, known in self.known.items() if number != worker]
+    count = signal.address.count(",")
+    if others and count != others[0].address.count(","):
+      raise Rejected(
+        f"unlike: worker {worker} has {count + 1} addresses, the others have {others[0].address.count(',') + 1}"
+      )
     if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
       raise Rejected(f"unlike: worker {worker} has {unlike}")
 
@@ -395,6 +437,7 @@ class Members(Generic[M]):
     member.connection = connection
     member.address = signal.address
     member.heard = self.now
+    self.dead_at[signal.worker] = self.now + self.limit
     member.rivals.clear()
     member.told = 0
     self._note(signal.worker, signal.address)

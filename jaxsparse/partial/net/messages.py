@@ -6,26 +6,32 @@
                          GROUP: members and weights as runs, [first, length] of each, and the addresses that are new
     worker ──> worker    kind u8 | number i64 | sender u16 | tag u32         and in a second frame, 4-byte words
 
-Integers are big-endian. Bytes are parsed strictly: the server answers a malformed
-signal with the reason, a worker ignores a malformed piece.
+Integers are big-endian. Bytes are parsed strictly, numbers and sizes within bounds: the
+server answers a malformed signal with the reason, a worker ignores a malformed piece,
+and a malformed answer with a warning.
 """
 
 import bisect
 import contextlib
 import enum
+import functools
 import itertools
 import json
+import math
+import operator
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from jaxsparse.partial.net import strict_json
 from jaxsparse.partial.net.alike import Alike
 
 _SIGNAL = struct.Struct("!BHqqqqqi")
 _PIECE = struct.Struct("!BqHI")
+_PIECE_WORDS = 128  # of a piece in memory beside its values
 _ADDRESS = re.compile(
   r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII
 )
@@ -34,6 +40,9 @@ LONGEST = 1 << 21
 _RUNS = {"members": 1, "weights": 0}  # of GROUP: by how much neighbours in a run differ
 _MOST_NAMES = 20  # of members of a group, in words
 MOST_MEMBERS = 2**16  # of a group: numbers of workers have 16 bits
+MOST_ROUNDS = 2**40  # more than a run of a round a millisecond has in 30 years
+_MOST = 2**63 - 1  # numbers of groups, and digests, have 62 bits
+_LONGEST_ADDRESSES = 1 << 16  # characters of the addresses of a worker
 
 
 class Rejected(ValueError):
@@ -65,7 +74,7 @@ class Group(NamedTuple):
   def parse(cls, content: dict[str, Any]) -> Self:
     """The group in a GROUP answer."""
     return cls(**{name: content[name] for name in cls._fields})._replace(
-      links=tuple(content["links"])
+      members=tuple(content["members"]), links=tuple(content["links"])
     )
 
   def has(self, worker: int) -> bool:
@@ -142,13 +151,24 @@ class ServerMessage(enum.IntEnum):
   LOST = 11  # the lead to a part of its worker: another part is lost; with the reason
 
 
+class Next(enum.StrEnum):
+  """In DECISION, what follows from a request of the training loops of all parts."""
+
+  GO = "go"  # it is answered
+  RESTART = "restart"  # its parameters are not finite
+  LATER = "later"  # nothing yet
+  AGAIN = "again"  # it is asked once more
+
+
 class PieceKind(enum.IntEnum):
   """The kinds of pieces, from a worker to another one."""
 
   # asks for the receiver's model, without values; in rounds once that has been through
   # round `number`
   FETCH = 1
-  MODEL = 2  # to FETCH; number is the model's iteration, values are f32[n]
+  # to FETCH, a chunk of f32[n]; number is the model's iteration, the tag says how many
+  # chunks follow
+  MODEL = 2
   PART = (
     3  # the receiver's shard of the sender's model, for the average of group `number`
   )
@@ -156,6 +176,7 @@ class PieceKind(enum.IntEnum):
   MESSAGE = 5  # message `tag` of the sender to the receiver in round `number`
   RESIDUAL = 6  # of a worker that leaves rounds, for the receiver to take over
   TAKEN = 7  # to RESIDUAL; number is 1 if the receiver has taken it over, else 0
+  WAITS = 8  # to FETCH, once a second while the model of the sender goes to others
 
 
 class RoundPosition(NamedTuple):
@@ -171,6 +192,21 @@ class RoundPosition(NamedTuple):
   round: int = 0
   base: int = 0
   last: int = 0
+
+  def compare(self, newest: "RoundPosition") -> str:
+    """In words, what a worker that is behind has, and what the others have.
+
+    Example:
+      >>> RoundPosition(5, 17).compare(RoundPosition(6, 23))
+      'it has the anchor of round 5, not that of round 6'
+      >>> RoundPosition(5, 17).compare(RoundPosition(5, 23))
+      'it has an anchor of another round 5 than the others, which does not count'
+    """
+    if self.base < 0:
+      return f"its processes have different anchors, not that of round {newest.round}"
+    if self.round == newest.round:
+      return f"it has an anchor of another round {self.round} than the others, which does not count"
+    return f"it has the anchor of round {self.round}, not that of round {newest.round}"
 
 
 class Signal(NamedTuple):
@@ -236,6 +272,11 @@ class Piece(NamedTuple):
   values: np.ndarray = np.empty(0, np.float32)
   tag: int = 0
 
+  @property
+  def words(self) -> int:
+    """The 4-byte words of memory that it takes while it is kept, also without values."""
+    return self.values.size + _PIECE_WORDS
+
   def pack(self) -> list[Any]:
     """The frames of this piece, without copying the values."""
     return [
@@ -248,8 +289,16 @@ def parse_signal(frames: list[bytes]) -> Signal:
   """Parses a message of a worker to the server.
 
   Raises:
-    Rejected: if it is not exactly one signal.
+    Rejected: if it is not exactly one signal, or has a number that no worker has.
   """
+  signal = _read_signal(frames)
+  if signal is None:
+    raise Rejected(f"malformed: {[frame[:60] for frame in frames[:2]]} is no signal")
+  _check_plausible(signal)
+  return signal
+
+
+def _read_signal(frames: list[bytes]) -> Signal | None:
   with contextlib.suppress(ValueError, struct.error):
     (frame,) = frames
     kind, worker, value, *position, digest, missing = _SIGNAL.unpack(
@@ -267,13 +316,33 @@ def parse_signal(frames: list[bytes]) -> Signal:
       digest,
       missing,
     )
-    if _are_addresses(address) if kind in _JOINING else not address:
+    joins = kind in _JOINING
+    if _are_addresses(address) if joins else not address and not newline:
       return signal
-  raise Rejected(f"malformed: {frames!r:.100} is no signal")
+  return None
+
+
+def _check_plausible(signal: Signal) -> None:
+  """Raises Rejected for a number that no worker has; parts of a worker that differ have the base -1."""
+  bounds = {
+    "value": (signal.value, 0, _MOST),
+    "round": (signal.position.round, 0, MOST_ROUNDS),
+    "base": (signal.position.base, -1, _MOST),
+    "last": (signal.position.last, 0, _MOST),
+    "digest": (signal.digest, 0, _MOST),
+    "missing": (signal.missing, -1, MOST_MEMBERS - 1),
+  }
+  for name, (number, least, most) in bounds.items():
+    if not least <= number <= most:
+      raise Rejected(
+        f"malformed: {name}={number} of worker {signal.worker}, choose {least} … {most}"
+      )
 
 
 def _are_addresses(text: str) -> bool:
   """Whether other workers can parse the addresses that the server hands to them: of each process of a worker."""
+  if len(text) > _LONGEST_ADDRESSES:
+    return False
   found = [_ADDRESS.fullmatch(address) for address in text.split(",")]
   return all(address and 0 < int(address[2]) < 2**16 for address in found)
 
@@ -304,6 +373,78 @@ def sender_of(frames: list[bytes]) -> int | None:
   return None
 
 
+def _is_address(value: Any) -> bool:
+  return value is None or (isinstance(value, str) and _are_addresses(value))
+
+
+def _is_text(value: Any) -> bool:
+  return isinstance(value, str)
+
+
+def _are_workers(value: Any) -> bool:
+  is_number = functools.partial(strict_json.is_whole, most=MOST_MEMBERS - 1)
+  return isinstance(value, list) and all(map(is_number, value))
+
+
+def _are_sizes(value: Any) -> bool:
+  return _are_workers(value) and len(value) == 2 and 1 <= value[0] <= value[1]
+
+
+def _are_runs(value: Any) -> bool:
+  return isinstance(value, list) and all(
+    isinstance(run, list)
+    and len(run) == 2
+    and strict_json.is_number(run[0])
+    and strict_json.is_whole(run[1], least=1)
+    for run in value
+  )
+
+
+def _are_addresses_of_workers(value: Any) -> bool:
+  return isinstance(value, dict) and all(
+    worker.isdecimal() and len(worker) <= 5 and _is_address(address)
+    for worker, address in value.items()
+  )
+
+
+_is_round = functools.partial(strict_json.is_whole, most=MOST_ROUNDS)
+# fields of all answers but STATUS, and what they hold
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+  "limit": lambda value: strict_json.is_number(value) and value > 0,
+  "grace": lambda value: strict_json.is_number(value) and value >= 0,
+  "sizes": _are_sizes,
+  "donor": _is_address,
+  "number": strict_json.is_whole,
+  "round": _is_round,
+  "base": strict_json.is_whole,
+  # of a part of a worker: -1 if the parts have another one
+  "digest": functools.partial(strict_json.is_whole, least=-1),
+  "run": strict_json.is_whole,
+  "members": _are_runs,
+  "weights": _are_runs,
+  "links": _are_workers,
+  "iteration": strict_json.is_whole,
+  "initial": lambda value: strict_json.is_number(value) and math.isfinite(value),
+  "addresses": _are_addresses_of_workers,
+  "worker": strict_json.is_whole,
+  "reason": _is_text,
+  "alive": strict_json.is_whole,
+  "next": lambda value: value in [*Next],
+}
+_LAST_ROUND = {"round", "base", "digest", "run"}  # those of rounds come together
+_REQUIRED: dict[ServerMessage, set[str]] = {
+  ServerMessage.WELCOME: {"limit", "donor"},
+  ServerMessage.GROUP: {*Group._fields, "addresses"},
+  ServerMessage.ABORT: {"number"},
+  ServerMessage.REJECTED: {"reason"},
+  ServerMessage.COMMIT: {"number", "donor", *_LAST_ROUND},
+  ServerMessage.BEHIND: {"donor", *_LAST_ROUND},
+  ServerMessage.SKIP: {"number"},
+  ServerMessage.DECISION: {"next"},
+  ServerMessage.LOST: {"reason"},
+}
+
+
 def pack_answer(kind: ServerMessage, **content: Any) -> bytes:
   """The bytes of an answer.
 
@@ -317,15 +458,50 @@ def pack_answer(kind: ServerMessage, **content: Any) -> bytes:
 
 
 def parse_answer(frame: bytes) -> Answer:
-  """Parses a message of the server."""
-  answer = Answer(ServerMessage(frame[0]), json.loads(frame[1:]))
-  if answer.kind == ServerMessage.GROUP:
-    content = answer.content
-    content |= {name: _from_runs(content[name], step) for name, step in _RUNS.items()}
-    content["addresses"] = {
-      int(worker): address for worker, address in content["addresses"].items()
-    }
-  return answer
+  """Parses a message of the server.
+
+  Raises:
+    Rejected: if it is none, or a field is missing or outside its bounds.
+  """
+  try:
+    kind = ServerMessage(frame[0])
+    content = strict_json.parse(frame[1:])
+    if not isinstance(content, dict):
+      raise ValueError("no fields")
+    # fields of STATUS are for people
+    if kind != ServerMessage.STATUS:
+      _check_fields(kind, content)
+    if kind == ServerMessage.GROUP:
+      content = _parse_group(content)
+  except (IndexError, ValueError) as error:
+    raise Rejected(f"malformed: {frame[:60]!r} is no answer: {error}") from error
+  return Answer(kind, content)
+
+
+def _check_fields(kind: ServerMessage, content: dict[str, Any]) -> None:
+  """Raises ValueError for a field that is missing or outside its bounds."""
+  required = _REQUIRED.get(kind, set())
+  if not content.keys().isdisjoint(_LAST_ROUND):
+    required = required | _LAST_ROUND
+  if missing := required - content.keys():
+    raise ValueError(f"{kind.name} without {', '.join(sorted(missing))}")
+  for name, value in content.items():
+    if name in _FIELDS and not _FIELDS[name](value):
+      raise ValueError(f"{name}={value!r:.60} in {kind.name}")
+
+
+def _parse_group(content: dict[str, Any]) -> dict[str, Any]:
+  """The fields of GROUP, with numbers in place of runs."""
+  members, weights = (_from_runs(content[name], step) for name, step in _RUNS.items())
+  is_ascending = all(map(operator.lt, members, members[1:]))
+  if (
+    not members or not is_ascending or not 0 <= members[0] <= members[-1] < MOST_MEMBERS
+  ):
+    raise ValueError("members are no ascending numbers of workers")
+  if len(weights) != len(members) or not all(map(math.isfinite, weights)):
+    raise ValueError("each member has a weight")
+  addresses = {int(worker): address for worker, address in content["addresses"].items()}
+  return content | {"members": members, "weights": weights, "addresses": addresses}
 
 
 def _to_runs(values: Sequence[float], step: int) -> list[list[Any]]:
@@ -340,6 +516,8 @@ def _to_runs(values: Sequence[float], step: int) -> list[list[Any]]:
 
 
 def _from_runs(runs: list[list[Any]], step: int) -> tuple[Any, ...]:
+  if sum(length for _, length in runs) > MOST_MEMBERS:
+    raise ValueError(f"more than {MOST_MEMBERS} members")
   return tuple(
     first + step * index for first, length in runs for index in range(length)
   )

@@ -7,6 +7,7 @@ Linux) is closed, and reported.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import stat
@@ -209,6 +210,7 @@ class Network:
     socket.maxmsgsize = longest
     if closes_stalled:
       socket.tcp_maxrt = _STALLED
+      socket.sndhwm = 0  # all chunks of a model
     if self._keys:
       socket.curve_publickey, socket.curve_secretkey = self._keys[:2]
       socket.curve_server = True
@@ -266,12 +268,17 @@ class Peers:
   Args:
     network: makes the sockets, and listens to them.
     longest: bytes of the longest message that is accepted from another worker.
-    answered: is called with the frames of every answer of another worker.
+    answered: is called with the address and the frames of every answer of another
+      worker.
     lost: is called with the address when a connection is closed.
   """
 
   def __init__(
-    self, network: Network, longest: int, answered: Handler, lost: Callable[[str], None]
+    self,
+    network: Network,
+    longest: int,
+    answered: Callable[[str, list[bytes]], None],
+    lost: Callable[[str], None],
   ):
     self._network = network
     self._longest = longest
@@ -295,7 +302,7 @@ class Peers:
         if sent and not sent.done
       ]
     except zmq.ZMQError:
-      self._close(address)
+      self.close(address)
 
   @property
   def sending(self) -> bool:
@@ -310,12 +317,13 @@ class Peers:
       zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
     )
     self._peers[address] = socket, monitor
-    self._network.listen(socket, self._answered)
-    self._network.listen(monitor, lambda _: self._close(address))
+    self._network.listen(socket, functools.partial(self._answered, address))
+    self._network.listen(monitor, lambda _: self.close(address))
     socket.connect(address)
     return self._peers[address]
 
-  def _close(self, address: str) -> None:
+  def close(self, address: str) -> None:
+    """Closes the connection to an address, which is lost then; what is sent later makes another one."""
     if address in self._peers:
       socket, monitor = self._peers.pop(address)
       socket.disable_monitor()

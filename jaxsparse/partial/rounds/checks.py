@@ -1,5 +1,6 @@
 """Checks of what `Rounds` is given: options, an outer chain, and a saved state, sealed with a number and a digest."""
 
+import contextlib
 import threading
 import zlib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ _UNLIKE = (
   "worker gives (by a transformation before the transform, or around it, as optax.apply_if_finite), or the totals of "
   "the collective differ (A2SGD). Give every leaf a transform, and begin the chain with it"
 )
+MOST_WEIGHT = 2**31 - 1  # of a step
 _SEALED = {"anchor": np.uint8, "residual": np.float32, "moved": np.float32}
 
 
@@ -52,6 +54,25 @@ def check_options(
       raise ValueError(
         f"Rounds: {name}={value!r}, choose seconds from 0 to {threading.TIMEOUT_MAX:g}"
       )
+
+
+def read_weight(weight: Any) -> int:
+  """The weight of a step, of a whole real scalar of Python, numpy or JAX: 32, 32.0, `mask.sum()`.
+
+  Raises:
+    ValueError: for anything else: a fraction, NaN, a flag, an array with a shape.
+  """
+  dtype = getattr(weight, "dtype", None)
+  is_flag = isinstance(weight, bool) or dtype == np.bool_
+  whole = -1
+  if not is_flag and np.shape(weight) == () and not np.iscomplexobj(weight):
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+      whole = int(weight)
+  if not 0 <= whole <= MOST_WEIGHT or whole != weight:
+    raise ValueError(
+      f"step: weight={weight!r}, choose a whole number from 0 to {MOST_WEIGHT}"
+    )
+  return whole
 
 
 def check_alike(step: Callable, outer: Any) -> Callable:

@@ -85,7 +85,7 @@ class Run:
     self._me = number
     self._post = post
     self._changed = threading.Condition()
-    self._received: dict[tuple[int, int], np.ndarray] = {}  # by sender and tag
+    self._received: dict[tuple[int, int], Piece] = {}  # by sender and tag
     self._room = dict.fromkeys(group.members, room)
     self._tag = 0
 
@@ -99,9 +99,9 @@ class Run:
     with self._changed:
       key = piece.sender, piece.tag
       is_new = piece.kind == PieceKind.MESSAGE and key not in self._received
-      if is_new and piece.values.size <= self._room.get(piece.sender, -1):
-        self._room[piece.sender] -= piece.values.size
-        self._received[key] = piece.values
+      if is_new and piece.words <= self._room.get(piece.sender, -1):
+        self._room[piece.sender] -= piece.words
+        self._received[key] = piece
         self._changed.notify()
 
   def fail(self) -> None:
@@ -142,14 +142,14 @@ class Run:
       self.missing = key[0]
       self._changed.wait_for(lambda: self.failed or key in self._received)
       self.missing = None
-      received = self._received.pop(key, None)
-      if received is not None:
-        self._room[key[0]] += received.size
-    if received is not None and received.size == words.size:
-      return received.view(np.uint32)
-    if received is not None:
+      piece = self._received.pop(key, None)
+      if piece:
+        self._room[key[0]] += piece.words
+    if piece and piece.values.size == words.size:
+      return piece.values.view(np.uint32)
+    if piece:
       _LOG.warning(
-        f"worker {key[0]} sent {received.size} words instead of {words.size} in a round: "
+        f"worker {key[0]} sent {piece.values.size} words instead of {words.size} in a round: "
         "do all workers have the same outer chain and the same version of jaxsparse?"
       )
     self.failed = True

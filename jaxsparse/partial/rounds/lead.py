@@ -11,13 +11,14 @@ from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.membership import Member, Members
 from jaxsparse.partial.net.messages import (
   Answer,
+  Next,
   Rejected,
   RoundPosition,
   ServerMessage,
   Signal,
   WorkerMessage,
 )
-from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
+from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
 
 _UNEQUAL = RoundPosition(0, -1)  # of parts with different anchors: that of no round
 
@@ -124,7 +125,11 @@ class LeadProtocol(PartProtocol):
 
   def _tell_parts(self, parts: set[int], kind: ServerMessage, **content: Any) -> None:
     """Tells parts something, each with the addresses of the same part of other workers."""
-    choose = lambda address, part: address and address.split(",")[part]
+
+    def choose(addresses: str | None, part: int) -> str | None:
+      found = (addresses or "").split(",")
+      return found[part] if len(found) == len(self.addresses) else None
+
     for part in sorted(parts):
       own = dict(content)
       if "addresses" in own:

@@ -19,7 +19,8 @@ from jaxsparse._compat import is_key, words_of_keys
 from jaxsparse.comm.peers import PEERS, PeerComm, Send
 from jaxsparse.comm.program_text import ProgramText
 from jaxsparse.comm.verbs import mark_total
-from jaxsparse.partial.net.messages import RoundPosition
+from jaxsparse.partial.net import strict_json
+from jaxsparse.partial.net.messages import MOST_MEMBERS, RoundPosition
 from jaxsparse.partial.rounds.checks import check_alike
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
@@ -342,7 +343,10 @@ class OuterStep:
         not finite.
     """
     length = int.from_bytes(content[:4])
-    shapes, round_, base, last, size, *lineage = json.loads(content[4 : 4 + length])
+    header = strict_json.parse_whole(content[4 : 4 + length])
+    shapes, round_, base, last, size, *lineage = header
+    if size > MOST_MEMBERS:
+      raise ValueError(f"Rounds: the anchor is one of a group of {size} members")
     if shapes != _shapes(mine.params):
       raise ValueError("Rounds: the anchor is one of parameters with other shapes")
     at = 4 + length

@@ -11,12 +11,12 @@ they go on from a round at this step.
 """
 
 import dataclasses
-import enum
 from typing import Any, NamedTuple
 
 from jaxsparse.partial.net.membership import RETRY
 from jaxsparse.partial.net.messages import (
   Answer,
+  Next,
   Piece,
   RoundPosition,
   ServerMessage,
@@ -29,15 +29,6 @@ from jaxsparse.partial.rounds.protocol import RoundProtocol
 
 class PartLost(RuntimeError):
   """Another process of this worker is lost, as the message says."""
-
-
-class Next(enum.StrEnum):
-  """What follows from a request of the training loops of all parts."""
-
-  GO = "go"  # it is answered
-  RESTART = "restart"  # its parameters are not finite
-  LATER = "later"  # nothing yet
-  AGAIN = "again"  # it is asked once more
 
 
 class Decision(NamedTuple):

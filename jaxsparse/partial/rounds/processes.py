@@ -1,8 +1,10 @@
 """The processes of a worker: they meet when it starts, and its training loops go on together."""
 
+import atexit
 import contextlib
 import itertools
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,17 +12,21 @@ from typing import Any
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxsparse.launch import rank
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.endpoint import Endpoint
 from jaxsparse.partial.net.membership import Member, Members, Membership
+from jaxsparse.partial.net.messages import Next
 from jaxsparse.partial.net.sockets import zmq
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.lead import LeadProtocol
-from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
+from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
 from jaxsparse.partial.rounds.protocol import RoundProtocol
 from jaxsparse.partial.rounds.slices import Whole
 
 _LONGEST = 1 << 10  # bytes of an address, or of an error
+# seconds in which the training loop may end its step, and raise that a part is lost
+_LAST_STEP = 3.0
 _FAILED = "!"  # begins an error
 
 
@@ -30,6 +36,7 @@ class PartEndpoint(Endpoint):
   hear_part: Callable[[bytes, list[bytes], float], None] | None = (
     None  # takes signals of the other parts; of the lead
   )
+  _is_raised = False  # in the training loop, that a part is lost
 
   def follow(self, lead: str) -> None:
     """From now on the server is the first part of this worker, at this address."""
@@ -47,7 +54,29 @@ class PartEndpoint(Endpoint):
   def check_parts(self) -> None:
     """Raises PartLost if the thread has ended since a part of this worker is lost."""
     if isinstance(self._last_answer, PartLost):
+      self._is_raised = True
       raise self._last_answer
+
+  def take(self, seconds: float | None = None) -> Any:
+    """As `Endpoint.take`."""
+    try:
+      return super().take(seconds)
+    except PartLost:
+      self._is_raised = True
+      raise
+
+  def _end_by(self, error: Exception) -> None:
+    """Ends the process soon if a part is lost: JAX would wait for it, in a step or in the exit handlers."""
+    super()._end_by(error)
+    if isinstance(error, PartLost):
+      atexit.register(rank.fail, error)
+      end = threading.Timer(_LAST_STEP, self._end_unless_raised, [error])
+      end.daemon = True
+      end.start()
+
+  def _end_unless_raised(self, error: PartLost) -> None:
+    if not self._is_raised:
+      rank.fail(error)
 
   def _from_worker(self, frames: list[bytes]) -> None:
     connection, *content = frames
@@ -96,6 +125,7 @@ def make_protocol(
   """The protocol of a worker of one process, or of a part of one of several, which meet here."""
   if place.parts == 1:
     return RoundProtocol(membership, exchange, entries, endpoint.switch, servers)
+  rank.fail_on_exceptions()
   addresses = _meet(endpoint.address)
   if place.part:
 

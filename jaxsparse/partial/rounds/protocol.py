@@ -21,20 +21,25 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxsparse.partial.net.membership import RETRY, EarlyPieces, Membership, Unreachable
+from jaxsparse.partial.net.log import Warnings
+from jaxsparse.partial.net.membership import (
+  RETRY,
+  EarlyPieces,
+  Membership,
+  Progress,
+  Unreachable,
+)
 from jaxsparse.partial.net.messages import (
   Answer,
-  Group,
   Piece,
   PieceKind,
+  Rejected,
   RoundPosition,
   ServerMessage,
   WorkerMessage,
 )
 from jaxsparse.partial.rounds.exchanger import Done, Exchanger, Run, Send
 
-_LOG = logging.getLogger(__name__)
-_MOST_DOUBLINGS = 10
 # the fractional parts of its multiples are well spread: each worker waits for another
 # time
 _GOLDEN = 0.618
@@ -65,6 +70,7 @@ class RoundProtocol:
   undelivered: int = 0
 
   def __post_init__(self) -> None:
+    self._log = Warnings(logging.getLogger(__name__))
     self._request = Request(WorkerMessage.HELLO)  # the last one
     self._visits = 0  # of servers
     self._quorum_until = self.membership.server_until
@@ -75,7 +81,6 @@ class RoundProtocol:
     # random numbers
     self._settled = 0
     self._early = EarlyPieces(0)
-    self._doublings = 0  # of the time that the transfer of an anchor may take
     self._leaves = False
     self._heir = ""  # the address of who is asked to take over the residual
     self._heirs = list[str]()  # and of those to ask later
@@ -88,7 +93,7 @@ class RoundProtocol:
 
   def handle(
     self,
-    event: Request | Answer | Piece | Unreachable | Done | Send | Exception,
+    event: Request | Answer | Piece | Progress | Unreachable | Done | Send | Exception,
     now: float,
   ) -> None:
     """Does what an event asks for, nothing after the end; raises one that is an error of an exchange."""
@@ -126,6 +131,8 @@ class RoundProtocol:
         self._miss_member(self._run, self._members[address])
       case Unreachable(address):
         membership.miss_donor(address)
+      case Progress(address):
+        membership.hear_donor(address)
       case Done(number, digest) if run := self._run_of(number):
         self._take_result(run, digest)
       case Send(member, piece) if self._run_of(piece.number):
@@ -222,12 +229,9 @@ class RoundProtocol:
       membership.join_again(RETRY)
     elif self._leaves and not self._run:
       self._hand_over()
-    elif (
-      membership.donor
-    ):  # a transfer that does not end in time is begun again with twice as long
-      if membership.fetch(self._last.round):
-        membership.await_peer(membership.timeout * 2**self._doublings)
-        self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
+    elif membership.donor:
+      membership.await_peer()
+      membership.fetch(self._last.round)
     elif self._request.kind == WorkerMessage.HELLO:
       membership.reply(membership.position)
     else:
@@ -281,7 +285,7 @@ class RoundProtocol:
       case ServerMessage.GROUP if self._awaits_group:
         self._start_round(content)
       case ServerMessage.ABORT if run := self._run_of(content["number"]):
-        self._fail(run, content["reason"])
+        self._fail(run, content.get("reason", "the server says so"))
       case ServerMessage.REJECTED:
         if membership.take_rejection(
           content["reason"], awaits_group=self._awaits_group
@@ -297,7 +301,7 @@ class RoundProtocol:
       case ServerMessage.BEHIND if self._awaits_group:
         donor = membership.donor = content["donor"]
         membership.warn(
-          f"is behind: it has the anchor of round {membership.position.round}, not that of round {content['round']}, "
+          f"is behind: {membership.position.compare(self._last)}, "
           f"{f'which it fetches from {donor}' if donor else 'which no worker that is there has'}"
         )
         self._begin_request() if donor else membership.join_again(RETRY)
@@ -307,6 +311,8 @@ class RoundProtocol:
 
   def _take_welcome(self, content: dict[str, Any]) -> None:
     position = self.membership.position
+    if not content.keys() >= {"grace", "sizes", "base", "number"}:
+      raise Rejected("malformed: WELCOME of a server of partial reduce, not of rounds")
     self.grace = content["grace"]
     self.sizes = tuple(content["sizes"])
     # an index and a value of each entry
@@ -340,7 +346,6 @@ class RoundProtocol:
       return
     membership.donor = membership.fetches_since = None
     membership.state = "joined"
-    self._doublings -= 1
     membership.await_peer()
     self._begin_request()
 
@@ -362,7 +367,7 @@ class RoundProtocol:
     return self._run if self._run and self._run.group.number == number else None
 
   def _start_round(self, content: dict[str, Any]) -> None:
-    group = Group.parse(content)
+    group = self.membership.parse_group(content)
     self._members = {
       self.membership.addresses[member]: member for member in group.members
     }
@@ -400,8 +405,11 @@ class RoundProtocol:
 
   def _drop(self, run: Run, reason: str) -> None:
     """The round of the exchange counts for nobody."""
-    _LOG.warning(
-      f"worker {self.membership.number}: {run.group.round} counts for nobody: {reason}"
+    membership = self.membership
+    self._log.say(
+      reason,
+      f"worker {membership.number}: {run.group.round} counts for nobody: {reason}",
+      membership.now,
     )
     self._settle(run, counts=False)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.log import Warnings
 from jaxsparse.partial.net.membership import Member, Members
 from jaxsparse.partial.net.messages import (
   Group,
@@ -27,8 +28,8 @@ from jaxsparse.partial.net.messages import (
 )
 from jaxsparse.partial.rounds.quorum import Behind, Quorum, Verdict
 
-_LOG = logging.getLogger(__name__)
 _START = RoundPosition()
+_MOST_WEIGHT = 2**47  # of a step, with the 16 bits behind the point
 _RECENT = 20  # rounds whose seconds are averaged in a status
 # times `limit`, in which a worker that looks for others at another server comes back
 _RETURN = 4
@@ -55,6 +56,11 @@ class RoundServer:
   def __init__(self, quorum: Quorum, members: Members[RoundMember]):
     now = members.now
     self.members = members
+    self._log = Warnings(logging.getLogger(__name__))
+    self._began = now
+    # the workers that have been here since the last round, which was held here; None:
+    # it was not
+    self._stayed: set[int] | None = None
     self._quorum = quorum
     self._quorum.paused = True
     self._resumes = now + members.limit
@@ -146,8 +152,8 @@ class RoundServer:
       )
       return
     member = self.members.find(connection, worker)
-    if (
-      member.fetches_since is not None and signal.position.round > member.position.round
+    if member.fetches_since is not None and (
+      member.position.round < signal.position.round <= self._quorum.position.round
     ):
       member.fetch_seconds = self.members.now - member.fetches_since
       member.fetches_since = None
@@ -185,7 +191,13 @@ class RoundServer:
     ]
 
   def _take_ready(self, signal: Signal, member: RoundMember) -> None:
-    member.position = signal.position._replace(last=0)
+    if not signal.value <= _MOST_WEIGHT:
+      raise Rejected(
+        f"malformed: weight {signal.value} of worker {signal.worker}, choose 0 … {_MOST_WEIGHT}"
+      )
+    # the next HELLO of a worker that says it has a later one is checked
+    if signal.position.round <= self._quorum.position.round:
+      member.position = signal.position._replace(last=0)
     member.waits_until = self.members.now + self._quorum.grace
     is_link = signal.kind == WorkerMessage.LINK
     try:
@@ -224,8 +236,9 @@ class RoundServer:
       if member.fetch_seconds is not None:
         self._awaits_since = since
         member.awaited_until = member.awaited_until or now + seconds
-        _LOG.warning(
-          f"the next round waits up to {seconds:.0f} s for worker {worker}, which fetches the anchor"
+        self._warn(
+          ("waits", worker),
+          f"the next round waits up to {seconds:.1f} s for worker {worker}, which fetches the anchor",
         )
         self._quorum.paused = True
 
@@ -245,9 +258,10 @@ class RoundServer:
       member = self.members.known[worker]
       # else it asks again, several times a second
       if donor or member.fetches_since is None:
-        _LOG.warning(
-          f"worker {worker} is behind: it has the anchor of round {member.position.round}, not that "
-          f"of round {self._quorum.position.round}, which {'it fetches' if donor else 'no worker that is there has'}"
+        anchors = member.position.compare(self._quorum.position)
+        what = "it fetches that" if donor else "no worker that is there has that"
+        self._warn(
+          ("behind", worker, what), f"worker {worker} is behind: {anchors}; {what}"
         )
       if member.fetches_since is None:
         member.fetches_since = self.members.now
@@ -286,6 +300,7 @@ class RoundServer:
     self._sought = self._sought or now
     if self._started and now > self._sought + _RETURN * self.members.limit:
       self._quorum.go_back(max(other.position for other in known.values()))
+      self._stayed = None
       self._sought = None
     return None
 
@@ -311,9 +326,10 @@ class RoundServer:
           for member in group.members
           if self._quorum.have_failed(worker, member)
         ]
-        _LOG.warning(
+        self._warn(
+          ("left out", worker, *others),
           f"round {group.iteration + 1} leaves out worker {worker}: "
-          f"it and worker {', '.join(others)} have missed messages of each other"
+          f"it and worker {', '.join(others)} have missed messages of each other",
         )
       self.members.tell_group(group)
 
@@ -322,6 +338,7 @@ class RoundServer:
     self._sought = None
     known = self.members.known
     self._counted += 1
+    self._stayed = set(known)
     self._ended.append(self.members.now)
     for worker in verdict.group.members:
       self._delivered += known[worker].weight
@@ -335,9 +352,10 @@ class RoundServer:
     ]
     self.members.tell(agreeing, ServerMessage.COMMIT, donor=None, **facts)
     for worker in verdict.differing:
-      _LOG.warning(
+      self._warn(
+        ("differs", worker),
         f"the result of worker {worker} differs from that of most members, and it fetches theirs: "
-        "CPUs with different instructions need XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have"
+        "CPUs with different instructions need XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have",
       )
       self.members.tell(
         [worker], ServerMessage.COMMIT, donor=self._find_donor(worker), **facts
@@ -358,7 +376,7 @@ class RoundServer:
       return
     self._failed += 1
     reason = f"worker {worker} {what}"
-    _LOG.warning(f"{group.round} counts for nobody: {reason}")
+    self._warn(("aborted", reason), f"{group.round} counts for nobody: {reason}")
     self.members.tell(
       group.members,
       ServerMessage.ABORT,
@@ -380,10 +398,15 @@ class RoundServer:
       connection, signal, at_start=signal.position.round == quorum.position.round == 0
     )
     self._check_round(signal)
+    self._check_claim(signal)
     waiting = quorum.waiting
     self._abort(quorum.join(worker, signal.position), worker, "has joined again")
     if not quorum.waiting:  # else the anchor of this worker is not the newest one
       self._tell_behind(set(waiting) - {worker}, signal.address)
+    was = self.members.known.get(worker)
+    # else it may have been at another server
+    if self._stayed and not (was and was.connection == connection):
+      self._stayed.discard(worker)
     member = self.members.join(connection, signal)
     member.is_late = False
     member.weight = 0
@@ -392,7 +415,8 @@ class RoundServer:
     member.position = quorum.position if counts else signal.position._replace(last=0)
     donor = None if member.position == quorum.position else self._find_donor(worker)
     if donor and member.fetches_since is None:
-      member.fetches_since = self.members.now - signal.value
+      fetching = min(signal.value, self.members.now - self._began)
+      member.fetches_since = self.members.now - fetching
     facts = {
       "limit": self.members.limit,
       "grace": quorum.grace,
@@ -406,6 +430,29 @@ class RoundServer:
       number=last if counts else 0,
       **facts,
     )
+
+  def _check_claim(self, signal: Signal) -> None:
+    """Raises Rejected for a worker that says it has been through later rounds than can have counted.
+
+    A second server has rounds only of a quorum of workers that are not here, and there
+    is none for a quorum of at most half the workers.
+    """
+    quorum = self._quorum
+    worker = signal.worker
+    if self._stayed is None or signal.position.round <= quorum.position.round:
+      return
+    elsewhere = quorum.workers - len(self._stayed - {worker})
+    if elsewhere < quorum.quorum or 2 * quorum.quorum <= quorum.workers:
+      reason = (
+        f"worker {worker} says that it has been through {signal.position.round} rounds, "
+        f"but no more than {quorum.position.round} have counted"
+      )
+      self._warn(("claim", worker), f"{reason}: it is refused")
+      raise Rejected(f"duplicate: {reason}")
+
+  def _warn(self, kind: tuple[Any, ...], text: str) -> None:
+    """Logs what is repeated, with other numbers, rarely."""
+    self._log.say(kind, text, self.members.now)
 
   def _check_round(self, signal: Signal) -> None:
     """Raises Rejected for a worker whose last round nobody here can judge yet, or of another run."""
@@ -438,9 +485,12 @@ class RoundServer:
   def _leave(self, worker: int, *, lost: bool = True) -> None:
     member = self.members.forget(worker)
     if member:  # else it was expected, and has never come
+      if self._stayed:
+        self._stayed.discard(worker)
       if lost:
-        _LOG.warning(
-          f"worker {worker} is lost, with what it had trained for {member.weight} steps"
+        self._warn(
+          ("lost", worker),
+          f"worker {worker} is lost, with what it had trained for {member.weight} steps",
         )
       group, begun = self._quorum.leave(worker, member.weight if lost else None)
       self._abort(group, worker, "is lost" if lost else "has left")

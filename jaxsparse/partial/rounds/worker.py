@@ -11,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse.collectives._base import check_whole
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.alike import REFUSALS, Alike, check_start
 from jaxsparse.partial.net.endpoint import ControllerLost
-from jaxsparse.partial.net.messages import PieceKind, WorkerMessage
+from jaxsparse.partial.net.messages import Next, PieceKind, WorkerMessage
 from jaxsparse.partial.net.sockets import Keys
 from jaxsparse.partial.rounds import checks, moving, processes, slices
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.outer_step import OuterStep
-from jaxsparse.partial.rounds.parts import Next
 from jaxsparse.partial.rounds.protocol import Request
 from jaxsparse.sparse.flatten import all_finite, flatten
 from jaxsparse.train.skipped import SkipWatch
@@ -32,7 +30,6 @@ _FRACTION = 16  # bits of the mean weight of a step behind the point
 _MOST_ARRAYS = (
   64  # for each parameter in a message, of a donor or in a round of many workers
 )
-_MOST_WEIGHT = 2**31 - 1  # of a step
 
 
 class Rounds:
@@ -274,15 +271,16 @@ class Rounds:
     )
 
   @slices.without_mesh()
-  def step(self, params: Any, weight: int = 1) -> Any:
+  def step(self, params: Any, weight: Any = 1) -> Any:
     """Call it after each local step: begins an exchange or applies a round when one is due.
 
     Args:
       params: of this worker, after a local step from those that the last call returned.
-      weight: of this step: the examples or tokens of its batch, a whole number; 0 if
-        nothing was trained. The weight of a worker in a round is the mean of its steps,
-        divided by the sum of the means of all workers that are there, late ones
-        included: every step counts alike, whenever it is delivered.
+      weight: of this step: the examples or tokens of its batch, a whole number of
+        Python, numpy or JAX, also 32.0; 0 if nothing was trained. The weight of a
+        worker in a round is the mean of its steps, divided by the sum of the means of
+        all workers that are there, late ones included: every step counts alike,
+        whenever it is delivered.
 
     Returns:
       The parameters to go on from: the given ones, or after a round the anchor and what
@@ -293,7 +291,7 @@ class Rounds:
       FloatingPointError: at the tenth time in succession that the parameters are not
         finite.
     """
-    check_whole("step", 0, _MOST_WEIGHT, weight=weight)
+    weight = checks.read_weight(weight)
     self._since += 1
     self._undelivered += 0 if self._exchanger.is_link else weight, 1
     self._protocol.undelivered = int(self._undelivered[:, 0].max())

@@ -1,0 +1,43 @@
+"""Warnings that are repeated for as long as their cause lasts: said at once, then rarely, with how often."""
+
+import logging
+from collections.abc import Hashable
+
+_PAUSE = 10.0  # seconds after which a warning that is repeated is said again, at first
+_LONGEST = 80.0  # seconds
+_MOST = 1000  # kinds that are remembered
+
+
+class Warnings:
+  """The warnings of a protocol; one of a kind that lasts is said after 10, 20, 40 and then every 80 seconds.
+
+  Args:
+    logger: that of the module.
+
+  Example:
+    >>> import logging
+    >>> warnings = Warnings(logging.getLogger("example"))
+    >>> [warnings.say(("behind", 3), "worker 3 is behind", now) for now in (0.0, 1.0, 2.0, 12.0)]
+    [True, False, False, True]
+  """
+
+  def __init__(self, logger: logging.Logger):
+    self._logger = logger
+    # by kind: when it was said, for how long it is not said again, and how often it was
+    # not
+    self._said: dict[Hashable, tuple[float, float, int]] = {}
+
+  def say(self, kind: Hashable, text: str, now: float) -> bool:
+    """Whether it logs the warning; `kind` is what texts with other numbers share."""
+    said, pause, unsaid = self._said.pop(kind, (-float("inf"), _PAUSE, 0))
+    is_due = now >= said + pause
+    if is_due:
+      often = f" ({unsaid} more like this in {now - said:.0f} s)" if unsaid else ""
+      self._logger.warning(text + often)
+      lasts = now < said + 2 * pause
+      self._said[kind] = now, min(2 * pause, _LONGEST) if lasts else _PAUSE, 0
+    else:
+      self._said[kind] = said, pause, unsaid + 1
+    while len(self._said) > _MOST:
+      del self._said[next(iter(self._said))]
+    return is_due

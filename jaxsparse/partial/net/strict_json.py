@@ -1,0 +1,67 @@
+"""JSON of other processes: size and depth are bounded before it is parsed, and numbers before they are used.
+
+`json` recurses for each bracket and raises RecursionError, which is no ValueError, for
+a hundred thousand of them.
+"""
+
+import json
+import re
+from typing import Any
+
+MOST_DEPTH = 8  # brackets within brackets; messages of this library have 4
+LONGEST = 1 << 26  # bytes: the addresses of the largest group
+# A possessive quantifier keeps no state for each character of a string.
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{\]}]', re.DOTALL)
+
+
+def parse(content: bytes | str) -> Any:
+  """The value of a JSON text.
+
+  Raises:
+    ValueError: for any other text, one of more than `LONGEST` bytes, and one with more
+      than `MOST_DEPTH` brackets within each other.
+
+  Example:
+    >>> parse(b'[[1, "["]]')
+    [[1, '[']]
+    >>> parse("[" * 100_000)
+    Traceback (most recent call last):
+    ...
+    ValueError: JSON with more than 8 brackets within each other
+  """
+  if len(content) > LONGEST:
+    raise ValueError(f"JSON of {len(content)} bytes, choose at most {LONGEST}")
+  text = content if isinstance(content, str) else content.decode()
+  depth = 0
+  for token in _TOKEN.finditer(text):
+    first = text[token.start()]
+    depth += (first in "[{") - (first in "]}")
+    if depth > MOST_DEPTH:
+      raise ValueError(f"JSON with more than {MOST_DEPTH} brackets within each other")
+  return json.loads(text)
+
+
+def is_whole(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
+  """Whether a value is a whole number within bounds; True and False are none."""
+  return type(value) is int and least <= value <= most
+
+
+def is_number(value: Any) -> bool:
+  """Whether a value is a number, and not NaN."""
+  return type(value) in (int, float) and abs(value) <= float("inf")
+
+
+def parse_whole(content: bytes | str) -> list[int]:
+  """The numbers of a JSON list of whole numbers of 63 bits.
+
+  Raises:
+    ValueError: for any other text.
+
+  Example:
+    >>> parse_whole("[3, 4]")
+    [3, 4]
+  """
+  values = parse(content)
+  if not isinstance(values, list) or not all(map(is_whole, values)):
+    raise ValueError("no list of whole numbers")
+  return values
