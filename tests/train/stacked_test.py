@@ -1,10 +1,12 @@
 """`js.stacked`: gradients with a leading axis of workers in a jit of one's own, against `js.make_train_step`."""
 
+import copy
 import dataclasses
 import itertools
 import sys
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -338,3 +340,38 @@ def test_dropout_of_nnx_differs_between_workers_and_steps():
     ]
   rows = np.concatenate(found)
   assert len(np.unique(rows, axis=0)) == len(rows) == 2 * WORKERS
+
+
+COPIES = {
+  "tree.map": lambda tx: jax.tree.map(lambda leaf: leaf, tx),
+  "flatten": lambda tx: jax.tree.unflatten(*jax.tree.flatten(tx)[::-1]),
+  "_replace": lambda tx: tx._replace(init=tx.init),
+  "copy": copy.copy,
+  "eqx": lambda tx: eqx.combine(*eqx.partition({"tx": tx}, eqx.is_array))["tx"],
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_keep_what_they_have(name):
+  transform = js.topka_transform("workers", density=0.2)
+  tx = js.stacked(optax.chain(transform, optax.sgd(0.1)), sim(WORKERS))
+  assert vars(COPIES[name](tx)) == vars(tx)
+  assert COPIES[name](tx).update is tx.update
+  assert vars(COPIES[name](transform)) == vars(transform) or name == "_replace"
+
+
+def test_it_is_an_argument_of_a_jitted_function():
+  transform = js.topka_transform("workers", density=0.2)
+  tx = js.stacked(optax.chain(transform, optax.sgd(0.1)), sim(WORKERS))
+  state, batch = tx.init(PARAMS), normals(0, WORKERS, N)
+
+  class Trainer(eqx.Module):
+    tx: optax.GradientTransformation
+
+  loss = lambda tx: tx.value_and_grad(quadratic)(PARAMS, state, batch)[0]
+  expected = jax.jit(lambda: loss(tx))()
+  assert_same_bits(jax.jit(loss)(tx), expected)
+  assert_same_bits(eqx.filter_jit(loss)(tx), expected)
+  assert_same_bits(
+    eqx.filter_jit(lambda trainer: loss(trainer.tx))(Trainer(tx)), expected
+  )
