@@ -8,6 +8,7 @@ import pytest
 from flax import core, linen, nnx
 from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from jaxsparse.sparse.flatten import OVERWRITTEN
@@ -224,3 +225,55 @@ def test_a_dense_layer_of_flax(stacked):
   for name in ("input_amax_history", "input_scale"):
     assert_same_bits(scales(params)[name], scales(one.params)[name])
   assert found == pytest.approx(wanted, rel=0.2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("own", ["shard_map", "nnx"])
+def test_loops_of_your_own(own):
+  """As docs/how_to/precision.md has them: the parameters are those of `js.make_train_step`."""
+  model = linen.Dense(4, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
+  mesh, batch = mesh_of(2), normals(0, 12, 30)
+  chain = optax.chain(js.spardl_transform("workers", density=0.5), optax.sgd(0.1))
+  variables = model.init(jax.random.key(0), batch)
+  loss = lambda variables, batch: jnp.mean((model.apply(variables, batch) - 1.0) ** 2)
+
+  def of_worker(variables, state, batch):
+    grads = jax.grad(loss)(js.own_params(variables, state), batch)
+    updates, state = chain.update(grads["params"], state, variables["params"])
+    moved = optax.apply_updates(variables["params"], updates)
+    scales = jax.lax.pmax(grads[OVERWRITTEN], "workers")
+    return {"params": moved, OVERWRITTEN: scales}, state
+
+  def of_nnx(params, state, batch):
+    tx = js.stacked(chain, mesh)
+    module = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(batch)
+    scales = nnx.variable_type_from_name(OVERWRITTEN)
+    graph, kernel, own, others = nnx.split(module, nnx.Param, scales, ...)
+    like = {"params": kernel, OVERWRITTEN: own}
+
+    def loss_fn(params, batch, others):
+      parts = params["params"], params[OVERWRITTEN], others
+      return jnp.mean((nnx.merge(graph, *parts, copy=True)(batch) - 1.0) ** 2)
+
+    given = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(params))
+    _, grads = tx.value_and_grad(loss_fn)(given, state, batch, others=others)
+    updates, state = tx.update(grads["params"], state, given["params"])
+    moved = optax.apply_updates(given["params"], updates)
+    after = {"params": moved, OVERWRITTEN: grads[OVERWRITTEN]}
+    return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(after)), state
+
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    params, state = variables, js.init(chain, variables, mesh)
+    step = js.make_train_step(loss, chain, mesh, donate=False)
+    if own == "shard_map":
+      specs = P(), js.specs(state, "workers"), P("workers")
+      mapped = jax.shard_map(of_worker, mesh=mesh, in_specs=specs, out_specs=specs[:2])
+      train = jax.jit(mapped)
+    else:
+      train = jax.jit(of_nnx)
+    params2, state2 = variables, state
+    for _ in range(3):
+      params, state, _ = step(params, state, batch)
+      placed = jax.device_put(batch, jax.NamedSharding(mesh, P("workers")))
+      params2, state2 = jax.block_until_ready(train(params2, state2, placed))
+  assert_same_bits(params2, params)
