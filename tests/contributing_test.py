@@ -19,6 +19,7 @@ SECTIONS = [
   "a selector",
   "a format of values",
   "an engine",
+  "a wrapper of a collective",
   "a wrapper of an optimizer",
 ]
 USE = """
@@ -59,6 +60,15 @@ params = jnp.zeros(3)
 step = js.make_train_step(lambda params, batch: jnp.mean((params - batch) ** 2), tx, comm)
 params, state, metrics = step(params, js.init(tx, params, comm), jnp.ones((4, 3)))
 assert float(metrics.loss) > 0
+
+from jaxsparse.transform.centering import centered
+
+comm, params = js.SimComm("workers", members=2), jnp.zeros(4)
+tx = centered(js.spardl_transform(comm, k=4))
+step = js.make_train_step(lambda params, batch: jnp.vdot(params, batch[0]), tx, comm)
+params, state, metrics = step(params, js.init(tx, params, comm), grads)
+wanted = (grads - grads.mean(1, keepdims=True)).mean(0)
+assert jnp.allclose(params, wanted), params
 
 comm, params = js.SimComm("workers", members=4), jnp.zeros(3)
 tx = js.clip_to_recent(optax.chain(js.spardl_transform(comm, k=2), optax.sgd(0.1)))

@@ -48,6 +48,15 @@ def snippets(page):
   return found
 
 
+def befores(page, word):
+  """What the diffs of a page begin with, of those with this word."""
+  return [
+    "\n".join(line[1:] for line in code.splitlines() if not line.startswith("+"))
+    for code in blocks(page, "diff")
+    if word in code
+  ]
+
+
 # What the snippets take for granted: imports, the mesh of two workers, and a model, its
 # loss and batches.
 CONTEXT = snippets("docs/how_to/training_step.md")[0]
@@ -135,26 +144,36 @@ def test_use(tmp_path):
 
 @pytest.mark.long
 def test_your_trainer(tmp_path):
-  jit, nnx, linen, inside, equinox, rows, scaled = snippets(
-    "docs/how_to/your_trainer.md"
-  )
+  found = snippets("docs/how_to/your_trainer.md")
+  jit, pmap, nnx, linen, inside, equinox, rows, scaled = found
   learns = "assert loss < 1\n"
   same = "import numpy as np\nassert all((row == row[:1]).all() for row in map(np.asarray, jax.tree.leaves(rows)))\n"
   parts = [CONTEXT, jit, learns, MOVED, DATA, nnx, DATA, linen, learns, inside, equinox]
+  before, *_ = befores("docs/how_to/your_trainer.md", "functools")
+  keep = "before, params_before = loss, params\n"
+  equal = "assert np.isclose(loss, before) and np.allclose(params['bias'], params_before['bias'])\n"
+  run(
+    "\n".join([CONTEXT, before, keep, DATA, pmap, "import numpy as np", equal, MOVED]),
+    tmp_path,
+  )
   run("\n".join([*parts, rows, same, DATA, scaled, learns]), tmp_path)
 
 
 @pytest.mark.long
 def test_steps_leaves_and_precision(tmp_path):
-  _, step, tokens, accumulate, *_, simulated = snippets("docs/how_to/training_step.md")
+  _, step, tokens, *means, accumulate, _, simulated = snippets(
+    "docs/how_to/training_step.md"
+  )
   special, _, embedding, frozen, local, adapters = snippets("docs/how_to/leaves.md")
-  cast, scaled, wire = snippets("docs/how_to/precision.md")
+  cast, scaled, wire, fp8 = snippets("docs/how_to/precision.md")
   conjugated, judged, hyperparameters = snippets("docs/sharp_bits.md")
   still = "assert float(abs(params['bias']).max()) == 0\n"
   parts = [
     CONTEXT,
     step,
     tokens,
+    *means,
+    "assert not metrics.skipped\n",
     accumulate,
     DATA,
     simulated,
@@ -194,6 +213,9 @@ def test_steps_leaves_and_precision(tmp_path):
         DATA,
         wire,
         TRAIN,
+        fp8,
+        "scales = variables['_overwrite_with_gradient']['Fp8DirectDotGeneralOp_0']\n",
+        "assert float(scales['input_amax_history'].max()) > 1\n",
         hyperparameters,
         DATA,
         TRAIN,
@@ -275,7 +297,7 @@ def test_sharded_models(tmp_path):
 @pytest.mark.long
 def test_local_steps(tmp_path):
   local, momentum, corrected = snippets("docs/how_to/local_steps.md")
-  adam, muon, average = snippets("docs/how_to/adam.md")
+  adam, own, muon, average = snippets("docs/how_to/adam.md")
   measure, tracked = snippets("docs/how_to/different_data.md")
   chains = [muon, f"{muon}\n{average}", momentum, corrected, tracked]
   run(
@@ -286,6 +308,9 @@ def test_local_steps(tmp_path):
         local,
         DATA,
         adam,
+        MOVED,
+        DATA,
+        own,
         MOVED,
         *(part for tx in chains for part in (DATA, tx, TRAIN)),
       ]

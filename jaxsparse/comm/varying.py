@@ -93,7 +93,8 @@ def _with_axes_of(step: Callable, start: Any) -> Any:
       start,
       jax.eval_shape(step, start),
     )
-    if jax.tree.map(axes_of_type, after) == jax.tree.map(axes_of_type, start):
+    pairs = zip(jax.tree.leaves(after), jax.tree.leaves(start), strict=True)
+    if all(axes_of_type(new) == axes_of_type(old) for new, old in pairs):
       return start
     start = after
 

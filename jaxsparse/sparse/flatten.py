@@ -125,6 +125,40 @@ def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
   )
 
 
+def check_are_arrays(tree: Any, what: str) -> None:
+  """Raises TypeError for a leaf that is no array and no number, as the functions of a model are, naming its path."""
+  is_number = lambda leaf: isinstance(leaf, bool | int | float | complex)
+  is_array = lambda leaf: (
+    hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
+  )
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    if not is_array(leaf) and not is_number(leaf):
+      raise TypeError(
+        f"{what}{jax.tree_util.keystr(path)} is {leaf!r}, no array: give the arrays of a model alone, of Equinox "
+        "params, static = eqx.partition(model, eqx.is_inexact_array), of Flax graph, params, others = "
+        "nnx.split(model, nnx.Param, ...), and put the model together in loss_fn, by eqx.combine(params, static) or "
+        "nnx.merge(graph, params, others)"
+      )
+
+
+OVERWRITTEN = "_overwrite_with_gradient"
+"""The collection of Flax, or type of its variables, whose "gradients" are the next values: the scales of fp8."""
+
+
+def check_not_overwritten(tree: Any, what: str) -> None:
+  """Raises TypeError for a leaf of the collection that Flax overwrites with its gradient, naming its path."""
+  is_variable = lambda node: type(node).__name__ == OVERWRITTEN
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+    name = jax.tree_util.keystr(path)
+    if OVERWRITTEN in name or is_variable(leaf):
+      raise TypeError(
+        f"{what}{name} belongs to Flax's {OVERWRITTEN}, scales of fp8, whose gradient is the next value and is neither "
+        "averaged nor subtracted: give tx and its update the rest, tree['params'], assign the maximum over workers, as "
+        "js.make_train_step and js.stacked(...).value_and_grad do for "
+        f"{{'params': ..., '{OVERWRITTEN}': ...}}"
+      )
+
+
 def check_leaves(tree: Any) -> None:
   """Checks that a pytree is one of gradients.
 
@@ -132,6 +166,8 @@ def check_leaves(tree: Any) -> None:
     TypeError: if a leaf is not floating point, or has less than 16 bits, naming its
       path.
   """
+  check_are_arrays(tree, "gradients")
+  check_not_overwritten(tree, "gradients")
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     dtype = jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.complexfloating):

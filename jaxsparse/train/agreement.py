@@ -14,7 +14,7 @@ from jaxsparse.comm import all_gather, in_rank_order
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.engine import Engine, check_batch, engine_of
 from jaxsparse.transform import checks
-from jaxsparse.transform.wrapped import trained
+from jaxsparse.transform.wrapped import optimized, trained
 from jaxsparse.types import Comm
 
 
@@ -118,7 +118,7 @@ def _agreements(
     wide = lambda grad: jnp.complex64 if jnp.iscomplexobj(grad) else jnp.float32
     grads = [
       grad.astype(wide(grad))
-      for grad in jax.tree.leaves(jax.grad(loss)(trained(params)))
+      for grad in jax.tree.leaves(optimized(jax.grad(loss)(trained(params))))
       if grad.size
     ]
     largest = comm.all_reduce(
@@ -140,7 +140,7 @@ def _dealt(comm: Comm, batch: Any) -> Any:
 
   def dealt(x: jax.Array) -> jax.Array:
     own = words_of_keys(x)
-    rows = in_rank_order(comm, all_gather(comm, own)).reshape(-1, *own.shape[1:])
+    rows = jnp.concatenate(in_rank_order(comm, all_gather(comm, own)))
     order = jax.random.permutation(jax.random.key(0), len(rows)).reshape(comm.size, -1)
     chosen = rows[order[comm.rank]]
     return (

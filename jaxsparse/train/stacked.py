@@ -21,20 +21,30 @@ from jaxsparse.train.engine import Engine, check_batch, engine_of, shape_of
 from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_state
 from jaxsparse.train.step import init
-from jaxsparse.train.worker import mean_loss
+from jaxsparse.train.worker import combine_scales, mean_loss
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, commit_early
 from jaxsparse.transform.checks import check_workers
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.specs import specs
-from jaxsparse.transform.wrapped import shapes_seen, synchronizing, trained
+from jaxsparse.transform.wrapped import (
+  overwritten,
+  shapes_seen,
+  synchronizing,
+  trained,
+  with_optimized,
+)
 from jaxsparse.types import Comm
 
 _SAME = PartitionSpec()
 
 
+@jax.tree_util.register_static
 class Stacked(optax.GradientTransformationExtraArgs):
   """A chain over stacked gradients; made by `stacked`.
+
+  It is a pytree without leaves, so that it may be an argument of a jitted function, or
+  a field of a module.
 
   Attributes:
     own_params: `own_params(params, state)` are the parameters of each worker, [P, …].
@@ -46,6 +56,12 @@ class Stacked(optax.GradientTransformationExtraArgs):
 
   own_params: Callable[[optax.Params, Any], optax.Params]
   value_and_grad: Callable[..., Callable[..., tuple[Any, optax.Updates]]]
+
+  def _replace(self, **functions: Any) -> "Stacked":
+    """A copy with another `init` or `update`, and the same attributes."""
+    copy = super()._replace(**functions)
+    vars(copy).update(vars(self))
+    return copy
 
 
 def stacked(
@@ -167,20 +183,26 @@ def stacked(
   ) -> Callable[..., tuple[Any, optax.Updates]]:
     def of_worker(
       params: optax.Params, batch: tuple[Any, ...], shared: Any
-    ) -> tuple[Any, Any, optax.Updates]:
+    ) -> tuple[Any, Any, optax.Updates, Any]:
+      params = trained(params)
       value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(
-        trained(params), *batch, **shared
+        params, *batch, **shared
       )
       loss, aux = value if has_aux else (value, ())
-      return mean_loss(engine.comm, loss), as_row(aux), as_row(grads)
+      grads, scales = combine_scales(engine.comm, params, grads)
+      return mean_loss(engine.comm, loss), as_row(aux), as_row(grads), scales
 
     def value_and_grad_of(
       params: optax.Params, state: Any, *batch: Any, **shared: Any
     ) -> tuple[Any, optax.Updates]:
       check_batch(batch, engine, axis)
-      loss, aux, grads = each(
-        of_worker, params, state, batch, shared, (_SAME, rows, rows)
+      loss, aux, grads, scales = each(
+        of_worker, params, state, batch, shared, (_SAME, rows, rows, _SAME)
       )
+      params = trained(params)
+      like = overwritten(params)  # which has rows where parameters have
+      scales = jax.tree.map(lambda x, own: jnp.broadcast_to(x, own.shape), scales, like)
+      grads = with_optimized(params, grads, scales)
       return (loss, aux) if has_aux else loss, grads
 
     return value_and_grad_of
@@ -220,6 +242,8 @@ def _check_rows(
   grads: optax.Updates, state: Any, params: optax.Params | None, workers: int
 ) -> None:
   """Raises ValueError for a gradient without a row for each worker, or of no parameters, naming its leaf."""
+  flatten.check_are_arrays(params, "params")
+  flatten.check_not_overwritten(grads, "gradients")
   leaves = flatten.leaves_by_name(grads)
   made = [leaf for node in states.reduce_states(state) for leaf in node.leaves]
   hint = (

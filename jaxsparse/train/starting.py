@@ -14,14 +14,14 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import SoloComm, replication
 from jaxsparse.comm.one_at_a_time import dispatch
-from jaxsparse.sparse.flatten import check_entries
+from jaxsparse.sparse.flatten import check_are_arrays, check_entries
 from jaxsparse.train import replicas
 from jaxsparse.train.engine import Engine, engine_of, local_shard, shape_of
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.update import first_state
-from jaxsparse.transform.wrapped import shapes_seen, trained
+from jaxsparse.transform.wrapped import optimized, shapes_seen, trained
 from jaxsparse.types import Comm, check_whole
 
 LIKELY_MISTAKES = {
@@ -78,6 +78,8 @@ def abstract_state(
   """
   check_whole("abstract_state", 1, optional=True, workers=workers)
   engine = engine_of(mesh, axis)
+  check_are_arrays(params, "params")
+  params = optimized(params)
   with engine.typed() as typed:
     arguments, specs = _specs_of(typed, tx.init, jax.tree.map(shape_of, params))
     state = jax.eval_shape(typed.map(tx.init, (typed.same,), specs), *arguments)
@@ -181,6 +183,7 @@ def check_state(
   state: Any, params: optax.Params, engine: Engine | None = None, shapes: bool = False
 ) -> None:
   """Checks a state of these parameters, and of these workers if an engine is given; it may consist of `shapes`."""
+  check_are_arrays(params, "params")
   checks.check_alive({"params": params, "state": state})
   if not shapes:
     checks.check_arrays(state)

@@ -15,6 +15,7 @@ from jaxsparse.comm import replication
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
+from jaxsparse.sparse.flatten import check_are_arrays
 from jaxsparse.train import replicas, starting
 from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
@@ -25,7 +26,7 @@ from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import commit_early
 from jaxsparse.transform.specs import placed
-from jaxsparse.transform.wrapped import PLACEHOLDER
+from jaxsparse.transform.wrapped import PLACEHOLDER, optimized
 from jaxsparse.types import Comm, check_whole
 
 
@@ -76,7 +77,9 @@ def init(
   engine = engine_of(mesh, axis)
   if isinstance(params, PLACEHOLDER):
     return tx.init(params)
+  check_are_arrays(params, "params")
   checks.check_alive({"params": params})
+  params = optimized(params)
   if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
     return starting.start_workers(engine, tx.init, params)[0]
   replicas.check_processes(engine, params, "params")

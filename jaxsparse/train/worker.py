@@ -16,7 +16,14 @@ from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic
 from jaxsparse.transform.residuals import moved_leaves, own_params
-from jaxsparse.transform.wrapped import map_seen, synchronizing, trained
+from jaxsparse.transform.wrapped import (
+  map_seen,
+  optimized,
+  overwritten,
+  synchronizing,
+  trained,
+  with_optimized,
+)
 from jaxsparse.types import Comm, saturated
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
@@ -84,14 +91,21 @@ class Worker(NamedTuple):
     (loss, grads, model_state, aux), finite = self._own_gradients(
       comm, params, state, batch, given
     )
+    at = trained(own_params(params, state))
+    grads, scales = combine_scales(comm, at, grads)
     # NaN in it would stay for good: mark the gradient, and all workers skip the step
     if before is not None:
       grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
     loss = mean_loss(comm, loss)
     extra = {"value": loss} | extra if gives_value else extra
-    updates, state = atomic(self.tx).update(grads, state, params, **extra)
-    params = optax.apply_updates(params, updates)
+    updates, state = atomic(self.tx).update(grads, state, optimized(params), **extra)
     skipped = states.is_skipped(state)
+    scales = jax.tree.map(
+      functools.partial(jnp.where, skipped), overwritten(params), scales
+    )
+    params = with_optimized(
+      params, optax.apply_updates(optimized(params), updates), scales
+    )
     model_state = _next_model_state(self, comm, model_state)
     # Running statistics never recover from NaN, which optax.zero_nans may have hidden.
     keep = functools.partial(
@@ -107,7 +121,7 @@ class Worker(NamedTuple):
         skipped,
         aux,
         model_state,
-        _words_beside(self, comm.size, aux, model_state),
+        _words_beside(self, comm.size, aux, model_state, scales),
       ),
     )
 
@@ -162,9 +176,10 @@ class Worker(NamedTuple):
     self, params: optax.Params, state: Any, extra: dict[str, Any]
   ) -> tuple[optax.Params, Any]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
+    before = optimized(params)
     with synchronizing(True):
       updates, after = atomic(self.tx).update(
-        jax.tree.map(jnp.zeros_like, params), state, params, **extra
+        jax.tree.map(jnp.zeros_like, before), state, before, **extra
       )
     is_local = states.is_local_state
     after = jax.tree.map(
@@ -172,9 +187,34 @@ class Worker(NamedTuple):
     )
     moved = moved_leaves(state)
     own = lambda name, u: u if name in moved else jnp.zeros_like(u)
-    return optax.apply_updates(
-      params, map_seen(own, states.reduce_states(state), updates)
-    ), after
+    updates = map_seen(own, states.reduce_states(state), updates)
+    return with_optimized(params, optax.apply_updates(before, updates)), after
+
+
+def combine_scales(
+  comm: Comm, params: optax.Params, grads: optax.Updates
+) -> tuple[optax.Updates, Any]:
+  """The gradients for the optimizer, and the next scales of fp8: of all workers the maximum, in one message.
+
+  The histories of Flax hold largest magnitudes, so the maximum is that of the whole
+  batch. Where a gradient or a scale of a worker is not finite, the scales of `params`
+  stay, and the gradients of that worker are NaN, so that all workers skip the step.
+
+  Args:
+    comm: the workers.
+    params: those of this worker, at which the gradients were taken.
+    grads: of this worker, with its next scales.
+  """
+  before, after = overwritten(params), overwritten(grads)
+  if not jax.tree.leaves(before):
+    return grads, ()
+  finite = flatten.all_finite(optimized(grads)) & flatten.stays_finite(before, after)
+  marked = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), optimized(grads))
+  flat, restore = flatten.flatten((jnp.where(finite, 0.0, 1.0), after))
+  sent = jnp.where(finite, flat, 0.0).at[0].set(flat[0])
+  failed, largest = restore(comm.all_reduce(sent, "max"))
+  keep = functools.partial(jnp.where, failed > 0)
+  return marked, jax.tree.map(keep, before, largest)
 
 
 def mean_loss(comm: Comm, loss: jax.Array) -> jax.Array:
@@ -211,14 +251,7 @@ def _gradients(
           "has_aux=True, for a model state give the step model_state="
         )
       parts = dict(zip(wanted, found, strict=True))
-      was, now = (
-        jax.tree.map(lambda x: jax.typeof(x).str_short(), x)
-        for x in (model_state, parts.get("model_state"))
-      )
-      if was != now:
-        raise ValueError(
-          f"loss_fn returned a model_state of {now}, it was given one of {was}"
-        )
+      _check_model_state(model_state, parts.get("model_state"))
       return parts["loss"], (parts.get("model_state"), parts.get("aux"))
 
     (loss, (after, aux)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
@@ -227,6 +260,27 @@ def _gradients(
   if worker.accumulate == 1:
     return grads_of_part(batch, key, model_state)
   return _accumulated(worker, grads_of_part, batch, key, model_state, params)
+
+
+def _check_model_state(before: Any, after: Any) -> None:
+  """Raises ValueError unless both have the same leaves, naming the first that differs."""
+  types = lambda tree: {
+    name: jax.typeof(leaf).str_short()
+    for name, leaf in flatten.leaves_by_name(tree).items()
+  }
+  was, now = types(before), types(after)
+  for name in was | now:
+    if was.get(name) != now.get(name):
+      raise ValueError(
+        f"loss_fn returned model_state{name} of {now.get(name, 'nothing')}, it was given one of "
+        f"{was.get(name, 'nothing')}"
+      )
+  # Nodes need not compare: only their leaves and what they declare as static do.
+  structures: Any = [jax.tree.structure(tree) for tree in (before, after)]
+  if structures[0] != structures[1]:
+    raise ValueError(
+      f"loss_fn returned a model_state of the structure {structures[1]}, it was given one of {structures[0]}"
+    )
 
 
 def _accumulated(
@@ -249,7 +303,9 @@ def _accumulated(
     number, batch = part
     own = None if key is None else jax.random.fold_in(key, number)
     loss, grads, model_state, aux = grads_of_part(batch, own, model_state)
+    scales = jax.tree.map(jnp.maximum, overwritten(total[1]), overwritten(grads))
     total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads))
+    total = total[0], with_optimized(total[1], optimized(total[1]), scales)
     return (total, model_state), aux
 
   loss = jax.eval_shape(
@@ -262,12 +318,14 @@ def _accumulated(
   ((loss, grads), model_state), aux = jax.lax.scan(
     accumulate_part, (zeros, model_state), (numbers, parts)
   )
-  grads = jax.tree.map(
-    lambda grad, like: (grad / worker.accumulate).astype(like.dtype), grads, params
+  mean = jax.tree.map(
+    lambda grad, like: (grad / worker.accumulate).astype(like.dtype),
+    optimized(grads),
+    optimized(params),
   )
   return (
     loss / worker.accumulate,
-    grads,
+    with_optimized(grads, mean),
     model_state,
     _reduced(aux, worker.aux_reduce, _over_parts),
   )
@@ -298,14 +356,18 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
   return jax.tree.map(next_leaf, model_state)
 
 
-def _words_beside(worker: Worker, size: int, aux: Any, model_state: Any) -> jax.Array:
-  """Words of the collectives of `_over_workers` that made these."""
+def _words_beside(
+  worker: Worker, size: int, aux: Any, model_state: Any, scales: Any
+) -> jax.Array:
+  """Words of the collectives of `_over_workers` and `combine_scales` that made these."""
   cost = lambda x: all_reduce_cost(x.size, size, x.dtype.itemsize).words
   rows = lambda x: math.ceil(x.size // size * (size - 1) * x.dtype.itemsize / 4)
   words = sum(map(rows if worker.aux_reduce == "stack" else cost, jax.tree.leaves(aux)))
   for leaf in [] if worker.model_state == "worker" else jax.tree.leaves(model_state):
     twice = size & size - 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
     words += cost(leaf) * (2 if twice else 1)
+  if entries := sum(leaf.size for leaf in jax.tree.leaves(scales)):
+    words += all_reduce_cost(entries + 1, size).words
   return saturated(words, jnp.uint32)
 
 

@@ -198,7 +198,7 @@ def check_agreed(before: Any, after: Any) -> None:
 def check_kept_types(before: Any, after: Any) -> None:
   """Raises TypeError if an update has changed dtypes in the state of a transform: a wrapper has computed with it."""
   types = lambda state: [
-    jax.tree.map(jnp.result_type, node) for node in reduce_states(state)
+    jnp.result_type(leaf) for leaf in jax.tree.leaves(reduce_states(state))
   ]
   if types(before) != types(after):
     raise TypeError(

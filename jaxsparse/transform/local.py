@@ -35,7 +35,12 @@ from jaxsparse.transform.checks import (
 from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.state import Applied, Flight, LocalState
-from jaxsparse.transform.wrapped import mean_dtypes, shapes_seen, synchronizing
+from jaxsparse.transform.wrapped import (
+  PLACEHOLDER,
+  mean_dtypes,
+  shapes_seen,
+  synchronizing,
+)
 from jaxsparse.types import check_whole
 
 
@@ -200,6 +205,8 @@ class _LocalSteps(NamedTuple):
 
   def init(self, params: optax.Params) -> LocalState:
     """The state of one worker before the first step."""
+    if not isinstance(params, PLACEHOLDER):
+      flatten.check_are_arrays(params, "params")
     moved = (
       ()
       if self.every == 1

@@ -45,6 +45,7 @@ from jaxsparse.transform.wrapped import PLACEHOLDER, mean_dtypes
 from jaxsparse.types import Comm, Counters, Deferred, Pending, Reduced, Sparse, State
 
 
+@jax.tree_util.register_static  # as a pytree with `init` and `update` for leaves it would lose its attributes
 class Transform(optax.GradientTransformationExtraArgs):
   """A jaxsparse transform, which can be made again with other collectives.
 

@@ -10,7 +10,7 @@ is inside them: `synchronizing` has local steps exchange, `mean_dtypes` has a tr
 round its means to other dtypes than those of the leaves.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse.sparse.flatten import leaf_shapes, leaves_by_name, parts
+from jaxsparse.sparse.flatten import OVERWRITTEN, leaf_shapes, leaves_by_name, parts
 from jaxsparse.transform.state import ReduceState
 
 synchronizing = jax.make_user_context(False)
@@ -97,7 +97,7 @@ class View(NamedTuple):
 
   def see(self, tree: Any) -> Any:
     """A pytree like the parameters as the transform sees it."""
-    tree = trained(tree)
+    tree = optimized(trained(tree))
     for wrapper in self.wrappers:
       tree = wrapper.see(tree)
     return tree
@@ -106,7 +106,9 @@ class View(NamedTuple):
     """`like`, a pytree like the parameters, with the leaves that the transform sees replaced by `seen`."""
     for number in reversed(range(len(self.wrappers))):
       seen = self.wrappers[number].restore(View(self.wrappers[:number]).see(like), seen)
-    return like._replace(fast=seen) if isinstance(like, optax.LookaheadParams) else seen
+    if isinstance(like, optax.LookaheadParams):
+      return like._replace(fast=seen)
+    return with_optimized(like, seen)
 
 
 _VIEWS = [
@@ -118,6 +120,38 @@ _VIEWS = [
 def trained(params: optax.Params) -> optax.Params:
   """The parameters at which the gradient is taken: the fast ones of `optax.lookahead`, else all."""
   return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def overwritten(params: optax.Params) -> Any:
+  """Flax's collection of scales of fp8, whose "gradients" are the next values; () of parameters without one.
+
+  Raises:
+    ValueError: for parameters with other collections than this one and "params", as
+      Flax's `TrainState` has them.
+  """
+  if not isinstance(params, Mapping) or OVERWRITTEN not in params:
+    return ()
+  if set(params) != {"params", OVERWRITTEN}:
+    raise ValueError(
+      f"parameters with {OVERWRITTEN} have the collections {', '.join(map(repr, params))}: give 'params' and "
+      f"'{OVERWRITTEN}' alone, running statistics as step(..., model_state=) or as an argument of the loss"
+    )
+  return params[OVERWRITTEN]
+
+
+def optimized(params: optax.Params) -> optax.Params:
+  """The parameters that an optimizer updates: "params" where Flax's scales of fp8 stand beside them, else all."""
+  return params["params"] if jax.tree.leaves(overwritten(params)) else params
+
+
+def with_optimized(like: optax.Params, new: optax.Params, scales: Any = None) -> Any:
+  """`like` with `new` in place of what an optimizer updates, and other `scales` of fp8, if some are given."""
+  own = overwritten(like)
+  if not jax.tree.leaves(own):
+    return new
+  both = {"params": new, OVERWRITTEN: own if scales is None else scales}
+  # a dict or a FrozenDict, in the order of `like`
+  return type(like)({name: both[name] for name in like})
 
 
 def view_of(nodes: Sequence[ReduceState], params: optax.Params) -> View:
@@ -152,4 +186,4 @@ def _shapes_seen(view: View, params: optax.Params) -> Any:
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)), params
   )
-  return jax.eval_shape(view.see, shapes) if view.wrappers else trained(shapes)
+  return jax.eval_shape(view.see, shapes) if view.wrappers else view.see(shapes)

@@ -151,3 +151,17 @@ def test_a_dimension_that_workers_do_not_divide_is_refused():
     match=r"psum_scatter: 3 workers do not divide dimension 1 of \(6, 4\): pad it",
   ):
     js.psum_scatter(jnp.zeros((6, 4)), js.comm.SoloComm(3), dimension=1)
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_an_array_without_entries_is_sent_in_no_message(dimension):
+  """Also its gradient."""
+  shape = lambda length: (2, 0, length) if dimension else (2, length, 0)
+  comm, x = js.SimComm("workers"), jnp.zeros(shape(6))
+  mapped = lambda function: jax.vmap(
+    lambda row: function(row, comm, dimension=dimension), axis_name="workers"
+  )
+  assert mapped(js.all_gather)(x).shape == shape(12)
+  assert mapped(js.psum_scatter)(x).shape == shape(3)
+  total = lambda row, *given, **named: js.all_gather(row, *given, **named).sum()
+  assert mapped(jax.grad(total))(x).shape == x.shape

@@ -46,7 +46,9 @@ def test_the_profile_of_a_machine_has_what_was_measured_there_and_the_given_link
   assert (found.alpha, found.beta, found.gamma) == link
   assert (found.reduce_alpha, found.reduce_beta) == link[:2]
   names = {collective_of(label)[0] for label in found.algorithms}
-  assert names == set(js.collective_names()) - {"a2sgd"}  # which averages no gradients
+  # a2sgd averages no gradients; a new collective is not measured yet
+  assert names <= set(js.collective_names()) - {"a2sgd"}
+  assert names >= {"dense", "spardl", "oktopk", "onebit", "nbit", "powersgd", "rows"}
   n = 14_728_266
   advice = js.costs.advise(n, found)
   # they need shapes

@@ -129,3 +129,11 @@ def test_a_batch_that_does_not_divide():
     match=r"batch has shape \(7, 40\): its leading axis must divide among the 3 workers",
   ):
     js.agreement(quadratic, jnp.zeros(N), np.zeros((7, N), np.float32), mesh_of(3))
+
+
+def test_a_leaf_of_the_batch_without_entries():
+  batch = np.ones((6, 2), np.float32), np.ones((6, 0), np.float32)
+  found = js.agreement(
+    lambda p, b: jnp.sum(p * b[0].mean()), jnp.ones(2), batch, sim(3)
+  )
+  assert found.own == found.dealt == 1

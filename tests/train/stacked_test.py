@@ -1,10 +1,12 @@
 """`js.stacked`: gradients with a leading axis of workers in a jit of one's own, against `js.make_train_step`."""
 
+import copy
 import dataclasses
 import itertools
 import sys
 
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -338,3 +340,87 @@ def test_dropout_of_nnx_differs_between_workers_and_steps():
     ]
   rows = np.concatenate(found)
   assert len(np.unique(rows, axis=0)) == len(rows) == 2 * WORKERS
+
+
+COPIES = {
+  "tree.map": lambda tx: jax.tree.map(lambda leaf: leaf, tx),
+  "flatten": lambda tx: jax.tree.unflatten(*jax.tree.flatten(tx)[::-1]),
+  "_replace": lambda tx: tx._replace(init=tx.init),
+  "copy": copy.copy,
+  "eqx": lambda tx: eqx.combine(*eqx.partition({"tx": tx}, eqx.is_array))["tx"],
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_keep_what_they_have(name):
+  transform = js.topka_transform("workers", density=0.2)
+  tx = js.stacked(optax.chain(transform, optax.sgd(0.1)), sim(WORKERS))
+  assert vars(COPIES[name](tx)) == vars(tx)
+  assert COPIES[name](tx).update is tx.update
+  assert vars(COPIES[name](transform)) == vars(transform) or name == "_replace"
+
+
+def test_it_is_an_argument_of_a_jitted_function():
+  transform = js.topka_transform("workers", density=0.2)
+  tx = js.stacked(optax.chain(transform, optax.sgd(0.1)), sim(WORKERS))
+  state, batch = tx.init(PARAMS), normals(0, WORKERS, N)
+
+  class Trainer(eqx.Module):
+    tx: optax.GradientTransformation
+
+  loss = lambda tx: tx.value_and_grad(quadratic)(PARAMS, state, batch)[0]
+  expected = jax.jit(lambda: loss(tx))()
+  assert_same_bits(jax.jit(loss)(tx), expected)
+  assert_same_bits(eqx.filter_jit(loss)(tx), expected)
+  assert_same_bits(
+    eqx.filter_jit(lambda trainer: loss(trainer.tx))(Trainer(tx)), expected
+  )
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_rows_of_aux_are_taken_as_the_table_says(axis_type):
+  """As docs/how_to/your_trainer.md has them, with both types of axes."""
+  mesh = jax.make_mesh((2,), ("workers",), (axis_type,), devices=jax.devices()[:2])
+  tx = js.stacked(js.dense_transform("workers"), mesh)
+  batch, params = normals(0, 6, 4), jnp.ones(4)
+  state = tx.init(params)
+
+  def loss_fn(params, batch):
+    each = batch * params[None]
+    return jnp.mean(each), (each, each.mean(), jnp.int32(3))
+
+  @jax.jit
+  def take(params, state, batch):
+    (_, aux), _ = tx.value_and_grad(loss_fn, has_aux=True)(params, state, batch)
+    logits, mean, count = aux
+    whole = jax.lax.collapse(logits, 0, 2)
+    return whole, mean.mean(), count.sum(), logits.mean(0), count.max(0)
+
+  found = take(params, state, jax.device_put(batch, NamedSharding(mesh, ROWS)))
+  halves = batch.reshape(2, 3, 4)
+  wanted = batch, batch.mean(), 6, halves.mean(0), 3
+  chex.assert_trees_all_close(found, wanted, rtol=1e-6)
+
+
+def test_norms_and_metrics_on_an_explicit_mesh():
+  """As docs/sharp_bits.md has them."""
+  mesh = jax.make_mesh((2,), ("workers",), devices=jax.devices()[:2])
+  put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+  loss, params = put(jnp.float32(2), SHARED), {"w": put(jnp.ones(4), ROWS)}
+
+  def measured(taken):
+    metric = nnx.metrics.Average()
+    for _ in range(2):
+      metric.update(values=taken(loss))
+      metric.reset()
+      metric.update(values=taken(loss))
+    return float(metric.compute())
+
+  with jax.numpy_dtype_promotion("standard"):
+    for refused in (lambda: measured(lambda x: x), lambda: optax.tree.norm(params)):
+      with pytest.raises(ValueError, match="Length of device assignment"):
+        refused()
+    assert measured(float) == measured(jax.device_get) == 2
+    assert float(jax.jit(optax.tree.norm)(params)) == 2
+    with jax.set_mesh(mesh):
+      assert measured(lambda x: x) == float(optax.tree.norm(params)) == 2

@@ -510,7 +510,7 @@ NO_STATE = lambda p, b, model_state: loss_fn(p, b) + model_state["mean"].sum()
     (
       {"loss": OTHER_STATE},
       {"model_state": MODEL_STATE},
-      r"a model_state of {'other'.*, it was given one of {'mean'",
+      r"returned model_state\['mean'\] of nothing, it was given one of float32",
     ),
     (
       {"loss": NO_STATE},
@@ -758,3 +758,88 @@ def test_a_teacher_a_model_state_and_own_keys_in_a_scan_and_a_skipped_step(dtype
   before, kept = (jax.random.key_data(one.inner[0].rng_key) for one in (state, skipped))
   np.testing.assert_array_equal(before, kept)
   assert len(np.unique(before, axis=0)) == 3
+
+
+@jax.tree_util.register_pytree_node_class
+class Statistics:
+  """A node that equals no other one, as `eqx.nn.State`."""
+
+  def __init__(self, mean, count, static="static"):
+    self.mean, self.count, self.static = mean, count, static
+
+  def tree_flatten(self):
+    return (self.mean, self.count), self.static
+
+  @classmethod
+  def tree_unflatten(cls, static, leaves):
+    return cls(*leaves, static)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_nodes_of_a_model_state_need_not_compare(accumulate):
+  """But their leaves and static data do."""
+  tx, comm, batch = js.dense_transform("workers"), sim(2), np.ones((4, 3), np.float32)
+  given = Statistics(jnp.zeros(3), jnp.int32(0))
+
+  def stepped(change):
+    loss = lambda params, batch, model_state: (
+      jnp.mean(batch @ params),
+      change(model_state, batch),
+    )
+    step = js.make_train_step(loss, tx, comm, donate=False, accumulate=accumulate)
+    params = jnp.zeros(3)
+    return step(params, js.init(tx, params, comm), batch, model_state=given)[2]
+
+  after = stepped(lambda was, x: Statistics(was.mean + x.mean(0), was.count + 1))
+  assert_same_bits(after.model_state.mean, jnp.full(3, float(accumulate)))
+  for change, message in (
+    (lambda was, _: Statistics(was.mean[:2], was.count), r"float32\[2\]"),
+    (
+      lambda was, _: Statistics(was.mean, None),
+      r"of nothing, it was given one of int32",
+    ),
+    (lambda was, _: Statistics(was.mean, was.count, "other"), "of the structure"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      stepped(change)
+
+
+MODEL = {"w": jnp.ones(3), "activation": jax.nn.relu}
+GIVEN = {
+  "init": lambda tx, comm: js.init(tx, MODEL, comm),
+  "abstract_state": lambda tx, comm: js.abstract_state(tx, MODEL, comm),
+  "step": lambda tx, comm: js.make_train_step(quadratic, tx, comm)(
+    MODEL, js.init(tx, {"w": jnp.ones(3)}, comm), np.ones((2, 3), np.float32)
+  ),
+  "stacked.init": lambda tx, comm: js.stacked(tx, comm).init(MODEL),
+  "value_and_grad": lambda tx, comm: js.stacked(tx, comm).value_and_grad(quadratic)(
+    MODEL, js.init(tx, {"w": jnp.ones(3)}, comm), np.ones((2, 3), np.float32)
+  ),
+  "stacked.update": lambda tx, comm: js.stacked(tx, comm).update(
+    {"w": jnp.ones((2, 3))}, js.init(tx, {"w": jnp.ones(3)}, comm), MODEL
+  ),
+  "flush": lambda tx, comm: js.flush(
+    js.init(tx, {"w": jnp.ones(3)}, comm), MODEL, comm
+  ),
+  "own init": lambda tx, _: jax.vmap(lambda _: tx.init(MODEL), axis_name="workers")(
+    jnp.ones(2)
+  ),
+  "Rounds": lambda tx, _: js.partial.Rounds(
+    "tcp://127.0.0.1:1", 0, MODEL, outer=lambda _: tx, every=1
+  ),
+}
+
+
+@pytest.mark.parametrize("wrapped", ["chain", "local_steps"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_model_with_functions_is_refused_by_the_name_of_its_leaf(name, wrapped):
+  outer = optax.chain(js.dense_transform("workers"), optax.sgd(1.0))
+  tx = (
+    js.local_steps(optax.adam(0.1), outer, every=2)
+    if wrapped == "local_steps"
+    else outer
+  )
+  with pytest.raises(
+    TypeError, match=r"\['activation'\] is <.*eqx.partition.*nnx.split"
+  ):
+    GIVEN[name](tx, sim(2))

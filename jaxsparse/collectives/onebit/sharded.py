@@ -91,6 +91,8 @@ def psum_scatter(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(x: jax.Array, comm: Comm, bits: int, dimension: int) -> jax.Array:
+  if not x.size:
+    return _stretched(x, dimension, x.shape[dimension] * comm.size)
   layout = Blocks.of(x.size, 1, bits)
   codes, scales, _ = layout.encode((_flat(x),), jnp.int32(0), layout.count)
   messages = in_rank_order(comm, gather_rows(comm, layout.pack(codes, scales)[0]))
@@ -102,6 +104,8 @@ def _gather(x: jax.Array, comm: Comm, bits: int, dimension: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _scatter(x: jax.Array, comm: Comm, bits: int, dimension: int) -> jax.Array:
+  if not x.size:
+    return _stretched(x, dimension, x.shape[dimension] // comm.size)
   parts = jnp.stack(jnp.split(x, comm.size, dimension))
   shape = parts.shape[1:]
   rows = jax.vmap(_flat)(parts)
@@ -134,6 +138,11 @@ _gather.defvjp(
 _scatter.defvjp(
   functools.partial(_forward, _scatter), functools.partial(_backward, _gather)
 )
+
+
+def _stretched(x: jax.Array, dimension: int, length: int) -> jax.Array:
+  """An array without entries, with another length of `dimension`."""
+  return x.reshape(*x.shape[:dimension], length, *x.shape[dimension + 1 :])
 
 
 def _flat(x: jax.Array) -> jax.Array:

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse.partial.net import strict_json
-from jaxsparse.sparse.flatten import all_finite, leaves_by_name
+from jaxsparse.sparse.flatten import (
+  all_finite,
+  check_are_arrays,
+  check_not_overwritten,
+  leaves_by_name,
+)
 
 # characters of a part; that of a model with some ten thousand leaves is replaced by its
 # digest
@@ -56,6 +61,8 @@ def check_start(params: Any) -> None:
   leaves = jax.tree_util.tree_leaves_with_path(params)
   if not leaves:
     raise ValueError(f"params={params!r} has no arrays: give the parameters of a model")
+  check_are_arrays(params, "params")
+  check_not_overwritten(params, "params")
   for where, leaf in leaves:
     if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
       raise TypeError(
