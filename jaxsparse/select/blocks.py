@@ -118,13 +118,26 @@ class Blocks:
     )
 
 
+def check_float32(x: jax.Array) -> None:
+  """Raises TypeError for numbers that are not float32, whose bits do not order as magnitudes do."""
+  if x.dtype != jnp.float32:
+    raise TypeError(
+      f"top_k: entries are {x.dtype}, choose float32: x.astype(jnp.float32) is exact for bfloat16 and float16, of "
+      "complex numbers take jnp.abs(x)"
+    )
+
+
 def keys_of(x: jax.Array) -> jax.Array:
   """Integers that order as magnitudes do, i32 like x: the bits of |x|. Every NaN has one key, above that of infinity.
+
+  Raises:
+    TypeError: for numbers that are not float32.
 
   Example:
     >>> keys_of(jnp.array([-1.0, 1.0, 0.0]))
     Array([1065353216, 1065353216,          0], dtype=int32)
   """
+  check_float32(x)
   return jnp.minimum(jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF, _NAN)
 
 

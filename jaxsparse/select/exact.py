@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat, sparse
-from jaxsparse.select.blocks import Blocks, LazySum, keys_of, kth_largest, search_keys
+from jaxsparse.select.blocks import (
+  Blocks,
+  LazySum,
+  check_float32,
+  keys_of,
+  kth_largest,
+  search_keys,
+)
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -50,6 +57,7 @@ def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sp
 
   Raises:
     ValueError: if k is not in 1 … n, or for an unknown method.
+    TypeError: for numbers that are not float32.
 
   Example:
     >>> import jax.numpy as jnp
@@ -58,6 +66,8 @@ def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sp
   """
   shape = (x.size,) if isinstance(x, LazySum) else jnp.shape(x)
   lazy = x if isinstance(x, LazySum) else LazySum((jnp.asarray(x).reshape(-1),))
+  for part in lazy.parts:
+    check_float32(part)
   n = shape[-1]
   if k % 1 or not 1 <= k <= n:
     raise ValueError(
