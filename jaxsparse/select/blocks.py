@@ -255,7 +255,11 @@ def search_by_digits(
     k: i32[rows, 1], or i32[] for one row; all keys of at least 0 are selected where
       they are fewer.
     bits: of a digit; more are fewer rounds, of more cuts.
+
+  Returns:
+    A `Cut` of arrays like k.
   """
+  shape = k.shape
   k = k.reshape(-1, 1)
   digits = np.arange(1, 1 << bits, dtype=np.int32)[None, None]  # a constant: no kernel
   rounds = -(-31 // bits)
@@ -277,7 +281,8 @@ def search_by_digits(
 
   # In rows of 8, so that one kernel makes the zeros of several searches.
   start = jnp.zeros((2, rows + more, 1), jnp.int32)
-  return cut_at(varying.fori_loop(0, 2 * rounds, refine, start)[:, :rows])
+  cut = cut_at(varying.fori_loop(0, 2 * rounds, refine, start)[:, :rows])
+  return jax.tree.map(lambda end: end.reshape(shape), cut)
 
 
 def search_by_halves(
