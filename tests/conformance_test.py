@@ -267,7 +267,7 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
     collective = case.make(k=k).for_leaves(((side, n // side), (n % side,)))
     counted = js.costs.count(collective, n=n, workers=workers)
     predicted = js.costs.predict(collective, n=n, workers=workers)
-    if collective.sizes_vary:
+    if collective.traits.sizes_vary:
       assert all(was <= most for was, most in zip(counted, predicted, strict=True)), (
         counted,
         predicted,

@@ -290,7 +290,7 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
     >>> candidates(4, [0.01])[-3:]
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
-  fits = lambda name: make_plain(name).replicates and not lacks_shapes(name, n)
+  fits = lambda name: make_plain(name).traits.replicates and not lacks_shapes(name, n)
   recommended = [*filter(fits, _FIRST), "spardl:selector=chunked"]
   averaging = [
     name for name in collective_names() if fits(name) and name not in recommended
@@ -385,7 +385,7 @@ class _Meter:
   def _measure_fill(self, collective: Collective) -> float:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""
     # or they vary by leaves alone, and the larger ones count
-    if not collective.sizes_vary or collective.needs_shapes:
+    if not collective.traits.sizes_vary or collective.traits.needs_shapes:
       return 1.0
     update = timing.Update(self._engine, collective, self._engine.comm, _SHAPE)
     make = timing.gradients(self._engine, _SHAPE)

@@ -294,8 +294,8 @@ def _by_order(
     jnp.take_along_axis(indices, order, 1, mode="clip"),
     order,
   )
-  known = jnp.where(is_full | (low == 1), jnp.int32(k), jnp.int32(0))
-  return jnp.where(order < _NO_SLOT, found, length), known
+  reached = jnp.where(is_full | (low == 1), jnp.int32(k), jnp.int32(0))
+  return jnp.where(order < _NO_SLOT, found, length), reached
 
 
 def _by_count(

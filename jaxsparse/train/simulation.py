@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives import Collective, SparseCollective, make_collective
+from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import SimComm
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import checks
@@ -137,7 +137,7 @@ def contraction(name: str | Collective, grads: Any, **config: Any) -> Contractio
     tuple(jnp.shape(x)[2:] for x in jax.tree.leaves(grads))
   )
   _, workers, n = rows.shape
-  k = collective.entries(n) if isinstance(collective, SparseCollective) else n
+  k = collective.entries(n)
 
   def step(state: ReduceState, grads: jax.Array) -> tuple[ReduceState, Contraction]:
     residual = state.carried.residual[0]

@@ -84,7 +84,9 @@ def _check_differing(state: Any) -> None:
     if not row
     for collective in node.collectives
   ]
-  differing = [collective for collective in collectives if not collective.replicates]
+  differing = [
+    collective for collective in collectives if not collective.traits.replicates
+  ]
   others = [
     node
     for node in jax.tree.leaves(state, is_leaf=is_reduce_state)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat, sparse
-from jaxsparse.collectives._base import replace_fields
+from jaxsparse.collectives._base import Traits, replace_fields
 from jaxsparse.collectives.chunktopk import ChunkTopk
 from jaxsparse.collectives.dcttopk.tiling import Tiling
 from jaxsparse.sparse.sums import largest_magnitude
@@ -52,7 +52,10 @@ class DctTopk(ChunkTopk):
   """
 
   leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
-  mixes_entries = scaled = True
+
+  @property
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, mixes_entries=True, scaled=True)
 
   def __post_init__(self) -> None:
     super().__post_init__()
