@@ -162,4 +162,7 @@ def test_a_program_for_all_platforms_is_exported_and_runs_here(case):
   assert exported.platforms == PLATFORMS
   found = jax.tree.leaves(exported.call(grads))  # from the bytes of the program
   for own, direct in zip(found, jax.tree.leaves(two_steps(grads)), strict=True):
-    np.testing.assert_array_equal(bits(own), bits(direct))
+    if case.exact:
+      np.testing.assert_array_equal(bits(own), bits(direct))
+    else:  # XLA may fuse the arithmetic of scales in another way
+      np.testing.assert_allclose(own, direct, rtol=1e-4, atol=1e-4)

@@ -280,18 +280,20 @@ def collective_of(label: str) -> tuple[str, dict[str, Any]]:
   """The name and the options of a label.
 
   Raises:
-    ValueError: for an option that is not of the form option=value.
+    ValueError: for an option that is not of the form option=value, or given twice.
 
   Example:
     >>> collective_of("spardl:teams=2:density=0.01")
     ('spardl', {'teams': 2, 'density': 0.01})
   """
-  name, *options = label.split(":")
+  name, *options = (part.strip() for part in label.split(":"))
   config: dict[str, Any] = {}
   for option in options:
-    key, separator, text = option.partition("=")
+    key, separator, text = (part.strip() for part in option.partition("="))
     if not separator:
       raise ValueError(f"{label}: {option!r} is not of the form option=value")
+    if key in config:
+      raise ValueError(f"{label}: {key} is given twice")
     try:
       config[key] = ast.literal_eval(text)
     except (ValueError, SyntaxError):

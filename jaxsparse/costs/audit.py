@@ -109,7 +109,7 @@ def audit(
     An `Audit`; `print` it.
 
   Raises:
-    ValueError: if the program sends more than `at_most` bytes, with its operations; if
+    ValueError: for a text without a program; if the program sends more than `at_most` bytes, with its operations; if
       the mesh has no such axis, or the program runs on other numbers of devices.
 
   Example:
@@ -126,10 +126,12 @@ def audit(
       f"audit: axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}"
     )
   compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
-  found = _Text(
-    compiled if isinstance(compiled, str) else compiled.as_text() or "",
-    _positions(mesh, axis),
-  )
+  text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+  if "ENTRY " not in text:
+    raise ValueError(
+      f"audit: {text[:40]!r} is no optimized HLO: give step.lower(...), or the text of what it compiles to"
+    )
+  found = _Text(text, _positions(mesh, axis))
   result = Audit(
     tuple(sorted(found.operations(found.entry), key=lambda one: -one.bytes))
   )

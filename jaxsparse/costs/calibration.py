@@ -247,10 +247,7 @@ def fit(
     if algorithms is None
     else _add_densities(algorithms, densities)
   )
-  collectives = [
-    make_sized(name, n, engine.workers, **options)[0]
-    for name, options in map(collective_of, labels)
-  ]
+  collectives = [make_sized(label, n, engine.workers)[0] for label in labels]
   n = count_entries(n)
   meter = _Meter(engine, axis, n, repetitions)
   links, reduce, inside = meter.measure_links(), meter.measure_all_reduce(), (0.0, 0.0)
@@ -306,14 +303,8 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
 def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:
   if isinstance(labels, str):
     raise ValueError(f"fit: algorithms={labels!r}, give a list, as [{labels!r}]")
-  # `advise` makes collectives from labels
-  if strange := [one for one in labels if not isinstance(one, str)]:
-    known = f"of {', '.join(collective_names())}"
-    raise ValueError(
-      f"fit: {strange[0]} is no label, give a name with options, 'spardl:teams=2:density=0.01', {known}"
-    )
   result = []
-  for label in labels:
+  for label in map(_label_of, labels):
     name, config = collective_of(label)
     lacks = "density" in collective_options(name) and not {"density", "k"} & set(config)
     result += (
@@ -322,6 +313,19 @@ def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[st
       else [label]
     )
   return result
+
+
+def _label_of(algorithm: Any) -> str:
+  """The label of an algorithm, of which `advise` makes it again."""
+  is_known = getattr(algorithm, "name", None) in collective_names()
+  if is_known and make_collective(algorithm.label) == algorithm:
+    return algorithm.label
+  if not isinstance(algorithm, str):
+    known = f"of {', '.join(collective_names())}"
+    raise ValueError(
+      f"fit: {algorithm} is no label, give a name with options, 'spardl:teams=2:density=0.01', {known}"
+    )
+  return algorithm
 
 
 class _Meter:
@@ -367,7 +371,7 @@ class _Meter:
     """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does."""
     jaxpr = schedule(collective, self._n, self._engine.workers)
     reduces = uses_all_reduce(jaxpr, self._engine.workers)
-    name, options = collective_of(label)
+    _, options = collective_of(label)
     slowdown = (
       self.measure_all_reduce(options["dtype"])[1] / reduce_beta
       if reduces and "dtype" in options
@@ -379,7 +383,7 @@ class _Meter:
       )[0]
       / self._n
     )
-    fill = self._measure_fill(make_collective(name, **options))
+    fill = self._measure_fill(make_collective(label))
     return Algorithm(arithmetic, fill, reduces, count_agreements(jaxpr), slowdown)
 
   def _measure_fill(self, collective: Collective) -> float:

@@ -16,10 +16,9 @@ import jax
 import optax
 
 from jaxsparse.collectives import Collective, make_collective
-from jaxsparse.collectives._base import collective_of
 from jaxsparse.sparse.flatten import leaves_by_name
 
-Special = Mapping[str, str]
+Special = Mapping[str, str | Collective]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -86,18 +85,20 @@ class Assignment(NamedTuple):
 
 
 def assign_collectives(default: Collective, special: Special) -> Assignment:
-  """The collectives of `special`, by their labels, and the default for all other leaves.
+  """The collectives of `special`, as `make_collective` reads them, and the default for all other leaves.
 
   Raises:
     ValueError: for a rejected expression or label, or a collective whose total differs
       between workers.
-    TypeError: for an option that a collective does not have.
+    TypeError: for an option that a collective does not have, or no collective.
   """
   collectives = [default]
   patterns = []
   for pattern, label in special.items():
-    name, config = collective_of(label)
-    collective = make_collective(name, **config)
+    try:
+      collective = make_collective(label)
+    except (TypeError, ValueError) as error:
+      raise type(error)(f"special: {pattern!r}: {error}") from error
     if collective not in collectives or collective.traits.has_k:
       collectives.append(collective)
     number = len(collectives) - 1 - collectives[::-1].index(collective)
