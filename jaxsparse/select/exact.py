@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat, sparse
+from jaxsparse.comm import varying
 from jaxsparse.select.blocks import (
   Blocks,
   LazySum,
@@ -247,7 +248,7 @@ def search_among(
   )
   found, known = search(candidates.indices, candidates.low, read, blocks, least)
   proven = candidates.fits & (known >= candidates.needed)
-  return jax.lax.cond(proven.all(), lambda: found, search_all)
+  return varying.cond(proven.all(), lambda: found, search_all)
 
 
 def _by_order(
@@ -339,7 +340,7 @@ def _by_count_with_zeros(
     return jnp.sort(_append(found, reached, keys_of(read(first)) == 0, first), axis=1)
 
   if least is None:
-    found = jax.lax.cond((reached < blocks.k).any(), add_zeros, lambda: found)
+    found = varying.cond((reached < blocks.k).any(), add_zeros, lambda: found)
   # Where all that reach the smallest key above 0 are known, all others are zeros.
   return found, jnp.where(low == 1, blocks.k, reached)
 
