@@ -243,15 +243,20 @@ class ByLeaf(Collective):
     return replace_fields(self, leaves=shapes)
 
   def init(self, n: int, size: int) -> State:
-    if (found := sum(map(math.prod, self.shapes(n)))) != n:
-      raise ValueError(
-        f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {found}"
-      )
+    check_shapes(self.name, self.shapes(n), n)
     return State(residual=jnp.zeros(n, jnp.float32))
 
   def shapes(self, n: int) -> tuple[tuple[int, ...], ...]:
     """The shapes of the leaves."""
     return self.leaves or ((n,),)
+
+
+def check_shapes(name: str, shapes: tuple[tuple[int, ...], ...], n: int) -> None:
+  """Raises ValueError unless leaves of these shapes have n entries."""
+  if (found := sum(map(math.prod, shapes))) != n:
+    raise ValueError(
+      f"{name}: n={n} entries, its leaves of shapes {shapes} have {found}"
+    )
 
 
 def replace_fields(collective: _Kind, /, **fields: Any) -> _Kind:

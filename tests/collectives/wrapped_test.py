@@ -204,3 +204,15 @@ def test_traits_of_ones_own():
       return js.Reduced(grads, state, js.Counters())
 
   assert plain(Lossy()).traits == Traits(conserves=False, decay=0.5)
+
+
+@pytest.mark.parametrize("name", ["dcttopk", "powersgd", "rows"])
+def test_leaves_of_another_number_of_entries_are_refused(name):
+  """Devices of a worker have leaves of their own, which the shapes of the worker's do not fit."""
+  options = {"k": 4} if name == "dcttopk" else {}
+  inner = js.make_collective(name, **options).for_leaves(((4, 4),)).for_devices(2)
+  for collective in (inner, plain(inner)):
+    with pytest.raises(
+      ValueError, match=r"n=8 entries, its leaves of shapes .* have 16"
+    ):
+      collective.init(8, 2)
