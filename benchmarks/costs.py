@@ -53,7 +53,7 @@ def row(spec: specs.Spec, workers: int, n: int, density: float) -> Row:
   )
   formula = collective.cost(n, workers)
   if most != formula and not (
-    collective.sizes_vary and all(map(operator.le, most, formula))
+    collective.traits.sizes_vary and all(map(operator.le, most, formula))
   ):
     raise RuntimeError(
       f"{spec.label} at {workers} workers: counted {most}, the formula says {formula}"

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import jaxsparse as js
 from jaxsparse import sparse
+from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives.rows import Rows, _sum_rows, _touch
 from jaxsparse.comm import all_gather, in_rank_order
 from jaxsparse.sparse import bitset
@@ -20,7 +21,10 @@ class GatheredRows(Rows):
   Nothing is selected, and there is no residual.
   """
 
-  sizes_vary = False
+  @property
+  def traits(self) -> Traits:
+    """No size of a message varies."""
+    return dataclasses.replace(super().traits, sizes_vary=False)
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     """That of the only leaf."""

@@ -155,14 +155,14 @@ class Method(NamedTuple):
   @property
   def every(self) -> int:
     """Steps from one exchange to the next, at first where they grow."""
-    if not self.spec.collective.replicates:
+    if not self.spec.collective.traits.replicates:
       return AVERAGED_EVERY
     return int((_defaults(WAYS[self.way]) | self.options).get("every", 1))
 
   def make(self, axis: str | Comm, optimizer: _Transform) -> _Transform:
     """The optax chain of a worker; `axis` is a mesh axis or a comm."""
     tx = WAYS[self.way](self.exchange(axis, {}), optimizer, **self.options)
-    if self.spec.collective.replicates:
+    if self.spec.collective.traits.replicates:
       return tx
     ending = self.options.get("ending", 0)  # averages before and after the last step
     every = (
@@ -204,11 +204,11 @@ def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Meth
   for name, own in reversed(parts):
     _check(where, "change", CHANGES, name, own)
     exchange = CHANGES[name](exchange, **own)
-  if way != "gradients" and not spec.collective.replicates:
+  if way != "gradients" and not spec.collective.traits.replicates:
     raise ValueError(
       f"{where}: workers exchange gradients by {spec.name}, whose totals differ between them"
     )
-  if options.get("ending") and spec.collective.replicates:
+  if options.get("ending") and spec.collective.traits.replicates:
     raise ValueError(
       f"{where}: ending is for collectives whose totals differ between workers, not {spec.name}"
     )

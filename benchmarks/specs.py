@@ -43,7 +43,7 @@ class Spec(NamedTuple):
     """The collective of n entries: where it needs shapes, of the leaves that `of`, or else `shapes`, gives."""
     return (
       self.collective.for_leaves((of or shapes)(n))
-      if self.collective.needs_shapes
+      if self.collective.traits.needs_shapes
       else self.collective
     )
 
@@ -83,7 +83,9 @@ def listed(values: Sequence[str]) -> list[str]:
 
 def of_vectors() -> list[str]:
   """The collectives whose cost depends on the number of entries alone, and not on the shapes of leaves."""
-  return [name for name in js.collective_names() if not make_plain(name).needs_shapes]
+  return [
+    name for name in js.collective_names() if not make_plain(name).traits.needs_shapes
+  ]
 
 
 def _vgg16() -> dict[str, tuple[int, ...]]:

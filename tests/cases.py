@@ -108,7 +108,7 @@ class Case(NamedTuple):
   @property
   def exact(self) -> bool:
     """Whether small whole numbers arrive as they are."""
-    return not self.make(density=0.5).scaled
+    return not self.make(density=0.5).traits.scaled
 
   @property
   def rounding(self) -> float:
@@ -155,8 +155,8 @@ CASES = all_cases()
 FEWER = [case for case in CASES if len(case.options) != 1 or not LONG.match(str(case))]
 """For laws that take long: choices that collectives share are met by some of them, and together."""
 DEFAULTS = [str(case) for case in CASES if not case.options]
-CONSERVING = [case for case in CASES if case.make(density=0.5).conserves]
-REPLICATING = [case for case in CASES if case.make(density=0.5).replicates]
+CONSERVING = [case for case in CASES if case.make(density=0.5).traits.conserves]
+REPLICATING = [case for case in CASES if case.make(density=0.5).traits.replicates]
 
 
 def averaged(axis: Any = "workers") -> optax.GradientTransformation:

@@ -268,7 +268,7 @@ def test_law_w_the_schedule_costs_what_the_paper_says(case, workers):
     counted = js.costs.count(collective, n=n, workers=workers)
     predicted = js.costs.predict(collective, n=n, workers=workers)
     assert counted.agreements == predicted.agreements
-    if collective.sizes_vary:
+    if collective.traits.sizes_vary:
       assert all(was <= most for was, most in zip(counted, predicted, strict=True)), (
         counted,
         predicted,

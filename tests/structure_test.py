@@ -81,6 +81,40 @@ def test_the_library_does_not_know_the_benchmarks(module):
   assert "benchmarks" not in MODULES[module].read_text()
 
 
+CONTROL_FLOW = {"cond", "switch", "while_loop", "fori_loop"}
+
+
+def control_flow(tree):
+  """(name, line) of each use of control flow of JAX, by whatever way its name is imported."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Attribute) and node.attr in CONTROL_FLOW:
+      if ast.unparse(node.value).split(".")[-1] == "lax":
+        yield node.attr, node.lineno
+    elif isinstance(node, ast.ImportFrom) and node.module in ("jax.lax", "lax"):
+      names = {alias.name for alias in node.names}
+      yield from ((name, node.lineno) for name in sorted(names & CONTROL_FLOW))
+
+
+@EVERY_MODULE
+def test_control_flow_is_that_of_comm_varying(module):
+  """Its branches and carries have one type in a shard_map that checks replication; those of jax.lax may have two."""
+  found = list(control_flow(tree(module)))
+  assert bool(found) == (module == "jaxsparse.comm.varying"), found
+
+
+def test_control_flow_is_found_by_any_name():
+  for text in (
+    "jax.lax.cond(a, b, c)",
+    "from jax import lax\nlax.switch(a, b)",
+    "from jax.lax import cond",
+    "from jax.lax import while_loop as loop",
+    "step = functools.partial(jax.lax.fori_loop, 0, 3)",
+  ):
+    assert list(control_flow(ast.parse(text)))
+  for text in ("varying.cond(a, b, c)", "jax.lax.scan(a, b, c)", "jnp.switch"):
+    assert not list(control_flow(ast.parse(text)))
+
+
 def test_nothing_grows_unnoticed():
   """A change that raises a number raises it in sizes.toml: `python -m tests.sizes` prints its lines."""
   most = tomllib.loads((sizes.ROOT / "tests" / "sizes.toml").read_text())

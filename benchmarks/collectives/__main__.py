@@ -134,7 +134,7 @@ def _measure(size: int, rate: str, kept: Kept) -> bool:
   profile = None
   if _PREDICT.value:
     # the model scales one n to others
-    fitted = [spec for _, _, spec in cases if not spec.collective.needs_shapes]
+    fitted = [spec for _, _, spec in cases if not spec.collective.traits.needs_shapes]
     labels = list(dict.fromkeys(map(label, fitted)))
     profile = js.costs.fit(place.where, algorithms=labels, seconds=math.inf)
   for n, of_size in itertools.groupby(cases, lambda case: case[0]):

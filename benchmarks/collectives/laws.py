@@ -34,10 +34,10 @@ class Laws:
     )
     # What a matrix delivers of an entry is rounded by as much as other entries of the
     # matrix are large.
-    self._shared = collective.needs_shapes
+    self._shared = collective.traits.needs_shapes
     self._conserves, self._replicates, self._size = (
-      collective.conserves,
-      collective.replicates,
+      collective.traits.conserves,
+      collective.traits.replicates,
       engine.workers,
     )
     rows, of_mean = functools.partial(rows_of, engine), specs[:1]

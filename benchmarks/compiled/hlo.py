@@ -124,7 +124,7 @@ class _Program:
     kinds = [(self._kind(one), one.bytes) for _, one in everywhere]
     waits = [
       one.opcode == "conditional"
-      or (one.opcode == "while" and not trip_count(one.attributes))
+      or (one.opcode == "while" and trip_count(one.attributes) is None)
       for _, one in everywhere
     ]
     return Summary(
@@ -168,7 +168,7 @@ class _Program:
       if one.opcode == "conditional":
         total += min(inside(one))
       elif one.opcode in ("while", "call"):
-        total += max(1, trip_count(one.attributes)) * sum(inside(one))
+        total += (trip_count(one.attributes) or 1) * sum(inside(one))
       elif _is_kernel(one):
         total += self._moved(one, computation)
     return total

@@ -20,7 +20,7 @@ MODEL = Transformer()
 
 
 def _shapes(spec: specs.Spec, n: int) -> dict[str, tuple[int, ...]]:
-  return specs.VGG16 if make_plain(spec.name).needs_shapes else {"w": (n,)}
+  return specs.VGG16 if make_plain(spec.name).traits.needs_shapes else {"w": (n,)}
 
 
 def entries(spec: specs.Spec, n: int) -> int:

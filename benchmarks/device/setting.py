@@ -42,7 +42,7 @@ class Setting(NamedTuple):
 
   def collective(self, spec: specs.Spec, n: int) -> js.Collective:
     """The collective of n entries; where it needs shapes and the model has n entries, of the leaves of the model."""
-    if not spec.collective.needs_shapes or n != self.model.entries:
+    if not spec.collective.traits.needs_shapes or n != self.model.entries:
       return spec.sized(n)
     return spec.collective.for_leaves(
       tuple(x.shape for x in jax.tree.leaves(jax.eval_shape(self.model.parameters)))

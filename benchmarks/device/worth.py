@@ -38,10 +38,12 @@ def profile_of(run: Run, setting: Setting) -> js.costs.Profile:
   found = dict[str, Algorithm]()
   for spec in setting.parse_algorithms():
     collective = spec.sized(n)
-    if spec.label in times and collective.replicates:
+    if spec.label in times and collective.traits.replicates:
       jaxpr = counting.schedule(collective, n, HOSTS)
       reduces = counting.uses_all_reduce(jaxpr, HOSTS)
-      fill = min(1.0, fills.get(spec.label, 1.0)) if collective.sizes_vary else 1.0
+      fill = (
+        min(1.0, fills.get(spec.label, 1.0)) if collective.traits.sizes_vary else 1.0
+      )
       label = js.costs.label_of(spec.name, spec.config)
       found[label] = Algorithm(times[spec.label] / n, fill, reduces)
   if not found:

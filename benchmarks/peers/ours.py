@@ -48,7 +48,7 @@ def measure(setting: dict[str, Any]) -> None:
     setting["methods"], setting["size"], density=setting["density"]
   ):
     collective = spec.collective
-    if collective.needs_shapes:
+    if collective.traits.needs_shapes:
       collective = collective.for_leaves(tuple(map(tuple, setting["shapes"])))
     timed = bench.updates(spec, collective)
     sent = counter.sent[-len(timed.seconds) :]

@@ -13,7 +13,12 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from jaxsparse.collectives._base import Collective, SparseCollective, replace_fields
+from jaxsparse.collectives._base import (
+  Collective,
+  SparseCollective,
+  collective_of,
+  replace_fields,
+)
 
 __all__ = [
   "Collective",
@@ -68,24 +73,41 @@ def collective_options(name: str) -> tuple[str, ...]:
 
 
 def make_collective(name: str | Collective, **config: Any) -> Collective:
-  """The collective of a name with the given options.
+  """The collective of a name with the given options; all functions that take a collective read it by this one.
 
   Args:
-    name: one of `js.collective_names()`, or a collective, also one of your own, whose
-      other options stay as they are.
+    name: one of `js.collective_names()`; or a name with options in one string, as
+      "spardl:teams=2:density=0.01"; or a collective, also one of your own, whose other
+      options stay as they are.
     **config: the options.
 
   Raises:
-    ValueError: for an unknown name or a rejected value of an option, naming the
-      choices.
-    TypeError: for an option that the collective does not have, naming its options.
+    ValueError: for an unknown name, a rejected value of an option, naming the choices,
+      or an option that the string has already.
+    TypeError: for an option that the collective does not have, naming its options, or
+      something else than a string or a collective.
 
   Example:
     >>> half = make_collective("dense", dtype="bfloat16")
-    >>> half, make_collective(half) == half
+    >>> half, make_collective("dense:dtype=bfloat16") == make_collective(half) == half
     (Dense(dtype='bfloat16'), True)
   """
-  return make_instance(name if isinstance(name, Collective) else _kind(name), config)
+  if isinstance(name, Collective):
+    return make_instance(name, config)
+  kind, own = collective_of(_checked_label(name))
+  if twice := sorted(own.keys() & config.keys()):
+    raise ValueError(f"{name!r} has {', '.join(twice)} already: give it once")
+  return make_instance(_kind(kind), own | config)
+
+
+def _checked_label(given: Any) -> str:
+  if isinstance(given, str):
+    return given
+  found = given.__name__ if isinstance(given, type) else type(given).__name__
+  raise TypeError(
+    f"a collective is given as a {found}: give one of {', '.join(collective_names())}, with options as "
+    "'spardl:density=0.01', or an instance of js.Collective, as js.make_collective returns"
+  )
 
 
 def make_plain(name: str) -> Collective:

@@ -5,10 +5,11 @@ import ast
 import copy
 import dataclasses
 import inspect
+import itertools
 import math
 import numbers
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
@@ -31,6 +32,50 @@ from jaxsparse.types import (
 _MOST = 2**31 - 2**17
 
 _Kind = TypeVar("_Kind", bound="Collective")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+  """What a collective guarantees, and what it asks of the code around it.
+
+  A wrapper has the traits of the collective inside, with the fields replaced that it
+  changes.
+
+  Attributes:
+    conserves: Law C holds: the totals so far and the residuals add up to all gradients
+      so far.
+    replicates: Law R holds: the total is the same on every worker. If not, the
+      collective belongs inside `js.local_steps`.
+    rounds: the total is rounded, and no residual has what is lost.
+    moves_zeros: an entry that is zero at all workers may be delivered as another
+      number.
+    scaled: values are sent as multiples of a scale, or in another basis, so that small
+      whole numbers change.
+    differentiable: derivatives of the total with respect to gradients are right; others
+      are refused.
+    sizes_vary: the sizes of messages change from step to step; `cost` is then an upper
+      bound.
+    needs_shapes: words depend on the shapes of leaves, which `for_leaves` has still to
+      give.
+    mixes_entries: coefficients of another basis are delivered: `js.momentum_corrected`
+      cannot mask momentum by entries.
+    has_k: a fixed number of entries, k, is shared out among groups of leaves.
+    has_momentum: momentum of each worker's own is reduced in place of gradients.
+    decay: β: of what a step does not deliver, β times as much enters the next one.
+  """
+
+  conserves: bool = True
+  replicates: bool = True
+  rounds: bool = False
+  moves_zeros: bool = False
+  scaled: bool = False
+  differentiable: bool = False
+  sizes_vary: bool = False
+  needs_shapes: bool = False
+  mixes_entries: bool = False
+  has_k: bool = False
+  has_momentum: bool = False
+  decay: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +118,13 @@ class Collective(abc.ABC):
       if inside != cls.__module__
       else inside.rpartition(".")[2]
     )
+    fields = {field.name for field in dataclasses.fields(Traits)}
+    options = inspect.get_annotations(cls)
+    if unread := sorted((fields & vars(cls).keys()) - options.keys()):
+      raise TypeError(
+        f"{cls.__name__}: {', '.join(unread)} is a field of `traits`, and nothing reads it here: override the property "
+        f"`traits`, and return dataclasses.replace(super().traits, {unread[0]}=...)"
+      )
 
   def __post_init__(self) -> None:
     if arrays := [
@@ -90,7 +142,7 @@ class Collective(abc.ABC):
         )
     for field, low, high in self.ranges:
       check_whole(self.name, low, high, **{field: getattr(self, field)})
-    check_fraction(self.name, decay=self.decay)
+    check_fraction(self.name, decay=self.traits.decay)
 
   @property
   def label(self) -> str:
@@ -104,53 +156,17 @@ class Collective(abc.ABC):
     return label_of(self.name, changed)
 
   @property
-  def conserves(self) -> bool:
-    """Whether Law C holds: the totals so far and the residuals add up to all gradients so far."""
-    return True
+  def traits(self) -> Traits:
+    """Override it by `dataclasses.replace(super().traits, ...)`; the value may depend on options, not on sizes."""
+    return Traits(decay=getattr(self, "decay", 1.0))
 
-  @property
-  def moves_zeros(self) -> bool:
-    """Whether an entry that is zero at all workers may be delivered as another number."""
-    return False
-
-  @property
-  def scaled(self) -> bool:
-    """Whether values are sent as multiples of a scale, or in another basis, so that small whole numbers change."""
-    return False
-
-  @property
-  def differentiable(self) -> bool:
-    """Whether derivatives of the total with respect to gradients are right; others are refused."""
-    return False
-
-  @property
-  def replicates(self) -> bool:
-    """Whether Law R holds: the total is the same on every worker. If not, it belongs inside `js.local_steps`."""
-    return True
-
-  @property
-  def decay(self) -> float:
-    """β: of what a step does not deliver, β times as much enters the next one; 1 without an option of that name."""
-    return 1.0
-
-  @property
-  def sizes_vary(self) -> bool:
-    """Whether the sizes of messages change from step to step; `cost` is then an upper bound."""
-    return False
-
-  @property
-  def needs_shapes(self) -> bool:
-    """Whether its words depend on the shapes of leaves, which `for_leaves` has still to give."""
-    return False
-
-  @property
-  def mixes_entries(self) -> bool:
-    """Whether coefficients of another basis are delivered: `js.momentum_corrected` cannot mask momentum by entries."""
-    return False
+  def entries(self, n: int) -> int:
+    """The number of entries to deliver of n."""
+    return n
 
   def is_partial(self, n: int, state: State) -> bool | jax.Array:
     """Whether a step delivers some of n entries and keeps the others as they are; not with a density of 1."""
-    return False
+    return self.entries(n) < n
 
   def slots(self, n: int, size: int) -> int:
     """An upper bound on the flat indices of a step, i32, also of those that padding reaches."""
@@ -171,6 +187,10 @@ class Collective(abc.ABC):
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     """The collective for gradients that consist of leaves of these shapes; most collectives ignore the shapes."""
     return self
+
+  def for_groups(self, sizes: Sequence[int]) -> list[Self]:
+    """The collective of each group of leaves, of so many entries each."""
+    return [self] * len(sizes)
 
   def for_devices(self, devices: int) -> Self:
     """The collective of each of `devices` devices that share a gradient out among themselves."""
@@ -216,17 +236,14 @@ class ByLeaf(Collective):
   leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
 
   @property
-  def needs_shapes(self) -> bool:
-    return not self.leaves
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, needs_shapes=not self.leaves)
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     return replace_fields(self, leaves=shapes)
 
   def init(self, n: int, size: int) -> State:
-    if (found := sum(map(math.prod, self.shapes(n)))) != n:
-      raise ValueError(
-        f"{self.name}: n={n} entries, its leaves of shapes {self.leaves} have {found}"
-      )
+    check_shapes(self.name, self.shapes(n), n)
     return State(residual=jnp.zeros(n, jnp.float32))
 
   def shapes(self, n: int) -> tuple[tuple[int, ...], ...]:
@@ -234,7 +251,15 @@ class ByLeaf(Collective):
     return self.leaves or ((n,),)
 
 
-def replace_fields(collective: _Kind, **fields: Any) -> _Kind:
+def check_shapes(name: str, shapes: tuple[tuple[int, ...], ...], n: int) -> None:
+  """Raises ValueError unless leaves of these shapes have n entries."""
+  if (found := sum(map(math.prod, shapes))) != n:
+    raise ValueError(
+      f"{name}: n={n} entries, its leaves of shapes {shapes} have {found}"
+    )
+
+
+def replace_fields(collective: _Kind, /, **fields: Any) -> _Kind:
   """The collective with other values of some fields, also of those that are no options."""
   changed = copy.copy(collective)
   for name, value in fields.items():
@@ -260,18 +285,20 @@ def collective_of(label: str) -> tuple[str, dict[str, Any]]:
   """The name and the options of a label.
 
   Raises:
-    ValueError: for an option that is not of the form option=value.
+    ValueError: for an option that is not of the form option=value, or given twice.
 
   Example:
     >>> collective_of("spardl:teams=2:density=0.01")
     ('spardl', {'teams': 2, 'density': 0.01})
   """
-  name, *options = label.split(":")
+  name, *options = (part.strip() for part in label.split(":"))
   config: dict[str, Any] = {}
   for option in options:
-    key, separator, text = option.partition("=")
+    key, separator, text = (part.strip() for part in option.partition("="))
     if not separator:
       raise ValueError(f"{label}: {option!r} is not of the form option=value")
+    if key in config:
+      raise ValueError(f"{label}: {key} is given twice")
     try:
       config[key] = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -345,17 +372,39 @@ class SparseCollective(Collective):
         f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries"
       )
 
+  @property
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, has_k=self.k is not None)
+
+  def for_groups(self, sizes: Sequence[int]) -> list[Self]:
+    """The collective of each group: k is divided in proportion, at least 1 for each.
+
+    Raises:
+      ValueError: if k exceeds the number of all entries, or is less than the number of
+        groups.
+    """
+    k = self.k
+    if k is None:
+      return super().for_groups(sizes)
+    self.entries(sum(sizes))  # raises where k does not fit
+    if k < len(sizes):
+      raise ValueError(
+        f"{self.name}: k={k}, choose at least one for each of the {len(sizes)} groups"
+      )
+    # 1 each, the rest in proportion to size − 1, so that no group gets more than its
+    # entries.
+    reached = list(itertools.accumulate((size - 1 for size in sizes), initial=0))
+    bounds = [(k - len(sizes)) * upto // max(1, reached[-1]) for upto in reached]
+    return [
+      replace_fields(self, k=1 + high - low) for low, high in itertools.pairwise(bounds)
+    ]
+
   def for_devices(self, devices: int) -> Self:
-    return (
-      self if self.k is None else dataclasses.replace(self, k=-(-self.k // devices))
-    )
+    return self if self.k is None else replace_fields(self, k=-(-self.k // devices))
 
   def init(self, n: int, size: int) -> State:
     self.entries(n)  # raises if k > n
     return State(residual=jnp.zeros(n, jnp.float32))
-
-  def is_partial(self, n: int, state: State) -> bool | jax.Array:
-    return self.entries(n) < n
 
   def slots(self, n: int, size: int) -> int:
     # the last chunk or region may reach so far beyond

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective
+from jaxsparse.collectives._base import SparseCollective, Traits
 from jaxsparse.comm import all_gather, schedules, varying
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
@@ -209,8 +209,8 @@ class EncodingCollective(SparseCollective):
   wire: Wire = "f32"
 
   @property
-  def scaled(self) -> bool:
-    return FORMATS[self.wire].scaled
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, scaled=FORMATS[self.wire].scaled)
 
   @property
   def first_step(self) -> Any:

@@ -1,14 +1,19 @@
 """Collectives around another one: momentum before the exchange, changes of a mean (EF21), rising sparsity."""
 
 import dataclasses
-import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import Collective, SparseCollective, replace_fields
+from jaxsparse.collectives._base import (
+  Collective,
+  SparseCollective,
+  Traits,
+  replace_fields,
+)
 from jaxsparse.comm import varying
 from jaxsparse.select.accumulator import materialize
 from jaxsparse.sparse import flatten
@@ -24,14 +29,13 @@ from jaxsparse.types import (
 )
 
 
-def _of_inner(name: str) -> Any:
-  """A property that is that of the collective inside."""
-  return property(operator.attrgetter(f"collective.{name}"))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wrapped(Collective):
-  """A collective that has the properties of another one; subclasses define `reduce`."""
+  """A collective around another one, which it is like but for what a subclass overrides: `reduce`, at least.
+
+  A subclass whose state is not that of the collective inside overrides `init`, and
+  `inner_state` with it. What it changes in the traits it replaces in `traits`.
+  """
 
   collective: Collective
 
@@ -39,29 +43,40 @@ class Wrapped(Collective):
     object.__setattr__(self, "name", f"wrapped {self.collective.name}")
     super().__post_init__()
 
-  conserves = _of_inner("conserves")
-  replicates = _of_inner("replicates")
-  differentiable = _of_inner("differentiable")
-  moves_zeros = _of_inner("moves_zeros")
-  scaled = _of_inner("scaled")
-  decay = _of_inner("decay")
-  sizes_vary = _of_inner("sizes_vary")
-  mixes_entries = _of_inner("mixes_entries")
+  @property
+  def traits(self) -> Traits:
+    return self.collective.traits
+
+  def inner_state(self, state: State) -> State:
+    """The state of the collective inside."""
+    return state
+
+  def entries(self, n: int) -> int:
+    return self.collective.entries(n)
+
+  def is_partial(self, n: int, state: State) -> bool | jax.Array:
+    return self.collective.is_partial(n, self.inner_state(state))
 
   def slots(self, n: int, size: int) -> int:
     return self.collective.slots(n, size)
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
-    return dataclasses.replace(self, collective=self.collective.for_leaves(shapes))
+    return self._around(self.collective.for_leaves(shapes))
+
+  def for_groups(self, sizes: Sequence[int]) -> list[Self]:
+    return list(map(self._around, self.collective.for_groups(sizes)))
 
   def for_devices(self, devices: int) -> Self:
-    return dataclasses.replace(self, collective=self.collective.for_devices(devices))
+    return self._around(self.collective.for_devices(devices))
 
   def init(self, n: int, size: int) -> State:
     return self.collective.init(n, size)
 
   def cost(self, n: int, size: int) -> Cost:
     return self.collective.cost(n, size)
+
+  def _around(self, collective: Collective) -> Self:
+    return replace_fields(self, collective=collective)
 
 
 class Momentum(NamedTuple):
@@ -75,26 +90,30 @@ class Momentum(NamedTuple):
 class Corrected(Wrapped):
   """A collective that reduces the momentum of each worker in place of its gradient; see `js.momentum_corrected`."""
 
-  conserves = False  # it conserves momentum, not gradients
   momentum: float
   nesterov: bool = False
   masking: bool = True
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if isinstance(self.collective, Corrected):
-      raise ValueError(
-        f"momentum_corrected: {self.collective.name} has a momentum already, give the transform inside"
-      )
-    if self.masking and self.collective.mixes_entries:
+    _check_momentum("momentum_corrected", self.collective)
+    if self.masking and self.collective.traits.mixes_entries:
       raise ValueError(
         f"momentum_corrected: masking=True with {self.collective.name}, which delivers a part of every entry, so that "
         "each step would zero all momentum: choose masking=False, or a collective that sends entries"
       )
 
+  @property
+  def traits(self) -> Traits:
+    # Momentum is conserved, gradients are not.
+    return dataclasses.replace(super().traits, conserves=False, has_momentum=True)
+
   def init(self, n: int, size: int) -> State:
     state = self.collective.init(n, size)
     return state._replace(worker=Momentum(jnp.zeros(n, jnp.float32), state.worker))
+
+  def inner_state(self, state: State) -> State:
+    return state._replace(worker=state.worker.memory)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     before: Momentum = state.worker
@@ -104,15 +123,20 @@ class Corrected(Wrapped):
       else self.momentum * before.momentum + grads
     )
     sent = momentum + grads if self.nesterov else momentum
-    reduced = self.collective.reduce(comm, sent, state._replace(worker=before.memory))
-    if (
-      self.masking
-      and (is_partial := self.collective.is_partial(grads.size, state)) is not False
-    ):
+    reduced = self.collective.reduce(comm, sent, self.inner_state(state))
+    if self.masking and (is_partial := self.is_partial(grads.size, state)) is not False:
       masked = _mask_momentum(momentum, sent, state.residual, reduced.state.residual)
       momentum = jnp.where(is_partial, masked, momentum)
     return reduced._replace(
       state=reduced.state._replace(worker=Momentum(momentum, reduced.state.worker))
+    )
+
+
+def _check_momentum(wrapper: str, collective: Collective) -> None:
+  """Raises ValueError if the collective inside has a momentum, at any depth."""
+  if collective.traits.has_momentum:
+    raise ValueError(
+      f"{wrapper}: {collective.name} has a momentum already, give the transform inside"
     )
 
 
@@ -155,22 +179,25 @@ class EF21(Wrapped):
   means of zero, and owe nothing.
   """
 
-  conserves = False  # it conserves means of gradients
   momentum: float
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    inner = self.collective
-    if isinstance(inner, Corrected | EF21):
+    _check_momentum("ef21", self.collective)
+    inner = self.collective.traits
+    keeps_all = inner.conserves and inner.decay == 1 and not inner.rounds
+    if not (keeps_all and inner.replicates):
       raise ValueError(
-        f"ef21: {inner.name} has a momentum already, give the transform inside"
+        f"ef21: {self.collective.label} loses a part of what it is given, choose a collective that delivers it later"
       )
-    # of dense, without a residual
-    rounds = getattr(inner, "dtype", "float32") != "float32"
-    if rounds or not (inner.conserves and inner.replicates and inner.decay == 1):
-      raise ValueError(
-        f"ef21: {inner.label} loses a part of what it is given, choose a collective that delivers it later"
-      )
+
+  @property
+  def traits(self) -> Traits:
+    # Means of gradients are conserved.
+    return dataclasses.replace(super().traits, conserves=False, has_momentum=True)
+
+  def is_partial(self, n: int, state: State) -> bool:
+    return False  # each total has all entries of those before
 
   def init(self, n: int, size: int) -> State:
     state = self.collective.init(n, size)
@@ -181,13 +208,17 @@ class EF21(Wrapped):
       Tracked(zeros, jnp.int32(0), state.shared),
     )
 
+  def inner_state(self, state: State) -> State:
+    own = state.worker
+    owed = None if own.undelivered is None else _KEPT * own.undelivered
+    return State(owed, own.memory, state.shared.collective)
+
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     own = state.worker
     shared = state.shared
     mean = own.mean + (1 - self.momentum) * (grads - own.mean)
-    owed = None if own.undelivered is None else _KEPT * own.undelivered
-    inner = State(owed, own.memory, shared.collective)
-    reduced = self.collective.reduce(comm, mean - _KEPT * own.mean, inner).computed()
+    change = mean - _KEPT * own.mean
+    reduced = self.collective.reduce(comm, change, self.inner_state(state)).computed()
     delivered = reduced.total
     left = reduced.state.residual
     if isinstance(left, Pending):
@@ -223,7 +254,9 @@ class WarmedUp(Wrapped):
   steps: tuple[int, ...]
   densities: tuple[float, ...]
 
-  sizes_vary = True
+  @property
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, sizes_vary=True)
 
   def rungs(self) -> list[SparseCollective]:
     """The collective of each density, its own last."""
@@ -249,9 +282,12 @@ class WarmedUp(Wrapped):
       )
     return first._replace(shared=WarmUp(jnp.int32(0), first.shared))
 
+  def inner_state(self, state: State) -> State:
+    return state._replace(shared=state.shared.collective)
+
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    step, shared = state.shared
-    inner = state._replace(shared=shared)
+    step = state.shared.step
+    inner = self.inner_state(state)
     reduced = [
       lambda one=one: one.reduce(comm, grads, inner).computed() for one in self.rungs()
     ]

@@ -14,7 +14,7 @@ from typing import Literal, Self
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective, replace_fields
+from jaxsparse.collectives._base import Collective, Traits, replace_fields
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.sparse import bitset, flatten
 from jaxsparse.sparse.sums import ordered_sum
@@ -57,7 +57,9 @@ class A2SGD(Collective):
   means: Literal["vector", "leaf"] = "vector"
   leaves: tuple[int, ...] = dataclasses.field(default=(), init=False)
 
-  conserves = replicates = False
+  @property
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, conserves=False, replicates=False)
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     sizes = tuple(size for size in map(math.prod, shapes) if size)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import SparseCollective
+from jaxsparse.collectives._base import SparseCollective, Traits
 from jaxsparse.collectives._messages import Writer, words_of
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.blocks import LazySum
@@ -57,12 +57,10 @@ class ChunkTopk(SparseCollective):
   ranges = (("chunk", 1, LONGEST),)
 
   @property
-  def conserves(self) -> bool:
-    return self.combine == "workers"
-
-  @property
-  def scaled(self) -> bool:
-    return self.wire == "2bit"
+  def traits(self) -> Traits:
+    return dataclasses.replace(
+      super().traits, conserves=self.combine == "workers", scaled=self.wire == "2bit"
+    )
 
   def chunks(self, n: int) -> tuple[int, int, int]:
     """The number of chunks, their length, and the entries that each sends."""

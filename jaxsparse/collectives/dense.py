@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import Collective
+from jaxsparse.collectives._base import Collective, Traits
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.types import Comm, Cost, Reduced, State
 
@@ -34,7 +34,12 @@ class Dense(Collective):
   """
 
   dtype: Literal["float32", "bfloat16"] = "float32"
-  differentiable = True
+
+  @property
+  def traits(self) -> Traits:
+    return dataclasses.replace(
+      super().traits, differentiable=True, rounds=self.dtype != "float32"
+    )
 
   def slots(self, n: int, size: int) -> int:
     return 0  # a dense all-reduce has no indices

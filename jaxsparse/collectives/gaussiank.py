@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives._messages import (
   EncodingCollective,
   agree,
@@ -64,7 +65,9 @@ class GaussianK(EncodingCollective):
 
   correction: Literal[True, False] = True
 
-  sizes_vary = True
+  @property
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, sizes_vary=True)
 
   def capacity(self, n: int) -> int:
     """The largest number of entries that one worker sends."""

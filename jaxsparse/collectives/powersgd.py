@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives._base import ByLeaf
+from jaxsparse.collectives._base import ByLeaf, Traits
 from jaxsparse.comm import all_reduce_cost, schedules, varying
 from jaxsparse.select import ordering
 from jaxsparse.sparse import flatten, low_rank, noise
@@ -115,11 +115,10 @@ class PowerSGD(ByLeaf):
   seed: int = 0
   decay: float = 1.0
   ranges = (("rank", 1, None), ("seed", 0, 2**32 - 1))
-  scaled = True
 
   @property
-  def sizes_vary(self) -> bool:
-    return self.alternate
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, scaled=True, sizes_vary=self.alternate)
 
   def init(self, n: int, size: int) -> State:
     start = super().init(n, size)

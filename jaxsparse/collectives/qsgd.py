@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat
-from jaxsparse.collectives._base import Collective
+from jaxsparse.collectives._base import Collective, Traits
 from jaxsparse.comm import all_gather, schedules, varying
 from jaxsparse.sparse import bitset, noise
 from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, round_mantissa_up
@@ -58,11 +58,12 @@ class QSGD(Collective):
   seed: int = 0
   decay: float = 1.0
   ranges = (("levels", 1, 2**23), ("seed", 0, 2**32 - 1))
-  scaled = True
 
   @property
-  def conserves(self) -> bool:
-    return self.error_feedback
+  def traits(self) -> Traits:
+    return dataclasses.replace(
+      super().traits, scaled=True, conserves=self.error_feedback
+    )
 
   @property
   def bits(self) -> int:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.collectives._base import ByLeaf
+from jaxsparse.collectives._base import ByLeaf, Traits
 from jaxsparse.comm import all_gather, in_rank_order, schedules, varying
 from jaxsparse.select.accumulator import pending_zeros
 from jaxsparse.select.blocks import LazySum
@@ -102,7 +102,10 @@ class Rows(ByLeaf):
   capacity: int = 4096
   decay: float = 1.0
   ranges = (("capacity", 1, None),)
-  sizes_vary = True
+
+  @property
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, sizes_vary=True)
 
   def is_partial(self, n: int, state: State) -> bool:
     return any(leaf.sent < leaf.rows for leaf in self._leaves(n))

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives._messages import (
   SelectingCollective,
   Writer,
@@ -60,7 +61,9 @@ class TopkDSA(SelectingCollective):
     >>> tx = optax.chain(js.topkdsa_transform("workers", density=0.01), optax.sgd(0.1))
   """
 
-  sizes_vary = True
+  @property
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, sizes_vary=True)
 
   def cost(self, n: int, size: int) -> Cost:
     length = math.ceil(n / size)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from jaxsparse.collectives._base import collective_of, label_of
+from jaxsparse.collectives import Collective, make_collective
+from jaxsparse.collectives._base import collective_of
 from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import count_entries, count_inside, lacks_shapes, predict
 from jaxsparse.types import Link, check_whole
@@ -308,7 +309,7 @@ def advise(
   return Advice(predictions, _explain(predictions), _describe_scaling(params, profile))
 
 
-def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
+def link_of(profile: Profile, name: str | Collective = "dense", **config: Any) -> Link:
   """The cost of a communication from a profile: α, β and γ of one update of a collective, arithmetic included.
 
   `advise` predicts the seconds of an update of n entries, a linear function of n: α is
@@ -316,7 +317,8 @@ def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
 
   Args:
     profile: from `fit`, on the workers and the network of the training run.
-    name: of a collective in the profile.
+    name: of a collective in the profile, with options as "spardl:density=0.01"; or the
+      collective.
     **config: its options, as in the profile.
 
   Returns:
@@ -334,10 +336,17 @@ def link_of(profile: Profile, name: str = "dense", **config: Any) -> Link:
     >>> round(link.alpha, 6), round(link.beta, 12), link.gamma  # 4 messages; 2 · 3/4 bytes sent for each byte
     (0.0004, 1.2e-08, 1.5)
   """
-  label = label_of(name, config)
-  if label not in profile.algorithms:
+  collective = make_collective(name, **config)
+  wanted = collective_of(collective.label)
+  labels = (one for one in profile.algorithms if collective_of(one) == wanted)
+  label = next(labels, None)
+  if label is None:
     raise ValueError(
-      f"link_of: the profile has no {label!r}, choose one of {', '.join(profile.algorithms)}"
+      f"link_of: the profile has no {collective.label!r}, choose one of {', '.join(profile.algorithms)}"
+    )
+  if collective.traits.needs_shapes:
+    raise ValueError(
+      f"link_of: the words of {label} depend on the shapes of leaves, and are no line in n: choose another algorithm"
     )
   n = 2**24  # so large that rounding to whole words does not matter
   once, twice = (_predict(label, entries, profile).seconds for entries in (n, 2 * n))

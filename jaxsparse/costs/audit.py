@@ -109,7 +109,7 @@ def audit(
     An `Audit`; `print` it.
 
   Raises:
-    ValueError: if the program sends more than `at_most` bytes, with its operations; if
+    ValueError: for a text without a program; if the program sends more than `at_most` bytes, with its operations; if
       the mesh has no such axis, or the program runs on other numbers of devices.
 
   Example:
@@ -126,10 +126,12 @@ def audit(
       f"audit: axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}"
     )
   compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
-  found = _Text(
-    compiled if isinstance(compiled, str) else compiled.as_text() or "",
-    _positions(mesh, axis),
-  )
+  text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
+  if "ENTRY " not in text:
+    raise ValueError(
+      f"audit: {text[:40]!r} is no optimized HLO: give step.lower(...), or the text of what it compiles to"
+    )
+  found = _Text(text, _positions(mesh, axis))
   result = Audit(
     tuple(sorted(found.operations(found.entry), key=lambda one: -one.bytes))
   )
@@ -168,18 +170,21 @@ class _Text:
         own := self._operation(match, line)
       ):
         found.append(own)
-      inside = [
-        self.operations(name) for name in called_by(line) if name in self.computations
-      ]
+      inside = {
+        name: self.operations(name)
+        for name in called_by(line)
+        if name in self.computations
+      }
       if " conditional(" in line:
         found += max(
-          inside, key=lambda branch: sum(one.bytes for one in branch), default=[]
+          inside.values(),
+          key=lambda branch: sum(one.bytes for one in branch),
+          default=[],
         )
+      elif " while(" in line:
+        found += _repeated(line, inside)
       else:
-        times = trip_count(line) or 1
-        found += [
-          one._replace(bytes=times * one.bytes) for branch in inside for one in branch
-        ]
+        found += itertools.chain(*inside.values())
     return found
 
   def _operation(self, match: re.Match, line: str) -> Operation | None:
@@ -271,6 +276,25 @@ class _Frames:
       frame = parent if parent != frame else ""
 
 
+def _repeated(line: str, inside: dict[str, list[Operation]]) -> list[Operation]:
+  """The operations of all rounds of a loop, given those of one run of its body and of its condition."""
+  rounds = trip_count(line)
+  if rounds is None:
+    if sent := list(itertools.chain(*inside.values())):
+      raise NotImplementedError(
+        f"audit: {sent[0].kind} {sent[0].dtype}[{sent[0].entries:,}] of {sent[0].source} is inside a loop of unknown "
+        "length, so its bytes are unknown: give the loop a length that is known when it is traced, as jax.lax.scan "
+        "has, or audit the program of one round"
+      )
+    return []
+  is_condition = lambda name: re.search(rf"condition=%?{re.escape(name)}\b", line)
+  return [
+    one._replace(bytes=one.bytes * (rounds + 1 if is_condition(name) else rounds))
+    for name, operations in inside.items()
+    for one in operations
+  ]
+
+
 def _field(text: str, name: str) -> str:
   found = re.search(rf"\b{name}=(\d+)", text)
   return found[1] if found else ""
@@ -295,10 +319,10 @@ def computations_of(text: str) -> tuple[dict[str, list[str]], str]:
   return computations, entry
 
 
-def trip_count(line: str) -> int:
-  """How often the body of a loop runs; 0 if that is not known."""
+def trip_count(line: str) -> int | None:
+  """How often the body of a loop runs; None if that is not known."""
   known = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', line)
-  return int(known[1]) if known else 0
+  return int(known[1]) if known else None
 
 
 def called_by(line: str) -> list[str]:

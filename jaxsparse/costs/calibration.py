@@ -258,10 +258,7 @@ def fit(
     if algorithms is None
     else _add_densities(algorithms, densities)
   )
-  collectives = [
-    make_sized(name, n, engine.workers, **options)[0]
-    for name, options in map(collective_of, labels)
-  ]
+  collectives = [make_sized(label, n, engine.workers)[0] for label in labels]
   n = count_entries(n)
   meter = _Meter(engine, axis, n, repetitions)
   links, reduce, inside = meter.measure_links(), meter.measure_all_reduce(), (0.0, 0.0)
@@ -316,7 +313,7 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
     >>> candidates(4, [0.01])[-3:]
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
-  fits = lambda name: make_plain(name).replicates and not lacks_shapes(name, n)
+  fits = lambda name: make_plain(name).traits.replicates and not lacks_shapes(name, n)
   recommended = [*filter(fits, _FIRST), "spardl:selector=chunked"]
   averaging = [
     name for name in collective_names() if fits(name) and name not in recommended
@@ -332,14 +329,8 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
 def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:
   if isinstance(labels, str):
     raise ValueError(f"fit: algorithms={labels!r}, give a list, as [{labels!r}]")
-  # `advise` makes collectives from labels
-  if strange := [one for one in labels if not isinstance(one, str)]:
-    known = f"of {', '.join(collective_names())}"
-    raise ValueError(
-      f"fit: {strange[0]} is no label, give a name with options, 'spardl:teams=2:density=0.01', {known}"
-    )
   result = []
-  for label in labels:
+  for label in map(_label_of, labels):
     name, config = collective_of(label)
     lacks = "density" in collective_options(name) and not {"density", "k"} & set(config)
     result += (
@@ -348,6 +339,19 @@ def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[st
       else [label]
     )
   return result
+
+
+def _label_of(algorithm: Any) -> str:
+  """The label of an algorithm, of which `advise` makes it again."""
+  is_known = getattr(algorithm, "name", None) in collective_names()
+  if is_known and make_collective(algorithm.label) == algorithm:
+    return algorithm.label
+  if not isinstance(algorithm, str):
+    known = f"of {', '.join(collective_names())}"
+    raise ValueError(
+      f"fit: {algorithm} is no label, give a name with options, 'spardl:teams=2:density=0.01', {known}"
+    )
+  return algorithm
 
 
 class _Meter:
@@ -393,7 +397,7 @@ class _Meter:
     """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does."""
     jaxpr = schedule(collective, self._n, self._engine.workers)
     reduces = uses_all_reduce(jaxpr, self._engine.workers)
-    name, options = collective_of(label)
+    _, options = collective_of(label)
     slowdown = (
       self.measure_all_reduce(options["dtype"])[1] / reduce_beta
       if reduces and "dtype" in options
@@ -403,9 +407,9 @@ class _Meter:
     overhead = 0.0
     if self._n > _FEW**2:
       few = timing.gradients(self._engine, _FEW**2)(0)
-      overhead = self._measure_alone(self._resized(name, options), few, budget)
+      overhead = self._measure_alone(self._resized(label), few, budget)
     overhead = min(overhead, seconds)
-    fill = self._measure_fill(make_collective(name, **options))
+    fill = self._measure_fill(make_collective(label))
     arithmetic = (seconds - overhead) / self._n
     return Algorithm(arithmetic, fill, reduces, slowdown, overhead)
 
@@ -418,8 +422,9 @@ class _Meter:
     )
     return measured[0]
 
-  def _resized(self, name: str, options: dict[str, Any]) -> Collective:
+  def _resized(self, label: str) -> Collective:
     """The collective for the gradients that `overhead` is measured with."""
+    name, options = collective_of(label)
     if "k" in options:
       options = options | {"k": min(options["k"], _FEW**2)}
     matrix = jax.ShapeDtypeStruct((_FEW, _FEW), jnp.float32)
@@ -428,7 +433,7 @@ class _Meter:
   def _measure_fill(self, collective: Collective) -> float:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""
     # or they vary by leaves alone, and the larger ones count
-    if not collective.sizes_vary or collective.needs_shapes:
+    if not collective.traits.sizes_vary or collective.traits.needs_shapes:
       return 1.0
     update = timing.Update(self._engine, collective, self._engine.comm, _SHAPE)
     make = timing.gradients(self._engine, _SHAPE)

@@ -118,7 +118,8 @@ def count_update(
 def lacks_shapes(label: str, n: Any) -> bool:
   """Whether the words of an algorithm depend on the shapes of leaves, and n is a number of entries."""
   return (
-    isinstance(n, numbers.Integral) and make_plain(collective_of(label)[0]).needs_shapes
+    isinstance(n, numbers.Integral)
+    and make_plain(collective_of(label)[0]).traits.needs_shapes
   )
 
 
@@ -290,7 +291,7 @@ def make_sized(
   if not isinstance(n, numbers.Integral):
     shapes = tuple(share_of(leaf.shape, devices) for leaf in jax.tree.leaves(n))
     return collective.for_leaves(shapes), sum(map(math.prod, shapes))
-  if collective.needs_shapes:
+  if collective.traits.needs_shapes:
     raise ValueError(
       f"{collective.name}: the words of n={n} entries depend on the shapes of their leaves: give the parameters as n"
     )

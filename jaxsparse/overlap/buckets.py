@@ -21,7 +21,7 @@ from typing import Any
 import optax
 
 from jaxsparse._compat import AxisName
-from jaxsparse.collectives import make_collective
+from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.overlap.plans import Plan
 from jaxsparse.transform.groups import (
   Bundle,
@@ -37,7 +37,7 @@ _WORD = 4  # bytes of an entry
 
 
 def bucketed_transform(
-  name: str,
+  name: str | Collective,
   axis: AxisName | Comm,
   *,
   plan: Plan,
@@ -59,7 +59,8 @@ def bucketed_transform(
   own give `compiler_options=js.overlap.compiler_options(platform)`.
 
   Args:
-    name: one of `js.collective_names()` whose total is the same on every worker.
+    name: one of `js.collective_names()`, with options as "spardl:density=0.01", or a
+      collective of your own, whose total is the same on every worker.
     axis: the name of the shard_map axis the workers lie along, a tuple of such names,
       or a comm.
     plan: from `js.overlap.plan`, with a layer for each leaf of the parameters.

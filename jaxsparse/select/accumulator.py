@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse.comm import varying
 from jaxsparse.select import exact, ordering
 from jaxsparse.select.blocks import Blocks, LazySum, keys_of, search_keys
 from jaxsparse.sparse import bitset
@@ -86,7 +87,7 @@ class TopKAccumulator:
     candidates = exact.find_candidates(blocks, least)
     if candidates is not None and least is not None:
       reaching = candidates
-      candidates = jax.lax.cond(
+      candidates = varying.cond(
         reaching.fits.all(), lambda: reaching, lambda: exact.find_candidates(blocks)
       )
     return cls(

@@ -118,13 +118,26 @@ class Blocks:
     )
 
 
+def check_float32(x: jax.Array) -> None:
+  """Raises TypeError for numbers that are not float32, whose bits do not order as magnitudes do."""
+  if x.dtype != jnp.float32:
+    raise TypeError(
+      f"top_k: entries are {x.dtype}, choose float32: x.astype(jnp.float32) is exact for bfloat16 and float16, of "
+      "complex numbers take jnp.abs(x)"
+    )
+
+
 def keys_of(x: jax.Array) -> jax.Array:
   """Integers that order as magnitudes do, i32 like x: the bits of |x|. Every NaN has one key, above that of infinity.
+
+  Raises:
+    TypeError: for numbers that are not float32.
 
   Example:
     >>> keys_of(jnp.array([-1.0, 1.0, 0.0]))
     Array([1065353216, 1065353216,          0], dtype=int32)
   """
+  check_float32(x)
   return jnp.minimum(jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF, _NAN)
 
 
@@ -242,7 +255,11 @@ def search_by_digits(
     k: i32[rows, 1], or i32[] for one row; all keys of at least 0 are selected where
       they are fewer.
     bits: of a digit; more are fewer rounds, of more cuts.
+
+  Returns:
+    A `Cut` of arrays like k.
   """
+  shape = k.shape
   k = k.reshape(-1, 1)
   digits = np.arange(1, 1 << bits, dtype=np.int32)[None, None]  # a constant: no kernel
   rounds = -(-31 // bits)
@@ -264,7 +281,8 @@ def search_by_digits(
 
   # In rows of 8, so that one kernel makes the zeros of several searches.
   start = jnp.zeros((2, rows + more, 1), jnp.int32)
-  return cut_at(varying.fori_loop(0, 2 * rounds, refine, start)[:, :rows])
+  cut = cut_at(varying.fori_loop(0, 2 * rounds, refine, start)[:, :rows])
+  return jax.tree.map(lambda end: end.reshape(shape), cut)
 
 
 def search_by_halves(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat
+from jaxsparse.comm import varying
 from jaxsparse.select.blocks import TOP, LazySum, keys_of
 from jaxsparse.select.exact import sort_rows
 from jaxsparse.select.threshold import largest_that
@@ -191,7 +192,7 @@ def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Ar
     )
 
   fits = (jnp.max(counts) <= slots) & (ends[-1] <= capacity)
-  return jax.lax.cond(fits, search, lambda: _by_sorting(values, read, length, k))
+  return varying.cond(fits, search, lambda: _by_sorting(values, read, length, k))
 
 
 def _kth_largest(keys: jax.Array, k: jax.Array, bits: int) -> jax.Array:

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat, sparse
-from jaxsparse.select.blocks import Blocks, LazySum, keys_of, kth_largest, search_keys
+from jaxsparse.comm import varying
+from jaxsparse.select.blocks import (
+  Blocks,
+  LazySum,
+  check_float32,
+  keys_of,
+  kth_largest,
+  search_keys,
+)
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -50,6 +58,7 @@ def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sp
 
   Raises:
     ValueError: if k is not in 1 … n, or for an unknown method.
+    TypeError: for numbers that are not float32.
 
   Example:
     >>> import jax.numpy as jnp
@@ -58,6 +67,8 @@ def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sp
   """
   shape = (x.size,) if isinstance(x, LazySum) else jnp.shape(x)
   lazy = x if isinstance(x, LazySum) else LazySum((jnp.asarray(x).reshape(-1),))
+  for part in lazy.parts:
+    check_float32(part)
   n = shape[-1]
   if k % 1 or not 1 <= k <= n:
     raise ValueError(
@@ -237,7 +248,7 @@ def search_among(
   )
   found, known = search(candidates.indices, candidates.low, read, blocks, least)
   proven = candidates.fits & (known >= candidates.needed)
-  return jax.lax.cond(proven.all(), lambda: found, search_all)
+  return varying.cond(proven.all(), lambda: found, search_all)
 
 
 def _by_order(
@@ -284,9 +295,8 @@ def _by_order(
     jnp.take_along_axis(indices, order, 1, mode="clip"),
     order,
   )
-  return jnp.where(order < _NO_SLOT, found, length), jnp.where(
-    is_full | (low == 1), k, 0
-  )
+  reached = jnp.where(is_full | (low == 1), jnp.int32(k), jnp.int32(0))
+  return jnp.where(order < _NO_SLOT, found, length), reached
 
 
 def _by_count(
@@ -330,7 +340,7 @@ def _by_count_with_zeros(
     return jnp.sort(_append(found, reached, keys_of(read(first)) == 0, first), axis=1)
 
   if least is None:
-    found = jax.lax.cond((reached < blocks.k).any(), add_zeros, lambda: found)
+    found = varying.cond((reached < blocks.k).any(), add_zeros, lambda: found)
   # Where all that reach the smallest key above 0 are known, all others are zeros.
   return found, jnp.where(low == 1, blocks.k, reached)
 

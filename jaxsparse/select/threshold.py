@@ -67,7 +67,7 @@ def choose_reaching(
 
   reach = select_reaching(x, last)
   count = bitset.count(reach)
-  return jax.lax.cond(is_exact | (count > most), search, lambda: (last, reach, count))
+  return varying.cond(is_exact | (count > most), search, lambda: (last, reach, count))
 
 
 def kth_magnitude(entries: Sparse, k: int, end: int) -> jax.Array:
@@ -188,7 +188,7 @@ def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) ->
       jnp.int32(0), jnp.cumsum(kept, dtype=jnp.int32)
     )
 
-  entries, starts = jax.lax.cond(
+  entries, starts = varying.cond(
     (sizes > capacity).any(), cut, lambda: (entries, starts)
   )
   slots = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.collectives import Collective, SparseCollective, make_collective
+from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import SimComm
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import checks
@@ -55,7 +55,8 @@ def simulate(
   """Runs one reduction of P workers on one device, under vmap.
 
   Args:
-    name: one of `js.collective_names()`, or a collective of your own.
+    name: one of `js.collective_names()`, with options as "spardl:density=0.01", or a
+      collective of your own.
     grads: f32[P, n], one gradient per worker; or a pytree of arrays with a leading axis
       of P workers.
     residuals: the residuals before the step, like `grads`; zeros by default.
@@ -126,18 +127,23 @@ def contraction(name: str | Collective, grads: Any, **config: Any) -> Contractio
       these two leading axes. Gradients times the learning rate, where that changes.
     **config: the options of the collective.
 
+  Raises:
+    ValueError, TypeError: as `js.simulate`; for no step.
+
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> js.contraction("topka", jnp.array([[[4.0, 3.0]], [[0.0, 0.0]]]), k=1).left_out  # 3²/5², then nothing
     Array([0.36, 0.  ], dtype=float32)
   """
+  if any(not jnp.shape(leaf)[:1] or not len(leaf) for leaf in jax.tree.leaves(grads)):
+    raise ValueError("contraction: grads have no step, give a leading axis of them")
   _rows_of("grads", jax.tree.map(lambda leaf: leaf[0], grads))
   rows = jax.vmap(_flat_rows)(grads)
   collective = make_collective(name, **config).for_leaves(
     tuple(jnp.shape(x)[2:] for x in jax.tree.leaves(grads))
   )
   _, workers, n = rows.shape
-  k = collective.entries(n) if isinstance(collective, SparseCollective) else n
+  k = collective.entries(n)
 
   def step(state: ReduceState, grads: jax.Array) -> tuple[ReduceState, Contraction]:
     residual = state.carried.residual[0]

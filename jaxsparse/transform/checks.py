@@ -338,7 +338,7 @@ def warn_of_frozen(state: Any, *trees: Any) -> None:
     for group in method.groups if method else ():
       names = [method.names[leaf] for leaf in group.leaves]
       still = [name for name in names if name in zeros]
-      if group.collective.moves_zeros and 0 < len(still) < len(names):
+      if group.collective.traits.moves_zeros and 0 < len(still) < len(names):
         warnings.warn(
           f"{group.collective.name}: the gradient or update of {', '.join(still)} is zero, and would move, since no "
           "entry is sent as zero: put optax.set_to_zero() around the transform or the local steps, give the leaf "

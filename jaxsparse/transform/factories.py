@@ -126,12 +126,14 @@ def make_transform(
   update.
 
   Args:
-    name: one of `js.collective_names()`, or a collective of your own.
+    name: one of `js.collective_names()`, with options as "spardl:density=0.01", or a
+      collective of your own.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a
       comm.
-    special: other collectives for some leaves, by a regular expression for the names of the leaves in the parameters:
-      `{"bias|scale": "dense", "embedding": "spardl:density=0.001"}`; the first match counts. The leaves of one
-      collective are reduced together, and the collectives run one after the other.
+    special: other collectives for some leaves, by a regular expression for the names of
+      the leaves in the parameters: `{"bias|scale": "dense", "embedding": "spardl:density=0.001"}`, or instances. The
+      first match counts. The leaves of one collective are reduced together, and the
+      collectives run one after the other.
     shardings: where a worker has several devices along Auto axes, and the state is not
       made with `js.init`: how the parameters lie along these, as a pytree like them of
       `PartitionSpec` or `NamedSharding`.

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxsparse.collectives import Collective, SparseCollective, make_collective
-from jaxsparse.collectives._base import collective_of
+from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.sparse.flatten import leaves_by_name
 
-Special = Mapping[str, str]
+Special = Mapping[str, str | Collective]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -86,19 +85,21 @@ class Assignment(NamedTuple):
 
 
 def assign_collectives(default: Collective, special: Special) -> Assignment:
-  """The collectives of `special`, by their labels, and the default for all other leaves.
+  """The collectives of `special`, as `make_collective` reads them, and the default for all other leaves.
 
   Raises:
     ValueError: for a rejected expression or label, or a collective whose total differs
       between workers.
-    TypeError: for an option that a collective does not have.
+    TypeError: for an option that a collective does not have, or no collective.
   """
   collectives = [default]
   patterns = []
   for pattern, label in special.items():
-    name, config = collective_of(label)
-    collective = make_collective(name, **config)
-    if collective not in collectives or getattr(collective, "k", None) is not None:
+    try:
+      collective = make_collective(label)
+    except (TypeError, ValueError) as error:
+      raise type(error)(f"special: {pattern!r}: {error}") from error
+    if collective not in collectives or collective.traits.has_k:
       collectives.append(collective)
     number = len(collectives) - 1 - collectives[::-1].index(collective)
     try:
@@ -108,7 +109,7 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
         f"special: {pattern!r} is not a regular expression: {error}"
       ) from error
   for collective in collectives:
-    if not collective.replicates:
+    if not collective.traits.replicates:
       raise ValueError(
         f"{collective.name}: its workers go on with gradients of their own, which groups of leaves do not support: "
         "choose a collective that averages"
@@ -184,8 +185,8 @@ def groups_of(
       )
     made.append(range(first, len(groups)))
   for kind, numbers in members.items():
-    collectives = split_k(
-      assignment.collectives[kind], [groups[number].entries for number in numbers]
+    collectives = assignment.collectives[kind].for_groups(
+      [groups[number].entries for number in numbers]
     )
     for number, collective in zip(numbers, collectives, strict=True):
       fitted = collective.for_leaves(
@@ -193,27 +194,3 @@ def groups_of(
       )
       groups[number] = groups[number]._replace(collective=fitted)
   return groups
-
-
-def split_k(collective: Collective, sizes: Sequence[int]) -> list[Collective]:
-  """The collective of each group, given the sizes of the groups: k is divided in proportion, at least 1 for each.
-
-  Raises:
-    ValueError: if k exceeds the number of all entries, or is less than the number of
-      groups.
-  """
-  if not isinstance(collective, SparseCollective) or (k := collective.k) is None:
-    return [collective] * len(sizes)
-  collective.entries(sum(sizes))  # raises where k does not fit
-  if k < len(sizes):
-    raise ValueError(
-      f"{collective.name}: k={k}, choose at least one for each of the {len(sizes)} groups"
-    )
-  # 1 each, the rest in proportion to size − 1, so that no group gets more than its
-  # entries.
-  reached = list(itertools.accumulate((size - 1 for size in sizes), initial=0))
-  bounds = [(k - len(sizes)) * upto // max(1, reached[-1]) for upto in reached]
-  return [
-    dataclasses.replace(collective, k=1 + high - low)
-    for low, high in itertools.pairwise(bounds)
-  ]

@@ -78,7 +78,9 @@ def momentum_corrected(
   """
   transform = _checked("momentum_corrected", transform)
   check_fraction("momentum_corrected", momentum=momentum)
-  if clip_norm is not None and not clip_norm > 0:
+  if clip_norm is not None and not (
+    is_number(clip_norm, numbers.Real) and clip_norm > 0
+  ):
     raise ValueError(
       f"momentum_corrected: clip_norm={clip_norm!r}, choose a number above 0, or None"
     )
@@ -228,7 +230,7 @@ def warmed_up(
 def _checked(name: str, transform: optax.GradientTransformation) -> Transform:
   if not isinstance(transform, Transform):
     raise TypeError(
-      f"{name}: {transform!r} is no jaxsparse transform: give js.spardl_transform(...) or another one, not a chain, "
-      f"and chain what follows after {name}"
+      f"{name}: a {type(transform).__name__} is no jaxsparse transform: give js.spardl_transform(...) or another one, "
+      f"not a chain, and chain what follows after {name}"
     )
   return transform

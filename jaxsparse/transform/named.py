@@ -19,7 +19,7 @@ def diloco(
   every: int = 500,
   learning_rate: optax.ScalarOrSchedule = 0.7,
   momentum: float = 0.9,
-  collective: Collective | None = None,
+  collective: str | Collective = "dense",
 ) -> optax.GradientTransformation:
   """DiLoCo: H local steps, a dense average, and Nesterov's momentum on it (Douillard et al., 2023, Algorithm 1).
 
@@ -34,15 +34,17 @@ def diloco(
     learning_rate: η of the outer step, a number or a schedule by the number of the
       exchange.
     momentum: μ of the outer step.
-    collective: from `js.make_collective`, another exchange than the dense one.
+    collective: another exchange than the dense one, a name, with options as
+      "spardl:density=0.01", or an instance.
 
   Raises:
-    ValueError: for an `every` that is no whole number from 1 up.
+    ValueError: for an `every` that is no whole number from 1 up, or a collective whose
+      total differs between workers.
 
   Example:
     >>> import optax, jaxsparse as js
     >>> tx = js.diloco(optax.adamw(1e-3), "workers", every=30)
-    >>> sparse = js.diloco(optax.adamw(1e-3), "workers", collective=js.make_collective("spardl", density=0.01))
+    >>> sparse = js.diloco(optax.adamw(1e-3), "workers", collective="spardl:density=0.01")
   """
   return local_steps(
     inner, _nesterov(collective, axis, learning_rate, momentum), every=every
@@ -50,13 +52,19 @@ def diloco(
 
 
 def _nesterov(
-  collective: Collective | None,
+  collective: str | Collective,
   axis: AxisName | Comm,
   rate: optax.ScalarOrSchedule,
   momentum: float,
 ) -> optax.GradientTransformation:
   """The outer step of DiLoCo."""
-  transform = collective_transform(collective or make_collective("dense"), axis)
+  outer = make_collective(collective)
+  if not outer.traits.replicates:
+    raise ValueError(
+      f"diloco: the totals of {outer.name} differ between workers, and so would the parameters after an exchange: "
+      "choose a collective that averages"
+    )
+  transform = collective_transform(outer, axis)
   return optax.chain(transform, optax.sgd(rate, momentum=momentum, nesterov=True))
 
 
@@ -70,7 +78,7 @@ def streaming_diloco(
   mixing: float = 0.5,
   learning_rate: optax.ScalarOrSchedule = 0.7,
   momentum: float = 0.9,
-  collective: Collective | None = None,
+  collective: str | Collective = "dense",
 ) -> optax.GradientTransformation:
   """Streaming DiLoCo: the leaves in F fragments that are exchanged in turn (Douillard et al., 2025).
 
@@ -97,7 +105,7 @@ def streaming_diloco(
     learning_rate: η of the outer step, a number or a schedule by the number of the
       exchange.
     momentum: μ of the outer step.
-    collective: from `js.make_collective`, another exchange than the dense one.
+    collective: as in `js.diloco`.
 
   Raises:
     ValueError: for an argument outside its choices; when used, for fewer leaves than

@@ -1,5 +1,6 @@
 """How an optax state is sharded: `js.specs`."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -83,7 +84,9 @@ def _check_differing(state: Any) -> None:
     if not row
     for collective in node.collectives
   ]
-  differing = [collective for collective in collectives if not collective.replicates]
+  differing = [
+    collective for collective in collectives if not collective.traits.replicates
+  ]
   others = [
     node
     for node in jax.tree.leaves(state, is_leaf=is_reduce_state)
@@ -137,18 +140,57 @@ def _check_wrappers(state: Any) -> None:
       _check_wrappers(tuple(node))
 
 
-def _check_chains(state: Any) -> None:
-  """A transformation before ours sees local gradients, so its state differs between workers."""
-  chains = jax.tree.leaves(
-    state, is_leaf=lambda node: type(node) is tuple and bool(reduce_states(node))
-  )
-  for chain in (node for node in chains if type(node) is tuple):
-    ours = next(number for number, part in enumerate(chain) if reduce_states(part))
-    for number, part in enumerate(chain[:ours]):
-      if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(part)):
-        raise ValueError(
-          f"transformation {number} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
-          "transform: the arrays would be computed from the gradients of one worker and differ between workers, but be "
-          "stored as replicated. Put the jaxsparse transform first"
-        )
-    _check_chains(chain[ours])
+def _check_chains(state: Any, averaged: frozenset[str] = frozenset()) -> None:
+  """Refuses arrays before ours in a chain: they are made of local gradients, so they differ between workers.
+
+  Args:
+    state: the state of a chain, or of a wrapper at any depth around one.
+    averaged: the names of the leaves that a jaxsparse transform has averaged before.
+  """
+  for node in jax.tree.leaves(state, is_leaf=_is_chain):
+    if _is_chain(node):
+      _check_chain(node, averaged)
+
+
+def _is_chain(node: Any) -> bool:
+  """Whether it is the state of optax.chain or optax.named_chain, with a jaxsparse transform inside."""
+  return type(node) in (tuple, OrderedDict) and bool(reduce_states(node))
+
+
+def _check_chain(chain: Any, averaged: frozenset[str]) -> None:
+  named = chain.items() if isinstance(chain, OrderedDict) else enumerate(chain)
+  parts = list(named)
+  for position, (name, part) in enumerate(parts):
+    leaves_of_part = _reduced_leaves(part)
+    local = _reduced_leaves([later for _, later in parts[position:]]) - averaged
+    if leaves_of_part:
+      _check_chains(part, averaged)
+    elif any(_is_local(path, leaf, local, averaged) for path, leaf in _leaves(part)):
+      raise ValueError(
+        f"transformation {name!r} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
+        "transform: the arrays would be computed from the gradients of one worker and differ between workers, but be "
+        "stored as replicated. Put the jaxsparse transform first"
+      )
+    averaged |= leaves_of_part
+
+
+def _reduced_leaves(state: Any) -> frozenset[str]:
+  """The names of the leaves that the jaxsparse transforms in a state reduce."""
+  return frozenset(name for node in reduce_states(state) for name, _ in node.leaves)
+
+
+def _leaves(state: Any) -> list[tuple[str, Any]]:
+  """The arrays of a state, each with its path."""
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+
+def _is_local(path: str, leaf: Any, local: frozenset[str], averaged: Any) -> bool:
+  """Whether an array in the state of another transformation is made of gradients that are not averaged yet.
+
+  Scalars may be rates, or counts of steps, which are the same on every worker; a
+  boolean one is a finding about gradients. Once some leaves are averaged, arrays are
+  those of the leaf whose name ends their path.
+  """
+  of_gradients = jnp.ndim(leaf) > 0 or jnp.result_type(leaf) == jnp.bool_
+  return of_gradients and bool(local) and (not averaged or path.endswith(tuple(local)))

@@ -310,7 +310,7 @@ def reduce_groups(
     earlier = [are_finite[number] for number in group.waits_for]
     own = (
       flat
-      if group.collective.differentiable
+      if group.collective.traits.differentiable
       else _without_derivative(flat, group.collective.name)
     )
     reduced = group.collective.reduce(
@@ -338,9 +338,9 @@ def reduce_groups(
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
   for number, (group, result) in enumerate(zip(groups, delivered, strict=True)):
     update, after = _commit(
-      *result, grads[number], states[number], group.collective.decay, finite
+      *result, grads[number], states[number], group.collective.traits.decay, finite
     )
-    update = mark_total(update, axes) if group.collective.replicates else update
+    update = mark_total(update, axes) if group.collective.traits.replicates else update
     states[number] = after._replace(shared=mark_total(after.shared, axes))
     for leaf, mean in zip(group.leaves, restore[number](update), strict=True):
       means[leaf] = mean.astype(dtypes[leaf])

@@ -406,8 +406,8 @@ BAD = [
     "unknown collective 'speedy'",
   ),
   (
-    lambda: js.costs.fit(mesh_of(2), algorithms=[js.make_collective("topka", k=3)]),
-    "fit: .*TopkA.* is no label, .*'spardl:teams=2:density=0.01', of a2sgd, ",
+    lambda: js.costs.fit(mesh_of(2), algorithms=[js.momentum_corrected]),
+    "fit: .*momentum_corrected.* is no label, .*'spardl:teams=2:density=0.01', of a2sgd, ",
   ),
   (
     lambda: js.costs.fit(mesh_of(2), algorithms="topka"),

@@ -147,3 +147,121 @@ def test_loops_branches_asynchronous_pairs_and_all_notations():
   assert js.costs.audit(TEXT, mesh, "model").bytes == 8 * 4 + 8 * 4
   with pytest.raises(NotImplementedError, match="replica_groups=.<all>.* not known"):
     js.costs.audit(TEXT.replace("mesh['a'=2,'b'=2]", "<all>"), mesh)
+
+
+def _mean(x):
+  return jax.lax.psum(x, "workers") / 2
+
+
+def _scanned(x, length, mean=_mean):
+  return jax.lax.scan(lambda x, _: (mean(x), None), x, length=length)[0]
+
+
+def _custom(mean):
+  """`mean` with derivatives of its own."""
+  function = jax.custom_vjp(mean)
+  function.defvjp(lambda x: (mean(x), None), lambda _, cotangent: (cotangent,))
+  return function
+
+
+def _mapped_again(x):
+  """Three means in a shard_map inside a shard_map."""
+  inner = jax.shard_map(
+    lambda x: _scanned(x, 3),
+    in_specs=P(),
+    out_specs=P(),
+    axis_names={"model"},
+    check_vma=False,
+  )
+  return inner(x)
+
+
+# A program that exchanges means of 1,000 entries, (x, i32[] argument) -> x, and how
+# often; None for a loop whose length is not known.
+LOOPS = {
+  "scan": (lambda x, _: _scanned(x, 5), 5),
+  "scan in scan": (lambda x, _: _scanned(x, 3, lambda x: _scanned(x, 2)), 6),
+  "scan in a branch": (
+    lambda x, i: jax.lax.cond(i > 0, lambda x: _scanned(x, 4), _mean, x),
+    4,
+  ),
+  "branch in scan": (
+    lambda x, i: _scanned(x, 4, lambda x: jax.lax.cond(i > 0, _mean, jnp.sin, x)),
+    4,
+  ),
+  "jit": (lambda x, _: _scanned(x, 3, jax.jit(_mean)), 3),
+  "custom_vjp": (lambda x, _: _scanned(x, 3, _custom(_mean)), 3),
+  "checkpoint": (lambda x, _: _scanned(x, 3, jax.checkpoint(_mean)), 3),
+  "shard_map in shard_map": (lambda x, _: _mapped_again(x), 3),
+  "while": (
+    lambda x, _: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: _mean(x) + 1, x),
+    None,
+  ),
+  "fori_loop to an argument": (
+    lambda x, i: jax.lax.fori_loop(0, i, lambda _, x: _mean(x), x),
+    None,
+  ),
+  "condition of a while": (
+    lambda x, _: jax.lax.while_loop(
+      lambda x: (_mean(x) < 9).all(), lambda x: jnp.sin(x) + 1, x
+    ),
+    None,
+  ),
+  "while in a branch that sends less": (
+    lambda x, i: jax.lax.cond(
+      i > 0,
+      lambda x: jax.lax.fori_loop(0, i, lambda _, x: _mean(x), x),
+      lambda x: _scanned(x, 50),
+      x,
+    ),
+    None,
+  ),
+  "while in scan in jit": (
+    lambda x, i: _scanned(
+      x, 2, jax.jit(lambda x: jax.lax.fori_loop(0, i, lambda _, x: _mean(x), x))
+    ),
+    None,
+  ),
+  "while in custom_vjp": (
+    lambda x, _: _custom(
+      lambda x: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: _mean(x) + 1, x)
+    )(x),
+    None,
+  ),
+  "while without messages": (
+    lambda x, i: _mean(jax.lax.fori_loop(0, i, lambda _, x: jnp.sin(x), x)),
+    1,
+  ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_of_a_loop_all_rounds_count_and_one_of_unknown_length_is_refused(name):
+  worker, times = LOOPS[name]
+  mesh = Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("workers", "model"))
+  program = jax.shard_map(
+    worker,
+    mesh=mesh,
+    in_specs=(P("workers"), P()),
+    out_specs=P("workers"),
+    axis_names={"workers"} if name == "shard_map in shard_map" else set(),
+    check_vma=False,
+  )
+  lowered = jax.jit(program).lower(jnp.ones(2000), jnp.int32(1))
+  if times is None:
+    with pytest.raises(
+      NotImplementedError,
+      match=r"all-reduce .*audit_test\.py:\d+ is inside a loop of unknown length",
+    ):
+      js.costs.audit(lowered, mesh, at_most=10**9)
+  else:
+    assert js.costs.audit(lowered, mesh).bytes == times * 4000
+
+
+def test_a_condition_runs_once_more_than_the_body_of_its_loop():
+  mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("workers", "model"))
+  text = TEXT.replace("condition=%c, body=%body", "condition=%body, body=%few")
+  assert js.costs.audit(text, mesh).operations[0].bytes == 6 * 8 * 4
+  unknown = TEXT.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")
+  with pytest.raises(NotImplementedError, match=r"f32\[8\] of /home/user/train.py:7"):
+    js.costs.audit(unknown, mesh)

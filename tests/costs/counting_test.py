@@ -98,7 +98,7 @@ def test_the_formula_is_what_is_counted(examples):
     counted = js.costs.count(collective, **sizes)
     predicted = js.costs.predict(collective, **sizes)
     assert counted.agreements == predicted.agreements
-    if collective.sizes_vary:
+    if collective.traits.sizes_vary:
       assert counted.messages <= predicted.messages
       assert counted.words <= predicted.words
     else:

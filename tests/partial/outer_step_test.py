@@ -123,7 +123,8 @@ class Weighted(js.SimComm):
 
 
 @each_case(
-  [case for case in FEWER if case.make(density=0.5).replicates], quick=["powersgd"]
+  [case for case in FEWER if case.make(density=0.5).traits.replicates],
+  quick=["powersgd"],
 )
 def test_bits_are_those_of_the_simulator(case):
   """Three rounds of all collectives with the same workers, of equal weight."""

@@ -226,6 +226,34 @@ def test_no_rows_and_bad_arguments():
     top_k(np.zeros(4, np.float32), 1, method="heap")
 
 
+@pytest.mark.parametrize(
+  "dtype",
+  [
+    "int32",
+    "uint32",
+    "int8",
+    "bool",
+    "complex64",
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+  ],
+)
+def test_numbers_that_are_not_float32_are_refused(dtype):
+  """Their bits do not order as magnitudes do: of i32 the largest would be a small negative number."""
+  numbers = jnp.array([100, -3, 2, 0]).astype(dtype)
+  whole = LazySum((jnp.ones(4), numbers))
+  for x in (numbers, np.asarray(numbers), jnp.stack([numbers, numbers]), whole):
+    for method in ("bracket", "bisect", "sort", None):
+      with pytest.raises(
+        TypeError, match=f"top_k: entries are {dtype}, choose float32"
+      ):
+        top_k(x, 1, method=method)
+  entries = Sparse(jnp.arange(4, dtype=jnp.int32), numbers)
+  with pytest.raises(TypeError, match=f"entries are {dtype}"):
+    exact.top_k_of_entries(entries, 1, 2, 4)
+
+
 SLOTS, END = 12, 30
 top_k_of_entries = jax.jit(exact.top_k_of_entries, static_argnums=(2, 3))
 

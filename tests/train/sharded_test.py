@@ -163,7 +163,7 @@ def check_against_the_simulator(
         mean(jnp.concatenate([leaf.reshape(-1) for leaf in out.total]), workers)
       )
       for worker in (
-        range(workers) if js.make_collective(name, **config).replicates else [0]
+        range(workers) if js.make_collective(name, **config).traits.replicates else [0]
       ):
         same(
           *(

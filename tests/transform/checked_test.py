@@ -7,7 +7,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from tests.cases import CASES, assert_same_bits, linear, mesh_of, row, start
+from tests.cases import (
+  CASES,
+  LONG,
+  assert_same_bits,
+  each_case,
+  linear,
+  mesh_of,
+  row,
+  start,
+)
 from tests.compositions_test import (
   COMPOSITIONS,
   SHAPES,
@@ -67,3 +76,40 @@ def test_the_bits_are_those_of_a_training_step(name, composition):
       params, state, _ = step(params, state, batch)
       params2, state2 = jax.block_until_ready(own(params2, state2, batch))
   assert_same_bits((params2, state2), (params, state))
+
+
+def trace(case, density, leaves):
+  """Traces an update on a mesh whose shard_map checks replication; nothing is compiled."""
+  workers = next(size for size in case.workers() if size > 1)
+  tx = js.make_transform(case.name, "workers", **case.config(density=density))
+  params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in leaves]
+  state = js.abstract_state(tx, params, mesh_of(workers))
+  specs = js.specs(state, "workers")
+
+  def worker(grads, state):
+    return tx.update([jnp.squeeze(grad, 0) for grad in grads], state)
+
+  grads = [jax.ShapeDtypeStruct((workers, *shape), jnp.float32) for shape in leaves]
+  replicates = case.make(density=density).traits.replicates
+  mapped = jax.shard_map(
+    worker,
+    mesh=mesh_of(workers),
+    in_specs=(P("workers"), specs),
+    out_specs=(P() if replicates else P("workers"), specs),
+  )
+  jax.eval_shape(mapped, grads, state)
+
+
+@each_case(CASES, quick=[str(case) for case in CASES if not LONG.match(str(case))])
+def test_every_collective_can_be_traced_where_replication_is_checked(case):
+  trace(case, 0.2, [(5, 4), (10,)])
+
+
+SELECTING = [case for case in CASES if not case.options or "selector" in str(case)]
+
+
+@each_case(SELECTING, quick=[])
+def test_long_blocks_can_be_traced_where_replication_is_checked(case):
+  """Blocks so long that they are searched among candidates, by the implementations of all platforms."""
+  with js.traced_for("any"):
+    trace(case, 0.01, [(400, 720), (32_000,)])

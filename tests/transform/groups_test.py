@@ -10,7 +10,7 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.sparse.flatten import leaf_shapes
-from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of, split_k
+from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of
 from tests.cases import (
   assert_same_bits,
   averaged,
@@ -39,7 +39,7 @@ def groups(special, bundles=None, tree=PARAMS, **options):
 )
 def test_k_is_shared_out_in_proportion(sizes, more):
   k = min(len(sizes) + more, sum(sizes))
-  shares = [one.k for one in split_k(js.make_collective("topka", k=k), sizes)]
+  shares = [one.k for one in js.make_collective("topka", k=k).for_groups(sizes)]
   assert sum(shares) == k
   rest, free = k - len(sizes), max(1, sum(sizes) - len(sizes))
   for share, size in zip(shares, sizes, strict=True):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat, sparse
-from jaxsparse.collectives._base import replace_fields
+from jaxsparse.collectives._base import Traits, check_shapes, replace_fields
 from jaxsparse.collectives.chunktopk import ChunkTopk
 from jaxsparse.collectives.dcttopk.tiling import Tiling
 from jaxsparse.sparse.sums import largest_magnitude
@@ -52,7 +52,10 @@ class DctTopk(ChunkTopk):
   """
 
   leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
-  mixes_entries = scaled = True
+
+  @property
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, mixes_entries=True, scaled=True)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -63,6 +66,10 @@ class DctTopk(ChunkTopk):
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
     return replace_fields(self, leaves=shapes)
+
+  def init(self, n: int, size: int) -> State:
+    check_shapes(self.name, self.leaves or ((n,),), n)
+    return super().init(n, size)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size

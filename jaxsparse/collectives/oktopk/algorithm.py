@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives._messages import (
   EncodingCollective,
   agree,
@@ -107,7 +108,10 @@ class OkTopk(EncodingCollective):
   regions: Literal["balanced", "even"] = "balanced"
   balance: Literal[True, False] = True
   ranges = (("threshold_period", 1, None), ("region_period", 1, None))
-  sizes_vary = True
+
+  @property
+  def traits(self) -> Traits:
+    return dataclasses.replace(super().traits, sizes_vary=True)
 
   def sizes(self, n: int, size: int) -> Sizes:
     """The capacities of messages, in entries."""

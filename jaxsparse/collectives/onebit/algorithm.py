@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat
-from jaxsparse.collectives._base import Collective
+from jaxsparse.collectives._base import Collective, Traits
 from jaxsparse.collectives.onebit.blocks import CHUNK, Blocks, Exchanged
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.types import Comm, Cost, Deferred, Reduced, State
@@ -53,11 +53,11 @@ class OneBit(Collective):
   bits: typing.ClassVar[int] = 1
 
   decay: float = 1.0
-  scaled = True
 
   @property
-  def moves_zeros(self) -> bool:
-    return self.bits <= 2  # with more, 0 is among the magnitudes
+  def traits(self) -> Traits:
+    # With more bits, 0 is among the magnitudes.
+    return dataclasses.replace(super().traits, scaled=True, moves_zeros=self.bits <= 2)
 
   def init(self, n: int, size: int) -> State:
     return State(residual=jnp.zeros(n, jnp.float32))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives._messages import (
   SelectingCollective,
   Writer,
@@ -99,17 +100,15 @@ class SparDL(SelectingCollective):
       )
 
   @property
-  def conserves(self) -> bool:
-    return self.residual == "global"
+  def traits(self) -> Traits:
+    return dataclasses.replace(
+      super().traits, conserves=self.residual == "global", sizes_vary=self.is_bruck
+    )
 
   @property
   def is_bruck(self) -> bool:
     """Whether teams are summed by B-SAG."""
     return self.teams > 1 and (self.sag == "bruck" or not _is_power_of_two(self.teams))
-
-  @property
-  def sizes_vary(self) -> bool:
-    return self.is_bruck
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
     """The capacities of a message, entries of a block: L; for B-SAG ⌈L/d⌉ … L, since Algorithm 2 changes h.
