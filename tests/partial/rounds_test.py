@@ -844,10 +844,9 @@ def make_state(params):
     "residual": np.zeros(12, np.float32),
     "moved": np.zeros(12, np.float32),
   }
+  numbers = {"share": 0.0, "fragments": 1, "latest": 0, "part": np.array((0, 1))}
   return checks.seal(
-    arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1},
-    number=0,
-    run=1,
+    arrays | numbers | {"trained": np.zeros((1, 2), int)}, number=0, run=1
   )
 
 
@@ -894,7 +893,12 @@ WRONG = [
   (
     {"state": {"fragments": np.int64(1)}},
     ValueError,
-    "the state has no anchor, digest, moved, number, residual",
+    "the state has no anchor, digest, latest, moved, number, part, residual, run",
+  ),
+  (
+    {"state": {name: STATE[name] for name in STATE if name != "share"}},
+    ValueError,
+    "the state has no share: give what .* versions of jaxsparse without",
   ),
   (
     {"state": checks.seal(STATE, 1, run=1)},
@@ -906,11 +910,21 @@ WRONG = [
     ValueError,
     "the residual in the state has NaN or Inf",
   ),
-  (
-    {"state": STATE | {"moved": np.full(12, 2.0)}},
-    ValueError,
-    "the state has changed since it was saved, its digest",
+  *(
+    (
+      {"state": STATE | {name: changed}},
+      ValueError,
+      "the state has changed since it was saved, its digest",
+    )
+    for name, changed in {
+      "moved": np.full(12, 2.0),
+      "share": 2.0**-55,
+      "trained": np.array([[1 << 20, 0]]),
+      "run": 2,
+      "latest": 5,
+    }.items()
   ),
+  ({"state": STATE | {"share": np.nan}}, ValueError, "the share in the state has NaN"),
   ({"state": NOT_FINITE}, ValueError, "the parameters of the anchor have NaN or Inf"),
 ]
 

@@ -75,15 +75,17 @@ class Alike(NamedTuple):
     start: checksums of the values that training starts from.
     run: in rounds a number of the run, that of its first server; 0 before a worker has
       joined.
+    lineage: in rounds the ids of the last rounds of its anchor.
 
   Example:
-    >>> Alike.of({"w": np.zeros((2, 3), np.float32)}, every=4)
-    Alike(layout=("params['w'] of float32[2, 3]", 'every=4'), start=("params['w'] with the checksum a3c1ca20",), run=0)
+    >>> Alike.of({"w": np.zeros((2, 3), np.float32)}, every=4)[:2]
+    (("params['w'] of float32[2, 3]", 'every=4'), ("params['w'] with the checksum a3c1ca20",))
   """
 
   layout: tuple[str, ...] = ()
   start: tuple[str, ...] = ()
   run: int = 0
+  lineage: tuple[int, ...] = ()
 
   @classmethod
   def of(cls, params: Any, start: Any = None, **options: Any) -> Self:
@@ -117,11 +119,11 @@ class Alike(NamedTuple):
   def parse(cls, text: str) -> Self:
     """The inverse of `str`; raises ValueError for any other text."""
     match json.loads(text):
-      case [[*layout], [*start], int(run)] if all(
+      case [[*layout], [*start], int(run), [*lineage]] if all(
         isinstance(line, str) for line in layout + start
-      ):
-        return cls(tuple(layout), tuple(start), run)
-    raise ValueError("no two lists of strings and a number")
+      ) and all(isinstance(id_, int) for id_ in lineage):
+        return cls(tuple(layout), tuple(start), run, tuple(lineage))
+    raise ValueError("no two lists of strings, a number and a list of numbers")
 
   def __str__(self) -> str:
     return json.dumps(self)

@@ -52,6 +52,7 @@ class Group(NamedTuple):
       weights with `missing="initial"`.
     number: in messages.
     links: members that are links of rounds, and have moved something; ascending.
+    leaving: members that leave rounds for good after this one; ascending.
   """
 
   members: tuple[int, ...]
@@ -60,12 +61,13 @@ class Group(NamedTuple):
   initial: float = 0.0
   number: int = 0
   links: tuple[int, ...] = ()
+  leaving: tuple[int, ...] = ()
 
   @classmethod
   def parse(cls, content: dict[str, Any]) -> Self:
     """The group in a GROUP answer."""
     return cls(**{name: content[name] for name in cls._fields})._replace(
-      links=tuple(content["links"])
+      links=tuple(content["links"]), leaving=tuple(content["leaving"])
     )
 
   def has(self, worker: int) -> bool:
@@ -115,6 +117,15 @@ class WorkerMessage(enum.IntEnum):
   SKIPPED = 10
   ANSWERED = 11  # a part of a worker to the lead: has an answer for its training loop
   LINK = 12  # READY of a link that has moved something
+  LEAVING = 13  # READY of a worker that leaves for good after this round
+  LEAVING_LINK = 14  # LINK of one
+
+
+LEAVING = {
+  WorkerMessage.READY: WorkerMessage.LEAVING,
+  WorkerMessage.LINK: WorkerMessage.LEAVING_LINK,
+}
+READY = {*LEAVING, *LEAVING.values()}  # the kinds that ask for a round
 
 
 class ServerMessage(enum.IntEnum):
@@ -154,8 +165,6 @@ class PieceKind(enum.IntEnum):
   )
   MEAN = 4  # the sender's shard of that average
   MESSAGE = 5  # message `tag` of the sender to the receiver in round `number`
-  RESIDUAL = 6  # of a worker that leaves rounds, for the receiver to take over
-  TAKEN = 7  # to RESIDUAL; number is 1 if the receiver has taken it over, else 0
 
 
 class RoundPosition(NamedTuple):
