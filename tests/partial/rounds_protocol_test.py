@@ -163,6 +163,7 @@ class Process(VirtualWorker):
   """One process of a worker; its state is what an `Exchanger` has."""
 
   part = 0
+  delivers = True  # in a last round before it leaves
 
   def __init__(self, network, number):
     self.is_link = number in network.links
@@ -346,7 +347,7 @@ class Process(VirtualWorker):
     made = self.network.random.randint(1, 100)
     self.made, self.moved = self.made + made, self.moved + made
     self.offered, self.moved = self.moved, 0
-    self.is_final = self.leaves
+    self.is_final = self.leaves and self.delivers
     kind = WorkerMessage.LINK if self.is_link else WorkerMessage.READY
     kind = messages.LEAVING[kind] if self.is_final else kind
     self.handle(Request(kind, weight=int(not self.is_link)))
@@ -354,7 +355,8 @@ class Process(VirtualWorker):
   def tick(self):
     now = self.network.now
     if self.leaves and self.leaves_at is None:
-      self.leaves_at = now + 2 * LIMIT * self.network.random.random()
+      patience = 2 * LIMIT * self.network.random.random()
+      self.leaves_at = now + (patience if self.delivers else 0)
     if self.leaves and now >= self.leaves_at and not self.protocol._leaves:
       self.handle(Request(WorkerMessage.BYE))
     run = self.protocol._run
@@ -515,6 +517,70 @@ def run_until_goal(network, seconds=110):
         if controller.over:
           network.start(number)
     assert network.now < seconds + CUT
+
+
+def begin_again(network, states):
+  """All are dead: a server that knows nothing, and workers with what they have saved, by number."""
+  for process in network.processes:
+    process.dead = True
+  network.start(0)
+  join(network, states)
+
+
+def join(network, states):
+  for number, state in states.items():
+    network.restores[number] = state
+    network.processes.append(Process(network, number))
+
+
+@pytest.mark.parametrize("comes", ["first", "late", "with a new server", "cut off"])
+@settings(max_examples=settings().max_examples // 2)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_rounds_that_a_quorum_has_been_through_are_not_undone_by_a_worker_of_others(
+  comes, seed
+):
+  """Worker 2 has been through more rounds than the files of the others, who have gone on from these."""
+  network = Network(Random(seed), 3, 2, servers=1)
+  go_on(network, 3)
+  early = {number: network.saved[number][-1] for number in (0, 1)}
+  go_on(network, 9)
+  late = {2: network.saved[2][-1]}
+  if comes == "first":  # nobody has gone on: the others go on from its anchor
+    begin_again(network, late)
+    begun = network.now
+    run_until(network, lambda: network.now > begun + 3 * LATENCY)
+    join(network, early)
+    go_on(network, len(late[2][0]) + 2)
+    assert all(
+      process.anchor[: len(late[2][0])] == late[2][0] for process in network.living()
+    )
+    assert not network.refused
+    return
+  begin_again(network, early)
+  go_on(network, 7)
+  counted = network.living()[0].anchor
+  if comes == "with a new server":
+    network.start(0)
+  join(network, late)
+  if comes == "cut off":  # it was in rounds in this life: it need not be started again
+    network.processes[-1].is_restored = False
+  go_on(network, 20)
+  assert all(
+    process.anchor[: len(counted)][:-1] == counted[:-1] for process in network.living()
+  )
+  assert [process.number for process in network.refused] == (
+    [] if comes == "cut off" else [2]
+  )
+  check_residuals(network, network.living()[0].anchor)
+
+
+def go_on(network, rounds):
+  """Until all that live have been through so many rounds."""
+  return run_until(
+    network,
+    lambda: all(len(process.anchor) >= rounds for process in network.living()),
+    seconds=150,
+  )
 
 
 def run_until(network, happened, seconds=60):

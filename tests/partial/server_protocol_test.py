@@ -170,7 +170,12 @@ def test_groups_go_to_their_members_and_nobody_else(wire):
   }
   assert answer == (
     ServerMessage.GROUP,
-    {**expected, "links": [], "addresses": dict(enumerate(ADDRESSES[:4]))},
+    {
+      **expected,
+      "links": [],
+      "leaving": [],
+      "addresses": dict(enumerate(ADDRESSES[:4])),
+    },
   )
   assert wire.heard(3) == [answer]
   assert wire.heard(0) == wire.heard(2) == []

@@ -397,8 +397,8 @@ class RoundServer:
     )
     self._check_round(signal)
     lineage = Lineage(signal.position.round, signal.alike.lineage)
-    self._check_branch(worker, signal.position, lineage)
     waiting = quorum.waiting
+    self._check_branch(worker, signal.position, lineage)
     self._abort(
       quorum.join(worker, signal.position, lineage), worker, "has joined again"
     )
