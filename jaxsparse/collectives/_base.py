@@ -139,6 +139,15 @@ class Collective(abc.ABC):
     return False
 
   @property
+  def tracks_workers(self) -> bool:
+    """Whether what all workers share adds up what each of them has given, so that it is wrong once one is not there.
+
+    All else that is shared stays right for other workers, and what is of one worker
+    goes on with it: its residual is owed, and passes to another one when it leaves.
+    """
+    return False
+
+  @property
   def needs_shapes(self) -> bool:
     """Whether its words depend on the shapes of leaves, which `for_leaves` has still to give."""
     return False

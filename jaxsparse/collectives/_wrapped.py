@@ -47,6 +47,7 @@ class Wrapped(Collective):
   decay = _of_inner("decay")
   sizes_vary = _of_inner("sizes_vary")
   mixes_entries = _of_inner("mixes_entries")
+  tracks_workers = _of_inner("tracks_workers")
 
   def slots(self, n: int, size: int) -> int:
     return self.collective.slots(n, size)
@@ -156,6 +157,7 @@ class EF21(Wrapped):
   """
 
   conserves = False  # it conserves means of gradients
+  tracks_workers = True
   momentum: float
 
   def __post_init__(self) -> None:

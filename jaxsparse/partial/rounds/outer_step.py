@@ -268,6 +268,14 @@ class OuterStep:
         "Rounds: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
         "one, as in optax.chain(js.dense_transform(comm), optax.sgd(1.0)), which averages the parameters"
       )
+    for node in states.reduce_states(first):
+      for collective in node.collectives:
+        if collective.tracks_workers:
+          raise ValueError(
+            f"Rounds: outer has {collective.name}, which adds up what each worker has given last, as js.ef21 does, and "
+            "would move the anchor by that in each round for which a worker is late, or after it has left: choose the "
+            "transform inside, as js.onebit_transform(comm), whose residual stays with its worker"
+          )
     return first
 
   def _carry(self, anchor: Anchor, size: int) -> dict[int, Any]:
