@@ -65,7 +65,7 @@ class Rounds:
       arrays where a worker is several processes that `jax.distributed` joins. They all
       make `Rounds`, and call its methods and `state` together.
     outer: makes the outer chain for the `js.Comm` of a round, which begins with any
-      transform but A2SGD's: `lambda comm: optax.chain(js.onebit_transform(comm),
+      transform but A2SGD's and `js.ef21`: `lambda comm: optax.chain(js.onebit_transform(comm),
       optax.sgd(1.0))`.
     every: H, the steps from a round to the next one. A slow worker may have fewer.
     fragments, delay: F and τ, as in `js.local_steps`.
