@@ -16,6 +16,7 @@ from jaxsparse.sparse.flatten import all_finite, leaves_by_name
 # characters of a part; that of a model with some ten thousand leaves is replaced by its
 # digest
 _LONGEST = 1 << 19
+_MOST_ID = 1 << 62  # of a lineage, whose ids are digests of 62 bits
 
 
 REFUSALS = (
@@ -121,7 +122,7 @@ class Alike(NamedTuple):
     match json.loads(text):
       case [[*layout], [*start], int(run), [*lineage]] if all(
         isinstance(line, str) for line in layout + start
-      ) and all(isinstance(id_, int) for id_ in lineage):
+      ) and all(isinstance(id_, int) and 0 <= id_ < _MOST_ID for id_ in lineage):
         return cls(tuple(layout), tuple(start), run, tuple(lineage))
     raise ValueError("no two lists of strings, a number and a list of numbers")
 

@@ -473,7 +473,7 @@ def _header_of(content: bytes) -> tuple[list[int], int]:
   if header[0] != _FORMAT:
     raise ValueError("Rounds: the anchor is one of another version of jaxsparse")
   ids, workers = header[_NUMBERS - 2 : _NUMBERS]
-  if min(ids, workers) < 0 or len(header) != _NUMBERS + ids + 2 * workers:
+  if min(header) < 0 or len(header) != _NUMBERS + ids + 2 * workers:
     raise ValueError(f"Rounds: {len(header)} numbers are no header of an anchor")
   return header, end
 
