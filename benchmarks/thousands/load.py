@@ -78,10 +78,6 @@ class Client(Member):
     with contextlib.suppress(sockets.zmq.Again):
       self._socket.send(signal.pack(), sockets.zmq.NOBLOCK)
 
-  def hand_over(self) -> np.ndarray:
-    """No residual."""
-    return np.empty(0, np.float32)
-
   def end(self, *, kill: bool) -> None:
     """Leaves, or ends without a word."""
     if not kill:

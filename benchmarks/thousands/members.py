@@ -200,6 +200,11 @@ class Member(VirtualWorker):
 
   # What an `Exchanger` does.
 
+  @property
+  def lineage(self) -> tuple[int, ...]:
+    """The ids of the last rounds of its anchor."""
+    return self.network.lineages[self.protocol.membership.position.round].ids
+
   def begin(self, group: Group) -> Run:
     """Takes part in an exchange."""
     self._run = Run(group)

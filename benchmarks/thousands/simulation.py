@@ -18,6 +18,7 @@ import jaxsparse as js
 from benchmarks.thousands.members import STALLED, Exchange, Link, Member, Setting
 from benchmarks.thousands.virtual import Connection, VirtualNetwork
 from jaxsparse.partial.net.messages import Answer, Group, ServerMessage, WorkerMessage
+from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.quorum import Quorum
 
 TICK = 0.1  # seconds between two ticks of the server, and half of those of a worker
@@ -74,6 +75,7 @@ class Simulation(VirtualNetwork):
     self.servers = [None]
     self._step = 0
     self.bases: dict[int, int] = {}  # by round, the number of its group
+    self.lineages = {0: Lineage()}  # by round
     self._costs: dict[int, js.Cost] = {}  # by the number of members
     self._exchange: Exchange | None = None  # that began last
     # until when the server's link is, by direction
@@ -154,6 +156,8 @@ class Simulation(VirtualNetwork):
     if group.number not in self.counted:
       self.ended.append(self.now)
       self.bases[group.iteration + 1] = group.number
+      before = self.lineages[group.iteration]
+      self.lineages[group.iteration + 1] = before.after(group.number)
     self.counted[group.number] += 1
     self.delivered[group.number] += seconds
 

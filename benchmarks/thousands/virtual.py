@@ -74,10 +74,6 @@ class VirtualWorker:
     """The anchor for a peer, and the seconds that it takes."""
     raise NotImplementedError
 
-  def inherit_from(self, sender: "VirtualWorker", piece: Piece) -> bool:
-    """Whether it takes over a residual."""
-    raise NotImplementedError
-
   def handle(self, event: Any) -> None:
     """Gives the protocol an event."""
     if self.lives:
@@ -115,11 +111,6 @@ class VirtualWorker:
     elif piece.kind == PieceKind.FETCH:
       self._transfers.ask(sender, piece, self.network.now)
       self.send_model()
-    elif piece.kind == PieceKind.RESIDUAL:
-      answer = Piece(
-        PieceKind.TAKEN, int(self.inherit_from(sender, piece)), self.number
-      )
-      self.network.post((self, sender), sender, sender.handle, answer)
     else:
       self.handle(piece)
 

@@ -61,6 +61,9 @@ class Traits:
       cannot mask momentum by entries.
     has_k: a fixed number of entries, k, is shared out among groups of leaves.
     has_momentum: momentum of each worker's own is reduced in place of gradients.
+    tracks_workers: what all workers share adds up what each of them has given, so that
+      it is wrong once one is not there. All else that is shared stays right for other
+      workers; a residual is owed, and passes to another worker when its own one leaves.
     decay: β: of what a step does not deliver, β times as much enters the next one.
   """
 
@@ -75,6 +78,7 @@ class Traits:
   mixes_entries: bool = False
   has_k: bool = False
   has_momentum: bool = False
+  tracks_workers: bool = False
   decay: float = 1.0
 
 

@@ -194,7 +194,9 @@ class EF21(Wrapped):
   @property
   def traits(self) -> Traits:
     # Means of gradients are conserved.
-    return dataclasses.replace(super().traits, conserves=False, has_momentum=True)
+    return dataclasses.replace(
+      super().traits, conserves=False, has_momentum=True, tracks_workers=True
+    )
 
   def is_partial(self, n: int, state: State) -> bool:
     return False  # each total has all entries of those before

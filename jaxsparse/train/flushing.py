@@ -1,5 +1,6 @@
 """`js.flush`: all residuals, delivered densely."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -11,7 +12,11 @@ from jaxsparse._compat import AxisName
 from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.sparse import flatten
 from jaxsparse.train.engine import engine_of
-from jaxsparse.train.starting import check_state
+from jaxsparse.train.starting import (
+  check_state,
+  owed_not_finite,
+  without_not_finite,
+)
 from jaxsparse.transform import checks
 from jaxsparse.transform.residuals import moved_leaves, take_residuals
 from jaxsparse.transform.specs import placed
@@ -52,7 +57,8 @@ def flush(
   Returns:
     (update, state): the update like the parameters, with their dtypes, zeros for leaves
     without a residual; and the state with residuals of zeros, or of what the dtypes of
-    the parameters cannot hold. `params` and `state` stay valid.
+    the parameters cannot hold. `params` and `state` stay valid. Entries with NaN or Inf
+    of a damaged state are dropped; a warning names the arrays.
 
   Raises:
     ValueError: if the state was donated, is not one of these workers and parameters, or
@@ -69,7 +75,13 @@ def flush(
     (Array([2., 0., 3.], dtype=float32), Array([0., 1., 0.], dtype=float32), 0.0)
   """
   engine = engine_of(mesh, axis)
-  check_state(state, params, engine)
+  check_state(state, params, engine, finite=False)
+  if names := owed_not_finite(state):
+    warnings.warn(
+      f"js.flush: {', '.join(names)} has NaN or Inf: these entries are dropped, and their residuals begin anew",
+      stacklevel=2,
+    )
+    state = without_not_finite(state)
   state = with_rows(state)
   checks.check_landed("js.flush", state)
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxsparse._compat import AxisName
 from jaxsparse.comm import SoloComm, replication
 from jaxsparse.comm.one_at_a_time import dispatch
-from jaxsparse.sparse.flatten import check_are_arrays, check_entries
+from jaxsparse.sparse.flatten import all_finite, check_are_arrays, check_entries
 from jaxsparse.train import replicas
 from jaxsparse.train.engine import Engine, engine_of, local_shard, shape_of
 from jaxsparse.transform import checks
@@ -179,10 +179,77 @@ def check_update(
       raise
 
 
+def owed_not_finite(state: Any) -> list[str]:
+  """The names of the arrays with NaN or Inf among the residuals, what else collectives carry, and what has moved.
+
+  Steps would be skipped for ever. Every process must call; it waits for the arrays.
+  """
+  found = jax.tree_util.tree_leaves_with_path(state)
+  return [
+    f"state{jax.tree_util.keystr(path)}"
+    for (path, leaf), kind in zip(found, _kinds(state), strict=True)
+    if kind and isinstance(leaf, jax.Array | np.ndarray) and not _is_sound(leaf, kind)
+  ]
+
+
+def without_not_finite(state: Any) -> Any:
+  """The state with zeros for what `owed_not_finite` finds."""
+  leaves, structure = jax.tree.flatten(state)
+  clean = [
+    leaf if not kind or _is_sound(leaf, kind) else _cleaned(leaf)
+    for leaf, kind in zip(leaves, _kinds(state), strict=True)
+  ]
+  return jax.tree.unflatten(structure, clean)
+
+
+def _kinds(state: Any) -> list[str]:
+  """Of each array of a state: "owed", "carried" beside that, where Inf may be a bound, or "" for what is of others."""
+  nothing = lambda tree: jax.tree.map(lambda _: "", tree)
+  carried = lambda tree: jax.tree.map(lambda _: "carried", tree)
+  owed = lambda tree: jax.tree.map(lambda _: "owed", tree)
+
+  def of_node(node: Any) -> Any:
+    if not states.is_reduce_state(node):
+      return ""
+    kinds = carried(node.carried)._replace(residual=owed(node.carried.residual))
+    return nothing(node)._replace(carried=kinds)
+
+  def of_local(node: Any) -> Any:
+    kinds = jax.tree.map(of_node, node, is_leaf=states.is_reduce_state)
+    return (
+      kinds._replace(moved=owed(node.moved)) if states.is_local_state(node) else kinds
+    )
+
+  is_ours = lambda node: states.is_local_state(node) or states.is_reduce_state(node)
+  return jax.tree.leaves(jax.tree.map(of_local, state, is_leaf=is_ours))
+
+
+def _is_sound(leaf: Any, kind: str) -> bool:
+  if isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+    return True
+  if leaf.size <= _FEW and getattr(leaf, "is_fully_addressable", True):
+    values = np.asarray(leaf)
+    return bool((np.isfinite(values) if kind == "owed" else ~np.isnan(values)).all())
+  return bool(_all_finite(leaf) if kind == "owed" else _none_nan(leaf))
+
+
+_FEW = 1 << 16  # entries that are judged without a compiled program
+_all_finite = jax.jit(all_finite)
+_none_nan = jax.jit(lambda leaf: ~jnp.isnan(leaf).any())
+_cleaned = jax.jit(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0))
+
+
 def check_state(
-  state: Any, params: optax.Params, engine: Engine | None = None, shapes: bool = False
+  state: Any,
+  params: optax.Params,
+  engine: Engine | None = None,
+  shapes: bool = False,
+  finite: bool = True,
 ) -> None:
-  """Checks a state of these parameters, and of these workers if an engine is given; it may consist of `shapes`."""
+  """Checks a state of these parameters, and of these workers if an engine is given; it may consist of `shapes`.
+
+  What is owed in it has to be `finite`.
+  """
   check_are_arrays(params, "params")
   checks.check_alive({"params": params, "state": state})
   if not shapes:
@@ -193,6 +260,11 @@ def check_state(
   # The arrays of one worker do not show how many there are: only the layout does.
   checks.check_layout(state, engine.workers if engine and engine.held == 1 else None)
   checks.check_params(nodes, params)
+  if finite and (names := owed_not_finite(state)):
+    raise ValueError(
+      f"{', '.join(names)} has NaN or Inf, so that all steps would be skipped: restore an older checkpoint, or call "
+      "js.flush, which drops those entries"
+    )
   if engine:
     for node in nodes:
       checks.check_workers(node, engine.workers, held=engine.held)

@@ -1,5 +1,6 @@
 """The anchor of a worker: rounds that count, that do not, and those of other workers."""
 
+import itertools
 import queue
 
 import jax
@@ -11,8 +12,10 @@ import pytest
 import jaxsparse as js
 from jaxsparse.partial.net.membership import EarlyPieces
 from jaxsparse.partial.net.messages import Group, Piece, PieceKind, RoundPosition
-from jaxsparse.partial.rounds.exchanger import Exchanger, Run
-from jaxsparse.partial.rounds.outer_step import OuterStep
+from jaxsparse.partial.rounds.exchanger import Exchanger, Forked, Run
+from jaxsparse.partial.rounds.leaving import pass_residuals
+from jaxsparse.partial.rounds.lineage import Lineage
+from jaxsparse.partial.rounds.outer_step import OuterStep, Result
 from jaxsparse.partial.rounds.protocol import Done, Send
 
 
@@ -23,19 +26,24 @@ def outer(comm):
 class Worker:
   """A worker whose rounds have no other member."""
 
-  def __init__(self, params=None, fragments=1):
+  def __init__(self, params=None, fragments=1, number=0):
     step = OuterStep(outer, fragments)
     anchor = step.start(jnp.zeros(3) if params is None else params)
-    self.exchanger, self.events = Exchanger(step, anchor, number=0), queue.Queue()
+    self.number = number
+    self.exchanger, self.events = Exchanger(step, anchor, number), queue.Queue()
     self.exchanger.post = self.events.put
 
-  def round(self, number, *given, commit=True):
+  def round(self, number, *given, commit=True, others=()):
+    """A round of which `others` are members, too, as the anchor says."""
     self.exchanger.given = given[0] if isinstance(given[0], dict) else jnp.array(given)
-    self.exchanger.begin(Group((0,), (1.0,), 0, number=number))
+    self.exchanger.begin(Group((self.number,), (1.0,), 0, number=number))
     event = self.events.get(timeout=60)
     assert isinstance(event, Done), event
     if commit:
       self.exchanger.commit()
+      anchor = self.exchanger.anchor
+      latest = {**anchor.latest, **dict.fromkeys(others, number)}
+      self.exchanger.anchor = anchor._replace(latest=latest)
     elif commit is not None:  # else nobody knows yet whether it counts
       self.exchanger.drop()
 
@@ -60,13 +68,14 @@ def test_a_round_that_counts_and_one_that_does_not(worker):
   assert (worker.anchor, worker.residual) == ([-4, 0, 0], [0, 2, 1])
   worker.round(7, 0.0, 0.0, 3.0)
   assert (worker.anchor, worker.residual) == ([-4, 0, -4], [0, 2, 0])
-  assert worker.exchanger.anchor.lineage == (5, 7)
+  assert worker.exchanger.anchor.lineage == Lineage().after(5).after(7)
+  assert worker.exchanger.anchor.latest == {0: 7}
 
 
 def test_the_anchor_of_a_donor_with_the_residual_of_this_worker(worker):
-  donor = Worker()
+  donor = Worker(number=1)
   worker.round(5, 4.0, 2.0, 1.0)
-  donor.round(5, 4.0, 0.0, 1.0)
+  donor.round(5, 4.0, 0.0, 1.0, others=[0])
   donor.round(6, 0.0, 7.0, 0.0)
   assert worker.exchanger.adopt(donor.exchanger.model(), 0, 0) == RoundPosition(2, 6)
   assert (worker.anchor, worker.residual) == ([-4, -7, 0], [0, 2, 1])
@@ -94,10 +103,10 @@ def test_the_anchor_of_a_donor_with_the_residual_of_this_worker(worker):
 
 def test_a_last_round_that_another_server_knows_nothing_of_is_undone(worker):
   """What the worker had given comes back, and its residual is that before."""
-  donor = Worker()
+  donor = Worker(number=1)
   worker.round(5, 4.0, 2.0, 1.0)
   worker.round(6, 8.0, 0.0, 0.0)
-  donor.round(5, 4.0, 2.0, 1.0)
+  donor.round(5, 4.0, 2.0, 1.0, others=[0])
   donor.round(16, 0.0, 7.0, 0.0)
   worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
   assert (worker.anchor, worker.residual) == ([-4, -9, 0], [0, 2, 1])
@@ -148,10 +157,15 @@ def test_a_donor_of_another_history_knows_nothing_of_a_round(worker):
 
 
 def test_a_last_round_that_was_long_ago_counts(worker):
-  donor = Worker()
+  donor = Worker(number=1)
   worker.round(5, 4.0, 2.0, 1.0)
-  for number in range(5, 75):
-    donor.round(number, 1.0, 0.0, 0.0)
+  donor.round(5, 1.0, 0.0, 0.0, others=[0])
+  anchor = donor.exchanger.anchor
+  later = anchor.lineage
+  for number in range(6, 400):
+    later = later.after(number)
+  position = RoundPosition(later.round, 399)
+  donor.exchanger.anchor = anchor._replace(lineage=later, position=position)
   worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
   assert worker.exchanger.returned is None
   assert worker.residual == [0, 2, 1]
@@ -166,29 +180,106 @@ def test_a_result_unlike_that_of_the_others_is_taken_back_but_what_was_given_is_
   assert (worker.anchor, worker.residual) == ([-4, 0, 0], [0, 2, 1])
 
 
-def test_a_residual_that_is_taken_over_during_an_exchange_outlives_it(worker):
-  take_over = lambda *values: (
-    worker.exchanger.inherit(
-      Piece(PieceKind.RESIDUAL, 0, 1, np.array(values, np.float32))
-    ).number
+def test_a_worker_whose_rounds_do_not_count_for_the_others_drops_its_residual(
+  worker, caplog
+):
+  """It has been alone for more than a round; what it has moved since is not lost."""
+  donor = Worker(number=1)
+  worker.round(5, 4.0, 2.0, 1.0)
+  donor.round(5, 4.0, 2.0, 1.0, others=[0])
+  for number in (6, 7, 8):
+    worker.round(number, 8.0, 0.0, 0.0)
+  for number in (16, 17):
+    donor.round(number, 0.0, 7.0, 0.0)
+  position = worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
+  assert position == RoundPosition(3, 17)
+  assert (worker.anchor, worker.residual) == (donor.anchor, [0, 0, 0])
+  assert worker.exchanger.returned is None
+  assert "rounds that it was in do not count for the others" in caplog.text
+  worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
+  assert caplog.text.count("do not count") == 1
+
+
+def test_a_new_worker_with_the_number_of_one_before_has_nothing_to_drop(caplog):
+  worker, donor = Worker(), Worker(number=1)
+  donor.round(5, 4.0, 2.0, 1.0, others=[0])
+  worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
+  assert (worker.exchanger.anchor.own, caplog.text) == (5, "")
+
+
+@pytest.mark.parametrize(
+  ("later", "others", "residual"),
+  [((), [], [0, 2, 1]), ((6,), [], [0, 2, 1]), ((6, 7), [0], [0, 0, 0])],
+)
+def test_a_saved_residual_counts_until_its_worker_is_in_another_round(
+  worker, later, others, residual, caplog
+):
+  """Whoever has it now, whatever has become of it since."""
+  donor = Worker(number=1)
+  worker.round(5, 4.0, 2.0, 1.0)
+  donor.round(5, 4.0, 2.0, 1.0, others=[0])
+  for number in later:
+    donor.round(number, 0.0, 0.0, 0.0, others=others)
+  saved, step = worker.exchanger.anchor, worker.exchanger.outer
+  restored = Exchanger(step, saved, number=0, is_restored=True)
+  restored.adopt(donor.exchanger.model(), 0, 0)
+  assert step.residual(restored.anchor).tolist() == residual
+  assert restored.is_stale == bool(others)
+  assert ("its state is of an older round" in caplog.text) == bool(others)
+
+
+def test_a_state_of_another_branch_is_refused(worker):
+  donor = Worker(number=1)
+  for number in (5, 6, 7):
+    worker.round(number, 4.0, 2.0, 1.0)
+  for number in (5, 16):
+    donor.round(number, 4.0, 2.0, 1.0, others=[0])
+  restored = Exchanger(
+    worker.exchanger.outer, worker.exchanger.anchor, number=0, is_restored=True
   )
-  worker.round(5, 4.0, 2.0, 1.0)
-  worker.round(6, 0.0, 0.0, 0.0)
-  worker.round(7, 0.0, 0.0, 9.0, commit=None)
-  assert take_over(0, 3, 0)
-  assert not take_over(0, np.nan, 0)
-  assert not take_over(0, -1e38, 0)
-  worker.exchanger.commit()
-  assert (worker.anchor, worker.residual) == ([-4, -2, -10], [0, 3, 0])
+  with pytest.raises(Forked, match=r"round 3 of another branch.* are at round 2"):
+    restored.adopt(donor.exchanger.model(), 0, 0)
 
 
-def test_a_worker_takes_a_residual_over_after_its_first_round(worker):
-  worker.round(5, 4.0, 2.0, 1.0)
-  before = worker.residual
-  assert worker.exchanger.inherit(
-    Piece(PieceKind.RESIDUAL, 0, 1, np.ones(3, np.float32))
-  ).number
-  assert worker.residual == [value + 1 for value in before]
+def leave_together(residuals, leaving, skipped=False):
+  """The residuals of members after a round of which some leave."""
+  step = OuterStep(outer)
+  group = Group(tuple(range(len(residuals))), (), 0, leaving=leaving)
+  anchors = [
+    step.add_residual(
+      step.without_residual(step.start(jnp.zeros(2))._replace(size=3), 0),
+      np.array(residual, np.float32),
+    )
+    for residual in residuals
+  ]
+  sent, found = {}, []
+  # what leaves first, so that it is there when the others ask for it
+  for rank in sorted(group.members, key=lambda member: member not in leaving):
+    turn = itertools.count()
+
+    def send(messages, rank=rank, turn=turn):
+      ((words, to, source),) = messages
+      number = next(turn)
+      if to is not None:
+        sent[rank, to, number] = words
+      return [words if source is None else sent[source, rank, number]]
+
+    result = Result(anchors[rank], 0, skipped)
+    after = pass_residuals(step, result, group, rank, send)
+    found.append((rank, step.residual(after.anchor).tolist()))
+  return [residual for _, residual in sorted(found)]
+
+
+def test_a_residual_passes_to_one_that_stays_in_the_round_that_it_is_of(caplog):
+  residuals = [[1, 2], [4, 8], [16, 32]]
+  assert leave_together(residuals, (1,)) == [[5, 10], [0, 0], [16, 32]]
+  assert leave_together(residuals, (0, 1)) == [[0, 0], [0, 0], [21, 42]]
+  assert leave_together(residuals, (0, 1, 2)) == residuals
+  assert leave_together(residuals, (1,), skipped=True) == residuals
+  assert not caplog.text
+  huge = [[1, 2], [1e38, 8]]
+  assert leave_together(huge, (1,)) == [[1, 2], [0, 0]]
+  assert "the residual of worker 1, which leaves, is lost" in caplog.text
 
 
 def test_an_exchange_ends_without_a_result_when_it_fails_or_a_message_is_unlike(caplog):

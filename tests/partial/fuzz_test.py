@@ -264,7 +264,6 @@ class Worker:
     model = lambda _: Piece(PieceKind.MODEL, 0, 0, START)
     self.loop._answer = {
       PieceKind.FETCH: model,
-      PieceKind.RESIDUAL: self.exchanger.inherit,
     }
     self.answer(ServerMessage.WELCOME, **self.welcome())
     if not self.fetches:

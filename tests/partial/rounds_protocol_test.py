@@ -10,13 +10,15 @@ sequence of the rounds that it has been through. Whatever the schedule:
   delivered, to the unit;
 - a worker that lives, or has left in good order, has delivered what it gave in each
   round that counts;
-- what a worker that leaves has not delivered of what it gave is taken over by one
-  worker at most;
+- what a worker that leaves has not delivered passes to one other worker;
+- with a residual a worker goes on that is what its last round left, or with none:
+  also one that is started again with any state that it has saved;
 - when it is quiet, all living workers go on from round to round, and no exchange waits
   for its timeout.
 """
 
 import collections
+import functools
 import re
 from random import Random
 
@@ -38,7 +40,8 @@ from jaxsparse.partial.net.messages import (
   Signal,
   WorkerMessage,
 )
-from jaxsparse.partial.rounds.exchanger import Done, Send
+from jaxsparse.partial.rounds.exchanger import Done, Forked, Send
+from jaxsparse.partial.rounds.lineage import FIRST
 from jaxsparse.partial.rounds.protocol import Request, RoundProtocol
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 from tests.partial import protocols_test
@@ -54,6 +57,9 @@ ONE_SERVER = st.lists(st.sampled_from(PASSING + LASTING), max_size=10) | st.list
 # the other: nobody could tell.
 TWO_SERVERS = st.lists(st.sampled_from(PASSING), max_size=10)
 DISTURBED = st.tuples(st.just(1), ONE_SERVER) | st.tuples(st.just(2), TWO_SERVERS)
+RETURNING = st.lists(
+  st.sampled_from([*PASSING, *LASTING, "returns", "returns"]), max_size=12
+)
 
 
 class Run:
@@ -71,6 +77,24 @@ class Run:
     # of which half is delivered, and what a link has moved
     self.parts = {process.number: own}
     self.anchor, self.residual = process.anchor, process.residual
+
+  @property
+  def heirs(self):
+    """Of the members that leave: who takes over their residuals, if one stays."""
+    leaving = self.group.leaving
+    staying = [member for member in self.group.members if member not in leaving]
+    if self.skipped or not staying:
+      return {}
+    return {
+      member: staying[number % len(staying)] for number, member in enumerate(leaving)
+    }
+
+  def keeps(self, member):
+    """Of what a member has, and has given in the round, the part that is not delivered."""
+    own = 0 if member in self.heirs else self.parts[member][0] // 2
+    return own + sum(
+      self.parts[other][0] // 2 for other, heir in self.heirs.items() if heir == member
+    )
 
   @property
   def missing(self):
@@ -139,22 +163,62 @@ class Process(VirtualWorker):
   """One process of a worker; its state is what an `Exchanger` has."""
 
   part = 0
+  delivers = True  # in a last round before it leaves
 
   def __init__(self, network, number):
     self.is_link = number in network.links
     self.failed = self.diverges = self.wrong = self.leaves = self.left = False
     self.made = self.moved = self.offered = self.residual = self.anchor_digest = 0
-    self.anchor, self.run, self.before, self.inherited = (), None, None, 0
-    self.delivered = {}  # by the anchor after the round
+    self.anchor, self.run, self.before = (), None, None
+    self.own, self.is_restored, self.is_final = 0, False, False
+    self.leaves_at = None
+    self.delivered = {}  # by the anchor after the round, also what passes to others
+    self.restore(network.restores.pop(number, None))
     super().__init__(network, number, entries=1000, timeout=TIMEOUT)
 
   def skips(self, number):
     """Whether the outer step of a round is skipped here."""
     return False
 
+  def save(self):
+    """What a file of this worker has."""
+    return self.anchor, self.anchor_digest, self.moved, self.residual, self.own
+
+  def restore(self, state):
+    """Begins with what a file has."""
+    if state:
+      self.anchor, self.anchor_digest, self.moved, self.residual, self.own = state
+      self.made = self.moved + self.residual
+      self.is_restored = True
+
+  def make_protocol(self, place, *facts):
+    place.position = self.position
+    return super().make_protocol(place, *facts)
+
+  @property
+  def position(self):
+    return RoundPosition(len(self.anchor), self.anchor[-1] if self.anchor else 0)
+
+  @property
+  def lineage(self):
+    return lineage_of(self.anchor).ids
+
+  def latest(self, anchor):
+    """The number of the last round of an anchor with this worker in which it moved."""
+    groups = self.network.groups
+    rounds = [number for number in anchor if self.number in groups.get(number, ())]
+    return rounds[-1] if rounds else 0
+
   def handle(self, event):
-    super().handle(event)
+    try:
+      super().handle(event)
+    except Forked:
+      self.network.refused.append(self)
     self.dead = self.dead or self.protocol.membership.state == "ended"
+
+  def tell(self, signal):
+    self.left |= signal.kind == WorkerMessage.BYE
+    super().tell(signal)
 
   def send(self, address, piece):
     if (self.serial, int(address.rpartition(":")[2]) - 1) in self.network.severed:
@@ -178,29 +242,37 @@ class Process(VirtualWorker):
   # What an `Exchanger` does.
 
   def begin(self, group):
-    self.run, self.inherited = Run(self, group), 0
+    self.run = Run(self, group)
     self.network.members[group.number].append(self)
     self.run.begin()
     return self.run
 
   def commit(self):
     run = self.run
-    self.before = self.anchor, self.moved, self.offered, self.residual
-    delivered = 0 if run.skipped else run.delivers(self.number)
-    self.moved += self.offered if run.skipped else 0
-    self.anchor = *run.anchor, run.group.number
+    number = run.group.number
+    self.before = self.anchor, self.moved, self.offered, self.residual, self.own
+    self.anchor = *run.anchor, number
     self.anchor_digest = run.digest
-    self.residual = (
-      run.residual if run.skipped else run.parts[self.number][0] // 2
-    ) + self.inherited
+    self.is_restored = False
+    if run.skipped:
+      self.moved, delivered = self.moved + self.offered, 0
+    else:
+      has = self.residual + self.offered
+      self.network.groups[number] = run.group.members
+      self.residual, self.own = run.keeps(self.number), number
+      delivered = has - self.residual
+      self.network.residuals[number, self.number, self.part] = (
+        self.before[3],
+        self.residual,
+      )
     self.offered = 0
     self.delivered[self.anchor] = delivered
     self.wrong = run.wrong
-    return RoundPosition(len(self.anchor), self.anchor[-1])
+    return self.position
 
   def go_back(self):
     self.anchor = self.anchor[:-1]
-    return RoundPosition(len(self.anchor), self.anchor[-1] if self.anchor else 0)
+    return self.position
 
   def drop(self):
     if self.run:
@@ -214,35 +286,43 @@ class Process(VirtualWorker):
 
   def adopt(self, piece, base, digest):
     anchor = self.network.models[int(piece.values[0])]
-    if len(anchor) < len(self.anchor):
+    if len(anchor) < len(self.anchor) and anchor == self.anchor[: len(anchor)]:
       raise ValueError("it is older")
     self.wrong = False
     self.anchor_digest = self.network.digests[int(piece.values[0])]
-    if self.anchor and self.anchor[-1] not in anchor:  # the last round does not count
-      before, _, offered, residual = self.before
-      assert before == () or before[-1] in anchor
-      self.moved, self.residual = self.moved + offered, residual
-      del self.delivered[self.anchor]
+    if self.anchor != anchor[: len(self.anchor)]:
+      if self.is_restored:
+        raise Forked
+      before, _, offered, residual, own = self.before or (self.anchor, 0, 0, 0, 0)
+      if before == anchor[: len(before)]:  # the last round does not count
+        self.moved, self.residual, self.own = self.moved + offered, residual, own
+        del self.delivered[self.anchor]
+      else:
+        self.forget_branch(anchor)
+    if self.own != self.latest(anchor):
+      self.drop_residual(anchor)
     self.anchor = anchor
-    return RoundPosition(len(anchor), anchor[-1] if anchor else 0)
+    self.is_restored = False
+    return self.position
+
+  def forget_branch(self, anchor):
+    """Rounds of a branch that others have left do not count."""
+    self.delivered = {
+      rounds: delivered
+      for rounds, delivered in self.delivered.items()
+      if rounds == anchor[: len(rounds)]
+    }
+    kept = self.moved + self.offered + self.residual
+    self.made = kept + sum(self.delivered.values())
+
+  def drop_residual(self, anchor):
+    lost = self.residual + (self.moved if self.is_restored else 0)
+    self.made -= lost
+    self.residual, self.own = 0, self.latest(anchor)
+    self.moved = 0 if self.is_restored else self.moved
 
   def digest(self):
     return self.anchor_digest
-
-  def hand_over(self):
-    self.left = True
-    return np.array([self.residual], np.float32)
-
-  def inherit_from(self, sender, piece):
-    residual = int(piece.values[0])
-    if not self.left:
-      self.network.heirs[sender.serial].append(self.serial)
-      self.made, self.residual = self.made + residual, self.residual + residual
-      self.inherited += residual
-      if self.before:
-        *before, own = self.before
-        self.before = *before, own + residual
-    return not self.left
 
   # The training loop.
 
@@ -255,6 +335,11 @@ class Process(VirtualWorker):
       self.run.group.members
     ):
       assert not self.wrong  # it has the anchor of the majority
+    if not self.run or self.protocol._run is None:
+      self.network.saved[self.number].append(self.save())
+    if self.is_final:
+      self.leaves_at = self.network.now
+      return
     until = self.network.now + 2 * LATENCY * self.network.random.random()
     self.network.at(until, self, self.next)
 
@@ -262,14 +347,17 @@ class Process(VirtualWorker):
     made = self.network.random.randint(1, 100)
     self.made, self.moved = self.made + made, self.moved + made
     self.offered, self.moved = self.moved, 0
-    self.handle(
-      Request(WorkerMessage.LINK)
-      if self.is_link
-      else Request(WorkerMessage.READY, weight=1)
-    )
+    self.is_final = self.leaves and self.delivers
+    kind = WorkerMessage.LINK if self.is_link else WorkerMessage.READY
+    kind = messages.LEAVING[kind] if self.is_final else kind
+    self.handle(Request(kind, weight=int(not self.is_link)))
 
   def tick(self):
-    if self.leaves and not self.protocol._leaves:
+    now = self.network.now
+    if self.leaves and self.leaves_at is None:
+      patience = 2 * LIMIT * self.network.random.random()
+      self.leaves_at = now + (patience if self.delivers else 0)
+    if self.leaves and now >= self.leaves_at and not self.protocol._leaves:
       self.handle(Request(WorkerMessage.BYE))
     run = self.protocol._run
     super().tick()
@@ -296,8 +384,12 @@ class Network(VirtualNetwork, protocols_test.Network):
     self.links = links  # their numbers
     # results that differ, by the number of the group
     self.wrong = collections.Counter()
-    # who has taken over the residual of a process
-    self.heirs = collections.defaultdict(list)
+    # by worker, what it has saved, and what it is started with
+    self.saved, self.restores = collections.defaultdict(list), {}
+    self.refused = []  # processes that were started with states of another branch
+    self.groups = {}  # members of rounds that moved, by the number of the group
+    # of a member of a round before and after it, by number, worker and part
+    self.residuals = {}
     # processes, by the number of the group
     self.members = collections.defaultdict(list)
     self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
@@ -338,6 +430,12 @@ class Network(VirtualNetwork, protocols_test.Network):
       self.cut[end] = self.now + CUT * self.random.random()
     elif kind == "serve":
       self.start(self.random.choice(servers))
+    elif kind == "returns":
+      away = self.saved.keys() - {process.number for process in self.living()}
+      if away:
+        number = self.random.choice(sorted(away))
+        self.restores[number] = self.random.choice(self.saved[number])
+        self.processes.append(self.kind(self, number))
     else:
       super().disturb(kind)
 
@@ -357,7 +455,7 @@ class Network(VirtualNetwork, protocols_test.Network):
 @given(
   st.integers(0, 2**32 - 1),
   st.integers(1, 5),
-  DISTURBED,
+  DISTURBED | st.tuples(st.just(1), RETURNING),
   st.sets(st.integers(0, 4), max_size=2),
 )
 def test_anchors_agree_nothing_is_lost_and_rounds_go_on(
@@ -373,8 +471,8 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(
     assert process.dead or not process.failed
     if not process.dead:
       process.check()
-  assert all(len(heirs) == 1 for heirs in network.heirs.values())
   anchor = network.living()[0].anchor
+  check_residuals(network, anchor)
   # With two servers that are cut off one after the other each could answer a worker
   # otherwise.
   knows = lambda process: process.left or (process.lives and servers == 1)
@@ -385,6 +483,22 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(
       if knows(process) and len(process.anchor) >= length
     ]
     assert all(anchor[:length] in process.delivered for process in members)
+
+
+def check_residuals(network, anchor):
+  """A worker begins a round with the residual that its round before has left, or with none."""
+  for worker in range(network.workers):
+    left = 0
+    for number in anchor:
+      if worker in network.groups.get(number, ()):
+        before, after = network.residuals.get((number, worker, 0), (0, 0))
+        assert before in (0, left)
+        left = after
+
+
+@functools.cache
+def lineage_of(anchor):
+  return lineage_of(anchor[:-1]).after(anchor[-1]) if anchor else FIRST
 
 
 def run_until_goal(network, seconds=110):
@@ -403,6 +517,70 @@ def run_until_goal(network, seconds=110):
         if controller.over:
           network.start(number)
     assert network.now < seconds + CUT
+
+
+def begin_again(network, states):
+  """All are dead: a server that knows nothing, and workers with what they have saved, by number."""
+  for process in network.processes:
+    process.dead = True
+  network.start(0)
+  join(network, states)
+
+
+def join(network, states):
+  for number, state in states.items():
+    network.restores[number] = state
+    network.processes.append(Process(network, number))
+
+
+@pytest.mark.parametrize("comes", ["first", "late", "with a new server", "cut off"])
+@settings(max_examples=settings().max_examples // 2)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_rounds_that_a_quorum_has_been_through_are_not_undone_by_a_worker_of_others(
+  comes, seed
+):
+  """Worker 2 has been through more rounds than the files of the others, who have gone on from these."""
+  network = Network(Random(seed), 3, 2, servers=1)
+  go_on(network, 3)
+  early = {number: network.saved[number][-1] for number in (0, 1)}
+  go_on(network, 9)
+  late = {2: network.saved[2][-1]}
+  if comes == "first":  # nobody has gone on: the others go on from its anchor
+    begin_again(network, late)
+    begun = network.now
+    run_until(network, lambda: network.now > begun + 3 * LATENCY)
+    join(network, early)
+    go_on(network, len(late[2][0]) + 2)
+    assert all(
+      process.anchor[: len(late[2][0])] == late[2][0] for process in network.living()
+    )
+    assert not network.refused
+    return
+  begin_again(network, early)
+  go_on(network, 7)
+  counted = network.living()[0].anchor
+  if comes == "with a new server":
+    network.start(0)
+  join(network, late)
+  if comes == "cut off":  # it was in rounds in this life: it need not be started again
+    network.processes[-1].is_restored = False
+  go_on(network, 20)
+  assert all(
+    process.anchor[: len(counted)][:-1] == counted[:-1] for process in network.living()
+  )
+  assert [process.number for process in network.refused] == (
+    [] if comes == "cut off" else [2]
+  )
+  check_residuals(network, network.living()[0].anchor)
+
+
+def go_on(network, rounds):
+  """Until all that live have been through so many rounds."""
+  return run_until(
+    network,
+    lambda: all(len(process.anchor) >= rounds for process in network.living()),
+    seconds=150,
+  )
 
 
 def run_until(network, happened, seconds=60):
@@ -605,6 +783,7 @@ class Pieces:
   """An exchange that takes pieces, and an anchor that no round changes."""
 
   digest = 7
+  lineage = ()
 
   def begin(self, group):
     self.group, self.received = group, []
@@ -640,6 +819,7 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
     "initial": 0.0,
     "number": 5,
     "links": [],
+    "leaving": [],
   }
   for event in (
     Answer(
@@ -775,6 +955,7 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
       "initial": 0.0,
       "number": number,
       "links": [],
+      "leaving": [],
     }
     answer(
       ServerMessage.GROUP,

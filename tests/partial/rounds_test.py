@@ -795,33 +795,71 @@ def test_each_fragment_is_weighted_by_the_steps_since_it_was_delivered():
       assert sorted(moved.values()) == pytest.approx([2 / 3, 1.0], rel=1e-4)
 
 
-@pytest.mark.long
-def test_the_residual_of_a_worker_whose_last_round_was_its_own_goes_to_one_of_an_earlier_round():
-  ready, left = threading.Event(), threading.Event()
-  outer = lambda comm: optax.chain(js.topka_transform(comm, k=2), optax.sgd(1.0))
+@pytest.mark.parametrize(
+  "which", quick_of(["left", "saved before", "old"], quick=["saved before"])
+)
+def test_what_a_state_had_not_delivered_counts_once_when_its_worker_comes_back(
+  which, caplog
+):
+  """It was handed over since, or delivered in later rounds; the others train on meanwhile."""
+  outer = lambda comm: optax.chain(js.topka_transform(comm, k=1), optax.sgd(1.0))
+  is_back = threading.Event()
 
   def train(number):
     with join(server, number, every=1, outer=outer) as worker:
-      own, residual = (
-        worker.params,
-        lambda: worker._exchanger.outer.residual(worker._exchanger.anchor),
-      )
-      while worker.round < 2 or worker.group.members != (0, 1):
-        own = worker.step(plus(own, 1.0))
+      assert soon(lambda: server._controller.alive == (0, 1))
+      own = worker.params
+      while worker.round < 3:
+        own = worker.step(jax.tree.map(jnp.subtract, own, ramp(number)))
       if number == 0:
-        assert ready.wait(60)
-        worker.leave(own)
-        left.set()
-        return residual()
-      before = residual()
-      ready.set()
-      assert left.wait(60)
-      return residual() - before
+        while not is_back.is_set():
+          own = worker.step(own)
+        return worker.state
+      state = worker.state
+      assert state["residual"].any()
+      if which == "old":
+        while worker.round < 5:
+          own = worker.step(jax.tree.map(jnp.subtract, own, ramp(number)))
+      worker.leave(None if which == "old" else own)
+      state = worker.state if which == "left" else state
+    try:
+      with join(server, number, every=1, outer=outer, state=state) as worker:
+        return worker.state
+    finally:
+      is_back.set()
 
-  with serve(2, quorum=1, grace=1.0) as server:
-    given, taken = in_threads(2, train)
-  assert given.any()
-  np.testing.assert_array_equal(taken, given)
+  with serve(2, quorum=1, grace=2.0) as server:
+    _, again = in_threads(2, train)
+  assert not again["residual"].any()
+  assert not again["moved"].any()
+  assert ("its state is of an older round than" in caplog.text) == (which != "left")
+
+
+def test_a_worker_of_rounds_that_the_others_have_undone_is_refused():
+  """Its state is of round 4; the other one went on from round 2, with other rounds."""
+  states = {}
+
+  def train(number):
+    with join(server, number, every=1) as worker:
+      own = worker.params
+      for round_ in range(1, 5):
+        own = worker.step(plus(own, 1.0))
+        states[number, round_] = worker.state
+
+  with serve(2) as server:
+    in_threads(2, train)
+  with (
+    serve(2, quorum=1, grace=0.1, limit=0.5) as server,
+    join(server, 0, every=1, wait=20, state=states[0, 2]) as worker,
+  ):
+    own = worker.params
+    for _ in range(3):
+      own = worker.step(plus(own, -1.0))
+    with pytest.raises(ValueError, match=r"round 4 of another branch of this run"):
+      join(server, 1, every=1, state=states[1, 4])
+    assert worker.round == 5
+    with join(server, 1, every=1) as other:
+      assert other.round == 5
 
 
 def test_a_step_of_little_weight_does_not_throw_a_worker_off():
@@ -849,10 +887,9 @@ def make_state(params):
     "residual": np.zeros(12, np.float32),
     "moved": np.zeros(12, np.float32),
   }
+  numbers = {"share": 0.0, "fragments": 1, "latest": 0, "part": np.array((0, 1))}
   return checks.seal(
-    arrays | {"trained": np.zeros((1, 2), int), "share": 0.0, "fragments": 1},
-    number=0,
-    run=1,
+    arrays | numbers | {"trained": np.zeros((1, 2), int)}, number=0, run=1
   )
 
 
@@ -899,7 +936,12 @@ WRONG = [
   (
     {"state": {"fragments": np.int64(1)}},
     ValueError,
-    "the state has no anchor, digest, moved, number, residual",
+    "the state has no anchor, digest, latest, moved, number, part, residual, run",
+  ),
+  (
+    {"state": {name: STATE[name] for name in STATE if name != "share"}},
+    ValueError,
+    "the state has no share: give what .* versions of jaxsparse without",
   ),
   (
     {"state": checks.seal(STATE, 1, run=1)},
@@ -911,11 +953,21 @@ WRONG = [
     ValueError,
     "the residual in the state has NaN or Inf",
   ),
-  (
-    {"state": STATE | {"moved": np.full(12, 2.0)}},
-    ValueError,
-    "the state has changed since it was saved, its digest",
+  *(
+    (
+      {"state": STATE | {name: changed}},
+      ValueError,
+      "the state has changed since it was saved, its digest",
+    )
+    for name, changed in {
+      "moved": np.full(12, 2.0),
+      "share": 2.0**-55,
+      "trained": np.array([[1 << 20, 0]]),
+      "run": 2,
+      "latest": 5,
+    }.items()
   ),
+  ({"state": STATE | {"share": np.nan}}, ValueError, "the share in the state has NaN"),
   ({"state": NOT_FINITE}, ValueError, "the parameters of the anchor have NaN or Inf"),
 ]
 

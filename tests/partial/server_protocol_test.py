@@ -170,7 +170,12 @@ def test_groups_go_to_their_members_and_nobody_else(wire):
   }
   assert answer == (
     ServerMessage.GROUP,
-    {**expected, "links": [], "addresses": dict(enumerate(ADDRESSES[:4]))},
+    {
+      **expected,
+      "links": [],
+      "leaving": [],
+      "addresses": dict(enumerate(ADDRESSES[:4])),
+    },
   )
   assert wire.heard(3) == [answer]
   assert wire.heard(0) == wire.heard(2) == []
@@ -363,3 +368,11 @@ def test_the_number_of_a_dead_worker_is_free_again(wire, end):
     assert reasons(answers)[0].startswith("duplicate: worker 0")
     wire.wait(0.2, 1, 2, 3)
   assert wire.now - died < (LIMIT / 2 if end == "disconnected" else LIMIT + 0.5)
+
+
+@pytest.mark.parametrize("lineage", [(-1,), (1 << 62,), ("1",), (True, None)])
+def test_a_lineage_of_anything_but_ids_is_malformed(lineage):
+  signal = messages.Signal(messages.WorkerMessage.HELLO, 0, address="tcp://a:1")
+  frame = signal._replace(alike=signal.alike._replace(lineage=lineage)).pack()
+  with pytest.raises(messages.Rejected, match="malformed"):
+    messages.parse_signal([frame])

@@ -48,6 +48,7 @@ def group(number, members=(0, 1), weights=(0.5, 0.5)):
     "initial": 0.0,
     "number": number,
     "links": [],
+    "leaving": [],
   }
   return message(ServerMessage.GROUP, **fields, addresses=addresses)
 

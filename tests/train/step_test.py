@@ -17,6 +17,7 @@ from tests.cases import (
   assert_same_bits,
   averaged,
   integers,
+  linear,
   mesh_of,
   normals,
   quadratic,
@@ -843,3 +844,52 @@ def test_a_model_with_functions_is_refused_by_the_name_of_its_leaf(name, wrapped
     TypeError, match=r"\['activation'\] is <.*eqx.partition.*nnx.split"
   ):
     GIVEN[name](tx, sim(2))
+
+
+@pytest.mark.parametrize(
+  ("name", "n"),
+  [
+    row("residual", 8, quick=True),
+    row("residual", 1 << 17),
+    row("momentum", 8),
+    row("momentum", 1 << 17),
+    row("moved", 8),
+  ],
+)
+def test_a_restored_state_that_would_skip_all_steps_is_refused_until_it_is_flushed(
+  name, n
+):
+  mesh, batch = mesh_of(2), np.ones((2, n), np.float32)
+  sparse = js.topka_transform("workers", density=0.25)
+  tx = optax.chain(
+    js.momentum_corrected(sparse, 0.5) if name == "momentum" else sparse,
+    optax.sgd(0.1),
+  )
+  if name == "moved":
+    tx = js.local_steps(optax.sgd(0.1), tx, every=2)
+  make_step = lambda: js.make_train_step(linear, tx, mesh, donate=False)
+  params = jnp.zeros(n)
+  params, state, _ = make_step()(params, js.init(tx, params, mesh), batch)
+
+  def damage(path, leaf):
+    values = np.array(leaf)
+    if jax.tree_util.keystr(path).endswith(f".{name}") or (
+      name == "residual" and "residual" in jax.tree_util.keystr(path)
+    ):
+      values.reshape(-1)[3] = np.nan
+    return jax.device_put(values, leaf.sharding)
+
+  damaged = jax.tree_util.tree_map_with_path(damage, state)
+  for use in (
+    lambda: make_step()(params, damaged, batch),
+    lambda: js.resize(damaged, params, mesh),
+  ):
+    with pytest.raises(
+      ValueError, match=rf"{name}.* has NaN or Inf, .* or call js.flus"
+    ):
+      use()
+  with pytest.warns(UserWarning, match=rf"js.flush: .*{name}.* has NaN or Inf: these"):
+    update, flushed = js.flush(damaged, params, mesh)
+  assert np.isfinite(update).all()
+  _, _, metrics = make_step()(params, flushed, batch)
+  assert not metrics.skipped

@@ -22,6 +22,7 @@ from jaxsparse.sparse.flatten import (
 # characters of a part; that of a model with some ten thousand leaves is replaced by its
 # digest
 _LONGEST = 1 << 19
+_MOST_ID = 1 << 62  # of a lineage, whose ids are digests of 62 bits
 
 
 REFUSALS = (
@@ -83,15 +84,17 @@ class Alike(NamedTuple):
     start: checksums of the values that training starts from.
     run: in rounds a number of the run, that of its first server; 0 before a worker has
       joined.
+    lineage: in rounds the ids of the last rounds of its anchor.
 
   Example:
-    >>> Alike.of({"w": np.zeros((2, 3), np.float32)}, every=4)
-    Alike(layout=("params['w'] of float32[2, 3]", 'every=4'), start=("params['w'] with the checksum a3c1ca20",), run=0)
+    >>> Alike.of({"w": np.zeros((2, 3), np.float32)}, every=4)[:2]
+    (("params['w'] of float32[2, 3]", 'every=4'), ("params['w'] with the checksum a3c1ca20",))
   """
 
   layout: tuple[str, ...] = ()
   start: tuple[str, ...] = ()
   run: int = 0
+  lineage: tuple[int, ...] = ()
 
   @classmethod
   def of(cls, params: Any, start: Any = None, **options: Any) -> Self:
@@ -125,11 +128,13 @@ class Alike(NamedTuple):
   def parse(cls, text: str) -> Self:
     """The inverse of `str`; raises ValueError for any other text."""
     match strict_json.parse(text):
-      case [[*layout], [*start], run] if strict_json.is_whole(run) and all(
-        isinstance(line, str) for line in layout + start
+      case [[*layout], [*start], run, [*lineage]] if (
+        all(isinstance(line, str) for line in layout + start)
+        and strict_json.is_whole(run)
+        and all(strict_json.is_whole(id_, most=_MOST_ID - 1) for id_ in lineage)
       ):
-        return cls(tuple(layout), tuple(start), run)
-    raise ValueError("no two lists of strings and a number of 63 bits")
+        return cls(tuple(layout), tuple(start), run, tuple(lineage))
+    raise ValueError("no two lists of strings, a number and a list of numbers")
 
   def __str__(self) -> str:
     return json.dumps(self)

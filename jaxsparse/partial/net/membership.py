@@ -65,7 +65,6 @@ class Membership:
   joining     sends HELLO until the server answers WELCOME; again if the server has dropped this worker
   fetching    waits for the model of the donor, another worker, that the server has named
   joined      serves requests of the training loop
-  leaving     in rounds: has said goodbye, and waits for another worker to take over its residual
   ended       the worker has left, was rejected, or has lost the server; nothing happens any more
   """
 
@@ -83,7 +82,7 @@ class Membership:
   reconnect: float = (
     0.0  # how long to wait for a server that has been silent for its limit
   )
-  state: Literal["joining", "fetching", "joined", "leaving", "ended"] = "joining"
+  state: Literal["joining", "fetching", "joined", "ended"] = "joining"
   position: RoundPosition = _START  # in rounds
   alike: Alike = _UNKNOWN  # what all workers need alike
   donor: str | None = (

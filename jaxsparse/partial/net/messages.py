@@ -61,6 +61,7 @@ class Group(NamedTuple):
       weights with `missing="initial"`.
     number: in messages.
     links: members that are links of rounds, and have moved something; ascending.
+    leaving: members that leave rounds for good after this one; ascending.
   """
 
   members: tuple[int, ...]
@@ -69,12 +70,15 @@ class Group(NamedTuple):
   initial: float = 0.0
   number: int = 0
   links: tuple[int, ...] = ()
+  leaving: tuple[int, ...] = ()
 
   @classmethod
   def parse(cls, content: dict[str, Any]) -> Self:
     """The group in a GROUP answer."""
     return cls(**{name: content[name] for name in cls._fields})._replace(
-      members=tuple(content["members"]), links=tuple(content["links"])
+      members=tuple(content["members"]),
+      links=tuple(content["links"]),
+      leaving=tuple(content["leaving"]),
     )
 
   def has(self, worker: int) -> bool:
@@ -124,6 +128,15 @@ class WorkerMessage(enum.IntEnum):
   SKIPPED = 10
   ANSWERED = 11  # a part of a worker to the lead: has an answer for its training loop
   LINK = 12  # READY of a link that has moved something
+  LEAVING = 13  # READY of a worker that leaves for good after this round
+  LEAVING_LINK = 14  # LINK of one
+
+
+LEAVING = {
+  WorkerMessage.READY: WorkerMessage.LEAVING,
+  WorkerMessage.LINK: WorkerMessage.LEAVING_LINK,
+}
+READY = {*LEAVING, *LEAVING.values()}  # the kinds that ask for a round
 
 
 class ServerMessage(enum.IntEnum):
@@ -174,9 +187,7 @@ class PieceKind(enum.IntEnum):
   )
   MEAN = 4  # the sender's shard of that average
   MESSAGE = 5  # message `tag` of the sender to the receiver in round `number`
-  RESIDUAL = 6  # of a worker that leaves rounds, for the receiver to take over
-  TAKEN = 7  # to RESIDUAL; number is 1 if the receiver has taken it over, else 0
-  WAITS = 8  # to FETCH, once a second while the model of the sender goes to others
+  WAITS = 6  # to FETCH, once a second while the model of the sender goes to others
 
 
 class RoundPosition(NamedTuple):
@@ -423,6 +434,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
   "members": _are_runs,
   "weights": _are_runs,
   "links": _are_workers,
+  "leaving": _are_workers,
   "iteration": strict_json.is_whole,
   "initial": lambda value: strict_json.is_number(value) and math.isfinite(value),
   "addresses": _are_addresses_of_workers,

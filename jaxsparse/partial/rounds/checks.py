@@ -21,7 +21,19 @@ _UNLIKE = (
   "the collective differ (A2SGD). Give every leaf a transform, and begin the chain with it"
 )
 MOST_WEIGHT = 2**31 - 1  # of a step
-_SEALED = {"anchor": np.uint8, "residual": np.float32, "moved": np.float32}
+# all entries of a state but its digest, in its order
+_SEALED = {
+  "anchor": np.uint8,
+  "residual": np.float32,
+  "moved": np.float32,
+  "trained": np.int64,
+  "share": np.float64,
+  "latest": np.int64,
+  "fragments": np.int64,
+  "part": np.int64,
+  "number": np.int64,
+  "run": np.int64,
+}
 
 
 def check_options(
@@ -94,12 +106,9 @@ def check_alike(step: Callable, outer: Any) -> Callable:
 
 
 def seal(state: dict[str, Any], number: int, run: int) -> dict[str, Any]:
-  """`state` with the numbers of its worker and of the run, and a digest of its large arrays."""
-  return state | {
-    "number": np.int64(number),
-    "run": np.int64(run),
-    "digest": np.int64(_digest(state)),
-  }
+  """`state` with the numbers of its worker and of the run, and a digest of all entries."""
+  state = state | {"number": np.int64(number), "run": np.int64(run)}
+  return state | {"digest": np.int64(_digest(state))}
 
 
 def check_state(
@@ -109,14 +118,16 @@ def check_state(
 
   Example:
     >>> arrays = {"anchor": np.zeros(4, np.uint8), "residual": np.zeros(2, np.float32), "moved": np.ones(2, np.float32)}
-    >>> check_state(seal(arrays | {"fragments": 1}, number=3, run=1), number=2, fragments=1)
+    >>> numbers = {"trained": [[0, 0]], "share": 0.5, "latest": 7, "fragments": 1, "part": [0, 1]}
+    >>> check_state(seal(arrays | numbers, number=3, run=1), number=2, fragments=1)
     Traceback (most recent call last):
     ...
     ValueError: Rounds: number=2, but the state was saved by worker 3
   """
-  if missing := {*_SEALED, "fragments", "number", "run", "digest"} - state.keys():
+  if missing := {*_SEALED, "digest"} - state.keys():
     raise ValueError(
-      f"Rounds: the state has no {', '.join(sorted(missing))}: give what `Rounds.state` was, whole"
+      f"Rounds: the state has no {', '.join(sorted(missing))}: give what `Rounds.state` was, whole. States of versions "
+      "of jaxsparse without these are not read: start from the parameters"
     )
   if int(state["fragments"]) != fragments:
     raise ValueError(
@@ -126,12 +137,12 @@ def check_state(
     raise ValueError(
       f"Rounds: number={number!r}, but the state was saved by worker {int(state['number'])}"
     )
-  if (saved := tuple(np.asarray(state.get("part", (0, 1))).tolist())) != part:
+  if (saved := tuple(np.asarray(state["part"]).tolist())) != part:
     of = "part {} of {}".format
     raise ValueError(
       f"Rounds: this process is {of(*part)} of its worker, but the state was saved by {of(*saved)}"
     )
-  for name in ("residual", "moved"):
+  for name in ("residual", "moved", "share"):
     if not np.isfinite(state[name]).all():
       raise ValueError(f"Rounds: the {name} in the state has NaN or Inf")
   if int(state["digest"]) != (digest := _digest(state)):

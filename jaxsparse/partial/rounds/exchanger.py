@@ -1,6 +1,5 @@
 """Runs the exchanges of a worker of rounds in a thread of its own, while its device computes."""
 
-import contextlib
 import logging
 import sys
 import threading
@@ -14,6 +13,7 @@ import numpy as np
 
 from jaxsparse.comm.peers import Message
 from jaxsparse.partial.net.messages import (
+  LEAVING,
   MOST_MEMBERS,
   Group,
   Piece,
@@ -21,15 +21,13 @@ from jaxsparse.partial.net.messages import (
   RoundPosition,
   WorkerMessage,
 )
-from jaxsparse.partial.rounds import links
+from jaxsparse.partial.rounds import leaving, links
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
 from jaxsparse.sparse.flatten import all_finite
 from jaxsparse.transform.fragments import fill_zeros
 
 _LOG = logging.getLogger(__name__)
 _FIRST = 3  # sizes of groups for which a worker compiles before the first round
-# times 1 + the largest parameter: the largest entry of a residual that is taken over
-_MOST_RESIDUAL = 1e6
 _all_finite = jax.jit(all_finite)
 _any = jax.jit(
   lambda tree: jnp.array([jnp.any(leaf) for leaf in jax.tree.leaves(tree)]).any()
@@ -48,6 +46,10 @@ class Send(NamedTuple):
 
   member: int
   piece: Piece
+
+
+class Forked(ValueError):
+  """The anchor that a worker was started with is of a branch of rounds that the others are not on."""
 
 
 class Run:
@@ -164,6 +166,7 @@ class Exchanger:
     anchor: before the first round.
     number: of this worker.
     is_link: whether it is a link; also an attribute.
+    is_restored: whether the anchor is that of a saved state.
 
   Attributes:
     anchor: after the last round that counted.
@@ -172,10 +175,17 @@ class Exchanger:
     delivered: the result of the last round of this worker that counted.
     is_final: whether this worker leaves for good.
     returned: movement of a revoked round, to give again.
+    is_stale: whether this worker was in rounds after its state was saved, so that
+      nothing of the state but its anchor is left.
   """
 
   def __init__(
-    self, outer: OuterStep, anchor: Anchor, number: int, is_link: bool = False
+    self,
+    outer: OuterStep,
+    anchor: Anchor,
+    number: int,
+    is_link: bool = False,
+    is_restored: bool = False,
   ):
     self.outer = outer
     self.anchor = anchor
@@ -185,6 +195,8 @@ class Exchanger:
     self.is_final = False
     self.is_link = is_link
     self.returned: Any = None
+    self.is_stale = False
+    self._is_restored = is_restored
     self._number = number
     self._sizes = 1, 1
     self._before: tuple[Anchor, Any] | None = (
@@ -192,13 +204,15 @@ class Exchanger:
     )
     self._run: Run | None = None
     self._base = anchor  # before that exchange
-    self._inherited: (
-      list[np.ndarray] | None
-    ) = []  # residuals taken over since the last exchange began; None: no more
     self._thread = futures.ThreadPoolExecutor(1)
     self._compiler = futures.ThreadPoolExecutor(1)
     # gives the protocol an event; to be set before the first exchange
     self.post: Callable[[Any], None]
+
+  @property
+  def lineage(self) -> tuple[int, ...]:
+    """The ids of the last rounds of the anchor."""
+    return self.anchor.lineage.ids
 
   def begin(self, group: Group) -> Run:
     """Starts the exchange of a group."""
@@ -207,7 +221,6 @@ class Exchanger:
       group, self._number, self.post, room=4 * entries + MOST_MEMBERS
     )
     self._base = self.anchor
-    self._inherited = []
     self._thread.submit(self._exchange, run, self.anchor, self.given)
     return run
 
@@ -218,12 +231,17 @@ class Exchanger:
       size = len(group.members)
       # a link gives all by itself
       weight = 0.0 if self.is_link else group.weights[rank]
-      run.result = self.outer.run(
+      result = self.outer.run(
         anchor, given, weight, size, rank, group.number, run.exchange
       )
-      run.result = links.add_moved(
-        self.outer, anchor, run.result, given, group, rank, run.exchange
+      result = links.add_moved(
+        self.outer, anchor, result, given, group, rank, run.exchange
       )
+      result = leaving.pass_residuals(self.outer, result, group, rank, run.exchange)
+      if not result.skipped:
+        moved = result.anchor.has_moved(group.members, group.number)
+        result = result._replace(anchor=moved)
+      run.result = result
       run.digest = self.outer.digest(run.result.anchor)
       self.post(Done(group.number, None if run.failed else run.digest))
     except Exception as error:  # raised by the training loop
@@ -253,8 +271,7 @@ class Exchanger:
     self.anchor = run.result.anchor
     self.delivered = run.result
     self.group = run.group
-    for residual in self._inherited or ():
-      self.anchor = self.outer.add_residual(self.anchor, residual)
+    self._is_restored = False
     # of the group if a worker is lost, or joins
     for size in (
       self.anchor.size - 1,
@@ -284,7 +301,10 @@ class Exchanger:
     anchor = self._unpack(model)
     if anchor.position.round < position.round or anchor.position[:2] == position[:2]:
       return None
-    return anchor.follows(RoundPosition(position.round + 1, position.last))
+    after = self.anchor.lineage.after(position.last)
+    # taken for granted if it is too long ago
+    is_there = anchor.lineage.at(after.round) in (None, after.id)
+    return is_there and anchor.position.round >= after.round
 
   def _unpack(self, model: Piece) -> Anchor:
     try:
@@ -302,6 +322,7 @@ class Exchanger:
     Raises:
       ValueError: for an anchor that is older, or that of round `base` with another
         digest than this one, unless that is not above 0, or of another model.
+      Forked: if this worker was started with an anchor of another branch.
     """
     anchor = self._unpack(model)
     position = anchor.position
@@ -313,53 +334,60 @@ class Exchanger:
       raise ValueError(
         f"its digest is {found:x}, that of round {position.round} is {digest:x}"
       )
-    if position.round < self.anchor.position.round:
+    own = self.anchor
+    if position.round < own.position.round and own.lineage.includes(anchor.lineage):
       raise ValueError(
-        f"it is that of round {position.round}, before round {self.anchor.position.round} of this worker's"
+        f"it is that of round {position.round}, before round {own.position.round} of this worker's"
       )
-    # its last round does not count
-    if self._before and not anchor.follows(self.anchor.position):
-      before, given = self._before
-      if (
-        result := self.delivered
-      ) and not result.skipped:  # the training loop still has what was not delivered
-        self.returned = fill_zeros(
-          given, self.outer.fragments.part(given, result.fragment)
-        )
-      anchor = self.outer.with_residual(anchor, before)
-      self._before = None
+    if anchor.lineage.conflicts(own.lineage):
+      anchor = self._change_branch(anchor)
+    if anchor.own != anchor.latest.get(self._number, 0):
+      anchor = self._drop_residual(anchor)
     self.anchor = anchor
+    self._is_restored = False
     return anchor.position
 
-  def inherit(self, piece: Piece) -> Piece:
-    """Takes over the residual of a worker that leaves; the answer has the number 1, or 0 where that is not possible."""
-    taken = False
-    largest = max(
-      (np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(self.anchor.params)),
-      default=0,
-    )
-    if (
-      self._inherited is not None
-      and (np.abs(piece.values) <= _MOST_RESIDUAL * (1 + largest)).all()
-    ):
-      # of another model, or this worker has been in no round
-      with contextlib.suppress(ValueError):
-        self.anchor = self.outer.add_residual(self.anchor, piece.values)
-        self._inherited.append(piece.values)
-        taken = True
-    if taken and self._before:
-      # before its first round it had nowhere to keep a residual
-      with contextlib.suppress(ValueError):
-        before, given = self._before
-        self._before = self.outer.add_residual(before, piece.values), given
-    return Piece(PieceKind.TAKEN, int(taken), self._number)
+  def _change_branch(self, anchor: Anchor) -> Anchor:
+    """`anchor`, of rounds that this worker's has not been through, which has been through others.
 
-  def hand_over(self) -> np.ndarray:
-    """The residual, for another worker if it `is_final`: this one leaves, and takes none over any more."""
-    self._inherited = None
-    return (
-      self.outer.residual(self.anchor) if self.is_final else np.empty(0, np.float32)
+    Where that is the last one alone, it is undone: what was given is given again.
+    """
+    if self._is_restored:
+      was = self.anchor.position.round
+      raise Forked(
+        f"worker {self._number}: the state is that of round {was} of another branch of this run, of which the others "
+        f"know nothing: they have been through other rounds, and are at round {anchor.position.round}. Start this "
+        "worker without a state, or all workers from states of the same branch"
+      )
+    if not self._before:
+      return anchor
+    before, given = self._before
+    if anchor.lineage.conflicts(before.lineage):
+      return anchor
+    result = self.delivered
+    # else the training loop still has what was not delivered
+    if result and not result.skipped:
+      self.returned = fill_zeros(
+        given, self.outer.fragments.part(given, result.fragment)
+      )
+    self._before = None
+    return self.outer.with_residual(anchor, before)
+
+  def _drop_residual(self, anchor: Anchor) -> Anchor:
+    """`anchor` without the residual of this worker, which was in other rounds after those of its own anchor."""
+    latest = anchor.latest.get(self._number, 0)
+    if not anchor.own and not self._is_restored:  # it is new
+      return anchor._replace(own=latest)
+    self.is_stale = self._is_restored
+    what = (
+      "its state is of an older round than its last one: the residual and the movement in it"
+      if self._is_restored
+      else "rounds that it was in do not count for the others: its residual"
     )
+    _LOG.warning(
+      f"worker {self._number}: {what}, delivered, handed over or lost since, are dropped"
+    )
+    return self.outer.without_residual(anchor, latest)
 
   def model(self) -> Piece:
     """The anchor, for a worker that joins or has missed a round."""
@@ -402,6 +430,8 @@ class Exchanger:
     def copy() -> None:
       self.given = self.outer.on_cpu(own)
       kind = WorkerMessage.LINK if moved else WorkerMessage.READY
+      if self.is_final:
+        kind = LEAVING[kind]
       post(kind if finite else WorkerMessage.NOT_FINITE)
 
     self._thread.submit(copy)

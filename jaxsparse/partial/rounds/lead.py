@@ -89,7 +89,7 @@ class LeadProtocol(PartProtocol):
     self.others.limit = self.membership.limit
     for part in self.others.tick(now):
       self.others.forget(part)
-      if self.membership.state not in ("leaving", "ended"):
+      if self.membership.state != "ended":
         reason = f"part {part} of worker {self.membership.number} is lost, and with it this worker"
         self._tell_parts(self._all - {0}, ServerMessage.LOST, reason=reason)
         raise PartLost(reason)
@@ -151,7 +151,7 @@ class LeadProtocol(PartProtocol):
     match signal.kind:
       case WorkerMessage.HELLO if signal.value == self._joined:
         self._take_hello(part, signal)
-      case WorkerMessage.READY | WorkerMessage.LINK:
+      case kind if kind in messages.READY:
         self._take_ready(part, signal)
       case WorkerMessage.DONE | WorkerMessage.SKIPPED if signal.value == self._group:
         self._take_done(part, signal)

@@ -5,9 +5,9 @@ given_w = weight_w · (θ − θ_w)          θ′ = θ + outer(given, residual)
 
 import functools
 import hashlib
-import json
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,9 @@ from jaxsparse._compat import is_key, words_of_keys
 from jaxsparse.comm.peers import PEERS, PeerComm, Send
 from jaxsparse.comm.program_text import ProgramText
 from jaxsparse.comm.verbs import mark_total
-from jaxsparse.partial.net import strict_json
 from jaxsparse.partial.net.messages import MOST_MEMBERS, RoundPosition
 from jaxsparse.partial.rounds.checks import check_alike
+from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
@@ -30,8 +30,8 @@ from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.types import Comm
 
 _MOST_TEAMS = 8
-# rounds that a worker may have missed and still learn whether its last one counted
-_LINEAGE = 64
+_FORMAT = 2  # of the bytes of an anchor
+_NUMBERS = 7  # in the header before its lists
 
 
 class Anchor(NamedTuple):
@@ -44,21 +44,25 @@ class Anchor(NamedTuple):
     size: the number of workers that the state of the outer chain is for; 0, without a
       state, before the first round.
     position: the last round.
-    lineage: the numbers of the groups of the last rounds, oldest first.
+    lineage: of the rounds that it has been through.
+    latest: by worker, the number of the group of the last round with it in which the
+      anchor moved. What a worker had not delivered in an earlier round is delivered,
+      handed over or lost.
+    own: of this worker alone, the number of that round for its residual.
   """
 
   params: Any
   outer: dict[int, Any]
   size: int = 0
   position: RoundPosition = RoundPosition()
-  lineage: tuple[int, ...] = ()
+  lineage: Lineage = Lineage()
+  latest: Mapping[int, int] = MappingProxyType({})
+  own: int = 0
 
-  def follows(self, position: RoundPosition) -> bool:
-    """Whether it has been through that round; taken for granted if it is too long ago."""
-    later = self.position.round - position.round
-    return later >= len(self.lineage) or (
-      later >= 0 and self.lineage[-1 - later] == position.base
-    )
+  def has_moved(self, members: Iterable[int], number: int) -> "Anchor":
+    """The same after the round of a group in which it moved, with this worker."""
+    latest = dict.fromkeys(members, number)
+    return self._replace(latest={**self.latest, **latest}, own=number)
 
 
 class Result(NamedTuple):
@@ -145,13 +149,14 @@ class OuterStep:
       anchor.params,
     )
     params, after, skipped = self.program(size, fragment, operands)(*operands)
-    position = RoundPosition(anchor.position.round + 1, number)
-    lineage = (*anchor.lineage, number)[-_LINEAGE:]
-    return Result(
-      Anchor(params, outer | {fragment: after}, size, position, lineage),
-      fragment,
-      bool(skipped),
+    following = anchor._replace(
+      params=params,
+      outer=outer | {fragment: after},
+      size=size,
+      position=RoundPosition(anchor.position.round + 1, number),
+      lineage=anchor.lineage.after(number),
     )
+    return Result(following, fragment, bool(skipped))
 
   def skip(self, anchor: Anchor, result: Result) -> Result:
     """`result`, of a round that began with `anchor`, with a skipped outer step in place of the one that took place."""
@@ -162,9 +167,10 @@ class OuterStep:
         jnp.bool_(True), outer[result.fragment], after[result.fragment]
       )
     }
-    return result._replace(
-      anchor=result.anchor._replace(params=anchor.params, outer=kept), skipped=True
+    unmoved = result.anchor._replace(
+      params=anchor.params, outer=kept, latest=anchor.latest, own=anchor.own
     )
+    return result._replace(anchor=unmoved, skipped=True)
 
   def _operands(
     self,
@@ -262,6 +268,14 @@ class OuterStep:
         "Rounds: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
         "one, as in optax.chain(js.dense_transform(comm), optax.sgd(1.0)), which averages the parameters"
       )
+    for node in states.reduce_states(first):
+      for collective in node.collectives:
+        if collective.traits.tracks_workers:
+          raise ValueError(
+            f"Rounds: outer has {collective.name}, which adds up what each worker has given last, as js.ef21 does, and "
+            "would move the anchor by that in each round for which a worker is late, or after it has left: choose the "
+            "transform inside, as js.onebit_transform(comm), whose residual stays with its worker"
+          )
     return first
 
   def _carry(self, anchor: Anchor, size: int) -> dict[int, Any]:
@@ -279,20 +293,26 @@ class OuterStep:
     """θ − r_w / weight, f32: the anchor and all that this worker has given, with that weight, and not delivered."""
     return _less_residual(anchor.params, anchor.outer, np.float32(weight))
 
-  def residual(self, anchor: Anchor) -> np.ndarray:
-    """f32[m], the residuals of this worker in the unit of an update, of all fragments and transforms, concatenated."""
+  def residual(self, anchor: Anchor, fragment: int | None = None) -> np.ndarray:
+    """f32[m], the residuals of this worker in the unit of an update, of all transforms, concatenated.
+
+    Of one fragment, or of all.
+    """
+    residuals = _residuals(_of_fragment(anchor, fragment))
     return np.concatenate(
-      [np.empty(0, np.float32), *map(np.ravel, _residuals(anchor.outer))],
-      dtype=np.float32,
+      [np.empty(0, np.float32), *map(np.ravel, residuals)], dtype=np.float32
     )
 
-  def add_residual(self, anchor: Anchor, more: np.ndarray) -> Anchor:
-    """`anchor` with f32[m] added to the residuals.
+  def add_residual(
+    self, anchor: Anchor, more: np.ndarray, fragment: int | None = None
+  ) -> Anchor:
+    """`anchor` with f32[m] added to the residuals, of one fragment or of all.
 
     Raises:
       ValueError: for another m.
     """
-    ends = np.cumsum([leaf.size for leaf in _residuals(anchor.outer)], dtype=int)
+    outer = _of_fragment(anchor, fragment)
+    ends = np.cumsum([leaf.size for leaf in _residuals(outer)], dtype=int)
     if more.size != (size := ends[-1] if ends.size else 0):
       raise ValueError(f"{more.size} entries, the residuals of this worker have {size}")
     following = iter(np.split(more, ends[:-1]))
@@ -308,18 +328,24 @@ class OuterStep:
         carried=node.carried._replace(residual=jax.tree.map(add, node.carried.residual))
       )
 
-    return anchor._replace(
-      outer=jax.tree.map(add_to, anchor.outer, is_leaf=states.is_reduce_state)
-    )
+    added = jax.tree.map(add_to, outer, is_leaf=states.is_reduce_state)
+    return anchor._replace(outer=anchor.outer | added)
 
   # The part that all workers have alike, as bytes.
 
   def _parts(self, anchor: Anchor) -> Iterable[Any]:
     """The buffers of what all workers have alike, without copies."""
-    header = json.dumps(
-      [_shapes(anchor.params), *anchor.position, anchor.size, *anchor.lineage]
-    ).encode()
-    yield from (len(header).to_bytes(4), header)
+    latest = sorted(anchor.latest.items())
+    numbers = [
+      _FORMAT,
+      _shapes(anchor.params),
+      *anchor.position[:2],
+      anchor.size,
+      len(anchor.lineage.ids),
+      len(latest),
+    ]
+    header = np.array([*numbers, *anchor.lineage.ids, *sum(latest, ())], np.int64)
+    yield from (header.nbytes.to_bytes(4), header.tobytes())
     for leaf in (*jax.tree.leaves(anchor.params), *_alike(anchor.outer)):
       yield np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
 
@@ -342,14 +368,15 @@ class OuterStep:
       ValueError: for bytes that are not those of such an anchor, or parameters that are
         not finite.
     """
-    length = int.from_bytes(content[:4])
-    header = strict_json.parse_whole(content[4 : 4 + length])
-    shapes, round_, base, last, size, *lineage = header
+    header, at = _header_of(content)
+    shapes, round_, base, size, ids, _ = header[1:_NUMBERS]
     if size > MOST_MEMBERS:
       raise ValueError(f"Rounds: the anchor is one of a group of {size} members")
     if shapes != _shapes(mine.params):
       raise ValueError("Rounds: the anchor is one of parameters with other shapes")
-    at = 4 + length
+    lineage = Lineage(round_, tuple(header[_NUMBERS : _NUMBERS + ids]))
+    pairs = iter(header[_NUMBERS + ids :])
+    latest = dict(zip(pairs, pairs, strict=True))
     arrays = list[np.ndarray]()
     outer = self._carry(mine, size) if size else {}
     leaves, structure = jax.tree.flatten(mine.params)
@@ -366,16 +393,20 @@ class OuterStep:
       raise ValueError("Rounds: the parameters of the anchor have NaN or Inf")
     params = self.on_cpu(jax.tree.unflatten(structure, arrays[: len(leaves)]))
     outer = _with_alike(outer, jax.device_put(arrays[len(leaves) :], self._cpu))
-    anchor = Anchor(
-      params, outer, size, RoundPosition(round_, base, last), tuple(lineage)
-    )
+    position = RoundPosition(round_, base)
+    anchor = Anchor(params, outer, size, position, lineage, latest, mine.own)
     return anchor if size else self.with_residual(anchor, mine)
 
   def with_residual(self, anchor: Anchor, mine: Anchor) -> Anchor:
     """`anchor` with what another one, `mine`, has of this worker alone: residuals above all."""
     size = anchor.size or mine.size
     alike = _alike(self._carry(anchor, size))
-    return anchor._replace(outer=_with_alike(self._carry(mine, size), alike), size=size)
+    outer = _with_alike(self._carry(mine, size), alike)
+    return anchor._replace(outer=outer, size=size, own=mine.own)
+
+  def without_residual(self, anchor: Anchor, own: int) -> Anchor:
+    """`anchor` with what a worker has that was in no round yet, but for its last round, of this number."""
+    return self.with_residual(anchor, Anchor(anchor.params, {}, own=own))
 
 
 def _first_cpu() -> jax.Device:
@@ -423,6 +454,30 @@ def _less_residual(params: Any, outer: Any, weight: jax.Array) -> Any:
   less = lambda name, leaf: leaf - behind[name] / weight if name in behind else leaf
   leaves = [less(name, leaf) for name, leaf in flatten.leaves_by_name(params).items()]
   return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def _of_fragment(anchor: Anchor, fragment: int | None) -> dict[int, Any]:
+  """The state of the outer chain of one fragment, or of all, by the number of the fragment."""
+  return anchor.outer if fragment is None else {fragment: anchor.outer[fragment]}
+
+
+def _header_of(content: bytes) -> tuple[list[int], int]:
+  """The numbers in the header of an anchor, and where its arrays begin.
+
+  Raises:
+    ValueError: for bytes without such a header.
+  """
+  end = 4 + int.from_bytes(content[:4])
+  words = content[4:end]
+  if end > len(content) or len(words) % 8 or len(words) < 8 * _NUMBERS:
+    raise ValueError(f"Rounds: {len(content)} bytes are no anchor")
+  header = np.frombuffer(words, np.int64).tolist()
+  if header[0] != _FORMAT:
+    raise ValueError("Rounds: the anchor is one of another version of jaxsparse")
+  ids, workers = header[_NUMBERS - 2 : _NUMBERS]
+  if min(header) < 0 or len(header) != _NUMBERS + ids + 2 * workers:
+    raise ValueError(f"Rounds: {len(header)} numbers are no header of an anchor")
+  return header, end
 
 
 def _shapes(params: Any) -> int:

@@ -65,7 +65,7 @@ class PartProtocol(RoundProtocol):
     match event:
       case Answer(ServerMessage.DECISION, content):
         self._decide(Next(content["next"]))
-      case Answer(ServerMessage.LOST, content) if self.membership.state != "leaving":
+      case Answer(ServerMessage.LOST, content) if self.membership.state != "ended":
         raise PartLost(content["reason"])
       case Answer(ServerMessage.SKIP, content) if run := self._run_of(
         content["number"]

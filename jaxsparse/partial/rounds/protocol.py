@@ -4,7 +4,7 @@
                                   └────> BEHIND: fetch the anchor of a donor, then READY again
     ABORT, a member that cannot be reached, or no message for `timeout` seconds
                   └────> drop what the exchange has computed, FAILED with the missing member, READY again
-    Request(BYE) ──> BYE ──> Piece(RESIDUAL) to a worker of an earlier round ──> Piece(TAKEN): the end
+    Request(LEAVING, weight) ──> …: a round in which its residual passes to another member ──> Request(BYE) ──> BYE
 
 Between DONE and COMMIT a worker does not know whether the round counts. If the server
 is gone then, it says so to the next one when it joins, which knows from the others, or
@@ -38,7 +38,7 @@ from jaxsparse.partial.net.messages import (
   ServerMessage,
   WorkerMessage,
 )
-from jaxsparse.partial.rounds.exchanger import Done, Exchanger, Run, Send
+from jaxsparse.partial.rounds.exchanger import Done, Exchanger, Forked, Run, Send
 
 # the fractional parts of its multiples are well spread: each worker waits for another
 # time
@@ -82,8 +82,6 @@ class RoundProtocol:
     self._settled = 0
     self._early = EarlyPieces(0)
     self._leaves = False
-    self._heir = ""  # the address of who is asked to take over the residual
-    self._heirs = list[str]()  # and of those to ask later
     self._members = dict[str, int]()  # of the last group, by their addresses
     # after the last round that counted with this worker, how many its anchor has been
     # through
@@ -102,14 +100,6 @@ class RoundProtocol:
       return
     membership.now = now
     match event:
-      case Piece(PieceKind.TAKEN, 1) if membership.state == "leaving":
-        membership.state = "ended"
-      case Piece(PieceKind.TAKEN) | Unreachable(self._heir) if (
-        membership.state == "leaving"
-      ):
-        self._hand_over()
-      case _ if membership.state == "leaving":
-        pass
       case Exception():
         raise event
       case Request(WorkerMessage.BYE):
@@ -144,15 +134,14 @@ class RoundProtocol:
     membership = self.membership
     if membership.state == "ended":
       return
-    if membership.state == "leaving":
-      membership.state = "ended" if now > membership.peer_until else "leaving"
-      return
     membership.tick(now)
     if now > membership.peer_until and (self._run or membership.state != "joined"):
       self._give_up()
     elif now > membership.server_until:
       self._miss_server()
     else:
+      lineage = self.exchange.lineage
+      membership.alike = membership.alike._replace(lineage=lineage)
       membership.repeat_signal(undelivered=self.undelivered)
     is_idle = membership.state == "joining" or (
       membership.state == "joined" and not self._run
@@ -228,7 +217,7 @@ class RoundProtocol:
       # who has the anchor of the last round will know whether this one counts
       membership.join_again(RETRY)
     elif self._leaves and not self._run:
-      self._hand_over()
+      self._say_goodbye()
     elif membership.donor:
       membership.await_peer()
       membership.fetch(self._last.round)
@@ -243,31 +232,13 @@ class RoundProtocol:
     self.membership.await_peer()
     # else it will soon know whether the round counts
     if not (self._run and self.membership.position.last):
-      self._hand_over()
+      self._say_goodbye()
 
-  def _hand_over(self) -> None:
-    """Says goodbye, and gives the residual to the first worker that takes it, of the last round if one is there."""
-    membership = self.membership
-    if membership.state != "leaving":
-      if self._run:
-        self._drop(self._run, "this worker leaves")
-      membership.tell(WorkerMessage.BYE, self._settled)
-      membership.state = "leaving"
-      self._residual = self.exchange.hand_over()
-      others = sorted(
-        membership.addresses.keys() - {membership.number},
-        key=set(self._members.values()).__contains__,
-      )
-      self._heirs = [
-        membership.addresses[other] for other in others if self._residual.any()
-      ]
-    if self._heirs:
-      self._heir = self._heirs.pop()
-      membership.send(
-        self._heir, Piece(PieceKind.RESIDUAL, 0, membership.number, self._residual)
-      )
-    else:
-      membership.state = "ended"
+  def _say_goodbye(self) -> None:
+    if self._run:
+      self._drop(self._run, "this worker leaves")
+    self.membership.tell(WorkerMessage.BYE, self._settled)
+    self.membership.state = "ended"
 
   # Answers of the server.
 
@@ -340,10 +311,15 @@ class RoundProtocol:
       if self._run:
         raise ValueError("it may not have heard whether the last round counts")
       membership.position = self._adopt(piece)
+    except Forked:
+      self._say_goodbye()
+      raise
     except ValueError as error:
       membership.warn(f"refuses the anchor of worker {piece.sender}: {error}")
       membership.join_again(RETRY)
       return
+    # fewer rounds than before, where its own do not count for the others
+    self._own_round = min(self._own_round, membership.position.round)
     membership.donor = membership.fetches_since = None
     membership.state = "joined"
     membership.await_peer()

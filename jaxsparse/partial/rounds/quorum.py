@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.partial.net.messages import Group, Rejected, RoundPosition
+from jaxsparse.partial.rounds.lineage import FIRST, Lineage
 
 _MOST_DOUBLINGS = 6  # of the rounds that two workers are apart
 
@@ -43,6 +44,13 @@ class Verdict(NamedTuple):
   digest: int
   differing: tuple[int, ...]
   behind: tuple[int, ...]
+
+
+class _Ready(NamedTuple):
+  """A worker that is ready: whether it brings what a link has moved, and whether it leaves for good."""
+
+  is_link: bool
+  leaves: bool
 
 
 class Quorum:
@@ -71,6 +79,7 @@ class Quorum:
   Attributes:
     position: of the last round whose result counted, and `digest` of that; 0 if another
       server knew.
+    lineage: of the anchor after that round.
     lost: how many workers were lost, and `lost_weight` the sum of what they had trained
       and not delivered.
     paused: whether no round begins: after its start a server waits for workers that
@@ -86,7 +95,7 @@ class Quorum:
     >>> [quorum.join(worker, RoundPosition()) for worker in range(3)]
     [None, None, None]
     >>> quorum.ready(0, 4, RoundPosition()), quorum.ready(2, 1, RoundPosition()), quorum.release()
-    ([], [], [Group(members=(0, 2), weights=(0.8, 0.2), iteration=0, initial=0.0, number=7, links=())])
+    ([], [], [Group(members=(0, 2), weights=(0.8, 0.2), iteration=0, initial=0.0, number=7, links=(), leaving=())])
     >>> quorum.done(0, 7, digest=99), quorum.done(2, 7, digest=99).digest, quorum.position
     (None, 99, RoundPosition(round=1, base=7, last=0))
   """
@@ -102,6 +111,7 @@ class Quorum:
     self.quorum = quorum
     self.grace = float(grace)
     self.position = RoundPosition()
+    self.lineage = FIRST
     self.digest = 0
     self.lost = 0
     self.lost_weight = 0
@@ -113,9 +123,7 @@ class Quorum:
     self._expected: dict[
       int, int
     ] = {}  # weights of those who have been ready since they joined
-    self._ready: dict[
-      int, bool
-    ] = {}  # whether they bring what a link has moved; the longest-waiting first
+    self._ready: dict[int, _Ready] = {}  # the longest-waiting first
     self.under_way: Group | None = None
     self._failed: Group | None = None  # the last one whose result counts for nobody
     self._apart: dict[
@@ -139,11 +147,18 @@ class Quorum:
     """The workers that are ready and in no group, the longest-waiting first."""
     return tuple(self._ready)
 
-  def join(self, worker: int, position: RoundPosition) -> Group | None:
+  def join(
+    self, worker: int, position: RoundPosition, lineage: Lineage = FIRST
+  ) -> Group | None:
     """A worker is there, or there again, ready for nothing: the group whose result counts for nobody then.
 
     The worker that has been through most rounds tells a new controller which was the
-    last one.
+    last one, if these include the last one of this controller.
+
+    Args:
+      worker: its number.
+      position: where it stands.
+      lineage: of its anchor.
     """
     if worker not in range(self.workers):
       raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
@@ -151,13 +166,19 @@ class Quorum:
     self._forget(worker)
     self._present.add(worker)
     self.over = False
-    if self.under_way is None and position.round > self.position.round:
-      self.go_back(position)
-      self._ready.clear()  # they are behind
+    is_newer = position.round > self.position.round and lineage.includes(self.lineage)
+    if self.under_way is None and is_newer:
+      self.go_back(position, lineage)
     return group
 
   def ready(
-    self, worker: int, weight: int, position: RoundPosition, *, is_link: bool = False
+    self,
+    worker: int,
+    weight: int,
+    position: RoundPosition,
+    *,
+    is_link: bool = False,
+    leaves: bool = False,
   ) -> list[Group]:
     """A worker has something to deliver; the round that begins now, if any.
 
@@ -166,6 +187,7 @@ class Quorum:
       weight: of each of its steps beside those of other workers.
       position: where it stands.
       is_link: whether it is a link that has moved something.
+      leaves: whether it leaves for good after the round.
 
     Raises:
       Behind: if its anchor is not that of the last round.
@@ -177,7 +199,7 @@ class Quorum:
       raise Rejected(f"weight {weight} of worker {worker} must be >= 0")
     if (position.round, position.base) != self.position[:2]:
       raise Behind
-    self._ready[worker] = is_link
+    self._ready[worker] = _Ready(is_link, leaves)
     self._expected[worker] = weight
     return self.begin_if_all_ready()
 
@@ -198,9 +220,14 @@ class Quorum:
       self._expected[worker] / total if total else 1 / len(members)
       for worker in members
     )
-    links = tuple(worker for worker in members if self._ready.pop(worker))
+    ready = {worker: self._ready.pop(worker) for worker in members}
     self.under_way = Group(
-      members, weights, self.position.round, number=self._number, links=links
+      members,
+      weights,
+      self.position.round,
+      number=self._number,
+      links=tuple(worker for worker in members if ready[worker].is_link),
+      leaving=tuple(worker for worker in members if ready[worker].leaves),
     )
     self._digests = {}
     return [self.under_way]
@@ -235,10 +262,12 @@ class Quorum:
     """Whether the two have missed messages of each other, and no round with both has counted since."""
     return frozenset((worker, other)) in self._apart
 
-  def go_back(self, position: RoundPosition) -> None:
+  def go_back(self, position: RoundPosition, lineage: Lineage) -> None:
     """The last round is that of this position: nobody has the anchor of a later one, or nobody knew of this one."""
     self.position = RoundPosition(position.round, position.base)
+    self.lineage = lineage
     self.digest = 0
+    self._ready.clear()  # they are behind
 
   def done(self, worker: int, number: int, digest: int) -> Verdict | None:
     """A member has the result of a round, which counts if all of them have it."""
@@ -255,6 +284,7 @@ class Quorum:
     )
     verdict = Verdict(group, agreed, differing, self.waiting)
     self.position = RoundPosition(self.position.round + 1, number)
+    self.lineage = self.lineage.after(number)
     self.digest = agreed
     self.under_way = None
     self._ready.clear()

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.log import Warnings
@@ -26,6 +26,7 @@ from jaxsparse.partial.net.messages import (
   Signal,
   WorkerMessage,
 )
+from jaxsparse.partial.rounds.lineage import FIRST, Lineage
 from jaxsparse.partial.rounds.quorum import Behind, Quorum, Verdict
 
 _START = RoundPosition()
@@ -40,6 +41,7 @@ class RoundMember(Member):
   """What the server knows of a worker from when it joins until it leaves, or is lost."""
 
   position: RoundPosition = _START
+  lineage: Lineage = FIRST  # of its anchor
   weight: int = 0  # what it has trained for since it last delivered
   waits_until: float = 0.0  # once it is ready: until when it waits for others
   is_late: bool = False  # it is behind, and has not been told so
@@ -48,6 +50,14 @@ class RoundMember(Member):
   fetches_since: float | None = None  # while it fetches an anchor
   fetch_seconds: float | None = None  # that its last fetch has taken
   awaited_until: float | None = None  # while the next round waits for it
+
+
+class _Rival(NamedTuple):
+  """A worker of another branch of rounds that asks to join: since when, when last, and the lineage of its anchor."""
+
+  since: float
+  heard: float
+  lineage: Lineage
 
 
 class RoundServer:
@@ -70,6 +80,7 @@ class RoundServer:
     self._undecided: dict[
       int, float
     ] = {}  # when workers last asked whether a round counts that is not known here
+    self._rivals: dict[int, _Rival] = {}
     self._sought: float | None = (
       None  # since when nobody has had the anchor of the last round
     )
@@ -152,18 +163,19 @@ class RoundServer:
       )
       return
     member = self.members.find(connection, worker)
-    if member.fetches_since is not None and (
-      member.position.round < signal.position.round <= self._quorum.position.round
-    ):
+    has_moved_on = signal.position[:2] != member.position[:2]
+    is_known = signal.position.round <= self._quorum.position.round
+    if member.fetches_since is not None and has_moved_on and is_known:
       member.fetch_seconds = self.members.now - member.fetches_since
       member.fetches_since = None
       member.position = signal.position._replace(last=0)
+      member.lineage = self._quorum.lineage.cut(signal.position.round)
     match kind:
       case WorkerMessage.BYE:
         self._leave(worker, lost=False)
       case WorkerMessage.BEAT:
         member.weight = value
-      case WorkerMessage.READY | WorkerMessage.LINK:
+      case _ if kind in messages.READY:
         self._take_ready(signal, member)
       case WorkerMessage.DONE:
         if verdict := self._quorum.done(worker, value, digest=signal.digest):
@@ -198,12 +210,15 @@ class RoundServer:
     # the next HELLO of a worker that says it has a later one is checked
     if signal.position.round <= self._quorum.position.round:
       member.position = signal.position._replace(last=0)
-    member.waits_until = self.members.now + self._quorum.grace
-    is_link = signal.kind == WorkerMessage.LINK
+    leaves = signal.kind in messages.LEAVING.values()
+    # who leaves waits longer, for one that takes over its residual
+    member.waits_until = self.members.now + (1 + leaves) * self._quorum.grace
+    is_link = signal.kind in (WorkerMessage.LINK, WorkerMessage.LEAVING_LINK)
+    position = signal.position
     try:
       self._announce(
         self._quorum.ready(
-          signal.worker, signal.value, signal.position, is_link=is_link
+          signal.worker, signal.value, position, is_link=is_link, leaves=leaves
         )
       )
       if member.awaited_until is not None:
@@ -299,7 +314,8 @@ class RoundServer:
       return known[member.donor].address
     self._sought = self._sought or now
     if self._started and now > self._sought + _RETURN * self.members.limit:
-      self._quorum.go_back(max(other.position for other in known.values()))
+      newest = max(known.values(), key=lambda other: other.position)
+      self._quorum.go_back(newest.position, newest.lineage)
       self._stayed = None
       self._sought = None
     return None
@@ -345,6 +361,7 @@ class RoundServer:
       known[worker].weight = 0
       if worker not in verdict.differing:
         known[worker].position = self._quorum.position
+        known[worker].lineage = self._quorum.lineage
         known[worker].fetches_since = None
     facts = {"number": verdict.group.number, **self._last}
     agreeing = [
@@ -398,9 +415,13 @@ class RoundServer:
       connection, signal, at_start=signal.position.round == quorum.position.round == 0
     )
     self._check_round(signal)
-    self._check_claim(signal)
+    lineage = Lineage(signal.position.round, signal.alike.lineage)
     waiting = quorum.waiting
-    self._abort(quorum.join(worker, signal.position), worker, "has joined again")
+    self._check_branch(worker, signal.position, lineage)
+    self._check_claim(signal)
+    self._abort(
+      quorum.join(worker, signal.position, lineage), worker, "has joined again"
+    )
     if not quorum.waiting:  # else the anchor of this worker is not the newest one
       self._tell_behind(set(waiting) - {worker}, signal.address)
     was = self.members.known.get(worker)
@@ -413,6 +434,7 @@ class RoundServer:
     last = signal.position.last
     counts = last != 0 and last == quorum.position.base
     member.position = quorum.position if counts else signal.position._replace(last=0)
+    member.lineage = quorum.lineage if counts else lineage
     donor = None if member.position == quorum.position else self._find_donor(worker)
     if donor and member.fetches_since is None:
       fetching = min(signal.value, self.members.now - self._began)
@@ -481,6 +503,51 @@ class RoundServer:
           f"unlike: worker {signal.worker} has been in the run {run:x}, the others are in {self._run:x}"
         )
       self._run = run
+
+  def _check_branch(
+    self, worker: int, position: RoundPosition, lineage: Lineage
+  ) -> None:
+    """Raises Rejected for a worker of another branch of rounds while it is open which branch goes on.
+
+    That of most workers does, where they are a quorum, and else, after a while, that of
+    those who came first. The others are behind.
+    """
+    quorum = self._quorum
+    now = self.members.now
+    if not quorum.lineage.conflicts(lineage) or worker >= quorum.workers:
+      self._rivals.pop(worker, None)
+      return
+    since = self._rivals[worker].since if worker in self._rivals else now
+    self._rivals = {
+      other: rival
+      for other, rival in self._rivals.items()
+      if rival.heard > now - self.members.limit
+    } | {worker: _Rival(since, now, lineage)}
+    others = [
+      member.lineage
+      for other, member in self.members.known.items()
+      if other not in self._rivals
+    ]
+    others += [rival.lineage for rival in self._rivals.values()]
+    ours, theirs = (
+      sum(not (one.conflicts(other) or other.conflicts(one)) for other in others)
+      for one in (quorum.lineage, lineage)
+    )
+    branches = f"worker {worker} is at round {position.round} of another branch than round {quorum.position.round}"
+    if theirs >= quorum.quorum and theirs > ours and not quorum.under_way:
+      self._warn(
+        ("branch", worker),
+        f"{branches}, on which are {theirs} workers, and {ours} on this one",
+      )
+      quorum.go_back(position, lineage)
+      self._stayed = None
+    elif not (self._started and ours >= quorum.quorum) and (
+      now <= since + _RETURN * self.members.limit
+    ):
+      self._warn(
+        ("branch waits", worker), f"{branches}, and waits until most workers are there"
+      )
+      raise Rejected(f"duplicate: {branches}")
 
   def _leave(self, worker: int, *, lost: bool = True) -> None:
     member = self.members.forget(worker)

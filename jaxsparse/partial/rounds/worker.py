@@ -48,8 +48,8 @@ class Rounds:
 
       Σ_rounds total + Σ_w r_w = Σ_rounds Σ_w weight_w (θ − θ_w)        (Law C)
 
-  A worker that leaves for good hands its residual over to another one; that of a lost
-  worker is lost. The exchange runs on the CPU in the background. With a delay of τ
+  A worker that leaves for good hands its residual over to another one, in its last
+  round; that of a lost worker is lost. The exchange runs on the CPU in the background. With a delay of τ
   steps it begins τ steps before it is applied, and takes no time from training. What a
   worker moves meanwhile goes into the next round.
 
@@ -63,7 +63,7 @@ class Rounds:
       arrays where a worker is several processes that `jax.distributed` joins. They all
       make `Rounds`, and call its methods and `state` together.
     outer: makes the outer chain for the `js.Comm` of a round, which begins with any
-      transform but A2SGD's: `lambda comm: optax.chain(js.onebit_transform(comm),
+      transform but A2SGD's and `js.ef21`: `lambda comm: optax.chain(js.onebit_transform(comm),
       optax.sgd(1.0))`.
     every: H, the steps from a round to the next one. A slow worker may have fewer.
     fragments, delay: F and τ, as in `js.local_steps`.
@@ -83,7 +83,8 @@ class Rounds:
     device: a CPU device for the exchanges; one for each of several workers in one
       process.
     state: a saved `state` of this worker, to resume after all have ended; one of an
-      older round takes the last anchor.
+      older round takes the last anchor. If the worker was in rounds after that one, the
+      residual and the movement in the state are dropped, with a warning.
 
   Attributes:
     params: to begin with: those given, or the anchor of a worker that was there before.
@@ -95,7 +96,8 @@ class Rounds:
   Raises:
     ValueError: for arguments outside these choices, an address that requires keys
       without them, a number that a living worker has, parameters or a state that are
-      not finite, a state of another number or run, or one that has changed, or leaves,
+      not finite, a state of another number or run, of rounds that the others know
+      nothing of and have had others instead, or one that has changed, or leaves,
       values at the start, `fragments` or an outer chain unlike those of other workers.
     ControllerLost: if no server answers at the start.
     RuntimeError: if another process of this worker is lost.
@@ -165,16 +167,16 @@ class Rounds:
       anchor = step.start(own_params)
       self._of_fragment = Fragments(fragments).numbers(anchor.params)
       vector, unflatten = flatten(anchor.params)
-      saved_part = state or {
+      nothing = {
         "moved": np.zeros_like(vector),
         "trained": np.zeros((fragments, 2), int),
         "share": 0.0,
       }
       if state:
         checks.check_state(state, number, fragments, place.where)
-        anchor = step.add_residual(
-          step.unpack(state["anchor"].tobytes(), anchor), state["residual"]
-        )
+        saved = step.unpack(np.asarray(state["anchor"]).tobytes(), anchor)
+        saved = step.add_residual(saved, state["residual"])
+        anchor = saved._replace(own=int(state["latest"]))
       alike = Alike.of(
         params,
         own_params,
@@ -182,7 +184,9 @@ class Rounds:
         parts=place.parts,
         outer=step.chain_digest(anchor),
       )
-      exchanger = self._exchanger = Exchanger(step, anchor, number, link)
+      exchanger = self._exchanger = Exchanger(
+        step, anchor, number, link, is_restored=bool(state)
+      )
       # A donor sends its anchor with the state of the outer chain, of Adam for example
       # two arrays a parameter.
       longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
@@ -200,15 +204,13 @@ class Rounds:
     self._protocol = processes.make_protocol(
       place, endpoint, self._membership, exchanger, vector.size, servers=len(addresses)
     )
-    answers = {
-      PieceKind.FETCH: lambda _: exchanger.model(),
-      PieceKind.RESIDUAL: exchanger.inherit,
-    }
+    answers = {PieceKind.FETCH: lambda _: exchanger.model()}
     endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
     with endpoint.ended_by_errors():
       processes.take(place, endpoint)
       exchanger.compile(self._protocol.sizes)
-    self._start(params, saved_part, unflatten)
+    kept = state if state and not exchanger.is_stale else nothing
+    self._start(params, kept, unflatten)
 
   def _start(
     self, params: Any, saved_part: dict[str, Any], unflatten: Callable[[Any], Any]
@@ -262,6 +264,7 @@ class Rounds:
     shared = {
       "anchor": content,
       "residual": outer.residual(anchor),
+      "latest": np.int64(anchor.own),
       "fragments": np.int64(len(self._undelivered)),
     }
     return checks.seal(
@@ -308,10 +311,10 @@ class Rounds:
 
     Args:
       params: as `step` returned them last, to leave for good: what they have moved is
-        exchanged in a last round of each fragment, and another worker takes over the
-        residual. Without a quorum within the grace window and `timeout` a warning says
-        so, and `state` has what was moved. None to leave at once, and to go on from
-        `state` some day.
+        exchanged in a last round of each fragment, in which another member takes over
+        the residual; `state` has it where there is none. Without a quorum within the
+        grace window and `timeout` a warning says so, and `state` has what was moved,
+        too. None to leave at once, and to go on from `state` some day.
 
     Returns:
       The anchor, as parameters.
