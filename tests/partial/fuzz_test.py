@@ -68,7 +68,7 @@ VALUES = st.recursive(
 TEXTS = (
   st.sampled_from([*DEEP, f"{ADDRESSES[1]}\n{ALIKE}", ADDRESSES[1] + "\n" + DEEP[0]])
   | st.text(max_size=20)
-  | VALUES.map(lambda value: f"{ADDRESSES[1]}\n{json.dumps([value, [], value])}")
+  | VALUES.map(lambda value: f"{ADDRESSES[1]}\n{json.dumps([value, [], value, []])}")
 )
 
 
@@ -113,6 +113,7 @@ CONTENT = {
   "iteration": 3,
   "initial": 0.0,
   "links": [1],
+  "leaving": [],
   "addresses": {"0": ADDRESSES[0], "1": ADDRESSES[1]},
   "alive": 2,
   "worker": 1,
@@ -135,7 +136,7 @@ def answers(draw):
 
 
 def model_of(numbers):
-  header = json.dumps(numbers).encode()
+  header = np.array(numbers, np.int64).tobytes()
   content = len(header).to_bytes(4) + header + START.tobytes()
   return content + bytes(-len(content) % 4)
 
@@ -145,9 +146,9 @@ def contents(draw):
   """Values of a piece: any, or the header of an anchor with anything in it."""
   good = OUTER.pack(OUTER.start(START))
   size = int.from_bytes(good[:4])
-  numbers = json.loads(good[4 : 4 + size])
+  numbers = np.frombuffer(good[4 : 4 + size], np.int64).tolist()
   for index in draw(st.lists(st.integers(0, len(numbers) - 1), max_size=2)):
-    numbers[index] = draw(VALUES)
+    numbers[index] = draw(NUMBERS)
   return draw(
     st.binary(max_size=24)
     | st.just(model_of(numbers))
