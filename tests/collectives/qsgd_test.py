@@ -73,6 +73,17 @@ def test_the_mean_over_seeds_is_the_gradient(levels):
   assert np.abs(values - grads).max() <= np.linalg.norm(grads) / levels * (1 + 2**-14)
 
 
+@pytest.mark.parametrize("levels", [1, 3, 4, 127])
+def test_a_scale_is_rounded_up_so_that_its_products_with_levels_are_exact(levels):
+  for seed in range(4):
+    x = normals(seed, 1, 50)[0]
+    scale = np.asarray(qsgd.scale_of(x, levels))
+    exact = np.linalg.norm(x.astype(np.float64)) / levels
+    assert exact <= scale < exact * 1.001
+    level = np.arange(levels + 1, dtype=np.float32)
+    np.testing.assert_array_equal(scale * level, np.float64(scale) * level)
+
+
 @pytest.mark.parametrize(
   "levels", quick_of([1, 2, 7, 127, 128, 40_000, 2**23], quick=[2**23])
 )

@@ -187,7 +187,10 @@ def test_diloco_in_numpy():
   "applied", quick_of([False, True], quick=[False]), ids=["hidden", "applied"]
 )
 def test_a_schedule_has_the_bits_of_constant_periods_one_after_the_other(applied):
-  """An H that grows, one that shrinks, which is 1 at least; a skipped step counts in none."""
+  """An H that grows, one that shrinks, which is 1 at least; a skipped step counts in none.
+
+  The schedule changes within a period, which keeps the H of its beginning.
+  """
   outer = optax.chain(TOPKA(sim(3)), optax.sgd(1.0))
   make = lambda every: start(
     js.local_steps(
@@ -197,7 +200,7 @@ def test_a_schedule_has_the_bits_of_constant_periods_one_after_the_other(applied
     quadratic,
   )
   constant = {every: make(every)[0] for every in (2, 4)}  # which have the same states
-  schedule = lambda step: jnp.where(step < 4, 2.9, jnp.where(step < 11, 4.5, -1.0))
+  schedule = lambda step: jnp.where(step < 3, 2.9, jnp.where(step < 10, 4.5, -1.0))
   step, params, state = make(schedule)
   params2, state2 = params, state
   exchanged, periods = [], [2, 2, 4, 4]
