@@ -295,7 +295,7 @@ def draw(
   of_statement = collections.defaultdict(lambda: collections.defaultdict(list))
   for path in sorted((root / "jaxsparse").rglob("*.py")):
     file = str(path.relative_to(root))
-    if any(name in file for name in names or [""]):
+    if any(name in file.partition("/")[2] for name in names or [""]):
       for mutation in mutations(path.read_text(), file):
         statement = of_statement[file, mutation.statement]
         statement[mutation.operator].append(mutation)

@@ -68,9 +68,13 @@ def block_at(source: str, line: int) -> str:
     for statement in body
     if statement.lineno <= line <= statement.end_lineno
   ]
+  if around:
+    return max(around)[1]
   start = lambda name, body: body[0].lineno - int(name.partition("+")[2])
-  functions = [name for name, body in blocks if start(name, body) == line]
-  return max(around)[1] if around else functions[0] if functions else ""
+  of_function = [
+    (body[0].lineno, name) for name, body in blocks if start(name, body) == line
+  ]
+  return min(of_function)[1] if of_function else ""
 
 
 @functools.cache

@@ -60,10 +60,25 @@ def _has_docstring(body: list[ast.stmt]) -> bool:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-  def get_code(self, fullname):  # without cached bytecode
-    first = files().index(pathlib.Path(self.path)) * MOST
-    source = self.get_data(self.path).decode()
-    return compile(note_blocks(source, first), self.path, "exec", dont_inherit=True)
+  """Compiles with notes, and caches that apart from what other runs compile."""
+
+  @property
+  def _first(self):
+    return files().index(pathlib.Path(self.path)) * MOST
+
+  def source_to_code(self, data, path, *, _optimize=-1):
+    tree = note_blocks(data.decode(), self._first)
+    return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+  def get_data(self, path):
+    return super().get_data(self._cache_of(path))
+
+  def set_data(self, path, data, **options):
+    super().set_data(self._cache_of(path), data, **options)
+
+  def _cache_of(self, path):
+    cache, _, suffix = path.rpartition(".")
+    return f"{cache}.reached-{self._first}.pyc" if suffix == "pyc" else path
 
 
 class _Finder(importlib.machinery.PathFinder):
