@@ -276,6 +276,15 @@ def test_training_begins_when_a_donor_has_given_all_parts_the_anchor_of_one_roun
   assert alone.replies == [newest]
 
 
+def test_a_lead_hears_no_process_that_is_not_one_of_its_parts():
+  alone = Alone()
+  alone.to_parts.clear()
+  alone.hear(7, WorkerMessage.HELLO, address="tcp://a:8")
+  alone.hear(0, WorkerMessage.HELLO, address="tcp://a:1")
+  assert alone.to_parts == []
+  assert alone.lead.others.known.keys() == {1, 2}
+
+
 def test_a_worker_that_joins_again_says_for_how_long_its_parts_have_waited_for_an_anchor():
   alone = Alone(donor="tcp://b:1,tcp://b:2,tcp://b:3")
   assert alone.hello.value == 0
