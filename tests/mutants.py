@@ -119,9 +119,10 @@ def find_failure(root: pathlib.Path, tests: list[str], limit: float) -> str | No
         os.killpg(process.pid, signal.SIGKILL)
       process.wait()
     output.seek(0)
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output.read(), re.MULTILINE)
+    text = output.read()
   if status in (4, 5):
     raise NoSuchTests(f"`make test` does not run all of {', '.join(tests)}")
+  failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
   return failed[1] if failed else f"status {status} of pytest" if status else None
 
 
@@ -177,6 +178,25 @@ def find_by_name(file: str) -> list[str]:
   return [file, *sorted(str(test.relative_to(ROOT)) for test in named or candidates)]
 
 
+def read_map(root: pathlib.Path, flags: list[str]) -> list[reach.Test]:
+  """The tests of the map that pytest finds in a copy."""
+  tests = reach.read()
+  files = {test.test.partition("::")[0] for test in tests} - {*CHECK_SOURCES}
+  there = sorted(file for file in files if (root / file).exists())
+  if not there:
+    return []
+  found = subprocess.run(
+    [*PYTEST, *flags, "--collect-only", *there],
+    cwd=root,
+    env=os.environ | {"PYTHONPATH": str(root)},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  names = {*found.stdout.splitlines()}
+  return [test for test in tests if test.test in names]
+
+
 class Drawn(NamedTuple):
   """A drawn change, the tests that it runs, and which these are."""
 
@@ -190,7 +210,6 @@ def choose_tests(
 ) -> Drawn:
   """The quickest tests of a map that run the line of a change, `limit` seconds of them."""
   found, unit = reach.reaching(tests, mutation.file, mutation.statement)
-  found = [test for test in found if test.test.partition("::")[0] not in CHECK_SOURCES]
   if not found:
     named = find_by_name(mutation.file)
     return Drawn(mutation, named, ", ".join(named))
@@ -200,18 +219,18 @@ def choose_tests(
   return Drawn(mutation, [test.test for test in found[:count]], which)
 
 
-def judge(drawn: Drawn, root: pathlib.Path, limit: float) -> str:
+def judge(drawn: Drawn, root: pathlib.Path, flags: list[str], limit: float) -> str:
   """Runs the tests of a drawn change in a copy, which it restores; prints and returns the outcome."""
   mutation, tests, which = drawn
   start = time.monotonic()
   (root / mutation.file).write_bytes(mutation.text())
   try:
-    failure = find_failure(root, [f"--timeout={HANGS}", *tests], limit)
+    failure = find_failure(root, [*flags, *tests], limit)
     outcome = "killed" if failure else "SURVIVED"
     by = f"by {failure}" if failure else which
   except (NoSuchTests, subprocess.TimeoutExpired) as error:
     outcome = "undecided"
-    by = f"{which} ({type(error).__name__})"
+    by = f"by {which}: {type(error).__name__}"
   finally:
     shutil.copy2(ROOT / mutation.file, root / mutation.file)
   print(f"{mutation}: {outcome} {by} ({time.monotonic() - start:.0f} s)", flush=True)
@@ -221,28 +240,26 @@ def judge(drawn: Drawn, root: pathlib.Path, limit: float) -> str:
 def run_drawn(options: argparse.Namespace) -> None:
   """Draws changes and runs their tests until the time is over."""
   end = time.monotonic() + 60 * options.minutes
-  tests = [test for test in reach.read() if options.long or not test.is_long]
-  place = reach.MAP.relative_to(ROOT)
-  print(f"{len(tests)} tests in {place}" if tests else f"no {place}: tests by name")
-  drawn = [
-    choose_tests(mutation, tests, options.limit)
-    for mutation in mutations.draw(options.draw, options.seed, options.mutants)
-  ]
+  flags = [f"--timeout={HANGS}", *(["-m", ""] if options.long else [])]
+  drawn = mutations.draw(options.draw, options.seed, options.mutants)
   roots = queue.SimpleQueue()
-
-  def run(one: Drawn) -> str:
-    left = end - time.monotonic()
-    if left <= 0:
-      return "not run"
-    root = roots.get()
-    try:
-      return judge(one, root, min(left, SLOWER * options.limit))
-    finally:
-      roots.put(root)
-
   with contextlib.ExitStack() as copies:
     for _ in range(options.jobs):
-      roots.put(copies.enter_context(copy_tree()))
+      roots.put(root := copies.enter_context(copy_tree()))
+    tests = read_map(root, flags)
+    print(f"{len(tests)} tests of {reach.MAP}" if tests else "no map, tests by name")
+
+    def run(mutation: mutations.Mutation) -> str:
+      left = end - time.monotonic()
+      if left <= 0:
+        return "not run"
+      chosen = choose_tests(mutation, tests, options.limit)
+      root = roots.get()
+      try:
+        return judge(chosen, root, flags, min(left, SLOWER * options.limit))
+      finally:
+        roots.put(root)
+
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
       outcomes = collections.Counter(threads.map(run, drawn))
   counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())

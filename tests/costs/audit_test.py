@@ -124,6 +124,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   %t = (u32[6]{0}, u32[6]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{1,3}}
   %u = u32[6]{0} collective-permute-done(%t)
   %v = f32[4]{0} reduce-scatter(%x), replica_groups={{0,2},{1,3}}, dimensions={0}
+  %k = f32[] all-reduce(%y), replica_groups={{0,2},{1,3}}, to_apply=%add
   %j = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=2] {'a'}, to_apply=%add
   ROOT %i = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
 }
@@ -141,6 +142,7 @@ def test_loops_branches_asynchronous_pairs_and_all_notations():
     ("collective-permute", 6 * 4),
     ("reduce-scatter", 4 * 4),
     ("all-gather", 8 * 2 / 2),
+    ("all-reduce", 4),  # of one number, which is not scattered
   ]
   assert found.operations[0].source == "/home/user/train.py:7"
   assert "160  all-reduce f32[8]  /home/user/train.py:7" in str(found)
