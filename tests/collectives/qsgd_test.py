@@ -12,7 +12,7 @@ import jaxsparse as js
 from jaxsparse.collectives import qsgd
 from jaxsparse.collectives.qsgd import Layout, count_levels, decode, draw_noise
 from jaxsparse.sparse import noise
-from tests.cases import normals, quick_of
+from tests.cases import normals, quick_of, row
 from tests.reference import rounding
 
 
@@ -129,13 +129,22 @@ def test_noise_is_uniform_and_differs_between_rows_workers_and_steps():
   assert np.abs(apart).max() < 5 / np.sqrt(25_000)
 
 
-# One block of the wire less an entry, one, more than two.
-@pytest.mark.long
+# One block of the wire less an entry, one, more than two; short blocks, with words and
+# entries that are left.
 @pytest.mark.parametrize(
-  ("n", "levels"),
-  [*itertools.product([131_071, 131_072, 300_003], [127, 130])],
+  ("n", "levels", "block"),
+  [
+    *(
+      row(n, levels, qsgd._BLOCK)
+      for n, levels in itertools.product([131_071, 131_072, 300_003], [127, 130])
+    ),
+    row(1007, 127, 50, quick=True),
+  ],
 )
-def test_long_gradients_are_sent_in_pieces_to_within_a_level(n, levels):
+def test_long_gradients_are_sent_in_pieces_to_within_a_level(
+  n, levels, block, monkeypatch
+):
+  monkeypatch.setattr(qsgd, "_BLOCK", block)
   workers, grads = 3, normals(0, 3, n)
   out = js.simulate("qsgd", grads, levels=levels)
   layout = Layout.of(n, js.make_collective("qsgd", levels=levels).bits, workers)
