@@ -528,6 +528,8 @@ def test_parameters_that_are_one_array_change_between_exchanges_too():
   state = js.convert(js.init(chain(1), params, sim(2)), chain(2), params, sim(2))
   np.testing.assert_array_equal(state.moved, np.zeros((2, 8)))
   assert js.convert(state, chain(1), params, sim(2)).moved == ()
+  with pytest.raises(ValueError, match="workers have moved since the last exchange"):
+    js.convert(state._replace(moved=state.moved + 1), chain(1), params, sim(2))
 
 
 def masked_of(one):
