@@ -129,3 +129,10 @@ def test_a_batch_that_does_not_divide():
     match=r"batch has shape \(7, 40\): its leading axis must divide among the 3 workers",
   ):
     js.agreement(quadratic, jnp.zeros(N), np.zeros((7, N), np.float32), mesh_of(3))
+
+
+def test_under_a_trace_it_is_refused():
+  batch = np.zeros((6, N), np.float32)
+  under_a_trace = jax.jit(lambda x: js.agreement(quadratic, x, batch, mesh_of(3)))
+  with pytest.raises(ValueError, match=r"js.agreement: called under a trace"):
+    under_a_trace(jnp.zeros(N))

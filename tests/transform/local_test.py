@@ -216,7 +216,7 @@ def test_a_schedule_has_the_bits_of_constant_periods_one_after_the_other(applied
       periods = periods[int(state2.since) == 0 :]
     assert bool(metrics.skipped) == (number == 7)
   assert exchanged == [2, 4, 9, 13, 14]
-  assert int(metrics.skipped_steps) == 1
+  assert int(js.metrics(state).skipped_steps) == 1
 
 
 def test_in_a_step_of_ones_own():
