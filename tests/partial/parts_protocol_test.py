@@ -6,8 +6,11 @@
 """
 
 import collections
+import types
 from random import Random
+from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +26,7 @@ from jaxsparse.partial.net.messages import (
   Signal,
   WorkerMessage,
 )
+from jaxsparse.partial.rounds import processes
 from jaxsparse.partial.rounds.exchanger import Done
 from jaxsparse.partial.rounds.lead import LeadProtocol, _digest_of
 from jaxsparse.partial.rounds.parts import Decision, Next, PartLost, PartProtocol
@@ -389,3 +393,20 @@ def test_the_parts_of_a_worker_go_from_round_to_round_together_and_nothing_is_lo
       [process for process in network.living() if process.number == number]
     ) in (0, parts)
   assert all(len(heirs) == 1 for heirs in network.heirs.values())
+
+
+@pytest.mark.parametrize(("part", "kind"), [(0, LeadProtocol), (1, PartProtocol)])
+def test_the_protocol_of_each_part_has_its_membership_and_exchange(
+  part, kind, monkeypatch
+):
+  addresses = ["tcp://a:1", "tcp://a:2"]
+  monkeypatch.setattr(processes, "_meet", lambda _: addresses)
+  quiet = lambda *_: None
+  membership = Membership(
+    0, addresses[part], TIMEOUT, 0.0, quiet, quiet, quiet, TIMEOUT
+  )
+  endpoint, exchange = mock.Mock(address=addresses[part]), mock.Mock()
+  place = types.SimpleNamespace(parts=2, part=part)
+  protocol = processes.make_protocol(place, endpoint, membership, exchange, 4, 1)
+  assert type(protocol) is kind
+  assert (protocol.membership, protocol.exchange) == (membership, exchange)
