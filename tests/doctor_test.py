@@ -175,3 +175,24 @@ def test_gpus_that_jax_does_not_use(wanted, fix, monkeypatch):
   assert finding.status == "warn"
   assert finding.detail == "2 CPUs, though NVIDIA GPUs are here: H100, A100"
   assert fix in finding.fix
+
+
+@pytest.mark.parametrize("option", ["--json", "--timeout=7"])
+@pytest.mark.parametrize(("status", "code"), [("warn", 0), ("FAIL", 1)])
+def test_all_findings_are_printed_and_a_failure_is_the_exit_status(
+  option, status, code, monkeypatch, capsys
+):
+  findings = [
+    doctor.Finding("ok", "versions", "all"),
+    doctor.Finding(status, "MPI", "none", "install it"),
+  ]
+  monkeypatch.setattr(doctor, "_find", lambda _: iter(findings))
+  monkeypatch.setattr(sys, "argv", ["doctor", option])
+  with pytest.raises(SystemExit) as ended:
+    doctor.main()
+  assert int(ended.value.code) == code
+  said = capsys.readouterr().out
+  if option == "--json":
+    assert json.loads(said) == [finding._asdict() for finding in findings]
+  else:
+    assert said == "".join(f"{finding}\n" for finding in findings)

@@ -171,7 +171,8 @@ def check_original(mutants: list[Mutant], whole: bool) -> None:
 
 def find_by_name(file: str) -> list[str]:
   """The doctests of a module, and the test files with its name, else all of its folder."""
-  names = pathlib.PurePath(file).relative_to("jaxsparse").with_suffix("").parts
+  parts = pathlib.PurePath(file).relative_to("jaxsparse").with_suffix("").parts
+  names = ["door" if part == "__init__" else part for part in parts]
   folder = ROOT / "tests" / names[0]
   candidates = [*folder.glob("*_test.py"), *folder.parent.glob(f"{names[0]}*_test.py")]
   named = [test for test in candidates if test.stem.removesuffix("_test") in names]

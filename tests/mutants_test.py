@@ -158,3 +158,4 @@ def test_the_tests_of_a_module_by_its_name():
   assert find_by_name(local) == [local, "tests/transform/local_test.py"]
   assert "tests/transform/update_test.py" in find_by_name(checks)
   assert "tests/types_test.py" in find_by_name("jaxsparse/types.py")
+  assert "tests/door_test.py" in find_by_name("jaxsparse/__init__.py")

@@ -459,3 +459,12 @@ def test_the_costs_of_an_all_reduce_are_for_each_message_and_byte(monkeypatch):
   engine = engine_of(js.SimComm("workers", members=6), "workers")
   meter = calibration._Meter(engine, "workers", n=600, repetitions=1)
   assert meter.measure_all_reduce(jnp.bfloat16) == pytest.approx((0.1, 4.0 / 2000))
+
+
+def test_seconds_inside_a_worker_are_for_each_message_and_byte():
+  wide = dataclasses.replace(PROFILE, devices=4, inside_alpha=1e-6, inside_beta=1e-10)
+  params = {"whole": jnp.zeros(400)}
+  cost = count_inside(params, devices=4)
+  assert js.costs.advise(params, wide).best.inside == pytest.approx(
+    1e-6 * cost.messages + 1e-10 * cost.bytes
+  )
