@@ -308,6 +308,18 @@ def test_the_command_takes_the_options_of_both_controllers(
   made.assert_called_once_with(workers=4, **options)
 
 
+def test_a_connection_that_takes_no_message_is_forgotten_with_its_monitor():
+  network, lost = mock.Mock(), mock.Mock()
+  socket = network.client.return_value
+  socket.send_multipart.side_effect = zmq.Again
+  peers = sockets.Peers(network, 100, mock.Mock(), lost)
+  piece = Piece(PieceKind.MESSAGE, 1, 0, np.zeros(2, np.float32))
+  peers.send(ADDRESS, piece)
+  monitor = socket.get_monitor_socket.return_value
+  assert network.forget.mock_calls == [mock.call(socket), mock.call(monitor)]
+  lost.assert_called_once_with(ADDRESS)
+
+
 def test_a_worker_with_keys_of_its_own_cannot_speak_for_another_one(socket):
   """Neither to the server nor to a worker; the keys of the run do not let anybody in."""
   *own, at_server = js.partial.Keys.make_own(3)
