@@ -59,6 +59,9 @@ def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain():
       (params2, state2.outer[0][0].carried, state2.outer[0][1]),
       (params, state[0].carried, state[1]),
     )
+  # Momentum moves nothing more where nothing is left to exchange.
+  before = jax.tree.map(jnp.copy, (params2, state2))
+  assert_same_bits(step2.synchronize(params2, state2), before)
 
 
 @pytest.mark.parametrize(
