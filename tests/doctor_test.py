@@ -161,3 +161,38 @@ def test_a_rank_is_no_patient(monkeypatch, capsys):
   with pytest.raises(SystemExit, match="2"):
     doctor.main()
   assert "start the doctor by itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("wanted", "fix"), [("cpu", "unset JAX_PLATFORMS, which is 'cpu'"), ("", "cuda13")]
+)
+def test_gpus_that_jax_does_not_use(wanted, fix, monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", wanted)
+  answer = {"platform": "cpu", "devices": "2 CPUs"}
+  monkeypatch.setattr(doctor, "_run_probe", lambda *_: answer)
+  monkeypatch.setattr(doctor, "list_gpus", lambda: ["H100", "A100"])
+  (finding,) = doctor.check_devices(timeout=1.0)
+  assert finding.status == "warn"
+  assert finding.detail == "2 CPUs, though NVIDIA GPUs are here: H100, A100"
+  assert fix in finding.fix
+
+
+@pytest.mark.parametrize("option", ["--json", "--timeout=7"])
+@pytest.mark.parametrize(("status", "code"), [("warn", 0), ("FAIL", 1)])
+def test_all_findings_are_printed_and_a_failure_is_the_exit_status(
+  option, status, code, monkeypatch, capsys
+):
+  findings = [
+    doctor.Finding("ok", "versions", "all"),
+    doctor.Finding(status, "MPI", "none", "install it"),
+  ]
+  monkeypatch.setattr(doctor, "_find", lambda _: iter(findings))
+  monkeypatch.setattr(sys, "argv", ["doctor", option])
+  with pytest.raises(SystemExit) as ended:
+    doctor.main()
+  assert int(ended.value.code) == code
+  said = capsys.readouterr().out
+  if option == "--json":
+    assert json.loads(said) == [finding._asdict() for finding in findings]
+  else:
+    assert said == "".join(f"{finding}\n" for finding in findings)

@@ -4,13 +4,21 @@ A mutant is the package with one defect, such as a rank in place of another one 
 check that is gone. The tests that it names run first, they take seconds. Where they
 pass, everything that `make test` runs follows. A mutant that survives shows a gap in
 the tests: add a row to them, or choose another defect if this one changes nothing.
+
+`--draw=60` draws small changes of the package instead of reading the list
+(tests/mutations.py). Each runs against the tests that run its line, the quickest first:
+a map has them, which `pytest -p tests.reach` writes. Without a map they are the tests
+of its module's folder. The same seed, names and commit draw the same changes.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import pathlib
+import queue
 import re
 import shutil
 import signal
@@ -22,9 +30,19 @@ import tomllib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tests import mutations, reach
+
 ROOT = pathlib.Path(__file__).parents[1]
 LIMIT = 600.0  # seconds for the tests that a mutant names
 WHOLE_LIMIT = 7200.0  # seconds for all of `make test`, in one process
+SLOWER = 8.0  # how much longer tests may take than the map says
+HANGS = 90  # seconds of a test that a drawn change keeps from ending
+# Tests that read the package's source, which every change makes fail.
+CHECK_SOURCES = (
+  "tests/contributing_test.py",
+  "tests/mutants_test.py",
+  "tests/structure_test.py",
+)
 PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
 
 
@@ -77,6 +95,10 @@ def copy_tree() -> Iterator[pathlib.Path]:
     yield root
 
 
+class NoSuchTests(Exception):
+  """Pytest finds not all of the tests that it is to run."""
+
+
 def find_failure(root: pathlib.Path, tests: list[str], limit: float) -> str | None:
   """What fails first in a copy: a test, or how pytest ends; None if nothing fails. No `tests` are all of them."""
   options = {
@@ -92,16 +114,15 @@ def find_failure(root: pathlib.Path, tests: list[str], limit: float) -> str | No
     )
     try:
       status = process.wait(limit)
-    except subprocess.TimeoutExpired:
-      return f"the limit of {limit:g} s"
     finally:
       with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
       process.wait()
     output.seek(0)
-    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output.read(), re.MULTILINE)
+    text = output.read()
   if status in (4, 5):
-    raise ValueError(f"`make test` does not run all of {', '.join(tests)}")
+    raise NoSuchTests(f"`make test` does not run all of {', '.join(tests)}")
+  failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
   return failed[1] if failed else f"status {status} of pytest" if status else None
 
 
@@ -110,9 +131,12 @@ def kill(mutant: Mutant, whole: bool) -> bool:
   start = time.monotonic()
   with copy_tree() as root:
     (root / mutant.file).write_text(mutant.text())
-    failure = None if whole else find_failure(root, mutant.tests, LIMIT)
-    late = "" if failure or whole else ", and by none of the tests that it names,"
-    failure = failure or find_failure(root, [], WHOLE_LIMIT)
+    try:
+      failure = None if whole else find_failure(root, mutant.tests, LIMIT)
+      late = "" if failure or whole else ", and by none of the tests that it names,"
+      failure = failure or find_failure(root, [], WHOLE_LIMIT)
+    except subprocess.TimeoutExpired as error:
+      failure, late = f"the limit of {error.timeout:g} s", ""
   outcome = f"killed by {failure}{late}" if failure else "SURVIVED"
   print(
     f"{mutant.number} {mutant.file}, {mutant.what}: {outcome} in {time.monotonic() - start:.0f} s",
@@ -145,6 +169,104 @@ def check_original(mutants: list[Mutant], whole: bool) -> None:
       sys.exit(f"error: without a defect the tests end by {failure}")
 
 
+def find_by_name(file: str) -> list[str]:
+  """The doctests of a module, and the test files with its name, else all of its folder."""
+  parts = pathlib.PurePath(file).relative_to("jaxsparse").with_suffix("").parts
+  names = ["door" if part == "__init__" else part for part in parts]
+  folder = ROOT / "tests" / names[0]
+  candidates = [*folder.glob("*_test.py"), *folder.parent.glob(f"{names[0]}*_test.py")]
+  named = [test for test in candidates if test.stem.removesuffix("_test") in names]
+  return [file, *sorted(str(test.relative_to(ROOT)) for test in named or candidates)]
+
+
+def read_map(root: pathlib.Path, flags: list[str]) -> list[reach.Test]:
+  """The tests of the map that pytest finds in a copy."""
+  tests = reach.read()
+  files = {test.test.partition("::")[0] for test in tests} - {*CHECK_SOURCES}
+  there = sorted(file for file in files if (root / file).exists())
+  if not there:
+    return []
+  found = subprocess.run(
+    [*PYTEST, *flags, "--collect-only", *there],
+    cwd=root,
+    env=os.environ | {"PYTHONPATH": str(root)},
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  names = {*found.stdout.splitlines()}
+  return [test for test in tests if test.test in names]
+
+
+class Drawn(NamedTuple):
+  """A drawn change, the tests that it runs, and which these are."""
+
+  mutation: mutations.Mutation
+  tests: list[str]
+  which: str
+
+
+def choose_tests(
+  mutation: mutations.Mutation, tests: list[reach.Test], limit: float
+) -> Drawn:
+  """The quickest tests of a map that run the line of a change, `limit` seconds of them."""
+  found, unit = reach.reaching(tests, mutation.file, mutation.statement)
+  if not found:
+    named = find_by_name(mutation.file)
+    return Drawn(mutation, named, ", ".join(named))
+  seconds = itertools.accumulate(test.seconds for test in found)
+  count = max(1, sum(until <= limit for until in seconds))
+  which = f"{count} of {len(found)} tests that run its {unit}"
+  return Drawn(mutation, [test.test for test in found[:count]], which)
+
+
+def judge(drawn: Drawn, root: pathlib.Path, flags: list[str], limit: float) -> str:
+  """Runs the tests of a drawn change in a copy, which it restores; prints and returns the outcome."""
+  mutation, tests, which = drawn
+  start = time.monotonic()
+  (root / mutation.file).write_bytes(mutation.text())
+  try:
+    failure = find_failure(root, [*flags, *tests], limit)
+    outcome = "killed" if failure else "SURVIVED"
+    by = f"by {failure}" if failure else which
+  except (NoSuchTests, subprocess.TimeoutExpired) as error:
+    outcome = "undecided"
+    by = f"by {which}: {type(error).__name__}"
+  finally:
+    shutil.copy2(ROOT / mutation.file, root / mutation.file)
+  print(f"{mutation}: {outcome} {by} ({time.monotonic() - start:.0f} s)", flush=True)
+  return outcome
+
+
+def run_drawn(options: argparse.Namespace) -> None:
+  """Draws changes and runs their tests until the time is over."""
+  end = time.monotonic() + 60 * options.minutes
+  flags = [f"--timeout={HANGS}", *(["-m", ""] if options.long else [])]
+  drawn = mutations.draw(options.draw, options.seed, options.mutants)
+  roots = queue.SimpleQueue()
+  with contextlib.ExitStack() as copies:
+    for _ in range(options.jobs):
+      roots.put(root := copies.enter_context(copy_tree()))
+    tests = read_map(root, flags)
+    print(f"{len(tests)} tests of {reach.MAP}" if tests else "no map, tests by name")
+
+    def run(mutation: mutations.Mutation) -> str:
+      left = end - time.monotonic()
+      if left <= 0:
+        return "not run"
+      chosen = choose_tests(mutation, tests, options.limit)
+      root = roots.get()
+      try:
+        return judge(chosen, root, flags, min(left, SLOWER * options.limit))
+      finally:
+        roots.put(root)
+
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
+      outcomes = collections.Counter(threads.map(run, drawn))
+  counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+  print(f"{len(drawn)} changes of seed {options.seed}: {counts}")
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(
     prog="python -m tests.mutants", description=__doc__.partition("\n")[0]
@@ -165,7 +287,26 @@ def main() -> None:
     action="store_true",
     help="do not test the package without a defect first",
   )
+  parser.add_argument(
+    "--draw", type=int, metavar="N", help="N changes drawn at random, not the list"
+  )
+  parser.add_argument("--seed", default="0", help="of what is drawn (%(default)s)")
+  parser.add_argument(
+    "--minutes", type=float, default=60, help="for all drawn changes (%(default)s)"
+  )
+  parser.add_argument(
+    "--limit",
+    type=float,
+    default=60,
+    help="seconds of tests for a drawn change, as the map has them (%(default)s)",
+  )
+  parser.add_argument(
+    "--long", action="store_true", help="tests marked long as well, if the map has them"
+  )
   options = parser.parse_args()
+  if options.draw:
+    run_drawn(options)
+    return
   is_wanted = lambda one, name: (
     str(one.number) == name if name.isdecimal() else name in one.file
   )

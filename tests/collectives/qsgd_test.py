@@ -12,7 +12,7 @@ import jaxsparse as js
 from jaxsparse.collectives import qsgd
 from jaxsparse.collectives.qsgd import Layout, count_levels, decode, draw_noise
 from jaxsparse.sparse import noise
-from tests.cases import normals, quick_of
+from tests.cases import normals, quick_of, row
 from tests.reference import rounding
 
 
@@ -73,6 +73,17 @@ def test_the_mean_over_seeds_is_the_gradient(levels):
   assert np.abs(values - grads).max() <= np.linalg.norm(grads) / levels * (1 + 2**-14)
 
 
+@pytest.mark.parametrize("levels", [1, 3, 4, 127])
+def test_a_scale_is_rounded_up_so_that_its_products_with_levels_are_exact(levels):
+  for seed in range(4):
+    x = normals(seed, 1, 50)[0]
+    scale = np.asarray(qsgd.scale_of(x, levels))
+    exact = np.linalg.norm(x.astype(np.float64)) / levels
+    assert exact <= scale < exact * 1.001
+    level = np.arange(levels + 1, dtype=np.float32)
+    np.testing.assert_array_equal(scale * level, np.float64(scale) * level)
+
+
 @pytest.mark.parametrize(
   "levels", quick_of([1, 2, 7, 127, 128, 40_000, 2**23], quick=[2**23])
 )
@@ -118,13 +129,22 @@ def test_noise_is_uniform_and_differs_between_rows_workers_and_steps():
   assert np.abs(apart).max() < 5 / np.sqrt(25_000)
 
 
-# One block of the wire less an entry, one, more than two.
-@pytest.mark.long
+# One block of the wire less an entry, one, more than two; short blocks, with words and
+# entries that are left.
 @pytest.mark.parametrize(
-  ("n", "levels"),
-  [*itertools.product([131_071, 131_072, 300_003], [127, 130])],
+  ("n", "levels", "block"),
+  [
+    *(
+      row(n, levels, qsgd._BLOCK)
+      for n, levels in itertools.product([131_071, 131_072, 300_003], [127, 130])
+    ),
+    row(1007, 127, 50, quick=True),
+  ],
 )
-def test_long_gradients_are_sent_in_pieces_to_within_a_level(n, levels):
+def test_long_gradients_are_sent_in_pieces_to_within_a_level(
+  n, levels, block, monkeypatch
+):
+  monkeypatch.setattr(qsgd, "_BLOCK", block)
   workers, grads = 3, normals(0, 3, n)
   out = js.simulate("qsgd", grads, levels=levels)
   layout = Layout.of(n, js.make_collective("qsgd", levels=levels).bits, workers)

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsparse as js
+from jaxsparse.collectives._messages import Writer
+from jaxsparse.sparse.codec import codec_of
 from tests.cases import WORKERS, check_steps, integers, normals, quick_of
 from tests.reference import spardl_options, topk
 
@@ -123,3 +125,10 @@ def test_noise_differs_between_workers_and_steps():
   )
   assert np.abs(first.residuals[0] - first.residuals[1]).max() > half_a_level
   assert np.abs(first.residuals - second.residuals).max() > half_a_level
+
+
+def test_words_used_of_two_words_an_entry_are_exact():
+  """Also where float32 holds no odd numbers, and at most as many as u32 holds."""
+  writer = Writer(codec_of("f32", 2**31 - 1))
+  for entries, words in ((2**24 + 1, 2**25 + 2), (2**31 - 1, 2**32 - 2)):
+    assert int(writer.words_used(jnp.int32(entries), capacity=2**20)) == words

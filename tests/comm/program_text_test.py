@@ -108,6 +108,16 @@ def test_another_program_has_another_text(change):
   )
 
 
+def test_functions_among_parameters_are_known_by_their_names():
+  def text(name):
+    policy = lambda *_, **__: False
+    policy.__name__ = name
+    program = jax.checkpoint(jnp.sin, policy=policy)
+    return ProgramText(jax.make_jaxpr(program)(1.0)).digest
+
+  assert text("save_nothing") == text("save_nothing") != text("save_some")
+
+
 def test_ranks_of_mpi_differ_in_their_number_and_in_whom_they_send_to():
   def text(rank, kept, factor=1):
     send = functools.partial(

@@ -529,3 +529,22 @@ def test_repetitions_end_with_their_share_of_the_seconds(budget, timed, monkeypa
     engine, watch, js.make_collective("dense"), grads, 9, budget=budget
   )
   assert (seconds, len(runs)) == (1.0, 2 + timed)  # with two of warm-up
+
+
+def test_the_costs_of_an_all_reduce_are_for_each_message_and_byte(monkeypatch):
+  """Of 6 workers 2·3 messages, and of 600 numbers of 2 bytes 1000 numbers to and fro."""
+  monkeypatch.setattr(
+    calibration._Meter, "_measure_line", lambda *_: (0.6, 600, 9.0, 4.0)
+  )
+  engine = engine_of(js.SimComm("workers", members=6), "workers")
+  meter = calibration._Meter(engine, "workers", n=600, repetitions=1)
+  assert meter.measure_all_reduce(jnp.bfloat16) == pytest.approx((0.1, 4.0 / 2000))
+
+
+def test_seconds_inside_a_worker_are_for_each_message_and_byte():
+  wide = dataclasses.replace(PROFILE, devices=4, inside_alpha=1e-6, inside_beta=1e-10)
+  params = {"whole": jnp.zeros(400)}
+  cost = count_inside(params, devices=4)
+  assert js.costs.advise(params, wide).best.inside == pytest.approx(
+    1e-6 * cost.messages + 1e-10 * cost.bytes
+  )

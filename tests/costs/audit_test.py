@@ -124,6 +124,9 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   %t = (u32[6]{0}, u32[6]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{1,3}}
   %u = u32[6]{0} collective-permute-done(%t)
   %v = f32[4]{0} reduce-scatter(%x), replica_groups={{0,2},{1,3}}, dimensions={0}
+  %k = f32[] all-reduce(%y), replica_groups={{0,2},{1,3}}, to_apply=%add
+  %l = f32[] all-reduce(%y), replica_groups={}, to_apply=%add
+  %m = f32[] all-reduce(%y), to_apply=%add
   %j = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=2] {'a'}, to_apply=%add
   ROOT %i = f32[8]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
 }
@@ -141,10 +144,13 @@ def test_loops_branches_asynchronous_pairs_and_all_notations():
     ("collective-permute", 6 * 4),
     ("reduce-scatter", 4 * 4),
     ("all-gather", 8 * 2 / 2),
+    ("all-reduce", 4),  # of one number, which is not scattered
+    ("all-reduce", 4 / 2),  # of all devices
+    ("all-reduce", 4 / 2),
   ]
   assert found.operations[0].source == "/home/user/train.py:7"
   assert "160  all-reduce f32[8]  /home/user/train.py:7" in str(found)
-  assert js.costs.audit(TEXT, mesh, "model").bytes == 8 * 4 + 8 * 4
+  assert js.costs.audit(TEXT, mesh, "model").bytes == 8 * 4 + 8 * 4 + 2 * 4 / 2
   with pytest.raises(NotImplementedError, match="replica_groups=.<all>.* not known"):
     js.costs.audit(TEXT.replace("mesh['a'=2,'b'=2]", "<all>"), mesh)
 

@@ -1,6 +1,7 @@
 """What members claim: numbers of rounds, weights, times. The server believes what can be, and names who says more."""
 
 import logging
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,11 @@ class Server(Hub):
     self.now = 0.0
 
   def hello(self, worker, position=START, value=0, **connection):
-    alike = ALIKE._replace(run=self.server._run)
+    # Anybody can chain more rounds to those that the server has.
+    lineage = self.server._quorum.lineage
+    for number in range(min(position.round - lineage.round, 300)):
+      lineage = lineage.after(number)
+    alike = ALIKE._replace(run=self.server._run, lineage=lineage.ids)
     facts = {"position": position, "alike": alike, "address": f"tcp://h:{worker + 1}"}
     self.say(WorkerMessage.HELLO, worker, value, **facts, **connection)
     return self.answers[connection.get("connection", b"%d" % worker)]
@@ -243,7 +248,9 @@ def test_a_worker_without_a_quorum_waits_longest_at_the_first_server():
   now = 0.0
   quiet = lambda *_: None
   place = Membership(0, "tcp://h:1", 10.0, 0.0, quiet, quiet, quiet, 5.0)
-  protocol = RoundProtocol(place, None, 4, switch=lambda: visits.append(now), servers=2)
+  exchange = types.SimpleNamespace(lineage=())
+  switch = lambda: visits.append(now)
+  protocol = RoundProtocol(place, exchange, 4, switch=switch, servers=2)
   sizes = {"limit": 5.0, "grace": 1.0, "sizes": [2, 3], "donor": None, "number": 0}
   last = {"round": 0, "base": 0, "digest": 0, "run": 1}
   while len(visits) < 6:

@@ -6,8 +6,11 @@
 """
 
 import collections
+import types
 from random import Random
+from unittest import mock
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +27,7 @@ from jaxsparse.partial.net.messages import (
   Signal,
   WorkerMessage,
 )
+from jaxsparse.partial.rounds import processes
 from jaxsparse.partial.rounds.exchanger import Done
 from jaxsparse.partial.rounds.lead import LeadProtocol, _digest_of
 from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
@@ -280,6 +284,15 @@ def test_training_begins_when_a_donor_has_given_all_parts_the_anchor_of_one_roun
   assert alone.replies == [newest]
 
 
+def test_a_lead_hears_no_process_that_is_not_one_of_its_parts():
+  alone = Alone()
+  alone.to_parts.clear()
+  alone.hear(7, WorkerMessage.HELLO, address="tcp://a:8")
+  alone.hear(0, WorkerMessage.HELLO, address="tcp://a:1")
+  assert alone.to_parts == []
+  assert alone.lead.others.known.keys() == {1, 2}
+
+
 def test_a_worker_that_joins_again_says_for_how_long_its_parts_have_waited_for_an_anchor():
   alone = Alone(donor="tcp://b:1,tcp://b:2,tcp://b:3")
   assert alone.hello.value == 0
@@ -384,3 +397,20 @@ def test_the_parts_of_a_worker_go_from_round_to_round_together_and_nothing_is_lo
     assert len(
       [process for process in network.living() if process.number == number]
     ) in (0, parts)
+
+
+@pytest.mark.parametrize(("part", "kind"), [(0, LeadProtocol), (1, PartProtocol)])
+def test_the_protocol_of_each_part_has_its_membership_and_exchange(
+  part, kind, monkeypatch
+):
+  addresses = ["tcp://a:1", "tcp://a:2"]
+  monkeypatch.setattr(processes, "_meet", lambda _: addresses)
+  quiet = lambda *_: None
+  membership = Membership(
+    0, addresses[part], TIMEOUT, 0.0, quiet, quiet, quiet, TIMEOUT
+  )
+  endpoint, exchange = mock.Mock(address=addresses[part]), mock.Mock()
+  place = types.SimpleNamespace(parts=2, part=part)
+  protocol = processes.make_protocol(place, endpoint, membership, exchange, 4, 1)
+  assert type(protocol) is kind
+  assert (protocol.membership, protocol.exchange) == (membership, exchange)

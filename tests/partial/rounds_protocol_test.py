@@ -784,6 +784,7 @@ class Pieces:
 
   digest = 7
   lineage = ()
+  is_dropped = False
 
   def begin(self, group):
     self.group, self.received = group, []
@@ -796,14 +797,15 @@ class Pieces:
     return RoundPosition(1, self.group.number)
 
   def drop(self):
-    pass
+    self.is_dropped = True
 
 
-def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
-  """The stand in a signal names a last round only while the worker does not know whether it counts."""
-  signals, quiet = [], lambda *_: None
+def protocol_in_a_round(signals):
+  """The protocol of worker 0, in round 5 with worker 1, and its exchange."""
+  quiet = lambda *_: None
   place = Membership(0, "tcp://a", TIMEOUT, 0.0, signals.append, quiet, quiet, TIMEOUT)
-  protocol = RoundProtocol(place, Pieces(), 4, quiet)
+  exchange = Pieces()
+  protocol = RoundProtocol(place, exchange, 4, quiet)
   options = {
     "grace": GRACE,
     "sizes": [1, 2],
@@ -827,6 +829,16 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
     ),
     Request(WorkerMessage.READY, weight=1),
     Answer(ServerMessage.GROUP, {**group, "addresses": {0: "tcp://a", 1: "tcp://b"}}),
+  ):
+    protocol.handle(event, 0.0)
+  return protocol, exchange
+
+
+def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
+  """The stand in a signal names a last round only while the worker does not know whether it counts."""
+  signals = []
+  protocol, _ = protocol_in_a_round(signals)
+  for event in (
     Done(5, 7),
     Answer(
       ServerMessage.ABORT, {"number": 5, "worker": 1, "reason": "worker 1 is lost"}
@@ -840,6 +852,17 @@ def test_a_round_that_is_aborted_after_its_result_is_not_asked_about():
     WorkerMessage.READY,
   ]
   assert ready.position == RoundPosition()
+
+
+@pytest.mark.parametrize("has_result", [False, True])
+def test_a_round_without_a_server_is_dropped_unless_it_may_count(has_result):
+  protocol, exchange = protocol_in_a_round([])
+  if has_result:
+    protocol.handle(Done(5, 7), 0.0)
+  for second in range(int(LIMIT) + 2):
+    assert not exchange.is_dropped
+    protocol.tick(float(second))
+  assert exchange.is_dropped == (not has_result)
 
 
 class Complaining(Pieces):

@@ -1,11 +1,13 @@
 """The server and workers over real sockets: TCP, CURVE keys, and connections that break."""
 
 import contextlib
+import importlib
 import resource
 import subprocess
 import sys
 import time
 from concurrent import futures
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ import zmq
 
 import jaxsparse as js
 from jaxsparse.partial.__main__ import main
+from jaxsparse.partial.groups.controller import Controller
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.messages import (
@@ -23,6 +26,7 @@ from jaxsparse.partial.net.messages import (
   Signal,
   WorkerMessage,
 )
+from jaxsparse.partial.rounds.quorum import Quorum
 from tests.launch_test import soon
 
 ADDRESS = "tcp://127.0.0.1:9"
@@ -273,6 +277,47 @@ def test_the_command_line(tmp_path, monkeypatch):
     match="^error: controller: group_size=3, choose a whole number from 2 to 2$",
   ):
     main()
+
+
+@pytest.mark.parametrize(
+  ("controller", "options"),
+  [
+    (
+      Controller,
+      {
+        "group_size": 2,
+        "weights": "dynamic",
+        "decay": 0.25,
+        "missing": "initial",
+        "history": 3,
+      },
+    ),
+    (Quorum, {"quorum": 2, "grace": 3.5}),
+  ],
+)
+def test_the_command_takes_the_options_of_both_controllers(
+  controller, options, monkeypatch
+):
+  command = importlib.import_module("jaxsparse.partial.__main__")
+  made = mock.create_autospec(controller)
+  monkeypatch.setattr(command, controller.__name__, made)
+  monkeypatch.setattr(command, "Server", mock.Mock())
+  words = [f"--{name}={value}" for name, value in options.items()]
+  monkeypatch.setattr(sys, "argv", ["jaxsparse.partial", "--workers=4", *words])
+  command.main()
+  made.assert_called_once_with(workers=4, **options)
+
+
+def test_a_connection_that_takes_no_message_is_forgotten_with_its_monitor():
+  network, lost = mock.Mock(), mock.Mock()
+  socket = network.client.return_value
+  socket.send_multipart.side_effect = zmq.Again
+  peers = sockets.Peers(network, 100, mock.Mock(), lost)
+  piece = Piece(PieceKind.MESSAGE, 1, 0, np.zeros(2, np.float32))
+  peers.send(ADDRESS, piece)
+  monitor = socket.get_monitor_socket.return_value
+  assert network.forget.mock_calls == [mock.call(socket), mock.call(monitor)]
+  lost.assert_called_once_with(ADDRESS)
 
 
 def test_a_worker_with_keys_of_its_own_cannot_speak_for_another_one(socket):

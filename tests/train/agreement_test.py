@@ -137,3 +137,10 @@ def test_a_leaf_of_the_batch_without_entries():
     lambda p, b: jnp.sum(p * b[0].mean()), jnp.ones(2), batch, sim(3)
   )
   assert found.own == found.dealt == 1
+
+
+def test_under_a_trace_it_is_refused():
+  batch = np.zeros((6, N), np.float32)
+  under_a_trace = jax.jit(lambda x: js.agreement(quadratic, x, batch, mesh_of(3)))
+  with pytest.raises(ValueError, match=r"js.agreement: called under a trace"):
+    under_a_trace(jnp.zeros(N))

@@ -157,6 +157,26 @@ def test_totals_go_on_from_the_worker_that_has_sent_most():
   assert (after.total_words.tolist(), after.total_wraps.tolist()) == ([2, 2], [1, 1])
 
 
+def test_other_workers_have_the_mean_of_moments_and_the_latest_count():
+  """Counts differ where a worker has skipped steps of its own."""
+  tx = js.local_steps(optax.adam(0.1), chain(js.topka_transform(sim(3), k=3)), every=2)
+  state = js.init(tx, PARAMS, sim(3))
+  counts = jnp.array([4, 7, 5], jnp.int32)
+  rows = jnp.arange(3.0)
+
+  def trained(leaf):
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+      return counts
+    return leaf + rows.reshape(3, *[1] * (leaf.ndim - 1))
+
+  state = state._replace(inner=jax.tree.map(trained, state.inner))
+  with pytest.warns(UserWarning, match="go on from the mean of those of the 3 workers"):
+    inner = js.resize(state, PARAMS, sim(2)).inner
+  moments, count = inner[0].mu, inner[0].count
+  assert count.tolist() == [7, 7]
+  assert all((np.asarray(leaf) == 1.0).all() for leaf in jax.tree.leaves(moments))
+
+
 PLAN = js.overlap.plan(
   "wfbp", [1.0] * 4, [12, 80, 4, 160], alpha=1e-3, beta=1e-8, gamma=1.0
 )
@@ -508,6 +528,8 @@ def test_parameters_that_are_one_array_change_between_exchanges_too():
   state = js.convert(js.init(chain(1), params, sim(2)), chain(2), params, sim(2))
   np.testing.assert_array_equal(state.moved, np.zeros((2, 8)))
   assert js.convert(state, chain(1), params, sim(2)).moved == ()
+  with pytest.raises(ValueError, match="workers have moved since the last exchange"):
+    js.convert(state._replace(moved=state.moved + 1), chain(1), params, sim(2))
 
 
 def masked_of(one):

@@ -110,6 +110,19 @@ def test_flush_of_local_steps_leaves_what_the_dtype_cannot_hold(dtype, value):
   assert float(update[0]) + np.asarray(state.moved, np.float64).mean() == moved
 
 
+def test_an_exchange_of_local_steps_keeps_what_the_dtype_cannot_hold_once():
+  """Two steps move 1 + 2⁻¹⁰, of which bfloat16 holds 1: the rest is in `moved`, and not in the residual too."""
+  outer = optax.chain(js.topka_transform(sim(2), k=1), optax.sgd(1.0))
+  tx = js.local_steps(optax.sgd(1.0), outer, every=2)
+  step, params, state = start(tx, sim(2), jnp.zeros(1, jnp.bfloat16))
+  for moved in (1.0, 2**-10):
+    params, state, _ = step(params, state, np.full((2, 1), moved, np.float32))
+  assert float(params[0]) == -1.0
+  np.testing.assert_array_equal(state.moved, [[2**-10]] * 2)
+  (outer_state,) = state.outer
+  assert not np.any(outer_state[0].carried.residual[0])
+
+
 @pytest.mark.parametrize(
   ("dtype", "like"),
   [(jnp.float16, np.float16), (jnp.bfloat16, ml_dtypes.bfloat16)],

@@ -59,6 +59,9 @@ def test_exchanging_every_step_what_sgd_moved_has_the_bits_of_the_plain_chain():
       (params2, state2.outer[0][0].carried, state2.outer[0][1]),
       (params, state[0].carried, state[1]),
     )
+  # Momentum moves nothing more where nothing is left to exchange.
+  before = jax.tree.map(jnp.copy, (params2, state2))
+  assert_same_bits(step2.synchronize(params2, state2), before)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +190,10 @@ def test_diloco_in_numpy():
   "applied", quick_of([False, True], quick=[False]), ids=["hidden", "applied"]
 )
 def test_a_schedule_has_the_bits_of_constant_periods_one_after_the_other(applied):
-  """An H that grows, one that shrinks, which is 1 at least; a skipped step counts in none."""
+  """An H that grows, one that shrinks, which is 1 at least; a skipped step counts in none.
+
+  The schedule changes within a period, which keeps the H of its beginning.
+  """
   outer = optax.chain(TOPKA(sim(3)), optax.sgd(1.0))
   make = lambda every: start(
     js.local_steps(
@@ -197,7 +203,7 @@ def test_a_schedule_has_the_bits_of_constant_periods_one_after_the_other(applied
     quadratic,
   )
   constant = {every: make(every)[0] for every in (2, 4)}  # which have the same states
-  schedule = lambda step: jnp.where(step < 4, 2.9, jnp.where(step < 11, 4.5, -1.0))
+  schedule = lambda step: jnp.where(step < 3, 2.9, jnp.where(step < 10, 4.5, -1.0))
   step, params, state = make(schedule)
   params2, state2 = params, state
   exchanged, periods = [], [2, 2, 4, 4]
@@ -213,6 +219,7 @@ def test_a_schedule_has_the_bits_of_constant_periods_one_after_the_other(applied
       periods = periods[int(state2.since) == 0 :]
     assert bool(metrics.skipped) == (number == 7)
   assert exchanged == [2, 4, 9, 13, 14]
+  assert int(js.metrics(state).skipped_steps) == 1
 
 
 def test_in_a_step_of_ones_own():
@@ -542,6 +549,7 @@ def test_a_state_of_other_workers_is_refused_by_their_number():
   )
   for use in (
     step,
+    lambda params, state, _: step.synchronize(params, state),
     stacked.value_and_grad(loss),
     lambda *_: stacked.update(jnp.zeros((2, N)), state, params),
   ):
