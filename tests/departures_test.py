@@ -26,7 +26,7 @@ KINDS = {
     case.name, comm, **case.config(density=0.5)
   )
   for case in FEWER
-  if case.make(density=0.5).replicates and "teams" not in str(case)
+  if case.make(density=0.5).traits.replicates and "teams" not in str(case)
 }
 KINDS |= {
   "momentum_corrected": lambda comm: js.momentum_corrected(

@@ -164,7 +164,7 @@ class RoundServer:
       return
     member = self.members.find(connection, worker)
     has_moved_on = signal.position[:2] != member.position[:2]
-    is_known = signal.position.round <= self._quorum.position.round
+    is_known = 0 < signal.position.round <= self._quorum.position.round
     if member.fetches_since is not None and has_moved_on and is_known:
       member.fetch_seconds = self.members.now - member.fetches_since
       member.fetches_since = None
