@@ -20,8 +20,8 @@ from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, schedules, varying
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
-from jaxsparse.sparse.codec import Codec, codec_of
-from jaxsparse.sparse.values import FORMATS, Wire
+from jaxsparse.sparse.codec import FORMATS, Codec, codec_of
+from jaxsparse.sparse.values import Wire
 from jaxsparse.types import Comm, Sparse, State, saturated, saturated_product
 
 _NOT_FINITE = jnp.iinfo(jnp.int32).max
@@ -197,11 +197,11 @@ def send_up_to(
 class EncodingCollective(SparseCollective):
   """A sparse collective whose messages have a wire format, one of `sparse.values.FORMATS`."""
 
-  wire: Wire = "f32"
+  wire: Wire = "coo"
 
   @property
   def scaled(self) -> bool:
-    return FORMATS[self.wire].scaled
+    return FORMATS[self.wire].row_words > 0
 
   @property
   def first_step(self) -> Any:

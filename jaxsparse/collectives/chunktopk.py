@@ -17,8 +17,8 @@ from jaxsparse.collectives._messages import Writer, words_of
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.chunks import top_k_of_chunks
-from jaxsparse.sparse.codec import codec_of
-from jaxsparse.sparse.two_bit import LONGEST
+from jaxsparse.select.exact import SHORT
+from jaxsparse.sparse.codec import FORMATS, codec_of
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
 
 
@@ -52,9 +52,9 @@ class ChunkTopk(SparseCollective):
   """
 
   chunk: int = 4096
-  wire: Literal["f32", "2bit"] = "f32"
+  wire: Literal["f32", "int4", "2bit"] = "f32"
   combine: Literal["workers", "contributors"] = "workers"
-  ranges = (("chunk", 1, LONGEST),)
+  ranges = (("chunk", 1, SHORT),)
 
   @property
   def conserves(self) -> bool:
@@ -62,7 +62,7 @@ class ChunkTopk(SparseCollective):
 
   @property
   def scaled(self) -> bool:
-    return self.wire == "2bit"
+    return FORMATS[self.wire].row_words > 0
 
   def chunks(self, n: int) -> tuple[int, int, int]:
     """The number of chunks, their length, and the entries that each sends."""
