@@ -38,9 +38,10 @@ class ChunkTopk(SparseCollective):
 
   Args:
     chunk: entries of a chunk, 1 … 16384.
-    wire: the format of an entry. "f32" is an index and a value, two words. "2bit" is
-      half a word: a position and the number of one of four values, the means of bins of
-      1.5 standard deviations of the values that the chunk sends (SparseLoCo).
+    wire: the format of a value; indices are sent as a set, in 8 bits each at 64 of
+      4,096. "f32" sends values unchanged. "2bit" sends the number of one of four
+      values, the means of bins of 1.5 standard deviations of the values that the chunk
+      sends (SparseLoCo); "int4" sends a sign and the number of one of 7 magnitudes.
     combine: "workers" is the sum over workers. "contributors", of the authors' codes,
       is P times the mean over the workers that sent an index: it does **not** conserve
       (Law C), where few send it, it is up to P times as large.
