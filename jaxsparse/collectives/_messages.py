@@ -206,11 +206,12 @@ def send_up_to(
 class EncodingCollective(SparseCollective):
   """A sparse collective whose messages have a wire format, one of `sparse.values.FORMATS`."""
 
-  wire: Wire = "f32"
+  wire: Wire = "coo"
 
   @property
   def traits(self) -> Traits:
-    return dataclasses.replace(super().traits, scaled=FORMATS[self.wire].scaled)
+    has_scale = FORMATS[self.wire].row_words > 0
+    return dataclasses.replace(super().traits, scaled=has_scale)
 
   @property
   def first_step(self) -> Any:

@@ -17,8 +17,9 @@ from jaxsparse.collectives._messages import Writer, words_of
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.chunks import top_k_of_chunks
+from jaxsparse.select.exact import SHORT
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.sparse.two_bit import LONGEST
+from jaxsparse.sparse.values import FORMATS
 from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
 
 
@@ -38,9 +39,10 @@ class ChunkTopk(SparseCollective):
 
   Args:
     chunk: entries of a chunk, 1 … 16384.
-    wire: the format of an entry. "f32" is an index and a value, two words. "2bit" is
-      half a word: a position and the number of one of four values, the means of bins of
-      1.5 standard deviations of the values that the chunk sends (SparseLoCo).
+    wire: the format of a value; indices are sent as a set, in 8 bits each at 64 of
+      4,096. "f32" sends values unchanged. "2bit" sends the number of one of four
+      values, the means of bins of 1.5 standard deviations of the values that the chunk
+      sends (SparseLoCo); "int4" sends a sign and the number of one of 7 magnitudes.
     combine: "workers" is the sum over workers. "contributors", of the authors' codes,
       is P times the mean over the workers that sent an index: it does **not** conserve
       (Law C), where few send it, it is up to P times as large.
@@ -52,14 +54,16 @@ class ChunkTopk(SparseCollective):
   """
 
   chunk: int = 4096
-  wire: Literal["f32", "2bit"] = "f32"
+  wire: Literal["f32", "int4", "2bit"] = "f32"
   combine: Literal["workers", "contributors"] = "workers"
-  ranges = (("chunk", 1, LONGEST),)
+  ranges = (("chunk", 1, SHORT),)
 
   @property
   def traits(self) -> Traits:
     return dataclasses.replace(
-      super().traits, conserves=self.combine == "workers", scaled=self.wire == "2bit"
+      super().traits,
+      conserves=self.combine == "workers",
+      scaled=FORMATS[self.wire].row_words > 0,
     )
 
   def chunks(self, n: int) -> tuple[int, int, int]:

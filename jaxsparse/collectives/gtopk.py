@@ -51,6 +51,9 @@ class GTopk(SelectingCollective):
     acc = LazySum((grads, state.residual))
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     chosen, selected, memory = self.choose(acc, state.worker)
+    if self.selection.one_per_chunk:
+      # Messages have entries in the order of their indices.
+      chosen = sparse.as_row(sparse.merge(chosen, n))
     total, returned = self._merge(comm, chosen, writer, n)
     residual = pending_returned(acc, total.indices, chosen.indices, returned)
     counters = self.count(comm, n, selected=selected, delivered=sparse.count(total, n))

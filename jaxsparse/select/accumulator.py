@@ -95,7 +95,7 @@ class TopKAccumulator:
     )
 
   def largest(self, first: int, last: int) -> Sparse:
-    """The entries to send of rows first … last − 1, [last − first, k]."""
+    """The entries to send of rows first … last − 1, [last − first, k], indices ascending."""
     blocks = self.blocks
     rows = last - first
     least = None if self.least is None else self.least[first:last]
@@ -132,6 +132,9 @@ class TopKAccumulator:
 
     read = functools.partial(self._read_at, first=first)
     indices = exact.search_among(candidates, read, blocks, search_all, least)
+    if self.new and first == 0:
+      # Candidates that were received follow those of this worker.
+      indices = jnp.sort(indices, axis=1)
     return Sparse(indices, self._read_at(indices, first))
 
   def add(self, entries: Sparse) -> Self:

@@ -1,6 +1,7 @@
-"""Formats of the values of a message: unchanged, rounded to bf16, or rounded at random to one of 255 levels.
+"""Formats of the values of a message: what a value is rounded to, and its bits on the wire.
 
-A new format is a class here, and its name in `Wire` and `FORMATS`.
+A new format is a class here, and its name in `Wire` and `FORMATS`; `codec` writes what
+has fewer than 8 bits.
 """
 
 import dataclasses
@@ -10,6 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.sparse.sums import round_mantissa_up
+from jaxsparse.sparse.tables import (
+  BINS,
+  MAGNITUDES,
+  SIGN,
+  quantize,
+  quantize_magnitudes,
+)
 
 _LEVELS = 127
 
@@ -18,14 +26,16 @@ _LEVELS = 127
 class Values:
   """Unchanged values, and the base of formats that round.
 
+  A format with fewer than 8 bits gives numbers of `bits` bits, which the codec packs.
+
   Attributes:
-    bytes: size of a value, a whole number.
-    scaled: whether each row has a scale, one more word.
+    bits: of a value.
+    row_words: words beside the values of each row, such as a scale.
     rounds: whether values are rounded.
     draws: whether rounding is random and needs noise.
   """
 
-  bytes, scaled, rounds, draws = 4, False, False, False
+  bits, row_words, rounds, draws = 32, 0, False, False
 
   def write(
     self, values: jax.Array, noise: jax.Array | None
@@ -33,17 +43,20 @@ class Values:
     """Encodes f32[rows, c] values.
 
     Returns:
-      (values, scale): [rows, c] of any dtype, which codecs reorder and `read` converts
-      to f32; f32[rows], by which `read` multiplies, or None.
+      (codes, beside): [rows, c] of any dtype, and f32[rows, row_words] or None.
     """
     return values, None
+
+  def read(self, codes: jax.Array, beside: jax.Array | None) -> jax.Array:
+    """Decoded values, f32[rows, c], the same bits at the sender and at receivers."""
+    return codes.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16(Values):
   """The nearest bf16, ties to even; finite values stay finite, NaN and Inf stay unchanged."""
 
-  bytes, scaled, rounds, draws = 2, False, True, False
+  bits, row_words, rounds, draws = 16, 0, True, False
 
   def write(
     self, values: jax.Array, noise: jax.Array | None
@@ -67,37 +80,84 @@ class Int8(Values):
   values have the same bits with fused multiply-add and without.
   """
 
-  bytes, scaled, rounds, draws = 1, True, True, True
+  bits, row_words, rounds, draws = 8, 1, True, True
 
   def write(
     self, values: jax.Array, noise: jax.Array | None
   ) -> tuple[jax.Array, jax.Array | None]:
-    """(i8[rows, c], f32[rows])."""
+    """(i8[rows, c], f32[rows, 1])."""
     assert noise is not None, "levels are rounded with noise"
-    largest = _clamped(jnp.max(jnp.abs(values), axis=1))
+    largest = _clamped(jnp.max(jnp.abs(values), axis=1, keepdims=True))
     # Tested explicitly: XLA's maximum of thousands of values drops a NaN on CPU.
-    largest = jnp.where(jnp.isfinite(values).all(axis=1), largest, jnp.nan)
+    is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
+    largest = jnp.where(is_finite, largest, jnp.nan)
     scale = round_mantissa_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
-    level = jnp.floor(values / jnp.where(scale == 0, 1.0, scale)[:, None] + noise)
+    level = jnp.floor(values / jnp.where(scale == 0, 1.0, scale) + noise)
     return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), scale
+
+  def read(self, codes: jax.Array, beside: jax.Array | None) -> jax.Array:
+    """`level · scale`."""
+    assert beside is not None
+    return codes.astype(jnp.float32) * beside
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoBit(Values):
+  """Four bins by the standard deviation of a row (`quantize`), as published for SparseLoCo."""
+
+  bits, row_words, rounds, draws = 2, BINS, True, False
+
+  def write(
+    self, values: jax.Array, noise: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """(i32[rows, c] in 0 … 3, f32[rows, 4])."""
+    return quantize(values)
+
+  def read(self, codes: jax.Array, beside: jax.Array | None) -> jax.Array:
+    """The entry of the table that a code names."""
+    assert beside is not None
+    return jnp.take_along_axis(beside, codes.astype(jnp.int32), axis=1, mode="clip")
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Values):
+  """A sign, and 0 or one of 7 magnitudes (`quantize_magnitudes`): the nearest bin, not drawn."""
+
+  bits, row_words, rounds, draws = 4, MAGNITUDES, True, False
+
+  def write(
+    self, values: jax.Array, noise: jax.Array | None
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """(i32[rows, c] in 0 … 15, f32[rows, 7])."""
+    return quantize_magnitudes(values)
+
+  def read(self, codes: jax.Array, beside: jax.Array | None) -> jax.Array:
+    """`± table[number − 1]`, and 0 for number 0."""
+    assert beside is not None
+    codes = codes.astype(jnp.int32)
+    number = codes & (SIGN - 1)
+    slot = jnp.maximum(number - 1, 0)
+    magnitude = jnp.take_along_axis(beside, slot, axis=1, mode="clip")
+    # A NaN shows in the whole row, also where it is 0 or empty.
+    magnitude = jnp.where(number == 0, 0.0 * beside[:, :1], magnitude)
+    return jnp.where(codes >= SIGN, -magnitude, magnitude)
 
 
 Wire = Literal[
+  "coo",
   "f32",
   "bf16",
   "int8",
+  "int4",
 ]
 FORMATS: dict[str, Values] = {
+  "coo": Values(),
   "f32": Values(),
   "bf16": BFloat16(),
   "int8": Int8(),
+  "int4": Int4(),
+  "2bit": TwoBit(),
 }
-
-
-def read(values: jax.Array, scale: jax.Array | None) -> jax.Array:
-  """Decoded values, f32[rows, c]."""
-  values = values.astype(jnp.float32)
-  return values if scale is None else values * scale[:, None]
 
 
 def _clamped(x: jax.Array) -> jax.Array:

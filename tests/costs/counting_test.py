@@ -162,7 +162,7 @@ def test_bits_of_packed_messages_have_indices_of_31_bits_too(wire):
     indices = (most + 1) * bits if name == "topka" else r"\d{10,}"
     with pytest.raises(
       ValueError,
-      match=f"{workers} rows of .* take {indices} indices .* choose wire='f32'",
+      match=f"{workers} rows of .* take {indices} indices .* choose wire='coo'",
     ):
       js.costs.count(name, n=n, workers=workers, k=k, wire=wire)
 

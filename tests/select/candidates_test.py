@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from jaxsparse.select import exact, top_k
+from jaxsparse.select.accumulator import TopKAccumulator
 from jaxsparse.select.blocks import Blocks, LazySum
+from jaxsparse.types import Sparse
 from tests.cases import normals, row
 from tests.select.gradients import GRADIENTS, N, keys_in_numpy
 
@@ -105,3 +107,19 @@ def test_a_large_entry_in_a_word_of_two_blocks_is_found():
   x[1, 3] = 0.5
   select = jax.jit(lambda x: top_k(x, 300, method="bracket").indices)
   assert 3 in np.asarray(select(x)[1])
+
+
+def test_received_entries_are_among_the_largest_in_the_order_of_indices():
+  """Messages have ascending indices; candidates that were received come after those of the worker."""
+  grads = normals(0, 1, 1, 40_000)[0, 0]
+  x = LazySum((jnp.array(grads), jnp.zeros(40_000)))
+  acc = TopKAccumulator.start(Blocks(x, jnp.array([1, 0]), 20_000, K))
+  assert acc.candidates is not None
+  received = Sparse(jnp.array([[3, 19_998]]), jnp.array([[1e3, -1e3]]))
+  found = acc.add(received).largest(0, 1)
+  indices = np.asarray(found.indices[0])
+  assert (np.diff(indices) > 0).all()
+  assert {3, 19_998} <= set(indices.tolist())
+  current = grads[20_000:].copy()
+  current[[3, 19_998]] += np.array([1e3, -1e3], np.float32)
+  np.testing.assert_array_equal(found.values[0], current[indices])

@@ -39,7 +39,7 @@ class DctTopk(ChunkTopk):
   Args:
     chunk: entries of a full tile, a square number 1 … 16384: 4096 makes tiles of 64 ×
       64.
-    wire: the format of a coefficient, "f32" or "2bit", as in `js.chunktopk_transform`.
+    wire: the format of a coefficient, "f32", "int4" or "2bit", as in `js.chunktopk_transform`.
     combine: "workers" is the sum over workers. "contributors", of the authors' code, is
       P times the mean over the workers that sent a coefficient: it does **not**
       conserve (Law C), and even the signs of entries may differ.
