@@ -6,7 +6,7 @@ not in the order of arrival, so that every worker computes the same bits (Law R)
 
 Beside this module: `flatten`, a gradient pytree as one vector; `bitset`, sets of
 indices, one bit per index; `codec`, what a message looks like, with the formats of its
-values in `values` and `two_bit`; `sums`, floating-point sums with reproducible bits;
+values in `values` and `tables`, numbers of a few bits in `fields`; `sums`, floating-point sums with reproducible bits;
 `low_rank`, vectors of low-rank matrices; `noise`, random bits of an index.
 """
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from jaxsparse.sparse.two_bit import quantize
+from jaxsparse.sparse.tables import quantize
 from jaxsparse.train import simulation
 from tests.cases import bits, normals, quick_of
 
