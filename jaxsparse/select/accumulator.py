@@ -96,21 +96,33 @@ class TopKAccumulator:
 
   def largest(self, first: int, last: int) -> Sparse:
     """The entries to send of rows first … last − 1, [last − first, k], indices ascending."""
-    blocks = self.blocks
-    rows = last - first
     least = None if self.least is None else self.least[first:last]
     if self.candidates is None:
-      every = jnp.broadcast_to(
-        jnp.arange(blocks.length, dtype=jnp.int32), (rows, blocks.length)
-      )
-      chosen = exact.top_k(self._read_at(every, first), blocks.k)
-      return (
-        chosen
-        if least is None
-        else sparse.where(
-          keys_of(chosen.values) >= least[:, None], chosen, blocks.length
-        )
-      )
+      indices = self._search_whole(first, last, least)
+    else:
+      indices = self._search_candidates(first, last, least)
+    if least is not None or (self.new and first == 0):
+      # Empty slots are last, and received entries are not behind those of this worker.
+      indices = jnp.sort(indices, axis=1)
+    return Sparse(indices, self._read_at(indices, first))
+
+  def _search_whole(self, first: int, last: int, least: jax.Array | None) -> jax.Array:
+    """The indices of `largest`, in any order, of rows that are short."""
+    length = self.blocks.length
+    rows = last - first
+    every = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    chosen = exact.top_k(self._read_at(every, first), self.blocks.k)
+    if least is None:
+      return chosen.indices
+    return jnp.where(keys_of(chosen.values) >= least[:, None], chosen.indices, length)
+
+  def _search_candidates(
+    self, first: int, last: int, least: jax.Array | None
+  ) -> jax.Array:
+    """The indices of `largest`, in any order, found among the candidates where these provably contain them."""
+    assert self.candidates is not None
+    blocks = self.blocks
+    rows = last - first
     known = [self.candidates.indices[first:last]]
     for new in (new[first:last] for new in self.new if first < len(new)):
       more = ((0, rows - len(new)), (0, bitset.align(new.shape[1]) - new.shape[1]))
@@ -131,11 +143,7 @@ class TopKAccumulator:
       )
 
     read = functools.partial(self._read_at, first=first)
-    indices = exact.search_among(candidates, read, blocks, search_all, least)
-    if self.new and first == 0:
-      # Candidates that were received follow those of this worker.
-      indices = jnp.sort(indices, axis=1)
-    return Sparse(indices, self._read_at(indices, first))
+    return exact.search_among(candidates, read, blocks, search_all, least)
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, c] entries to the first r rows."""
