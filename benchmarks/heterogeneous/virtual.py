@@ -3,7 +3,7 @@
 import functools
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,14 +95,33 @@ def parse_method(label: str, workers: int) -> Method:
 
 
 class Bench:
-  """Trains by any method in any environment from any seed, on the same task."""
+  """Trains by any method in any environment from any seed, on the same task.
+
+  Every worker has images of its own, an equal share of each class, as in the paper:
+  with all images at every worker, workers that exchange nothing reach the target too.
+  """
 
   def __init__(self, settings: Settings) -> None:
     self._settings = settings
     folds = settings.folds if settings.folds > 1 else data.FOLDS
-    self._task = functools.cache(
-      lambda fold: images.make_small("mlp", data.load("digits", fold=fold, folds=folds))
+    self._data = functools.cache(
+      lambda fold: data.load("digits", fold=fold, folds=folds)
     )
+    self._task = functools.cache(
+      lambda fold: images.make_small("mlp", self._data(fold))
+    )
+
+  def _batches(self, workers: int, seed: int, fold: int) -> Callable[[int], Iterator]:
+    """Endless batches of a worker's own images, by its number."""
+    whole = self._data(fold)
+    rows = data.equal_shares(seed, whole.train_labels, workers)
+
+    def batches(worker: int) -> Iterator:
+      own = rows[worker]
+      stream = data.epochs(whole.train_images[own], whole.train_labels[own])
+      return stream(data.seed_of(seed, worker), 1, self._settings.batch_size)
+
+    return batches
 
   def simulate(
     self, method: Method, environment: Environment, seed: int, fold: int = 0
@@ -114,7 +133,7 @@ class Bench:
     lab = Lab(
       model.plain_loss,
       model.params,
-      lambda worker: task.stream(data.seed_of(seed, worker), 1, given.batch_size),
+      self._batches(size, seed, fold),
       shared_paces(size, level, jitter=jitter, occupancy=occupancy),
       optax.sgd(size / given.workers * given.rate, momentum=0.9),
       alpha=given.wire / 100,
