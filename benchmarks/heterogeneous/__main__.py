@@ -230,9 +230,8 @@ def main() -> None:
   rhos = tables.figure_4() if "levels" in _PARTS.value else {}
   if speed_ups := tables.speed_ups(rows):
     console.print(tables.scale_table(speed_ups))
-  console.print(
-    papers.beside(papers.of("heterogeneous"), rhos | tables.paper_cells(rows))
-  )
+  ours = {name: one.ratio for name, one in tables.paper_cells(rows).items()}
+  console.print(papers.beside(papers.of("heterogeneous"), rhos | ours))
   reached = tables.goals(rows)
   report.say(reached, console)
   if _JSON.value:

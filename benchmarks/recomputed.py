@@ -1,0 +1,150 @@
+"""Our numbers of the papers' cells, computed again: formulas, counts, predictions, and kept results.
+
+A test compares them with paper_tables.toml, where they would be stale otherwise. What a
+benchmark measured once, and no file of benchmarks/results has, is not among them.
+"""
+
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+from flax import nnx
+
+import jaxsparse as js
+from benchmarks import papers, specs
+from benchmarks.heterogeneous import report as heterogeneous
+from benchmarks.heterogeneous import virtual
+from benchmarks.overlap import architectures, contention, iterations
+from benchmarks.race import presets
+from benchmarks.race.results import Results
+from benchmarks.race.standings import Target
+from benchmarks.tasks import images, lm
+from benchmarks.tasks.base import entries_of
+from jaxsparse.costs import counting
+
+Key = tuple[str, str, str]  # paper, table, name of a cell
+Modules = Mapping[str, Callable[[], nnx.Module]]
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+_N = 14_728_266  # entries of VGG-16
+_VOCABULARY = 30_522  # of BERT, whose decoder has a weight of its own in Ok-Topk
+_MODULES: Modules = {
+  "FNN-3": lambda: images.NETWORKS["fnn3"][0](nnx.Rngs(0)),
+  "VGG-16": lambda: images.NETWORKS["vgg16"][0](nnx.Rngs(0)),
+  "VGG-19": lambda: images.VGG(images.VGG19, 100, nnx.Rngs(0)),
+  "ResNet-20": lambda: images.NETWORKS["resnet20"][0](nnx.Rngs(0)),
+  "LSTM-PTB": lambda: lm.LSTM(10_000, 1500, nnx.Rngs(0)),
+}
+_NETWORKS = {
+  "ResNet-152": "resnet152",
+  "DenseNet-201": "densenet201",
+  "Inception-v4": "inception_v4",
+  "BERT-Base": "bert_base",
+}
+# presets that measure cells, the steps of dense whose loss is the target, and a target
+_RACES = {
+  "spardl_fig6a": ("spardl-fig6a", Target(300)),
+  "spardl_fig6c": ("spardl-fig6c", Target(300, 0.2)),
+  "spardl_fig6d": ("spardl-fig6d", Target(300)),
+  "a2sgd_fnn3": ("a2sgd-fnn3", Target(300)),
+  "a2sgd_adam": ("a2sgd-adam", Target(300)),
+}
+
+
+@functools.cache
+def _schedule(label: str, workers: int) -> jax.extend.core.ClosedJaxpr:
+  (spec,) = specs.parse([label], workers)
+  return counting.schedule(spec.collective, _N, workers)
+
+
+def cost(label: str, workers: int, what: str) -> int:
+  """Of one update of VGG-16: words, messages or bits by the formula, or the "least words", counted."""
+  (spec,) = specs.parse([label], workers)
+  if what == "least words":
+    return counting.count_jaxpr(_schedule(label, workers), workers, "least").words
+  found = spec.collective.cost(_N, workers)
+  return {"words": found.words, "messages": found.messages, "bits": 32 * found.words}[
+    what
+  ]
+
+
+def parameters(name: str) -> int:
+  """Of a network of the papers."""
+  if name == "BERT":
+    tensors = architectures.bert_base()
+    return sum(one.entries for one in tensors) + 768 * _VOCABULARY
+  return entries_of(_MODULES[name])
+
+
+def formulas() -> Iterator[tuple[Key, float]]:
+  """Cells that are a formula or a count; those of `js.costs` name what they count."""
+  for cell in papers.every():
+    key = cell.paper, cell.table, cell.name
+    if cell.by:
+      yield key, cost(*cell.by)
+    elif cell.what == "parameters" and cell.ours is not None:
+      yield key, parameters(cell.name)
+  yield from _of_networks()
+  link = js.overlap.Link(alpha=1.4e-3, beta=1.7e-9, gamma=1.5)
+  full = contention.full_from(link, iterations.WORKERS) / 2**20
+  yield (
+    ("ASC-WFBP", "Figure 4 (b), link", "MB from which two fill the link"),
+    full,
+  )
+  yield from _of("Partial Reduce", heterogeneous.figure_4())
+
+
+def _of_networks() -> Iterator[tuple[Key, float]]:
+  for name, model in _NETWORKS.items():
+    tensors = architectures.MODELS[model]()
+    millions = sum(one.entries for one in tensors) / 1e6
+    yield ("ASC-WFBP", "Table III", f"{name}, tensors"), len(tensors)
+    yield ("ASC-WFBP", "Table III", f"{name}, parameters"), millions
+
+
+def predictions() -> Iterator[tuple[Key, float]]:
+  """Cells that are predicted by the paper's own link: plans of ASC-WFBP."""
+  link = js.overlap.Link(alpha=1.4e-3, beta=1.7e-9, gamma=1.5)
+  rows = []
+  for model in architectures.MODELS:
+    times, sizes = iterations.layers_of(model)
+    for kind in ("wfbp", "mg_wfbp", "asc_wfbp"):
+      plan = js.overlap.plan(kind, times, sizes, **link._asdict())
+      rows.append(iterations.row(model, plan))
+  yield from _of("ASC-WFBP", iterations.measured(rows))
+
+
+def measured() -> Iterator[tuple[Key, float]]:
+  """Cells whose measurements are kept as JSON."""
+  kept = json.loads((RESULTS / "heterogeneous.json").read_text())
+  rows = virtual.from_json(kept["rows"])
+  for (table, name), value in heterogeneous.paper_cells(rows).items():
+    yield ("Partial Reduce", table, name), value.ratio
+  for file, (preset, target) in _RACES.items():
+    results = Results(RESULTS / f"{file}.json", None)
+    one = presets.PRESETS[preset]
+    yield from _of(one.paper.split(",")[0], one.measured(results, target))
+  curves = json.loads((RESULTS / "contention.json").read_text())
+  points = [contention.Point(**point) for point in curves[0]["points"]]
+  curve = contention.Curve(**curves[0] | {"points": points})
+  yield from _of("ASC-WFBP", contention.cells(curve))
+
+
+def _of(paper: str, values: Mapping[str, float]) -> Iterator[tuple[Key, float]]:
+  """The cells of a paper that have these names, which are of one table each."""
+  for cell in papers.every():
+    if cell.paper == paper and cell.name in values and cell.ours is not None:
+      yield (paper, cell.table, cell.name), values[cell.name]
+
+
+def is_stale(ours: float | None, now: float) -> bool:
+  """Whether a number of the file, rounded, is another than that of now."""
+  if ours is None:
+    return True
+  if isinstance(ours, int):
+    return ours != now
+  digits = max(3, len(f"{ours:g}".replace(".", "").replace("-", "").lstrip("0")))
+  return not math.isclose(ours, now, rel_tol=0.6 * 10 ** (1 - digits))
