@@ -164,6 +164,10 @@ class Selected(NamedTuple):
   selected_deviation: list[float]  # mean of |count / k − 1|
   delivered: list[float]
   delivered_deviation: list[float]
+  words: list[float]  # that used slots take, / k(P − 1)/P
+  within: list[
+    float
+  ]  # fraction of steps with at most 6 of these, the paper's most (Eq. 3)
   loss: list[float]  # of the training set at the end
 
 
@@ -204,7 +208,10 @@ def follow(name: str, seed: int) -> list[float]:
     total, (selected, delivered) = reduce(training.gradients())
     training.apply(total)
     own, given = selected / k, delivered / k
-    rows.append([own.mean(), np.abs(own - 1).mean(), given, abs(given - 1)])
+    # an index and a value, of what is selected and of what is gathered
+    words = 2 * (own.mean() + given)
+    deviations = np.abs(own - 1).mean(), abs(given - 1)
+    rows.append([own.mean(), deviations[0], given, deviations[1], words, words <= 6])
   counted = np.array(rows[_STEPS.value // 10 :])
   return [*map(float, counted.mean(0)), training.loss]
 
@@ -254,14 +261,16 @@ def main() -> None:
   rules, seen = [], []
   for name in _CHOSEN.value:
     rules.append(Selected(name, *_spread([follow(name, one) for one in _SEED.value])))
-  heads = "rule", "selected / k", "deviation", "delivered / k", "deviation", "loss"
+  counts = "selected / k", "deviation", "delivered / k", "deviation"
+  heads: tuple[str, ...] = ("rule", *counts, "words / k(P−1)/P", "≤ 6", "loss")
   lines = [[row.rule, *map(_text, row[1:])] for row in rules]
   if rules:
     console.print(report.table(f"{where}, density {_DENSITY:g}", heads, lines))
   for density in map(float, _DENSITIES.value):
     own = _spread([see(seed) for seed in _SEED.value]) if density == _DENSITY else None
     xi = _spread([xi_of(density, seed) for seed in _SEED.value])
-    seen.append(Seen(density, *(own or [None] * 3), *xi))
+    counts = own or (None, None, None)
+    seen.append(Seen(density, *counts, *xi))
   heads = "density", "of the sum", "Gaussian-k / k, early", "late", "ξ", "most"
   lines = [[f"{row.density:g}", *map(_text, row[1:])] for row in seen]
   if seen:

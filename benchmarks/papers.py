@@ -196,8 +196,8 @@ def beside(
 
 def totals(cells: Iterable[Cell]) -> str:
   """How many cells have which verdict: those on results of a paper, then those that are not counted."""
-  counts = collections.Counter(cell.verdict for cell in cells)
-  known = get_args(Verdict)
+  counts = collections.Counter[str](cell.verdict for cell in cells)
+  known: tuple[str, ...] = get_args(Verdict)
   said = lambda names: ", ".join(f"{counts[name]} {name}" for name in names)
   judged = sum(counts[name] for name in JUDGED)
   others = [name for name in known if name not in JUDGED]
