@@ -175,11 +175,11 @@ class Seen(NamedTuple):
   """What does not depend on a rule's messages; means and standard deviations over seeds."""
 
   density: float  # of the top-k
-  fill_in: list[float] | None  # density of the sum of all workers' top-k
-  gaussian: list[float] | None  # entries of Gaussian-k / k, first tenth of the steps
-  gaussian_late: list[float] | None  # the last half
-  xi: list[float]  # mean over the last half
+  xi: list[float]  # mean over the last half of the steps
   xi_most: list[float]  # the largest
+  fill_in: list[float] | None = None  # density of the sum of all workers' top-k
+  gaussian: list[float] | None = None  # entries of Gaussian-k / k, in the first tenth
+  gaussian_late: list[float] | None = None  # in the last half
 
 
 def _spread(rows: list[list[float]]) -> list[list[float]]:
@@ -267,11 +267,10 @@ def main() -> None:
   if rules:
     console.print(report.table(f"{where}, density {_DENSITY:g}", heads, lines))
   for density in map(float, _DENSITIES.value):
-    own = _spread([see(seed) for seed in _SEED.value]) if density == _DENSITY else None
+    own = [see(seed) for seed in _SEED.value] if density == _DENSITY else []
     xi = _spread([xi_of(density, seed) for seed in _SEED.value])
-    counts = own or (None, None, None)
-    seen.append(Seen(density, *counts, *xi))
-  heads = "density", "of the sum", "Gaussian-k / k, early", "late", "ξ", "most"
+    seen.append(Seen(density, *xi, *_spread(own)))
+  heads = "density", "ξ", "most", "of the sum", "Gaussian-k / k, early", "late"
   lines = [[f"{row.density:g}", *map(_text, row[1:])] for row in seen]
   if seen:
     console.print(report.table(where, heads, lines))

@@ -95,7 +95,9 @@ def theorem_1(row: Row) -> float | None:
 
 
 def spread(rho: float) -> float:
-  """ρ̄ of Theorem 1."""
+  """ρ̄ of Theorem 1, infinite where groups do not connect all workers (ρ = 1)."""
+  if rho > 1 - 1e-9:
+    return math.inf
   root = math.sqrt(rho)
   return rho / (1 - rho) + 2 * root / (1 - root) ** 2
 
