@@ -21,6 +21,7 @@ Verdict = Literal[
   "other setting",
   "contradicted",
   "the task does not tell",
+  "no control",
   "repeated",
   "not run",
   "formula",
@@ -69,6 +70,7 @@ class Cell(NamedTuple):
   # the table whose predictions these numbers restate, "" where they are of their own
   repeats: str = ""
   kind: Kind = ""  # what it is where the paper has no result
+  trained: bool = False  # whether it is a result of trainings, which takes a control
   # loss, error or seconds without an exchange / those of the best methods, inf where the
   # target is not reached without one; None if not measured
   control: float | None = None
@@ -84,6 +86,8 @@ class Cell(NamedTuple):
       return "not run"
     if self.fitted or self.repeats:
       return "calibrated" if self.fitted else "repeated"
+    if self.trained and self.control is None:
+      return "no control"
     if self.control is not None and self.control <= 1 + self.noise:
       return "the task does not tell"
     scales = [1 + self.noise * part / 10 for part in range(-10, 11)]

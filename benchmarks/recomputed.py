@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx
 
 import jaxsparse as js
-from benchmarks import papers, specs
+from benchmarks import papers, specs, tables
 from benchmarks.heterogeneous import report as heterogeneous
 from benchmarks.heterogeneous import virtual
 from benchmarks.overlap import architectures, contention, iterations
@@ -128,6 +128,55 @@ def measured() -> Iterator[tuple[Key, float]]:
   points = [contention.Point(**point) for point in curves[0]["points"]]
   curve = contention.Curve(**curves[0] | {"points": points})
   yield from _of("ASC-WFBP", contention.cells(curve))
+
+
+def kept() -> Iterator[tuple[Key, float]]:
+  """Cells whose measurements are kept in tables."""
+  ms = {row["algorithm"]: row["ms"] for row in tables.kept_rows("updates_1gbit")}
+  one, two, three = (ms[f"spardl{teams}"] for teams in ("", ":teams=2", ":teams=3"))
+  others = [ms[name] / two for name in ("oktopk", "topka", "topkdsa")]
+  yield ("SparDL", "Table 3", "the most"), max(others)
+  yield ("SparDL", "Table 3", "the least"), min(others)
+  yield ("SparDL", "Figure 7", "2 teams, R-SAG"), one / two
+  yield ("SparDL", "Figure 7", "3 teams, B-SAG"), one / three
+  errors = {
+    row["exchange"].removeprefix("SparDL, residual "): 1 - row["test accuracy"][0]
+    for row in tables.kept_rows("residuals")
+  }
+  for name in ("partial", "local"):
+    yield ("SparDL", "Figure 8", name), errors[name] / errors["global"]
+  regions = {row["regions"]: row for row in tables.kept_rows("regions")}
+  slower = [
+    regions["even"][links] / regions["balanced"][links]
+    for links in ("1 Gbit/s, ms", "100 Mbit/s, ms")
+  ]
+  yield ("Ok-Topk", "Figure 7", "split and reduce, at most"), max(slower)
+  busy = {row[""]: row["all-reduce"] for row in tables.kept_rows("occupancy")}
+  for name in ("ResNet-34", "VGG-19"):
+    yield ("Partial Reduce", "Table 1, per update", name), busy["u = 0.55"]
+  theorem = tables.kept_rows("theorem_1")[0]["Theorem 1's plan is the fastest"]
+  yield ("ASC-WFBP", "Theorem 1", "optimal"), theorem
+  yield from _of_oktopk()
+
+
+def _of_oktopk() -> Iterator[tuple[Key, float]]:
+  rules = tables.kept_rows("oktopk_rules")[0]
+  for name, column in (
+    ("selected by a worker", "deviation"),
+    ("delivered", "deviation, delivered"),
+  ):
+    yield ("Ok-Topk", "Figure 6", name), rules[column][0]
+  for row in tables.kept_rows("oktopk_seen"):
+    density = f"ξ, {row['density']:.0%}".replace("%", " %")
+    if row["density of the sum"]:
+      fill_in = 100 * row["density of the sum"][0]
+      yield ("Ok-Topk", "Figure 6, fill-in", "VGG-16"), fill_in
+      early, late = row["Gaussian-k selects, / k, early"], row["late"]
+      yield ("Ok-Topk", "Figure 6, Gaussian-k", "early"), early[0]
+      yield ("Ok-Topk", "Figure 6, Gaussian-k", "late"), late[0]
+      mean = f"{density}, mean of the second half"
+      yield ("Ok-Topk", "Figure 5", mean), row["ξ, second half"][0]
+    yield ("Ok-Topk", "Figure 5", f"{density}, the most"), row["ξ, the most"][0]
 
 
 def of_stragglers() -> dict[str, heterogeneous.Ratio]:

@@ -179,6 +179,14 @@ def _cells_of_a_level(own: Sequence[Row]) -> dict[str, Ratio | None]:
     if method and dynamic and times:
       updates = times._replace(ratio=method.updates / dynamic.updates)
       found[f"updates, {name}, HL = {level}"] = updates
+  dense, eager = ours.get("allreduce"), ours.get("eager")
+  if dense and dynamic:
+    per_update = dense.per_update / dynamic.per_update
+    name = f"all-reduce / dynamic, P = 3, HL = {level}"
+    found[name] = Ratio(per_update, 0.0, control)
+  if eager:
+    reached = eager.reached / eager.runs
+    found[f"Eager-Reduce, HL = {level}"] = Ratio(reached, 0.0, control)
   found[f"P = 5, HL = {level}"] = _ratio(
     ours.get("backup"), ours.get("dynamic:5"), control
   )
