@@ -167,7 +167,12 @@ def tables_of(
       ]
     )
     setting = f"`{one.benchmark}`: {one.differs or 'the same'}" if one.benchmark else ""
-    about.setdefault(one.table, [one.table, one.what, one.setting, setting, one.reason])
+    own = [one.table, one.what, one.setting, setting, one.reason]
+    row = about.setdefault(one.table, own)
+    # what a cell has of its own
+    for column, more in (3, one.differs), (4, one.reason):
+      if more not in row[column]:
+        row[column] = "; ".join(filter(None, [row[column], f"{one.name}: {more}"]))
   heads = (
     "",
     "what",

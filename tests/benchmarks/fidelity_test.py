@@ -175,3 +175,11 @@ def test_numbers_of_this_run_stand_in_for_kept_ones():
   ).renderables
   assert list(numbers.columns[3].cells) == ["2.1", "5*"]
   assert list(numbers.columns[6].cells) == ["reproduced", "other setting"]
+
+
+def test_pages_say_what_a_cell_has_of_its_own():
+  other = CELL._replace(name="two", differs="GPUs", reason="a fan")
+  _, about = papers.tables_of([CELL, other])
+  texts = [list(column.cells) for column in about.columns]
+  assert texts[3] == ["`train`: CPUs; two: GPUs"]
+  assert texts[4] == ["two: a fan"]
