@@ -166,7 +166,10 @@ def _of_oktopk() -> Iterator[tuple[Key, float]]:
     ("delivered", "deviation, delivered"),
   ):
     yield ("Ok-Topk", "Figure 6", name), rules[column][0]
-  for row in tables.kept_rows("oktopk_seen"):
+  rows = {row["density"]: row for row in tables.kept_rows("oktopk_seen")}
+  few, many = (rows[density]["ξ, second half"][0] for density in (0.01, 0.05))
+  yield ("Ok-Topk", "Figure 5", "ξ, 5 % / 1 %"), many / few
+  for row in rows.values():
     density = f"ξ, {row['density']:.0%}".replace("%", " %")
     if row["density of the sum"]:
       fill_in = 100 * row["density of the sum"][0]
