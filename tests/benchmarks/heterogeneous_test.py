@@ -339,6 +339,7 @@ def test_rows_outlive_json_and_give_the_papers_cells():
   assert {name: one.ratio for name, one in found.items()} == {
     "all-reduce, HL = 3": 2.0,
     "updates, all-reduce, HL = 3": 1.0,
+    "all-reduce / dynamic, P = 3, HL = 3": 4.0,
     "run time, jitter 0.5": 3.0,
     "seconds an update, jitter 0.5": 4.0,
     "P = 4 / all-reduce": 5.0,
