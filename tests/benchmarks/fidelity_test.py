@@ -160,6 +160,11 @@ def test_results_of_trainings_need_a_control():
   assert all(one.control for one in trained if one.verdict in papers.JUDGED)
 
 
+def test_what_is_not_run_has_its_reason():
+  missing = [cell for cell in papers.every() if cell.verdict == "not run"]
+  assert not [(cell.paper, cell.table) for cell in missing if not cell.reason]
+
+
 def test_totals_are_of_results_and_of_what_is_not_counted():
   cells = [CELL, CELL._replace(kind="formula"), CELL._replace(ours=None)]
   text = papers.totals(cells)
