@@ -5,7 +5,6 @@ Examples:
   python -m benchmarks.fidelity --json | jq '.[] | select(.verdict == "not run") | [.paper, .table, .name]'
 """
 
-import collections
 from typing import get_args
 
 from absl import flags
@@ -23,7 +22,7 @@ entry.require_choices(_VERDICT, _VERDICTS)
 
 
 def main() -> None:
-  """Prints the chosen cells, and how many there are of each verdict."""
+  """Prints the chosen cells, and how many have which verdict."""
   wanted = lambda cell: (
     cell.paper in (_PAPER.value or [cell.paper])
     and cell.verdict in (_VERDICT.value or _VERDICTS)
@@ -31,10 +30,7 @@ def main() -> None:
   cells = [cell for cell in papers.every() if wanted(cell)]
   console = make_console(stderr=_JSON.value)
   console.print(papers.beside(cells))
-  counts = collections.Counter(cell.verdict for cell in cells)
-  console.print(
-    ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS), highlight=False
-  )
+  console.print(papers.totals(cells), highlight=False, soft_wrap=True)
   if _JSON.value:
     report.print_json([cell._asdict() | {"verdict": cell.verdict} for cell in cells])
 

@@ -1,17 +1,19 @@
 """The papers' numbers beside ours: `paper_tables.toml`, read by the benchmarks that measure them."""
 
+import collections
 import functools
+import math
 import pathlib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import rich.console
 import rich.table
 
 from benchmarks import report
 
-Kind = Literal["", "formula", "drawing"]
+Kind = Literal["", "formula", "construction", "drawing"]
 Verdict = Literal[
   "reproduced",
   "calibrated",
@@ -19,14 +21,25 @@ Verdict = Literal[
   "other setting",
   "contradicted",
   "the task does not tell",
+  "no control",
   "repeated",
   "not run",
   "formula",
+  "by construction",
   "drawing",
 ]
+# verdicts on results of a paper; the others are not counted
+JUDGED = (
+  "reproduced",
+  "undecided",
+  "other setting",
+  "contradicted",
+  "the task does not tell",
+)
 TOLERANCE = 0.1  # of the paper's number
 RATIO_TOLERANCE = 0.25  # of the paper's gain over a draw
 NO_GAIN = 0.1  # of it
+_HEADS = "", "", "paper", "ours", "noise", "control", "verdict"
 _BOUNDS = {"above": ">", "below": "<", "paper": ""}
 _FILE = tomllib.loads(pathlib.Path(__file__).with_name("paper_tables.toml").read_text())
 
@@ -56,11 +69,13 @@ class Cell(NamedTuple):
   )
   # the table whose predictions these numbers restate, "" where they are of their own
   repeats: str = ""
-  kind: Kind = ""  # "formula" or "drawing" where the paper has no result
-  control: float | None = (
-    # loss or error without an exchange / that of the best methods; None if not measured
-    None
-  )
+  kind: Kind = ""  # what it is where the paper has no result
+  trained: bool = False  # whether it is a result of trainings, which takes a control
+  # loss, error or seconds without an exchange / those of the best methods, inf where the
+  # target is not reached without one; None if not measured
+  control: float | None = None
+  # a formula or count of `js.costs`: collective with options, workers, and which number
+  by: tuple[str, int, str] | tuple[()] = ()
 
   @property
   def verdict(self) -> Verdict:
@@ -71,12 +86,14 @@ class Cell(NamedTuple):
       return "not run"
     if self.fitted or self.repeats:
       return "calibrated" if self.fitted else "repeated"
+    if self.trained and self.control is None:
+      return "no control"
     if self.control is not None and self.control <= 1 + self.noise:
       return "the task does not tell"
     scales = [1 + self.noise * part / 10 for part in range(-10, 11)]
     judged = {_judge(self, self.paper_value, self.ours * scale) for scale in scales}
     if judged == {"reproduced"} and self.kind:
-      return "formula"
+      return "formula" if self.kind == "formula" else "by construction"
     return judged.pop() if len(judged) == 1 else "undecided"
 
 
@@ -113,8 +130,10 @@ def every() -> tuple[Cell, ...]:
     for name, values in own.get("cells", {"": {}}).items():
       key = next(iter(_BOUNDS.keys() & values), "paper")
       number = {"paper_value": values.get(key), "bound": _BOUNDS[key]}
-      number |= {"ours": values.get("ours"), "fitted": values.get("fitted", False)}
-      found.append(Cell(table=own["name"], name=name, **same, **number))
+      own_fields = {field: values[field] for field in values if field not in _BOUNDS}
+      fields = same | own_fields | number
+      fields["by"] = tuple(fields.get("by", ()))
+      found.append(Cell(table=own["name"], name=name, **fields))
   return tuple(found)
 
 
@@ -142,15 +161,18 @@ def tables_of(
         one.name,
         f"{one.bound} {text(one.paper_value)}".strip(),
         ours,
+        f"{one.noise:.0%}" if one.noise else "",
+        _control_text(one.control),
         one.verdict,
       ]
     )
-    more = f"; noise {one.noise:.0%}" if one.noise else ""
-    more += f"; without an exchange {one.control:g}" if one.control else ""
-    setting = (
-      f"`{one.benchmark}`: {one.differs or 'the same'}{more}" if one.benchmark else ""
-    )
-    about.setdefault(one.table, [one.table, one.what, one.setting, setting, one.reason])
+    setting = f"`{one.benchmark}`: {one.differs or 'the same'}" if one.benchmark else ""
+    own = [one.table, one.what, one.setting, setting, one.reason]
+    row = about.setdefault(one.table, own)
+    # what a cell has of its own
+    for column, more in (3, one.differs), (4, one.reason):
+      if more not in row[column]:
+        row[column] = "; ".join(filter(None, [row[column], f"{one.name}: {more}"]))
   heads = (
     "",
     "what",
@@ -159,9 +181,7 @@ def tables_of(
     "why ours differs",
   )
   caption = "* measured by this run" if measured else None
-  numbers = report.table(
-    cells[0].paper, ("", "", "paper", "ours", "verdict"), rows, text=2, caption=caption
-  )
+  numbers = report.table(cells[0].paper, _HEADS, rows, text=2, caption=caption)
   return [
     numbers,
     report.table("", heads, about.values(), text=len(heads), wraps=heads),
@@ -183,9 +203,25 @@ def beside(
   )
 
 
+def totals(cells: Iterable[Cell]) -> str:
+  """How many cells have which verdict: those on results of a paper, then those that are not counted."""
+  counts = collections.Counter[str](cell.verdict for cell in cells)
+  known: tuple[str, ...] = get_args(Verdict)
+  said = lambda names: ", ".join(f"{counts[name]} {name}" for name in names)
+  judged = sum(counts[name] for name in JUDGED)
+  others = [name for name in known if name not in JUDGED]
+  return f"{judged} judged: {said(JUDGED)}; not counted: {said(others)}"
+
+
 def of(benchmark: str) -> list[Cell]:
   """The cells that a benchmark measures."""
   return [cell for cell in every() if cell.benchmark == benchmark]
+
+
+def _control_text(control: float | None) -> str:
+  if control is None:
+    return ""
+  return "not reached" if math.isinf(control) else f"{control:.3g}"
 
 
 def text(value: float | None) -> str:

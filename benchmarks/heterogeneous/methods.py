@@ -10,6 +10,7 @@ method, every gradient moves the model by the same amount, 1/N of a step of `tx`
     hete                 each gradient at once, divided by its staleness: 1 + the steps since its model was read
     adpsgd               average the worker's model with that of a random other worker; then one step with its gradient
     constant, dynamic    one step on the worker's own model, then partial reduce: P models are averaged
+    alone                one step on the worker's own model, and no exchange: the control
 """
 
 import functools
@@ -22,7 +23,7 @@ import jaxsparse as js
 from benchmarks.heterogeneous.lab import Lab, Method
 from jaxsparse.partial.net.messages import Group
 
-NAMES = ("allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup")
+NAMES = ("alone", "allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup")
 
 
 def make_method(name: str, lab: Lab, backups: int = 0, **options: Any) -> Method:
@@ -40,6 +41,8 @@ def make_method(name: str, lab: Lab, backups: int = 0, **options: Any) -> Method
       return Asynchronous(lab, by_staleness=name == "hete")
     case "adpsgd":
       return Gossip(lab)
+    case "alone":
+      return Alone(lab)
   return Partial(
     lab, js.partial.Controller(lab.workers, weights=cast(Any, name), **options)
   )
@@ -150,6 +153,17 @@ class _ModelEach(Method):
 
   def _work(self, worker: int) -> None:
     self._lab.work(worker, self._models[worker])
+
+
+class Alone(_ModelEach):
+  """Exchanges nothing; the mean of the models is evaluated as with other methods."""
+
+  def arrive(self, worker: int, gradient: jax.Array) -> None:
+    self._models[worker], self._states[worker] = self._lab.step(
+      self._models[worker], self._states[worker], gradient
+    )
+    self._lab.updates += 1
+    self._work(worker)
 
 
 class Gossip(_ModelEach):

@@ -1,16 +1,17 @@
 """Tables of `benchmarks.heterogeneous`, the paper's cells that it measures, and its goal."""
 
+import heapq
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-import jax.numpy as jnp
-import optax
 import rich.table
 
+import jaxsparse as js
 from benchmarks import report
-from benchmarks.heterogeneous.lab import Lab, shared_paces
-from benchmarks.heterogeneous.methods import make_method
-from benchmarks.heterogeneous.virtual import Environment, Row, rho
+from benchmarks.heterogeneous.virtual import Environment, Row, rho, theorem_1
+from jaxsparse.partial.net.messages import Group
 
 PARTS = {
   "levels": "heterogeneity levels",
@@ -19,6 +20,11 @@ PARTS = {
   "scale": "Figure 11",
   "decay": "α of dynamic weights",
   "links": "slow links",
+}
+_SCALED = 32  # workers of Figure 11
+_FIGURE_8 = {
+  "seconds to the accuracy, P = 8 / P = 3": "constant:3",
+  "seconds to the accuracy, P = 8 / P = 5": "constant:5",
 }
 _TABLE_1 = {
   "all-reduce": "allreduce",
@@ -58,6 +64,7 @@ def table(rows: Sequence[Row], title: str) -> rich.table.Table:
         report.ratio(base, one.seconds),
         *more,
         report.number(one.rho, ".3f"),
+        report.number(theorem_1(one), ".2f"),
       ]
     )
   heads = (
@@ -68,6 +75,7 @@ def table(rows: Sequence[Row], title: str) -> rich.table.Table:
     "per update",
     "gradients",
     "ρ",
+    "Theorem 1",
   )
   text = f"{title}: {rows[0].environment}, seconds of virtual time to {settings.target:g}, {runs} runs{folds}"
   return report.table(text, heads, lines)
@@ -108,56 +116,148 @@ def scale_table(found: Mapping[str, Mapping[int, float]]) -> rich.table.Table:
   return report.table(title, ["method", *(f"N = {size}" for size in sizes)], lines)
 
 
-def paper_cells(rows: Sequence[Row]) -> dict[str, float]:
+class Ratio(NamedTuple):
+  """A cell of the paper as these rows measure it."""
+
+  ratio: float
+  noise: float  # standard error of the ratio, a fraction of it
+  # seconds of workers that exchange nothing / those of the fastest method; inf if they
+  # do not reach the target
+  control: float | None
+
+
+def _ratio(above: Row | None, below: Row | None, control: float | None) -> Ratio | None:
+  """Seconds to the target of one method / those of another; None where one lacks them."""
+  if not above or not below or not above.seconds or not below.seconds:
+    return None
+  errors = (
+    one.deviation / (one.seconds or math.inf) / math.sqrt(one.runs)
+    for one in (above, below)
+  )
+  return Ratio(above.seconds / below.seconds, math.hypot(*errors), control)
+
+
+def _control(rows: Iterable[Row]) -> float | None:
+  """Seconds without an exchange / those of the fastest method of one environment; None if that was not measured."""
+  seconds = {one.label: one.seconds or math.inf for one in rows}
+  alone = seconds.pop("alone", None)
+  return None if alone is None else alone / min(seconds.values())
+
+
+def paper_cells(rows: Sequence[Row]) -> dict[str, Ratio]:
   """The paper's cells that these rows measure, by their names."""
-  found: dict[str, float] = {}
+  found: dict[str, Ratio | None] = {}
+  sweep = {one.label: one for one in rows if one.part == "sweep"}
   for own in group_by_environment(one for one in rows if one.part == "levels"):
-    level, seconds = own[0].environment.level, {one.label: one.seconds for one in own}
-    dynamic = seconds.get("dynamic:3")
-    if dynamic and own[0].environment.occupancy == 1:
-      ratios = {name: seconds.get(label) for name, label in _TABLE_1.items()}
-      found |= {
-        f"{name}, HL = {level}": value / dynamic
-        for name, value in ratios.items()
-        if value
-      }
+    where = own[0].environment
+    if where.occupancy == 1:
+      found |= _cells_of_a_level(own)
+    if where == Environment(8):
+      found |= _cells_of_sizes(sweep, _control(own))
   for own in group_by_environment(one for one in rows if one.part == "tail"):
-    ours = {one.label: one for one in own}
-    if "allreduce" in ours and "dynamic:4" in ours:
-      dense, dynamic_4 = ours["allreduce"], ours["dynamic:4"]
-      found["seconds an update"] = dense.per_update / dynamic_4.per_update
-      found |= (
-        {"run time": dense.seconds / dynamic_4.seconds}
-        if dense.seconds and dynamic_4.seconds
-        else {}
-      )
-  scale = {label: points.get(32) for label, points in speed_ups(rows).items()}
+    found |= _cells_of_a_tail(own)
+  ours = {
+    (one.label, one.environment.workers): one for one in rows if one.part == "scale"
+  }
+  control = _control(one for (_, workers), one in ours.items() if workers == _SCALED)
   for name, label in (("all-reduce", "allreduce"), ("backup workers", "backup")):
-    partial, other = scale.get("constant:4"), scale.get(label)
-    found |= {f"P = 4 / {name}": partial / other} if partial and other else {}
+    other, partial = ours.get((label, _SCALED)), ours.get(("constant:4", _SCALED))
+    found[f"P = 4 / {name}"] = _ratio(other, partial, control)
+  return {name: ratio for name, ratio in found.items() if ratio}
+
+
+def _cells_of_a_level(own: Sequence[Row]) -> dict[str, Ratio | None]:
+  """Table 1 at one level."""
+  level, control = own[0].environment.level, _control(own)
+  ours = {one.label: one for one in own}
+  dynamic = ours.get("dynamic:3")
+  found: dict[str, Ratio | None] = {}
+  for name, label in _TABLE_1.items():
+    method = ours.get(label)
+    times = _ratio(method, dynamic, control)
+    found[f"{name}, HL = {level}"] = times
+    if method and dynamic and times:
+      updates = times._replace(ratio=method.updates / dynamic.updates)
+      found[f"updates, {name}, HL = {level}"] = updates
+  dense, eager = ours.get("allreduce"), ours.get("eager")
+  if dense and dynamic:
+    per_update = dense.per_update / dynamic.per_update
+    name = f"all-reduce / dynamic, P = 3, HL = {level}"
+    found[name] = Ratio(per_update, 0.0, control)
+  if eager:
+    reached = eager.reached / eager.runs
+    found[f"Eager-Reduce, HL = {level}"] = Ratio(reached, 0.0, control)
+  found[f"P = 5, HL = {level}"] = _ratio(
+    ours.get("backup"), ours.get("dynamic:5"), control
+  )
   return found
 
 
-def figure_4(groups: int = 1000) -> dict[str, float]:
-  """ρ in both environments of Figure 4, N = 3 and P = 2, and in what part of the groups the slowest worker is."""
-  found = {}
-  for what, slow in (("homogeneous", 1.0), ("one twice as slow", 2.0)):
-    paces = [*shared_paces(2, 1), *shared_paces(1, 1, seconds=slow)]
-    batches = lambda _: itertools.repeat(jnp.zeros(1))
-    lab = Lab(
-      lambda x, batch: jnp.sum(x * batch),
-      jnp.zeros(1),
-      batches,
-      paces,
-      optax.identity(),
+def _cells_of_sizes(
+  sweep: Mapping[str, Row], control: float | None
+) -> dict[str, Ratio | None]:
+  """Figure 8, of all 8 workers in a group beside fewer."""
+  largest, few = sweep.get("constant:8"), sweep.get("constant:2")
+  found = {
+    name: _ratio(largest, sweep.get(label), control)
+    for name, label in _FIGURE_8.items()
+  }
+  if few and largest and (times := _ratio(few, largest, control)):
+    updates, seconds = few.updates / largest.updates, largest.per_update
+    found["updates, P = 2 / P = 8"] = times._replace(ratio=updates)
+    found["seconds an update, P = 8 / P = 2"] = times._replace(
+      ratio=seconds / few.per_update, noise=0.0
     )
-    run = lab.run(
-      make_method("constant", lab, group_size=2), seconds=groups * 2 / (2 + 1 / slow)
-    )
-    found[what] = rho(run.groups, 3)
-    found[f"{what}, slowest"] = sum(2 in group.members for group in run.groups) / len(
-      run.groups
-    )
+  return found
+
+
+def _cells_of_a_tail(own: Sequence[Row]) -> dict[str, Ratio | None]:
+  """Figure 9 with one distribution of step times."""
+  where = f"jitter {own[0].environment.jitter:g}"
+  ours = {one.label: one for one in own}
+  dense, dynamic = ours.get("allreduce"), ours.get("dynamic:4")
+  times = _ratio(dense, dynamic, _control(own))
+  found = {f"run time, {where}": times}
+  if dense and dynamic and times:
+    per_update = dense.per_update / dynamic.per_update
+    found[f"seconds an update, {where}"] = times._replace(ratio=per_update, noise=0.0)
+  return found
+
+
+def figure_4(groups: int = 1200) -> dict[str, float]:
+  """ρ in both environments of Figure 4, N = 3 and P = 2: steps take as long as the figure says, to the same instant.
+
+  Of workers that are ready at the same instant the one comes first that began first,
+  and of a group the one that signalled first begins first. Other orders give up to 0.75.
+  """
+  environments = {"homogeneous": (1, 1, 1), "one twice as slow": (1, 1, 2)}
+  return {
+    what: rho(_fixed_groups(seconds, groups), 3)
+    for what, seconds in environments.items()
+  }
+
+
+def _fixed_groups(seconds: Sequence[int], count: int) -> list[Group]:
+  """Groups of two that the library's controller forms of workers whose steps take so long."""
+  workers = len(seconds)
+  # so long a history that the group filter has nothing to do
+  controller = js.partial.Controller(workers, 2, "constant", history=10 * count)
+  iterations, found = [0] * workers, list[Group]()
+  signalled: dict[int, None] = {}  # workers without a group, in order
+  # when a worker is ready, and in which order workers began
+  scheduled = [(took, worker, worker) for worker, took in enumerate(seconds)]
+  begun = itertools.count(workers)
+  heapq.heapify(scheduled)
+  while len(found) < count:
+    now, _, worker = heapq.heappop(scheduled)
+    iterations[worker] += 1
+    signalled[worker] = None
+    for group in controller.ready(worker, iterations[worker]):
+      found.append(group)
+      for member in [one for one in signalled if one in group.members]:
+        del signalled[member]
+        iterations[member] = group.iteration
+        heapq.heappush(scheduled, (now + seconds[member], next(begun), member))
   return found
 
 

@@ -1,9 +1,10 @@
 """Trainings of the digits in virtual time: the methods, the environments of workers, and the rows of the tables."""
 
 import functools
+import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,10 @@ from benchmarks.heterogeneous.lab import Lab, Simulation, shared_paces
 from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
 from jaxsparse.partial.net.messages import Group
+
+# seconds of virtual time of workers that exchange nothing: their accuracy rises no more,
+# and the means of all methods of several workers are fewer
+CONTROL_LIMIT = 720.0
 
 
 class Method(NamedTuple):
@@ -74,6 +79,29 @@ class Row(NamedTuple):
   rho: float | None  # of the groups; None without groups
 
 
+def theorem_1(row: Row) -> float | None:
+  """The network's term of Theorem 1, which needs ηL + 2N³η²ρ̄/P² ≤ 1; None of other methods.
+
+  With η = P/N γ, where the paper has ρ/N γ, and L of the loss, which is not known: more
+  than 1 violates it whatever L is.
+  """
+  found = re.fullmatch(r"(?:constant|dynamic|initial):(\d+).*", row.label)
+  if not found or row.rho is None:
+    return None
+  size, workers = int(found[1]), row.environment.workers
+  rate = workers / row.settings.workers * row.settings.rate
+  eta = size / workers * rate
+  return 2 * workers**3 * eta**2 * spread(row.rho) / size**2
+
+
+def spread(rho: float) -> float:
+  """ρ̄ of Theorem 1, infinite where groups do not connect all workers (ρ = 1)."""
+  if rho > 1 - 1e-9:
+    return math.inf
+  root = math.sqrt(rho)
+  return rho / (1 - rho) + 2 * root / (1 - root) ** 2
+
+
 def parse_method(label: str, workers: int) -> Method:
   """The method that a label of --methods names; ValueError for a name, a group size or an α that does not fit."""
   if label in methods.NAMES:
@@ -95,14 +123,33 @@ def parse_method(label: str, workers: int) -> Method:
 
 
 class Bench:
-  """Trains by any method in any environment from any seed, on the same task."""
+  """Trains by any method in any environment from any seed, on the same task.
+
+  Every worker has images of its own, an equal share of each class, as in the paper:
+  with all images at every worker, workers that exchange nothing reach the target too.
+  """
 
   def __init__(self, settings: Settings) -> None:
     self._settings = settings
     folds = settings.folds if settings.folds > 1 else data.FOLDS
-    self._task = functools.cache(
-      lambda fold: images.make_small("mlp", data.load("digits", fold=fold, folds=folds))
+    self._data = functools.cache(
+      lambda fold: data.load("digits", fold=fold, folds=folds)
     )
+    self._task = functools.cache(
+      lambda fold: images.make_small("mlp", self._data(fold))
+    )
+
+  def _batches(self, workers: int, seed: int, fold: int) -> Callable[[int], Iterator]:
+    """Endless batches of a worker's own images, by its number."""
+    whole = self._data(fold)
+    rows = data.equal_shares(seed, whole.train_labels, workers)
+
+    def batches(worker: int) -> Iterator:
+      own = rows[worker]
+      stream = data.epochs(whole.train_images[own], whole.train_labels[own])
+      return stream(data.seed_of(seed, worker), 1, self._settings.batch_size)
+
+    return batches
 
   def simulate(
     self, method: Method, environment: Environment, seed: int, fold: int = 0
@@ -114,7 +161,7 @@ class Bench:
     lab = Lab(
       model.plain_loss,
       model.params,
-      lambda worker: task.stream(data.seed_of(seed, worker), 1, given.batch_size),
+      self._batches(size, seed, fold),
       shared_paces(size, level, jitter=jitter, occupancy=occupancy),
       optax.sgd(size / given.workers * given.rate, momentum=0.9),
       alpha=given.wire / 100,
@@ -123,7 +170,8 @@ class Bench:
       seed=seed,
     )
     chosen = methods.make_method(method.name, lab, **method.options)
-    return lab.run(chosen, given.limit, model.accuracy, every=0.5, target=given.target)
+    limit = min(given.limit, CONTROL_LIMIT) if method.name == "alone" else given.limit
+    return lab.run(chosen, limit, model.accuracy, every=0.5, target=given.target)
 
 
 def rho(groups: Sequence[Group], workers: int) -> float:

@@ -109,6 +109,11 @@ def _shares(
       return whole
 
 
+def equal_shares(seed: int, labels: np.ndarray, workers: int) -> list[np.ndarray]:
+  """The rows of each worker: an equal part of those of each class."""
+  return _shares(np.random.default_rng([seed, workers]), labels, workers, np.inf)
+
+
 def seed_of(seed: int, worker: int) -> int:
   """A seed of a worker's own."""
   return int(np.random.SeedSequence([seed, worker]).generate_state(1)[0])

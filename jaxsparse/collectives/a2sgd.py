@@ -39,8 +39,9 @@ class A2SGD(Collective):
                      every=100)
 
   Call `step.synchronize(params, state)`, which averages at once, before you evaluate or
-  save, and at the end. With `every=None` that is the only synchronization, as in the
-  published Algorithm 1, which averages once, after the last step.
+  save, and at the end. With `every=None` that is the only synchronization. The
+  published Algorithm 1 has one too, before its last step, which takes the mean of the
+  gradients.
 
   Args:
     means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of

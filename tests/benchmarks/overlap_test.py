@@ -4,7 +4,14 @@ import pytest
 
 import jaxsparse as js
 from benchmarks import papers, workers
-from benchmarks.overlap import architectures, contention, hiding, iterations, report
+from benchmarks.overlap import (
+  architectures,
+  contention,
+  hiding,
+  iterations,
+  report,
+  theorem,
+)
 from tests.benchmarks.commands import needs_lab, result_of
 
 # Tensors as in Table III; parameters of the published models.
@@ -102,3 +109,22 @@ def test_contention_in_the_lab():
   # a link is no faster than its rate
   assert longest["one"] > 0.9 * longest["size"] / curve["speed"]
   assert longest["two"] > 1.8 * longest["size"] / curve["speed"]
+
+
+def test_two_layers_contradict_theorem_1():
+  """Worked out by hand: merged 2 + 2 + 2 s; at once from 2 s on, 3 s and a penalty of (1 − 1/3)/2."""
+  network, best = theorem.counterexample()
+  assert network == ((1, 1), (1, 1), js.overlap.Link(2, 1, 1.5))
+  assert theorem.theorem_1(network) == {0: False}
+  assert best == {1: False, 0: True}
+  assert theorem.seconds(network, {0: False}) == 6
+  assert theorem.seconds(network, best) == pytest.approx(5 + 1 / 3)
+  # one after the other
+  assert theorem.seconds(network, {1: False, 0: False}) == 7
+
+
+def test_no_plan_of_a_search_is_missing():
+  """Each layer but the first is sent or merged, and each communication but the first waits or not."""
+  assert [len(list(theorem.plans(layers))) for layers in (1, 2, 3)] == [1, 3, 9]
+  found = theorem.measure(networks=20, seed=1)
+  assert 0 < found.optimal < 1 < found.worst
