@@ -129,6 +129,6 @@ def test_noise_differs_between_workers_and_steps():
 
 def test_words_used_of_two_words_an_entry_are_exact():
   """Also where float32 holds no odd numbers, and at most as many as u32 holds."""
-  writer = Writer(codec_of("f32", 2**31 - 1))
+  writer = Writer(codec_of("coo", 2**31 - 1))
   for entries, words in ((2**24 + 1, 2**25 + 2), (2**31 - 1, 2**32 - 2)):
     assert int(writer.words_used(jnp.int32(entries), capacity=2**20)) == words

@@ -86,7 +86,7 @@ class Controller:
     >>> controller.ready(3, iteration=1)
     []
     >>> controller.ready(0, iteration=2)
-    [Group(members=(0, 3), weights=(0.5, 0.5), iteration=2, initial=0.0, number=1, links=())]
+    [Group(members=(0, 3), weights=(0.5, 0.5), iteration=2, initial=0.0, number=1, links=(), leaving=())]
 
   The paper's §3 and §4.
   """
