@@ -298,6 +298,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:js.init. the optimizer keeps .* in (b?)float16")
 @pytest.mark.filterwarnings("ignore:make_train_step. 8 steps in a row")
 @pytest.mark.parametrize(
   ("name", "composition", "dtype"),

@@ -27,10 +27,6 @@ from benchmarks import entry, report
 from benchmarks.workers import make_console
 from jaxsparse.overlap import Link, Plan
 
-_NETWORKS = flags.DEFINE_integer("networks", 600, "Random networks.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the networks.")
-_JSON = entry.define_json()
-
 _LAYERS = 2, 6  # of a random network, the fewest and the most
 _EQUAL = 1e-9  # of the seconds: as fast
 _NUMBERS = 1, 2, 3  # of a counterexample
@@ -175,5 +171,8 @@ def main() -> None:
     report.print_json(found._asdict() | {"counterexample": network, "fastest": best})
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # functions above are used beside the flags of others
+  _NETWORKS = flags.DEFINE_integer("networks", 600, "Random networks.", lower_bound=1)
+  _SEED = flags.DEFINE_integer("seed", 0, "Of the networks.")
+  _JSON = entry.define_json()
   entry.run(main)

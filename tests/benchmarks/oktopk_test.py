@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import oktopk
+from benchmarks.oktopk import rules
 from tests.benchmarks.commands import result_of
 
 WORKERS, N, K = 4, 2000, 400
@@ -11,7 +11,7 @@ WORKERS, N, K = 4, 2000, 400
 
 def reduced(name, steps=4):
   """Totals and counts of gradients that grow smaller, so thresholds select fewer than k."""
-  rule = oktopk.rule_of(name, WORKERS, N, K)
+  rule = rules.rule_of(name, WORKERS, N, K)
   random = np.random.default_rng(0)
   grads = random.normal(size=(steps, WORKERS, N)).astype(np.float32)
   scales = 0.5 ** np.arange(steps, dtype=np.float32)
@@ -28,10 +28,10 @@ def test_the_papers_rule_is_the_librarys_where_no_message_overflows():
 def test_limits_leave_the_largest_entries():
   values = np.array([3.0, -5.0, 1.0, 4.0])
   chosen = np.array([True, True, True, False])
-  oktopk._keep(values, chosen, 2)
+  rules.keep(values, chosen, 2)
   assert chosen.tolist() == [True, True, False, False]
   whole, limited = (
-    oktopk.Rule(2, 8, 2, *oktopk._LIMITS[name]) for name in ("paper", "of a region")
+    rules.Rule(2, 8, 2, *rules.LIMITS[name]) for name in ("paper", "of a region")
   )
   grads = np.array([[9, 8, 7, 6, 0, 0, 0, 1], [9, 8, 0, 0, 0, 0, 0, 7]], np.float32)
   assert whole(grads)[0].tolist() == [18, 16, 0, 0, 0, 0, 0, 0]

@@ -15,11 +15,9 @@ Examples:
   python -m benchmarks.oktopk --batch_size=64 --seed=0 --rules=paper,search --json | jq .rules
 """
 
-import itertools
 import math
 import statistics
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +26,13 @@ from absl import flags
 
 import jaxsparse as js
 from benchmarks import entry, report
+from benchmarks.oktopk.rules import LIMITS, OURS, Rule, library, rule_of
 from benchmarks.tasks import data, images
 from benchmarks.tasks.base import Model, model_of
 from benchmarks.workers import make_console
 from jaxsparse.sparse.flatten import flatten
 
-_LIMITS = {"paper": (False, False), "of a worker": (True, False)}
-_LIMITS |= {"of a region": (False, True), "capacities": (True, True)}
-_OURS = "none", "fixed", "search"
-_RULES = [*_LIMITS, *_OURS]
+_RULES = [*LIMITS, *OURS]
 
 _CHOSEN = flags.DEFINE_list("rules", _RULES, "Rules.")
 _WORKERS = flags.DEFINE_integer("workers", 16, "Number of workers.", lower_bound=2)
@@ -48,80 +44,6 @@ _JSON = entry.define_json()
 entry.require_choices(_CHOSEN, _RULES)
 
 _DENSITY, _RATE = 0.01, 0.1
-_THRESHOLD_PERIOD, _REGION_PERIOD = 32, 64  # τ′ and τ of the paper
-
-Counts = tuple[np.ndarray, int]  # selected by each worker, and delivered
-Reduce = Callable[[np.ndarray], tuple[np.ndarray, Counts]]
-
-
-class Rule:
-  """Ok-Topk from its paper, in numpy: the total of a step, and what was selected and delivered."""
-
-  def __init__(self, workers: int, n: int, k: int, of_worker: bool, of_region: bool):
-    self._workers, self._k, self._step = workers, k, 0
-    self._of_worker, self._of_region = of_worker, of_region
-    self.accumulated = np.zeros((workers, n), np.float32)
-    self._residual = np.zeros((workers, n), np.float32)
-    self._local, self._global = np.zeros(workers, np.float32), np.float32(0)
-    self._bounds = np.zeros(workers + 1, int)
-
-  def __call__(self, grads: np.ndarray) -> tuple[np.ndarray, Counts]:
-    """One step with f32[P, n]."""
-    acc = self.accumulated = grads + self._residual
-    is_exact = self._step % _THRESHOLD_PERIOD == 0
-    if is_exact:
-      self._local = np.partition(np.abs(acc), -self._k, axis=1)[:, -self._k]
-    reach = (np.abs(acc) >= self._local[:, None]) & (acc != 0)
-    sent = reach.copy()
-    if self._of_worker:
-      for row, own in zip(acc, sent, strict=True):
-        _keep(row, own, 2 * self._k)
-    if self._step % _REGION_PERIOD == 0:
-      self._bounds = self._balanced(sent)
-    if self._of_region:
-      self._limit_regions(acc, sent)
-    sums = np.where(sent, acc, np.float32(0)).sum(0)
-    if is_exact:
-      self._global = np.sort(np.abs(sums))[-self._k]
-    out = (np.abs(sums) >= self._global) & (sums != 0)
-    self._residual = np.where(sent & out, np.float32(0), acc)
-    self._step += 1
-    return np.where(out, sums, np.float32(0)), (reach.sum(1), int(out.sum()))
-
-  def _balanced(self, sent: np.ndarray) -> np.ndarray:
-    """Mean over workers of the boundaries of regions with equally many selected entries."""
-    places = [np.flatnonzero(own) for own in sent]
-    parts = range(1, self._workers)
-    each = [[one[part * len(one) // self._workers] for part in parts] for one in places]
-    inner = np.sum(each, 0) // self._workers
-    return np.array([0, *inner, sent.shape[1]])
-
-  def _limit_regions(self, acc: np.ndarray, sent: np.ndarray) -> None:
-    even = -(-self._k // self._workers)
-    for row, own in zip(acc, sent, strict=True):
-      for start, end in itertools.pairwise(self._bounds):
-        _keep(row[start:end], own[start:end], even + even // 2)
-
-
-def _keep(values: np.ndarray, chosen: np.ndarray, most: int) -> None:
-  """Leaves the largest of the chosen entries, at most so many."""
-  places = np.flatnonzero(chosen)
-  order = np.argsort(-np.abs(values[places]), kind="stable")
-  chosen[places[order[most:]]] = False
-
-
-def library(workers: int, k: int, nudge: str) -> Reduce:
-  """The library's Ok-Topk as such a function."""
-  state: Any = None
-
-  def reduce(grads: np.ndarray) -> tuple[np.ndarray, Counts]:
-    nonlocal state
-    done = js.simulate("oktopk", jnp.asarray(grads), state=state, k=k, nudge=nudge)
-    state = done.state
-    selected = np.full(workers, float(done.metrics.selected))
-    return np.asarray(done.total), (selected, int(done.metrics.delivered))
-
-  return reduce
 
 
 class Training:
@@ -190,13 +112,6 @@ def _spread(rows: list[list[float]]) -> list[list[float]]:
   ]
 
 
-def rule_of(name: str, workers: int, n: int, k: int) -> Reduce:
-  """The rule of that name."""
-  if name in _LIMITS:
-    return Rule(workers, n, k, *_LIMITS[name])
-  return library(workers, k, name)
-
-
 def follow(name: str, seed: int) -> list[float]:
   """A training with a rule: the numbers of `Selected`."""
   training = Training(_WORKERS.value, _BATCH_SIZE.value, seed)
@@ -221,7 +136,7 @@ def see(seed: int) -> list[float]:
   training = Training(_WORKERS.value, _BATCH_SIZE.value, seed)
   n = training.params.size
   k = math.ceil(_DENSITY * n)
-  rule = Rule(training.workers, n, k, *_LIMITS["paper"])
+  rule = Rule(training.workers, n, k, *LIMITS["paper"])
   tail = abs(statistics.NormalDist().inv_cdf(k / n / 2))
   densities, counts = [], []
   for _ in range(_STEPS.value):

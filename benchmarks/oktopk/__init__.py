@@ -1,0 +1,1 @@
+"""What Ok-Topk selects and delivers in a training, by its paper's rule and by the library's."""
