@@ -34,6 +34,8 @@ _TABLE_1 = {
   "PS HETE": "hete",
   "PS, 3 backup workers": "backup",
   "constant, P = 3": "constant:3",
+  "constant, P = 5": "constant:5",
+  "dynamic, P = 5": "dynamic:5",
 }
 
 
