@@ -56,7 +56,7 @@ REFUSED = {
     ),
     (
       ["--methods=constant:3:0.5"],
-      "error: --methods=constant:3:0.5, choose from allreduce, eager, adpsgd, bsp",
+      "error: --methods=constant:3:0.5, choose from alone, allreduce, eager, adpsgd, bsp",
     ),
     (
       ["--methods=dynamic:3:1"],
