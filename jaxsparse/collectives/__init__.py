@@ -59,17 +59,21 @@ def collective_names() -> tuple[str, ...]:
   return tuple(sorted(_kinds()))
 
 
-def collective_options(name: str) -> tuple[str, ...]:
-  """The names of the options of a collective.
+def collective_options(name: str | Collective) -> tuple[str, ...]:
+  """The names of the options of a collective, which is named as for `make_collective`.
 
   Raises:
     ValueError: for an unknown name, with the choices.
+    TypeError: for an unknown option, or something else than a string or a collective.
 
   Example:
-    >>> collective_options("dense")
-    ('dtype',)
+    >>> collective_options("dense"), collective_options("dense:dtype=bfloat16")
+    (('dtype',), ('dtype',))
   """
-  return tuple(inspect.signature(_kind(name)).parameters)
+  if isinstance(name, Collective):
+    return _checked_options(name, {})
+  kind, own = collective_of(_checked_label(name))
+  return _checked_options(_kind(kind), own)
 
 
 def make_collective(name: str | Collective, **config: Any) -> Collective:
@@ -126,14 +130,20 @@ def make_instance(
   model: type[Collective] | Collective, config: Mapping[str, Any]
 ) -> Collective:
   """An instance of a class, or like another instance, with these options; TypeError for one that it does not have."""
-  options = inspect.signature(
-    model if isinstance(model, type) else type(model)
-  ).parameters
+  _checked_options(model, config)
+  return model(**config) if isinstance(model, type) else replace_fields(model, **config)
+
+
+def _checked_options(
+  model: type[Collective] | Collective, config: Mapping[str, Any]
+) -> tuple[str, ...]:
+  kind = model if isinstance(model, type) else type(model)
+  options = tuple(inspect.signature(kind).parameters)
   if unknown := sorted(set(config) - set(options)):
     raise TypeError(
       f"{model.name}: unknown option {', '.join(unknown)}, choose from {', '.join(options)}"
     )
-  return model(**config) if isinstance(model, type) else replace_fields(model, **config)
+  return options
 
 
 def _kind(name: str) -> type[Collective]:

@@ -1,5 +1,6 @@
 """Adam for a worker that trains by itself: its second moment is about that of the mean gradient of all workers."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -129,22 +130,36 @@ class _WindowAdam(NamedTuple):
     """Adam's update, in the dtypes of `updates`, and the next state."""
     del params
     step = optax.safe_increment(state.step)
-    count = step.astype(jnp.result_type(float))
-    decay = (self.window - 1) / (self.window + 1)
-    cast = lambda x, v: x.astype(wide_dtype(v))
-    widen = lambda tree: jax.tree.map(cast, tree, state.nu)
-    grads = widen(updates)
-    mu = optax.tree.update_moment(grads, widen(state.mu), self.b1, 1)
-    average = optax.tree.update_moment(grads, widen(state.average), decay, 1)
-    recent = optax.tree.bias_correction(average, decay, count)
-    nu = optax.tree.update_moment_per_elem_norm(recent, widen(state.nu), self.b2, 2)
-    scaled = jax.tree.map(
-      lambda m, v: m / (jnp.sqrt(v) + self.eps),
-      optax.tree.bias_correction(mu, self.b1, count),
-      optax.tree.bias_correction(nu, self.b2, count),
+    of_leaf = functools.partial(self._update_leaf, step)
+    moments = (state.mu, state.average, state.nu)
+    # optax adds a complex average to real squares
+    with jax.numpy_dtype_promotion("standard"):
+      leaves = jax.tree.map(of_leaf, updates, *moments)
+    scaled, mu, average, nu = jax.tree.transpose(
+      jax.tree.structure(updates), jax.tree.structure((0, 0, 0, 0)), leaves
     )
-    scaled = optax.tree.cast_like(scaled, updates)
     return scaled, WindowAdamState(step, self._stored(mu), average, nu)
+
+  def _update_leaf(
+    self, step: jax.Array, grad: jax.Array, mu: jax.Array, average: Any, nu: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Adam's update of one leaf, in its dtype, and its averages."""
+    dtype = average.dtype
+    count = step.astype(jnp.result_type(float))
+    window_decay = (self.window - 1) / (self.window + 1)
+    # arrays, as of `inject_hyperparams`, have one dtype for all leaves
+    real = jnp.finfo(dtype).dtype
+    b1, b2, eps = (_cast_number(x, real) for x in (self.b1, self.b2, self.eps))
+    later = lambda x, decay: optax.tree.bias_correction(
+      x, _cast_number(decay, count.dtype), count
+    )
+    wide = grad.astype(dtype)
+    mu = optax.tree.update_moment(wide, mu.astype(dtype), b1, 1)
+    average = optax.tree.update_moment(wide, average, window_decay, 1)
+    recent = later(average, window_decay)
+    nu = optax.tree.update_moment_per_elem_norm(recent, nu, b2, 2)
+    scaled = later(mu, b1) / (jnp.sqrt(later(nu, b2)) + eps)
+    return scaled.astype(grad.dtype), mu, average, nu
 
   def _stored(self, mu: optax.Updates) -> optax.Updates:
     if self.mu_dtype is None:
@@ -167,3 +182,8 @@ def _unrounded_eps(eps: Any) -> Any:
     return eps
   least = float(jnp.finfo(eps.dtype).smallest_subnormal) / 4
   return jnp.maximum(eps.astype(jnp.float32), least)
+
+
+def _cast_number(x: Any, dtype: Any) -> Any:
+  """An array of one number in another real dtype; a number of Python as it is."""
+  return jnp.real(x).astype(dtype) if hasattr(x, "dtype") else x

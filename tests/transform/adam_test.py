@@ -92,6 +92,23 @@ def test_complex_and_double_moments_keep_their_dtype():
     assert (updates.dtype, state.nu.dtype) == (jnp.float64, jnp.float64)
 
 
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+@pytest.mark.parametrize("wide", ["float64", "complex64"])
+def test_hyperparameters_of_one_dtype_change_no_other(wide, promotion):
+  # `inject_hyperparams` gives numbers of one dtype to leaves of several
+  with jax.enable_x64(True), jax.numpy_dtype_promotion(promotion):
+    params = {"a": jnp.ones(3, wide), "b": jnp.ones(3, "float32")}
+    plain = js.scale_by_window_adam(window=2, b1=0.9, b2=0.99)
+    expected = plain.update(params, plain.init(params))
+    for dtype in (wide, "float32"):
+      b1, b2 = jnp.asarray(0.9, dtype), jnp.asarray(0.99, dtype)
+      tx = js.scale_by_window_adam(window=2, b1=b1, b2=b2)
+      result = tx.update(params, tx.init(params))
+      for one, other in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-4)
+
+
 def test_dtypes_are_checked():
   with pytest.raises(
     ValueError, match=r"mu_dtype=.*int8.*, choose a floating-point dtype, or None"

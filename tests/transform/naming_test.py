@@ -44,6 +44,7 @@ def grads():
 
 
 WAYS = {
+  "collective_options": js.collective_options,
   "make_collective": lambda one: js.make_collective(one).label,
   "make_transform": lambda one: collectives(js.make_transform(one, COMM)),
   "special": lambda one: collectives(js.dense_transform(COMM, special={"bias": one})),
