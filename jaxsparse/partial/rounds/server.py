@@ -484,9 +484,12 @@ class RoundServer:
     waiting = quorum.waiting
     self._check_branch(worker, signal.position, branch)
     self._check_claim(signal, branch)
+    last = quorum.position
     self._abort(
       quorum.join(worker, signal.position, lineage), worker, "has joined again"
     )
+    if quorum.position != last:
+      self._stayed = None
     if signal.position.round:
       self._run = branch.run
     if not quorum.waiting:  # else the anchor of this worker is not the newest one
@@ -498,8 +501,8 @@ class RoundServer:
     member = self.members.join(connection, signal)
     member.is_late = False
     member.weight = 0
-    last = signal.position.last
-    counts = last != 0 and last == quorum.position.base
+    undecided = signal.position.last
+    counts = undecided != 0 and undecided == quorum.position.base
     member.position = quorum.position if counts else signal.position._replace(last=0)
     member.branch = self._branch if counts else branch
     donor = None if member.position == quorum.position else self._find_donor(worker)
@@ -516,7 +519,7 @@ class RoundServer:
       [worker],
       ServerMessage.WELCOME,
       donor=donor,
-      number=last if counts else 0,
+      number=undecided if counts else 0,
       **facts,
     )
 
