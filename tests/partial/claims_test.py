@@ -312,3 +312,23 @@ def test_a_worker_without_a_quorum_waits_longest_at_the_first_server():
     place.state = "joined" if place.state == "fetching" else place.state
   first, second = np.diff(visits)[0::2], np.diff(visits)[1::2]
   assert first.min() > 1.5 * second.max()
+
+
+def test_a_worker_whose_donor_never_answers_looks_for_others_at_the_next_server():
+  """A server with too few workers for a round names a donor each time that it is asked."""
+  now = 0.0
+  switched = []
+  quiet = lambda *_: None
+  place = Membership(0, "tcp://h:1", 40.0, 0.0, quiet, quiet, quiet, 5.0)
+  switch = lambda: switched.append(now)
+  exchange = types.SimpleNamespace(lineage=())
+  protocol = RoundProtocol(place, exchange, 4, switch=switch, servers=2)
+  sizes = {"limit": 5.0, "grace": 1.0, "sizes": [3, 4], "number": 0}
+  last = {"round": 9, "base": 5, "digest": 0, "run": 1, "donor": "tcp://h:2"}
+  while not switched:
+    now += 0.1
+    if place.state == "joining":
+      protocol.handle(Answer(ServerMessage.WELCOME, sizes | last), now)
+    protocol.handle(Answer(ServerMessage.BEAT, {"alive": 2}), now)
+    protocol.tick(now)
+    assert now < 40
