@@ -131,16 +131,7 @@ def check_state(
       f"Rounds: the state has no {', '.join(sorted(missing))}: give what `Rounds.state` was, whole. States of versions "
       "of jaxsparse without these are not read: start from the parameters"
     )
-  for name, (dtype, dimensions) in _ENTRIES.items():
-    found = np.asarray(state[name])
-    is_number = np.issubdtype(found.dtype, np.floating if name in _REAL else np.integer)
-    if (
-      not is_number or found.ndim != dimensions or (name == "part" and found.size != 2)
-    ):
-      raise ValueError(
-        f"Rounds: the {name} in the state is {found.dtype.name}{[*found.shape]}, not {np.dtype(dtype).name} of "
-        f"{dimensions} dimensions, as `Rounds.state` has it"
-      )
+  _check_entries(state)
   if int(state["fragments"]) != fragments:
     raise ValueError(
       f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}"
@@ -162,6 +153,20 @@ def check_state(
       f"Rounds: the state has changed since it was saved, its digest is {digest:08x} in place of "
       f"{int(state['digest']):08x}: give it as it was saved, or an older one"
     )
+
+
+def _check_entries(state: dict[str, Any]) -> None:
+  """Raises ValueError for an entry that is no number, or of another shape."""
+  for name, (dtype, dimensions) in _ENTRIES.items():
+    found = np.asarray(state[name])
+    is_number = np.issubdtype(found.dtype, np.floating if name in _REAL else np.integer)
+    if (
+      not is_number or found.ndim != dimensions or (name == "part" and found.size != 2)
+    ):
+      raise ValueError(
+        f"Rounds: the {name} in the state is {found.dtype.name}{[*found.shape]}, not {np.dtype(dtype).name} of "
+        f"{dimensions} dimensions, as `Rounds.state` has it"
+      )
 
 
 def _digest(state: dict[str, Any]) -> int:
