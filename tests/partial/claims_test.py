@@ -21,6 +21,7 @@ from jaxsparse.partial.net.messages import (
   Signal,
   WorkerMessage,
 )
+from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.protocol import RoundProtocol
 from tests.partial.server_protocol_test import Wire, hello
 from tests.partial.status_test import Hub
@@ -38,12 +39,14 @@ class Server(Hub):
     super().__init__(workers, quorum)
     self.now = 0.0
 
-  def hello(self, worker, position=START, value=0, **connection):
-    # Anybody can chain more rounds to those that the server has.
-    lineage = self.server._quorum.lineage
-    for number in range(min(position.round - lineage.round, 300)):
-      lineage = lineage.after(number)
-    alike = ALIKE._replace(run=self.server._run, lineage=lineage.ids)
+  def hello(
+    self, worker, position=START, value=0, lineage=None, run=None, **connection
+  ):
+    if lineage is None:  # anybody can chain more rounds to those that the server has
+      lineage = self.server._quorum.lineage
+      for number in range(min(position.round - lineage.round, 300)):
+        lineage = lineage.after(number)
+    alike = ALIKE._replace(run=run or self.server._run, lineage=lineage.ids)
     facts = {"position": position, "alike": alike, "address": f"tcp://h:{worker + 1}"}
     self.say(WorkerMessage.HELLO, worker, value, **facts, **connection)
     return self.answers[connection.get("connection", b"%d" % worker)]
@@ -84,7 +87,7 @@ def joined(workers=3, quorum=2, present=(0, 1)):
   return server
 
 
-@pytest.mark.parametrize("ahead", [1, 1000, 2**40 - 2, 2**62])
+@pytest.mark.parametrize("ahead", [1, 200, 2**62])
 @pytest.mark.parametrize(("workers", "quorum"), [(3, 2), (5, 2), (4, 1)])
 def test_a_round_that_cannot_have_counted_is_refused_by_name_and_rounds_go_on(
   workers, quorum, ahead
@@ -99,6 +102,53 @@ def test_a_round_that_cannot_have_counted_is_refused_by_name_and_rounds_go_on(
   server.round(0, 1)
   assert server.position.round == 3
   assert server.hello(2).kind == ServerMessage.WELCOME
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 1000, 2**40 - 9])
+def test_a_worker_of_another_branch_is_behind_however_many_rounds_it_has(ahead):
+  """It is told, with a donor, and not refused until the others are as far."""
+  server = joined()
+  newest = server.position
+  lineage = Lineage()
+  for number in range(300):
+    lineage = lineage.after(number)
+  answer = server.hello(2, RoundPosition(newest.round + ahead, 5), lineage=lineage)
+  assert answer.kind == ServerMessage.WELCOME
+  assert answer.content["donor"] in ("tcp://h:1", "tcp://h:2")
+  assert server.position == newest
+  server.round(0, 1)
+
+
+@pytest.mark.parametrize("at", [0, 1, 30])
+@pytest.mark.parametrize("is_other_run", [False, True])
+def test_a_new_server_goes_on_without_a_worker_that_gives_its_later_anchor_to_nobody(
+  at, is_other_run
+):
+  """It says first that it has been through many rounds, over and over; the others ask it for the anchor in vain."""
+  before = joined(present=(0, 1))
+  while before.position.round < at:
+    before.round(0, 1)
+  own = before.position if at else START
+  lineage = before.server._quorum.lineage if at else Lineage()
+  run = before.server._run
+  server = Server()
+  of_run = run + is_other_run
+  claim = RoundPosition(2**40 - 1, 5)
+  answers = dict[int, ServerMessage]()
+  for _ in range(45):
+    server.hello(2, claim, lineage=Lineage(claim.round, (7,) * 256), run=of_run)
+    for worker in (0, 1):
+      if server.position == own and answers.get(worker) == ServerMessage.WELCOME:
+        continue
+      answer = server.hello(worker, own, lineage=lineage, run=run)
+      answers[worker] = answer.kind
+      if answer.kind == ServerMessage.REJECTED:
+        assert answer.content["reason"].startswith("duplicate")
+    server.wait(1, 0, 1, 2)
+  assert server.position == own
+  server.round(0, 1)
+  server.hello(2, claim, lineage=Lineage(claim.round, (7,) * 256), run=of_run)
+  assert server.position.round == own.round + 1
 
 
 def test_a_member_that_claims_a_later_round_holds_up_nobody_and_is_no_donor():
@@ -262,3 +312,23 @@ def test_a_worker_without_a_quorum_waits_longest_at_the_first_server():
     place.state = "joined" if place.state == "fetching" else place.state
   first, second = np.diff(visits)[0::2], np.diff(visits)[1::2]
   assert first.min() > 1.5 * second.max()
+
+
+def test_a_worker_whose_donor_never_answers_looks_for_others_at_the_next_server():
+  """A server with too few workers for a round names a donor each time that it is asked."""
+  now = 0.0
+  switched = []
+  quiet = lambda *_: None
+  place = Membership(0, "tcp://h:1", 40.0, 0.0, quiet, quiet, quiet, 5.0)
+  switch = lambda: switched.append(now)
+  exchange = types.SimpleNamespace(lineage=())
+  protocol = RoundProtocol(place, exchange, 4, switch=switch, servers=2)
+  sizes = {"limit": 5.0, "grace": 1.0, "sizes": [3, 4], "number": 0}
+  last = {"round": 9, "base": 5, "digest": 0, "run": 1, "donor": "tcp://h:2"}
+  while not switched:
+    now += 0.1
+    if place.state == "joining":
+      protocol.handle(Answer(ServerMessage.WELCOME, sizes | last), now)
+    protocol.handle(Answer(ServerMessage.BEAT, {"alive": 2}), now)
+    protocol.tick(now)
+    assert now < 40

@@ -9,8 +9,9 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.net.messages import Group, RoundPosition
 from jaxsparse.partial.rounds.exchanger import Run
+from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.outer_step import OuterStep
 from jaxsparse.transform import state as states
 from tests.cases import FEWER, each_case, normals, quick_of
@@ -357,3 +358,20 @@ def test_an_anchor_of_parameters_with_other_shapes_is_refused():
   other = step.start(PARAMS | {"w": PARAMS["w"].T})
   with pytest.raises(ValueError, match="other shapes"):
     step.unpack(step.pack(step.start(PARAMS)), other)
+
+
+@pytest.mark.parametrize(
+  "forged",
+  [
+    {"position": RoundPosition(2**40 + 1, 5), "lineage": Lineage(2**40 + 1)},
+    {"lineage": Lineage(1, (2**62,))},
+    {"lineage": Lineage(1, (5,) * 257)},
+  ],
+)
+def test_an_anchor_whose_position_no_server_would_take_is_refused(forged):
+  step = OuterStep(lambda comm: js.dense_transform(comm))
+  own = step.start(PARAMS)
+  good = own._replace(position=RoundPosition(1, 5), lineage=Lineage(1, (5,)))
+  assert step.unpack(step.pack(good), own).position.round == 1
+  with pytest.raises(ValueError, match="no header of an anchor"):
+    step.unpack(step.pack(good._replace(**forged)), own)

@@ -968,6 +968,17 @@ WRONG = [
     }.items()
   ),
   ({"state": STATE | {"share": np.nan}}, ValueError, "the share in the state has NaN"),
+  *(
+    ({"state": STATE | {name: value}}, ValueError, f"the {name} in the state is {kind}")
+    for name, value, kind in [
+      ("residual", "x", "str"),
+      ("latest", np.nan, "float64"),
+      ("trained", None, "object"),
+      ("part", [], "float64"),
+      ("share", np.zeros(2), "float64"),
+      ("digest", [], "float64"),
+    ]
+  ),
   ({"state": NOT_FINITE}, ValueError, "the parameters of the anchor have NaN or Inf"),
 ]
 

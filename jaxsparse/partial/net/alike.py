@@ -22,7 +22,7 @@ from jaxsparse.sparse.flatten import (
 # characters of a part; that of a model with some ten thousand leaves is replaced by its
 # digest
 _LONGEST = 1 << 19
-_MOST_ID = 1 << 62  # of a lineage, whose ids are digests of 62 bits
+MOST_ID = 1 << 62  # of a lineage, whose ids are digests of 62 bits
 
 
 REFUSALS = (
@@ -131,7 +131,7 @@ class Alike(NamedTuple):
       case [[*layout], [*start], run, [*lineage]] if (
         all(isinstance(line, str) for line in layout + start)
         and strict_json.is_whole(run)
-        and all(strict_json.is_whole(id_, most=_MOST_ID - 1) for id_ in lineage)
+        and all(strict_json.is_whole(id_, most=MOST_ID - 1) for id_ in lineage)
       ):
         return cls(tuple(layout), tuple(start), run, tuple(lineage))
     raise ValueError("no two lists of strings, a number and a list of numbers")

@@ -422,13 +422,13 @@ class Members(Generic[M]):
         f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s"
       )
     others = [known for number, known in self.known.items() if number != worker]
+    if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
+      raise Rejected(f"unlike: worker {worker} has {unlike}")
     count = signal.address.count(",")
     if others and count != others[0].address.count(","):
       raise Rejected(
         f"unlike: worker {worker} has {count + 1} addresses, the others have {others[0].address.count(',') + 1}"
       )
-    if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
-      raise Rejected(f"unlike: worker {worker} has {unlike}")
 
   def join(self, connection: bytes, signal: Signal) -> M:
     """What is known of a worker that is there from now on, or is there again."""

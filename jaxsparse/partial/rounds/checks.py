@@ -21,19 +21,21 @@ _UNLIKE = (
   "the collective differ (A2SGD). Give every leaf a transform, and begin the chain with it"
 )
 MOST_WEIGHT = 2**31 - 1  # of a step
-# all entries of a state but its digest, in its order
+# all entries of a state but its digest, in its order: dtype, and how many dimensions
 _SEALED = {
-  "anchor": np.uint8,
-  "residual": np.float32,
-  "moved": np.float32,
-  "trained": np.int64,
-  "share": np.float64,
-  "latest": np.int64,
-  "fragments": np.int64,
-  "part": np.int64,
-  "number": np.int64,
-  "run": np.int64,
+  "anchor": (np.uint8, 1),
+  "residual": (np.float32, 1),
+  "moved": (np.float32, 1),
+  "trained": (np.int64, 2),
+  "share": (np.float64, 0),
+  "latest": (np.int64, 0),
+  "fragments": (np.int64, 0),
+  "part": (np.int64, 1),
+  "number": (np.int64, 0),
+  "run": (np.int64, 0),
 }
+_REAL = "residual", "moved", "share"
+_ENTRIES = _SEALED | {"digest": (np.int64, 0)}
 
 
 def check_options(
@@ -124,11 +126,12 @@ def check_state(
     ...
     ValueError: Rounds: number=2, but the state was saved by worker 3
   """
-  if missing := {*_SEALED, "digest"} - state.keys():
+  if missing := _ENTRIES.keys() - state.keys():
     raise ValueError(
       f"Rounds: the state has no {', '.join(sorted(missing))}: give what `Rounds.state` was, whole. States of versions "
       "of jaxsparse without these are not read: start from the parameters"
     )
+  _check_entries(state)
   if int(state["fragments"]) != fragments:
     raise ValueError(
       f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}"
@@ -142,7 +145,7 @@ def check_state(
     raise ValueError(
       f"Rounds: this process is {of(*part)} of its worker, but the state was saved by {of(*saved)}"
     )
-  for name in ("residual", "moved", "share"):
+  for name in _REAL:
     if not np.isfinite(state[name]).all():
       raise ValueError(f"Rounds: the {name} in the state has NaN or Inf")
   if int(state["digest"]) != (digest := _digest(state)):
@@ -152,9 +155,23 @@ def check_state(
     )
 
 
+def _check_entries(state: dict[str, Any]) -> None:
+  """Raises ValueError for an entry that is no number, or of another shape."""
+  for name, (dtype, dimensions) in _ENTRIES.items():
+    found = np.asarray(state[name])
+    is_number = np.issubdtype(found.dtype, np.floating if name in _REAL else np.integer)
+    if (
+      not is_number or found.ndim != dimensions or (name == "part" and found.size != 2)
+    ):
+      raise ValueError(
+        f"Rounds: the {name} in the state is {found.dtype.name}{[*found.shape]}, not {np.dtype(dtype).name} of "
+        f"{dimensions} dimensions, as `Rounds.state` has it"
+      )
+
+
 def _digest(state: dict[str, Any]) -> int:
   digest = 0
-  for name, dtype in _SEALED.items():
+  for name, (dtype, _) in _SEALED.items():
     digest = zlib.crc32(
       np.ascontiguousarray(np.asarray(state[name], dtype)).data, digest
     )

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 # rounds that a worker may be apart from others, and still learn that it is on their
 # branch
-_KEPT = 256
+MOST_IDS = 256
 _ID_BYTES = 8
 
 
@@ -46,7 +46,7 @@ class Lineage(NamedTuple):
     content = before.to_bytes(_ID_BYTES) + number.to_bytes(_ID_BYTES)
     digest = hashlib.sha256(content).digest()[:_ID_BYTES]
     id_ = int.from_bytes(digest) >> 2
-    return Lineage(self.round + 1, (*self.ids, id_)[-_KEPT:])
+    return Lineage(self.round + 1, (*self.ids, id_)[-MOST_IDS:])
 
   def cut(self, round_: int) -> "Lineage":
     """That after so many of these rounds."""

@@ -19,9 +19,10 @@ from jaxsparse._compat import is_key, words_of_keys
 from jaxsparse.comm.peers import PEERS, PeerComm, Send
 from jaxsparse.comm.program_text import ProgramText
 from jaxsparse.comm.verbs import mark_total
-from jaxsparse.partial.net.messages import MOST_MEMBERS, RoundPosition
+from jaxsparse.partial.net.alike import MOST_ID
+from jaxsparse.partial.net.messages import MOST_MEMBERS, MOST_ROUNDS, RoundPosition
 from jaxsparse.partial.rounds.checks import check_alike
-from jaxsparse.partial.rounds.lineage import Lineage
+from jaxsparse.partial.rounds.lineage import MOST_IDS, Lineage
 from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
@@ -474,8 +475,12 @@ def _header_of(content: bytes) -> tuple[list[int], int]:
   header = np.frombuffer(words, np.int64).tolist()
   if header[0] != _FORMAT:
     raise ValueError("Rounds: the anchor is one of another version of jaxsparse")
-  ids, workers = header[_NUMBERS - 2 : _NUMBERS]
-  if min(header) < 0 or len(header) != _NUMBERS + ids + 2 * workers:
+  round_, *_, ids, workers = header[2:_NUMBERS]
+  is_whole = min(header) >= 0 and len(header) == _NUMBERS + ids + 2 * workers
+  # of more, messages of a worker with the anchor would be refused
+  is_small = round_ <= MOST_ROUNDS and ids <= MOST_IDS and workers <= MOST_MEMBERS
+  is_small &= max(header[_NUMBERS : _NUMBERS + ids], default=0) < MOST_ID
+  if not is_whole or not is_small:
     raise ValueError(f"Rounds: {len(header)} numbers are no header of an anchor")
   return header, end
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -27,6 +28,9 @@ from jaxsparse.partial.rounds.slices import Whole
 _LONGEST = 1 << 10  # bytes of an address, or of an error
 # seconds in which the training loop may end its step, and raise that a part is lost
 _LAST_STEP = 3.0
+# seconds in which the other parts raise an error and end: once the process of part 0,
+# with JAX's coordinator, has ended, JAX aborts them
+_LAST_WORDS = 1.0
 _FAILED = "!"  # begins an error
 
 
@@ -89,6 +93,8 @@ class PartEndpoint(Endpoint):
 @contextlib.contextmanager
 def errors_told(place: Whole) -> Iterator[None]:
   """An error of one part in a `with` block is raised by all, which would wait for it in `make_protocol`."""
+  if place.parts > 1:
+    rank.fail_on_exceptions()
   try:
     yield
   except Exception as error:
@@ -108,6 +114,8 @@ def _meet(text: str) -> list[str]:
     bytes(row).decode(errors="replace").strip()
     for row in multihost_utils.process_allgather(own)
   ]
+  if jax.process_index() == 0 and any(other.startswith(_FAILED) for other in texts):
+    time.sleep(_LAST_WORDS)
   for part, other in enumerate(texts):
     if other.startswith(_FAILED) and not text.startswith(_FAILED):
       raise ValueError(f"part {part} of this worker: {other.removeprefix(_FAILED)}")
@@ -125,7 +133,6 @@ def make_protocol(
   """The protocol of a worker of one process, or of a part of one of several, which meet here."""
   if place.parts == 1:
     return RoundProtocol(membership, exchange, entries, endpoint.switch, servers)
-  rank.fail_on_exceptions()
   addresses = _meet(endpoint.address)
   if place.part:
 

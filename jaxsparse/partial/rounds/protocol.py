@@ -245,6 +245,8 @@ class RoundProtocol:
   def _take_answer(self, answer: Answer) -> None:
     membership = self.membership
     kind, content = answer
+    # else its donor has not answered, and others with the anchor may be elsewhere
+    is_first = kind == ServerMessage.WELCOME and membership.fetches_since is None
     membership.learn(content.get("addresses", {}))
     if "base" in content:
       self._last = RoundPosition(content["round"], content["base"])
@@ -277,7 +279,7 @@ class RoundProtocol:
         )
         self._begin_request() if donor else membership.join_again(RETRY)
     membership.hear()
-    if kind == ServerMessage.WELCOME or content.get("alive", 0) >= self.sizes[0]:
+    if is_first or content.get("alive", 0) >= self.sizes[0]:
       self._await_quorum()
 
   def _take_welcome(self, content: dict[str, Any]) -> None:

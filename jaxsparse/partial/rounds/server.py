@@ -36,28 +36,45 @@ _RECENT = 20  # rounds whose seconds are averaged in a status
 _RETURN = 4
 
 
+class _Branch(NamedTuple):
+  """Which rounds an anchor has been through: those of a run, which begins anew at round 0."""
+
+  run: int
+  lineage: Lineage
+
+  def conflicts(self, other: "_Branch") -> bool:
+    """Whether neither has been through the rounds of the other."""
+    have_begun = self.lineage.round > 0 and other.lineage.round > 0
+    is_other_run = have_begun and self.run != other.run
+    return is_other_run or self.lineage.conflicts(other.lineage)
+
+
+_NO_ROUND = _Branch(0, FIRST)
+
+
 @dataclasses.dataclass
 class RoundMember(Member):
   """What the server knows of a worker from when it joins until it leaves, or is lost."""
 
   position: RoundPosition = _START
-  lineage: Lineage = FIRST  # of its anchor
+  branch: _Branch = _NO_ROUND  # of its anchor
   weight: int = 0  # what it has trained for since it last delivered
   waits_until: float = 0.0  # once it is ready: until when it waits for others
   is_late: bool = False  # it is behind, and has not been told so
   donor: int | None = None  # of its last anchor
   donor_named: float = 0.0  # when
+  in_vain_since: float | None = None  # while it has asked donors again and again
   fetches_since: float | None = None  # while it fetches an anchor
   fetch_seconds: float | None = None  # that its last fetch has taken
   awaited_until: float | None = None  # while the next round waits for it
 
 
 class _Rival(NamedTuple):
-  """A worker of another branch of rounds that asks to join: since when, when last, and the lineage of its anchor."""
+  """A worker of another branch of rounds that asks to join: since when, when last, and its branch."""
 
   since: float
   heard: float
-  lineage: Lineage
+  branch: _Branch
 
 
 class RoundServer:
@@ -81,6 +98,8 @@ class RoundServer:
       int, float
     ] = {}  # when workers last asked whether a round counts that is not known here
     self._rivals: dict[int, _Rival] = {}
+    # workers that said they had a later anchor, and did not give it to a quorum
+    self._disbelieved = set[int]()
     self._sought: float | None = (
       None  # since when nobody has had the anchor of the last round
     )
@@ -168,8 +187,10 @@ class RoundServer:
     if member.fetches_since is not None and has_moved_on and is_known:
       member.fetch_seconds = self.members.now - member.fetches_since
       member.fetches_since = None
+      member.donor = member.in_vain_since = None
       member.position = signal.position._replace(last=0)
-      member.lineage = self._quorum.lineage.cut(signal.position.round)
+      lineage = self._quorum.lineage.cut(signal.position.round)
+      member.branch = _Branch(self._run, lineage)
     match kind:
       case WorkerMessage.BYE:
         self._leave(worker, lost=False)
@@ -300,9 +321,12 @@ class RoundServer:
     if donors:
       self._sought = None
       member = known[worker]
-      if (
-        member.donor not in donors or now > member.donor_named + self.members.limit / 2
-      ):
+      asks_again = now > member.donor_named + self.members.limit / 2
+      if member.donor in donors and asks_again:
+        member.in_vain_since = member.in_vain_since or now
+        if self._disbelieve(donors):
+          return None
+      if member.donor not in donors or asks_again:
         loads = collections.Counter(
           other.donor for other in known.values() if other.fetches_since is not None
         )
@@ -314,11 +338,51 @@ class RoundServer:
       return known[member.donor].address
     self._sought = self._sought or now
     if self._started and now > self._sought + _RETURN * self.members.limit:
-      newest = max(known.values(), key=lambda other: other.position)
-      self._quorum.go_back(newest.position, newest.lineage)
-      self._stayed = None
-      self._sought = None
+      self._go_back_to_newest([*known.values()])
     return None
+
+  def _disbelieve(self, donors: list[int]) -> bool:
+    """Goes back to the newest other anchor if donors have not given theirs to a quorum of workers for a while.
+
+    Only that of a round which these donors alone say has counted, before this server
+    was there.
+    """
+    quorum = self._quorum.quorum
+    patience = _RETURN * self.members.limit
+    in_vain = [
+      member
+      for member in self.members.known.values()
+      if member.in_vain_since is not None
+      and self.members.now > member.in_vain_since + patience
+    ]
+    if self._stayed is not None or not len(donors) < quorum <= len(in_vain):
+      return False
+    self._disbelieved.update(donors)
+    self._warn(
+      ("disbelieved", *donors),
+      f"worker {', '.join(map(str, donors))} alone has the anchor of round {self._quorum.position.round}, and gives it "
+      f"to nobody: {len(in_vain)} workers go on without it",
+    )
+    self._go_back_to_newest(in_vain)
+    return True
+
+  def _go_back_to_newest(self, members: list[RoundMember]) -> None:
+    """The last round is that of the newest anchor of these workers, on this branch if one has such an anchor."""
+    ours = self._branch
+    newest = max(
+      members,
+      key=lambda member: (not ours.conflicts(member.branch), member.position),
+    )
+    self._run = newest.branch.run or self._run
+    self._quorum.go_back(newest.position, newest.branch.lineage)
+    self._stayed = None
+    self._sought = None
+    for member in members:
+      member.in_vain_since = None
+
+  @property
+  def _branch(self) -> _Branch:
+    return _Branch(self._run, self._quorum.lineage)
 
   @property
   def _last(self) -> dict[str, int]:
@@ -361,7 +425,7 @@ class RoundServer:
       known[worker].weight = 0
       if worker not in verdict.differing:
         known[worker].position = self._quorum.position
-        known[worker].lineage = self._quorum.lineage
+        known[worker].branch = self._branch
         known[worker].fetches_since = None
     facts = {"number": verdict.group.number, **self._last}
     agreeing = [
@@ -416,12 +480,18 @@ class RoundServer:
     )
     self._check_round(signal)
     lineage = Lineage(signal.position.round, signal.alike.lineage)
+    branch = _Branch(signal.alike.run, lineage)
     waiting = quorum.waiting
-    self._check_branch(worker, signal.position, lineage)
-    self._check_claim(signal)
+    self._check_branch(worker, signal.position, branch)
+    self._check_claim(signal, branch)
+    last = quorum.position
     self._abort(
       quorum.join(worker, signal.position, lineage), worker, "has joined again"
     )
+    if quorum.position != last:
+      self._stayed = None
+    if signal.position.round:
+      self._run = branch.run
     if not quorum.waiting:  # else the anchor of this worker is not the newest one
       self._tell_behind(set(waiting) - {worker}, signal.address)
     was = self.members.known.get(worker)
@@ -431,10 +501,10 @@ class RoundServer:
     member = self.members.join(connection, signal)
     member.is_late = False
     member.weight = 0
-    last = signal.position.last
-    counts = last != 0 and last == quorum.position.base
+    undecided = signal.position.last
+    counts = undecided != 0 and undecided == quorum.position.base
     member.position = quorum.position if counts else signal.position._replace(last=0)
-    member.lineage = quorum.lineage if counts else lineage
+    member.branch = self._branch if counts else branch
     donor = None if member.position == quorum.position else self._find_donor(worker)
     if donor and member.fetches_since is None:
       fetching = min(signal.value, self.members.now - self._began)
@@ -449,22 +519,28 @@ class RoundServer:
       [worker],
       ServerMessage.WELCOME,
       donor=donor,
-      number=last if counts else 0,
+      number=undecided if counts else 0,
       **facts,
     )
 
-  def _check_claim(self, signal: Signal) -> None:
+  def _check_claim(self, signal: Signal, branch: _Branch) -> None:
     """Raises Rejected for a worker that says it has been through later rounds than can have counted.
 
     A second server has rounds only of a quorum of workers that are not here, and there
-    is none for a quorum of at most half the workers.
+    is none for a quorum of at most half the workers. Rounds of another branch are not
+    those of others at any number: who has been through these is behind.
     """
     quorum = self._quorum
     worker = signal.worker
-    if self._stayed is None or signal.position.round <= quorum.position.round:
+    if signal.position.round <= quorum.position.round:
+      self._disbelieved.discard(worker)
       return
-    elsewhere = quorum.workers - len(self._stayed - {worker})
-    if elsewhere < quorum.quorum or 2 * quorum.quorum <= quorum.workers:
+    if self._branch.conflicts(branch):
+      return
+    stayed = self._stayed or set()
+    elsewhere = quorum.workers - len(stayed - {worker})
+    has_no_quorum = elsewhere < quorum.quorum or 2 * quorum.quorum <= quorum.workers
+    if worker in self._disbelieved or (self._stayed is not None and has_no_quorum):
       reason = (
         f"worker {worker} says that it has been through {signal.position.round} rounds, "
         f"but no more than {quorum.position.round} have counted"
@@ -477,7 +553,7 @@ class RoundServer:
     self._log.say(kind, text, self.members.now)
 
   def _check_round(self, signal: Signal) -> None:
-    """Raises Rejected for a worker whose last round nobody here can judge yet, or of another run."""
+    """Raises Rejected for a worker whose last round nobody here can judge yet."""
     position = signal.position
     if position.last and position.last != self._quorum.position.base:
       now = self.members.now
@@ -496,25 +572,19 @@ class RoundServer:
         raise Rejected(
           f"duplicate: whether round {position.last} counts is known when others are there"
         )
-    if position.round:
-      run = signal.alike.run
-      if self._quorum.position.round and run != self._run:
-        raise Rejected(
-          f"unlike: worker {signal.worker} has been in the run {run:x}, the others are in {self._run:x}"
-        )
-      self._run = run
 
   def _check_branch(
-    self, worker: int, position: RoundPosition, lineage: Lineage
+    self, worker: int, position: RoundPosition, branch: _Branch
   ) -> None:
     """Raises Rejected for a worker of another branch of rounds while it is open which branch goes on.
 
     That of most workers does, where they are a quorum, and else, after a while, that of
-    those who came first. The others are behind.
+    those who came first. The others are behind, or are refused if they are of another
+    run.
     """
     quorum = self._quorum
     now = self.members.now
-    if not quorum.lineage.conflicts(lineage) or worker >= quorum.workers:
+    if not self._branch.conflicts(branch) or worker >= quorum.workers:
       self._rivals.pop(worker, None)
       return
     since = self._rivals[worker].since if worker in self._rivals else now
@@ -522,16 +592,16 @@ class RoundServer:
       other: rival
       for other, rival in self._rivals.items()
       if rival.heard > now - self.members.limit
-    } | {worker: _Rival(since, now, lineage)}
+    } | {worker: _Rival(since, now, branch)}
     others = [
-      member.lineage
+      member.branch
       for other, member in self.members.known.items()
       if other not in self._rivals
     ]
-    others += [rival.lineage for rival in self._rivals.values()]
+    others += [rival.branch for rival in self._rivals.values()]
     ours, theirs = (
       sum(not (one.conflicts(other) or other.conflicts(one)) for other in others)
-      for one in (quorum.lineage, lineage)
+      for one in (self._branch, branch)
     )
     branches = f"worker {worker} is at round {position.round} of another branch than round {quorum.position.round}"
     if theirs >= quorum.quorum and theirs > ours and not quorum.under_way:
@@ -539,15 +609,21 @@ class RoundServer:
         ("branch", worker),
         f"{branches}, on which are {theirs} workers, and {ours} on this one",
       )
-      quorum.go_back(position, lineage)
+      self._run = branch.run
+      quorum.go_back(position, branch.lineage)
       self._stayed = None
-    elif not (self._started and ours >= quorum.quorum) and (
+      return
+    if not (self._started and ours >= quorum.quorum) and (
       now <= since + _RETURN * self.members.limit
     ):
       self._warn(
         ("branch waits", worker), f"{branches}, and waits until most workers are there"
       )
       raise Rejected(f"duplicate: {branches}")
+    if branch.run != self._run:
+      raise Rejected(
+        f"unlike: worker {worker} has been in the run {branch.run:x}, the others are in {self._run:x}"
+      )
 
   def _leave(self, worker: int, *, lost: bool = True) -> None:
     member = self.members.forget(worker)
