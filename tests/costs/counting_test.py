@@ -154,7 +154,8 @@ def test_a_gradient_of_so_many_entries_is_counted(name, n, density):
 def test_bits_of_packed_messages_have_indices_of_31_bits_too(wire):
   """Rows of all P workers are decoded at once: bitsets of P · (k + n/2^low) bits."""
   n, k = 10**9, 10**7
-  bits = 32 * -(-(k + (n >> 8)) // 32)  # of a worker, with low parts of 8 bits
+  low = min(range(31), key=lambda low: low * k + k + (n >> low))
+  bits = 32 * -(-(k + (n >> low)) // 32)  # of a worker
   most = (2**31 - 256) // bits
   js.costs.count("topka", n=n, workers=most, k=k, wire=wire)
   for name, workers in {"topka": most + 1, "gaussiank": 256}.items():
