@@ -141,7 +141,7 @@ class _IndexSet(_Formatted):
     low = low_bits(capacity, self.length)
     indices = jnp.minimum(indices, self.length)
     # Empty slots, which are last, have index `length`, which is in the last bucket.
-    count = self._high_words(capacity)
+    count = high_words(capacity, self.length)
     # All rows at once, as one bitset.
     bit = (indices >> low) + _offsets(rows, count * bitset.BITS, capacity)
     flags = jnp.zeros(rows * count * bitset.BITS, jnp.bool_)
@@ -171,14 +171,10 @@ class _IndexSet(_Formatted):
 
   def _index_words(self, capacity: int) -> int:
     low = low_bits(capacity, self.length)
-    return fields.words(low, capacity) + self._high_words(capacity)
-
-  def _high_words(self, capacity: int) -> int:
-    low = low_bits(capacity, self.length)
-    return math.ceil((capacity + (self.length >> low)) / bitset.BITS)
+    return fields.words(low, capacity) + high_words(capacity, self.length)
 
   def _check_bits(self, rows: int, capacity: int) -> None:
-    bits = bitset.BITS * rows * self._high_words(capacity)
+    bits = bitset.BITS * rows * high_words(capacity, self.length)
     if bits > _MOST_BITS:
       raise ValueError(
         f"messages of {rows} rows of {capacity} entries take {bits} indices of bits, "
@@ -270,10 +266,22 @@ def low_bits(capacity: int, length: int) -> int:
     >>> low_bits(500, 1000), low_bits(10, 1000), low_bits(10_000, 1_000_000)
     (0, 6, 6)
   """
-  size = lambda low: (
-    fields.words(low, capacity) + math.ceil((capacity + (length >> low)) / bitset.BITS)
-  )
+  size = lambda low: fields.words(low, capacity) + _high_words(capacity, length >> low)
   return min(range(length.bit_length() + 1), key=size)
+
+
+def high_words(capacity: int, length: int) -> int:
+  """The words of the high parts of a row, as a bitset.
+
+  Example:
+    >>> high_words(500, 1000), high_words(10_000, 1_000_000)
+    (47, 801)
+  """
+  return _high_words(capacity, length >> low_bits(capacity, length))
+
+
+def _high_words(capacity: int, last_bucket: int) -> int:
+  return math.ceil((capacity + last_bucket) / bitset.BITS)
 
 
 def _offsets(rows: int, row_bits: int, capacity: int) -> jax.Array:
