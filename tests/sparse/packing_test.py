@@ -1,4 +1,4 @@
-"""Numbers of which most are 0 come back; their index set has the words of a sparse message; sizes are near the entropy."""
+"""Numbers of which most are 0 come back, their index set is that of a sparse message, and sizes near the entropy."""
 
 import hypothesis
 import hypothesis.strategies as st
