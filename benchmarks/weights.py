@@ -32,7 +32,7 @@ from benchmarks import entry, report, workers
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import model_of
 from jaxsparse.sparse import bitset, packing
-from jaxsparse.weights.model import Model, Patterns
+from jaxsparse.weights.folder import Folder, Patterns
 
 _TASK = flags.DEFINE_string(
   "task", "lm_wide", "What is trained, as in benchmarks.race."
@@ -155,10 +155,9 @@ def measure(
   rate: float, old: Patterns, new: Patterns, publish: float, latest: float
 ) -> Row:
   """The row of one step, of patterns before and after."""
-  link = b"".join(words.tobytes() for words in old.difference(new))
-  content = np.frombuffer(link, np.uint8)
-  pieces = zip(old.pieces(), new.pieces(), strict=True)
-  words, counts = zip(*itertools.starmap(index_words, pieces), strict=True)
+  link = packing.difference(old.arrays, new.arrays)
+  pieces = packing.each_piece(index_words, old.arrays, new.arrays)
+  words, counts = zip(*pieces, strict=True)
   changed = sum(counts)
   entries = sum(array.size for array in new.arrays)
   share = changed / entries
@@ -167,8 +166,8 @@ def measure(
   flat = [jnp.asarray(np.concatenate(one.arrays)) for one in (old, new)]
   found = jax.block_until_ready(diff_jit(*flat))
   np.testing.assert_array_equal(_apply(flat[0], *found), flat[1])
-  pairs = old.after(content).arrays, new.arrays
-  for got, wanted in zip(*pairs, strict=True):
+  after = packing.after(old.arrays, link)
+  for got, wanted in zip(after, new.arrays, strict=True):
     np.testing.assert_array_equal(got, wanted)
   read = lambda: sum(
     int(one[: one.size // 4 * 4].view(np.uint64).sum()) for one in new.arrays
@@ -179,14 +178,14 @@ def measure(
     changed,
     float(entropy),
     index,
-    8 * len(link) / changed - index,
-    len(link),
+    8 * link.nbytes / changed - index,
+    link.nbytes,
     sum(array.nbytes for array in new.arrays),
     *zstd_bytes(old, new),
     read=cpu_seconds(read),
-    diff=cpu_seconds(lambda: old.difference(new)),
+    diff=cpu_seconds(lambda: packing.difference(old.arrays, new.arrays)),
     digest=cpu_seconds(new.digest),
-    apply=cpu_seconds(lambda: old.after(content)),
+    apply=cpu_seconds(lambda: packing.after(old.arrays, link)),
     diff_jit=cpu_seconds(lambda: diff_jit(*flat)),
     apply_jit=cpu_seconds(lambda: _apply(flat[0], *found)),
     publish=publish,
@@ -199,16 +198,16 @@ def measure_all(console: Any) -> list[Row]:
   rows: list[Row] = []
   steps = train(_RATES.value, _STEPS.value)
   first = next(steps)
-  model = Model(first[1], _DTYPE.value)
   old = None
   with tempfile.TemporaryDirectory() as folder:
+    model = Folder(folder, first[1], _DTYPE.value)
     publisher = js.weights.Publisher(folder, first[1], _DTYPE.value)
     subscriber = js.weights.Subscriber(folder, first[1], _DTYPE.value)
     for rate, params in itertools.chain([first], steps):
       publish = cpu_seconds(functools.partial(publisher.publish, params), 1)
       latest = cpu_seconds(lambda: subscriber.latest().params, 1)
-      new = model.patterns(params)
-      got = model.patterns(subscriber.latest().params)
+      new = model._patterns(params)
+      got = model._patterns(subscriber.latest().params)
       for one, other in zip(got.arrays, new.arrays, strict=True):
         np.testing.assert_array_equal(one, other)
       # The first parameters of a rate are those of the warm-up.

@@ -7,17 +7,23 @@ is shorter. The numbers, less 1, are cut: the low w bits of each are packed
     [0 0 3 0 1 0 0 9] -> indices {2, 4, 7}, numbers - 1 = [2 0 8]
                       -> w = 2: low bits [2 0 0], above [0 0 2]
                       -> indices {2}, numbers - 1 = [1] -> ...
+
+Of the bit patterns of two arrays the numbers are the differences as integers: 1, 2, 3,
+4, … for -1, 1, -2, 2, …
 """
 
+import concurrent.futures
 import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxsparse.sparse import codec, fields
 
 _LOG_BITS = 5  # of the width, in the word that begins a level
-MOST = 1 << (fields.BITS - _LOG_BITS)  # entries of an array
+_PIECE = 1 << 22  # entries that are packed together, by a thread: below 2^27
 
 
 def pack(indices: np.ndarray, numbers: np.ndarray, length: int) -> list[np.ndarray]:
@@ -61,6 +67,56 @@ def unpack(words: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.n
   above, high, words = unpack(words[size:], count)
   numbers[above] += high << width
   return indices, numbers + np.uint32(1), words
+
+
+def difference(old: Sequence[np.ndarray], new: Sequence[np.ndarray]) -> np.ndarray:
+  """The words that turn the patterns of old arrays into those of new ones.
+
+  Args:
+    old: u8, u16 or u32[n] each.
+    new: of the same shapes and dtypes.
+
+  Example:
+    >>> old, new = np.uint16([[1, 2, 3], [1, 65535, 3]])
+    >>> after([old], difference([old], [new]))
+    [array([    1, 65535,     3], dtype=uint16)]
+  """
+  parts = each_piece(_pack_difference, old, new)
+  words = [np.zeros(0, np.uint32), *(one for part in parts for one in part)]
+  return np.concatenate(words)
+
+
+def after(old: Sequence[np.ndarray], words: np.ndarray) -> list[np.ndarray]:
+  """New arrays: the inverse of `difference`."""
+  new = [array.copy() for array in old]
+  for piece in _pieces(new):
+    changed, numbers, words = unpack(words, piece.size)
+    differences = (numbers >> 1) ^ -(numbers & 1)
+    piece[changed] += differences.astype(piece.dtype)
+  return new
+
+
+def each_piece(
+  function: Callable[..., Any], *arrays: Sequence[np.ndarray]
+) -> list[Any]:
+  """The results for parts of arrays, in order, by threads: numpy and hashlib do not hold the lock."""
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    return list(pool.map(function, *map(_pieces, arrays)))
+
+
+def _pieces(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+  return [
+    array[start : start + _PIECE]
+    for array in arrays
+    for start in range(0, array.size, _PIECE)
+  ]
+
+
+def _pack_difference(old: np.ndarray, new: np.ndarray) -> list[np.ndarray]:
+  changed = np.flatnonzero(old != new)
+  signed = (new[changed] - old[changed]).view(f"i{new.itemsize}").astype(np.int32)
+  numbers = (signed << 1) ^ (signed >> 31)
+  return pack(changed, numbers.view(np.uint32), new.size)
 
 
 def _width(numbers: np.ndarray) -> int:

@@ -8,8 +8,7 @@ rate.
     first reading      x         x        x            x
     later                                                                  x
 
-    model         the leaves in the serving dtype, as bit patterns
-    packing       which patterns changed, and by how much, in few bits
+    folder        the leaves in the serving dtype, as bit patterns
     digests       each version is known by a digest, which is chained to the version before
     files         files that are there whole or not at all
     publisher     writes links and anchors, and removes old ones

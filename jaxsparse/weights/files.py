@@ -1,6 +1,6 @@
 """Files that are there whole or not at all, and their names.
 
-magic | digest of the rest, u64 | bytes of the header, u64 | header, JSON | body
+magic | digest of the rest, u64 | bytes of the header, u64 | header, JSON | arrays
 """
 
 import json
@@ -16,10 +16,6 @@ from jaxsparse.weights.digests import BYTES, digest
 
 _MAGIC = b"jaxsparse.wts 1\n"
 _NAME = re.compile(r"(\d{12})-(\d+)-(\d+)-(\d+)\.(link|anchor)")
-
-
-class Damaged(ValueError):
-  """A file is not what was written under its name."""
 
 
 class Name(NamedTuple):
@@ -50,41 +46,47 @@ def names(folder: pathlib.Path) -> list[Name]:
 
 
 def write(
-  folder: pathlib.Path, name: Name, header: dict[str, Any], body: Sequence[np.ndarray]
+  folder: pathlib.Path, name: Name, header: dict[str, Any], arrays: list[np.ndarray]
 ) -> None:
   """Writes a file aside, syncs and renames it.
 
   Raises:
     OSError: for a full disk, for example; then no such file is there.
   """
-  text = json.dumps({"name": str(name)} | header).encode()
-  content: list[Any] = [len(text).to_bytes(BYTES), text, *body]
+  kinds = [(array.dtype.str, array.nbytes) for array in arrays]
+  text = json.dumps(header | {"name": str(name), "arrays": kinds}).encode()
+  content: list[Any] = [len(text).to_bytes(BYTES), text, *arrays]
   # The next file replaces one that was not finished.
   aside = folder / f".{name.part}.aside"
   with open(aside, "wb") as file:
-    file.write(_MAGIC + digest(content).to_bytes(BYTES))
-    for part in content:
+    for part in (_seal(content), *content):
       file.write(part)
     file.flush()
     os.fsync(file.fileno())
   os.replace(aside, folder / str(name))
 
 
-def read(folder: pathlib.Path, name: Name) -> tuple[dict[str, Any], np.ndarray]:
-  """Header and body, u8[bytes].
+def read(folder: pathlib.Path, name: Name) -> tuple[dict[str, Any], list[np.ndarray]]:
+  """Header and arrays.
 
   Raises:
-    Damaged: for a file that is foreign, not whole, changed or renamed.
+    ValueError: for a file that is foreign, not whole, changed or renamed.
     OSError: for one that is gone.
   """
   content = np.fromfile(folder / str(name), np.uint8)
-  magic, seal, rest = np.split(content, [len(_MAGIC), len(_MAGIC) + BYTES])
-  if magic.tobytes() != _MAGIC:
-    raise Damaged(f"{name} is no file of js.weights, or one of another format")
-  if seal.tobytes() != digest([rest]).to_bytes(BYTES):
-    raise Damaged(f"{name} is truncated or changed: its digest is another one")
+  seal, rest = np.split(content, [len(_MAGIC) + BYTES])
+  if seal.tobytes() != _seal([rest]):
+    raise ValueError(f"{name} is truncated, changed, or no file of js.weights")
   end = BYTES + int.from_bytes(rest[:BYTES].tobytes())
   header = json.loads(rest[BYTES:end].tobytes())
   if header["name"] != str(name):
-    raise Damaged(f"{name} was written as {header['name']}")
-  return header, rest[end:]
+    raise ValueError(f"{name} was written as {header['name']}")
+  arrays = []
+  for dtype, size in header["arrays"]:
+    arrays.append(rest[end : end + size].view(dtype))
+    end += size
+  return header, arrays
+
+
+def _seal(content: Sequence[Any]) -> bytes:
+  return _MAGIC + digest(content).to_bytes(BYTES)

@@ -1,13 +1,13 @@
 """A reader's end of the chain: follows links, or starts from an anchor, and refuses what its digest does not prove."""
 
 import collections
-import os
+import itertools
 from typing import Any, NamedTuple
 
+from jaxsparse.sparse import packing
 from jaxsparse.weights import files
 from jaxsparse.weights.digests import chained
-from jaxsparse.weights.model import Model, Patterns
-from jaxsparse.weights.publisher import path_of
+from jaxsparse.weights.folder import Folder, Patterns
 
 
 class Published(NamedTuple):
@@ -17,29 +17,35 @@ class Published(NamedTuple):
   params: Any
 
 
+class _Part(NamedTuple):
+  """What one process wrote of a version: patterns, their digest, and an id that is chained to the version before."""
+
+  id: int
+  digest: int
+  patterns: Patterns
+
+
 class _State(NamedTuple):
-  """A version: its publisher, and id, digest and patterns of each part."""
+  """A version of a publisher."""
 
   number: int
   run: int
-  ids: list[int]
-  digests: list[int]
-  parts: list[Patterns]
+  parts: list[_Part]
 
 
 # the files of each version's links and anchors that are there in all parts
 _Files = dict[tuple[int, int, str], list[files.Name]]
-_NONE = _State(0, -1, [], [], [])
+_NONE = _State(0, -1, [])
 
 
-class Subscriber:
+class Subscriber(Folder):
   """Reads what a `Publisher` publishes to a folder; any number of them, in any processes.
 
   Args:
     folder: the publisher's.
     params_like: the parameters, or their shapes and dtypes; leaves that are read have
       the shardings of these.
-    dtype: the serving dtype, of floating-point leaves; the publisher's.
+    dtype: the publisher's.
 
   Attributes:
     refused: why files were refused in the last call of `latest`.
@@ -48,14 +54,9 @@ class Subscriber:
     ValueError: for an address.
   """
 
-  def __init__(
-    self, folder: str | os.PathLike[str], params_like: Any, dtype: Any = "bfloat16"
-  ):
-    self._folder = path_of(folder)
-    self._model = Model(params_like, dtype)
-    self._state = _NONE
-    self._published: Published | None = None
-    self.refused: list[str] = []
+  refused: list[str]
+  _state = _NONE
+  _published: Published | None = None
 
   def latest(self) -> Published:
     """The newest version that can be read; the same object if there is no newer one.
@@ -70,12 +71,14 @@ class Subscriber:
     self.refused = []
     try:
       found = _whole(files.names(self._folder))
+      state = self._newest(found) if found else _NONE
     except OSError as error:
       self.refused.append(str(error))
-      found = {}
-    state = self._newest(found) if found else _NONE
+      state = _NONE
     if state.number and state is not self._state:
-      self._published = Published(state.number, self._model.params(state.parts))
+      self._published = Published(
+        state.number, self._params([part.patterns for part in state.parts])
+      )
       self._state = state
     if self._published is None:
       reasons = "; ".join(self.refused) or "no version is there"
@@ -104,33 +107,30 @@ class Subscriber:
       state = after
     if state is otherwise:
       return state
-    if [patterns.digest() for patterns in state.parts] == state.digests:
+    if all(part.patterns.digest() == part.digest for part in state.parts):
       return state
     self.refused.append(f"version {state.number} has another digest")
     return otherwise
 
   def _step(self, state: _State, names: list[files.Name]) -> _State:
     """The version after a link, or of an anchor; `state` itself if a file is refused."""
-    name = names[0]
+    parts = []
     try:
-      headers, bodies = zip(
-        *(files.read(self._folder, one) for one in names), strict=True
-      )
-      before = [header["before"] for header in headers]
-      if name.kind == "anchor":
-        self._model.check(headers[0]["layout"], str(name))
-        boxes = [header["boxes"] for header in headers]
-        parts = list(map(self._model.split, boxes, bodies))
-      elif before == state.ids:
-        parts = list(map(Patterns.after, state.parts, bodies))
-      else:
-        raise ValueError(f"{name} follows another version {state.number}")
+      for name, part in itertools.zip_longest(names, state.parts):
+        header, arrays = files.read(self._folder, name)
+        before, digest = header["before"], header["digest"]
+        if name.kind == "anchor":
+          patterns = Patterns(header["boxes"], arrays)
+        elif before != part.id:
+          raise ValueError(f"{name} follows another version {state.number}")
+        else:
+          boxes, old = part.patterns
+          patterns = Patterns(boxes, packing.after(old, *arrays))
+        parts.append(_Part(chained(before, digest), digest, patterns))
     except (ValueError, OSError) as error:
       self.refused.append(str(error))
       return state
-    digests = [header["digest"] for header in headers]
-    ids = list(map(chained, before, digests))
-    return _State(name.number, name.run, ids, digests, parts)
+    return _State(name.number, name.run, parts)
 
 
 def _whole(names: list[files.Name]) -> _Files:
