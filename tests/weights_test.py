@@ -411,6 +411,26 @@ def test_a_folder_without_versions(tmp_path):
     js.weights.Subscriber(tmp_path / "none", LIKE).latest()
 
 
+def test_a_version_without_a_part_is_none(tmp_path):
+  """Of two processes, whose files have other names."""
+  publish(tmp_path, 2)
+  own = inside(tmp_path)
+  for name in files.names(own):
+    header, arrays = files.read(own, name)
+    for part in range(2):
+      files.write(own, name._replace(part=part, processes=2), header, arrays)
+    (own / str(name)).unlink()
+  reader = js.weights.Subscriber(tmp_path, LIKE)
+  (own / str(files.names(own)[-1])).unlink()
+  assert reader.latest().version == 1
+  assert reader.refused == []
+  for name in files.names(own):
+    if name.part == 0:
+      (own / str(name)).unlink()
+  with pytest.raises(LookupError, match="no version is there"):
+    js.weights.Subscriber(tmp_path, LIKE).latest()
+
+
 class Killed(BaseException):
   """In place of SIGKILL."""
 

@@ -74,3 +74,19 @@ def test_few_large_numbers_do_not_widen_the_others():
   np.testing.assert_array_equal(back, numbers)
   # One bit for all that change, one for the sign.
   assert 32 * len(words) / len(numbers) < 2.5
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_bits_of_small_differences(dtype):
+  """Patterns of any bits come back, and those that change by 1 take the index and a bit."""
+  random = np.random.default_rng(0)
+  old = random.integers(0, np.iinfo(dtype).max, 100_000, dtype=dtype, endpoint=True)
+  new = old.copy()
+  new[::50] += random.choice(np.array([-1, 1]).astype(dtype), 2000)
+  for one in (new, old[::-1].copy(), old):
+    words = packing.difference([old, old[:0]], [one, old[:0]])
+    got, none = packing.after([old, old[:0]], words)
+    assert none.size == 0
+    np.testing.assert_array_equal(got, one)
+    if one is new:
+      assert 32 * len(words) / 2000 < 8.8

@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ import jaxsparse as js
 from benchmarks import entry, report, workers
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import model_of
+from benchmarks.weights.report import HEADS, TIMES, Row, goals, sizes, times
 from jaxsparse.sparse import bitset, packing
 from jaxsparse.weights.folder import Folder, Patterns
 
@@ -46,30 +47,6 @@ _WARM_UP_RATE = flags.DEFINE_float("warm_up_rate", 1e-3, "Rate of these.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Examples in a step.", 1)
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "The serving dtype.")
 _REPORT_DIR = entry.define_report_dir("weights.json")
-_GOALS = {"index": 9.5, "ratio": 0.7}
-
-
-class Row(NamedTuple):
-  """One published step; seconds are CPU seconds of this process."""
-
-  rate: float
-  entries: int  # of the model
-  changed: int  # entries whose pattern in the serving dtype changed
-  entropy: float  # bits of the index of a changed entry, if all sets were as likely
-  index_bits: float  # bits of a changed entry's index
-  difference_bits: float  # bits of a changed entry's difference
-  link: int  # bytes of the file
-  whole: int  # bytes of the patterns
-  zstd: int | None  # bytes of their XOR, compressed
-  planes: int | None  # bytes of its byte planes, compressed
-  read: float
-  diff: float  # finding and packing differences
-  digest: float
-  publish: float
-  latest: float
-  apply: float  # unpacking and adding differences
-  diff_jit: float
-  apply_jit: float
 
 
 def train(rates: list[float], steps: int) -> Any:
@@ -216,100 +193,6 @@ def measure_all(console: Any) -> list[Row]:
         console.print(rows[-1])
       old = rate, new
   return rows
-
-
-HEADS = (
-  "rate",
-  "weights that change",
-  "bits an index",
-  "entropy",
-  "bits a difference",
-  "link",
-  "/ full copy",
-  "/ zstd of XOR",
-  "/ zstd of planes",
-)
-TIMES = (
-  "rate",
-  "read",
-  "find and pack",
-  "digest",
-  "publish",
-  "latest",
-  "unpack and add",
-  "find, jitted",
-  "add, jitted",
-)
-
-
-def sizes(rows: list[Row]) -> list[list[str]]:
-  """Means over the steps of a rate, cells of `HEADS`."""
-  shown = []
-  for rate, own in _by_rate(rows):
-    mean = lambda of, own=own: statistics.mean(map(of, own))
-    shown.append(
-      [
-        f"{rate:g}",
-        f"{mean(lambda row: 100 * row.changed / row.entries):.2f} %",
-        f"{mean(lambda row: row.index_bits):.2f}",
-        f"{mean(lambda row: row.entropy):.2f}",
-        f"{mean(lambda row: row.difference_bits):.2f}",
-        f"{mean(lambda row: row.link):,.0f}",
-        f"{mean(lambda row: row.link / row.whole):.4f}",
-        *(
-          report.ratio(mean(lambda row: row.link), mean(of) if own[0].zstd else None)
-          for of in (lambda row: row.zstd, lambda row: row.planes)
-        ),
-      ]
-    )
-  return shown
-
-
-def times(rows: list[Row]) -> list[list[str]]:
-  """Medians over the steps of a rate in milliseconds, cells of `TIMES`."""
-  names = (
-    "read",
-    "diff",
-    "digest",
-    "publish",
-    "latest",
-    "apply",
-    "diff_jit",
-    "apply_jit",
-  )
-  return [
-    [
-      f"{rate:g}",
-      *(
-        report.milliseconds(statistics.median(getattr(row, name) for row in own))
-        for name in names
-      ),
-    ]
-    for rate, own in _by_rate(rows)
-  ]
-
-
-def _by_rate(rows: list[Row]) -> list[tuple[float, list[Row]]]:
-  rates = dict.fromkeys(row.rate for row in rows)
-  return [(rate, [row for row in rows if row.rate == rate]) for rate in rates]
-
-
-def goals(rows: list[Row]) -> list[report.Goal]:
-  """Those of the library: near 1 % of the weights, and beside zstd."""
-  near = [row.index_bits for row in rows if 0.005 < row.changed / row.entries < 0.02]
-  ratios = [row.link / row.zstd for row in rows if row.zstd]
-  return [
-    report.goal(
-      "bits of an index where 0.5 to 2 % of the weights change <= 9.5",
-      max(near, default=None),
-      most=_GOALS["index"],
-    ),
-    report.goal(
-      "bytes of a link / zstd of the XOR <= 0.7",
-      max(ratios, default=None),
-      most=_GOALS["ratio"],
-    ),
-  ]
 
 
 def main() -> None:
