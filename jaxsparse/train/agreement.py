@@ -10,8 +10,8 @@ import optax
 from jax.sharding import Mesh
 
 from jaxsparse._compat import AxisName, is_key, local_shard, words_of_keys
+from jaxsparse._compat.one_at_a_time import dispatch
 from jaxsparse.comm import all_gather, in_rank_order
-from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.engine import Engine, check_batch, engine_of
 from jaxsparse.transform import checks
 from jaxsparse.transform.wrapped import optimized, trained

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat
-from jaxsparse.comm import varying
-from jaxsparse.sparse import noise
+from jaxsparse._compat import varying
+from jaxsparse.arrays import noise
 
 Piece = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -166,7 +166,7 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   few cores (JAX 0.10.2).
 
   Example:
-    >>> from jaxsparse.sparse import noise
+    >>> from jaxsparse.arrays import noise
     >>> (basis,) = jax.jit(orthonormal)([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])], noise.key_of(0))
     >>> jnp.abs(basis.round(3))
     Array([[0.6, 0. , 0.8],
