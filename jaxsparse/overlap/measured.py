@@ -123,25 +123,18 @@ def measure(
   engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
   specs = PartitionSpec(), PartitionSpec(axis)
-
-  def gradients(params: optax.Params, batch: Any) -> list[jax.Array]:
-    """One worker's loss and gradients, in pytree order."""
-    value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
-    return [value[0] if has_aux else value, *jax.tree.leaves(grads)]
-
+  gradients = _gradients_of(loss_fn, has_aux)
   order, done = order_backward(_trace(gradients, engine, params, batch))
   bounds = choose_cuts(done, cuts)
   arguments = engine.place((params, batch), specs)
   # of gradients those that they are computed with
   shardings = engine.shardings(arguments, specs), None
-
-  def cut(count: int) -> Callable:
-    """The program of all workers that makes the gradients of the first `count` leaves."""
-    wanted = [0, *(1 + leaf for leaf in order[:count])]
-    some = lambda *arguments: [gradients(*arguments)[index][None] for index in wanted]
-    return engine.jit(some, specs, specs[1], shardings=shardings)
-
-  programs = [cut(count) for count in (0, *bounds)]
+  # Each program makes the loss and the gradients of the first leaves.
+  wanted = [[0, *(1 + leaf for leaf in order[:count])] for count in (0, *bounds)]
+  programs = [
+    engine.jit(_chosen(gradients, some), specs, specs[1], shardings=shardings)
+    for some in wanted
+  ]
   medians = _median_seconds(engine, programs, arguments, repetitions)
   # each program includes the work of the one before
   seconds = list(itertools.accumulate(medians, max))
@@ -159,6 +152,17 @@ def measure(
   )
 
 
+def _gradients_of(loss_fn: Callable, has_aux: bool) -> Callable:
+  """`(params, batch) -> [loss, *gradients]` of one worker, in pytree order."""
+  value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
+
+  def gradients(params: optax.Params, batch: Any) -> list[jax.Array]:
+    value, grads = value_and_grad(params, batch)
+    return [value[0] if has_aux else value, *jax.tree.leaves(grads)]
+
+  return gradients
+
+
 def _trace(
   gradients: Callable, engine: Engine, params: optax.Params, batch: Any
 ) -> core.Jaxpr:
@@ -169,6 +173,11 @@ def _trace(
   )
   axes = list(engine.axes.items())
   return jax.make_jaxpr(gradients, axis_env=axes)(params, own_batch).jaxpr
+
+
+def _chosen(gradients: Callable, indices: Sequence[int]) -> Callable:
+  """Some of the results of `gradients`, each as a row of a worker."""
+  return lambda *arguments: [gradients(*arguments)[index][None] for index in indices]
 
 
 def _median_seconds(
