@@ -37,14 +37,14 @@ from jaxsparse.launch.start import TUNABLES, find_program, list_gpus
 __all__ = ["examine"]
 
 _TIMEOUT = 60.0  # seconds for a program of two workers
-# seconds beyond its limit that the launcher gets to end its ranks and to name the one
-# that hangs
+# Seconds beyond its limit in which the launcher ends its ranks and names the one that
+# hangs.
 _BACKSTOP = 15.0
 _TAIL = 12  # lines of a failed program's output that a finding shows
 _ANSWER = (
   "doctor: "  # begins the line of a probe's answer, among other output of libraries
 )
-_ENTRIES = 60  # of a gradient
+_ENTRIES = 60  # length of the gradient that a probe reduces
 _TRANSPARENT = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _INSTALL_MPI = (
   "make install (in a checkout), or with pip as docs/how_to/many_hosts.md says: MPI"

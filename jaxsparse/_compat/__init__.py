@@ -228,7 +228,9 @@ def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
   parts = [
     tuple(name for name in names_of(part or ()) if name not in axes) for part in spec
   ]
-  return PartitionSpec(*parts)  # which stores one name as itself, and none as None
+  return PartitionSpec(
+    *parts
+  )  # PartitionSpec stores one name as itself, and no name as None
 
 
 def axes_inside(axes: Sequence[str] | None) -> dict[str, int]:

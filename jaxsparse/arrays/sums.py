@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# that are read side by side, in one vectorized loop on a CPU and in one kernel on a GPU
+# Pieces that are read side by side, in one vectorized loop on a CPU and in one kernel
+# on a GPU.
 _PIECES = 32
 
 

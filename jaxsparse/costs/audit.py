@@ -19,7 +19,7 @@ _OPERATION = re.compile(
   r"(?P<start>-start)?\("
 )
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
-# of others the bits are in the name
+# Types whose names do not say their bits.
 _BYTES = {
   "pred": 1,
   "bf16": 2,

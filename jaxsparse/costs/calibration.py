@@ -466,7 +466,7 @@ class _Meter:
     """Seconds of a message of `short` words; words and seconds of a long one; the seconds of its words."""
 
     def chain(comm: Comm, x: jax.Array) -> jax.Array:
-      # of equal values XLA would make a multiplication
+      # XLA would turn a sum of equal values into a multiplication.
       own = x + comm.rank.astype(x.dtype)
       total = own
       for _ in range(_CHAIN):

@@ -100,7 +100,7 @@ def memory_of(folder: str) -> str:
   """The folder in shared memory that belongs to a folder of records: MPI would leave files there of ranks that die.
 
   Example:
-    >>> memory_of("/tmp/jaxsparse-outer/jaxsparse-inner")  # of a launcher in a rank of another one
+    >>> memory_of("/tmp/jaxsparse-outer/jaxsparse-inner")  # the folder of a launcher in a rank of another one
     '/dev/shm/jaxsparse-outer/jaxsparse-inner'
   """
   parent, name = os.path.split(folder)
@@ -150,7 +150,10 @@ def _main() -> None:
   if launcher and os.getppid() != launcher and (folder := os.environ.get(RECORDS)):
     import shutil
 
-    for left in (folder, memory_of(folder)):  # of a launcher that was killed
+    for left in (
+      folder,
+      memory_of(folder),
+    ):  # both folders of a launcher that was killed
       shutil.rmtree(left, ignore_errors=True)
   os._exit(
     128 + signal.SIGTERM if status is None else status if status >= 0 else 128 - status

@@ -127,7 +127,7 @@ def measure(
   order, done = order_backward(_trace(gradients, engine, params, batch))
   bounds = choose_cuts(done, cuts)
   arguments = engine.place((params, batch), specs)
-  # of gradients those that they are computed with
+  # Gradients keep the shardings that they are computed with.
   shardings = engine.shardings(arguments, specs), None
   # Each program makes the loss and the gradients of the first leaves.
   wanted = [[0, *(1 + leaf for leaf in order[:count])] for count in (0, *bounds)]

@@ -34,7 +34,7 @@ GroupKind = Literal["normal", "merged", "simultaneous"]
 _MOST = 1e100  # largest number of seconds or bytes: products do not overflow
 
 
-class Group(NamedTuple):
+class LayerGroup(NamedTuple):
   """Layers whose gradients are sent in one communication.
 
   Attributes:
@@ -46,7 +46,7 @@ class Group(NamedTuple):
 
   Example:
     >>> plan("single", [1.0, 1.0], [8, 8], alpha=0.1, beta=0.1, gamma=2.0).groups
-    (Group(layers=(0, 1), kind='merged', after=()),)
+    (LayerGroup(layers=(0, 1), kind='merged', after=()),)
   """
 
   layers: tuple[int, ...]
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
   backward_times: tuple[float, ...]
   sizes: tuple[float, ...]
   link: Link
-  groups: tuple[Group, ...]
+  groups: tuple[LayerGroup, ...]
   timeline: tuple[Sent, ...]
 
   @property
@@ -95,7 +95,7 @@ class Plan(NamedTuple):
     """Seconds of communication that backward does not hide (Figure 6): from its end to that of the last message."""
     return self.iteration_time - self.backward
 
-  def size_of(self, group: Group) -> float:
+  def size_of(self, group: LayerGroup) -> float:
     """Bytes of a group."""
     return sum(self.sizes[layer] for layer in group.layers)
 
@@ -222,7 +222,7 @@ _Firsts = dict[int, bool]
 
 def _build(plan: Plan, ready: Sequence[float], ways: int, firsts: _Firsts) -> Plan:
   """The plan with these groups, at most `ways` of which overlap."""
-  groups = list[Group]()
+  groups = list[LayerGroup]()
   layers = [
     tuple(range(first, end)) for end, first in itertools.pairwise([len(ready), *firsts])
   ]
@@ -234,7 +234,7 @@ def _build(plan: Plan, ready: Sequence[float], ways: int, firsts: _Firsts) -> Pl
     kind_of_group: GroupKind = (
       "simultaneous" if len(waits) < number else "merged" if len(own) > 1 else "normal"
     )
-    groups.append(Group(own, kind_of_group, waits))
+    groups.append(LayerGroup(own, kind_of_group, waits))
   return plan._replace(groups=tuple(groups), timeline=timeline)
 
 
@@ -256,7 +256,7 @@ def _merge(
   )
   for layer in reversed(range(len(ready))):
     size += sizes[layer]
-    # of a normal communication, or of the one that the layer is merged into
+    # The start of a normal communication, or of the one that the layer is merged into.
     start = max(start, end, ready[layer])
     alone = link.seconds(size)
     # seconds of a simultaneous one

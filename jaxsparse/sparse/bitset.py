@@ -15,7 +15,7 @@ from jaxsparse import _compat
 BITS = 32
 # shifts and masks: JAX writes a quotient or a remainder of integers as ten operations
 _LOG_BITS = 5
-_LANES = 128  # of a TPU
+_LANES = 128  # the width of a vector of a TPU
 _ROW = BITS * _LANES  # flags of 128 words
 _SHORT = 256  # numbers that a running sum adds up all at once
 # words, 256 bits, that are counted together: few enough groups for a running sum, few

@@ -24,7 +24,8 @@ from jaxsparse.sparse import bitset, fields
 from jaxsparse.sparse.values import FORMATS, Values, Wire
 from jaxsparse.types import Sparse
 
-_MOST_BITS = 2**31 - bitset.GROUP * bitset.BITS  # of a bitset, whose numbers are i32
+# The bits of a bitset, whose numbers are i32.
+_MOST_BITS = 2**31 - bitset.GROUP * bitset.BITS
 
 
 @functools.partial(
