@@ -223,7 +223,8 @@ def codec_of(
   Args:
     wire: the format of values: "f32" sends them unchanged, "bf16" rounds to the nearest
       (`BFloat16`), "int8" draws one of 255 levels (`Int8`), "int4" and "2bit" send the
-      number of a bin (`tables`). "coo" sends indices and values unchanged.
+      number of a bin (`tables`). "coo" sends indices and values unchanged, and is "f32"
+      with one entry per chunk.
     length: number of entries of a block.
     by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j +
       c, j + 2c, … of the block.
@@ -253,7 +254,7 @@ def codec_of(
     >>> [codec_of(wire, 1_000_000, by_chunk=True).words(1, 10_000) for wire in ("f32", "int4")]
     [12188, 3445]
   """
-  if wire == "coo":
+  if wire == "coo" and not by_chunk:
     return _Coordinates(length)
   codec = _ByChunk if by_chunk else _IndexSet
   return codec(FORMATS[wire], length)

@@ -344,6 +344,7 @@ DENSITY = [
   ("int8", False, 16.9),
   ("int4", False, 13.0),
   ("int4", True, 11.5),
+  ("coo", True, 40),
 ]
 
 
