@@ -15,7 +15,7 @@ BINS = 4
 _WIDTH = 6 / BINS  # standard deviations of a bin
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 MAGNITUDES = 7  # bins; a code of 4 bits has a sign and one of these, or 0
-SIGN = 1 << 3
+_SIGN = 1 << 3
 
 
 def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +93,7 @@ def quantize_magnitudes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   # A mean of finite values is finite.
   table = jnp.minimum(unit * means, _LARGEST)
   is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
-  sign = jnp.where(jnp.signbit(values), SIGN, 0)
+  sign = jnp.where(jnp.signbit(values), _SIGN, 0)
   return number | sign, jnp.where(is_finite, table, jnp.nan)
 
 
