@@ -75,7 +75,7 @@ def _fold(
       jnp.add, [part[start + first : start + end] for part in parts]
     )
     return functools.reduce(
-      combine, [term(cut(number * length)) for number in range(pieces)]
+      combine, [term(cut(piece * length)) for piece in range(pieces)]
     )
 
   folded = fold(0, shorter, count)

@@ -68,8 +68,8 @@ class MpiComm(CommView):
   _names = (RANKS,)
 
   def __post_init__(self) -> None:
-    if found := join_mpi():  # also where the caller gives a communicator
-      environment.check_mpi("js.MpiComm()", found, _mpi4jax()[0])
+    if counts := join_mpi():  # also where the caller gives a communicator
+      environment.check_mpi("js.MpiComm()", counts, _mpi4jax()[0])
 
   def _engine_size(self) -> int:
     return self.communicator.Get_size()
@@ -78,9 +78,9 @@ class MpiComm(CommView):
     return rank_p.bind(jnp.int32(self.communicator.Get_rank()))
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    own = self.communicator.Get_rank()
+    rank = self.communicator.Get_rank()
     sources = {destination: source for source, destination in pairs}
-    return _message(self, buffer, dict(pairs).get(own), sources.get(own))
+    return _message(self, buffer, dict(pairs).get(rank), sources.get(rank))
 
 
 def _send_message(

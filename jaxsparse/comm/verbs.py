@@ -173,12 +173,12 @@ class CommView:
   def _all_to_all(self, buffer: jax.Array) -> jax.Array:
     """`all_to_all` of u32[P, words], by messages to the next worker, the one after it, and so on."""
     numbers = jnp.arange(self.size, dtype=jnp.int32)
-    own, *others = buffer[(self.rank + numbers) % self.size]
+    own_row, *others = buffer[(self.rank + numbers) % self.size]
     sent = self._ppermutes(
       others, [self._moves(schedules.ring(self.size, by)) for by in range(1, self.size)]
     )
     # The row of worker rank − b is row P − b of the home frame.
-    return jnp.stack([own, *reversed(sent)])[(numbers - self.rank) % self.size]
+    return jnp.stack([own_row, *reversed(sent)])[(numbers - self.rank) % self.size]
 
   def _ppermutes(
     self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]

@@ -152,8 +152,8 @@ class Profile:
     file = pathlib.Path(path) if isinstance(path, str) else path
     read = json.loads(file.read_text())
     algorithms = {
-      label: Algorithm(**_fields_of(Algorithm, one))
-      for label, one in read["algorithms"].items()
+      label: Algorithm(**_fields_of(Algorithm, algorithm))
+      for label, algorithm in read["algorithms"].items()
     }
     return cls(**_fields_of(cls, read) | {"algorithms": algorithms})
 

@@ -208,11 +208,11 @@ def plan(
   merged = (
     build(_merge(ready, bytes_, link, simultaneous)) for simultaneous in (True, False)
   )
-  best = min(merged, key=lambda one: one.iteration_time)
+  best = min(merged, key=lambda candidate: candidate.iteration_time)
   # merges alone are a fast search, and bound the second one
   for most in sorted({1, ways}) if kind == "optimal" else ():
-    if found := search.find_fastest(ready, bytes_, link, most, best.iteration_time):
-      best = min(build(found), best, key=lambda one: one.iteration_time)
+    if firsts := search.find_fastest(ready, bytes_, link, most, best.iteration_time):
+      best = min(build(firsts), best, key=lambda candidate: candidate.iteration_time)
   return best
 
 
@@ -230,11 +230,11 @@ def _build(plan: Plan, ready: Sequence[float], ways: int, firsts: _Firsts) -> Pl
   after, timeline = simulate(
     [ready[first] for first in firsts], bytes_, list(firsts.values()), plan.link, ways
   )
-  for number, (own, waits) in enumerate(zip(layers, after, strict=True)):
+  for index, (group, waits) in enumerate(zip(layers, after, strict=True)):
     kind_of_group: GroupKind = (
-      "simultaneous" if len(waits) < number else "merged" if len(own) > 1 else "normal"
+      "simultaneous" if len(waits) < index else "merged" if len(group) > 1 else "normal"
     )
-    groups.append(LayerGroup(own, kind_of_group, waits))
+    groups.append(LayerGroup(group, kind_of_group, waits))
   return plan._replace(groups=tuple(groups), timeline=timeline)
 
 
@@ -286,12 +286,14 @@ def _penalty(start: float, earlier: float, size: float, link: Link) -> float:
 
 
 def _checked_row(name: str, values: Sequence[float]) -> tuple[float, ...]:
-  given = list(values) if np.iterable(values) else []
-  if not given:
+  numbers_of_layers = list(values) if np.iterable(values) else []
+  if not numbers_of_layers:
     raise ValueError(
       f"plan: {name}={values!r}, give a number for every layer, at least one"
     )
-  return tuple(_checked(f"{name}[{layer}]", value) for layer, value in enumerate(given))
+  return tuple(
+    _checked(f"{name}[{layer}]", value) for layer, value in enumerate(numbers_of_layers)
+  )
 
 
 def _checked(name: str, value: Any, least: float = 0) -> float:
