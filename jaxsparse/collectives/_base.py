@@ -116,7 +116,7 @@ class Collective(abc.ABC):
   """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
 
   def __init_subclass__(cls) -> None:
-    inside = cls.__module__.removeprefix(f"{__package__}.")
+    inside = cls.__module__.removeprefix(f"{__package__}.").removeprefix("baselines.")
     cls.name = (
       inside.partition(".")[0]
       if inside != cls.__module__
@@ -350,8 +350,9 @@ class SparseCollective(Collective):
       "f32" with unchanged values, "bf16" with values rounded to 8 significant bits,
       "int8" with multiples of 1/127 of the largest magnitude of a block, rounded up or
       down at random, so that rounding is unbiased, "int4" with a sign and one of 7
-      magnitudes of a block. Rounding errors stay in the residual of the worker that
-      rounds.
+      magnitudes of a block. With selector="chunked" positions in chunks take the
+      place of indices, and "coo" is "f32". Rounding errors stay in the residual of the
+      worker that rounds.
 
   Example:
     >>> import jaxsparse as js

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse._compat import varying
 from jaxsparse.collectives._base import SparseCollective, Traits
-from jaxsparse.comm import all_gather, schedules, varying
+from jaxsparse.comm import all_gather, schedules
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse.codec import Codec, codec_of
@@ -47,6 +48,10 @@ class Writer(NamedTuple):
       noise = jax.random.uniform(
         jax.random.fold_in(self.key, number), entries.values.shape, jnp.float32
       )
+    if self.codec.rounds:
+      # Without a barrier, XLA for GPUs reads bf16's values again for the errors, and
+      # copies the vector that they are in before anything is added to it.
+      entries = jax.lax.optimization_barrier(entries)
     message, rounded = self.codec.encode(entries, noise)
     errors = entries.values - rounded if self.codec.rounds else jnp.zeros_like(rounded)
     return message, entries._replace(values=errors)

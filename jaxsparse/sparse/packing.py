@@ -137,7 +137,7 @@ def _width(numbers: np.ndarray) -> int:
 def _set_words(count: int, length: int) -> tuple[int, int, int] | None:
   """Low bits of an index, words of these and of the high parts; None if a bitset is shorter."""
   low = codec.low_bits(count, length)
-  sizes = fields.words(low, count), codec.high_words(count, length)
+  sizes = fields.words(low, count), codec.high_words(low, count, length)
   return (low, *sizes) if sum(sizes) < _bitset_words(length) else None
 
 

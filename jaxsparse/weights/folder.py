@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.sparse import flatten, packing
+from jaxsparse.arrays import flatten
+from jaxsparse.sparse import packing
 from jaxsparse.weights.digests import BYTES, digest
 
 

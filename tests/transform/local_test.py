@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse.comm import SoloComm
 from tests.cases import (
+  WIRED,
   assert_same_bits,
   averaged,
+  each_case,
   flat,
   integers,
   linear,
@@ -30,7 +32,7 @@ from tests.cases import start as start_with
 
 N = 40
 PARAMS = {"b": jnp.zeros(4), "w": jnp.zeros((6, 6))}
-TOPKA = functools.partial(js.topka_transform, density=0.2)
+TOPKA = functools.partial(js.make_transform, "topka", density=0.2)
 
 
 def start(tx, where, loss=linear):
@@ -88,6 +90,26 @@ def test_metrics_of_each_step_and_what_is_flushed(applied):
   np.testing.assert_allclose(flat(update) - flat(params), total / workers, atol=1e-4)
 
 
+@each_case(WIRED, ["gtopk-wire=int4"])
+def test_what_any_wire_rounds_off_is_flushed(case):
+  """Inner SGD at rate 1 moves by minus the gradient: the mean of all that are finite is delivered or flushed."""
+  workers, total = case.workers()[0], np.zeros(N)
+  transform = js.make_transform(case.name, sim(workers), **case.config(density=0.2))
+  outer = optax.chain(transform, optax.sgd(1.0))
+  step, params, state = start(
+    js.local_steps(optax.sgd(1.0), outer, every=2), sim(workers)
+  )
+  for number in range(7):
+    grads = normals(number, workers, N)
+    if number in (2, 5):
+      grads[-1, -1] = np.inf
+    params, state, metrics = step(params, state, grads)
+    assert bool(metrics.skipped) == (number in (2, 5))
+    total += 0 if metrics.skipped else grads.sum(0)
+  update, _ = js.flush(state, params, sim(workers))
+  np.testing.assert_allclose(flat(update) - flat(params), total / workers, atol=1e-4)
+
+
 @pytest.mark.parametrize(
   ("every", "decay"), quick_of([(1, 0.5), (3, 1.0)], quick=[(1, 0.5)])
 )
@@ -95,7 +117,7 @@ def test_a_residual_that_is_applied_in_numpy(every, decay):
   """CSER's local models: the gradient of a worker is taken where all of its own moves are, delivered or not."""
   workers, k, rate, mu = 3, 6, 0.25, 0.5
   outer = optax.chain(
-    js.topka_transform(sim(workers), k=k, decay=decay), optax.sgd(1.0)
+    js.make_transform("topka", sim(workers), k=k, decay=decay), optax.sgd(1.0)
   )
   tx = js.local_steps(
     optax.sgd(rate, momentum=mu), outer, every=every, apply_residual=True
@@ -123,7 +145,7 @@ def test_a_residual_that_is_applied_in_numpy(every, decay):
 
 def test_a_residual_from_before_is_applied_in_the_first_step():
   """Law C for a state whose residual is of steps without `apply_residual`; a skipped step leaves it."""
-  outer = optax.chain(js.topka_transform(sim(2), k=4), optax.sgd(1.0))
+  outer = optax.chain(js.make_transform("topka", sim(2), k=4), optax.sgd(1.0))
   hidden, applied = (
     js.local_steps(optax.sgd(1.0), outer, every=2, apply_residual=value)
     for value in (False, True)

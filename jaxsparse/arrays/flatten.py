@@ -1,0 +1,266 @@
+"""Gradient pytree <-> one flat f32[n]: float32 inside, the caller's dtypes outside."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsparse import _compat
+from jaxsparse._compat import varying
+
+
+def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+  """All leaves as one f32[n], in pytree order, and the inverse function, from f32[n] to their shapes and dtypes.
+
+  Args:
+    tree: a pytree of floating-point arrays with an entry, as `check_leaves` and
+      `check_entries` say.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> flat, unflatten = flatten({"b": jnp.ones(1, jnp.bfloat16), "w": jnp.zeros((2, 2))})
+    >>> flat.tolist(), flat.dtype.name
+    ([1.0, 0.0, 0.0, 0.0, 0.0], 'float32')
+    >>> unflatten(2 * flat)["b"]
+    Array([2], dtype=bfloat16)
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  ends = np.cumsum([jnp.size(leaf) for leaf in leaves])
+  flat = jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
+
+  def unflatten(new: jax.Array) -> Any:
+    pieces = zip(jnp.split(new, ends[:-1]), leaves, strict=True)
+    restored = [
+      piece.reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf))
+      for piece, leaf in pieces
+    ]
+    return jax.tree.unflatten(structure, restored)
+
+  return flat, unflatten
+
+
+def wide_dtype(x: Any) -> jnp.dtype:
+  """The dtype in which numbers like x are summed and averaged: float32 in place of 16 bits, else that of x.
+
+  Example:
+    >>> [wide_dtype(jnp.zeros(1, name)).name for name in ("bfloat16", "float32", "complex64")]
+    ['float32', 'float32', 'complex64']
+  """
+  dtype = jnp.result_type(x)
+  is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+  return jnp.dtype(jnp.float32) if is_narrow else dtype
+
+
+Rounding = Callable[[jax.Array, jax.Array | None], jax.Array]
+
+
+def rounding(sizes: Sequence[int], dtypes: Sequence[Any]) -> Rounding | None:
+  """The function that rounds f32 values to what leaves of these sizes and dtypes hold; None if they hold each float32.
+
+  Its arguments are f32[n], or values f32[...] and their flat indices i32[...], of which
+  those from n on do not matter.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> to = rounding([1, 1], [jnp.dtype(jnp.float32), jnp.dtype(jnp.float16)])
+    >>> to(jnp.array([84000.1, 84000.1]), None), to(jnp.array([0.1]), jnp.array([1]))
+    (Array([84000.1,     inf], dtype=float32), Array([0.09997559], dtype=float32))
+  """
+  narrow = [dtype for dtype in dict.fromkeys(dtypes) if jnp.finfo(dtype).bits < 32]
+
+  def rounded(values: jax.Array, indices: jax.Array | None) -> jax.Array:
+    if len(set(dtypes)) == 1:
+      return _rounded(values, dtypes[0])
+    if indices is None:
+      split = zip(parts(values, sizes), dtypes, strict=True)
+      return jnp.concatenate([_rounded(part, dtype) for part, dtype in split])
+    leaf = jnp.searchsorted(
+      jnp.asarray(np.cumsum(sizes), jnp.int32), indices, side="right"
+    )
+    for dtype in narrow:
+      is_narrow = (
+        jnp.asarray([one == dtype for one in dtypes])
+        .at[leaf]
+        .get(mode="fill", fill_value=False)
+      )
+      values = jnp.where(is_narrow, _rounded(values, dtype), values)
+    return values
+
+  return rounded if narrow else None
+
+
+def representable(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+  """Values rounded to what `dtype` holds, 0 in place of finite numbers that are too large; and what that leaves.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> representable(jnp.array([0.125, 84000.0]), jnp.dtype(jnp.float16))
+    (Array([0.125, 0.   ], dtype=float32), Array([    0., 84000.], dtype=float32))
+  """
+  rounded = _rounded(values, dtype)
+  if rounded is values:
+    return values, jnp.zeros_like(values)
+  held = jnp.where(jnp.isinf(rounded) & jnp.isfinite(values), 0.0, rounded)
+  return held, values - held
+
+
+def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """f32 values as `dtype` holds them. XLA may drop a conversion and the one back; it may not drop this."""
+  limits = jnp.finfo(dtype)
+  if limits.bits >= 32 or values.dtype == dtype:
+    return values
+  normal = jax.lax.reduce_precision(values, limits.nexp, limits.nmant)
+  if limits.nexp == jnp.finfo(jnp.float32).nexp:
+    return normal
+  # `reduce_precision` has no subnormal numbers
+  steps = 1 / float(limits.smallest_subnormal)
+  return jnp.where(
+    jnp.abs(values) < float(limits.smallest_normal),
+    jnp.round(values * steps) / steps,
+    normal,
+  )
+
+
+def check_are_arrays(tree: Any, what: str) -> None:
+  """Raises TypeError for a leaf that is no array and no number, as the functions of a model are, naming its path."""
+  is_number = lambda leaf: isinstance(leaf, bool | int | float | complex)
+  is_array = lambda leaf: (
+    hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
+  )
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    if not is_array(leaf) and not is_number(leaf):
+      raise TypeError(
+        f"{what}{jax.tree_util.keystr(path)} is {leaf!r}, no array: give the arrays of a model alone, of Equinox "
+        "params, static = eqx.partition(model, eqx.is_inexact_array), of Flax graph, params, others = "
+        "nnx.split(model, nnx.Param, ...), and put the model together in loss_fn, by eqx.combine(params, static) or "
+        "nnx.merge(graph, params, others)"
+      )
+
+
+OVERWRITTEN = "_overwrite_with_gradient"
+"""The collection of Flax, or type of its variables, whose "gradients" are the next values: the scales of fp8."""
+
+
+def check_not_overwritten(tree: Any, what: str) -> None:
+  """Raises TypeError for a leaf of the collection that Flax overwrites with its gradient, naming its path."""
+  is_variable = lambda node: type(node).__name__ == OVERWRITTEN
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
+    name = jax.tree_util.keystr(path)
+    if OVERWRITTEN in name or is_variable(leaf):
+      raise TypeError(
+        f"{what}{name} belongs to Flax's {OVERWRITTEN}, scales of fp8, whose gradient is the next value and is neither "
+        "averaged nor subtracted: give tx and its update the rest, tree['params'], assign the maximum over workers, as "
+        "js.make_train_step and js.stacked(...).value_and_grad do for "
+        f"{{'params': ..., '{OVERWRITTEN}': ...}}"
+      )
+
+
+def check_leaves(tree: Any) -> None:
+  """Checks that a pytree is one of gradients.
+
+  Raises:
+    TypeError: if a leaf is not floating point, or has less than 16 bits, naming its
+      path.
+  """
+  check_are_arrays(tree, "gradients")
+  check_not_overwritten(tree, "gradients")
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+      raise TypeError(
+        f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}: put optax.contrib.split_real_and_imaginary "
+        "around the chain, and before it optax.stateless(lambda updates, _: jax.tree.map(jnp.conj, updates)), since "
+        "complex gradients of JAX are conjugate to the direction of ascent"
+      )
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits < 16:
+      raise TypeError(
+        f"gradients{jax.tree_util.keystr(path)} has dtype {dtype.name}, choose a floating-point one of 16 bits or more "
+        "(what is not trained belongs in step(..., shared=); optax.masked keeps other leaves out of a transform)"
+      )
+
+
+def check_entries(tree: Any) -> None:
+  """Raises ValueError if a pytree has no entry."""
+  if not any(math.prod(shape) for shape in leaf_shapes(tree).values()):
+    raise ValueError(
+      f"{tree!r} hold no entry: give a pytree with at least one non-empty array"
+    )
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Whether no leaf of floating-point or complex numbers has NaN or Inf, bool[].
+
+  The sum of x − x is one pass; of `jnp.isfinite` XLA on CPU stores a boolean for each
+  entry.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> all_finite([jnp.ones(2), jnp.arange(3)]), all_finite([jnp.array([1.0, jnp.inf])])
+    (Array(True, dtype=bool), Array(False, dtype=bool))
+  """
+  leaves = map(jnp.asarray, jax.tree.leaves(tree))
+  inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+  are_finite = jnp.array([jnp.sum(leaf - leaf) == 0 for leaf in inexact], jnp.bool_)
+  # Else XLA on CPU computes it anew, from all leaves, in each loop that uses it:
+  # compilation is quadratic in their number. On GPUs, without these loops, a barrier
+  # takes 40 kernels and half a byte a parameter more in a step.
+  once = _compat.by_platform(
+    cpu=jax.lax.optimization_barrier, default=lambda flags: flags
+  )
+  return jnp.all(once(are_finite))
+
+
+def stays_finite(before: Any, after: Any) -> jax.Array:
+  """Whether each leaf that has neither NaN nor Inf `before` has none `after`, bool[].
+
+  Others, as the best loss so far of a schedule, begin with Inf.
+  """
+  stays = lambda old, new: all_finite(new) | ~all_finite(old)
+  compare = lambda: jnp.all(
+    jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_)
+  )
+  # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the
+  # host.
+  look = lambda: varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
+  return _compat.by_platform(cpu=look, default=compare)()
+
+
+def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Array]:
+  """Parts of these sizes, which add up to that of the axis, one after the other.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> [part.tolist() for part in parts(jnp.arange(3), [1, 2])]
+    [[0], [1, 2]]
+  """
+  return jnp.split(array, list(itertools.accumulate(sizes))[:-1], axis=axis)
+
+
+VALUE = ".value"  # ends the path of the array in a `flax.nnx.Variable`
+
+
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+  """Each leaf, in the order of `flatten`, by its name: its path, as errors and `special=` write it.
+
+  Leaves are known by their names and not by the structure of a pytree: a restored one
+  may have other containers, and need not compare or pickle. A `flax.nnx.Variable` has
+  the name of the array that it holds: `nnx.Optimizer` inits a transformation with
+  variables and updates it with arrays.
+
+  Example:
+    >>> leaves_by_name({"b": {"c": 0.5}, "w": 1.0})
+    {"['b']['c']": 0.5, "['w']": 1.0}
+  """
+  return {
+    jax.tree_util.keystr(path).removesuffix(VALUE): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def leaf_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+  """The shape of each leaf by its name, in the order of `flatten`."""
+  return {name: np.shape(leaf) for name, leaf in leaves_by_name(tree).items()}

@@ -1,0 +1,238 @@
+"""Vectors that consist of low-rank matrices, row by row, and other vectors, computed where they are written.
+
+A vector f32[n] is given by its pieces, one after the other: each f32[m], or (L f32[r,
+a], R f32[r, b]) for LᵀR. A product of factors of few rows costs no more than the read
+of its entries.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import _compat
+from jaxsparse._compat import varying
+from jaxsparse.arrays import noise
+
+Piece = jax.Array | tuple[jax.Array, jax.Array]
+
+
+def dense(x: Sequence[Piece]) -> jax.Array:
+  """All entries of the vector, f32[n].
+
+  Example:
+    >>> factors = jnp.array([[1.0, 2.0]]), jnp.array([[1.0, 3.0]])
+    >>> dense([factors, jnp.ones(1)])
+    Array([1., 3., 2., 6., 1.], dtype=float32)
+  """
+  return jnp.concatenate([_matrix(piece).reshape(-1) for piece in x])
+
+
+def put(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
+  """All entries of the vector, or zeros unless `finite`, bool[]: f32[n], in the buffer of `into`.
+
+  Example:
+    >>> put([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.bool_(True))
+    Array([1., 0.], dtype=float32)
+  """
+  # XLA on CPU would choose the piece anew for each entry.
+  return _compat.by_platform(cpu=_put_by_pieces, default=_put_at_once)(x, into, finite)
+
+
+def _put_by_pieces(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
+  new = lambda: [_matrix(piece) for piece in x]
+  pieces = varying.cond(
+    finite, new, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(new))
+  )
+  return _put_at(_starts(x), pieces, into)
+
+
+def _put_at_once(x: Sequence[Piece], _: jax.Array, finite: jax.Array) -> jax.Array:
+  return dense(jax.tree.map(lambda part: jnp.where(finite, part, 0.0), x))
+
+
+def subtract(
+  x: Sequence[Piece],
+  grads: jax.Array,
+  residual: jax.Array,
+  finite: jax.Array,
+  decay: float,
+) -> jax.Array:
+  """`decay * (grads + residual - x)`, f32[n], in the buffer of `residual`, which is returned unless `finite`, bool[].
+
+  Example:
+    >>> subtract([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.array([0.0, 1.0]), jnp.bool_(True), 0.5)
+    Array([1. , 1.5], dtype=float32)
+  """
+  ways = {
+    "cpu": _subtract_on_cpu,
+    "gpu": _subtract_at_once,
+    "default": _subtract_by_pieces,
+  }
+  return _compat.by_platform(**ways)(x, grads, residual, finite, decay)
+
+
+def _subtract_by_pieces(
+  x: Sequence[Piece],
+  grads: jax.Array,
+  residual: jax.Array,
+  finite: jax.Array,
+  decay: float,
+) -> jax.Array:
+  for start, piece in zip(_starts(x), x, strict=True):
+    entries = _matrix(piece).reshape(-1)
+    grad, old = (part[start : start + entries.size] for part in (grads, residual))
+    residual = jax.lax.dynamic_update_slice(
+      residual, jnp.where(finite, decay * (grad + old - entries), old), (start,)
+    )
+  return residual
+
+
+def _subtract_at_once(
+  x: Sequence[Piece],
+  grads: jax.Array,
+  residual: jax.Array,
+  finite: jax.Array,
+  decay: float,
+) -> jax.Array:
+  """On GPUs, where each piece that is written copies the vector."""
+  return jnp.where(finite, decay * (grads + residual - dense(x)), residual)
+
+
+def _subtract_on_cpu(
+  x: Sequence[Piece],
+  grads: jax.Array,
+  residual: jax.Array,
+  finite: jax.Array,
+  decay: float,
+) -> jax.Array:
+  """Pieces that a conditional returns are stored, each by a loop over rows, before any is copied to its place."""
+  starts = _starts(x)
+  shapes = [jax.eval_shape(_matrix, piece).shape for piece in x]
+  cut = lambda flat: [
+    flat[start : start + math.prod(shape)]
+    for start, shape in zip(starts, shapes, strict=True)
+  ]
+  shaped = lambda parts: [
+    part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)
+  ]
+  sums = shaped(map(jnp.add, cut(grads), cut(residual)))
+  new = lambda: [
+    decay * (entries - _matrix(piece)) for entries, piece in zip(sums, x, strict=True)
+  ]
+  return _put_at(
+    starts, varying.cond(finite, new, lambda: shaped(cut(residual))), residual
+  )
+
+
+def _starts(x: Sequence[Piece]) -> list[int]:
+  """The flat index of each piece."""
+  sizes = [
+    piece.size
+    if isinstance(piece, jax.Array)
+    else piece[0].shape[1] * piece[1].shape[1]
+    for piece in x
+  ]
+  return [0, *itertools.accumulate(sizes)][:-1]
+
+
+def _put_at(starts: list[int], pieces: list[jax.Array], into: jax.Array) -> jax.Array:
+  for start, piece in zip(starts, pieces, strict=True):
+    into = jax.lax.dynamic_update_slice(into, piece.reshape(-1), (start,))
+  return into
+
+
+def _matrix(piece: Piece) -> jax.Array:
+  """A piece, f32[m] or f32[a, b]."""
+  if isinstance(piece, jax.Array):
+    return piece
+  left, right = piece
+  return functools.reduce(
+    jnp.add,
+    [column[:, None] * row[None] for column, row in zip(left, right, strict=True)],
+  )
+
+
+def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
+  """Bases f32[S, r, most] of S factors f32[a, r], r ≤ a ≤ most: rows of length a, zeros behind them.
+
+  The rows are orthonormal, and each column of the factor is a sum of them, by
+  Householder reflections of all factors at once. They are orthonormal for columns that
+  depend on each other, too. A column of zeros is replaced by a random one. The QR of
+  `jnp.linalg` calls LAPACK, and two batches of it at once block each other on CPUs with
+  few cores (JAX 0.10.2).
+
+  Example:
+    >>> from jaxsparse.arrays import noise
+    >>> (basis,) = jax.jit(orthonormal)([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])], noise.key_of(0))
+    >>> jnp.abs(basis.round(3))
+    Array([[0.6, 0. , 0.8],
+           [0. , 1. , 0. ]], dtype=float32)
+  """
+  if not factors:
+    return jnp.zeros((0, 0, 0), jnp.float32)
+  x = _scaled_columns(factors, key)
+  start = x, jnp.zeros_like(x), jnp.zeros(x.shape[:2], jnp.float32)
+  _, vectors, scales = varying.fori_loop(0, x.shape[1], _reflect, start)
+  return _basis(vectors, scales)
+
+
+def _scaled_columns(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
+  """The columns of all factors, f32[S, r, most], each divided by its largest magnitude; random for those of zeros."""
+  lengths = [len(factor) for factor in factors]
+  most = max(lengths)
+  x = jnp.stack(
+    [jnp.pad(factor.T, ((0, 0), (0, most - len(factor)))) for factor in factors]
+  )
+  largest = jnp.abs(x).max(2, keepdims=True)
+  inside = jnp.arange(most)[None] < jnp.array(lengths)[:, None]
+  uniform = noise.uniform(noise.bits(key, x.size)).reshape(x.shape)
+  drawn = jnp.where(inside[:, None], uniform - 0.5, 0.0)
+  return jnp.where(largest == 0, drawn, x / jnp.where(largest == 0, 1.0, largest))
+
+
+def _reflect(
+  column_index: jax.Array, before: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+  """I − scale v vᵀ maps a column, from its entry `column_index` on, to one entry."""
+  x, vectors, scales = before
+  row = jnp.arange(x.shape[2])[None]
+  column = jnp.where(row >= column_index, x[:, column_index], 0.0)
+  entries = x[:, :, column_index]
+  products = _einsum("sa,sra->sr", column, x)
+  square = products[:, column_index, None]
+  entry = entries[:, column_index, None]
+  image = jnp.where(entry < 0, 1.0, -1.0) * jnp.sqrt(square)
+  vector = column - jnp.where(row == column_index, image, 0.0)
+  half = square - image * entry  # ‖v‖² / 2
+  scale = jnp.where(half == 0, 0.0, 1 / jnp.where(half == 0, 1.0, half))
+  x = x - (scale * (products - image * entries))[:, :, None] * vector[:, None]
+  return (
+    x,
+    vectors.at[:, column_index].set(vector),
+    scales.at[:, column_index].set(scale[:, 0]),
+  )
+
+
+def _basis(vectors: jax.Array, scales: jax.Array) -> jax.Array:
+  """The first r rows of the product of the reflections I − scale v vᵀ, f32[S, r, most]."""
+  rank, most = vectors.shape[1:]
+  products = _einsum("sra,sqa->srq", vectors, vectors)
+
+  def weigh(turn: jax.Array, weights: jax.Array) -> jax.Array:
+    """The weights f32[S, r] of a reflection's v in each row of the basis; the last reflection comes first."""
+    column_index = rank - 1 - turn
+    later = _einsum("sq,sqr->sr", products[:, column_index], weights)
+    return weights.at[:, column_index].set(
+      scales[:, column_index, None] * (vectors[:, column_index, :rank] - later)
+    )
+
+  weights = varying.fori_loop(0, rank, weigh, jnp.zeros_like(products))
+  unit = jnp.eye(rank, most, dtype=jnp.float32)[None]
+  return unit - _einsum("sqr,sqa->sra", weights, vectors)
+
+
+_einsum = functools.partial(jnp.einsum, precision="highest")

@@ -1,0 +1,175 @@
+"""Floating-point arithmetic with the same bits in every compiled program.
+
+A vector is given as parts, f32[n] each, that are added where they are read, so that
+their sum is never stored.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Pieces that are read side by side, in one vectorized loop on a CPU and in one kernel
+# on a GPU.
+_PIECES = 32
+
+
+def ordered_sum(
+  *parts: jax.Array, term: Callable[[jax.Array], jax.Array] = lambda x: x
+) -> jax.Array:
+  """The sum of the terms of the sum of `parts`, f32[], in a fixed order.
+
+  32 contiguous pieces are added one after the other, entry by entry, then 32 pieces of
+  their sum, until one entry is left. The compiler chooses the order of `jnp.sum`, and
+  another one under vmap, so thresholds and norms of the simulator and of a mesh would
+  differ in their last bits.
+
+  Args:
+    *parts: f32[n] each.
+    term: elementwise.
+
+  Example:
+    >>> ordered_sum(jnp.arange(4.0), term=lambda x: x**2)
+    Array(14., dtype=float32)
+  """
+  return _fold(parts, term, jnp.add)
+
+
+def row_sums(x: jax.Array) -> jax.Array:
+  """The sum of each row of f32[rows, m], by halves.
+
+  Example:
+    >>> row_sums(jnp.array([[1.0, 2.0, 4.0]]))
+    Array([7.], dtype=float32)
+  """
+  while x.shape[1] > 1:
+    half = -(-x.shape[1] // 2)
+    x = x[:, :half] + jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - x.shape[1])))
+  return x[:, 0]
+
+
+def largest_magnitude(x: jax.Array) -> jax.Array:
+  """The largest magnitude of f32[n], f32[]; NaN if one entry is, unlike `jnp.max` of a thousand entries on CPU.
+
+  Example:
+    >>> largest_magnitude(jnp.array([1.0, -3.0]))
+    Array(3., dtype=float32)
+  """
+  return _fold((x,), jnp.abs, jnp.maximum)
+
+
+def _fold(
+  parts: Sequence[jax.Array], term: Callable[[jax.Array], jax.Array], combine: Callable
+) -> jax.Array:
+  """Combines the terms of the sum of `parts` to one, f32[]; zeros fill the last piece."""
+  size = parts[0].size
+  length = -(-size // _PIECES)
+  count = -(-size // length)
+  shorter = size - (count - 1) * length  # entries of the last piece
+
+  def fold(first: int, end: int, pieces: int) -> jax.Array:
+    """Entries first … end − 1 of so many pieces, none of which is compared with an end: a GPU is four times as fast."""
+    cut = lambda start: functools.reduce(
+      jnp.add, [part[start + first : start + end] for part in parts]
+    )
+    return functools.reduce(
+      combine, [term(cut(piece * length)) for piece in range(pieces)]
+    )
+
+  folded = fold(0, shorter, count)
+  if shorter < length:
+    rest = combine(
+      fold(shorter, length, count - 1), jnp.zeros(length - shorter, folded.dtype)
+    )
+    folded = jnp.concatenate(jax.lax.optimization_barrier((folded, rest)))
+  return folded[0] if length == 1 else _fold((folded,), lambda x: x, combine)
+
+
+def fold_rows(
+  x: jax.Array,
+  rows: range,
+  term: Callable[[jax.Array, np.ndarray], jax.Array],
+  combine: Callable[[jax.Array, jax.Array], jax.Array],
+  one_by_one: bool,
+) -> jax.Array:
+  """Combines `term(x[:, row], row)` of 2ⁱ consecutive rows in pairs, [blocks, columns] of [blocks, rows, columns].
+
+  Args:
+    x: the blocks.
+    rows: the rows to combine.
+    term: elementwise, of one row and its number, or of all rows, [blocks, rows,
+      columns], and numbers [1, rows, 1].
+    combine: of two arrays.
+    one_by_one: whether to take an operation for each row, which XLA on CPU vectorizes,
+      or for halves of all rows, which are few operations to compile; the bits are the
+      same if products in `term` are exact.
+
+  Example:
+    >>> x = jnp.array([[[1.0], [2.0], [3.0], [4.0]]])
+    >>> fold_rows(x, range(2, 4), lambda x, row: x**2, jnp.add, one_by_one=False)
+    Array([[25.]], dtype=float32)
+  """
+  numbers = np.array(rows)
+  if not one_by_one:
+    folded = term(x[:, rows.start : rows.stop], numbers[None, :, None])
+    while folded.shape[1] > 1:
+      folded = combine(*jnp.split(folded, 2, axis=1))
+    return folded[:, 0]
+  terms = [term(x[:, row], row) for row in numbers]
+  while len(terms) > 1:
+    half = len(terms) // 2
+    terms = list(map(combine, terms[:half], terms[half:]))
+  return terms[0]
+
+
+def round_mantissa(x: jax.Array) -> jax.Array:
+  """Rounds x to 22 bits of mantissa, for a product that a sum follows.
+
+  Such a product may become a part of a fused multiply-add, in some programs only, and
+  then has other bits.
+
+  Example:
+    >>> bool(round_mantissa(jnp.float32(1 + 2.0**-23)) == 1)
+    True
+  """
+  return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=22)
+
+
+def round_mantissa_up(x: jax.Array, bits: int) -> jax.Array:
+  """The smallest f32 that is at least x ≥ 0 and whose last `bits` bits are 0.
+
+  Products of numbers with few significant bits are exact, and so the same with fused
+  multiply-add and without.
+
+  Example:
+    >>> float(round_mantissa_up(jnp.float32(1.1), bits=22))
+    1.5
+  """
+  words = jax.lax.bitcast_convert_type(x, jnp.uint32)
+  rest = jnp.uint32((1 << bits) - 1)
+  return jnp.where(
+    jnp.isfinite(x),
+    jax.lax.bitcast_convert_type((words + rest) & ~rest, jnp.float32),
+    x,
+  )
+
+
+def unit_of(largest: jax.Array) -> jax.Array:
+  """The power of two to divide numbers of magnitudes up to `largest` by, so that squares neither over- nor underflow.
+
+  It is the least one that is at least `largest`, but 1 for 0, and at most 2¹²⁶, whose
+  reciprocal is no subnormal number. Quotients are exact, so sums, products and roots of
+  them have the mantissas of those of the numbers.
+
+  Args:
+    largest: f32 of any shape, at least 0; NaN stays NaN.
+
+  Example:
+    >>> unit_of(jnp.array([0.0, 3.0, 3e38])) == jnp.array([1.0, 4.0, 2.0**126])
+    Array([ True,  True,  True], dtype=bool)
+  """
+  return jnp.minimum(
+    jnp.where(largest == 0, 1.0, round_mantissa_up(largest, bits=23)), 2.0**126
+  )

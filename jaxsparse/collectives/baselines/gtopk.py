@@ -1,0 +1,103 @@
+"""gTopk: a reduction along a binary tree in which each merge keeps top-k of a sum (Shi et al., "gTop-k S-SGD").
+
+The messages of six workers, k entries each; the result of worker 0 is broadcast along
+the same tree:
+
+    reduce      1 -> 0    3 -> 2    5 -> 4
+                2 -> 0
+                4 -> 0              (the tree is defined for any P)
+    broadcast   0 -> 4
+                0 -> 2
+                0 -> 1    2 -> 3    4 -> 5
+
+2⌈log₂P⌉ messages and 4 k ⌈log₂P⌉ words.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import sparse
+from jaxsparse.collectives._messages import SelectingCollective, Writer
+from jaxsparse.comm import schedules
+from jaxsparse.select.accumulator import pending_returned
+from jaxsparse.select.blocks import LazySum
+from jaxsparse.select.exact import top_k_of_entries
+from jaxsparse.sparse.codec import codec_of
+from jaxsparse.types import Comm, Cost, Reduced, Sparse, State
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GTopk(SelectingCollective):
+  """Merges the k largest entries of all workers pairwise along a binary tree (gTopk).
+
+  With `acc_w = gradient_w + residual_w` and `a ⊕ b = top_k(a + b)`, the total is the ⊕
+  of all `top_k(acc_w)` along the tree. An entry that a merge drops stays in a residual,
+  as in SparDL: if its index is in the total, in that of the merging worker, otherwise
+  in those of the workers that contributed to it. The authors' code loses such entries.
+
+  Example:
+    >>> import optax, jaxsparse as js
+    >>> tx = optax.chain(js.make_transform("gtopk", "workers", density=0.01), optax.sgd(0.1))
+  """
+
+  def cost(self, n: int, size: int) -> Cost:
+    rounds = 2 * len(schedules.strides(size))
+    return Cost(rounds, codec_of(self.wire, n).words(1, self.entries(n)) * rounds)
+
+  def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
+    n = grads.size
+    acc = LazySum((grads, state.residual))
+    writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
+    chosen, selected, memory = self.choose(acc, state.worker)
+    if self.selection.one_per_chunk:
+      # Messages have entries in the order of their indices.
+      chosen = sparse.as_row(sparse.merge(chosen, n))
+    total, returned = self._merge(comm, chosen, writer, n)
+    residual = pending_returned(acc, total.indices, chosen.indices, returned)
+    counters = self.count(comm, n, selected=selected, delivered=sparse.count(total, n))
+    return Reduced(total, State(residual, memory, writer.next_step), counters)
+
+  def _merge(
+    self, comm: Comm, chosen: Sparse, writer: Writer, n: int
+  ) -> tuple[Sparse, list[Sparse]]:
+    """The ⊕ of the [1, k] entries of all workers, and what merges and messages of this worker dropped of the sums."""
+    k = chosen.indices.size
+    merged = chosen
+    rounds = schedules.tree_rounds(comm.size)
+    returned = list[Sparse]()
+    for number, edges in enumerate(rounds):
+      message, errors = writer.encode(merged, number)
+      received = writer.codec.decode(comm.permute(message, edges))
+      # Empty slots where no message arrives: `permute` returns zeros, which would be
+      # entries of index 0.
+      received = sparse.where(
+        _is_among(comm, [parent for _, parent in edges]), received, n
+      )
+      if writer.codec.rounds:
+        returned.append(
+          sparse.where(_is_among(comm, [child for child, _ in edges]), errors, n)
+        )
+      kept, rest = top_k_of_entries(
+        sparse.merge(sparse.concatenate([merged, received]), n), k, k, n
+      )
+      merged = sparse.as_row(kept)
+      returned.append(rest)
+    message, errors = writer.encode(merged, len(rounds))
+    if writer.codec.rounds:
+      returned.append(sparse.where(comm.rank == 0, errors, n))
+    for edges in reversed(rounds):
+      received = comm.permute(message, [(parent, child) for child, parent in edges])
+      receives = _is_among(comm, [child for child, _ in edges])
+      message = jax.tree.map(
+        lambda new, old, receives=receives: jnp.where(receives, new, old),
+        received,
+        message,
+      )
+    return sparse.only_row(writer.codec.decode(message)), returned
+
+
+def _is_among(comm: Comm, workers: list[int]) -> jax.Array:
+  """Whether this worker is one of some."""
+  return jnp.any(jnp.array(workers, jnp.int32) == comm.rank)

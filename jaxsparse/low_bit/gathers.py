@@ -1,0 +1,163 @@
+"""All-gather and reduce-scatter in a few bits an entry, for parameters that are divided over workers (FSDP, ZeRO-3)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse._compat import AxisName, varying
+from jaxsparse.comm import all_gather as gather_rows
+from jaxsparse.comm import axes_of, comm_of, in_rank_order
+from jaxsparse.low_bit.blocks import Blocks
+from jaxsparse.types import Comm
+
+_CHOICES = (2, 4, 8)
+
+
+def all_gather(
+  x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimension: int = 0
+) -> jax.Array:
+  """The parts of all workers along `dimension`, each as Q rounds it to b bits an entry: `jax.lax.all_gather`, tiled.
+
+      result = concatenate(Q(x₀), …, Q(x_{P−1}))      the same bits on every worker, also of its own part
+
+  For the weights of FSDP: each worker keeps its part as it is, the program of a step
+  gathers what it needs. The gradient is `psum_scatter` of that of the result, with as
+  many bits. Q, with its steps for 32 entries each, is that of `js.nbit_transform`; what
+  it rounds off is not kept anywhere.
+
+  Sends ⌈log₂P⌉ messages of P − 1 parts in all, with 8 bits 0.26 of their words in
+  float32, with 4 bits 0.13.
+
+  Args:
+    x: float[…], the part of this worker; the same shape at all.
+    axis: the name of the shard_map axis of the workers, a tuple of such names, or a
+      comm.
+    bits: b, of an entry: 2, 4 or 8.
+    dimension: of x, that is divided over workers.
+
+  Raises:
+    ValueError: for other bits or a dimension that x does not have.
+    TypeError: for an x that is not floating.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> gather = jax.vmap(lambda part: js.all_gather(part, js.SimComm("w"), bits=8), axis_name="w")
+    >>> gather(jnp.array([[1.0, -2.0], [3.0, 0.0]]))[0].round(1)
+    Array([ 1., -2.,  3.,  0.], dtype=float32)
+  """
+  _check("all_gather", x, bits, dimension)
+  comm = comm_of(axis)
+  return _gather(_typed(x, comm), comm, bits, dimension % x.ndim)
+
+
+def psum_scatter(
+  x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimension: int = 0
+) -> jax.Array:
+  """The sum over workers, of which each keeps its part, in b bits an entry: `jax.lax.psum_scatter`, tiled.
+
+      result_w = part w of  x_w + Σ_{v ≠ w} Q(x_v)      added in the order of workers
+
+  For the gradients of FSDP; the gradient is `all_gather` of that of the result, with as
+  many bits. Q is that of `all_gather`; what it rounds off is lost, some 0.005 % of a
+  gradient's energy with 8 bits and 1 % with 4.
+
+  Sends P − 1 messages of a part each, none of which waits for another.
+
+  Args:
+    x: float[…], a term of the sum.
+    axis: as in `all_gather`.
+    bits: as in `all_gather`.
+    dimension: of x, that is divided over workers.
+
+  Raises:
+    ValueError: also for a dimension that the workers do not divide.
+    TypeError: for an x that is not floating.
+
+  Example:
+    >>> import jax, jax.numpy as jnp, jaxsparse as js
+    >>> scatter = jax.vmap(lambda x: js.psum_scatter(x, js.SimComm("w"), bits=8), axis_name="w")
+    >>> scatter(jnp.array([[1.0, -2.0], [3.0, 0.0]])).round(1).tolist()
+    [[4.0], [-2.0]]
+  """
+  _check("psum_scatter", x, bits, dimension)
+  comm = comm_of(axis)
+  if x.shape[dimension] % comm.size:
+    raise ValueError(
+      f"psum_scatter: {comm.size} workers do not divide dimension {dimension} of {x.shape}: pad it"
+    )
+  return _scatter(_typed(x, comm), comm, bits, dimension % x.ndim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather(x: jax.Array, comm: Comm, bits: int, dimension: int) -> jax.Array:
+  if not x.size:
+    return _stretched(x, dimension, x.shape[dimension] * comm.size)
+  layout = Blocks.of(x.size, 1, bits)
+  codes, scales, _ = layout.encode((_flat(x),), jnp.int32(0), layout.count)
+  messages = in_rank_order(comm, gather_rows(comm, layout.pack(codes, scales)[0]))
+  parts = layout.decode(*layout.unpack(messages)).reshape(comm.size, -1)[:, : x.size]
+  parts = jnp.moveaxis(parts.reshape(comm.size, *x.shape), 0, dimension)
+  shape = *x.shape[:dimension], -1, *x.shape[dimension + 1 :]
+  return parts.reshape(shape).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _scatter(x: jax.Array, comm: Comm, bits: int, dimension: int) -> jax.Array:
+  if not x.size:
+    return _stretched(x, dimension, x.shape[dimension] // comm.size)
+  parts = jnp.stack(jnp.split(x, comm.size, dimension))
+  shape = parts.shape[1:]
+  rows = jax.vmap(_flat)(parts)
+  layout = Blocks.of(rows.shape[1], 1, bits)
+  encode = lambda row: layout.pack(
+    *layout.encode((row,), jnp.int32(0), layout.count)[:2]
+  )[0]
+  received = comm.all_to_all(jax.vmap(encode)(rows))
+  own = rows[comm.rank]
+
+  def add(worker: jax.Array, total: jax.Array) -> jax.Array:
+    part = layout.decode(*layout.unpack(received[worker][None])).reshape(-1)[: own.size]
+    return total + jnp.where(worker == comm.rank, own, part)
+
+  total = varying.fori_loop(0, comm.size, add, jnp.zeros_like(own))
+  return total.reshape(shape).astype(x.dtype)
+
+
+def _forward(primal, x, comm, bits, dimension):  # type: ignore[no-untyped-def]
+  return primal(x, comm, bits, dimension), None
+
+
+def _backward(transpose, comm, bits, dimension, _, cotangent):  # type: ignore[no-untyped-def]
+  return (transpose(cotangent, comm, bits, dimension),)
+
+
+_gather.defvjp(
+  functools.partial(_forward, _gather), functools.partial(_backward, _scatter)
+)
+_scatter.defvjp(
+  functools.partial(_forward, _scatter), functools.partial(_backward, _gather)
+)
+
+
+def _stretched(x: jax.Array, dimension: int, length: int) -> jax.Array:
+  """An array without entries, with another length of `dimension`."""
+  return x.reshape(*x.shape[:dimension], length, *x.shape[dimension + 1 :])
+
+
+def _flat(x: jax.Array) -> jax.Array:
+  return x.reshape(-1).astype(jnp.float32)
+
+
+def _typed(x: jax.Array, comm: Comm) -> jax.Array:
+  """x, typed as varying over the axes of the workers, as its gradient is."""
+  return varying.as_varying(x, frozenset(axes_of(comm) or ()) & varying.checked_axes())
+
+
+def _check(function: str, x: jax.Array, bits: int, dimension: int) -> None:
+  if bits not in _CHOICES:
+    raise ValueError(f"{function}: bits={bits!r}, choose one of 2, 4 and 8")
+  if not jnp.issubdtype(x.dtype, jnp.floating):
+    raise TypeError(f"{function}: entries are {x.dtype}, give floating ones")
+  if not -x.ndim <= dimension < x.ndim:
+    raise ValueError(f"{function}: dimension={dimension!r}, x has {x.ndim} dimensions")

@@ -1,0 +1,43 @@
+"""What is finite: leaves of states, which decide whether a step is kept."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxsparse.arrays import flatten
+
+
+@pytest.mark.parametrize(
+  ("before", "after", "stays"),
+  [
+    ([1, 2], [3, 4], True),
+    ([1, 2], [3, jnp.inf], False),
+    ([1, jnp.inf], [3, jnp.inf], True),
+    ([1, jnp.nan], [3, 4], True),
+  ],
+)
+def test_only_a_leaf_that_was_finite_has_to_stay_so(before, after, stays):
+  """The best loss so far of a schedule begins with Inf."""
+  trees = (
+    {"a": jnp.zeros(2), "b": jnp.array(leaf, jnp.float32)} for leaf in (before, after)
+  )
+  assert bool(flatten.stays_finite(*trees)) == stays
+
+
+def test_a_program_that_skips_leaves_grows_linearly_with_their_number():
+  """Compiled, each leaf by a loop of its own."""
+
+  def lines(number):
+    def skipped(leaves):
+      finite = flatten.all_finite(leaves)
+      return [jnp.where(finite, 2 * leaf, 0.0) for leaf in leaves]
+
+    return (
+      jax.jit(skipped)
+      .lower([jnp.ones((4, 4))] * number)
+      .compile()
+      .as_text()
+      .count("\n")
+    )
+
+  assert lines(60) - lines(40) < 1.2 * (lines(40) - lines(20))
