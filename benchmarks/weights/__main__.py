@@ -39,10 +39,10 @@ _TASK = flags.DEFINE_string(
   "task", "lm_wide", "What is trained, as in benchmarks.race."
 )
 _RATES = entry.define_numbers(
-  "rates", [1e-6, 1e-5, 1e-4], "Rates of Adam.", flags.FloatParser(0.0)
+  "rates", [1e-6, 3e-6, 1e-5, 1e-4], "Rates of Adam.", flags.FloatParser(0.0)
 )
 _STEPS = flags.DEFINE_integer("steps", 4, "Steps at each rate.", lower_bound=1)
-_WARM_UP = flags.DEFINE_integer("warm_up", 30, "Steps before.", lower_bound=0)
+_WARM_UP = flags.DEFINE_integer("warm_up", 60, "Steps before.", lower_bound=0)
 _WARM_UP_RATE = flags.DEFINE_float("warm_up_rate", 1e-3, "Rate of these.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Examples in a step.", 1)
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "The serving dtype.")

@@ -1,6 +1,8 @@
 """Files that are there whole or not at all, and their names.
 
-magic | digest of the rest, u64 | bytes of the header, u64 | header, JSON | arrays
+The bytes of a file:
+
+    magic | digest of name and rest, u64 | bytes of header, u64 | header, JSON | arrays
 """
 
 import json
@@ -54,12 +56,12 @@ def write(
     OSError: for a full disk, for example; then no such file is there.
   """
   kinds = [(array.dtype.str, array.nbytes) for array in arrays]
-  text = json.dumps(header | {"name": str(name), "arrays": kinds}).encode()
+  text = json.dumps(header | {"arrays": kinds}).encode()
   content: list[Any] = [len(text).to_bytes(BYTES), text, *arrays]
   # The next file replaces one that was not finished.
   aside = folder / f".{name.part}.aside"
   with open(aside, "wb") as file:
-    for part in (_seal(content), *content):
+    for part in (_seal(name, content), *content):
       file.write(part)
     file.flush()
     os.fsync(file.fileno())
@@ -75,12 +77,10 @@ def read(folder: pathlib.Path, name: Name) -> tuple[dict[str, Any], list[np.ndar
   """
   content = np.fromfile(folder / str(name), np.uint8)
   seal, rest = np.split(content, [len(_MAGIC) + BYTES])
-  if seal.tobytes() != _seal([rest]):
-    raise ValueError(f"{name} is truncated, changed, or no file of js.weights")
+  if seal.tobytes() != _seal(name, [rest]):
+    raise ValueError(f"{name} is truncated, changed or no file of js.weights")
   end = BYTES + int.from_bytes(rest[:BYTES].tobytes())
   header = json.loads(rest[BYTES:end].tobytes())
-  if header["name"] != str(name):
-    raise ValueError(f"{name} was written as {header['name']}")
   arrays = []
   for dtype, size in header["arrays"]:
     arrays.append(rest[end : end + size].view(dtype))
@@ -88,5 +88,5 @@ def read(folder: pathlib.Path, name: Name) -> tuple[dict[str, Any], list[np.ndar
   return header, arrays
 
 
-def _seal(content: Sequence[Any]) -> bytes:
-  return _MAGIC + digest(content).to_bytes(BYTES)
+def _seal(name: Name, content: Sequence[Any]) -> bytes:
+  return _MAGIC + digest([str(name).encode(), *content]).to_bytes(BYTES)

@@ -11,7 +11,11 @@ from jaxsparse.weights.folder import Folder, Patterns
 
 
 class Published(NamedTuple):
-  """A version of the parameters as it was published, in the serving dtype."""
+  """A version of the parameters as it was published, in the serving dtype.
+
+  Example:
+    >>> version, params = Published(3, {"w": 0.5})
+  """
 
   version: int
   params: Any
@@ -52,6 +56,15 @@ class Subscriber(Folder):
 
   Raises:
     ValueError: for an address.
+
+  Example:
+    >>> import tempfile, jax.numpy as jnp, jaxsparse as js
+    >>> params, folder = {"w": jnp.arange(4)}, tempfile.mkdtemp()
+    >>> js.weights.Publisher(folder, params).publish(params)
+    1
+    >>> reader = js.weights.Subscriber(folder, params)
+    >>> reader.latest().params["w"].tolist(), reader.refused
+    ([0, 1, 2, 3], [])
   """
 
   refused: list[str]
