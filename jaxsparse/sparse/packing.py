@@ -45,7 +45,7 @@ def pack(indices: np.ndarray, numbers: np.ndarray, length: int) -> list[np.ndarr
   numbers = numbers - np.uint32(1)
   width = _width(numbers)
   high = numbers >> width
-  above = np.flatnonzero(high)
+  above = np.flatnonzero(high != 0)
   mask = np.uint32((1 << width) - 1)
   return [
     np.array([count << _LOG_BITS | width], np.uint32),
