@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -174,26 +174,16 @@ class PowerSGD(ByLeaf):
       after = done.factors._replace(left=())
     costs = [saturated(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
     words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
-    total = self._join(n, done.total, sent.others)
-    own = self._join(n, done.own, sent.own_others)
-
-    def finish(
-      values: Any, _: None, finite: jax.Array, decay: float
-    ) -> tuple[jax.Array, jax.Array]:
-      pairs = zip(values[0], total, strict=True)
-      pieces = [
-        (left, piece[1]) if isinstance(piece, tuple) else left for left, piece in pairs
-      ]
-      residual = low_rank.subtract(own, grads, state.residual, finite, decay)
-      # All reads of `grads` precede the reuse of its buffer for the update.
-      finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
-      return low_rank.put(pieces, grads, finite), residual
-
-    # Linear in the left factors. The bound is Inf or NaN where a product may be.
-    lefts = [piece[0] if isinstance(piece, tuple) else piece for piece in total]
+    total = LowRank(
+      total=self._join(n, done.total, sent.others),
+      own=self._join(n, done.own, sent.own_others),
+      grads=grads,
+      residual=state.residual,
+      bound=bound,
+    )
     after_state = state._replace(shared=after._replace(step=factors.step + 1))
     counters = Counters(words, words, selected=n, delivered=n)
-    return Reduced(Deferred((lefts, bound), finish), after_state, counters)
+    return Deferred(total, after_state, counters)
 
   def _layout(self, n: int) -> list[tuple[int, tuple[int, int] | None]]:
     """The entries of each leaf, and its matrix (a, b), None for a leaf that is sent as it is."""
@@ -252,6 +242,46 @@ class PowerSGD(ByLeaf):
       else:
         pieces += [next(found) for _ in sizes]
     return tuple(pieces)
+
+
+class LowRank(NamedTuple):
+  """The total and the own projection as pieces of a low-rank vector: a `Formula`.
+
+  Attributes:
+    total: the pieces of the total, as `low_rank` has them.
+    own: the pieces that the total contains of this worker.
+    grads: f32[n], of this worker.
+    residual: f32[n], before the step.
+    bound: f32[], no magnitude of an entry of the total is larger.
+  """
+
+  total: Sequence[jax.Array | _Factorized]
+  own: Sequence[jax.Array | _Factorized]
+  grads: jax.Array
+  residual: jax.Array
+  bound: jax.Array
+
+  @property
+  def values(self) -> tuple[list[jax.Array], jax.Array]:
+    """The left factors, in which the total is linear; and the bound, Inf or NaN where a product may be."""
+    lefts = [piece[0] if isinstance(piece, tuple) else piece for piece in self.total]
+    return lefts, self.bound
+
+  def finish(
+    self,
+    values: tuple[list[jax.Array], jax.Array],
+    finite: jax.Array,
+    decay: float,
+  ) -> tuple[jax.Array, jax.Array]:
+    """As `Formula.finish`."""
+    pieces = [
+      (left, piece[1]) if isinstance(piece, tuple) else left
+      for left, piece in zip(values[0], self.total, strict=True)
+    ]
+    residual = low_rank.subtract(self.own, self.grads, self.residual, finite, decay)
+    # All reads of `grads` precede the reuse of its buffer for the update.
+    finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
+    return low_rank.put(pieces, self.grads, finite), residual
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:

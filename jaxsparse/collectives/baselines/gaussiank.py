@@ -28,7 +28,7 @@ from jaxsparse.collectives._messages import (
 )
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select import threshold, top_k
-from jaxsparse.select.accumulator import pending_except, pending_zeros
+from jaxsparse.select.accumulator import SparseReduced, pending_except, pending_zeros
 from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
@@ -114,7 +114,7 @@ class GaussianK(EncodingCollective):
     )
     residual = pending_except(acc, *lost) if lost else pending_zeros(acc, sent.indices)
     state = state._replace(residual=residual, shared=writer.next_step)
-    return Reduced(
+    return SparseReduced(
       total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters
     )
 

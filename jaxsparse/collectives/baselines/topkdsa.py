@@ -30,7 +30,7 @@ from jaxsparse.collectives._messages import (
 )
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.select import threshold
-from jaxsparse.select.accumulator import pending_nonzero
+from jaxsparse.select.accumulator import SparseReduced, pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
@@ -130,7 +130,7 @@ class TopkDSA(SelectingCollective):
       overflow=count - kept,
     )
     residual = pending_nonzero(acc, sent.indices, total, lost + rounded_off)
-    return Reduced(total, State(residual, memory, writer.next_step), counters)
+    return SparseReduced(total, State(residual, memory, writer.next_step), counters)
 
 
 def _gather(

@@ -33,7 +33,7 @@ from jaxsparse.collectives.oktopk.thresholds import (
 )
 from jaxsparse.comm import schedules
 from jaxsparse.select import threshold as by_threshold
-from jaxsparse.select.accumulator import pending_nonzero
+from jaxsparse.select.accumulator import SparseReduced, pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated_sum
@@ -231,7 +231,7 @@ class OkTopk(EncodingCollective):
     next_state = State(
       residual, local[None], Reused(reused.step + 1, threshold, bounds)
     )
-    return Reduced(
+    return SparseReduced(
       kept._replace(values=jnp.where(finite, kept.values, jnp.nan)),
       next_state,
       counters,

@@ -16,6 +16,7 @@ from jaxsparse.collectives._messages import (
 )
 from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r_sag
 from jaxsparse.comm import schedules
+from jaxsparse.select.accumulator import SparseReduced
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.select.selectors import Accumulator
 from jaxsparse.sparse import bitset
@@ -213,7 +214,7 @@ class SparDL(SelectingCollective):
       adaptive = adapt(state.shared.adaptive, merged, capacities[0], k_block)
     memory = self.selection.next(state.worker, chosen, blocks.length)
     total = Sparse(blocks.flat_indices(delivered.indices), delivered.values)
-    return Reduced(
+    return SparseReduced(
       total, State(residual, memory, Shared(adaptive, writer.next_step)), counters
     )
 

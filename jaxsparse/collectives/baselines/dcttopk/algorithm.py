@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -80,29 +80,47 @@ class DctTopk(ChunkTopk):
     # Inf or NaN where an entry of the total may be: a coefficient has a share of less
     # than 2 in one of an axis's terms.
     bound = largest_magnitude(total.values) * (4.0 * self.chunk)
+    residual = cast(jax.Array, state.residual)
+    coefficients = Coefficients(tiling, grads, residual, total, sent, bound)
+    return Deferred(coefficients, state, counters)
 
-    def finish(
-      values: Any, _: None, finite: jax.Array, decay: float
-    ) -> tuple[jax.Array, jax.Array]:
-      # The factor is one of entries, not of coefficients: these have the same bits for
-      # every number of workers.
-      step = _Step(
-        grads,
-        cast(jax.Array, state.residual),
-        total,
-        sent,
-        factor=values[1],
-        finite=finite,
-      )
-      return _compat.by_platform(gpu=_finish_by_pieces, default=_finish)(
-        tiling, decay, step
-      )
 
-    return Reduced(Deferred((bound, jnp.float32(1)), finish), state, counters)
+class Coefficients(NamedTuple):
+  """The total and what this worker sent as coefficients of tiles: a `Formula`.
+
+  Attributes:
+    tiling: the tiles of the leaves.
+    grads: f32[n], of this worker.
+    residual: f32[n], before the step.
+    total: entries of the total.
+    sent: entries that this worker sent.
+    bound: f32[], Inf or NaN where an entry of the total may be.
+  """
+
+  tiling: Tiling
+  grads: jax.Array
+  residual: jax.Array
+  total: Sparse
+  sent: Sparse
+  bound: jax.Array
+
+  @property
+  def values(self) -> tuple[jax.Array, jax.Array]:
+    """The bound, and a factor of entries. It is none of coefficients: these have the same bits for any P."""
+    return self.bound, jnp.float32(1)
+
+  def finish(
+    self, values: tuple[jax.Array, jax.Array], finite: jax.Array, decay: float
+  ) -> tuple[jax.Array, jax.Array]:
+    """As `Formula.finish`."""
+    _, factor = values
+    step = _Step(self.grads, self.residual, self.total, self.sent, factor, finite)
+    ways = {"gpu": _finish_by_pieces, "default": _finish}
+    return _compat.by_platform(**ways)(self.tiling, decay, step)
 
 
 class _Step(NamedTuple):
-  """What a worker has after the messages of a step; entries of the total and of what it sent are coefficients."""
+  """The arrays of `Coefficients.finish`."""
 
   grads: jax.Array
   residual: jax.Array
@@ -113,7 +131,7 @@ class _Step(NamedTuple):
 
 
 def _finish(tiling: Tiling, decay: float, step: _Step) -> tuple[jax.Array, jax.Array]:
-  """The update, `factor` times the total in the basis of the gradient, and the next residual: `Deferred.finish`."""
+  """The update, `factor` times the total in the basis of the gradient, and the next residual."""
   grads, residual, total, sent, factor, finite = step
   inverse = lambda entries: tiling.entries(
     sparse.put(jnp.zeros_like(grads), entries.indices, entries.values)
