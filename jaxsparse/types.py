@@ -1,5 +1,6 @@
 """Types that all packages share: sparse entries, verbs, the state and result of a collective, counters, costs."""
 
+import functools
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
@@ -330,11 +331,11 @@ class Formula(Protocol):
     """Arrays of which the total is a linear function; NaN or Inf where an entry of the total may be."""
 
   def finish(
-    self, values: Any, finite: jax.Array, decay: float
+    self, values: Any, finite: jax.Array, residual: Any, decay: float
   ) -> tuple[jax.Array, jax.Array]:
     """The total of `values`, and `decay` times what the total does not deliver, f32[n] each.
 
-    If not `finite`, zeros and the residual before.
+    If not `finite`, zeros and `residual`, f32[n], the one before.
     """
 
 
@@ -351,11 +352,13 @@ class Deferred(Reduced):
     if rounding:
       return self.computed().mean(divisor, rounding)
     mean = jax.tree.map(lambda x: x / divisor, self.total.values)
-    return mean, lambda finite, _, decay: self.total.finish(mean, finite, decay)
+    return mean, functools.partial(self.total.finish, mean)
 
   def computed(self) -> Reduced:
     """The result with the total, f32[n], and the next residual before its decay."""
-    total, residual = self.total.finish(self.total.values, jnp.bool_(True), 1.0)
+    total, residual = self.total.finish(
+      self.total.values, jnp.bool_(True), self.state.residual, 1.0
+    )
     return Reduced(total, self.state._replace(residual=residual), self.counters)
 
 

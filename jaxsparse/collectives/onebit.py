@@ -107,5 +107,5 @@ class OneBit(Collective):
     messages = all_gather(comm, blocks.pack(*summed)[0])
     codes, steps = blocks.unpack(in_rank_order(comm, messages))
     # next residual_w = acc_w − Q(acc_w), of the owner  sum − Q(sum), by `Codes.finish`
-    total = Codes(blocks, *acc, rank, sums, kept, codes, steps)
+    total = Codes(blocks, grads, rank, sums, kept, codes, steps)
     return CodesReduced(total, state, self.count(comm, n, selected=n, delivered=n))

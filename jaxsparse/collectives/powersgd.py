@@ -178,7 +178,6 @@ class PowerSGD(ByLeaf):
       total=self._join(n, done.total, sent.others),
       own=self._join(n, done.own, sent.own_others),
       grads=grads,
-      residual=state.residual,
       bound=bound,
     )
     after_state = state._replace(shared=after._replace(step=factors.step + 1))
@@ -251,14 +250,12 @@ class LowRank(NamedTuple):
     total: the pieces of the total, as `low_rank` has them.
     own: the pieces that the total contains of this worker.
     grads: f32[n], of this worker.
-    residual: f32[n], before the step.
     bound: f32[], no magnitude of an entry of the total is larger.
   """
 
   total: Sequence[jax.Array | _Factorized]
   own: Sequence[jax.Array | _Factorized]
   grads: jax.Array
-  residual: jax.Array
   bound: jax.Array
 
   @property
@@ -271,6 +268,7 @@ class LowRank(NamedTuple):
     self,
     values: tuple[list[jax.Array], jax.Array],
     finite: jax.Array,
+    residual: jax.Array,
     decay: float,
   ) -> tuple[jax.Array, jax.Array]:
     """As `Formula.finish`."""
@@ -278,7 +276,7 @@ class LowRank(NamedTuple):
       (left, piece[1]) if isinstance(piece, tuple) else left
       for left, piece in zip(values[0], self.total, strict=True)
     ]
-    residual = low_rank.subtract(self.own, self.grads, self.residual, finite, decay)
+    residual = low_rank.subtract(self.own, self.grads, residual, finite, decay)
     # All reads of `grads` precede the reuse of its buffer for the update.
     finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
     return low_rank.put(pieces, self.grads, finite), residual
@@ -317,6 +315,19 @@ def _bases(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
   return [found[number] for number in range(len(factors))]
 
 
+def _project(
+  leaves: list[_Leaf], residual: jax.Array, bases: list[jax.Array], to_right: bool
+) -> list[jax.Array]:
+  """The factors of this worker: M_wᵀ orth(L), as f32[r, b], or M_w orth(R), f32[a, r]."""
+  own = list[jax.Array]()
+  for leaf, basis in zip(leaves, bases, strict=True):  # one sum at a time
+    residual = _after(own[-1] if own else basis, residual)
+    flat = leaf.grads + residual[leaf.start : leaf.start + leaf.grads.size]
+    matrix = flat.reshape(leaf.shape)
+    own.append(_matmul(basis, matrix) if to_right else _matmul(matrix, basis.T))
+  return own
+
+
 class _Turn(NamedTuple):
   """Half a step.
 
@@ -351,15 +362,8 @@ def _turn(
 
   One all-reduce sums all of them, and the other entries.
   """
-  given = factors.left if to_right else factors.right
-  bases = _bases(given, key)
-  own = list[jax.Array]()
-  for leaf, basis in zip(leaves, bases, strict=True):  # one sum at a time
-    residual = _after(own[-1] if own else basis, residual)
-    matrix = (leaf.grads + residual[leaf.start : leaf.start + leaf.grads.size]).reshape(
-      leaf.shape
-    )
-    own.append(_matmul(basis, matrix) if to_right else _matmul(matrix, basis.T))
+  bases = _bases(factors.left if to_right else factors.right, key)
+  own = _project(leaves, residual, bases, to_right)
   flat = jnp.concatenate([*(factor.reshape(-1) for factor in own), others])
   flat, share = add(flat)
   sizes = [*(factor.size for factor in own), others.size]

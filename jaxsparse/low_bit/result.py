@@ -1,5 +1,6 @@
 """The result of an exchange of codes: one pass over the vector writes the mean and the next residual."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jaxsparse.comm import ordering
 from jaxsparse.low_bit import scales as scaling
 from jaxsparse.low_bit.blocks import ROWS, Blocks, cut
 from jaxsparse.low_bit.chunked import CHUNK, Arrays, Pass
-from jaxsparse.types import Commit, Deferred, Residual, Rounding
+from jaxsparse.types import Commit, Deferred, Rounding
 
 
 class Codes(NamedTuple):
@@ -18,7 +19,6 @@ class Codes(NamedTuple):
   Attributes:
     blocks: the layout.
     grads: f32[n], of this worker.
-    residual: f32[n], before the step.
     rank: of the worker, i32[].
     sums: of its region, as `Blocks.sum_region` returns them.
     kept: the steps of all blocks, like those of `Blocks.encode`: as sent; in the own
@@ -29,7 +29,6 @@ class Codes(NamedTuple):
 
   blocks: Blocks
   grads: jax.Array
-  residual: jax.Array
   rank: jax.Array
   sums: jax.Array
   kept: jax.Array
@@ -40,6 +39,7 @@ class Codes(NamedTuple):
     self,
     values: jax.Array,
     finite: jax.Array,
+    residual: jax.Array,
     decay: float,
     error: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
@@ -51,9 +51,9 @@ class Codes(NamedTuple):
     if blocks.bits > 1:
       inverses = scaling.inverses(self.kept, blocks.bits)
 
-    def finish(start: jax.Array | int, count: int, buffers: Arrays) -> Arrays:
+    def write(start: jax.Array | int, count: int, buffers: Arrays) -> Arrays:
       at_once = isinstance(start, int) and count == used
-      residual, entered = self._read(start, count, buffers, at_once)
+      before, entered = self._read(start, count, buffers, at_once)
       shape = (count, ROWS, blocks.columns)
       of_entries = lambda steps: blocks.trim(
         jnp.broadcast_to(cut(steps, start, count)[:, None], shape), start
@@ -66,15 +66,15 @@ class Codes(NamedTuple):
       )
       if error is not None:
         after = after + decode(error)
-      after = jnp.where(finite, after if decay == 1 else decay * after, residual)
+      after = jnp.where(finite, after if decay == 1 else decay * after, before)
       apply = finite
       if at_once:  # a GPU writes the update where the gradient is, after the residual
         after = jax.lax.optimization_barrier(after)
         apply = ordering.depend_on(after[:1], finite.astype(jnp.int32)) > 0
       return after, jnp.where(apply, decode(values), 0.0)
 
-    last = Pass(finish, blocks.n // blocks.block, used, (blocks.block,) * 2)
-    after, update = last.run(self.residual, self.grads)
+    last = Pass(write, blocks.n // blocks.block, used, (blocks.block,) * 2)
+    after, update = last.run(residual, self.grads)
     return update, after
 
   def _read(
@@ -119,10 +119,4 @@ class CodesReduced(Deferred):
       return super().mean(divisor, rounding)
     exact = codes.values / divisor
     mean = rounding(exact)
-
-    def commit(
-      finite: jax.Array, _: Residual, decay: float
-    ) -> tuple[jax.Array, jax.Array]:
-      return codes.finish(mean, finite, decay, exact - mean)
-
-    return mean, commit
+    return mean, functools.partial(codes.finish, mean, error=exact - mean)

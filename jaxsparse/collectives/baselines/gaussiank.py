@@ -109,14 +109,11 @@ class GaussianK(EncodingCollective):
       writer.words_used(jnp.minimum(selected, most), most), comm.size - 1
     )
     delivered = jnp.count_nonzero(total.values)
-    counters = Counters(
-      words, used, selected, delivered, overflow=jnp.maximum(selected - most, 0)
-    )
+    overflow = jnp.maximum(selected - most, 0)
+    counters = Counters(words, used, selected, delivered, overflow=overflow)
     residual = pending_except(acc, *lost) if lost else pending_zeros(acc, sent.indices)
-    state = state._replace(residual=residual, shared=writer.next_step)
-    return SparseReduced(
-      total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters
-    )
+    total = total._replace(values=jnp.where(finite, total.values, jnp.nan))
+    return SparseReduced(total, State(residual, shared=writer.next_step), counters)
 
 
 def fit_threshold(x: LazySum, k: int) -> jax.Array:
