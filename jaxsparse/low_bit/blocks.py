@@ -115,11 +115,13 @@ class Blocks:
       whole: number of blocks without padding.
       entries: of each block, i32[count].
     """
+    every = range(ROWS)
+    is_long = self.n >= _LONG
 
     def columns_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
       x = read(start, count)
-      term = lambda unit: lambda x: scaling.truncate(x * unit) ** 2
-      squares = lambda unit: self._fold(x, term(unit), jnp.add)
+      square = lambda unit: lambda x, _: scaling.truncate(x * unit) ** 2
+      squares = lambda unit: fold_rows(x, every, square(unit), jnp.add, is_long)
       return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / ROWS))
 
     passed = self._pass(columns_of, whole, len(entries), jnp.uint32, jnp.float32)
@@ -136,7 +138,8 @@ class Blocks:
 
     def maxima_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
       x = self._read(parts, skip + start, count)
-      return (self._fold(x, jnp.abs, jnp.maximum),)
+      magnitude = lambda x, _: jnp.abs(x)
+      return (fold_rows(x, range(ROWS), magnitude, jnp.maximum, self.n >= _LONG),)
 
     def codes_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
       x = self._read(again, skip + start, count)
@@ -163,10 +166,6 @@ class Blocks:
       jnp.zeros(count * size, kind) for size, kind in zip(sizes, kinds, strict=True)
     )
     return [x.reshape(count, -1) for x in encoding.run(*empty)]
-
-  def _fold(self, x: jax.Array, term: Callable, combine: Callable) -> jax.Array:
-    """The combination of `term(row)` over the rows of blocks, f32[blocks, columns]."""
-    return fold_rows(x, range(ROWS), lambda x, _: term(x), combine, self.n >= _LONG)
 
   def _codes(self, x: jax.Array, inverses: jax.Array | None = None) -> jax.Array:
     """The words of the codes of f32[blocks, 32, columns], u32[blocks, width]; `inverses` of the steps if bits > 1."""
