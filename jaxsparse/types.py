@@ -249,7 +249,9 @@ class Rounding(Protocol):
   def is_uniform(self) -> bool:
     """Whether all entries have one dtype."""
 
-  def __call__(self, values: jax.Array, indices: jax.Array | None = None) -> jax.Array:
+  def __call__(
+    self, values: jax.Array, indices: jax.Array | None = None, /
+  ) -> jax.Array:
     """Rounds f32[n], or values f32[...] of entries at flat indices i32[...]."""
 
 

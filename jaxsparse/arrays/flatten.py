@@ -68,7 +68,9 @@ class Rounding:
     """Whether all leaves have one dtype."""
     return len(set(self.dtypes)) == 1
 
-  def __call__(self, values: jax.Array, indices: jax.Array | None = None) -> jax.Array:
+  def __call__(
+    self, values: jax.Array, indices: jax.Array | None = None, /
+  ) -> jax.Array:
     """Rounds f32[n], or f32[...] at flat indices i32[...], of which those from n on do not matter."""
     if self.is_uniform:
       return _rounded(values, self.dtypes[0])
@@ -96,7 +98,7 @@ def rounding(sizes: Sequence[int], dtypes: Sequence[Any]) -> Rounding | None:
   return Rounding(sizes, dtypes) if any(map(_is_narrow, dtypes)) else None
 
 
-def _is_narrow(dtype: Any) -> bool:
+def _is_narrow(dtype: jax.typing.DTypeLike) -> bool:
   return jnp.finfo(dtype).bits < 32
 
 

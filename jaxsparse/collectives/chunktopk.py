@@ -85,6 +85,7 @@ class ChunkTopk(SparseCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     _, length, k_chunk = self.chunks(grads.size)
     chosen = top_k_of_chunks(LazySum((grads, state.residual)), length, k_chunk)
+    # total = Σ_w q(top_k of each chunk of acc_w); the residual keeps what q rounds off
     total, _, errors, counters = self.exchange(comm, chosen, grads.size)
     return SparseReduced(
       total, state._replace(residual=Pending(grads, state.residual, errors)), counters

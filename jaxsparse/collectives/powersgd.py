@@ -156,6 +156,8 @@ class PowerSGD(ByLeaf):
       functools.partial(_turn, add, key, leaves, to_right=to_right)
       for to_right in (False, True)
     )
+    # L = Σ_w M_w orth(R), then R = Σ_w M_wᵀ orth(L) (Algorithm 1); with `alternate` in
+    # turn
     if self.alternate:
       turns = [
         lambda turn=turn: turn(state.residual, others, factors)

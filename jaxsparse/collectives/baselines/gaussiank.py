@@ -84,6 +84,7 @@ class GaussianK(EncodingCollective):
     k = self.entries(n)
     most = self.capacity(n)
     acc = LazySum((grads, state.residual))
+    # the threshold of the paper, then its correction
     limit = fit_threshold(acc, k)
     if self.correction:
       largest = top_k(acc, min(5 * k // 4 + 1, n))

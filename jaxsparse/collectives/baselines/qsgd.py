@@ -85,6 +85,7 @@ class QSGD(Collective):
     n = grads.size
     layout = Layout.of(n, self.bits, comm.size)
     acc = grads + state.residual if self.error_feedback else grads
+    # q(acc_w), a scale ‖acc_w‖ / s and levels (§3.1)
     key = noise.fold(noise.fold(noise.key_of(self.seed), state.shared), comm.rank)
     rounding = Rounding(key, scale_of(acc, self.levels), self.levels, self.bits)
     order = (jnp.arange(comm.size, dtype=jnp.int32) - comm.rank) % comm.size
@@ -102,6 +103,7 @@ class QSGD(Collective):
       sums = put_sums(x, messages, order, layout, piece)
       return sums, (ahead, count_levels(words, self.bits))
 
+    # total = Σ_w q(acc_w), where all levels arrive
     total, heads, used = _exchange_all(exchange, acc, layout.pieces)
     total = put_head_sums(total, heads, order, layout)
     residual = acc - rounding.rounded(acc, layout) if self.error_feedback else None
@@ -115,7 +117,7 @@ class QSGD(Collective):
 
 
 def _exchange_all(
-  exchange: Callable[..., Any], acc: jax.Array, pieces: int
+  exchange: Callable[..., tuple], acc: jax.Array, pieces: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The sums of all pieces, what workers sent ahead of the last one, and the levels of all."""
   if pieces == 1:

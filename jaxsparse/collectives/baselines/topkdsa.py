@@ -92,8 +92,10 @@ class TopkDSA(SelectingCollective):
     picked, count, memory = self.choose(acc, state.worker)
     members = bitset.insert(bitset.empty(n), picked.indices[0], n)
     chosen = threshold.read_first(acc, members, k)
+    # split: each worker sends each region to its owner, which adds them
     sent, fullest = _cut(comm, chosen, length, capacities[-1], n)
     own, lost, split_words = _split(comm, writer, sent, capacities, fullest, length)
+    # all-gather of the sums, as entries or, where these are too many, as a vector
     sums = writer._replace(codec=codec_of(self.wire, length))
     even = -(-k // size)
     total, rounded_off, words = _gather(
@@ -164,13 +166,11 @@ def _gather(
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     if capacity == length:
-      none = jnp.full((1, few), end, jnp.int32), jnp.zeros((1, few), jnp.float32)
+      indices = jnp.full((1, few), end, jnp.int32)
+      nothing = Sparse(indices, jnp.zeros((1, few), jnp.float32))
       words = saturated_product(length, size - 1)
-      return (
-        _gather_whole(comm, own, slots),
-        [Sparse(*none)] * writer.codec.rounds,
-        words,
-      )
+      total = _gather_whole(comm, own, slots)
+      return total, [nothing] * writer.codec.rounds, words
     sums = threshold.read_first(LazySum((own,)), chosen, capacity)
     rows, lost, words = writer.gather_rows(comm, sparse.as_row(sums), 1, few)
     region = jnp.arange(size, dtype=jnp.int32)[:, None]
