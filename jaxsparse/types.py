@@ -285,7 +285,7 @@ class Reduced(NamedTuple):
   state: State
   counters: Counters
 
-  def mean(self, divisor: int, rounding: Rounding | None) -> tuple[Any, Commit]:
+  def mean(self, divisor: int, rounding: Rounding | None) -> tuple[jax.Array, Commit]:
     """The total divided by `divisor` and rounded, and the function that ends the step.
 
     Returns:
@@ -333,7 +333,7 @@ class Formula(Protocol):
     """Arrays of which the total is a linear function; NaN or Inf where an entry of the total may be."""
 
   def finish(
-    self, values: Any, finite: jax.Array, residual: Any, decay: float
+    self, values: Any, finite: jax.Array, residual: jax.Array, decay: float
   ) -> tuple[jax.Array, jax.Array]:
     """The total of `values`, and `decay` times what the total does not deliver, f32[n] each.
 

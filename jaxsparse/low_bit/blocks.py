@@ -100,18 +100,17 @@ class Blocks:
     whole = min(count, parts[0].size // self.block)
     in_blocks = jnp.arange(count, dtype=jnp.int32)
     entries = self._entries(first + in_blocks)
-    read = lambda start, count: self._read(parts, skip + start, count)
-    if self.bits == 1:
-      return self._encode_signs(read, whole, entries)
-    return self._encode_levels(parts, skip, whole, entries)
+    encode = self._encode_signs if self.bits == 1 else self._encode_levels
+    return encode(parts, skip, whole, entries)
 
   def _encode_signs(
-    self, read: Callable[..., jax.Array], whole: int, entries: jax.Array
+    self, parts: Sequence[jax.Array], skip: int, whole: int, entries: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What `encode` returns of signs, in one pass, since they need no scale.
 
     Args:
-      read: (start, count) -> blocks of the vector, f32[count, 32, columns].
+      parts: as in `encode`.
+      skip: as in `encode`.
       whole: number of blocks without padding.
       entries: of each block, i32[count].
     """
@@ -119,7 +118,7 @@ class Blocks:
     is_long = self.n >= _LONG
 
     def columns_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
-      x = read(start, count)
+      x = self._read(parts, skip + start, count)
       square = lambda unit: lambda x, _: scaling.truncate(x * unit) ** 2
       squares = lambda unit: fold_rows(x, every, square(unit), jnp.add, is_long)
       return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / ROWS))
