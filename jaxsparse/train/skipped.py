@@ -155,9 +155,10 @@ def _describe(names: list[str]) -> str:
 
 def _is_sound_here(leaf: ArrayTree, may_be_inf: bool) -> bool:
   """`is_sound` of the part of an array on this process: others may not be at their warning yet."""
-  is_array = isinstance(leaf, jax.Array)
-  shards = [shard.data for shard in leaf.addressable_shards] if is_array else [leaf]
-  return all(is_sound(np.asarray(shard), may_be_inf) for shard in shards)
+  if not isinstance(leaf, jax.Array):
+    return is_sound(np.asarray(leaf), may_be_inf)
+  shards = leaf.addressable_shards if _is_inexact(leaf) else ()
+  return all(is_sound(np.asarray(shard.data), may_be_inf) for shard in shards)
 
 
 def is_sound(leaf: ArrayTree, may_be_inf: bool = False) -> bool:
@@ -165,14 +166,17 @@ def is_sound(leaf: ArrayTree, may_be_inf: bool = False) -> bool:
 
   Every process that holds a part of the array must call; it waits for the array.
   """
-  is_inexact = jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-  if isinstance(leaf, jax.core.Tracer) or not is_inexact:
+  if isinstance(leaf, jax.core.Tracer) or not _is_inexact(leaf):
     return True
   is_small = np.size(leaf) <= _FEW and getattr(leaf, "is_fully_addressable", True)
   if is_small or isinstance(leaf, np.ndarray):
     values = np.asarray(leaf)
     return bool((~np.isnan(values) if may_be_inf else np.isfinite(values)).all())
   return bool(_none_nan(leaf) if may_be_inf else _all_finite(leaf))
+
+
+def _is_inexact(leaf: ArrayTree) -> bool:
+  return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 _FEW = 1 << 16  # entries that are judged without a compiled program

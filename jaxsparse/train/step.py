@@ -494,7 +494,7 @@ def _by_name(arguments: ArrayTree) -> dict[str, ArrayTree]:
   return arguments[3] if len(arguments) > 3 else {}
 
 
-def _identity(state: OptState) -> jax.Array:
+def _identity(state: OptState) -> jax.Array | None:
   """An array that identifies a state: a step returns its state with a new one."""
   nodes = states.reduce_states(state)
   return nodes[0].layout.workers if nodes else None

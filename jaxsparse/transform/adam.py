@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.flatten import wide_dtype
-from jaxsparse.types import check_whole
+from jaxsparse.types import ArrayTree, check_whole
 
 
 class WindowAdamState(NamedTuple):
@@ -145,7 +145,7 @@ class _WindowAdam(NamedTuple):
     step: jax.Array,
     grad: jax.Array,
     mu: jax.Array,
-    average: jax.Array | None,
+    average: ArrayTree,
     nu: jax.Array,
   ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Adam's update of one leaf, in its dtype, and its averages."""

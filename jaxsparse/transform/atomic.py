@@ -54,7 +54,7 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     updates, after = tx.update(updates, state, params, **extra)
     check_kept_types(state, after)
     skipped = states.is_skipped(after)
-    updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
+    updates = zeros_if(skipped, updates)
     # A transform, or local steps, that is the only one has undone itself already,
     # without a pass over residuals. Of several one may skip while another one does not,
     # so then all of their states are chosen here.
@@ -66,6 +66,12 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     return updates, jax.tree.map(keep, state, after, is_leaf=is_part)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def zeros_if(skipped: jax.Array, updates: optax.Updates) -> optax.Updates:
+  """The updates, or zeros where the step is skipped."""
+  zero = lambda update: jnp.where(skipped, jnp.zeros_like(update), update)
+  return jax.tree.map(zero, updates)
 
 
 def select_state(skipped: jax.Array, before: ArrayTree, after: ArrayTree) -> ArrayTree:

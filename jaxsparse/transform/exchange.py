@@ -20,7 +20,7 @@ from optax import OptState
 from jaxsparse._compat import varying
 from jaxsparse.arrays import flatten
 from jaxsparse.transform import state as states
-from jaxsparse.transform.atomic import atomic
+from jaxsparse.transform.atomic import atomic, zeros_if
 from jaxsparse.transform.checks import (
   check_agreed,
   check_local_state,
@@ -30,6 +30,7 @@ from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.state import Applied, Flight, LocalState
 from jaxsparse.transform.wrapped import PLACEHOLDER, mean_dtypes, shapes_seen
+from jaxsparse.types import ArrayTree
 
 Extra = dict[str, object]  # arguments of the caller that every transformation gets
 
@@ -47,7 +48,7 @@ class Stepped(NamedTuple):
 
   updates: optax.Updates
   outer: tuple[OptState, ...]
-  flight: Flight | tuple[()]
+  flight: ArrayTree
   skipped: jax.Array
 
 
@@ -224,7 +225,7 @@ class Delayed(Mixed):
     flight = state.flight
     arrives = jnp.where(flight.left == 1, count + 1, 0)
     kind = jnp.where(flight.left > 0, arrives, due)
-    kinds = [*self.kinds(given), functools.partial(self._apply_flight, given=given)]
+    kinds = [*self.kinds(given), lambda state: self._apply_flight(state, given)]
     updated = jnp.where(kind > count, flight.fragment + 1, 0)
     return varying.switch(kind, kinds, state), updated
 
@@ -262,8 +263,7 @@ class Delayed(Mixed):
   def _apply_flight(self, state: LocalState, given: Given) -> Stepped:
     """The update that was in flight."""
     agreed = self.agree(state, given)
-    drop = lambda u: jnp.where(agreed.skipped, jnp.zeros_like(u), u)
-    updates = jax.tree.map(drop, state.flight.update)
+    updates = zeros_if(agreed.skipped, state.flight.update)
     return agreed._replace(updates=updates, flight=_landed(agreed.updates))
 
 

@@ -27,7 +27,7 @@ import optax
 
 from jaxsparse._compat import varying
 from jaxsparse.arrays import flatten
-from jaxsparse.transform.atomic import select_state
+from jaxsparse.transform.atomic import select_state, zeros_if
 from jaxsparse.transform.checks import check_arrays_of, check_own_gradients
 from jaxsparse.transform.exchange import (
   Delayed,
@@ -296,8 +296,7 @@ class _OnDemand:
       left, fragments.numbers(given.params), state.moved, given.params
     )
     after = after._replace(inner=state.inner, moved=moved, since=jnp.int32(0))
-    updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total)
-    return updates, select_state(skipped, state, after)
+    return zeros_if(skipped, total), select_state(skipped, state, after)
 
 
 @dataclasses.dataclass(frozen=True)

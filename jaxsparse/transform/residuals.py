@@ -119,7 +119,7 @@ def take_residuals(
       leaves[leaf] = sent.astype(leaves[leaf].dtype)
     for index, (group, part) in enumerate(zip(groups, parts, strict=True)):
       if part.residual is not None:
-        residual, _ = flatten.flatten([left[leaf] for leaf in group.leaves])
+        residual = flatten.flatten([left[leaf] for leaf in group.leaves])[0]
         parts[index] = part._replace(residual=residual)
     return leaves, state.with_groups(parts)
 
