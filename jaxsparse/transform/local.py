@@ -272,18 +272,21 @@ class _OnDemand:
     self, state: LocalState, params: optax.Params, extra: Extra
   ) -> Result:
     unchanged = lambda: (jax.tree.map(jnp.zeros_like, params), state)
-    given = Given(params, jnp.bool_(True), extra)
-    exchange = lambda: self._exchange_all(state, given)
+    exchange = functools.partial(self._exchange_all, state, params, extra)
     # Right after an exchange that has left no movement, outer momentum would move the
     # parameters all the same.
     if self.exchange.fragments.count == 1 and not self.exchange.mixing:
       return varying.cond(state.since == 0, unchanged, exchange)
     return exchange()
 
-  def _exchange_all(self, state: LocalState, given: Given) -> Result:
+  def _exchange_all(
+    self, state: LocalState, params: optax.Params, extra: Extra
+  ) -> Result:
     """The exchanges of all fragments; of one in flight its update is applied instead."""
     fragments = self.exchange.fragments
-    total = jax.tree.map(jnp.zeros_like, given.params)
+    # Made within the branch of a conditional: as its operand it would take equations.
+    given = Given(params, jnp.bool_(True), extra)
+    total = jax.tree.map(jnp.zeros_like, params)
     after = state._replace(inner=())
     skipped = jnp.bool_(False)
     for fragment in range(fragments.count):
@@ -292,9 +295,7 @@ class _OnDemand:
       skipped |= done.skipped
       after = after._replace(outer=done.outer, flight=done.flight)
     left = functools.partial(self.exchange.undelivered, state)
-    moved = jax.tree.map(
-      left, fragments.numbers(given.params), state.moved, given.params
-    )
+    moved = jax.tree.map(left, fragments.numbers(params), state.moved, params)
     after = after._replace(inner=state.inner, moved=moved, since=jnp.int32(0))
     return zeros_if(skipped, total), select_state(skipped, state, after)
 
