@@ -19,57 +19,53 @@ from jaxsparse.partial.server import LIMIT, Server
 def _make_parser() -> argparse.ArgumentParser:
   defaults = argparse.ArgumentDefaultsHelpFormatter
   parser = argparse.ArgumentParser(
-    prog="python -m jaxsparse.partial", description=__doc__, formatter_class=defaults
+    prog="python -m jaxsparse.partial",
+    description=__doc__,
+    formatter_class=defaults,
+    # a controller has defaults of its own, and refuses options of the other one
+    argument_default=argparse.SUPPRESS,
   )
   add = parser.add_argument
   add(
     "--workers",
     type=int,
     required=True,
-    default=argparse.SUPPRESS,
     help="number of workers, N",
   )
   kind = parser.add_mutually_exclusive_group(required=True).add_argument
   kind(
     "--group_size",
     type=int,
-    default=argparse.SUPPRESS,
     help="number of workers in a group, P",
   )
   kind(
     "--quorum",
     type=int,
-    default=argparse.SUPPRESS,
     help="number of workers that a round takes, K",
   )
   add(
     "--grace",
     type=float,
-    default=argparse.SUPPRESS,
     help="seconds that K workers wait for more; default 2",
   )
   add(
     "--weights",
     choices=("constant", "dynamic"),
-    default=argparse.SUPPRESS,
     help="of models in an average of a group; default constant",
   )
   add(
     "--decay",
     type=float,
-    default=argparse.SUPPRESS,
     help="of dynamic weights, in [0, 1); default 0.5",
   )
   add(
     "--missing",
     choices=("closest", "initial"),
-    default=argparse.SUPPRESS,
     help="where weights without a member go; default closest",
   )
   add(
     "--history",
     type=int,
-    default=argparse.SUPPRESS,
     help="T: groups that it may take to connect all workers",
   )
   add("--address", default=sockets.LOOPBACK, help="where to listen")
@@ -118,12 +114,12 @@ def main() -> None:
     return
   options = vars(_make_parser().parse_args())
   address = options.pop("address")
-  paths = options.pop("keys"), options.pop("own_keys")
+  paths = options.pop("keys", None), options.pop("own_keys", None)
   limits = {name: options.pop(name) for name in ("limit", "start_timeout")}
   make = Quorum if "quorum" in options else Controller
   try:
     controller: Controller | Quorum = make(**options)
-    keys = _prepare_keys(*paths, controller.workers)
+    keys = _prepare_keys(*paths, options["workers"])
     server = Server(controller, address, keys=keys, **limits)
   except ModuleNotFoundError as error:
     sys.exit(f"error: {error}")
