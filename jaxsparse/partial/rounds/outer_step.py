@@ -4,7 +4,6 @@ given_w = weight_w · (θ − θ_w)          θ′ = θ + outer(given, residual)
 """
 
 import functools
-import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -29,6 +28,7 @@ from jaxsparse.transform.atomic import atomic, select_state
 from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.types import Comm
+from jaxsparse.weights import digests
 
 _MOST_TEAMS = 8
 _FORMAT = 2  # version of the bytes of an anchor
@@ -360,10 +360,7 @@ class OuterStep:
 
   def digest(self, anchor: Anchor) -> int:
     """62 bits of a hash of what all workers have alike."""
-    sha256 = hashlib.sha256()  # many processors have instructions for it
-    for part in self._parts(anchor):
-      sha256.update(part)
-    return int.from_bytes(sha256.digest()[:8]) >> 2
+    return digests.digest(self._parts(anchor))
 
   def unpack(self, content: bytes, mine: Anchor) -> Anchor:
     """The anchor of another worker, with the residuals of this one.
