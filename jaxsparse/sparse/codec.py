@@ -25,7 +25,8 @@ from jaxsparse.sparse import bitset, fields
 from jaxsparse.sparse.values import FORMATS, Values, Wire
 from jaxsparse.types import Sparse
 
-_MOST_BITS = 2**31 - bitset.GROUP * bitset.BITS  # of a bitset, whose numbers are i32
+# The bits of a bitset, whose numbers are i32.
+_MOST_BITS = 2**31 - bitset.GROUP * bitset.BITS
 
 
 @functools.partial(
@@ -143,6 +144,7 @@ class _IndexSet(_Formatted):
     indices = jnp.minimum(indices, self.length)
     # Empty slots, which are last, have index `length`, which is in the last bucket.
     count = _high_words(low, capacity, self.length)
+    self._check_bits(rows, capacity, count)
     # All rows at once, as one bitset.
     bit = (indices >> low) + _offsets(rows, count * bitset.BITS, capacity)
     flags = jnp.zeros(rows * count * bitset.BITS, jnp.bool_)
@@ -154,15 +156,15 @@ class _IndexSet(_Formatted):
     assert message.high is not None
     rows, count = message.high.shape
     capacity = message.capacity
-    self._check_bits(rows, capacity, count)
     # A row has as many bits as slots, or it is no message: `Comm.permute` returns zeros
     # where nothing arrives, and a faulty peer may send anything. Such a row is empty,
     # and the rows behind it keep their slots.
     is_valid = (bitset.count(message.high) == capacity)[:, None]
     high = jnp.where(is_valid, message.high, _first_bits(count, capacity)[None])
-    whole = jnp.pad(high.reshape(-1), (0, -high.size % bitset.GROUP))
-    bit = bitset.nonzero(whole, rows * capacity).reshape(rows, capacity)
-    bucket = bit - _offsets(rows, count * bitset.BITS, capacity)
+    # The rows of all workers may have more bits than i32 can number: some at a time.
+    at_once = _MOST_BITS // (bitset.BITS * count)
+    pieces = [high[first : first + at_once] for first in range(0, rows, at_once)]
+    bucket = jnp.concatenate([_buckets(piece, capacity) for piece in pieces])
     low = low_bits(capacity, self.length)
     # At most the last bucket, so that the shift does not overflow.
     bucket = jnp.minimum(bucket, self.length >> low)
@@ -277,6 +279,14 @@ def _set_words(low: int, capacity: int, length: int) -> int:
 
 def _high_words(low: int, capacity: int, length: int) -> int:
   return math.ceil((capacity + (length >> low)) / bitset.BITS)
+
+
+def _buckets(high: jax.Array, capacity: int) -> jax.Array:
+  """The high part of each slot, i32[rows, capacity], of rows with `capacity` set bits."""
+  rows, count = high.shape
+  whole = jnp.pad(high.reshape(-1), (0, -high.size % bitset.GROUP))
+  bit = bitset.nonzero(whole, rows * capacity).reshape(rows, capacity)
+  return bit - _offsets(rows, count * bitset.BITS, capacity)
 
 
 def _offsets(rows: int, row_bits: int, capacity: int) -> jax.Array:

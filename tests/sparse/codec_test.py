@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxsparse import comm, sparse
+from jaxsparse.sparse import codec
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Sparse
 from tests.cases import bits, quick_of, row
@@ -359,3 +360,17 @@ def test_bits_of_an_entry(wire_, by_chunk, goal):
 def test_bits_of_an_entry_of_a_chunk():
   """Index 8, value 2, and 2 of the table of four values, float32."""
   assert 32 * codec_of("2bit", 4096).words(100, 64) / 6400 == 12
+
+
+def test_rows_are_decoded_some_at_a_time_where_their_bits_have_no_numbers(monkeypatch):
+  entries, _ = some_entries(7, 40, 1000)
+  message, _ = codec_of("f32", 1000).encode(entries)
+  decoded = codec_of("f32", 1000).decode(message)
+  two_rows = 2 * 32 * message.high.shape[1]
+  monkeypatch.setattr(codec, "_MOST_BITS", two_rows)
+  jax.clear_caches()
+  by_pairs = codec_of("f32", 1000).decode(message)
+  np.testing.assert_array_equal(decoded.indices, by_pairs.indices)
+  np.testing.assert_array_equal(bits(decoded.values), bits(by_pairs.values))
+  with pytest.raises(ValueError, match="messages of 7 rows .* choose wire='coo'"):
+    codec_of("f32", 1000).encode(entries)
