@@ -103,7 +103,9 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     updates, entered = jax.lax.optimization_barrier((updates, entered))
     mean, after = transform.update(updates, before, params, **extra)
     delivered = entered - _products(updates, residuals(after))
-    pairs = jnp.stack([_products(updates, mean), delivered], axis=1)
+    # Of weighted updates the mean is a total: weights are taken for 1/P.
+    shared = _products(updates, mean) * (comm.divisor / comm.size)
+    pairs = jnp.stack([shared, delivered], axis=1)
     products = comm.all_reduce(pairs)
     # without finite products a skipped step, or squares beyond float32
     products = jnp.where(jnp.isfinite(products).all(), products, state.products)

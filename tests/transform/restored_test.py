@@ -206,6 +206,25 @@ def test_updates_without_an_agreement(own, factors):
   np.testing.assert_allclose(factors_of(state, 2), [factors], rtol=1e-6)
 
 
+class Weighted(js.SimComm):
+  """A comm whose workers give updates times their weight, so that totals are means, as in rounds."""
+
+  divisor = 1
+
+
+def test_updates_times_their_weight():
+  own, results = updates_of(1, 4), []
+  for kind, weight in ((js.SimComm, 1.0), (Weighted, 0.25)):
+    tx = js.norm_restored(js.dense_transform(kind("workers", members=4)))
+    state = jax.vmap(tx.init, axis_name="workers")(own)
+    update, state = jax.vmap(tx.update, axis_name="workers")(weight * own, state)
+    results.append((update[0], state.products[0, :, 0] / state.products[0, :, 1]))
+  jax.tree.map(
+    lambda *pair: np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-6), *results
+  )
+  assert results[0][1] < 0.9
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_skipped_step_keeps_the_factors(every):
   outer = optax.chain(restored("workers", K), optax.sgd(1.0))
