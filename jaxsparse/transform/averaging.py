@@ -47,11 +47,11 @@ def average_momentum(
 
   Workers that exchange updates (`js.local_steps`) each have the momentum of their own
   gradients, whose noise has P times the variance of that of the mean gradient. Updates
-  that are normalized by it point elsewhere, and their mean is shorter than that of one
-  optimizer behind a dense all-reduce: `js.norm_restored` gives it that length again,
-  for no more words. Momentum is what optax's states call `mu` or `trace`: of SGD, Adam, Lion, Muon; there
-  is an all-reduce for each. Second moments stay each worker's own: those of
-  `js.scale_by_window_adam` are about alike.
+  that are normalized by it differ, and their mean is shorter than each:
+  `js.norm_restored` restores its length for two words a leaf. Momentum is what optax's
+  states call `mu` or `trace`: of SGD, Adam, Lion, Muon; there is an all-reduce for
+  each. Second moments stay each worker's own: those of `js.scale_by_window_adam` are
+  about alike.
 
   Args:
     inner: any optax optimizer with such a momentum.
