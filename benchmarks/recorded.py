@@ -22,7 +22,7 @@ import jaxsparse as js
 from benchmarks import entry, workers
 from benchmarks.tasks import lm
 from benchmarks.tasks.base import model_of
-from jaxsparse.sparse import flatten
+from jaxsparse.arrays import flatten
 from jaxsparse.train.engine import Engine, engine_of
 
 _WORKERS, _SKIPPED, _STEPS = 8, 200, 100

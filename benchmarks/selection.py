@@ -29,10 +29,11 @@ import jaxsparse as js
 from benchmarks import entry, report, workers
 from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
+from jaxsparse.arrays import flatten
 from jaxsparse.comm import SoloComm
 from jaxsparse.select import exact, threshold
 from jaxsparse.select.blocks import LazySum
-from jaxsparse.sparse import bitset, flatten
+from jaxsparse.sparse import bitset
 
 READ = jax.jit(lambda x: jnp.abs(x).sum())
 _WARM_UP = 10  # steps of SGD before gradients are taken

@@ -26,9 +26,9 @@ from absl import flags
 
 import jaxsparse as js
 from benchmarks import entry, methods, recipes, report, workers
+from benchmarks.one_training import Trainer
 from benchmarks.tasks import data, images, lm
 from benchmarks.tasks.base import Task
-from benchmarks.trainer import Trainer
 
 _ALGORITHM = flags.DEFINE_multi_string(
   "algorithm", ["spardl", "dense"], f"What to compare, or 'all', {methods.HELP}"

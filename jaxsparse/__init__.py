@@ -4,24 +4,25 @@ A sparse all-reduce is an ordinary JAX function over the verbs of a `Comm`. A gr
 passes through the packages in this order:
 
     gradient pytree
-      -> one f32[n]                            flatten
+      -> one f32[n]                            arrays
       -> + residual; the largest entries       select
       -> rounds of messages between workers    collectives, over comm (messages) and sparse (entries)
       -> total, next residual
       -> / P; an optax update as a pytree      transform
       -> new parameters                        train
 
-    flatten       gradient pytree <-> one f32[n]
+    arrays        gradient pytree <-> one f32[n]; sums of a fixed order, noise, factors of matrices
+    launch        starts the ranks of a run, and tells a process which one it is
     comm          the verbs, for the axis of a mesh, the simulator and MPI; checks that replicated values are equal
+    low_bit       signs and few-bit levels of dense arrays, with a scale for each block
     sparse        sparse vectors, bitsets, wire formats, message sizes
     select        top-k and thresholds: which entries are sent
-    collectives   the algorithms: SparDL, Ok-Topk, gTopk, TopkA, dense all-reduce, …
+    collectives   the algorithms: SparDL, Ok-Topk, signs, PowerSGD, dense all-reduce, …; `baselines` to compare with
     transform     a collective as an `optax.GradientTransformation`; its state and metrics
     train         optimizer state and training step of all workers; the simulator `js.simulate`
     costs         messages and words of an update, and seconds by a measured α-β model
     overlap       overlaps communication with backward: plans groups of gradients, and runs the plan
     partial       rounds of workers that come and go, and partial reduce: training that waits for nobody
-    launch        starts the ranks of a run
     doctor        checks an installation
 
 The four lines that a training program needs:
@@ -41,26 +42,18 @@ from jaxsparse.collectives import (
   chunktopk,
   collective_names,
   collective_options,
-  dcttopk,
   dense,
-  gaussiank,
-  gtopk,
   make_collective,
-  micro,
   nbit,
   oktopk,
   onebit,
   powersgd,
-  qsgd,
-  randomk,
   rows,
   spardl,
-  topka,
-  topkdsa,
 )
-from jaxsparse.collectives.onebit.sharded import all_gather, psum_scatter
 from jaxsparse.comm import AxisComm, SimComm
 from jaxsparse.comm.mpi import MpiComm
+from jaxsparse.low_bit.gathers import all_gather, psum_scatter
 from jaxsparse.overlap.buckets import bucketed_transform
 from jaxsparse.train.agreement import agreement
 from jaxsparse.train.conversion import convert, resize
@@ -92,21 +85,13 @@ __version__ = "0.1.0"
 
 a2sgd_transform = factories.transform_function(a2sgd.A2SGD)
 chunktopk_transform = factories.transform_function(chunktopk.ChunkTopk)
-dcttopk_transform = factories.transform_function(dcttopk.DctTopk)
 dense_transform = factories.transform_function(dense.Dense)
-gaussiank_transform = factories.transform_function(gaussiank.GaussianK)
-gtopk_transform = factories.transform_function(gtopk.GTopk)
-micro_transform = factories.transform_function(micro.Micro)
 nbit_transform = factories.transform_function(nbit.NBit)
 oktopk_transform = factories.transform_function(oktopk.OkTopk)
 onebit_transform = factories.transform_function(onebit.OneBit)
 powersgd_transform = factories.transform_function(powersgd.PowerSGD)
-qsgd_transform = factories.transform_function(qsgd.QSGD)
-randomk_transform = factories.transform_function(randomk.RandomK)
 rows_transform = factories.transform_function(rows.Rows)
 spardl_transform = factories.transform_function(spardl.SparDL)
-topka_transform = factories.transform_function(topka.TopkA)
-topkdsa_transform = factories.transform_function(topkdsa.TopkDSA)
 
 __all__ = ["costs", "overlap", "partial", "select"]
 __all__ += [
@@ -148,5 +133,15 @@ __all__ += [
   "resize",
 ]
 __all__ += ["simulate", "stacked", "traced_for"]
-__all__ += [f"{name}_transform" for name in collective_names()]
+__all__ += [
+  "a2sgd_transform",
+  "chunktopk_transform",
+  "dense_transform",
+  "nbit_transform",
+  "oktopk_transform",
+  "onebit_transform",
+  "powersgd_transform",
+  "rows_transform",
+  "spardl_transform",
+]
 __all__.sort()

@@ -288,6 +288,7 @@ AGREEMENTS = {
   "oktopk": 3,
   "oktopk-nudge=fixed": 2,
   "oktopk-nudge=none": 2,
+  "oktopk-threshold_period=2-region_period=1": 4,  # boundaries in every step
   "rows": 1,
   "topkdsa": 2,
 }

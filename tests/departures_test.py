@@ -30,10 +30,10 @@ KINDS = {
 }
 KINDS |= {
   "momentum_corrected": lambda comm: js.momentum_corrected(
-    js.topka_transform(comm, density=0.5), 0.5
+    js.make_transform("topka", comm, density=0.5), 0.5
   ),
   "warmed_up": lambda comm: js.warmed_up(
-    js.topka_transform(comm, density=0.25), {4: 0.5}
+    js.make_transform("topka", comm, density=0.25), {4: 0.5}
   ),
   "special": lambda comm: js.dense_transform(comm, special={"w": "topka:density=0.5"}),
   "ef21": lambda comm: js.ef21(js.onebit_transform(comm)),

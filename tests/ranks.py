@@ -261,7 +261,7 @@ def sharded(_: str, file: str) -> None:
 def lonely(engine_name: str, file: str) -> None:
   """Metrics that rank 0 alone asks for."""
   where, axis, rank = join(engine_name)
-  tx = js.topka_transform(axis, k=4)
+  tx = js.make_transform("topka", axis, k=4)
   state = js.init(tx, jnp.zeros(10), where)
   assert float(js.metrics(state).residual_norm) == 0  # all together
   if rank == 0:

@@ -22,8 +22,8 @@ from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
 from benchmarks.workers import Workers, here
 from jaxsparse import launch
+from jaxsparse.arrays import flatten
 from jaxsparse.launch import guard
-from jaxsparse.sparse import flatten
 from jaxsparse.train.engine import local_shard as of_this_process
 
 DYING = 1  # the rank that is killed

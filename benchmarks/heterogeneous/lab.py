@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import optax
 
+from jaxsparse.arrays.flatten import flatten
 from jaxsparse.collectives import make_collective
 from jaxsparse.partial.net.messages import Group
-from jaxsparse.sparse.flatten import flatten
 from jaxsparse.types import Cost
 
 Pace = Callable[[np.random.Generator], float]

@@ -1,7 +1,6 @@
 """Trainings of the digits in virtual time: the methods, the environments of workers, and the rows of the tables."""
 
 import functools
-import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -80,26 +79,15 @@ class Row(NamedTuple):
 
 
 def theorem_1(row: Row) -> float | None:
-  """The network's term of Theorem 1, which needs ηL + 2N³η²ρ̄/P² ≤ 1; None of other methods.
-
-  With η = P/N γ, where the paper has ρ/N γ, and L of the loss, which is not known: more
-  than 1 violates it whatever L is.
-  """
+  """The network's term of Theorem 1, without L, which is not known; None of other methods."""
   found = re.fullmatch(r"(?:constant|dynamic|initial):(\d+).*", row.label)
   if not found or row.rho is None:
     return None
   size, workers = int(found[1]), row.environment.workers
   rate = workers / row.settings.workers * row.settings.rate
-  eta = size / workers * rate
-  return 2 * workers**3 * eta**2 * spread(row.rho) / size**2
-
-
-def spread(rho: float) -> float:
-  """ρ̄ of Theorem 1, infinite where groups do not connect all workers (ρ = 1)."""
-  if rho > 1 - 1e-9:
-    return math.inf
-  root = math.sqrt(rho)
-  return rho / (1 - rho) + 2 * root / (1 - root) ** 2
+  return js.partial.convergence_condition(
+    row.rho, workers=workers, group_size=size, rate=rate
+  )
 
 
 def parse_method(label: str, workers: int) -> Method:

@@ -30,7 +30,7 @@ from benchmarks.oktopk.rules import LIMITS, OURS, Rule, library, rule_of
 from benchmarks.tasks import data, images
 from benchmarks.tasks.base import Model, model_of
 from benchmarks.workers import make_console
-from jaxsparse.sparse.flatten import flatten
+from jaxsparse.arrays.flatten import flatten
 
 _RULES = [*LIMITS, *OURS]
 

@@ -25,6 +25,7 @@ import rich.console
 from absl import flags
 
 from benchmarks import entry, methods, netlab, papers, recipes, report, specs, workers
+from benchmarks.one_training import Trainer
 from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
 from benchmarks.race.measuring import Length, Runner
@@ -32,7 +33,6 @@ from benchmarks.race.results import KINDS, Results
 from benchmarks.race.standings import DENSE, Target, points, standings
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
-from benchmarks.trainer import Trainer
 from jaxsparse import launch
 
 _PRESET = flags.DEFINE_enum("preset", None, list(presets.PRESETS), presets.HELP)

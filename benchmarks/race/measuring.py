@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 from benchmarks import report
 from benchmarks.methods import Method
 from benchmarks.netlab import sent_bytes
+from benchmarks.one_training import Trainer
 from benchmarks.race.results import Curve, Pace, Whole
 from benchmarks.recipes import Recipe
-from benchmarks.trainer import Trainer
 from benchmarks.workers import AXIS
 from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing

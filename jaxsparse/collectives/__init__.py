@@ -1,5 +1,7 @@
 """The algorithms, one module or package each: the file name is the algorithm's name, and no registry lists it.
 
+Those of `baselines` are there to compare with.
+
 A collective is a frozen dataclass whose fields are its options; `_base` has the base
 classes, and writes a collective and its options as one string. `js.make_transform` and
 `js.NAME_transform` turn a collective into an optax transformation
@@ -13,6 +15,7 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
+from jaxsparse.collectives import baselines
 from jaxsparse.collectives._base import (
   Collective,
   SparseCollective,
@@ -33,20 +36,33 @@ __all__ = [
 
 @functools.cache
 def _kinds() -> dict[str, type[Collective]]:
-  """The concrete `Collective` of each public module or package of this folder, by its name."""
-  kinds = {}
-  for module in pkgutil.iter_modules(__path__):
-    if not module.name.startswith("_"):
-      imported = importlib.import_module(f"{__name__}.{module.name}")
-      classes = [
-        kind
-        for _, kind in inspect.getmembers(imported, inspect.isclass)
-        if issubclass(kind, Collective)
-      ]
-      (kinds[module.name],) = {
-        c for c in classes if not inspect.isabstract(c) and c.name == module.name
-      }
-  return kinds
+  """The concrete `Collective` of each public module or package of this folder and of `baselines`, by its name."""
+  return dict(map(_kind_of, [*_modules(__name__), *_modules(baselines.__name__)]))
+
+
+def _modules(package: str) -> list[str]:
+  """The full names of the modules of a package, but for those of helpers."""
+  path = importlib.import_module(package).__path__
+  names = [f"{package}.{module.name}" for module in pkgutil.iter_modules(path)]
+  return [
+    name
+    for name in names
+    if not name.split(".")[-1].startswith("_") and name != baselines.__name__
+  ]
+
+
+def _kind_of(module: str) -> tuple[str, type[Collective]]:
+  """The one `Collective` that a module is named after."""
+  own_name = module.split(".")[-1]
+  classes = inspect.getmembers(importlib.import_module(module), inspect.isclass)
+  (kind,) = {
+    kind
+    for _, kind in classes
+    if issubclass(kind, Collective)
+    and not inspect.isabstract(kind)
+    and kind.name == own_name
+  }
+  return own_name, kind
 
 
 def collective_names() -> tuple[str, ...]:

@@ -116,7 +116,7 @@ class Collective(abc.ABC):
   """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
 
   def __init_subclass__(cls) -> None:
-    inside = cls.__module__.removeprefix(f"{__package__}.")
+    inside = cls.__module__.removeprefix(f"{__package__}.").removeprefix("baselines.")
     cls.name = (
       inside.partition(".")[0]
       if inside != cls.__module__

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse._compat import varying
 from jaxsparse.collectives._base import SparseCollective, Traits
-from jaxsparse.comm import all_gather, schedules, varying
+from jaxsparse.comm import all_gather, schedules
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.selectors import SELECTORS, Selector, SelectorName
 from jaxsparse.sparse.codec import Codec, codec_of

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse._compat import varying
+from jaxsparse.arrays import flatten
 from jaxsparse.collectives._base import (
   Collective,
   SparseCollective,
   Traits,
   replace_fields,
 )
-from jaxsparse.comm import varying
 from jaxsparse.select.accumulator import materialize
-from jaxsparse.sparse import flatten
 from jaxsparse.types import (
   Comm,
   Cost,

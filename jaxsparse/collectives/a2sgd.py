@@ -14,10 +14,11 @@ from typing import Literal, Self
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.arrays import flatten
+from jaxsparse.arrays.sums import ordered_sum
 from jaxsparse.collectives._base import Collective, Traits, replace_fields
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.sparse import bitset, flatten
-from jaxsparse.sparse.sums import ordered_sum
+from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Reduced, State
 
 

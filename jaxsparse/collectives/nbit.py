@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from jaxsparse.collectives.onebit.algorithm import OneBit
+from jaxsparse.collectives.onebit import OneBit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

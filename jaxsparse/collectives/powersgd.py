@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsparse._compat import varying
+from jaxsparse.arrays import flatten, low_rank, noise
+from jaxsparse.arrays.sums import largest_magnitude
 from jaxsparse.collectives._base import ByLeaf, Traits
-from jaxsparse.comm import all_reduce_cost, schedules, varying
-from jaxsparse.select import ordering
-from jaxsparse.sparse import flatten, low_rank, noise
-from jaxsparse.sparse.sums import largest_magnitude
+from jaxsparse.comm import all_reduce_cost, ordering, schedules
 from jaxsparse.types import (
   Comm,
   Cost,

@@ -26,8 +26,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse._compat import varying
 from jaxsparse.collectives._base import ByLeaf, Traits
-from jaxsparse.comm import all_gather, in_rank_order, schedules, varying
+from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.select.accumulator import pending_zeros
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset

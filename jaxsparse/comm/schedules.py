@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.comm import varying
+from jaxsparse._compat import varying
 from jaxsparse.types import Comm, Cost, Reduction, Tree
 
 Pairs = tuple[tuple[int, int], ...]

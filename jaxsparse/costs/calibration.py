@@ -8,7 +8,7 @@ import pathlib
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources.abc import Traversable
 from typing import Any, Self
 
@@ -258,33 +258,50 @@ def fit(
     if algorithms is None
     else _add_densities(algorithms, densities)
   )
-  collectives = [make_sized(label, n, engine.workers)[0] for label in labels]
+  collectives = {label: make_sized(label, n, engine.workers)[0] for label in labels}
   n = count_entries(n)
   meter = _Meter(engine, axis, n, repetitions)
-  links, reduce, inside = meter.measure_links(), meter.measure_all_reduce(), (0.0, 0.0)
+  links = meter.measure_links()
+  reduce = meter.measure_all_reduce()
+  inside = (0.0, 0.0)
   devices = math.prod(engine.axes[name] for name in engine.others)
   if devices > 1:
     inside = _Meter(
       engine_of(mesh, engine.others).flat, engine.others, n, repetitions
     ).measure_links()[:2]
-  grads, measured = timing.gradients(engine, n)(0), dict[str, Algorithm]()
-  left = seconds - meter.find_slowest(time.monotonic() - start)
-  for number, (label, collective) in enumerate(zip(labels, collectives, strict=True)):
+  left = lambda: seconds - meter.find_slowest(time.monotonic() - start)
+  measured = _measure_algorithms(meter, collectives, reduce[1], left, progress)
+  return Profile(engine.workers, *links, *reduce, n, measured, devices, *inside)
+
+
+def _measure_algorithms(
+  meter: "_Meter",
+  collectives: Mapping[str, Collective],
+  reduce_beta: float,
+  seconds_left: Callable[[], float],
+  progress: Callable[[str], object] | None,
+) -> dict[str, Algorithm]:
+  """The arithmetic of each collective, by its label, of as many as there is time for, but at least one."""
+  grads = timing.gradients(meter.engine, meter.n)(0)
+  measured = dict[str, Algorithm]()
+  left = seconds_left()
+  for label, collective in collectives.items():
+    missing = [label for label in collectives if label not in measured]
     if measured and left <= 0:
       warnings.warn(
-        f"js.costs.fit: no time was left for {', '.join(labels[number:])}: they are not in the profile; give more "
+        f"js.costs.fit: no time was left for {', '.join(missing)}: they are not in the profile; give more "
         "seconds=, or those algorithms= that you choose among",
-        stacklevel=2,
+        stacklevel=3,
       )
       break
     measured[label] = meter.measure_algorithm(
-      label, collective, grads, reduce[1], left / (len(labels) - number)
+      label, collective, grads, reduce_beta, left / len(missing)
     )
-    left = seconds - meter.find_slowest(time.monotonic() - start)
-    if progress and engine.process == 0:
+    left = seconds_left()
+    if progress and meter.engine.process == 0:
       spent = f"{1e9 * measured[label].arithmetic:.3g} ns an entry, {max(0.0, left):.0f} s left"
-      progress(f"{number + 1} of {len(labels)}: {label}, {spent}")
-  return Profile(engine.workers, *links, *reduce, n, measured, devices, *inside)
+      progress(f"{len(measured)} of {len(collectives)}: {label}, {spent}")
+  return measured
 
 
 def _check_numbers(measured: Any) -> None:
@@ -358,9 +375,9 @@ class _Meter:
   """Times programs that all workers run at once, with gradients of n entries and messages of up to n words."""
 
   def __init__(self, engine: Engine, axis: AxisName, n: int, repetitions: int):
-    self._engine = engine
+    self.engine = engine
     self._axis = axis
-    self._n = n
+    self.n = n
     self._repetitions = repetitions
     self._watch = timing.Stopwatch(engine)
 
@@ -379,7 +396,7 @@ class _Meter:
     self, dtype: jax.typing.DTypeLike = jnp.float32
   ) -> tuple[float, float]:
     """(α, β) of the platform's all-reduce, per message and per byte of `all_reduce_cost`."""
-    workers = self._engine.workers
+    workers = self.engine.workers
     latency, entries, _, beyond = self._measure_line(
       lambda comm, x: comm.all_reduce(x.astype(dtype)), 2 * workers
     )
@@ -395,8 +412,8 @@ class _Meter:
     budget: float,
   ) -> Algorithm:
     """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does."""
-    jaxpr = schedule(collective, self._n, self._engine.workers)
-    reduces = uses_all_reduce(jaxpr, self._engine.workers)
+    jaxpr = schedule(collective, self.n, self.engine.workers)
+    reduces = uses_all_reduce(jaxpr, self.engine.workers)
     _, options = collective_of(label)
     slowdown = (
       self.measure_all_reduce(options["dtype"])[1] / reduce_beta
@@ -405,12 +422,12 @@ class _Meter:
     )
     seconds = self._measure_alone(collective, grads, budget)
     overhead = 0.0
-    if self._n > _FEW**2:
-      few = timing.gradients(self._engine, _FEW**2)(0)
+    if self.n > _FEW**2:
+      few = timing.gradients(self.engine, _FEW**2)(0)
       overhead = self._measure_alone(self._resized(label), few, budget)
     overhead = min(overhead, seconds)
     fill = self._measure_fill(make_collective(label))
-    arithmetic = (seconds - overhead) / self._n
+    arithmetic = (seconds - overhead) / self.n
     return Algorithm(arithmetic, fill, reduces, slowdown, overhead)
 
   def _measure_alone(
@@ -418,7 +435,7 @@ class _Meter:
   ) -> float:
     """Seconds of an update without its messages; both measurements share the budget."""
     measured = timing.alone(
-      self._engine, self._watch, collective, grads, self._repetitions, budget / 2
+      self.engine, self._watch, collective, grads, self._repetitions, budget / 2
     )
     return measured[0]
 
@@ -428,20 +445,20 @@ class _Meter:
     if "k" in options:
       options = options | {"k": min(options["k"], _FEW**2)}
     matrix = jax.ShapeDtypeStruct((_FEW, _FEW), jnp.float32)
-    return make_sized(name, matrix, self._engine.workers, **options)[0]
+    return make_sized(name, matrix, self.engine.workers, **options)[0]
 
   def _measure_fill(self, collective: Collective) -> float:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""
     # or they vary by leaves alone, and the larger ones count
     if not collective.traits.sizes_vary or collective.traits.needs_shapes:
       return 1.0
-    update = timing.Update(self._engine, collective, self._engine.comm, _SHAPE)
-    make = timing.gradients(self._engine, _SHAPE)
+    update = timing.Update(self.engine, collective, self.engine.comm, _SHAPE)
+    make = timing.gradients(self.engine, _SHAPE)
     # the first step may differ: it computes new thresholds and regions
     for _ in range(2):
       _, update.state = update.program(make(0), update.state)
     words = float(metrics(update.state).words_sent)
-    return words / max(1, collective.cost(_SHAPE, self._engine.workers).words)
+    return words / max(1, collective.cost(_SHAPE, self.engine.workers).words)
 
   def _measure_line(
     self, send: Callable[[Comm, jax.Array], jax.Array], short: int
@@ -458,7 +475,7 @@ class _Meter:
 
     latency = self._measure_seconds(chain, short) / _CHAIN
     words = 2**14
-    most = max(self._n, _SHORTEST)
+    most = max(self.n, _SHORTEST)
     while (seconds := self._measure_seconds(send, words)) < _LONG and words < most:
       # On a slow network the next size is the one that should take `_LONG`: four times
       # as many could take minutes.
@@ -476,10 +493,10 @@ class _Meter:
   ) -> float:
     """Median seconds of `function(comm, f32[words])`, of few runs where each takes long."""
     split = PartitionSpec(self._axis)
-    program = self._engine.jit(
-      lambda x: function(self._engine.comm, x[0])[None], (split,), split
+    program = self.engine.jit(
+      lambda x: function(self.engine.comm, x[0])[None], (split,), split
     )
-    row = self._engine.spread(np.arange(words, dtype=np.float32))
+    row = self.engine.spread(np.arange(words, dtype=np.float32))
     # The first one compiles.
     first = self._watch.time(program, row)[0]
     times = [self._watch.time(program, row)[0]]

@@ -92,6 +92,9 @@ def count_update(
     workers: number of workers P.
     axis: the name of the axis of the workers.
 
+  Raises:
+    TypeError: for an axis that is no name of a single axis.
+
   Example:
     >>> import optax, jaxsparse as js
     >>> params = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
@@ -100,6 +103,11 @@ def count_update(
     (1750000, 3500.0)
   """
   check_whole("count_update", 1, workers=workers)
+  if not isinstance(axis, str):
+    raise TypeError(
+      f"count_update: axis={axis!r}, give the name of one axis, over which tx and "
+      "workers= count"
+    )
 
   def counted(**extra: Any) -> Cost:
     def worker(params: optax.Params) -> optax.Updates:

@@ -118,6 +118,72 @@ def run(
     RunFailed: if a rank died, did not join, did not end, or ended without having joined
       the run; no rank is left running.
   """
+  _check_numbers(ranks, engine, devices, restarts, min_ranks)
+  if shutil.which(command[0]) is None:
+    raise FileNotFoundError(
+      errno.ENOENT, "no such program, give a program on PATH, or its path", command[0]
+    )
+  hosts = _hosts_here() if hosts is None else hosts
+  limits = {
+    "start": start_timeout,
+    "grace": grace,
+    "whole": math.inf if limit is None else limit,
+    "begun": time.monotonic(),
+  }
+  variables = {guard.DEVICES: str(devices), guard.PREFIX: "1" if prefix else ""}
+
+  def run_once(ranks: int, attempt: int, signals: list[int]) -> None:
+    with tempfile.TemporaryDirectory(
+      prefix=guard.FOLDER, dir=_outer_folder(), ignore_cleanup_errors=True
+    ) as folder:
+      of_attempt = {
+        guard.RECORDS: folder,
+        guard.RANKS: str(ranks),
+        guard.ATTEMPT: str(attempt),
+      }
+      environment = _defaults(ranks * devices) | os.environ | variables | of_attempt
+      commands = (
+        _mpirun(command, ranks, hosts, folder)
+        if engine == "mpi"
+        else _ranks(command, ranks, devices, hosts)
+      )
+      with _memory(folder), _processes(commands, environment) as processes:
+        _wait(processes, ranks, pathlib.Path(folder), limits, signals)
+
+  with _noted_signals() as signals:
+    for attempt in range(restarts + 1):
+      try:
+        run_once(ranks, attempt, signals)
+        return
+      except RunFailed as error:
+        ranks = _ranks_left(error, ranks, min_ranks, restarts - attempt)
+        if signals:
+          return
+
+
+def _hosts_here() -> list[Host]:
+  """The hosts that the environment names."""
+  return [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))]
+
+
+def _ranks_left(error: RunFailed, ranks: int, min_ranks: int, restarts: int) -> int:
+  """How many ranks start again, or raises the error where none do."""
+  left = ranks - len(error.lost)
+  if not error.lost or not restarts:
+    raise error
+  if left < min_ranks:
+    raise RunFailed(
+      f"{error}; {left} of {ranks} are left, fewer than min_ranks={min_ranks}",
+      error.lost,
+    ) from error
+  again = f"{left} of {ranks} start again, {restarts - 1} restarts remain"
+  print(f"jaxsparse.launch: {error}; {again}", file=sys.stderr, flush=True)
+  return left
+
+
+def _check_numbers(
+  ranks: int, engine: str, devices: int, restarts: int, min_ranks: int
+) -> None:
   if ranks < 1:
     raise ValueError(f"ranks={ranks}, choose at least 1")
   if engine not in ("processes", "mpi"):
@@ -129,61 +195,6 @@ def run(
     raise ValueError(
       f"restarts={restarts}, min_ranks={min_ranks}: choose at least 0, and from 1 to ranks={ranks}"
     )
-  if shutil.which(command[0]) is None:
-    raise FileNotFoundError(
-      errno.ENOENT, "no such program, give a program on PATH, or its path", command[0]
-    )
-  hosts = (
-    [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))]
-    if hosts is None
-    else hosts
-  )
-  whole = math.inf if limit is None else limit
-  limits = {
-    "start": start_timeout,
-    "grace": grace,
-    "whole": whole,
-    "begun": time.monotonic(),
-  }
-  shared = {guard.DEVICES: str(devices), guard.PREFIX: "1" if prefix else ""}
-  with _noted_signals() as signals:
-    for attempt in range(restarts + 1):
-      try:
-        with tempfile.TemporaryDirectory(
-          prefix=guard.FOLDER, dir=_outer_folder(), ignore_cleanup_errors=True
-        ) as folder:
-          own = {
-            guard.RECORDS: folder,
-            guard.RANKS: str(ranks),
-            guard.ATTEMPT: str(attempt),
-          }
-          mpirun = engine == "mpi"
-          commands = (
-            _mpirun(command, ranks, hosts, folder)
-            if mpirun
-            else _ranks(command, ranks, devices, hosts)
-          )
-          with (
-            _memory(folder),
-            _processes(
-              commands, _defaults(ranks * devices) | os.environ | shared | own
-            ) as processes,
-          ):
-            _wait(processes, ranks, pathlib.Path(folder), limits, signals)
-        return
-      except RunFailed as error:
-        left = f"{ranks - len(error.lost)} of {ranks}"
-        ranks -= len(error.lost)
-        if not error.lost or attempt == restarts:
-          raise
-        if ranks < min_ranks:
-          raise RunFailed(
-            f"{error}; {left} are left, fewer than min_ranks={min_ranks}", error.lost
-          ) from error
-        again = f"{left} start again, {restarts - attempt - 1} restarts remain"
-        print(f"jaxsparse.launch: {error}; {again}", file=sys.stderr, flush=True)
-        if signals:
-          return
 
 
 def _outer_folder() -> str | None:

@@ -5,9 +5,9 @@ plan -> Plan            groups of layers (plans, search) and their timeline, pre
 compiler_options        of a program that carries out a plan by `js.bucketed_transform` (buckets): they keep its order
 """
 
+from jaxsparse._compat.compiling import compiler_options
 from jaxsparse.overlap.measured import Layers, measure
 from jaxsparse.overlap.plans import Plan, plan
-from jaxsparse.train.compiling import compiler_options
 from jaxsparse.types import Link
 
 __all__ = ["Layers", "Link", "Plan", "compiler_options", "measure", "plan"]

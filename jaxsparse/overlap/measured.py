@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName, inner_jaxprs
 from jaxsparse.train import timing
-from jaxsparse.train.engine import check_batch, engine_of
+from jaxsparse.train.engine import Engine, check_batch, engine_of
 from jaxsparse.types import Comm, check_whole
 
 _WORD = 4  # bytes of an entry: float32 inside, whatever the parameters are
@@ -123,52 +123,73 @@ def measure(
   engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
   specs = PartitionSpec(), PartitionSpec(axis)
-
-  def gradients(params: optax.Params, batch: Any) -> list[jax.Array]:
-    """One worker's loss and gradients, in pytree order."""
-    value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
-    return [value[0] if has_aux else value, *jax.tree.leaves(grads)]
-
-  own = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      (len(x) // engine.held, *x.shape[1:]), jnp.result_type(x)
-    ),
-    batch,
-  )
-  traced = jax.make_jaxpr(gradients, axis_env=list(engine.axes.items()))(params, own)
-  order, done = order_backward(traced.jaxpr)
+  gradients = _gradients_of(loss_fn, has_aux)
+  order, done = order_backward(_trace(gradients, engine, params, batch))
   bounds = choose_cuts(done, cuts)
   arguments = engine.place((params, batch), specs)
   # of gradients those that they are computed with
-  shardings = (
-    engine.shardings(arguments, specs),
-    None,
-  )
-
-  def cut(count: int) -> Callable:
-    """The program of all workers that makes the gradients of the first `count` leaves."""
-    wanted = [0, *(1 + leaf for leaf in order[:count])]
-    some = lambda *arguments: [gradients(*arguments)[number][None] for number in wanted]
-    return engine.jit(some, specs, specs[1], shardings=shardings)
-
-  programs, watch = (
-    [cut(count) for count in (0, *bounds)],
-    timing.Stopwatch(engine.flat),
-  )
-  rounds = [
-    [watch.time(program, *arguments)[0] for program in programs]
-    for _ in range(repetitions + 1)
+  shardings = engine.shardings(arguments, specs), None
+  # Each program makes the loss and the gradients of the first leaves.
+  wanted = [[0, *(1 + leaf for leaf in order[:count])] for count in (0, *bounds)]
+  programs = [
+    engine.jit(_chosen(gradients, some), specs, specs[1], shardings=shardings)
+    for some in wanted
   ]
-  # the first round compiles
-  medians = map(statistics.median, zip(*rounds[1:], strict=True))
+  medians = _median_seconds(engine, programs, arguments, repetitions)
   # each program includes the work of the one before
   seconds = list(itertools.accumulate(medians, max))
   # in proportion to the work between two cuts
   times = np.diff(np.interp(done, done[[0, *bounds]], seconds))
+  names = [jax.tree_util.keystr(path) for path, _ in leaves]
+  sizes = [float(_WORD * jnp.size(leaf)) for _, leaf in leaves]
   order = order[::-1]
-  names = tuple(jax.tree_util.keystr(leaves[leaf][0]) for leaf in order)
-  sizes = tuple(float(_WORD * jnp.size(leaves[leaf][1])) for leaf in order)
-  return Layers(names, tuple(order), tuple(times[::-1].tolist()), sizes, seconds[0])
+  return Layers(
+    tuple(names[leaf] for leaf in order),
+    tuple(order),
+    tuple(times[::-1].tolist()),
+    tuple(sizes[leaf] for leaf in order),
+    seconds[0],
+  )
+
+
+def _gradients_of(loss_fn: Callable, has_aux: bool) -> Callable:
+  """`(params, batch) -> [loss, *gradients]` of one worker, in pytree order."""
+  value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
+
+  def gradients(params: optax.Params, batch: Any) -> list[jax.Array]:
+    value, grads = value_and_grad(params, batch)
+    return [value[0] if has_aux else value, *jax.tree.leaves(grads)]
+
+  return gradients
+
+
+def _trace(
+  gradients: Callable, engine: Engine, params: optax.Params, batch: Any
+) -> core.Jaxpr:
+  """The jaxpr of `gradients(params, batch)` at one worker."""
+  rows_of_worker = lambda x: (len(x) // engine.held, *x.shape[1:])
+  own_batch = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(rows_of_worker(x), jnp.result_type(x)), batch
+  )
+  axes = list(engine.axes.items())
+  return jax.make_jaxpr(gradients, axis_env=axes)(params, own_batch).jaxpr
+
+
+def _chosen(gradients: Callable, indices: Sequence[int]) -> Callable:
+  """Some of the results of `gradients`, each as a row of a worker."""
+  return lambda *arguments: [gradients(*arguments)[index][None] for index in indices]
+
+
+def _median_seconds(
+  engine: Engine, programs: Sequence[Callable], arguments: Any, repetitions: int
+) -> list[float]:
+  """Of each program, run in turn; the first round compiles and does not count."""
+  watch = timing.Stopwatch(engine.flat)
+  rounds = [
+    [watch.time(program, *arguments)[0] for program in programs]
+    for _ in range(repetitions + 1)
+  ]
+  return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
 def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], np.ndarray]:

@@ -91,35 +91,46 @@ def find_fastest(
     starts = np.maximum(free, ready[first])
     promising = starts + link.alpha + remaining[plans.first, None] <= limit * (1 + 1e-9)
     promising[:, 1] &= starts[:, 1] < free[:, 0]
-    before, at_once = np.nonzero(promising)
-    extended = _take(plans, before)
-    flows = extended.flows.start(starts[before, at_once], extended.waiting, link)
-    ends = flows.finish(link).ends
-    order = np.argsort(ends, axis=1, kind="stable")
-    flows = Flows(
-      flows.now, *(np.take_along_axis(part, order, 1) for part in flows[1:])
-    )
-    ends = np.take_along_axis(ends, order, 1)
-    ends[:, 0] = np.maximum(ends[:, 0], flows.now)
-    grown = _Partial(
-      flows,
-      ends,
-      before,
-      np.full(before.size, first),
-      at_once.astype(bool),
-      np.zeros(before.size),
-    )
+    grown = _extend(plans, first, starts, promising, link)
+    ends = grown.ends
     # nothing starts before
     later = np.maximum(ends, ready[first - 1]) if first else ends.max(1, keepdims=True)
     plans = jax.tree.map(
       lambda *parts: np.concatenate(parts), plans, _take(grown, _choose_earliest(later))
     )
+  return _read_back(plans)
+
+
+def _extend(
+  plans: _Partial, first: int, starts: np.ndarray, promising: np.ndarray, link: Link
+) -> _Partial:
+  """Plans with one group more, of the layers from `first` on that wait, at each of the starts that are promising."""
+  before, at_once = np.nonzero(promising)
+  extended = _take(plans, before)
+  flows = extended.flows.start(starts[before, at_once], extended.waiting, link)
+  ends = flows.finish(link).ends
+  order = np.argsort(ends, axis=1, kind="stable")
+  flows = Flows(flows.now, *(np.take_along_axis(part, order, 1) for part in flows[1:]))
+  ends = np.take_along_axis(ends, order, 1)
+  ends[:, 0] = np.maximum(ends[:, 0], flows.now)
+  return _Partial(
+    flows,
+    ends,
+    before,
+    np.full(before.size, first),
+    at_once.astype(bool),
+    np.zeros(before.size),
+  )
+
+
+def _read_back(plans: _Partial) -> dict[int, bool] | None:
+  """The groups of the first plan that is complete, from the last group back to the first."""
   complete = np.flatnonzero(plans.first == 0)
   if not complete.size:
     return None
   firsts = dict[int, bool]()
   row = complete[0]
-  while row:  # read back, from the first layer to the last
+  while row:
     firsts = {int(plans.first[row]): bool(plans.at_once[row])} | firsts
     row = plans.before[row]
   return firsts

@@ -32,6 +32,7 @@ Neither has anything to do with the other. Both have these parts, net/:
 """
 
 from jaxsparse.partial.groups.controller import Controller
+from jaxsparse.partial.groups.convergence import convergence_condition
 from jaxsparse.partial.groups.devices import Devices
 from jaxsparse.partial.groups.saving import restore
 from jaxsparse.partial.groups.worker import Worker
@@ -50,5 +51,6 @@ __all__ = [
   "Rounds",
   "Server",
   "Worker",
+  "convergence_condition",
   "restore",
 ]

@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.comm import varying
-from jaxsparse.select import exact, ordering
+from jaxsparse._compat import varying
+from jaxsparse.comm import ordering
+from jaxsparse.select import exact
 from jaxsparse.select.blocks import Blocks, LazySum, keys_of, search_keys
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Pending, Sparse

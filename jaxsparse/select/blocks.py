@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat, sparse
-from jaxsparse.comm import varying
+from jaxsparse._compat import varying
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat
-from jaxsparse.comm import varying
+from jaxsparse._compat import varying
 from jaxsparse.select.blocks import TOP, LazySum, keys_of
 from jaxsparse.select.exact import sort_rows
 from jaxsparse.select.threshold import largest_that

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat, sparse
-from jaxsparse.comm import varying
+from jaxsparse._compat import varying
 from jaxsparse.select.blocks import (
   Blocks,
   LazySum,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat, sparse
-from jaxsparse.comm import varying
+from jaxsparse._compat import varying
 from jaxsparse.select.accumulator import pending_except
 from jaxsparse.select.blocks import Blocks, keys_of
 from jaxsparse.types import Pending, Sparse

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
-from jaxsparse.comm import varying
+from jaxsparse._compat import varying
 from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.select.exact import top_k
 from jaxsparse.sparse import bitset

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.comm import varying
+from jaxsparse._compat import varying
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 

@@ -198,15 +198,8 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
     bits = jnp.where(inside, candidate, bits)
     within = jnp.where(inside, ordinal, within)
     ordinal -= members
-  position = jnp.zeros(bits.shape, jnp.int32)
-  for width in (16, 8, 4, 2, 1):  # the bit in the word: half of the rest at a time
-    low = bits & jnp.uint32((1 << width) - 1)
-    members = jax.lax.population_count(low).astype(jnp.int32)
-    upper = within >= members
-    within = jnp.where(upper, within - members, within)
-    position = jnp.where(upper, position + width, position)
-    bits = jnp.where(upper, bits >> width, low)
-  found = jnp.where(slots < ends[-1], word * BITS + position, BITS * words.size)
+  member = word * BITS + _bit_of_rank(bits, within)
+  found = jnp.where(slots < ends[-1], member, BITS * words.size)
   if slots.size == capacity:
     return found
   # A scatter, no slice: XLA would fuse a slice, and search slot by slot to a length
@@ -216,6 +209,19 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
     .at[slots]
     .set(found, mode="drop", unique_indices=True, indices_are_sorted=True)
   )
+
+
+def _bit_of_rank(word: jax.Array, rank: jax.Array) -> jax.Array:
+  """The number of the bit that has `rank` set bits below it, in each word: half of the rest at a time."""
+  position = jnp.zeros(word.shape, jnp.int32)
+  for width in (16, 8, 4, 2, 1):
+    low = word & jnp.uint32((1 << width) - 1)
+    members = jax.lax.population_count(low).astype(jnp.int32)
+    upper = rank >= members
+    rank = jnp.where(upper, rank - members, rank)
+    position = jnp.where(upper, position + width, position)
+    word = jnp.where(upper, word >> width, low)
+  return position
 
 
 def rank(words: jax.Array, indices: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ NaN.
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse.sums import round_mantissa, row_sums, unit_of
+from jaxsparse.arrays.sums import round_mantissa, row_sums, unit_of
 
 BINS = 4
 _WIDTH = 6 / BINS  # standard deviations of a bin

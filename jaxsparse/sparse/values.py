@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse.sums import round_mantissa_up
+from jaxsparse.arrays.sums import round_mantissa_up
 from jaxsparse.sparse.tables import (
   BINS,
   MAGNITUDES,

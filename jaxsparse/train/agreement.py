@@ -10,8 +10,8 @@ import optax
 from jax.sharding import Mesh
 
 from jaxsparse._compat import AxisName, is_key, local_shard, words_of_keys
+from jaxsparse._compat.one_at_a_time import dispatch
 from jaxsparse.comm import all_gather, in_rank_order
-from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.train.engine import Engine, check_batch, engine_of
 from jaxsparse.transform import checks
 from jaxsparse.transform.wrapped import optimized, trained
@@ -68,8 +68,8 @@ def agreement(
     An `Agreement`; 1 where all gradients are zero.
 
   Raises:
-    ValueError: where it is traced, as in `jax.jit`; if the mesh has no such axis, or
-      the batch does not divide among the workers.
+    ValueError: where it is traced, as in `jax.jit`; for parameters without entries; if
+      the mesh has no such axis, or the batch does not divide among the workers.
     TypeError: if `mesh` is neither a mesh nor a comm that knows its workers.
 
   Example:
@@ -83,6 +83,8 @@ def agreement(
     (0.2, 1.0)
   """
   checks.check_not_traced("js.agreement", params, batch, given)
+  if not any(jnp.size(leaf) for leaf in jax.tree.leaves(optimized(trained(params)))):
+    raise ValueError("js.agreement: params have no entries that are trained")
   engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
   specs = engine.same, engine.split, engine.same

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse._compat import AxisName, is_key
-from jaxsparse.sparse.flatten import leaf_shapes
+from jaxsparse.arrays.flatten import leaf_shapes
 from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.train.residual_rows import (
   Residual,

@@ -18,9 +18,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse._compat import AxisName, local_shard, names_of
+from jaxsparse._compat.one_at_a_time import dispatch
 from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
 from jaxsparse.comm.mpi import RANKS, MpiComm
-from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.types import Comm
 
 

@@ -9,8 +9,8 @@ import optax
 from jax.sharding import Mesh
 
 from jaxsparse._compat import AxisName
-from jaxsparse.comm.one_at_a_time import dispatch
-from jaxsparse.sparse import flatten
+from jaxsparse._compat.one_at_a_time import dispatch
+from jaxsparse.arrays import flatten
 from jaxsparse.train.engine import engine_of
 from jaxsparse.train.starting import (
   check_state,
@@ -67,7 +67,7 @@ def flush(
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
     >>> comm = js.SimComm("workers", members=2)
-    >>> tx, params = js.topka_transform(comm, k=1), jnp.zeros(3)
+    >>> tx, params = js.make_transform("topka", comm, k=1), jnp.zeros(3)
     >>> step = js.make_train_step(lambda p, batch: jnp.vdot(p, batch[0]), tx, comm)
     >>> params, state, _ = step(params, js.init(tx, params, comm), jnp.array([[4.0, 1.0, 0.0], [0.0, 1.0, 6.0]]))
     >>> update, state = js.flush(state, params, comm)

@@ -29,9 +29,9 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse.comm import pack
-from jaxsparse.comm.program_text import Line, ProgramText
 from jaxsparse.comm.replication import axes_of_spec
 from jaxsparse.train.engine import Engine, local_shard, name_argument, rows_of
+from jaxsparse.train.program_text import Line, ProgramText
 from jaxsparse.transform.state import is_reduce_state
 
 _PATIENCE = 300.0  # seconds; one process may evaluate before a step

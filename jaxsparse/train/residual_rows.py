@@ -21,7 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsparse.sparse.flatten import leaf_shapes
+from jaxsparse.arrays.flatten import leaf_shapes
 from jaxsparse.train.engine import Engine, put_global
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.types import Counters

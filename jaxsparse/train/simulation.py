@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.arrays import flatten
 from jaxsparse.collectives import Collective, make_collective
 from jaxsparse.comm import SimComm
-from jaxsparse.sparse import flatten
 from jaxsparse.transform import checks
 from jaxsparse.transform.metrics import Metrics, summary
 from jaxsparse.transform.state import ReduceState

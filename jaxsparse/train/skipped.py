@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse._compat import local_shard
-from jaxsparse.sparse.flatten import leaves_by_name
+from jaxsparse.arrays.flatten import leaves_by_name
 
 Find = Callable[[], list[str] | None]
 

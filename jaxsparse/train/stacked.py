@@ -15,8 +15,8 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxsparse._compat import AxisName
+from jaxsparse.arrays import flatten
 from jaxsparse.comm import replication
-from jaxsparse.sparse import flatten
 from jaxsparse.train.engine import Engine, check_batch, engine_of, shape_of
 from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.train.starting import LIKELY_MISTAKES, check_state
@@ -106,7 +106,7 @@ def stacked(
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-    >>> chain = optax.chain(js.topka_transform("workers", density=0.5), optax.sgd(0.25))
+    >>> chain = optax.chain(js.make_transform("topka", "workers", density=0.5), optax.sgd(0.25))
     >>> tx, params = js.stacked(chain, mesh), jnp.zeros(4)
     >>> state = tx.init(params)
     >>> @jax.jit

@@ -12,9 +12,9 @@ import optax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxsparse._compat import AxisName
+from jaxsparse._compat.one_at_a_time import dispatch
+from jaxsparse.arrays.flatten import all_finite, check_are_arrays, check_entries
 from jaxsparse.comm import SoloComm, replication
-from jaxsparse.comm.one_at_a_time import dispatch
-from jaxsparse.sparse.flatten import all_finite, check_are_arrays, check_entries
 from jaxsparse.train import replicas
 from jaxsparse.train.engine import Engine, engine_of, local_shard, shape_of
 from jaxsparse.transform import checks

@@ -11,13 +11,13 @@ import optax
 from jax.sharding import Mesh
 
 from jaxsparse._compat import AxisName
+from jaxsparse._compat.compiling import compiler_options
+from jaxsparse._compat.one_at_a_time import dispatch
+from jaxsparse.arrays.flatten import check_are_arrays
 from jaxsparse.comm import replication
 from jaxsparse.comm.mpi import MpiComm
-from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.launch.rank import count_step
-from jaxsparse.sparse.flatten import check_are_arrays
 from jaxsparse.train import replicas, starting
-from jaxsparse.train.compiling import compiler_options
 from jaxsparse.train.donation import without_aliases
 from jaxsparse.train.engine import check_batch, engine_of, shape_of
 from jaxsparse.train.skipped import SkipWatch
@@ -172,7 +172,7 @@ def make_train_step(
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("workers",))
-    >>> tx = optax.chain(js.topka_transform("workers", density=0.5), optax.sgd(0.25))
+    >>> tx = optax.chain(js.make_transform("topka", "workers", density=0.5), optax.sgd(0.25))
     >>> params = jnp.zeros(4)
     >>> state = js.init(tx, params, mesh, axis="workers")
     >>> step = js.make_train_step(lambda p, batch: jnp.mean((p[None] - batch) ** 2), tx, mesh, axis="workers")

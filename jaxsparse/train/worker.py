@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse import _compat
+from jaxsparse.arrays import flatten
 from jaxsparse.comm import all_gather, all_reduce_cost, axes_of, in_rank_order
 from jaxsparse.comm.replication import mark_total
-from jaxsparse.sparse import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic
 from jaxsparse.transform.residuals import moved_leaves, own_params

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.sparse.flatten import wide_dtype
+from jaxsparse.arrays.flatten import wide_dtype
 from jaxsparse.types import check_whole
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
 
-from jaxsparse._compat import AxisName
+from jaxsparse._compat import AxisName, varying
 from jaxsparse.collectives import make_collective
-from jaxsparse.comm import axes_of, varying
+from jaxsparse.comm import axes_of
 from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform.state import ReduceState, idle_step
 from jaxsparse.transform.update import collective_transform

@@ -10,13 +10,14 @@ import numpy as np
 import optax
 
 from jaxsparse import _compat
-from jaxsparse.comm import AxisComm, varying
-from jaxsparse.sparse.flatten import (
+from jaxsparse._compat import varying
+from jaxsparse.arrays.flatten import (
   check_leaves,
   leaf_shapes,
   leaves_by_name,
   wide_dtype,
 )
+from jaxsparse.comm import AxisComm
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import (
   LocalState,

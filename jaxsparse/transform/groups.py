@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jaxsparse.arrays.flatten import leaves_by_name
 from jaxsparse.collectives import Collective, make_collective
-from jaxsparse.sparse.flatten import leaves_by_name
 
 Special = Mapping[str, str | Collective]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.comm import varying
-from jaxsparse.sparse import flatten
+from jaxsparse._compat import varying
+from jaxsparse.arrays import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
 from jaxsparse.transform.checks import (
@@ -141,7 +141,7 @@ def local_steps(
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js
-    >>> outer = optax.chain(js.topka_transform("workers", density=0.5), optax.sgd(1.0))
+    >>> outer = optax.chain(js.make_transform("topka", "workers", density=0.5), optax.sgd(1.0))
     >>> tx = js.local_steps(optax.sgd(0.1, momentum=0.5), outer, every=10)
     >>> mesh, params = jax.make_mesh((len(jax.devices()),), ("workers",)), jnp.zeros(4)
     >>> step = js.make_train_step(lambda p, batch: jnp.mean((p[None] - batch) ** 2), tx, mesh)

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse._compat import AxisName
+from jaxsparse._compat.one_at_a_time import dispatch
 from jaxsparse.comm import SoloComm, comm_of
-from jaxsparse.comm.one_at_a_time import dispatch
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
 from jaxsparse.transform.state import (
   LocalState,

@@ -21,9 +21,9 @@ from typing import Any
 import jax
 import optax
 
+from jaxsparse.arrays.flatten import wide_dtype
 from jaxsparse.collectives import Collective, SparseCollective
 from jaxsparse.collectives._wrapped import EF21, Corrected, WarmedUp, Wrapped
-from jaxsparse.sparse.flatten import wide_dtype
 from jaxsparse.transform.update import Transform
 from jaxsparse.types import check_fraction, check_whole, is_number
 
@@ -66,7 +66,7 @@ def momentum_corrected(
   Raises:
     TypeError: for a transformation that is not a jaxsparse transform.
     ValueError: for a momentum or a norm outside its choices, or for `masking` with
-      coefficients instead of entries (`js.dcttopk_transform`).
+      coefficients instead of entries (`js.make_transform("dcttopk", …)`).
 
   Example:
     >>> import jax, jax.numpy as jnp, optax, jaxsparse as js

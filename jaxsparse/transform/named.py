@@ -186,7 +186,7 @@ def demo_transform(
   32 largest coefficients of each tile of 64 × 64 entries are delivered, `total = Cᵀ Σ_w
   top_k(C acc_w)`, and its sign moves the parameters:
 
-      optax.chain(js.dcttopk_transform(axis, density=1 / 128, decay=0.999),
+      optax.chain(js.make_transform("dcttopk", axis, density=1 / 128, decay=0.999),
                   optax.scale_by_sign(), optax.scale_by_learning_rate(1e-3))
 
   The published code has the learning rate inside, `acc_w = η g_w + …`: the same while η
@@ -201,7 +201,7 @@ def demo_transform(
     decay: β.
     chunk: entries of a full tile, a square number.
     combine: "workers", or "contributors" as in the authors' code, which does not
-      conserve: see `js.dcttopk_transform`.
+      conserve: see `js.make_transform("dcttopk", …)`.
     special: other collectives for some leaves, as in `js.make_transform`; the sign is
       taken of their means as well.
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse import _compat
-from jaxsparse.comm import varying
-from jaxsparse.sparse import flatten
+from jaxsparse._compat import varying
+from jaxsparse.arrays import flatten
 from jaxsparse.transform import state as states
 from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import Applied, ReduceState

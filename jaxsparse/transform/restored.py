@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxsparse.arrays import flatten
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.sparse import flatten
 from jaxsparse.transform.momentum import checked_transform
 from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.transform.state import ReduceState, RestoredState

@@ -28,8 +28,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse._compat import names_of
+from jaxsparse.arrays import flatten
 from jaxsparse.comm import axes_of
-from jaxsparse.sparse import flatten
 from jaxsparse.transform.groups import Group
 from jaxsparse.types import Comm
 

@@ -21,12 +21,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat, sparse
+from jaxsparse.arrays import flatten
 from jaxsparse.collectives import Collective
-from jaxsparse.comm import axes_of, comm_of
+from jaxsparse.comm import axes_of, comm_of, ordering
 from jaxsparse.comm.replication import mark_total
-from jaxsparse.select import ordering
 from jaxsparse.select.accumulator import materialize
-from jaxsparse.sparse import flatten
 from jaxsparse.transform import checks
 from jaxsparse.transform.groups import (
   Assignment,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse.sparse.flatten import OVERWRITTEN, leaf_shapes, leaves_by_name, parts
+from jaxsparse.arrays.flatten import OVERWRITTEN, leaf_shapes, leaves_by_name, parts
 from jaxsparse.transform.state import ReduceState
 
 synchronizing = jax.make_user_context(False)

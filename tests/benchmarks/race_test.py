@@ -10,6 +10,7 @@ import pytest
 
 import jaxsparse as js
 from benchmarks import methods, papers, recipes, report, workers
+from benchmarks.one_training import Trainer
 from benchmarks.race import measuring, presets
 from benchmarks.race.results import Curve, Pace, Results, Whole
 from benchmarks.race.standings import (
@@ -22,7 +23,6 @@ from benchmarks.race.standings import (
 )
 from benchmarks.report import Spread
 from benchmarks.tasks import registry
-from benchmarks.trainer import Trainer
 from tests.benchmarks import commands
 from tests.cases import normals
 

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from benchmarks import methods, recipes, workers
+from benchmarks.one_training import Trainer
 from benchmarks.overlap import architectures
 from benchmarks.tasks import base, data, images, lm, registry, text
 from benchmarks.tasks.base import IGNORED, Task, drawn, entries_of, model_of
-from benchmarks.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
 ENTRIES = {

@@ -10,7 +10,7 @@ import pytest
 import scipy.fft
 
 import jaxsparse as js
-from jaxsparse.collectives.dcttopk.tiling import Tiling
+from jaxsparse.collectives.baselines.dcttopk.tiling import Tiling
 from tests.cases import bits, mesh_of, normals, quick_of
 
 SHAPES = {

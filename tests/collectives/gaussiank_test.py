@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.gaussiank import correct_threshold, fit_threshold
+from jaxsparse.collectives.baselines.gaussiank import correct_threshold, fit_threshold
 from jaxsparse.select import top_k
 from jaxsparse.select.blocks import LazySum
 from tests.cases import normals, quick_of

@@ -12,7 +12,7 @@ import pytest
 import jaxsparse as js
 from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
-from jaxsparse.sparse import flatten
+from jaxsparse.arrays import flatten
 from jaxsparse.train import simulation
 from tests.cases import assert_same_bits, mesh_of, normals, quick_of
 from tests.reference.rounding import nbit

@@ -8,9 +8,9 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse import _compat
+from jaxsparse.arrays import noise
+from jaxsparse.arrays.low_rank import orthonormal
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.sparse import noise
-from jaxsparse.sparse.low_rank import orthonormal
 from tests.cases import assert_same_bits, mesh_of, normals, quick_of
 from tests.reference.powersgd import PowerSGD
 

@@ -9,9 +9,14 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives import qsgd
-from jaxsparse.collectives.qsgd import Layout, count_levels, decode, draw_noise
-from jaxsparse.sparse import noise
+from jaxsparse.arrays import noise
+from jaxsparse.collectives.baselines import qsgd
+from jaxsparse.collectives.baselines.qsgd import (
+  Layout,
+  count_levels,
+  decode,
+  draw_noise,
+)
 from tests.cases import normals, quick_of, row
 from tests.reference import rounding
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.collectives.randomk import draw_indices
+from jaxsparse.collectives.baselines.randomk import draw_indices
 from tests.cases import quick_of
 
 

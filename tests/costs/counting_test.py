@@ -57,6 +57,13 @@ def test_programs():
     counted(other, 2)
 
 
+@pytest.mark.parametrize("axis", [js.SimComm("workers", members=2), ("a", "b")])
+def test_an_update_is_counted_over_one_axis_by_its_name(axis):
+  tx = js.dense_transform(axis)
+  with pytest.raises(TypeError, match="give the name of one axis"):
+    js.costs.count_update(tx, jnp.zeros(3), workers=2, axis=axis)
+
+
 def test_the_update_of_a_chain_is_counted():
   """Published ways by their names: an exchange each; and of fragments, one after the other, all together."""
   sgd, axis, sizes = optax.sgd(1.0), "workers", {"n": 9100, "workers": 6}

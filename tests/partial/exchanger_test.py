@@ -20,7 +20,7 @@ from jaxsparse.partial.rounds.protocol import Done, Send
 
 
 def outer(comm):
-  return optax.chain(js.topka_transform(comm, k=1), optax.sgd(1.0))
+  return optax.chain(js.make_transform("topka", comm, k=1), optax.sgd(1.0))
 
 
 class Worker:

@@ -44,7 +44,7 @@ ALIKE = Alike.of(START)
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in (7, 8, 9)]
 SERVER, PEER, DONOR = "server", "peer", "donor"  # where a message comes from
 OUTER = OuterStep(
-  lambda comm: optax.chain(js.topka_transform(comm, k=1), optax.sgd(1.0))
+  lambda comm: optax.chain(js.make_transform("topka", comm, k=1), optax.sgd(1.0))
 )
 
 # What messages are made of.

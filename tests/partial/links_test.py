@@ -64,7 +64,8 @@ def test_broadcast_gives_all_members_the_bits_of_the_root(entries, size, data):
 
 def nesterov(comm):
   return optax.chain(
-    js.topka_transform(comm, density=0.5), optax.sgd(0.5, momentum=0.5, nesterov=True)
+    js.make_transform("topka", comm, density=0.5),
+    optax.sgd(0.5, momentum=0.5, nesterov=True),
   )
 
 

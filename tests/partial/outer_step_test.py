@@ -26,7 +26,7 @@ N = 49
 def test_an_outer_step_that_is_skipped_afterwards_is_as_one_that_was_not_finite():
   """Parameters, momentum and residual are those before it; only the position and the counters say that it was."""
   chain = lambda comm: optax.chain(
-    js.topka_transform(comm, density=0.5), optax.sgd(1.0, momentum=0.5)
+    js.make_transform("topka", comm, density=0.5), optax.sgd(1.0, momentum=0.5)
   )
   step = OuterStep(chain)
   alone = lambda anchor, given, number: step.run(
@@ -327,8 +327,10 @@ def test_what_a_collective_remembers_goes_on_as_groups_change():
     return flat(PARAMS) - team.flat(0)
 
   # of 8 others in each round
-  assert np.count_nonzero(after(lambda comm: js.randomk_transform(comm, k=8))) > 30
-  sparse = lambda comm: js.warmed_up(js.topka_transform(comm, k=1), {3: 1.0})
+  assert (
+    np.count_nonzero(after(lambda comm: js.make_transform("randomk", comm, k=8))) > 30
+  )
+  sparse = lambda comm: js.warmed_up(js.make_transform("topka", comm, k=1), {3: 1.0})
   assert np.all(after(sparse, rounds=3))
   # k = 1 from the fourth round on
   assert np.ptp(after(sparse, rounds=4) - after(sparse, rounds=3)) > 0
@@ -344,7 +346,8 @@ def test_what_a_collective_remembers_goes_on_as_groups_change():
 
 def test_an_outer_optimizer_that_overflows_moves_nothing():
   team = Team(
-    lambda comm: optax.chain(js.topka_transform(comm, k=2), optax.sgd(1e38)), workers=2
+    lambda comm: optax.chain(js.make_transform("topka", comm, k=2), optax.sgd(1e38)),
+    workers=2,
   )
   ones = [jax.tree.map(lambda leaf: 64 * np.ones_like(leaf), PARAMS)] * 2
   for _ in range(2):

@@ -29,7 +29,7 @@ def outer(comm):
 
 
 def choosing(comm):
-  return optax.chain(js.topka_transform(comm, density=0.5), optax.sgd(1.0))
+  return optax.chain(js.make_transform("topka", comm, density=0.5), optax.sgd(1.0))
 
 
 def moves(worker, step):

@@ -74,13 +74,14 @@ def gradient(number, step, params):
 
 def choosing(comm):
   """Half of the entries stay in the residual."""
-  return optax.chain(js.topka_transform(comm, density=0.5), optax.sgd(1.0))
+  return optax.chain(js.make_transform("topka", comm, density=0.5), optax.sgd(1.0))
 
 
 def correcting(comm):
   """Likewise, with the momentum of each worker before the exchange."""
   return optax.chain(
-    js.momentum_corrected(js.topka_transform(comm, density=0.5), 0.5), optax.sgd(1.0)
+    js.momentum_corrected(js.make_transform("topka", comm, density=0.5), 0.5),
+    optax.sgd(1.0),
   )
 
 
@@ -383,7 +384,9 @@ def flat(tree):
 @pytest.mark.long
 def test_a_worker_that_leaves_hands_its_residual_over_to_another_one():
   """Σ updates + Σ residuals = Σ weight_w (θ − θ_w), over five rounds, of which worker 0 leaves after three."""
-  outer = lambda comm: optax.chain(js.topka_transform(comm, k=1), optax.sgd(1.0))
+  outer = lambda comm: optax.chain(
+    js.make_transform("topka", comm, k=1), optax.sgd(1.0)
+  )
 
   def train(number):
     with join(server, number, every=1, outer=outer) as worker:
@@ -410,7 +413,7 @@ def test_a_worker_that_leaves_hands_its_residual_over_to_another_one():
 def test_training_goes_on_from_a_saved_state_as_if_it_had_not_ended(tmp_path):
   """Residuals, outer momentum, and what is moved while an exchange is under way; stored by orbax."""
   outer = lambda comm: optax.chain(
-    js.topka_transform(comm, k=2), optax.sgd(1.0, momentum=0.5)
+    js.make_transform("topka", comm, k=2), optax.sgd(1.0, momentum=0.5)
   )
   store = orbax.checkpoint.PyTreeCheckpointer()
 
@@ -802,7 +805,9 @@ def test_what_a_state_had_not_delivered_counts_once_when_its_worker_comes_back(
   which, caplog
 ):
   """It was handed over since, or delivered in later rounds; the others train on meanwhile."""
-  outer = lambda comm: optax.chain(js.topka_transform(comm, k=1), optax.sgd(1.0))
+  outer = lambda comm: optax.chain(
+    js.make_transform("topka", comm, k=1), optax.sgd(1.0)
+  )
   is_back = threading.Event()
 
   def train(number):
@@ -864,7 +869,9 @@ def test_a_worker_of_rounds_that_the_others_have_undone_is_refused():
 
 def test_a_step_of_little_weight_does_not_throw_a_worker_off():
   """Its residual is of steps of much weight: divided by the little one it would be 64 times as large."""
-  outer = lambda comm: optax.chain(js.topka_transform(comm, k=1), optax.sgd(1.0))
+  outer = lambda comm: optax.chain(
+    js.make_transform("topka", comm, k=1), optax.sgd(1.0)
+  )
 
   def train(number):
     with join(server, number, every=1, outer=outer, apply_residual=True) as worker:

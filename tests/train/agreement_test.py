@@ -144,3 +144,10 @@ def test_under_a_trace_it_is_refused():
   under_a_trace = jax.jit(lambda x: js.agreement(quadratic, x, batch, mesh_of(3)))
   with pytest.raises(ValueError, match=r"js.agreement: called under a trace"):
     under_a_trace(jnp.zeros(N))
+
+
+def test_parameters_without_entries_are_refused():
+  batch = jnp.zeros((4, 3))
+  for params in ({}, {"w": jnp.zeros((0, 3))}):
+    with pytest.raises(ValueError, match="params have no entries that are trained"):
+      js.agreement(lambda *_: jnp.float32(0), params, batch, sim(2))

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse.sparse.flatten import leaf_shapes
+from jaxsparse.arrays.flatten import leaf_shapes
 from jaxsparse.transform.groups import Method, assign_collectives, groups_of
 from jaxsparse.transform.shards import Shards
 from jaxsparse.transform.state import Layout, is_reduce_state, local_states
@@ -144,7 +144,7 @@ def test_training_goes_on_with_other_workers(thresholds):
 
 
 def test_totals_go_on_from_the_worker_that_has_sent_most():
-  state = js.init(js.topka_transform(sim(3), k=3), PARAMS, sim(3))
+  state = js.init(js.make_transform("topka", sim(3), k=3), PARAMS, sim(3))
   # the lower and the upper 32 bits
   totals = {
     "total_words": [9, 2, 1],
@@ -159,7 +159,9 @@ def test_totals_go_on_from_the_worker_that_has_sent_most():
 
 def test_other_workers_have_the_mean_of_moments_and_the_latest_count():
   """Counts differ where a worker has skipped steps of its own."""
-  tx = js.local_steps(optax.adam(0.1), chain(js.topka_transform(sim(3), k=3)), every=2)
+  tx = js.local_steps(
+    optax.adam(0.1), chain(js.make_transform("topka", sim(3), k=3)), every=2
+  )
   state = js.init(tx, PARAMS, sim(3))
   counts = jnp.array([4, 7, 5], jnp.int32)
   rows = jnp.arange(3.0)
@@ -194,7 +196,7 @@ def test_other_groups_teams_and_collectives(workers):
     chain(js.spardl_transform("workers", special, density=0.2)),
     chain(js.bucketed_transform("spardl", "workers", plan=PLAN, density=0.2)),
     chain(js.spardl_transform("workers", density=0.1, teams=2, wire="int8")),
-    chain(js.qsgd_transform("workers", error_feedback=True)),
+    chain(js.make_transform("qsgd", "workers", error_feedback=True)),
   ]
   state = owing(js.init(whole, PARAMS, mesh_of(4)), integers)
   expected = means(state, 4)
@@ -339,7 +341,7 @@ def test_checksums_do_not_depend_on_how_jax_prints(monkeypatch):
 def test_leaves_are_known_by_their_paths_whatever_contains_them():
   """As restored without a target, or pickled; and a transform may cover more leaves than local steps do."""
   tx = optax.chain(
-    js.topka_transform(sim(2), k=3),
+    js.make_transform("topka", sim(2), k=3),
     optax.masked(
       js.local_steps(optax.sgd(1.0), averaged(sim(2)), every=4),
       collections.OrderedDict(b=True, a=False),
@@ -360,7 +362,7 @@ def test_leaves_are_known_by_their_paths_whatever_contains_them():
 
 
 def test_what_is_wrong_is_said_before_anything_is_changed():
-  tx = chain(js.topka_transform("workers", density=0.2))
+  tx = chain(js.make_transform("topka", "workers", density=0.2))
   params, state = trained(tx, mesh_of(3), steps=1)
   mesh = mesh_of(4)
   smaller = PARAMS | {"table": jnp.zeros((2, 19))}
@@ -431,7 +433,7 @@ def test_what_is_wrong_is_said_before_anything_is_changed():
   ):
     js.convert(
       state,
-      optax.chain(js.topka_transform("workers", density=0.2), optax.sgd(0.1)),
+      optax.chain(js.make_transform("topka", "workers", density=0.2), optax.sgd(0.1)),
       PARAMS,
       mesh,
     )
@@ -467,7 +469,7 @@ def test_bits_of_float32_survive():
 def test_flax_serializes_a_state():
   """As `flax.training.checkpoints` do with a TrainState: static parts of a state are those of the target."""
   outer = optax.chain(
-    js.topka_transform("workers", density=0.2, special={"bias": "dense"}),
+    js.make_transform("topka", "workers", density=0.2, special={"bias": "dense"}),
     optax.sgd(1.0),
   )
   tx, mesh = (
@@ -490,7 +492,7 @@ def test_flax_serializes_a_state():
 def test_local_steps_in_every_step_become_those_of_every_other_one_and_back(workers):
   """Nothing is moved in between, residuals and inner states stay; what is moved is exchanged before."""
   outer = lambda workers: optax.chain(
-    js.topka_transform(sim(workers), density=0.5), optax.sgd(1.0)
+    js.make_transform("topka", sim(workers), density=0.5), optax.sgd(1.0)
   )
   chain = lambda every, workers: js.local_steps(
     optax.sgd(0.25, momentum=0.5), outer(workers), every=every
@@ -588,7 +590,7 @@ def test_local_steps_begin_with_the_optimizer_of_a_dense_start(
 
 
 def test_a_start_of_local_steps_that_would_lose_something_is_refused():
-  sparse = optax.chain(js.topka_transform("workers", k=3), optax.sgd(0.1))
+  sparse = optax.chain(js.make_transform("topka", "workers", k=3), optax.sgd(0.1))
   step, params, state = start(sparse, sim(3), PARAMS, quadratic)
   params, state, _ = step(params, state, normals(0, 3, 64))
   local = js.local_steps(optax.sgd(0.1), averaged(), every=2)

@@ -133,7 +133,7 @@ def test_training_has_the_same_bits_on_every_engine(tmp_path, engine, ranks, nam
 def test_a_state_may_go_from_the_simulator_to_a_mesh_and_back():
   """The arrays of SimComm(members=P) lie as those of a mesh do."""
   comm, loss = sim(4), lambda p, x: jnp.mean((p[None] - x) ** 2)
-  tx = lambda axis: optax.chain(js.topka_transform(axis, k=4), optax.sgd(1.0))
+  tx = lambda axis: optax.chain(js.make_transform("topka", axis, k=4), optax.sgd(1.0))
   simulated, real = (
     js.make_train_step(loss, tx(comm), comm),
     js.make_train_step(loss, tx("workers"), mesh_of(4)),
@@ -157,7 +157,7 @@ def test_a_state_may_go_from_the_simulator_to_a_mesh_and_back():
 def test_metrics_over_the_workers_of_a_comm_are_those_of_the_whole_state():
   comm = sim(3)
   for tx in (
-    js.topka_transform(comm, k=9),
+    js.make_transform("topka", comm, k=9),
     js.local_steps(js.a2sgd_transform(comm), averaged(comm), every=5),
   ):
     step, params, state = start(tx, comm, jnp.zeros(30))

@@ -11,7 +11,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
-from jaxsparse.sparse.flatten import OVERWRITTEN
+from jaxsparse.arrays.flatten import OVERWRITTEN
 from tests.cases import assert_same_bits, mesh_of, normals, sim
 
 WORKERS = 3

@@ -221,7 +221,7 @@ def test_shardings_where_neither_types_nor_init_tell_them():
   mesh = mesh_of(MESHES[0])
   shardings = {name: NamedSharding(mesh, spec) for name, (_, spec) in LEAVES.items()}
   state_of = lambda given, bare=True: started(
-    js.topka_transform("hosts", shardings=given, k=9), mesh, LEAVES, bare
+    js.make_transform("topka", "hosts", shardings=given, k=9), mesh, LEAVES, bare
   )[1]
   bare, known = state_of(shardings), state_of(shardings, bare=False)
   assert bare.layout.shards == known.layout.shards
@@ -491,7 +491,7 @@ def test_nan_on_one_shard_skips_the_step_on_all_shards():
   """A gradient of one column is NaN at one worker: that column lies on one of the two devices."""
   mesh, tx = (
     mesh_of(MESHES[0]),
-    optax.chain(js.topka_transform("hosts", density=0.2), optax.sgd(0.1)),
+    optax.chain(js.make_transform("topka", "hosts", density=0.2), optax.sgd(0.1)),
   )
   params = put(
     {"w": jnp.zeros((6, 8)), "r": jnp.zeros(5)}, mesh, {"w": P(None, "x"), "r": P()}
@@ -518,7 +518,7 @@ def test_nan_on_one_shard_skips_the_step_on_all_shards():
 def test_local_steps_and_what_their_transforms_remember(kind, applied):
   """Moments, what was moved and momentum lie as the parameters; Law C over all shards: what is flushed is the rest."""
   sparse = js.momentum_corrected(
-    js.topka_transform("hosts", density=0.2, decay=0.5), 0.5
+    js.make_transform("topka", "hosts", density=0.2, decay=0.5), 0.5
   )
   outer = optax.chain(sparse, optax.sgd(1.0))
   tx = js.local_steps(
@@ -551,7 +551,7 @@ def test_stacked_in_a_jit_of_ones_own(kind):
   """The parameters, moments and residuals of a training step, where they lie; nothing of a worker is gathered."""
   chain = js.local_steps(
     optax.sgd(0.1, momentum=0.5),
-    optax.chain(js.topka_transform("hosts", density=0.2), optax.sgd(1.0)),
+    optax.chain(js.make_transform("topka", "hosts", density=0.2), optax.sgd(1.0)),
     every=2,
   )
   step, params, state = model_of(chain, kind, sizes=TWO_HOSTS)
@@ -715,7 +715,7 @@ def test_a_state_of_other_hosts(kind):
 
 
 def test_what_is_wrong_is_said_before_anything_is_changed():
-  tx, mesh = js.topka_transform("hosts", density=0.2), mesh_of(MESHES[0])
+  tx, mesh = js.make_transform("topka", "hosts", density=0.2), mesh_of(MESHES[0])
   step, params, state = model_of(tx)
   split = params | {
     "up": jax.device_put(np.asarray(params["up"]), NamedSharding(mesh, P("hosts", "x")))

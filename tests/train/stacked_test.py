@@ -62,8 +62,11 @@ def stepped(tx, by_hand=False):
 )
 def test_the_bits_of_a_training_step(composition, form):
   """Also with NaN at one worker; parameters that are shared, or have a row for each worker."""
-  transform = js.topka_transform(
-    "workers", density=0.2, **({"decay": 0.5} if composition == "decayed" else {})
+  transform = js.make_transform(
+    "topka",
+    "workers",
+    density=0.2,
+    **({"decay": 0.5} if composition == "decayed" else {}),
   )
   transform = (
     js.dense_transform("workers") if composition == "local inner" else transform
@@ -121,7 +124,7 @@ def test_replicas_are_not_gathered_and_keep_their_shards():
 
 
 def test_synchronize_and_what_owns_a_worker():
-  chain = COMPOSITIONS["local 4"](js.topka_transform("workers", density=0.2))
+  chain = COMPOSITIONS["local 4"](js.make_transform("topka", "workers", density=0.2))
   tx, step = (
     js.stacked(chain, sim(WORKERS)),
     js.make_train_step(quadratic, chain, sim(WORKERS), donate=False),
@@ -353,7 +356,7 @@ COPIES = {
 
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_keep_what_they_have(name):
-  transform = js.topka_transform("workers", density=0.2)
+  transform = js.make_transform("topka", "workers", density=0.2)
   tx = js.stacked(optax.chain(transform, optax.sgd(0.1)), sim(WORKERS))
   assert vars(COPIES[name](tx)) == vars(tx)
   assert COPIES[name](tx).update is tx.update
@@ -361,7 +364,7 @@ def test_copies_keep_what_they_have(name):
 
 
 def test_it_is_an_argument_of_a_jitted_function():
-  transform = js.topka_transform("workers", density=0.2)
+  transform = js.make_transform("topka", "workers", density=0.2)
   tx = js.stacked(optax.chain(transform, optax.sgd(0.1)), sim(WORKERS))
   state, batch = tx.init(PARAMS), normals(0, WORKERS, N)
 

@@ -28,7 +28,7 @@ from tests.cases import (
 from tests.cases import start as start_with
 
 SPARSE, DENSE = (
-  js.topka_transform("workers", density=0.3),
+  js.make_transform("topka", "workers", density=0.3),
   js.dense_transform("workers"),
 )
 PARAMS = {"w": np.zeros((5, 4), np.float32)}
@@ -91,7 +91,7 @@ def test_models_under_vmap_train_as_each_alone(kind):
   """Two of them on three workers, whose axis the models must not be sharded over; in a jit and without."""
   mesh = Mesh(np.array(jax.devices()[:3]), ("workers",), axis_types=(kind,))
   tx, models = (
-    optax.chain(js.topka_transform("workers", k=3), optax.sgd(0.1)),
+    optax.chain(js.make_transform("topka", "workers", k=3), optax.sgd(0.1)),
     {"w": jnp.asarray(normals(1, 2, 5, 4))},
   )
   step = js.make_train_step(loss_fn, tx, mesh, donate=False)
@@ -144,8 +144,8 @@ def test_an_array_that_is_given_twice_is_not_donated_twice(where):
     jnp.mean((x @ p["a"] + x @ p["b"] + model_state["c"].sum()) ** 2),
     model_state,
   )
-  tx = js.topka_transform(
-    where if isinstance(where, js.SimComm) else "workers", density=0.5
+  tx = js.make_transform(
+    "topka", where if isinstance(where, js.SimComm) else "workers", density=0.5
   )
   step, z = js.make_train_step(loss, tx, where), jnp.ones((5, 5))
   params = {"a": z, "b": z}
@@ -165,7 +165,7 @@ def test_an_array_that_is_given_twice_is_not_donated_twice(where):
 )
 def test_wrapped_by_optax(wrap):
   """Leaves that stay dense, and several batches a step."""
-  sparse, sgd = js.topka_transform("workers", density=0.2), optax.sgd(0.1)
+  sparse, sgd = js.make_transform("topka", "workers", density=0.2), optax.sgd(0.1)
   tx = {
     "masked": optax.chain(
       optax.masked(sparse, {"w": True, "b": False}),
@@ -860,7 +860,7 @@ def test_a_restored_state_that_would_skip_all_steps_is_refused_until_it_is_flush
   name, n
 ):
   mesh, batch = mesh_of(2), np.ones((2, n), np.float32)
-  sparse = js.topka_transform("workers", density=0.25)
+  sparse = js.make_transform("topka", "workers", density=0.25)
   tx = optax.chain(
     js.momentum_corrected(sparse, 0.5) if name == "momentum" else sparse,
     optax.sgd(0.1),

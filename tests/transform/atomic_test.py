@@ -81,7 +81,7 @@ def test_synchronize_says_which_extra_argument_a_transformation_needs():
 
 def test_synchronize_moves_no_leaf_without_local_steps():
   kinds = {
-    "plain": optax.chain(js.topka_transform(COMM, k=1), optax.adamw(0.1)),
+    "plain": optax.chain(js.make_transform("topka", COMM, k=1), optax.adamw(0.1)),
     "local": js.local_steps(optax.sgd(1.0), averaged(COMM), every=4),
   }
   first = {"a": jnp.ones(4), "b": jnp.ones(4)}
@@ -99,7 +99,7 @@ def test_synchronize_moves_no_leaf_without_local_steps():
 
 
 def test_a_wrapper_that_hides_extra_arguments_from_the_transform_is_refused():
-  sparse = js.topka_transform(COMM, k=4)
+  sparse = js.make_transform("topka", COMM, k=4)
   hiding = optax.GradientTransformation(
     sparse.init, lambda g, s, p=None: sparse.update(g, s, p)
   )

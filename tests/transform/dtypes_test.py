@@ -14,13 +14,13 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from jaxsparse.sparse import flatten
+from jaxsparse.arrays import flatten
 from tests.cases import averaged, normals, quick_of, row, sim, start
 
 
 def test_a_mean_that_float16_cannot_hold_is_skipped_and_kept():
   """Each gradient fits, and what two steps leave in the residual does not."""
-  tx = optax.chain(js.topka_transform(sim(2), k=1), optax.sgd(1.0))
+  tx = optax.chain(js.make_transform("topka", sim(2), k=1), optax.sgd(1.0))
   step, params, state = start(tx, sim(2), jnp.zeros(3, jnp.float16))
   grads = np.array([[60000.0, 44000.0, 0.0]] * 2, np.float32)
   params, state, metrics = step(params, state, grads)
@@ -36,7 +36,7 @@ def test_a_mean_that_float16_cannot_hold_is_skipped_and_kept():
 
 def test_what_is_rounded_off_decays_as_the_residual_does():
   """All is delivered, and of the mean bfloat16 holds all but 2⁻⁸."""
-  tx = js.topka_transform(js.SimComm("w"), density=1.0, decay=0.5)
+  tx = js.make_transform("topka", js.SimComm("w"), density=1.0, decay=0.5)
   update = jax.jit(
     jax.vmap(lambda grads: tx.update(grads, tx.init(grads)), axis_name="w")
   )
@@ -53,7 +53,7 @@ def test_what_is_rounded_off_decays_as_the_residual_does():
     tx.init, lambda *given: tx.update(*given)
   )
   for wrap in (lambda tx: tx, drops_extra, optax.flatten):
-    outer = optax.chain(wrap(js.topka_transform(sim(2), k=1)), optax.sgd(1.0))
+    outer = optax.chain(wrap(js.make_transform("topka", sim(2), k=1)), optax.sgd(1.0))
     step, params, state = start(
       js.local_steps(inner, outer, every=1), sim(2), jnp.zeros(1, jnp.bfloat16)
     )
@@ -63,7 +63,9 @@ def test_what_is_rounded_off_decays_as_the_residual_does():
       state.outer[0][0].carried.residual[0].ravel(), [2**-9, 2**-9]
     )
   # Of several leaves a wrapper makes one with another name.
-  outer = optax.chain(optax.flatten(js.topka_transform(sim(2), k=2)), optax.sgd(1.0))
+  outer = optax.chain(
+    optax.flatten(js.make_transform("topka", sim(2), k=2)), optax.sgd(1.0)
+  )
   tx, params = (
     js.local_steps(inner, outer, every=1),
     dict.fromkeys("ab", jnp.zeros(1, jnp.bfloat16)),
@@ -94,7 +96,7 @@ def test_flush_of_local_steps_leaves_what_the_dtype_cannot_hold(dtype, value):
   """257 is 256 in bfloat16, and 99,968 too large for float16."""
   tx = js.local_steps(
     optax.sgd(1.0),
-    optax.chain(js.topka_transform(sim(2), k=1), optax.sgd(1.0)),
+    optax.chain(js.make_transform("topka", sim(2), k=1), optax.sgd(1.0)),
     every=None,
   )
   step, params, state = start(tx, sim(2), jnp.zeros(1, dtype))
@@ -112,7 +114,7 @@ def test_flush_of_local_steps_leaves_what_the_dtype_cannot_hold(dtype, value):
 
 def test_an_exchange_of_local_steps_keeps_what_the_dtype_cannot_hold_once():
   """Two steps move 1 + 2⁻¹⁰, of which bfloat16 holds 1: the rest is in `moved`, and not in the residual too."""
-  outer = optax.chain(js.topka_transform(sim(2), k=1), optax.sgd(1.0))
+  outer = optax.chain(js.make_transform("topka", sim(2), k=1), optax.sgd(1.0))
   tx = js.local_steps(optax.sgd(1.0), outer, every=2)
   step, params, state = start(tx, sim(2), jnp.zeros(1, jnp.bfloat16))
   for moved in (1.0, 2**-10):
@@ -181,7 +183,7 @@ def injected(comm):
 
 def corrected(comm):
   """Gradients whose squares float16 does not hold, clipped."""
-  sparse = js.warmed_up(js.topka_transform(comm, density=0.5), {4: 1.0})
+  sparse = js.warmed_up(js.make_transform("topka", comm, density=0.5), {4: 1.0})
   return optax.chain(js.momentum_corrected(sparse, 0.5, clip_norm=0.1), optax.sgd(0.05))
 
 

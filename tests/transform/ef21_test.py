@@ -128,7 +128,7 @@ def test_new_workers_begin_anew_and_owe_nothing():
 def test_what_is_lost_cannot_be_tracked():
   for make, message in (
     (
-      lambda: js.ef21(js.qsgd_transform("workers")),
+      lambda: js.ef21(js.make_transform("qsgd", "workers")),
       "ef21: qsgd.* loses a part of what it is given",
     ),
     (
@@ -136,7 +136,7 @@ def test_what_is_lost_cannot_be_tracked():
       "ef21: spardl.* loses a part",
     ),
     (
-      lambda: js.ef21(js.topka_transform("workers", k=3, decay=0.9)),
+      lambda: js.ef21(js.make_transform("topka", "workers", k=3, decay=0.9)),
       "ef21: topka.* loses a part",
     ),
     (
@@ -144,7 +144,9 @@ def test_what_is_lost_cannot_be_tracked():
       "ef21: dense:dtype=bfloat16 loses a part",
     ),
     (
-      lambda: js.ef21(js.momentum_corrected(js.topka_transform("workers", k=3))),
+      lambda: js.ef21(
+        js.momentum_corrected(js.make_transform("topka", "workers", k=3))
+      ),
       "ef21: .* has a momentum already",
     ),
     (

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.sparse.flatten import leaf_shapes
+from jaxsparse.arrays.flatten import leaf_shapes
 from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of
 from tests.cases import (
   assert_same_bits,
@@ -157,9 +157,9 @@ def test_bad_input(make, error, message):
 EMPTY = {
   "sparse": js.spardl_transform("workers", k=3),
   "dense": js.dense_transform("workers"),
-  "groups": js.topka_transform("workers", density=0.5, special={"w": "dense"}),
+  "groups": js.make_transform("topka", "workers", density=0.5, special={"w": "dense"}),
   "corrected": js.momentum_corrected(
-    js.warmed_up(js.topka_transform("workers", k=2), {2: 1.0})
+    js.warmed_up(js.make_transform("topka", "workers", k=2), {2: 1.0})
   ),
   "local": js.local_steps(optax.sgd(1.0), averaged(), every=2),
 }
@@ -176,7 +176,7 @@ EMPTY = {
 @pytest.mark.parametrize("name", quick_of(EMPTY, quick=["groups", "corrected"]))
 def test_a_label_without_an_entry_sends_nothing(leaves, name):
   """Parameters are those without it, after a skipped step, with other workers, and when all is delivered."""
-  tx, params = js.topka_transform("workers", k=4), {"w": jnp.ones(9)}
+  tx, params = js.make_transform("topka", "workers", k=4), {"w": jnp.ones(9)}
   labels = {"w": "full"} | dict.fromkeys(leaves, "empty")
   both = optax.multi_transform({"full": tx, "empty": EMPTY[name]}, labels)
   step, given, state = start(both, sim(3), params | leaves)

@@ -30,7 +30,7 @@ from tests.cases import start as start_with
 
 N = 40
 PARAMS = {"b": jnp.zeros(4), "w": jnp.zeros((6, 6))}
-TOPKA = functools.partial(js.topka_transform, density=0.2)
+TOPKA = functools.partial(js.make_transform, "topka", density=0.2)
 
 
 def start(tx, where, loss=linear):
@@ -95,7 +95,7 @@ def test_a_residual_that_is_applied_in_numpy(every, decay):
   """CSER's local models: the gradient of a worker is taken where all of its own moves are, delivered or not."""
   workers, k, rate, mu = 3, 6, 0.25, 0.5
   outer = optax.chain(
-    js.topka_transform(sim(workers), k=k, decay=decay), optax.sgd(1.0)
+    js.make_transform("topka", sim(workers), k=k, decay=decay), optax.sgd(1.0)
   )
   tx = js.local_steps(
     optax.sgd(rate, momentum=mu), outer, every=every, apply_residual=True
@@ -123,7 +123,7 @@ def test_a_residual_that_is_applied_in_numpy(every, decay):
 
 def test_a_residual_from_before_is_applied_in_the_first_step():
   """Law C for a state whose residual is of steps without `apply_residual`; a skipped step leaves it."""
-  outer = optax.chain(js.topka_transform(sim(2), k=4), optax.sgd(1.0))
+  outer = optax.chain(js.make_transform("topka", sim(2), k=4), optax.sgd(1.0))
   hidden, applied = (
     js.local_steps(optax.sgd(1.0), outer, every=2, apply_residual=value)
     for value in (False, True)

@@ -153,7 +153,7 @@ def test_a_ladder_of_densities_keeps_the_laws_and_is_each_of_them_in_turn(collec
 
 SPARDL, DCT = (
   js.spardl_transform("workers", density=0.2),
-  js.dcttopk_transform("workers", density=0.1),
+  js.make_transform("dcttopk", "workers", density=0.1),
 )
 
 
@@ -206,7 +206,7 @@ SPARDL, DCT = (
       "warm up first",
     ),
     (
-      lambda: js.warmed_up(js.qsgd_transform("workers"), {2: 0.5}),
+      lambda: js.warmed_up(js.make_transform("qsgd", "workers"), {2: 0.5}),
       ValueError,
       "warmed_up: qsgd has no density, choose one with density= or k=",
     ),

@@ -136,5 +136,5 @@ def test_arguments_that_are_no_numbers_or_have_no_step():
     js.momentum_corrected(js.dense_transform(COMM), clip_norm="1")
   with pytest.raises(TypeError, match="warmed_up: a .* is no jaxsparse transform"):
     js.warmed_up(
-      js.momentum_corrected(js.topka_transform(COMM, k=2), clip_norm=1.0), {}
+      js.momentum_corrected(js.make_transform("topka", COMM, k=2), clip_norm=1.0), {}
     )

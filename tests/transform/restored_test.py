@@ -55,7 +55,7 @@ class Oracle:
 
 
 def restored(axis, k=N):
-  return js.norm_restored(js.topka_transform(axis, k=k))
+  return js.norm_restored(js.make_transform("topka", axis, k=k))
 
 
 def updates_of(seed, workers):
@@ -248,7 +248,7 @@ def test_updates_of_16_bits_are_multiplied_in_float32():
   """And keep their dtype; the residuals have what the mean's rounds off, not the product's."""
   workers, dtype = 2, jnp.bfloat16
   params = jnp.zeros(N, dtype)
-  plain = js.topka_transform("workers", k=K)
+  plain = js.make_transform("topka", "workers", k=K)
   states = [
     js.init(tx, params, mesh_of(workers)) for tx in (restored("workers", K), plain)
   ]
@@ -299,7 +299,7 @@ def test_goes_on_with_other_workers_and_another_collective():
     every=2,
     apply_residual=True,
   )
-  tx = chain(js.topka_transform("workers", k=K))
+  tx = chain(js.make_transform("topka", "workers", k=K))
   step, params, state = start(tx, mesh_of(4), PARAMS, quadratic)
   for number in range(5):
     params, state, _ = step(params, state, updates_of(number, 4))

@@ -158,7 +158,7 @@ def test_another_rhythm_loses_no_update():
 @pytest.mark.long
 def test_leaves_of_their_own_collective_in_one_fragment_of_two():
   """Fragment 0 has no leaf that `special` names: its exchange is all TopkA; what the others name is sent whole."""
-  sparse = js.topka_transform(COMM, {"a|c": "dense"}, k=1)
+  sparse = js.make_transform("topka", COMM, {"a|c": "dense"}, k=1)
   tx = js.local_steps(
     optax.sgd(INNER), optax.chain(sparse, optax.sgd(1.0)), every=2, fragments=2
   )

@@ -18,7 +18,10 @@ from tests.compositions_test import COMPOSITIONS, SHAPES
 # of dtypes, which the wrappers need
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 WORKERS = 3
-SPARSE, DENSE = js.topka_transform("workers", k=3), js.dense_transform("workers")
+SPARSE, DENSE = (
+  js.make_transform("topka", "workers", k=3),
+  js.dense_transform("workers"),
+)
 PARAMS = {
   "b": np.float32([0.5, -1]),
   "w": (normals(0, 2, 3) + 1j * normals(1, 2, 3)).astype(np.complex64),
@@ -220,7 +223,7 @@ def test_convert_keeps_wrappers():
     match=r"parameters and the new one \['b'\], \['w'\]: js.convert keeps the w",
   ):
     js.convert(state, tx, params, sim(WORKERS))
-  other = optax.flatten(optax.chain(js.randomk_transform("workers", k=2), SGD))
+  other = optax.flatten(optax.chain(js.make_transform("randomk", "workers", k=2), SGD))
   close(
     mean_residual(js.convert(state, other, params, sim(WORKERS)), WORKERS),
     mean_residual(state, WORKERS),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse._compat import varying
 from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives._messages import (
   EncodingCollective,
@@ -30,7 +31,7 @@ from jaxsparse.collectives.oktopk.thresholds import (
   nudge_in_proportion,
   search_near,
 )
-from jaxsparse.comm import schedules, varying
+from jaxsparse.comm import schedules
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.select.accumulator import pending_nonzero
 from jaxsparse.select.blocks import LazySum

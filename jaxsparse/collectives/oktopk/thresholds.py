@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.comm import number_of_each, varying
+from jaxsparse._compat import varying
+from jaxsparse.comm import number_of_each
 from jaxsparse.select.blocks import keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Sparse

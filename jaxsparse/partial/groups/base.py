@@ -14,9 +14,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.arrays.flatten import flatten
 from jaxsparse.partial.net.alike import REFUSALS, first_not_finite
 from jaxsparse.partial.net.messages import WorkerMessage
-from jaxsparse.sparse.flatten import flatten
 
 _all_finite = jax.jit(lambda vector: jnp.isfinite(vector).all())
 

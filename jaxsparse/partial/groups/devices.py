@@ -26,11 +26,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
+from jaxsparse.arrays.flatten import flatten
 from jaxsparse.partial.groups.base import BaseWorker
 from jaxsparse.partial.groups.controller import Controller
 from jaxsparse.partial.net.alike import check_start
 from jaxsparse.partial.net.messages import Group, WorkerMessage
-from jaxsparse.sparse.flatten import flatten
 
 _AXIS = "group"
 _SPLIT = PartitionSpec(_AXIS)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsparse.arrays.flatten import flatten
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial.groups import saving
 from jaxsparse.partial.groups.base import BaseWorker
@@ -22,7 +23,6 @@ from jaxsparse.partial.net.alike import Alike, check_start
 from jaxsparse.partial.net.endpoint import ControllerLost, Endpoint
 from jaxsparse.partial.net.messages import Piece, PieceKind, WorkerMessage
 from jaxsparse.partial.net.sockets import Keys
-from jaxsparse.sparse.flatten import flatten
 
 # seconds that a worker tries to reach a controller that has been silent for its limit
 RECONNECT = 60.0

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.partial.net import strict_json
-from jaxsparse.sparse.flatten import (
+from jaxsparse.arrays.flatten import (
   all_finite,
   check_are_arrays,
   check_not_overwritten,
   leaves_by_name,
 )
+from jaxsparse.partial.net import strict_json
 
 # characters of a part; that of a model with some ten thousand leaves is replaced by its
 # digest

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsparse.arrays.flatten import all_finite
 from jaxsparse.comm.peers import Message
 from jaxsparse.partial.net.messages import (
   LEAVING,
@@ -23,7 +24,6 @@ from jaxsparse.partial.net.messages import (
 )
 from jaxsparse.partial.rounds import leaving, links
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
-from jaxsparse.sparse.flatten import all_finite
 from jaxsparse.transform.fragments import fill_zeros
 
 _LOG = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import optax
 
+from jaxsparse.arrays.flatten import all_finite, flatten
 from jaxsparse.comm.peers import Send
 from jaxsparse.partial.net.messages import Group
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
-from jaxsparse.sparse.flatten import all_finite, flatten
 
 
 def add_moved(

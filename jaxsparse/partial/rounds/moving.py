@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse.flatten import leaves_by_name
+from jaxsparse.arrays.flatten import leaves_by_name
 
 
 @functools.partial(jax.jit, static_argnums=2)

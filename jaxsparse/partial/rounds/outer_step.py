@@ -16,14 +16,14 @@ import numpy as np
 import optax
 
 from jaxsparse._compat import is_key, words_of_keys
+from jaxsparse.arrays import flatten
 from jaxsparse.comm.peers import PEERS, PeerComm, Send
-from jaxsparse.comm.program_text import ProgramText
 from jaxsparse.comm.verbs import mark_total
 from jaxsparse.partial.net.alike import MOST_ID
 from jaxsparse.partial.net.messages import MOST_MEMBERS, MOST_ROUNDS, RoundPosition
 from jaxsparse.partial.rounds.checks import check_alike
 from jaxsparse.partial.rounds.lineage import MOST_IDS, Lineage
-from jaxsparse.sparse import flatten
+from jaxsparse.train.program_text import ProgramText
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
 from jaxsparse.transform.fragments import Fragments, fill_zeros

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsparse.sparse.flatten import leaves_by_name
+from jaxsparse.arrays.flatten import leaves_by_name
 
 
 @contextlib.contextmanager

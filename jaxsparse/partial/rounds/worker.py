@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxsparse.arrays.flatten import all_finite, flatten
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.alike import REFUSALS, Alike, check_start
@@ -21,7 +22,6 @@ from jaxsparse.partial.rounds import checks, moving, processes, slices
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.outer_step import OuterStep
 from jaxsparse.partial.rounds.protocol import Request
-from jaxsparse.sparse.flatten import all_finite, flatten
 from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm

@@ -13,8 +13,8 @@ Words of an exchange are those that a replica sends, `js.metrics`; those of drja
 the words of dense, which makes the same all-reduce. Needs drjax.
 
 Examples:
-  python -m benchmarks.trainers
-  python -m benchmarks.trainers --exchange=drjax,signs --rounds=5 --seed=0
+  python -m benchmarks.drjax_loop
+  python -m benchmarks.drjax_loop --exchange=drjax,signs --rounds=5 --seed=0
 """
 
 import functools

@@ -39,7 +39,7 @@ class GTopk(SelectingCollective):
 
   Example:
     >>> import optax, jaxsparse as js
-    >>> tx = optax.chain(js.gtopk_transform("workers", density=0.01), optax.sgd(0.1))
+    >>> tx = optax.chain(js.make_transform("gtopk", "workers", density=0.01), optax.sgd(0.1))
   """
 
   def cost(self, n: int, size: int) -> Cost:

@@ -10,12 +10,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.arrays.flatten import all_finite
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, all_reduce_cost, in_rank_order, schedules
 from jaxsparse.select.accumulator import pending_zeros
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.exact import top_k
-from jaxsparse.sparse.flatten import all_finite
 from jaxsparse.types import Comm, Cost, Reduced, Sparse, State
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsparse.sparse import flatten
+from jaxsparse.arrays import flatten
 
 
 @pytest.mark.parametrize(

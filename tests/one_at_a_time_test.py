@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.comm.one_at_a_time import dispatch
+from jaxsparse._compat.one_at_a_time import dispatch
 from jaxsparse.train.engine import engine_of
 from tests.cases import mesh_of
 

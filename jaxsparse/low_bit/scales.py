@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.sparse.sums import round_mantissa, row_sums
+from jaxsparse.arrays.sums import round_mantissa, row_sums
 
 # puts columns of normal entries, whose maxima are near their mean, between two ratios
 _BASE = 0.84

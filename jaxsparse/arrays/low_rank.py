@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat
-from jaxsparse.comm import varying
-from jaxsparse.sparse import noise
+from jaxsparse._compat import varying
+from jaxsparse.arrays import noise
 
 Piece = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -166,7 +166,7 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   few cores (JAX 0.10.2).
 
   Example:
-    >>> from jaxsparse.sparse import noise
+    >>> from jaxsparse.arrays import noise
     >>> (basis,) = jax.jit(orthonormal)([jnp.array([[3.0, 3.0], [0.0, 1.0], [4.0, 4.0]])], noise.key_of(0))
     >>> jnp.abs(basis.round(3))
     Array([[0.6, 0. , 0.8],
@@ -174,52 +174,65 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   """
   if not factors:
     return jnp.zeros((0, 0, 0), jnp.float32)
-  rank = factors[0].shape[1]
-  most = max(len(factor) for factor in factors)
+  x = _scaled_columns(factors, key)
+  start = x, jnp.zeros_like(x), jnp.zeros(x.shape[:2], jnp.float32)
+  _, vectors, scales = varying.fori_loop(0, x.shape[1], _reflect, start)
+  return _basis(vectors, scales)
+
+
+def _scaled_columns(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
+  """The columns of all factors, f32[S, r, most], each divided by its largest magnitude; random for those of zeros."""
+  lengths = [len(factor) for factor in factors]
+  most = max(lengths)
   x = jnp.stack(
     [jnp.pad(factor.T, ((0, 0), (0, most - len(factor)))) for factor in factors]
   )
-  row = jnp.arange(most)[None]
   largest = jnp.abs(x).max(2, keepdims=True)
-  inside = row < jnp.array([len(factor) for factor in factors])[:, None]
-  drawn = jnp.where(
-    inside[:, None], noise.uniform(noise.bits(key, x.size)).reshape(x.shape) - 0.5, 0.0
-  )
-  x = jnp.where(largest == 0, drawn, x / jnp.where(largest == 0, 1.0, largest))
+  inside = jnp.arange(most)[None] < jnp.array(lengths)[:, None]
+  uniform = noise.uniform(noise.bits(key, x.size)).reshape(x.shape)
+  drawn = jnp.where(inside[:, None], uniform - 0.5, 0.0)
+  return jnp.where(largest == 0, drawn, x / jnp.where(largest == 0, 1.0, largest))
 
-  def reflect(
-    number: jax.Array, before: tuple[jax.Array, ...]
-  ) -> tuple[jax.Array, ...]:
-    """I − scale v vᵀ maps the column, from its entry `number` on, to one entry."""
-    x, vectors, scales = before
-    column = jnp.where(row >= number, x[:, number], 0.0)
-    entries = x[:, :, number]
-    products = _einsum("sa,sra->sr", column, x)
-    square = products[:, number, None]
-    entry = entries[:, number, None]
-    image = jnp.where(entry < 0, 1.0, -1.0) * jnp.sqrt(square)
-    vector = column - jnp.where(row == number, image, 0.0)
-    half = square - image * entry  # ‖v‖² / 2
-    scale = jnp.where(half == 0, 0.0, 1 / jnp.where(half == 0, 1.0, half))
-    x = x - (scale * (products - image * entries))[:, :, None] * vector[:, None]
-    return x, vectors.at[:, number].set(vector), scales.at[:, number].set(scale[:, 0])
+
+def _reflect(
+  column_index: jax.Array, before: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+  """I − scale v vᵀ maps a column, from its entry `column_index` on, to one entry."""
+  x, vectors, scales = before
+  row = jnp.arange(x.shape[2])[None]
+  column = jnp.where(row >= column_index, x[:, column_index], 0.0)
+  entries = x[:, :, column_index]
+  products = _einsum("sa,sra->sr", column, x)
+  square = products[:, column_index, None]
+  entry = entries[:, column_index, None]
+  image = jnp.where(entry < 0, 1.0, -1.0) * jnp.sqrt(square)
+  vector = column - jnp.where(row == column_index, image, 0.0)
+  half = square - image * entry  # ‖v‖² / 2
+  scale = jnp.where(half == 0, 0.0, 1 / jnp.where(half == 0, 1.0, half))
+  x = x - (scale * (products - image * entries))[:, :, None] * vector[:, None]
+  return (
+    x,
+    vectors.at[:, column_index].set(vector),
+    scales.at[:, column_index].set(scale[:, 0]),
+  )
+
+
+def _basis(vectors: jax.Array, scales: jax.Array) -> jax.Array:
+  """The first r rows of the product of the reflections I − scale v vᵀ, f32[S, r, most]."""
+  rank, most = vectors.shape[1:]
+  products = _einsum("sra,sqa->srq", vectors, vectors)
 
   def weigh(turn: jax.Array, weights: jax.Array) -> jax.Array:
     """The weights f32[S, r] of a reflection's v in each row of the basis; the last reflection comes first."""
-    number = rank - 1 - turn
-    later = _einsum("sq,sqr->sr", products[:, number], weights)
-    return weights.at[:, number].set(
-      scales[:, number, None] * (vectors[:, number, :rank] - later)
+    column_index = rank - 1 - turn
+    later = _einsum("sq,sqr->sr", products[:, column_index], weights)
+    return weights.at[:, column_index].set(
+      scales[:, column_index, None] * (vectors[:, column_index, :rank] - later)
     )
 
-  _, vectors, scales = varying.fori_loop(
-    0, rank, reflect, (x, jnp.zeros_like(x), jnp.zeros(x.shape[:2], jnp.float32))
-  )
-  products = _einsum("sra,sqa->srq", vectors, vectors)
   weights = varying.fori_loop(0, rank, weigh, jnp.zeros_like(products))
-  return jnp.eye(rank, most, dtype=jnp.float32)[None] - _einsum(
-    "sqr,sqa->sra", weights, vectors
-  )
+  unit = jnp.eye(rank, most, dtype=jnp.float32)[None]
+  return unit - _einsum("sqr,sqa->sra", weights, vectors)
 
 
 _einsum = functools.partial(jnp.einsum, precision="highest")

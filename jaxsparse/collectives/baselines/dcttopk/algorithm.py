@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat, sparse
+from jaxsparse.arrays.sums import largest_magnitude
 from jaxsparse.collectives._base import Traits, check_shapes, replace_fields
+from jaxsparse.collectives.baselines.dcttopk.tiling import Tiling
 from jaxsparse.collectives.chunktopk import ChunkTopk
-from jaxsparse.collectives.dcttopk.tiling import Tiling
-from jaxsparse.sparse.sums import largest_magnitude
 from jaxsparse.types import Comm, Deferred, Reduced, Sparse, State
 
 

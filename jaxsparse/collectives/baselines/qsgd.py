@@ -20,10 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import _compat
+from jaxsparse._compat import varying
+from jaxsparse.arrays import noise
+from jaxsparse.arrays.sums import largest_magnitude, ordered_sum, round_mantissa_up
 from jaxsparse.collectives._base import Collective, Traits
-from jaxsparse.comm import all_gather, schedules, varying
-from jaxsparse.sparse import bitset, noise
-from jaxsparse.sparse.sums import largest_magnitude, ordered_sum, round_mantissa_up
+from jaxsparse.comm import all_gather, schedules
+from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Reduced, State
 
 _BLOCK = 1 << 15  # words

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse.comm.program_text import ProgramText
 from jaxsparse.comm.verbs import MESSAGE, rank_p
+from jaxsparse.train.program_text import ProgramText
 
 PROGRAMS = """
 import functools
 import jax, jax.numpy as jnp, numpy as np, optax
 import jaxsparse as js
-from jaxsparse.comm.program_text import ProgramText
+from jaxsparse.train.program_text import ProgramText
 
 @jax.custom_vjp
 def halved(x):

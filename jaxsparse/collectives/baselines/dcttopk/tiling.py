@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat, sparse
-from jaxsparse.comm import varying
+from jaxsparse._compat import varying
+from jaxsparse.arrays import flatten
+from jaxsparse.arrays.sums import round_mantissa
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.chunks import top_k_of_chunks
-from jaxsparse.sparse import flatten
-from jaxsparse.sparse.sums import round_mantissa
 from jaxsparse.types import Sparse
 
 _PIECES = 16  # of the tiles, which a CPU transforms one after the other

@@ -5,10 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxsparse._compat import AxisName
-from jaxsparse.collectives.onebit.blocks import Blocks
+from jaxsparse._compat import AxisName, varying
 from jaxsparse.comm import all_gather as gather_rows
-from jaxsparse.comm import axes_of, comm_of, in_rank_order, varying
+from jaxsparse.comm import axes_of, comm_of, in_rank_order
+from jaxsparse.low_bit.blocks import Blocks
 from jaxsparse.types import Comm
 
 _CHOICES = (2, 4, 8)

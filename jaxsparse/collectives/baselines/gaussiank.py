@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse._compat import varying
+from jaxsparse.arrays.sums import ordered_sum, round_mantissa
 from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives._messages import (
   EncodingCollective,
@@ -24,13 +26,12 @@ from jaxsparse.collectives._messages import (
   send_up_to,
   words_of,
 )
-from jaxsparse.comm import in_rank_order, schedules, varying
+from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select import threshold, top_k
 from jaxsparse.select.accumulator import pending_except, pending_zeros
 from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.sparse.sums import ordered_sum, round_mantissa
 from jaxsparse.types import (
   Comm,
   Cost,
@@ -60,7 +61,7 @@ class GaussianK(EncodingCollective):
 
   Example:
     >>> import optax, jaxsparse as js
-    >>> tx = optax.chain(js.gaussiank_transform("workers", density=0.01), optax.sgd(0.1))
+    >>> tx = optax.chain(js.make_transform("gaussiank", "workers", density=0.01), optax.sgd(0.1))
   """
 
   correction: Literal[True, False] = True

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxsparse as js
-from jaxsparse.sparse import low_rank
+from jaxsparse.arrays import low_rank
 from tests.cases import normals
 
 

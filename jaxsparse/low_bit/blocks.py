@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat
-from jaxsparse.collectives.onebit import scales as scaling
-from jaxsparse.comm import varying
-from jaxsparse.select import ordering
-from jaxsparse.sparse.sums import fold_rows
+from jaxsparse._compat import varying
+from jaxsparse.arrays.sums import fold_rows
+from jaxsparse.comm import ordering
+from jaxsparse.low_bit import scales as scaling
 
 _ROWS = 32  # of a block, the bits of a word
 _COLUMNS = 128  # at most, the lanes of a TPU
@@ -67,6 +67,7 @@ class Blocks:
 
   @classmethod
   def of(cls, n: int, size: int, bits: int = 1) -> Self:
+    """The layout of n entries that `size` workers share evenly."""
     needed = -(-n // (size * _ROWS))  # columns of a region
     region = -(-needed // _COLUMNS)
     # Even blocks need less padding. Those of signs are as they always were, for the

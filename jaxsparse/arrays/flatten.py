@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat
-from jaxsparse.comm import varying
+from jaxsparse._compat import varying
 
 
 def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:

@@ -27,7 +27,7 @@ class TopkA(SelectingCollective):
 
   Example:
     >>> import optax, jaxsparse as js
-    >>> tx = optax.chain(js.topka_transform("workers", density=0.01), optax.sgd(0.1))
+    >>> tx = optax.chain(js.make_transform("topka", "workers", density=0.01), optax.sgd(0.1))
   """
 
   def cost(self, n: int, size: int) -> Cost:

@@ -58,7 +58,7 @@ class TopkDSA(SelectingCollective):
 
   Example:
     >>> import optax, jaxsparse as js
-    >>> tx = optax.chain(js.topkdsa_transform("workers", density=0.01), optax.sgd(0.1))
+    >>> tx = optax.chain(js.make_transform("topkdsa", "workers", density=0.01), optax.sgd(0.1))
   """
 
   @property

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsparse.sparse.sums import fold_rows, ordered_sum
+from jaxsparse.arrays.sums import fold_rows, ordered_sum
 from tests.cases import bits, normals
 
 

@@ -1,4 +1,16 @@
-"""The 1-bit all-reduce: signs of regions to their owners, and the signs of the sums to all workers."""
+"""1-bit all-reduce: the sign of each entry and a scale for each block, before and after the sum (1-bit Adam, 2021).
+
+Sending signs and adding the rounding errors to the next gradient is 1-bit SGD (Seide et
+al., 2014). Rounding the sums, too, so that a worker receives one bit an entry and not P
+− 1, is the compressed all-reduce of 1-bit Adam (Tang et al.). The messages of worker 0
+of four:
+
+    scatter      signs of its region 1 -> worker 1, of region 2 -> worker 2, of region 3 -> worker 3
+    all-gather   stride 1, 2: the signs of the sums of regions, as in SparDL
+
+The layout of signs, and how they are computed in few passes over memory, is in
+`jaxsparse/low_bit/blocks.py`.
+"""
 
 import dataclasses
 import functools
@@ -9,8 +21,8 @@ import jax.numpy as jnp
 
 from jaxsparse import _compat
 from jaxsparse.collectives._base import Collective, Traits
-from jaxsparse.collectives.onebit.blocks import CHUNK, Blocks, Exchanged
 from jaxsparse.comm import all_gather, in_rank_order, schedules
+from jaxsparse.low_bit.blocks import CHUNK, Blocks, Exchanged
 from jaxsparse.types import Comm, Cost, Deferred, Reduced, State
 
 

@@ -8,6 +8,6 @@ bases.
 `algorithm` has the collective, `tiling` the tiles of the leaves and their transforms.
 """
 
-from jaxsparse.collectives.dcttopk.algorithm import DctTopk
+from jaxsparse.collectives.baselines.dcttopk.algorithm import DctTopk
 
 __all__ = ["DctTopk"]
