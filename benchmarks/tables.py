@@ -21,6 +21,7 @@ import rich.table
 import jaxsparse as js
 from benchmarks import papers as cells_of_papers
 from benchmarks import report
+from benchmarks import wires as bits_of_wires
 from benchmarks.compiled import hlo
 from benchmarks.compiled.rows import HEADS, Row
 from benchmarks.device import speed, step, worth
@@ -481,6 +482,13 @@ def wire() -> str:
   )
 
 
+def wires() -> str:
+  """Bits of an entry in every wire format, in compiled programs, beside the entropy."""
+  rows = json.loads((RESULTS / "wires.json").read_text())["rows"]
+  of_row = lambda row: bits_of_wires.cells(bits_of_wires.Row(**row))
+  return markdown(bits_of_wires.HEADS, map(of_row, rows))
+
+
 _SIMPLE = (
   kept,
   race,
@@ -493,6 +501,7 @@ _SIMPLE = (
   verdicts,
   summary,
   wire,
+  wires,
   peers,
 )
 TABLES = {

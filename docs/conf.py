@@ -72,7 +72,7 @@ nitpick_ignore_regex = [
   ("py:class", r"jaxsparse\.transform\.state\.Layout"),  # not public
   (
     "py:class",
-    r"jaxsparse\.(costs\.calibration\.Algorithm|overlap\.(plans\.Group|network\.Sent)|types\.Deferred)",
+    r"jaxsparse\.(costs\.calibration\.Algorithm|overlap\.(plans\.LayerGroup|network\.Sent)|types\.Deferred)",
   ),  # of fields
   ("py:class", r"jaxsparse\.types\.Deferred"),  # of a field
 ]

@@ -37,14 +37,14 @@ from jaxsparse.launch.start import TUNABLES, find_program, list_gpus
 __all__ = ["examine"]
 
 _TIMEOUT = 60.0  # seconds for a program of two workers
-# seconds beyond its limit that the launcher gets to end its ranks and to name the one
-# that hangs
+# Seconds beyond its limit in which the launcher ends its ranks and names the one that
+# hangs.
 _BACKSTOP = 15.0
 _TAIL = 12  # lines of a failed program's output that a finding shows
 _ANSWER = (
   "doctor: "  # begins the line of a probe's answer, among other output of libraries
 )
-_ENTRIES = 60  # of a gradient
+_ENTRIES = 60  # length of the gradient that a probe reduces
 _TRANSPARENT = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _INSTALL_MPI = (
   "make install (in a checkout), or with pip as docs/how_to/many_hosts.md says: MPI"
@@ -139,12 +139,12 @@ def check_devices(timeout: float) -> Iterator[Finding]:
     )
     yield Finding("FAIL", "JAX", f"finds no devices: {answer['error']}", fix)
     return
-  found = answer["devices"]
+  devices = answer["devices"]
   fix = ""
   if answer["platform"] == "cpu" and (unused := list_gpus()):
-    found = f"{found}, though NVIDIA GPUs are here: {', '.join(unused)}"
+    devices = f"{devices}, though NVIDIA GPUs are here: {', '.join(unused)}"
     fix = unset or "pip install 'jax[cuda13]'"
-  yield _report("JAX", found, fix)
+  yield _report("JAX", devices, fix)
   if answer["platform"] == "gpu":  # JAX loads NCCL at the first message between GPUs
     wheels = [
       f"{wheel.name} {wheel.version}"
@@ -172,16 +172,16 @@ def check_memory() -> Iterator[Finding]:
   missing = {
     name: TUNABLES[name] for name in TUNABLES if not known.get(name, "").strip("0x")
   }
-  found = f"GLIBC_TUNABLES={tunables}"
+  setting_found = f"GLIBC_TUNABLES={tunables}"
   fix = ""
   if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 35):
-    found = f"{libc or 'this C library'} {version} cannot ask for huge pages, glibc 2.35 or newer can"
+    setting_found = f"{libc or 'this C library'} {version} cannot ask for huge pages, glibc 2.35 or newer can"
     fix = "use a newer distribution where updates on CPU have to be fast"
   elif missing:
-    found = f"no {', '.join(missing)}: page faults cost more than the arithmetic of an update on CPU"
+    setting_found = f"no {', '.join(missing)}: page faults cost more than the arithmetic of an update on CPU"
     settings = ":".join(f"{name}={value}" for name, value in (known | missing).items())
     fix = f"export GLIBC_TUNABLES={settings} before Python starts; jaxsparse.launch sets it for its ranks"
-  yield _report("memory of this process", found, fix)
+  yield _report("memory of this process", setting_found, fix)
 
 
 def check_mpi(timeout: float) -> Iterator[Finding]:
@@ -318,12 +318,10 @@ def _run_probe(name: str, limit: float, ranks: Sequence[str] = ()) -> dict[str, 
 
 
 def _find_devices() -> dict[str, Any]:
-  found = jax.devices()
+  devices = jax.devices()
   kind = jax.default_backend()
-  devices = (
-    f"{len(found)} {kind} device{'s' * (len(found) != 1)} ({found[0].device_kind})"
-  )
-  return {"platform": kind, "devices": devices}
+  text = f"{len(devices)} {kind} device{'s' * (len(devices) != 1)} ({devices[0].device_kind})"
+  return {"platform": kind, "devices": text}
 
 
 def _load_mpi() -> dict[str, Any]:
@@ -431,14 +429,14 @@ def main() -> None:
     parser.error(
       "this process is a rank of a run: start the doctor by itself, it starts ranks of its own"
     )
-  found = []
+  findings = []
   for finding in _find(options.timeout):
-    found.append(finding)
+    findings.append(finding)
     if not options.json:
       print(finding, flush=True)
   if options.json:
-    print(json.dumps([finding._asdict() for finding in found], indent=2))
-  sys.exit(any(finding.status == "FAIL" for finding in found))
+    print(json.dumps([finding._asdict() for finding in findings], indent=2))
+  sys.exit(any(finding.status == "FAIL" for finding in findings))
 
 
 if __name__ == "__main__":

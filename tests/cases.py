@@ -154,6 +154,8 @@ def all_cases() -> list[Case]:
 CASES = all_cases()
 FEWER = [case for case in CASES if len(case.options) != 1 or not LONG.match(str(case))]
 """For laws that take long: choices that collectives share are met by some of them, and together."""
+WIRED = [case for case in CASES if "wire" in dict(case.options)]
+"""Every wire format of every collective that has several; for laws of local steps and of rounds."""
 DEFAULTS = [str(case) for case in CASES if not case.options]
 CONSERVING = [case for case in CASES if case.make(density=0.5).traits.conserves]
 REPLICATING = [case for case in CASES if case.make(density=0.5).traits.replicates]

@@ -33,20 +33,22 @@ def ppermute(
   Over a tuple of axes `axis_index` counts in the order of the tuple and `ppermute` in
   that of the mesh; newer versions reject tuples in another order.
   """
-  inner, number = _in_mesh_order(axis)
-  if number is not None:
+  inner, mesh_number = _in_mesh_order(axis)
+  if mesh_number is not None:
     pairs = [
-      (int(number[source]), int(number[destination])) for source, destination in pairs
+      (int(mesh_number[source]), int(mesh_number[destination]))
+      for source, destination in pairs
     ]
   return jax.lax.ppermute(x, inner, pairs)
 
 
 def all_to_all(rows: jax.Array, axis: AxisName) -> jax.Array:
   """`jax.lax.all_to_all` of rows [P, ...], in the numbering of `jax.lax.axis_index`."""
-  inner, number = _in_mesh_order(axis)
-  if number is None:
+  inner, mesh_number = _in_mesh_order(axis)
+  if mesh_number is None:
     return jax.lax.all_to_all(rows, inner, 0, 0, tiled=True)
-  return jax.lax.all_to_all(rows[np.argsort(number)], inner, 0, 0, tiled=True)[number]
+  in_mesh_order = rows[np.argsort(mesh_number)]
+  return jax.lax.all_to_all(in_mesh_order, inner, 0, 0, tiled=True)[mesh_number]
 
 
 def _in_mesh_order(axis: AxisName) -> tuple[AxisName, np.ndarray | None]:
@@ -228,7 +230,9 @@ def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
   parts = [
     tuple(name for name in names_of(part or ()) if name not in axes) for part in spec
   ]
-  return PartitionSpec(*parts)  # which stores one name as itself, and none as None
+  return PartitionSpec(
+    *parts
+  )  # PartitionSpec stores one name as itself, and no name as None
 
 
 def axes_inside(axes: Sequence[str] | None) -> dict[str, int]:
@@ -279,11 +283,11 @@ def trimmed(spec: PartitionSpec) -> PartitionSpec:
 
 def axes_of_type(x: Any) -> frozenset[str]:
   """The axes that a value, or an abstract value, varies over by its type."""
-  own = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+  type_of_x = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
   return (
-    own.manual_axis_type.varying
-    if hasattr(own, "manual_axis_type")
-    else getattr(own, "vma", frozenset())
+    type_of_x.manual_axis_type.varying
+    if hasattr(type_of_x, "manual_axis_type")
+    else getattr(type_of_x, "vma", frozenset())
   )
 
 
@@ -417,10 +421,10 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
   client = distributed.global_state.client
   if not holders or client is None:
     return
-  number = _BARRIERS[what, holders] = _BARRIERS.get((what, holders), 0) + 1
+  count = _BARRIERS[what, holders] = _BARRIERS.get((what, holders), 0) + 1
   try:
     client.wait_at_barrier(
-      f"{what}/{number}/{holders}", round(1000 * timeout), process_ids=list(holders)
+      f"{what}/{count}/{holders}", round(1000 * timeout), process_ids=list(holders)
     )
   except Exception as error:
     raise RuntimeError(

@@ -41,7 +41,7 @@ def dispatch(
   before = _last
   _last = None
   if before is not None and not before.is_deleted():
-    # that of a program that failed is raised where its results are read
+    # The error of a program that failed is raised where its results are read.
     with contextlib.suppress(Exception):
       jax.block_until_ready(before)
   results = program(*arguments)

@@ -84,9 +84,9 @@ def _subtract_by_pieces(
 ) -> jax.Array:
   for start, piece in zip(_starts(x), x, strict=True):
     entries = _matrix(piece).reshape(-1)
-    own, old = (part[start : start + entries.size] for part in (grads, residual))
+    grad, old = (part[start : start + entries.size] for part in (grads, residual))
     residual = jax.lax.dynamic_update_slice(
-      residual, jnp.where(finite, decay * (own + old - entries), old), (start,)
+      residual, jnp.where(finite, decay * (grad + old - entries), old), (start,)
     )
   return residual
 
@@ -121,7 +121,7 @@ def _subtract_on_cpu(
   ]
   sums = shaped(map(jnp.add, cut(grads), cut(residual)))
   new = lambda: [
-    decay * (one - _matrix(piece)) for one, piece in zip(sums, x, strict=True)
+    decay * (entries - _matrix(piece)) for entries, piece in zip(sums, x, strict=True)
   ]
   return _put_at(
     starts, varying.cond(finite, new, lambda: shaped(cut(residual))), residual

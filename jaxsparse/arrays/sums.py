@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# that are read side by side, in one vectorized loop on a CPU and in one kernel on a GPU
+# Pieces that are read side by side, in one vectorized loop on a CPU and in one kernel
+# on a GPU.
 _PIECES = 32
 
 
@@ -74,7 +75,7 @@ def _fold(
       jnp.add, [part[start + first : start + end] for part in parts]
     )
     return functools.reduce(
-      combine, [term(cut(number * length)) for number in range(pieces)]
+      combine, [term(cut(piece * length)) for piece in range(pieces)]
     )
 
   folded = fold(0, shorter, count)

@@ -350,8 +350,9 @@ class SparseCollective(Collective):
       "f32" with unchanged values, "bf16" with values rounded to 8 significant bits,
       "int8" with multiples of 1/127 of the largest magnitude of a block, rounded up or
       down at random, so that rounding is unbiased, "int4" with a sign and one of 7
-      magnitudes of a block. Rounding errors stay in the residual of the worker that
-      rounds.
+      magnitudes of a block. With selector="chunked" positions in chunks take the
+      place of indices, and "coo" is "f32". Rounding errors stay in the residual of the
+      worker that rounds.
 
   Example:
     >>> import jaxsparse as js

@@ -48,6 +48,10 @@ class Writer(NamedTuple):
       noise = jax.random.uniform(
         jax.random.fold_in(self.key, number), entries.values.shape, jnp.float32
       )
+    if self.codec.rounds:
+      # Without a barrier, XLA for GPUs reads bf16's values again for the errors, and
+      # copies the vector that they are in before anything is added to it.
+      entries = jax.lax.optimization_barrier(entries)
     message, rounded = self.codec.encode(entries, noise)
     errors = entries.values - rounded if self.codec.rounds else jnp.zeros_like(rounded)
     return message, entries._replace(values=errors)

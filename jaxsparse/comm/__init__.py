@@ -15,9 +15,9 @@ from jaxsparse.comm.schedules import (
 )
 from jaxsparse.comm.verbs import (
   AxisComm,
+  CommView,
   SimComm,
   SoloComm,
-  View,
   axes_of,
   comm_of,
   number_of_each,
@@ -27,9 +27,9 @@ from jaxsparse.comm.verbs import (
 
 __all__ = [
   "AxisComm",
+  "CommView",
   "SimComm",
   "SoloComm",
-  "View",
   "agreement_messages",
   "all_gather",
   "all_reduce_cost",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse.comm.verbs import MESSAGE, View, rank_p
+from jaxsparse.comm.verbs import MESSAGE, CommView, rank_p
 from jaxsparse.launch import environment
 from jaxsparse.launch.rank import join_mpi
 
@@ -29,7 +29,7 @@ def _world() -> Any:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MpiComm(View):
+class MpiComm(CommView):
   """The ranks of an MPI job as workers, for example of `js.spardl_transform(js.MpiComm(), density=0.01)`.
 
   Every rank runs the same program on its one device and jits its own steps; arrays are
@@ -46,7 +46,7 @@ class MpiComm(View):
     host_staging: whether messages go through host memory and mpi4py. None chooses this
       where the device is not a CPU and mpi4jax was built without CUDA, which would
       crash otherwise.
-    stride, members: as in `js.comm.View`.
+    stride, members: as in `js.comm.CommView`.
 
   Raises:
     RuntimeError: in one of several ranks of `jaxsparse.launch --engine=processes`,
@@ -68,8 +68,8 @@ class MpiComm(View):
   _names = (RANKS,)
 
   def __post_init__(self) -> None:
-    if found := join_mpi():  # also where the caller gives a communicator
-      environment.check_mpi("js.MpiComm()", found, _mpi4jax()[0])
+    if counts := join_mpi():  # also where the caller gives a communicator
+      environment.check_mpi("js.MpiComm()", counts, _mpi4jax()[0])
 
   def _engine_size(self) -> int:
     return self.communicator.Get_size()
@@ -78,9 +78,9 @@ class MpiComm(View):
     return rank_p.bind(jnp.int32(self.communicator.Get_rank()))
 
   def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    own = self.communicator.Get_rank()
+    rank = self.communicator.Get_rank()
     sources = {destination: source for source, destination in pairs}
-    return _message(self, buffer, dict(pairs).get(own), sources.get(own))
+    return _message(self, buffer, dict(pairs).get(rank), sources.get(rank))
 
 
 def _send_message(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import io_callback
 
-from jaxsparse.comm.verbs import View
+from jaxsparse.comm.verbs import CommView
 
 PEERS = "peers"  # name of the axis of the workers of a round
 
@@ -17,7 +17,7 @@ Send = Callable[[Sequence[Message]], list[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PeerComm(View):
+class PeerComm(CommView):
   """The `workers` of one round, each in a process of its own (`js.partial.Rounds`); sums are in rank order.
 
   Programs depend on the number of workers, not on who they are: the rank is an argument
@@ -35,7 +35,7 @@ class PeerComm(View):
       come from its source; either may be None, and without a source the result is
       zeros. Called in the order of the program.
     divisor: 1, of a total, for its mean.
-    stride, members: as in `js.comm.View`.
+    stride, members: as in `js.comm.CommView`.
 
   Example:
     >>> import jax.numpy as jnp

@@ -137,9 +137,11 @@ def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.
   if x.size < comm.size:
     return combine_rows(in_rank_order(comm, all_gather(comm, x)), op)
   blocks = jnp.pad(x.reshape(-1), (0, -x.size % comm.size)).reshape(comm.size, -1)
-  own = combine_rows(comm.all_to_all(blocks), op)
+  block_sum = combine_rows(comm.all_to_all(blocks), op)
   return (
-    in_rank_order(comm, all_gather(comm, own)).reshape(-1)[: x.size].reshape(x.shape)
+    in_rank_order(comm, all_gather(comm, block_sum))
+    .reshape(-1)[: x.size]
+    .reshape(x.shape)
   )
 
 

@@ -80,7 +80,7 @@ def list_axes(axes: Iterable[str]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class View:
+class CommView:
   """`members` workers of an engine, `stride` apart; a subclass for each engine.
 
   A subclass implements the number of workers of the engine, the number of this worker,
@@ -93,7 +93,7 @@ class View:
 
   stride: int = 1
   members: int | None = None
-  _names: ClassVar[tuple[str, ...]] = ()  # of the axes of the engine
+  _names: ClassVar[tuple[str, ...]] = ()  # axes of the engine's mesh
 
   @property
   def size(self) -> int:
@@ -173,12 +173,12 @@ class View:
   def _all_to_all(self, buffer: jax.Array) -> jax.Array:
     """`all_to_all` of u32[P, words], by messages to the next worker, the one after it, and so on."""
     numbers = jnp.arange(self.size, dtype=jnp.int32)
-    own, *others = buffer[(self.rank + numbers) % self.size]
+    own_row, *others = buffer[(self.rank + numbers) % self.size]
     sent = self._ppermutes(
       others, [self._moves(schedules.ring(self.size, by)) for by in range(1, self.size)]
     )
     # The row of worker rank − b is row P − b of the home frame.
-    return jnp.stack([own, *reversed(sent)])[(numbers - self.rank) % self.size]
+    return jnp.stack([own_row, *reversed(sent)])[(numbers - self.rank) % self.size]
 
   def _ppermutes(
     self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]
@@ -267,13 +267,13 @@ def number_of_each(comm: Comm, number: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class AxisComm(View):
+class AxisComm(CommView):
   """The workers along a named axis of `jax.shard_map`, or every `stride`-th of them.
 
   Attributes:
     axis: the name of the axis, or a tuple of names (ranks vary slowest along the
       first).
-    stride, members: as in `js.comm.View`.
+    stride, members: as in `js.comm.CommView`.
 
   Example:
     >>> from jax.sharding import PartitionSpec as P
@@ -370,7 +370,7 @@ class SimComm(AxisComm):
 
 
 @dataclasses.dataclass(frozen=True)
-class SoloComm(View):
+class SoloComm(CommView):
   """One worker without the other `workers` - 1, to time the arithmetic of an update without its messages.
 
   The others are taken to have the same arrays, so that branches that depend on the data

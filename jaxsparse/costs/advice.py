@@ -81,17 +81,17 @@ def evidence(optimizer: str | None = None) -> list[Evidence]:
   """
   rows = [Evidence(**row) for row in json.loads(_EVIDENCE.read_text())]
   names = [row.optimizer.split(":")[0] for row in rows]
-  found = [
+  rows_of_optimizer = [
     row
     for row, name in zip(rows, names, strict=True)
     if optimizer in (None, name, *name.split("_"))
   ]
-  if not found:
+  if not rows_of_optimizer:
     known = ", ".join(dict.fromkeys(names))
     raise ValueError(
       f"evidence: no training with optimizer={optimizer!r}, choose one of {known}, or None for all"
     )
-  return found
+  return rows_of_optimizer
 
 
 class Prediction(NamedTuple):
@@ -181,19 +181,21 @@ class Advice(NamedTuple):
     return self.predictions[0]
 
   def __str__(self) -> str:
-    has_evidence = any(one.evidence for one in self.predictions)
-    width = max(31, *(len(one.title) for one in self.predictions)) + 1
+    has_evidence = any(prediction.evidence for prediction in self.predictions)
+    width = max(31, *(len(prediction.title) for prediction in self.predictions)) + 1
     heads = (
       f"{'to loss':>10}" * has_evidence
       + f"{'seconds':>10}{'arithmetic':>12}{'wire':>10}"
     )
     lines = [f"{'algorithm':<{width}}{heads}{'messages':>10}{'words':>14}"]
-    for one in self.predictions:
+    for prediction in self.predictions:
       times = (
-        f"{one.to_loss:>10.4f}" * has_evidence
-        + f"{one.seconds:>10.4f}{one.arithmetic:>12.4f}{one.wire:>10.4f}"
+        f"{prediction.to_loss:>10.4f}" * has_evidence
+        + f"{prediction.seconds:>10.4f}{prediction.arithmetic:>12.4f}{prediction.wire:>10.4f}"
       )
-      lines.append(f"{one.title:<{width}}{times}{one.messages:>10}{one.words:>14,}")
+      lines.append(
+        f"{prediction.title:<{width}}{times}{prediction.messages:>10}{prediction.words:>14,}"
+      )
     if has_evidence:
       accuracy = "Accuracy counts by these trainings alone, which are not yours."
     else:
@@ -295,16 +297,28 @@ def advise(
     _predict(label, params, profile)._replace(compute=compute) for label in labels
   ]
   without_evidence = [update.rarely(steps) for steps in every for update in updates]
-  found = (
+  predictions_of_methods = (
     _with_evidence(updates, rows) if (rows := list(evidence)) else without_evidence
   )
   dense = min(
-    (one.to_loss for one in found if rows and not one.evidence), default=math.inf
+    (
+      prediction.to_loss
+      for prediction in predictions_of_methods
+      if rows and not prediction.evidence
+    ),
+    default=math.inf,
   )
   # A gain that is not outside of the deviation is none.
-  sure = lambda one: one.to_loss if one.latest < dense else max(one.to_loss, dense)
+  sure = lambda prediction: (
+    prediction.to_loss if prediction.latest < dense else max(prediction.to_loss, dense)
+  )
   predictions = sorted(
-    found, key=lambda one: (sure(one), bool(one.evidence), one.to_loss)
+    predictions_of_methods,
+    key=lambda prediction: (
+      sure(prediction),
+      bool(prediction.evidence),
+      prediction.to_loss,
+    ),
   )
   return Advice(predictions, _explain(predictions), _describe_scaling(params, profile))
 
@@ -338,7 +352,7 @@ def link_of(profile: Profile, name: str | Collective = "dense", **config: Any) -
   """
   collective = make_collective(name, **config)
   wanted = collective_of(collective.label)
-  labels = (one for one in profile.algorithms if collective_of(one) == wanted)
+  labels = (label for label in profile.algorithms if collective_of(label) == wanted)
   label = next(labels, None)
   if label is None:
     raise ValueError(
@@ -438,8 +452,11 @@ def _describe_scaling(params: Any, profile: Profile) -> str:
 def _explain(predictions: list[Prediction]) -> str:
   """One sentence about the best method and dense, or about dense and the best of the others."""
   best, *others = predictions
-  is_dense = lambda one: one.name == "dense" and not one.evidence
-  other = next((one for one in others if is_dense(one) != is_dense(best)), None)
+  is_dense = lambda prediction: prediction.name == "dense" and not prediction.evidence
+  other = next(
+    (prediction for prediction in others if is_dense(prediction) != is_dense(best)),
+    None,
+  )
   trained = best.evidence or (other and other.evidence)
   if other is None:
     return f"{best.title}: {trained or f'{best.seconds:.4f} s per step'}"

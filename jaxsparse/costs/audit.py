@@ -19,7 +19,7 @@ _OPERATION = re.compile(
   r"(?P<start>-start)?\("
 )
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
-# of others the bits are in the name
+# Types whose names do not say their bits.
 _BYTES = {
   "pred": 1,
   "bf16": 2,
@@ -71,12 +71,12 @@ class Audit(NamedTuple):
   @property
   def bytes(self) -> int:
     """Bytes that a device sends across the axis in one run of the program."""
-    return sum(one.bytes for one in self.operations)
+    return sum(operation.bytes for operation in self.operations)
 
   def __str__(self) -> str:
     lines = [
-      f"{one.bytes:>12,}  {one.kind} {one.dtype}[{one.entries:,}]  {one.source}"
-      for one in self.operations
+      f"{operation.bytes:>12,}  {operation.kind} {operation.dtype}[{operation.entries:,}]  {operation.source}"
+      for operation in self.operations
     ]
     return "\n".join(
       [f"{self.bytes:,} bytes in {len(self.operations)} operations", *lines]
@@ -131,9 +131,14 @@ def audit(
     raise ValueError(
       f"audit: {text[:40]!r} is no optimized HLO: give step.lower(...), or the text of what it compiles to"
     )
-  found = _Text(text, _positions(mesh, axis))
+  program_text = _Text(text, _positions(mesh, axis))
   result = Audit(
-    tuple(sorted(found.operations(found.entry), key=lambda one: -one.bytes))
+    tuple(
+      sorted(
+        program_text.operations(program_text.entry),
+        key=lambda operation: -operation.bytes,
+      )
+    )
   )
   if at_most is not None and result.bytes > at_most:
     raise ValueError(
@@ -149,7 +154,7 @@ def _positions(mesh: Mesh, axis: AxisName) -> np.ndarray:
   chosen = [names.index(name) for name in names_of(axis)]
   return np.asarray(
     np.ravel_multi_index(
-      tuple(places[chosen]), [mesh.devices.shape[one] for one in chosen]
+      tuple(places[chosen]), [mesh.devices.shape[axis_index] for axis_index in chosen]
     )
   )
 
@@ -164,28 +169,28 @@ class _Text:
 
   def operations(self, computation: str) -> list[Operation]:
     """Those that cross the axis, in one run of a computation."""
-    found = list[Operation]()
+    crossing = list[Operation]()
     for line in self.computations[computation]:
       if (match := _OPERATION.match(line.removeprefix("ROOT "))) and (
-        own := self._operation(match, line)
+        operation := self._operation(match, line)
       ):
-        found.append(own)
+        crossing.append(operation)
       inside = {
         name: self.operations(name)
         for name in called_by(line)
         if name in self.computations
       }
       if " conditional(" in line:
-        found += max(
+        crossing += max(
           inside.values(),
-          key=lambda branch: sum(one.bytes for one in branch),
+          key=lambda branch: sum(operation.bytes for operation in branch),
           default=[],
         )
       elif " while(" in line:
-        found += _repeated(line, inside)
+        crossing += _repeated(line, inside)
       else:
-        found += itertools.chain(*inside.values())
-    return found
+        crossing += itertools.chain(*inside.values())
+    return crossing
 
   def _operation(self, match: re.Match, line: str) -> Operation | None:
     shapes = [
@@ -225,7 +230,9 @@ class _Text:
       ]
       return float(any(crosses))
     groups = _groups(line, len(self.positions))
-    if bad := [one for group in groups for one in group if one >= len(self.positions)]:
+    if bad := [
+      device for group in groups for device in group if device >= len(self.positions)
+    ]:
       raise ValueError(
         f"audit: the program has a device {bad[0]}, the mesh has {len(self.positions)}: give its mesh"
       )
@@ -289,15 +296,17 @@ def _repeated(line: str, inside: dict[str, list[Operation]]) -> list[Operation]:
     return []
   is_condition = lambda name: re.search(rf"condition=%?{re.escape(name)}\b", line)
   return [
-    one._replace(bytes=one.bytes * (rounds + 1 if is_condition(name) else rounds))
+    operation._replace(
+      bytes=operation.bytes * (rounds + 1 if is_condition(name) else rounds)
+    )
     for name, operations in inside.items()
-    for one in operations
+    for operation in operations
   ]
 
 
 def _field(text: str, name: str) -> str:
-  found = re.search(rf"\b{name}=(\d+)", text)
-  return found[1] if found else ""
+  match = re.search(rf"\b{name}=(\d+)", text)
+  return match[1] if match else ""
 
 
 def _itemsize(kind: str) -> float:
@@ -353,7 +362,7 @@ def _groups(line: str, devices: int) -> list[list[int]]:
     sizes = [size for _, size in axes]
     inside = [name in re.findall(r"\w+", named[4]) for name, _ in axes]
     ids = _iota(named[2] or ",".join(map(str, sizes)), named[3]).reshape(sizes)
-    order = sorted(range(len(axes)), key=lambda number: inside[number])
+    order = sorted(range(len(axes)), key=lambda axis_index: inside[axis_index])
     return (
       ids.transpose(order)
       .reshape(-1, math.prod(itertools.compress(sizes, inside)))
@@ -365,7 +374,7 @@ def _groups(line: str, devices: int) -> list[list[int]]:
 
 
 def _whole(numbers: str) -> list[int]:
-  return [int(one) for one in numbers.split(",")]
+  return [int(digits) for digits in numbers.split(",")]
 
 
 def _iota(shape: str, order: str | None) -> Any:

@@ -52,6 +52,12 @@ _FIRST = (
   "spardl",
   "powersgd",
 )
+# of SparDL: less arithmetic; fewer words, without loss and with the most
+_VARIANTS = (
+  "spardl:selector=chunked",
+  "spardl:wire=f32",
+  "spardl:selector=chunked:wire=int4",
+)
 _MACHINES = ("h100",)  # whose measurements are beside this module
 _SHAPE = 2**16  # entries of the gradients that `fill` is measured with
 _FEW = 64  # rows and columns of the gradients that `overhead` is measured with
@@ -146,8 +152,8 @@ class Profile:
     file = pathlib.Path(path) if isinstance(path, str) else path
     read = json.loads(file.read_text())
     algorithms = {
-      label: Algorithm(**_fields_of(Algorithm, one))
-      for label, one in read["algorithms"].items()
+      label: Algorithm(**_fields_of(Algorithm, algorithm))
+      for label, algorithm in read["algorithms"].items()
     }
     return cls(**_fields_of(cls, read) | {"algorithms": algorithms})
 
@@ -331,7 +337,7 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
   fits = lambda name: make_plain(name).traits.replicates and not lacks_shapes(name, n)
-  recommended = [*filter(fits, _FIRST), "spardl:selector=chunked"]
+  recommended = [*filter(fits, _FIRST), *_VARIANTS]
   averaging = [
     name for name in collective_names() if fits(name) and name not in recommended
   ]
@@ -466,7 +472,7 @@ class _Meter:
     """Seconds of a message of `short` words; words and seconds of a long one; the seconds of its words."""
 
     def chain(comm: Comm, x: jax.Array) -> jax.Array:
-      # of equal values XLA would make a multiplication
+      # XLA would turn a sum of equal values into a multiplication.
       own = x + comm.rank.astype(x.dtype)
       total = own
       for _ in range(_CHAIN):

@@ -59,8 +59,8 @@ def count(
     >>> js.costs.count("spardl", n=2**27, workers=8, devices=8, density=0.001)
     Cost(messages=6, words=58744, agreements=0)
   """
-  collective, own = make_sized(name, n, workers, devices, **config)
-  return count_jaxpr(schedule(collective, own, workers), workers)
+  collective, entries = make_sized(name, n, workers, devices, **config)
+  return count_jaxpr(schedule(collective, entries, workers), workers)
 
 
 def predict(
@@ -73,8 +73,8 @@ def predict(
     >>> js.costs.predict("dense", n=1000, workers=8)
     Cost(messages=6, words=1750, agreements=0)
   """
-  collective, own = make_sized(name, n, workers, devices, **config)
-  return collective.cost(own, workers)
+  collective, entries = make_sized(name, n, workers, devices, **config)
+  return collective.cost(entries, workers)
 
 
 def count_update(

@@ -78,11 +78,13 @@ def main() -> None:
   except (RunFailed, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
   except KeyboardInterrupt as error:
-    number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+    signal_number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
     with contextlib.suppress(OSError):  # the terminal may be closed
       ended = f"the run of {guard.shorten(' '.join(command))} has ended, no rank is left running"
-      print(f"jaxsparse.launch: {number.name}, {ended}", file=sys.stderr, flush=True)
-    sys.exit(128 + number)
+      print(
+        f"jaxsparse.launch: {signal_number.name}, {ended}", file=sys.stderr, flush=True
+      )
+    sys.exit(128 + signal_number)
 
 
 if __name__ == "__main__":

@@ -50,26 +50,27 @@ def read_mpi() -> list[RankCount] | None:
   launched = read(guard.RANK, guard.RANKS)
   slurm = _read_step()
   mpi = [
-    one
+    count
     for rank, size in guard.MPI.items()
     if os.environ.get(rank)
-    for one in read(rank, size)
+    for count in read(rank, size)
   ]
   mpi = [
-    one
-    for one in mpi
+    count
+    for count in mpi
     if not (
-      one.variable.startswith("PMI") and any(one.allows(own.ranks) for own in slurm)
+      count.variable.startswith("PMI")
+      and any(count.allows(stated.ranks) for stated in slurm)
     )
   ]
-  if several := [one for one in launched + mpi if one.ranks > 1]:
+  if several := [count for count in launched + mpi if count.ranks > 1]:
     return several
   return None if read_slurm() else launched + mpi or None
 
 
 def read_slurm() -> list[RankCount] | None:
   """What srun states of several tasks."""
-  return [one for one in _read_step() if one.ranks > 1] or None
+  return [count for count in _read_step() if count.ranks > 1] or None
 
 
 def _read_step() -> list[RankCount]:
@@ -104,14 +105,14 @@ def check(
   who: str, counts: Sequence[RankCount], ranks: int, counted: str, advice: str
 ) -> None:
   """Raises RuntimeError with the variable, both numbers and the advice unless all that is stated allows `ranks`."""
-  for one in counts:
-    if not one.allows(ranks):
+  for count in counts:
+    if not count.allows(ranks):
       unset = (
-        f"Unset {one.variable} if its launcher did not start this process. "
+        f"Unset {count.variable} if its launcher did not start this process. "
         if len(counts) > 1
         else ""
       )
-      raise RuntimeError(f"{who}: {one}, but {counted} {ranks}. {unset}{advice}")
+      raise RuntimeError(f"{who}: {count}, but {counted} {ranks}. {unset}{advice}")
 
 
 def read(rank: str, size: str) -> list[RankCount]:

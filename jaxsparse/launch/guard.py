@@ -80,12 +80,12 @@ def rank() -> int | None:
 def record(**facts: Any) -> None:
   """Appends fields of `watch.Life` to the records of this rank; does nothing without a launcher."""
   folder = os.environ.get(RECORDS)
-  number = rank()
-  if folder and number is not None:
+  rank_number = rank()
+  if folder and rank_number is not None:
     # Where the launcher has ended, its folder is removed.
     with (
       contextlib.suppress(OSError),
-      open(os.path.join(folder, str(number)), "a") as file,
+      open(os.path.join(folder, str(rank_number)), "a") as file,
     ):
       file.write(json.dumps(facts) + "\n")
 
@@ -100,7 +100,7 @@ def memory_of(folder: str) -> str:
   """The folder in shared memory that belongs to a folder of records: MPI would leave files there of ranks that die.
 
   Example:
-    >>> memory_of("/tmp/jaxsparse-outer/jaxsparse-inner")  # of a launcher in a rank of another one
+    >>> memory_of("/tmp/jaxsparse-outer/jaxsparse-inner")  # the folder of a launcher in a rank of another one
     '/dev/shm/jaxsparse-outer/jaxsparse-inner'
   """
   parent, name = os.path.split(folder)
@@ -108,7 +108,7 @@ def memory_of(folder: str) -> str:
   return os.path.join(memory_of(parent) if is_nested else _MEMORY, name)
 
 
-def die_with_parent(number: int, parent: int) -> None:
+def die_with_parent(signal_number: int, parent: int) -> None:
   """Asks the kernel to send this process a signal when its parent ends; call it first in a new process.
 
   The parent is the thread that started this process. The setting survives `exec`,
@@ -116,14 +116,14 @@ def die_with_parent(number: int, parent: int) -> None:
   has it.
 
   Args:
-    number: of the signal.
+    signal_number: the signal.
     parent: process id of the parent. If the parent has already ended, this process ends
       at once.
   """
   if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
   if os.getppid() != parent:
-    os._exit(128 + number)
+    os._exit(128 + signal_number)
 
 
 def _main() -> None:
@@ -150,7 +150,10 @@ def _main() -> None:
   if launcher and os.getppid() != launcher and (folder := os.environ.get(RECORDS)):
     import shutil
 
-    for left in (folder, memory_of(folder)):  # of a launcher that was killed
+    for left in (
+      folder,
+      memory_of(folder),
+    ):  # both folders of a launcher that was killed
       shutil.rmtree(left, ignore_errors=True)
   os._exit(
     128 + signal.SIGTERM if status is None else status if status >= 0 else 128 - status
@@ -254,14 +257,14 @@ def _end_children(kill_after: float, process: subprocess.Popen) -> None:
   """Ends children, then orphans of them that the guard adopts: SIGTERM, and SIGKILL `kill_after` seconds later."""
   start = time.monotonic()
   asked = set[int]()
-  while (found := _children(process)) and (
+  while (children := _children(process)) and (
     waited := time.monotonic() - start
   ) < _GIVE_UP:
     late = waited > kill_after
-    for pid in found if late else found - asked:
+    for pid in children if late else children - asked:
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-    asked |= found
+    asked |= children
     time.sleep(0.01)
 
 
@@ -269,7 +272,7 @@ def _children(process: subprocess.Popen) -> set[int]:
   """Ids of child processes, also adopted ones, that have not ended, from /proc; without it of `process` alone."""
   if not HAS_PROC:
     return {process.pid} if process.poll() is None else set()
-  found = set()
+  children = set()
   for entry in filter(str.isdigit, os.listdir("/proc")):
     with (
       contextlib.suppress(OSError),
@@ -277,8 +280,8 @@ def _children(process: subprocess.Popen) -> set[int]:
     ):
       state, parent = file.read().rpartition(")")[2].split()[:2]
       if state not in "ZX" and int(parent) == os.getpid():
-        found.add(int(entry))
-  return found
+        children.add(int(entry))
+  return children
 
 
 if __name__ == "__main__":

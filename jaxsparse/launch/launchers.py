@@ -54,9 +54,9 @@ class Launcher(NamedTuple):
 
 def find() -> tuple[Launcher, list[RankCount]] | None:
   """The innermost launcher that started this process, and all numbers of ranks that are stated; None without one."""
-  for one in LAUNCHERS:
-    if (counts := one.read()) is not None:
-      return one, counts if one.is_inner else list(
+  for launcher in LAUNCHERS:
+    if (counts := launcher.read()) is not None:
+      return launcher, counts if launcher.is_inner else list(
         dict.fromkeys([*counts, *read(*_TORCH[:2])])
       )
   return None
@@ -64,13 +64,13 @@ def find() -> tuple[Launcher, list[RankCount]] | None:
 
 def read_counts() -> list[RankCount]:
   """Numbers of ranks that the variables of launchers state for this process; [] if there are none."""
-  found = find()
-  return found[1] if found else []
+  launcher_and_counts = find()
+  return launcher_and_counts[1] if launcher_and_counts else []
 
 
 def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
   """Raises RuntimeError where the variables of two launchers contradict each other."""
-  if stated := next((one for one in counts if one.exact), None):
+  if stated := next((count for count in counts if count.exact), None):
     environment.check(
       JOIN,
       counts,
@@ -78,10 +78,10 @@ def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
       f"{stated.variable} states",
       "A process is a rank of one run only",
     )
-  own = os.environ.get(launcher.rank)
+  rank = os.environ.get(launcher.rank)
   other = os.environ.get("RANK")
-  if own and other and own != other:
-    raise RuntimeError(f"{JOIN}: {launcher.rank}={own}, but RANK={other}: unset RANK")
+  if rank and other and rank != other:
+    raise RuntimeError(f"{JOIN}: {launcher.rank}={rank}, but RANK={other}: unset RANK")
 
 
 def _need(counts: Sequence[RankCount], names: Sequence[str], advice: str) -> list[str]:
@@ -179,13 +179,13 @@ def _join_ray(_: Sequence[RankCount]) -> dict[str, Any]:
   ray = importlib.import_module("ray")
   collective = importlib.import_module("ray.train.collective")
   context = sys.modules["ray.train"].get_context()
-  own = (
+  address = (
     f"{ray.util.get_node_ip_address()}:{environment.free_port()}"
     if context.get_world_rank() == 0
     else None
   )
   return _connect(
-    collective.broadcast_from_rank_zero(own),
+    collective.broadcast_from_rank_zero(address),
     context.get_world_size(),
     context.get_world_rank(),
   )

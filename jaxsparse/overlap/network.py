@@ -150,16 +150,14 @@ def simulate(
   flows = Flows.empty(1, count)
   starts = list[float]()
   after = [set[int]()]
-  for number, (there, size, early) in enumerate(
-    zip(ready, sizes, at_once, strict=True)
-  ):
-    ends = flows.finish(link).ends[0, count - number :]
+  for group, (there, size, early) in enumerate(zip(ready, sizes, at_once, strict=True)):
+    ends = flows.finish(link).ends[0, count - group :]
     last = (
-      np.argsort(ends, kind="stable")[max(0, number - ways + 1) :].tolist()
+      np.argsort(ends, kind="stable")[max(0, group - ways + 1) :].tolist()
       if early
       else []
     )
-    after.append({*range(number)} - {*last} | after[-1])
+    after.append({*range(group)} - {*last} | after[-1])
     starts.append(
       max([float(there), *starts[-1:], *(ends[other] for other in after[-1])])
     )

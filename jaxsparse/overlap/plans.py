@@ -34,7 +34,7 @@ GroupKind = Literal["normal", "merged", "simultaneous"]
 _MOST = 1e100  # largest number of seconds or bytes: products do not overflow
 
 
-class Group(NamedTuple):
+class LayerGroup(NamedTuple):
   """Layers whose gradients are sent in one communication.
 
   Attributes:
@@ -46,7 +46,7 @@ class Group(NamedTuple):
 
   Example:
     >>> plan("single", [1.0, 1.0], [8, 8], alpha=0.1, beta=0.1, gamma=2.0).groups
-    (Group(layers=(0, 1), kind='merged', after=()),)
+    (LayerGroup(layers=(0, 1), kind='merged', after=()),)
   """
 
   layers: tuple[int, ...]
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
   backward_times: tuple[float, ...]
   sizes: tuple[float, ...]
   link: Link
-  groups: tuple[Group, ...]
+  groups: tuple[LayerGroup, ...]
   timeline: tuple[Sent, ...]
 
   @property
@@ -95,7 +95,7 @@ class Plan(NamedTuple):
     """Seconds of communication that backward does not hide (Figure 6): from its end to that of the last message."""
     return self.iteration_time - self.backward
 
-  def size_of(self, group: Group) -> float:
+  def size_of(self, group: LayerGroup) -> float:
     """Bytes of a group."""
     return sum(self.sizes[layer] for layer in group.layers)
 
@@ -208,11 +208,11 @@ def plan(
   merged = (
     build(_merge(ready, bytes_, link, simultaneous)) for simultaneous in (True, False)
   )
-  best = min(merged, key=lambda one: one.iteration_time)
+  best = min(merged, key=lambda candidate: candidate.iteration_time)
   # merges alone are a fast search, and bound the second one
   for most in sorted({1, ways}) if kind == "optimal" else ():
-    if found := search.find_fastest(ready, bytes_, link, most, best.iteration_time):
-      best = min(build(found), best, key=lambda one: one.iteration_time)
+    if firsts := search.find_fastest(ready, bytes_, link, most, best.iteration_time):
+      best = min(build(firsts), best, key=lambda candidate: candidate.iteration_time)
   return best
 
 
@@ -222,7 +222,7 @@ _Firsts = dict[int, bool]
 
 def _build(plan: Plan, ready: Sequence[float], ways: int, firsts: _Firsts) -> Plan:
   """The plan with these groups, at most `ways` of which overlap."""
-  groups = list[Group]()
+  groups = list[LayerGroup]()
   layers = [
     tuple(range(first, end)) for end, first in itertools.pairwise([len(ready), *firsts])
   ]
@@ -230,11 +230,11 @@ def _build(plan: Plan, ready: Sequence[float], ways: int, firsts: _Firsts) -> Pl
   after, timeline = simulate(
     [ready[first] for first in firsts], bytes_, list(firsts.values()), plan.link, ways
   )
-  for number, (own, waits) in enumerate(zip(layers, after, strict=True)):
+  for index, (group, waits) in enumerate(zip(layers, after, strict=True)):
     kind_of_group: GroupKind = (
-      "simultaneous" if len(waits) < number else "merged" if len(own) > 1 else "normal"
+      "simultaneous" if len(waits) < index else "merged" if len(group) > 1 else "normal"
     )
-    groups.append(Group(own, kind_of_group, waits))
+    groups.append(LayerGroup(group, kind_of_group, waits))
   return plan._replace(groups=tuple(groups), timeline=timeline)
 
 
@@ -256,7 +256,7 @@ def _merge(
   )
   for layer in reversed(range(len(ready))):
     size += sizes[layer]
-    # of a normal communication, or of the one that the layer is merged into
+    # The start of a normal communication, or of the one that the layer is merged into.
     start = max(start, end, ready[layer])
     alone = link.seconds(size)
     # seconds of a simultaneous one
@@ -286,12 +286,14 @@ def _penalty(start: float, earlier: float, size: float, link: Link) -> float:
 
 
 def _checked_row(name: str, values: Sequence[float]) -> tuple[float, ...]:
-  given = list(values) if np.iterable(values) else []
-  if not given:
+  numbers_of_layers = list(values) if np.iterable(values) else []
+  if not numbers_of_layers:
     raise ValueError(
       f"plan: {name}={values!r}, give a number for every layer, at least one"
     )
-  return tuple(_checked(f"{name}[{layer}]", value) for layer, value in enumerate(given))
+  return tuple(
+    _checked(f"{name}[{layer}]", value) for layer, value in enumerate(numbers_of_layers)
+  )
 
 
 def _checked(name: str, value: Any, least: float = 0) -> float:

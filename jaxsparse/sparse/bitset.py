@@ -15,7 +15,7 @@ from jaxsparse import _compat
 BITS = 32
 # shifts and masks: JAX writes a quotient or a remainder of integers as ten operations
 _LOG_BITS = 5
-_LANES = 128  # of a TPU
+_LANES = 128  # the width of a vector of a TPU
 _ROW = BITS * _LANES  # flags of 128 words
 _SHORT = 256  # numbers that a running sum adds up all at once
 # words, 256 bits, that are counted together: few enough groups for a running sum, few
@@ -183,10 +183,10 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
     .at[starts]
     .add(1, mode="drop", indices_are_sorted=True)
   )
-  number = running_sum(marks) - 1
+  group_of_slot = running_sum(marks) - 1
   # The word of the member of that rank in the group.
-  ordinal = slots - starts[number]
-  first = number * group
+  ordinal = slots - starts[group_of_slot]
+  first = group_of_slot * group
   word = first
   bits = jnp.zeros(first.shape, jnp.uint32)
   within = ordinal
@@ -199,15 +199,15 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
     within = jnp.where(inside, ordinal, within)
     ordinal -= members
   member = word * BITS + _bit_of_rank(bits, within)
-  found = jnp.where(slots < ends[-1], member, BITS * words.size)
+  members_in_order = jnp.where(slots < ends[-1], member, BITS * words.size)
   if slots.size == capacity:
-    return found
+    return members_in_order
   # A scatter, no slice: XLA would fuse a slice, and search slot by slot to a length
   # that does not fill the vectors.
   return (
     jnp.zeros(capacity, jnp.int32)
     .at[slots]
-    .set(found, mode="drop", unique_indices=True, indices_are_sorted=True)
+    .set(members_in_order, mode="drop", unique_indices=True, indices_are_sorted=True)
   )
 
 
@@ -288,10 +288,10 @@ def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
     >>> contains(pack(jnp.array([True, False, True])), jnp.array([1, 2]))
     Array([False,  True], dtype=bool)
   """
-  found = words.at[indices >> _LOG_BITS].get(
+  word = words.at[indices >> _LOG_BITS].get(
     mode="fill", fill_value=0, wrap_negative_indices=False
   )
-  return (found >> (indices & BITS - 1).astype(jnp.uint32)) & 1 != 0
+  return (word >> (indices & BITS - 1).astype(jnp.uint32)) & 1 != 0
 
 
 def insert(words: jax.Array, indices: jax.Array, n: int) -> jax.Array:

@@ -14,17 +14,19 @@ in one of three formats:
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsparse import sparse
 from jaxsparse.sparse import bitset, fields
 from jaxsparse.sparse.values import FORMATS, Values, Wire
 from jaxsparse.types import Sparse
 
-_MOST_BITS = 2**31 - bitset.GROUP * bitset.BITS  # of a bitset, whose numbers are i32
+# The bits of a bitset, whose numbers are i32.
+_MOST_BITS = 2**31 - bitset.GROUP * bitset.BITS
 
 
 @functools.partial(
@@ -141,7 +143,8 @@ class _IndexSet(_Formatted):
     low = low_bits(capacity, self.length)
     indices = jnp.minimum(indices, self.length)
     # Empty slots, which are last, have index `length`, which is in the last bucket.
-    count = self._high_words(capacity)
+    count = _high_words(low, capacity, self.length)
+    self._check_bits(rows, capacity, count)
     # All rows at once, as one bitset.
     bit = (indices >> low) + _offsets(rows, count * bitset.BITS, capacity)
     flags = jnp.zeros(rows * count * bitset.BITS, jnp.bool_)
@@ -153,15 +156,15 @@ class _IndexSet(_Formatted):
     assert message.high is not None
     rows, count = message.high.shape
     capacity = message.capacity
-    self._check_bits(rows, capacity)
     # A row has as many bits as slots, or it is no message: `Comm.permute` returns zeros
     # where nothing arrives, and a faulty peer may send anything. Such a row is empty,
     # and the rows behind it keep their slots.
     is_valid = (bitset.count(message.high) == capacity)[:, None]
     high = jnp.where(is_valid, message.high, _first_bits(count, capacity)[None])
-    whole = jnp.pad(high.reshape(-1), (0, -high.size % bitset.GROUP))
-    bit = bitset.nonzero(whole, rows * capacity).reshape(rows, capacity)
-    bucket = bit - _offsets(rows, count * bitset.BITS, capacity)
+    # The rows of all workers may have more bits than i32 can number: some at a time.
+    at_once = _MOST_BITS // (bitset.BITS * count)
+    pieces = [high[first : first + at_once] for first in range(0, rows, at_once)]
+    bucket = jnp.concatenate([_buckets(piece, capacity) for piece in pieces])
     low = low_bits(capacity, self.length)
     # At most the last bucket, so that the shift does not overflow.
     bucket = jnp.minimum(bucket, self.length >> low)
@@ -170,15 +173,10 @@ class _IndexSet(_Formatted):
     return jnp.where(is_valid, indices, self.length)
 
   def _index_words(self, capacity: int) -> int:
-    low = low_bits(capacity, self.length)
-    return fields.words(low, capacity) + self._high_words(capacity)
+    return _set_words(low_bits(capacity, self.length), capacity, self.length)
 
-  def _high_words(self, capacity: int) -> int:
-    low = low_bits(capacity, self.length)
-    return math.ceil((capacity + (self.length >> low)) / bitset.BITS)
-
-  def _check_bits(self, rows: int, capacity: int) -> None:
-    bits = bitset.BITS * rows * self._high_words(capacity)
+  def _check_bits(self, rows: int, capacity: int, words: int) -> None:
+    bits = bitset.BITS * rows * words
     if bits > _MOST_BITS:
       raise ValueError(
         f"messages of {rows} rows of {capacity} entries take {bits} indices of bits, "
@@ -227,7 +225,8 @@ def codec_of(
   Args:
     wire: the format of values: "f32" sends them unchanged, "bf16" rounds to the nearest
       (`BFloat16`), "int8" draws one of 255 levels (`Int8`), "int4" and "2bit" send the
-      number of a bin (`tables`). "coo" sends indices and values unchanged.
+      number of a bin (`tables`). "coo" sends indices and values unchanged, and is "f32"
+      with one entry per chunk.
     length: number of entries of a block.
     by_chunk: whether slot j of a row of c slots is empty or one of the entries j, j +
       c, j + 2c, … of the block.
@@ -257,7 +256,7 @@ def codec_of(
     >>> [codec_of(wire, 1_000_000, by_chunk=True).words(1, 10_000) for wire in ("f32", "int4")]
     [12188, 3445]
   """
-  if wire == "coo":
+  if wire == "coo" and not by_chunk:
     return _Coordinates(length)
   codec = _ByChunk if by_chunk else _IndexSet
   return codec(FORMATS[wire], length)
@@ -270,10 +269,24 @@ def low_bits(capacity: int, length: int) -> int:
     >>> low_bits(500, 1000), low_bits(10, 1000), low_bits(10_000, 1_000_000)
     (0, 6, 6)
   """
-  size = lambda low: (
-    fields.words(low, capacity) + math.ceil((capacity + (length >> low)) / bitset.BITS)
-  )
-  return min(range(length.bit_length() + 1), key=size)
+  sizes = [_set_words(low, capacity, length) for low in range(length.bit_length() + 1)]
+  return sizes.index(min(sizes))
+
+
+def _set_words(low: int, capacity: int, length: int) -> int:
+  return fields.words(low, capacity) + _high_words(low, capacity, length)
+
+
+def _high_words(low: int, capacity: int, length: int) -> int:
+  return math.ceil((capacity + (length >> low)) / bitset.BITS)
+
+
+def _buckets(high: jax.Array, capacity: int) -> jax.Array:
+  """The high part of each slot, i32[rows, capacity], of rows with `capacity` set bits."""
+  rows, count = high.shape
+  whole = jnp.pad(high.reshape(-1), (0, -high.size % bitset.GROUP))
+  bit = bitset.nonzero(whole, rows * capacity).reshape(rows, capacity)
+  return bit - _offsets(rows, count * bitset.BITS, capacity)
 
 
 def _offsets(rows: int, row_bits: int, capacity: int) -> jax.Array:
@@ -282,9 +295,7 @@ def _offsets(rows: int, row_bits: int, capacity: int) -> jax.Array:
   return starts[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
 
 
-def _first_bits(words: int, count: int) -> Any:
+def _first_bits(words: int, count: int) -> np.ndarray:
   """A bitset of `words` words whose first `count` bits are set."""
-  word = jnp.arange(words, dtype=jnp.int32)
-  inside = jnp.clip(count - bitset.BITS * word, 0, bitset.BITS)
-  shift = jnp.minimum(bitset.BITS - inside, bitset.BITS - 1).astype(jnp.uint32)
-  return jnp.where(inside > 0, ~jnp.uint32(0) >> shift, jnp.uint32(0))
+  flags = np.arange(bitset.BITS * words) < count
+  return np.packbits(flags, bitorder="little").view(np.uint32)

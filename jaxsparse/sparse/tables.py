@@ -15,7 +15,7 @@ BINS = 4
 _WIDTH = 6 / BINS  # standard deviations of a bin
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 MAGNITUDES = 7  # bins; a code of 4 bits has a sign and one of these, or 0
-SIGN = 1 << 3
+_SIGN = 1 << 3
 
 
 def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -87,14 +87,14 @@ def quantize_magnitudes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   least = jnp.min(jnp.where(is_zero, no_key, keys), axis=1, keepdims=True)
   most = jnp.max(keys, axis=1, keepdims=True)
   width = jnp.maximum(most - least, 0) // MAGNITUDES + 1
-  number = jnp.where(is_zero, 0, (keys - least) // width + 1)
+  bin_of_value = jnp.where(is_zero, 0, (keys - least) // width + 1)
   unit = unit_of(jnp.max(magnitudes, axis=1, keepdims=True))
-  means = _bin_means(magnitudes / unit, number, range(1, MAGNITUDES + 1))
+  means = _bin_means(magnitudes / unit, bin_of_value, range(1, MAGNITUDES + 1))
   # A mean of finite values is finite.
   table = jnp.minimum(unit * means, _LARGEST)
   is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
-  sign = jnp.where(jnp.signbit(values), SIGN, 0)
-  return number | sign, jnp.where(is_finite, table, jnp.nan)
+  sign = jnp.where(jnp.signbit(values), _SIGN, 0)
+  return bin_of_value | sign, jnp.where(is_finite, table, jnp.nan)
 
 
 def _bin_means(x: jax.Array, codes: jax.Array, bins: range) -> jax.Array:

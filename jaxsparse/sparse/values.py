@@ -14,7 +14,6 @@ from jaxsparse.arrays.sums import round_mantissa_up
 from jaxsparse.sparse.tables import (
   BINS,
   MAGNITUDES,
-  SIGN,
   quantize,
   quantize_magnitudes,
 )
@@ -115,8 +114,7 @@ class TwoBit(Values):
 
   def read(self, codes: jax.Array, beside: jax.Array | None) -> jax.Array:
     """The entry of the table that a code names."""
-    assert beside is not None
-    return jnp.take_along_axis(beside, codes.astype(jnp.int32), axis=1, mode="clip")
+    return _look_up(beside, codes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +132,9 @@ class Int4(Values):
   def read(self, codes: jax.Array, beside: jax.Array | None) -> jax.Array:
     """`± table[number − 1]`, and 0 for number 0."""
     assert beside is not None
-    codes = codes.astype(jnp.int32)
-    number = codes & (SIGN - 1)
-    slot = jnp.maximum(number - 1, 0)
-    magnitude = jnp.take_along_axis(beside, slot, axis=1, mode="clip")
     # A NaN shows in the whole row, also where it is 0 or empty.
-    magnitude = jnp.where(number == 0, 0.0 * beside[:, :1], magnitude)
-    return jnp.where(codes >= SIGN, -magnitude, magnitude)
+    magnitudes = jnp.concatenate([0 * beside[:, :1], beside], axis=1)
+    return _look_up(jnp.concatenate([magnitudes, -magnitudes], axis=1), codes)
 
 
 Wire = Literal[
@@ -164,3 +158,9 @@ def _clamped(x: jax.Array) -> jax.Array:
   """Clips finite numbers to the largest finite bf16, so that rounding keeps them finite."""
   largest = float(jnp.finfo(jnp.bfloat16).max)
   return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+
+
+def _look_up(table: jax.Array | None, codes: jax.Array) -> jax.Array:
+  """The entries of each row of a table that the codes of a row name, f32[rows, c]."""
+  assert table is not None
+  return jnp.take_along_axis(table, codes.astype(jnp.int32), axis=1, mode="clip")

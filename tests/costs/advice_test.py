@@ -183,6 +183,16 @@ def test_the_advice_follows_the_network():
   assert str(fast).splitlines()[1].startswith("dense")
 
 
+def test_the_wire_follows_the_network():
+  """A set of indices takes arithmetic, which a slow link gives back and a fast one does not."""
+  plain, packed = "spardl:density=0.01", "spardl:wire=f32:density=0.01"
+  assert {plain, packed} <= set(calibration.candidates(6, [0.01]))
+  algorithms = {plain: Algorithm(2e-9), packed: Algorithm(2.2e-9)}
+  for beta, best in ((8e-7, packed), (8e-11, plain)):
+    profile = dataclasses.replace(PROFILE, beta=beta, algorithms=algorithms)
+    assert js.costs.advise(10_000_000, profile).best.label == best
+
+
 def test_a_link_predicts_what_the_advice_does():
   for label in ALGORITHMS:
     name, config = collective_of(label)

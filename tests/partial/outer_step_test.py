@@ -14,13 +14,15 @@ from jaxsparse.partial.rounds.exchanger import Run
 from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.outer_step import OuterStep
 from jaxsparse.transform import state as states
-from tests.cases import FEWER, each_case, normals, quick_of
+from tests.cases import CASES, FEWER, WIRED, each_case, normals, quick_of
 
 PARAMS = {
   "w": np.linspace(-1, 1, 40, dtype=np.float32).reshape(4, 10),
   "b": np.zeros(9, np.float32),
 }
 N = 49
+# That have a set of indices, of which a message without meaning can be told.
+WIRES = ["f32", "bf16", "int8", "int4"]
 
 
 def test_an_outer_step_that_is_skipped_afterwards_is_as_one_that_was_not_finite():
@@ -124,8 +126,12 @@ class Weighted(js.SimComm):
 
 
 @each_case(
-  [case for case in FEWER if case.make(density=0.5).traits.replicates],
-  quick=["powersgd"],
+  [
+    case
+    for case in CASES
+    if case in [*FEWER, *WIRED] and case.make(density=0.5).traits.replicates
+  ],
+  quick=["powersgd", "spardl-wire=int4", "topka-selector=chunked-wire=int8"],
 )
 def test_bits_are_those_of_the_simulator(case):
   """Three rounds of all collectives with the same workers, of equal weight."""
@@ -148,6 +154,49 @@ def test_bits_are_those_of_the_simulator(case):
     params = jax.tree.map(lambda p, u: p + u[0], params, updates)
   # Compilers may fuse otherwise.
   np.testing.assert_allclose(group.flat(0), flat(params), rtol=1e-6, atol=1e-7)
+
+
+FORGED = {
+  "zeros": np.zeros_like,
+  "ones": lambda words: ~np.zeros_like(words),
+  "noise": lambda words: np.random.default_rng(0).integers(
+    0, 2**32, words.shape, words.dtype
+  ),
+}
+
+
+class Forging(Run):
+  """A run of whose messages worker 1 sends other words."""
+
+  forge = None
+
+  def exchange(self, messages):
+    if self._me == 1:
+      messages = [(self.forge(words), *way) for words, *way in messages]
+    return super().exchange(messages)
+
+
+@pytest.mark.parametrize("wire", quick_of(WIRES, quick=["int4"]))
+@pytest.mark.parametrize("kind", FORGED)
+def test_words_that_are_no_message_are_as_one_without_entries(wire, kind):
+  """Worker 0 ends the round as if worker 1 had given nothing; results differ, which the server sees."""
+  transform = lambda comm: js.topka_transform(comm, k=8, wire=wire)
+  chain = lambda comm: optax.chain(transform(comm), optax.sgd(1.0))
+  given = trees(0, 2)
+  nothing = jax.tree.map(np.zeros_like, given[1])
+  honest = Team(chain, 2)
+  honest.round((0, 1), [given[0], nothing])
+  run = type("Run", (Forging,), {"forge": staticmethod(FORGED[kind])})
+  forged = Team(chain, 2, run=run)
+  with pytest.raises(AssertionError):
+    forged.round((0, 1), given)
+  np.testing.assert_array_equal(forged.flat(0), honest.flat(0))
+  assert forged.flat(0).tolist() != flat(PARAMS).tolist()
+  digests = [
+    step.digest(anchor)
+    for step, anchor in zip(forged.steps, forged.anchors, strict=True)
+  ]
+  assert digests[0] != digests[1]
 
 
 class Late(Run):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxsparse import comm, sparse
+from jaxsparse.sparse import codec
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.types import Sparse
 from tests.cases import bits, quick_of, row
@@ -281,30 +282,56 @@ def test_what_was_rounded_off_is_known_to_the_sender(wire_, by_chunk):
     np.testing.assert_array_equal(got.indices, indices)
 
 
-@pytest.mark.parametrize("wire_", PACKED)
+@functools.cache
+def message_of(wire_, by_chunk, capacity, length):
+  """The codec's decoder, entries of three rows, their message, and what it decodes to."""
+  entries, noise = some_entries(3, capacity, length)
+  if by_chunk:
+    slots = jnp.arange(capacity, dtype=jnp.int32)[None]
+    entries = entries._replace(indices=entries.indices // capacity * capacity + slots)
+    entries = sparse.where(entries.indices < length, entries, length)
+  codec = codec_of(wire_, length, by_chunk=by_chunk)
+  message, rounded = jax.jit(codec.encode)(entries, noise)
+  return jax.jit(codec.decode), message, Sparse(entries.indices, rounded)
+
+
+@pytest.mark.parametrize("wire_", quick_of(PACKED, quick=["int4"]))
+@pytest.mark.parametrize("by_chunk", [False, True])
+@pytest.mark.parametrize(("capacity", "length"), [(9, 3000), (1, 7), (3, 2**31 - 300)])
 @hypothesis.given(data=st.data())
-def test_rows_that_nobody_wrote_are_entries_or_empty(wire_, data):
-  """Any bits of a row: indices stay in 0 … length, and the other rows keep their entries."""
-  rows, capacity, length = 3, 9, 3000
-  entries, noise = some_entries(rows, capacity, length)
-  codec = codec_of(wire_, length)
-  message, rounded = codec.encode(entries, noise)
-  words = st.integers(0, 2**32 - 1)
-  forged = lambda x: jnp.array(
-    data.draw(hypothesis.extra.numpy.arrays(np.uint32, x.shape[1], elements=words))
+def test_rows_that_nobody_wrote_are_entries_or_empty(
+  wire_, by_chunk, capacity, length, data
+):
+  """Any bits of a row: indices stay in 0 … length, and the other rows keep their entries.
+
+  A row of an index set whose high parts have too many bits or too few is empty; with as
+  many bits as slots, indices ascend.
+  """
+  decode, message, sent = message_of(wire_, by_chunk, capacity, length)
+  forged = lambda x: np.frombuffer(
+    data.draw(st.binary(min_size=x[1].nbytes, max_size=x[1].nbytes)), x.dtype
   )
-  message = dataclasses.replace(
-    message,
-    low=message.low.at[1].set(forged(message.low)),
-    high=message.high.at[1].set(forged(message.high)),
-  )
-  got = codec.decode(message)
+  parts = {
+    name: forged(part)
+    for name, part in vars(message).items()
+    if isinstance(part, jax.Array)
+  }
+  if not by_chunk:
+    places = st.integers(0, 32 * message.high.shape[1] - 1)
+    near = st.sets(places, min_size=capacity - 1, max_size=capacity + 1)
+    flags = np.zeros(32 * message.high.shape[1], bool)
+    flags[list(data.draw(st.one_of(st.sets(places), near)))] = True
+    parts["high"] = np.packbits(flags, bitorder="little").view(np.uint32)
+  changed = {
+    name: getattr(message, name).at[1].set(part) for name, part in parts.items()
+  }
+  got = decode(dataclasses.replace(message, **changed))
   assert (got.indices >= 0).all()
   assert (got.indices <= length).all()
   others = np.array([0, 2])
-  np.testing.assert_array_equal(got.indices[others], entries.indices[others])
-  np.testing.assert_array_equal(bits(got.values[others]), bits(rounded[others]))
-  if np.bitwise_count(np.asarray(message.high[1])).sum() != capacity:
+  np.testing.assert_array_equal(got.indices[others], sent.indices[others])
+  np.testing.assert_array_equal(bits(got.values[others]), bits(sent.values[others]))
+  if not by_chunk and flags.sum() != capacity:
     assert (got.indices[1] == length).all()
     assert (got.values[1] == 0).all()
 
@@ -318,6 +345,7 @@ DENSITY = [
   ("int8", False, 16.9),
   ("int4", False, 13.0),
   ("int4", True, 11.5),
+  ("coo", True, 40),
 ]
 
 
@@ -332,3 +360,17 @@ def test_bits_of_an_entry(wire_, by_chunk, goal):
 def test_bits_of_an_entry_of_a_chunk():
   """Index 8, value 2, and 2 of the table of four values, float32."""
   assert 32 * codec_of("2bit", 4096).words(100, 64) / 6400 == 12
+
+
+def test_rows_are_decoded_some_at_a_time_where_their_bits_have_no_numbers(monkeypatch):
+  entries, _ = some_entries(7, 40, 1000)
+  message, _ = codec_of("f32", 1000).encode(entries)
+  decoded = codec_of("f32", 1000).decode(message)
+  two_rows = 2 * 32 * message.high.shape[1]
+  monkeypatch.setattr(codec, "_MOST_BITS", two_rows)
+  jax.clear_caches()
+  by_pairs = codec_of("f32", 1000).decode(message)
+  np.testing.assert_array_equal(decoded.indices, by_pairs.indices)
+  np.testing.assert_array_equal(bits(decoded.values), bits(by_pairs.values))
+  with pytest.raises(ValueError, match="messages of 7 rows .* choose wire='coo'"):
+    codec_of("f32", 1000).encode(entries)

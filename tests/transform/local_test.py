@@ -14,8 +14,10 @@ from jax.sharding import PartitionSpec as P
 import jaxsparse as js
 from jaxsparse.comm import SoloComm
 from tests.cases import (
+  WIRED,
   assert_same_bits,
   averaged,
+  each_case,
   flat,
   integers,
   linear,
@@ -84,6 +86,26 @@ def test_metrics_of_each_step_and_what_is_flushed(applied):
       float(found.total_words) / number
     )
     assert bool(found.residual_norm > 0) == (number >= every)
+  update, _ = js.flush(state, params, sim(workers))
+  np.testing.assert_allclose(flat(update) - flat(params), total / workers, atol=1e-4)
+
+
+@each_case(WIRED, ["gtopk-wire=int4"])
+def test_what_any_wire_rounds_off_is_flushed(case):
+  """Inner SGD at rate 1 moves by minus the gradient: the mean of all that are finite is delivered or flushed."""
+  workers, total = case.workers()[0], np.zeros(N)
+  transform = js.make_transform(case.name, sim(workers), **case.config(density=0.2))
+  outer = optax.chain(transform, optax.sgd(1.0))
+  step, params, state = start(
+    js.local_steps(optax.sgd(1.0), outer, every=2), sim(workers)
+  )
+  for number in range(7):
+    grads = normals(number, workers, N)
+    if number in (2, 5):
+      grads[-1, -1] = np.inf
+    params, state, metrics = step(params, state, grads)
+    assert bool(metrics.skipped) == (number in (2, 5))
+    total += 0 if metrics.skipped else grads.sum(0)
   update, _ = js.flush(state, params, sim(workers))
   np.testing.assert_allclose(flat(update) - flat(params), total / workers, atol=1e-4)
 
