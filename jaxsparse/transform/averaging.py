@@ -48,11 +48,12 @@ def average_momentum(
       m_w ← mean_v m_v          every K steps; in between as `inner` says
 
   Workers that exchange updates (`js.local_steps`) each have the momentum of their own
-  gradients, whose noise has P times the variance of that of the mean gradient: many
-  workers with small batches learn less so than one optimizer behind a dense all-reduce.
-  Momentum is what optax's states call `mu` or `trace`: of SGD, Adam, Lion, Muon; there
-  is an all-reduce for each. Second moments stay each worker's own: those of
-  `js.scale_by_window_adam` are about alike.
+  gradients, whose noise has P times the variance of that of the mean gradient. Updates
+  that are normalized by it differ, and their mean is shorter than each:
+  `js.norm_restored` restores its length for two words a leaf. Momentum is what optax's
+  states call `mu` or `trace`: of SGD, Adam, Lion, Muon; there is an all-reduce for
+  each. Second moments stay each worker's own: those of `js.scale_by_window_adam` are
+  about alike.
 
   Args:
     inner: any optax optimizer with such a momentum.

@@ -14,7 +14,14 @@ from jaxsparse._compat import AxisName
 from jaxsparse._compat.one_at_a_time import dispatch
 from jaxsparse.comm import SoloComm, comm_of
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
-from jaxsparse.transform.state import LocalState, ReduceState, labelled, local_states
+from jaxsparse.transform.state import (
+  LocalState,
+  ReduceState,
+  RestoredState,
+  labelled,
+  local_states,
+  restored_states,
+)
 from jaxsparse.types import ArrayTree, Comm, Counters, saturated, saturated_sum
 
 # Counters that are added over transforms; of the others the largest counts.
@@ -25,7 +32,8 @@ _SUMMED = (
   "delivered",
   "overflow",
 )
-_WHOLE = ("drift", "since_exchange")  # of local steps as a whole, 0 in `parts`
+# of the state as a whole, 0 in `parts`
+_WHOLE = ("drift", "since_exchange", "agreement")
 
 # How the counters of workers become one number.
 _OVER_WORKERS: dict[str, Literal["sum", "max", "mean"]] = {
@@ -66,9 +74,13 @@ class Metrics(NamedTuple):
       one; 0 without local steps.
     words_per_step: with local steps the mean of the words of all steps since the state
       was made, skipped ones included; else `words_sent`.
+    agreement: s² of `js.norm_restored` at the last exchange, of all leaves together: 1
+      if the workers' updates were equal, 1/P if they had nothing in common; 0 without
+      it, and before.
     parts: where a state holds several jaxsparse transforms, the `Metrics` of each by
       its label (that of `optax.multi_transform`, else its path in the state), without
-      `drift` and `since_exchange`; the numbers above are over all of them. Else empty.
+      `drift`, `since_exchange` and `agreement`; the numbers above are over all of them.
+      Else empty.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -93,6 +105,7 @@ class Metrics(NamedTuple):
   drift: jax.Array
   since_exchange: jax.Array
   words_per_step: jax.Array
+  agreement: jax.Array
   parts: ArrayTree = ()
 
   @property
@@ -172,11 +185,12 @@ def metrics(
     )
   check_alive({"state": state})
   check_layout(state)
+  states = list(nodes.values()), local_states(state), restored_states(state)
   if over is None:
     _compat.wait_for_processes(state, "js.metrics", timeout)
-    whole = dispatch(_of_all_workers, list(nodes.values()), local_states(state))
+    whole = dispatch(_of_all_workers, *states)
   else:
-    whole = _read(list(nodes.values()), local_states(state), comm_of(over))
+    whole = _read(*states, comm_of(over))
   return whole._replace(
     parts=dict(zip(nodes, whole.parts, strict=True)) if whole.parts else ()
   )
@@ -186,11 +200,16 @@ _ALL_HERE = SoloComm(1)  # the arrays are those of all workers
 
 
 def _read(
-  nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm = _ALL_HERE
+  nodes: Sequence[ReduceState],
+  local: Sequence[LocalState],
+  restored: Sequence[RestoredState],
+  comm: Comm = _ALL_HERE,
 ) -> Metrics:
-  """The metrics of transforms together, with those of each as a tuple, and of local steps."""
+  """The metrics of transforms together, with those of each as a tuple, of local steps, and of `js.norm_restored`."""
   parts = tuple(summary([node], comm) for node in nodes) if len(nodes) > 1 else ()
-  whole = summary(nodes, comm)._replace(parts=parts)
+  shared, own = sum((node.products.sum(0) for node in restored), jnp.zeros(2))
+  agreement = shared / jnp.where(own > 0, own, 1.0)
+  whole = summary(nodes, comm)._replace(parts=parts, agreement=agreement)
   if not local:
     return whole
   since, steps = (
@@ -238,6 +257,7 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
     "drift": jnp.float32(0),
     "since_exchange": jnp.int32(0),
     "words_per_step": over_all["words_sent"].astype(jnp.float32),
+    "agreement": jnp.float32(0),
   }
   return Metrics(**over_all | own)
 

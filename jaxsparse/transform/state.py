@@ -184,6 +184,25 @@ class ReduceState(NamedTuple):
     return self._replace(carried=carried, counters=counters)
 
 
+class RestoredState(NamedTuple):
+  """The optax state of `js.norm_restored`.
+
+  Attributes:
+    exchange: the state of the transform.
+    products: f32[leaves, 2] of the last exchange, the same on every worker: Σ_w ⟨u_w,
+      mean⟩ and Σ_w ⟨u_w, delivered_w⟩; zeros before the first one.
+  """
+
+  exchange: ReduceState
+  products: jax.Array
+
+  def factors(self, size: int) -> jax.Array:
+    """1/s of each leaf at an exchange of `size` workers, f32[leaves], 1 … √P."""
+    shared, own = self.products.T
+    agreement = jnp.clip(shared / jnp.where(own > 0, own, 1.0), 1 / size, 1.0)
+    return jnp.where(own > 0, 1 / jnp.sqrt(agreement), 1.0)
+
+
 class Flight(NamedTuple):
   """An update that an exchange of `js.local_steps` has computed and that is not applied yet, the same on every worker.
 
@@ -317,6 +336,13 @@ def local_states(state: OptState) -> list[LocalState]:
     for node in jax.tree.leaves(state, is_leaf=is_local_state)
     if is_local_state(node)
   ]
+
+
+def restored_states(state: OptState) -> list[RestoredState]:
+  """Every `RestoredState` within an optax state."""
+  is_restored = lambda node: isinstance(node, RestoredState)
+  nodes = jax.tree.leaves(state, is_leaf=is_restored)
+  return [node for node in nodes if is_restored(node)]
 
 
 def labelled(state: OptState) -> dict[str, ReduceState]:
