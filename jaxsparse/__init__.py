@@ -78,6 +78,7 @@ from jaxsparse.transform.named import (
   streaming_diloco,
 )
 from jaxsparse.transform.residuals import own_params
+from jaxsparse.transform.restored import norm_restored
 from jaxsparse.transform.specs import specs
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
@@ -109,6 +110,7 @@ __all__ += [
   "ef21",
   "make_transform",
   "momentum_corrected",
+  "norm_restored",
   "specs",
   "warmed_up",
 ]
