@@ -276,7 +276,7 @@ def _reduce(
   leaves: list[jax.Array],
   grads: jax.Array,
   state: State,
-  dtypes: Sequence[Any],
+  dtypes: Sequence[jnp.dtype],
 ) -> tuple[Reduced, flatten.Rounding | None]:
   """What the collective of a group returns for f32[n], and the rounding to the dtypes of its leaves."""
   collective = group.collective
@@ -300,7 +300,8 @@ def _commit(
   if traits.replicates:
     update = mark_total(update, axes)
   keep = functools.partial(jnp.where, finite)
-  worker, shared = jax.tree.map(keep, reduced.state[1:], before[1:])
+  after = jax.tree.map(keep, reduced.state[1:], before[1:])
+  worker, shared = after
   return update, State(residual, worker, mark_total(shared, axes))
 
 
