@@ -11,6 +11,11 @@ import numpy as np
 
 Tree = TypeVar("Tree")
 Reduction = Literal["sum", "max", "min"]
+# Types of recursive containers are beyond type checkers; the names tell readers.
+ArrayTree = Any
+"""A pytree of arrays, or of what stands for one: numbers, `jax.ShapeDtypeStruct`."""
+SpecTree = Any
+"""A pytree of a `PartitionSpec` or sharding for each array, or a prefix of one."""
 
 
 class Sparse(NamedTuple):
