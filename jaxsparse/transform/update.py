@@ -299,9 +299,9 @@ def _commit(
   update, residual = commit(finite, before.residual, traits.decay)
   if traits.replicates:
     update = mark_total(update, axes)
-  keep = functools.partial(jnp.where, finite)
-  after = jax.tree.map(keep, reduced.state[1:], before[1:])
-  worker, shared = after
+  worker, shared = jax.tree.map(
+    functools.partial(jnp.where, finite), reduced.state[1:], before[1:]
+  )
   return update, State(residual, worker, mark_total(shared, axes))
 
 
