@@ -281,7 +281,7 @@ class LowRank(NamedTuple):
     residual = low_rank.subtract(self.own, self.grads, residual, finite, decay)
     # All reads of `grads` precede the reuse of its buffer for the update.
     finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
-    return low_rank.put(pieces, self.grads, finite), residual
+    return low_rank.dense_if(finite, pieces), residual
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
