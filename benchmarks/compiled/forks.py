@@ -150,7 +150,7 @@ def main() -> None:
     toolchain.prepare()
     devices = toolchain.devices(platform, toolchain.TOPOLOGIES[platform])
   choice = _Choice(platform)
-  _compat.by_platform = choice
+  _compat.by_platform = choice  # type: ignore[assignment]
   rows, done = list[Row](), set[str]()
   for spec in specs.parse(_LABELS.value, len(devices), density=0.01):
     choice.forks = {}
