@@ -200,8 +200,7 @@ class _ByChunk(_Formatted):
     chunks = message.capacity
     positions = fields.unpack(message.low, self._bits(chunks), chunks)
     positions = jnp.minimum(positions.astype(jnp.int32), self._no_position(chunks))
-    indices = positions * chunks + jnp.arange(chunks, dtype=jnp.int32)[None]
-    return jnp.minimum(indices, self.length)
+    return positions * chunks + jnp.arange(chunks, dtype=jnp.int32)[None]
 
   def _index_words(self, capacity: int) -> int:
     return fields.words(self._bits(capacity), capacity)

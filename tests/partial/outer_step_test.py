@@ -180,7 +180,7 @@ class Forging(Run):
 @pytest.mark.parametrize("kind", FORGED)
 def test_words_that_are_no_message_are_as_one_without_entries(wire, kind):
   """Worker 0 ends the round as if worker 1 had given nothing; results differ, which the server sees."""
-  transform = lambda comm: js.topka_transform(comm, k=8, wire=wire)
+  transform = lambda comm: js.make_transform("topka", comm, k=8, wire=wire)
   chain = lambda comm: optax.chain(transform(comm), optax.sgd(1.0))
   given = trees(0, 2)
   nothing = jax.tree.map(np.zeros_like, given[1])
