@@ -20,9 +20,9 @@ import numpy as np
 
 from jaxsparse import _compat, sparse
 from jaxsparse._compat import varying
-from jaxsparse.select.accumulator import pending_except
+from jaxsparse.select.accumulator import Pending, pending_except
 from jaxsparse.select.blocks import Blocks, keys_of
-from jaxsparse.types import Pending, Sparse
+from jaxsparse.types import Sparse
 
 # entries that are compared at a time, so that short rows are not read one by one
 _WIDE = 4096

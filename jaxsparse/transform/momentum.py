@@ -16,7 +16,6 @@ masking, §3.2): it would push further in the direction of an old gradient.
 
 import numbers
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import optax
@@ -92,11 +91,11 @@ def momentum_corrected(
   )
   if clip_norm is None:
     return corrected
-  # which is known inside the axis
+  # The number of workers is known inside the axis only.
   largest = lambda: clip_norm * transform.comm.size**-0.5
 
-  def clip(grads: optax.Updates, params: Any) -> optax.Updates:  # noqa: ARG001
-    # in float16 the square of 256 is Inf, and the clipped gradient would be 0
+  def clip(grads: optax.Updates, params: optax.Params) -> optax.Updates:  # noqa: ARG001
+    # In float16 the square of 256 is Inf, and the clipped gradient would be 0.
     wide = jax.tree.map(lambda grad: grad.astype(wide_dtype(grad)), grads)
     clipped, _ = optax.clip_by_global_norm(largest()).update(wide, optax.EmptyState())
     return optax.tree.cast_like(clipped, grads)
