@@ -44,6 +44,8 @@ class Pass:
     the next step of the loop, so that XLA stores them in the cache: in the order of a
     flat vector it would not vectorize.
     """
+    # At once signs take 4.6 times the CPU time; the loop 3 times the kernels and 1.8
+    # times the bytes.
     return _compat.by_platform(gpu=self._at_once, default=self._in_loop)(*results)
 
   def _in_loop(self, *results: jax.Array) -> Arrays:

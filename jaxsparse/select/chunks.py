@@ -60,6 +60,7 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
   on_cpu = functools.partial(
     _in_pieces, _by_threshold if bracketed else _by_sorting, x, length, k, pieces
   )
+  # The way of GPUs takes 6 times the CPU time, that of CPUs 1.8 times the kernels.
   indices = _compat.by_platform(gpu=on_gpu, tpu=on_tpu, default=on_cpu)()
   return Sparse(
     indices, x.read_at(indices + length * jnp.arange(rows, dtype=jnp.int32)[:, None])

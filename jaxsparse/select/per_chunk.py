@@ -43,6 +43,7 @@ def find_champions(blocks: Blocks) -> jax.Array:
     Array([[0, 1],
            [2, 1]], dtype=int32)
   """
+  # At once an update takes 1.8 times the CPU time; loops 1.5 times the kernels.
   return _compat.by_platform(
     gpu=find_champions_at_once, default=_find_champions_in_loops
   )(blocks)

@@ -276,7 +276,7 @@ def _reduce(
   leaves: list[jax.Array],
   grads: jax.Array,
   state: State,
-  dtypes: Sequence[Any],
+  dtypes: Sequence[jnp.dtype],
 ) -> tuple[Reduced, flatten.Rounding | None]:
   """What the collective of a group returns for f32[n], and the rounding to the dtypes of its leaves."""
   collective = group.collective
@@ -299,8 +299,9 @@ def _commit(
   update, residual = commit(finite, before.residual, traits.decay)
   if traits.replicates:
     update = mark_total(update, axes)
-  keep = functools.partial(jnp.where, finite)
-  worker, shared = jax.tree.map(keep, reduced.state[1:], before[1:])
+  worker, shared = jax.tree.map(
+    functools.partial(jnp.where, finite), reduced.state[1:], before[1:]
+  )
   return update, State(residual, worker, mark_total(shared, axes))
 
 
