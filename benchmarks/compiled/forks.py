@@ -48,7 +48,9 @@ _LABELS = flags.DEFINE_list(
   ],
   "Collectives whose updates are compiled, in this order.",
 )
-_N = flags.DEFINE_integer("gradient_entries", 1 << 22, "Entries of a gradient.", lower_bound=1)
+_N = flags.DEFINE_integer(
+  "gradient_entries", 1 << 22, "Entries of a gradient.", lower_bound=1
+)
 _RUNS = flags.DEFINE_integer("runs", 9, "Runs of each program.", lower_bound=1)
 _REPORT_DIR = entry.define_report_dir("forks_PLATFORM.json")
 
