@@ -53,7 +53,8 @@ class GatheredRows(Rows):
     counters = self.count(
       comm, grads.size, selected=own.size * leaf.width, delivered=sums.size
     )
-    return js.Reduced(js.Sparse(indices.reshape(-1), sums.reshape(-1)), state, counters)
+    total = sparse.put(jnp.zeros_like(grads), indices.reshape(-1), sums.reshape(-1))
+    return js.Reduced(total, state, counters)
 
   def _capacities(self, n: int, size: int) -> list:
     """Never those of owners."""

@@ -22,9 +22,9 @@ from absl import flags
 from benchmarks import entry, methods, recipes, report, workers
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task, model_of
-from jaxsparse.partial.net.messages import Group
-from jaxsparse.partial.rounds.exchanger import Run
+from jaxsparse.partial.net.messages import WorkerGroup
 from jaxsparse.partial.rounds.outer_step import OuterStep
+from jaxsparse.partial.rounds.run import Run
 
 _MUON = "muon:0.01:adam=0.003:only=blocks:rows=64:steps=3:beta=0.9"
 _WORKERS = flags.DEFINE_integer(
@@ -118,7 +118,7 @@ class Workers:
       for worker, own in enumerate(self.params)
     ]
     group, runs = (
-      Group(members, (1 / _WORKERS.value,) * len(members), number, number=number),
+      WorkerGroup(members, (1 / _WORKERS.value,) * len(members), number, number=number),
       dict[int, Run](),
     )
     post = lambda send: runs[send.member].receive(send.piece)

@@ -110,6 +110,11 @@ def ef21(exchange: _Exchange, momentum: float = 0.9) -> _Exchange:
   return lambda axis, densities: js.ef21(exchange(axis, densities), momentum)
 
 
+def restored(exchange: _Exchange) -> _Exchange:
+  """The mean of updates as long as one worker's (norm_restored)."""
+  return lambda axis, densities: js.norm_restored(exchange(axis, densities))
+
+
 def warmed_up(
   exchange: _Exchange, steps: int = 100, density: float = 0.25
 ) -> _Exchange:
@@ -130,7 +135,7 @@ WAYS: dict[str, Callable[..., _Transform]] = {
   way.__name__: way for way in (gradients, updates, local, demo)
 }
 CHANGES: dict[str, Callable[..., _Exchange]] = {
-  change.__name__: change for change in (corrected, ef21, warmed_up, leaves)
+  change.__name__: change for change in (corrected, ef21, restored, warmed_up, leaves)
 }
 _described = "; ".join(
   f"{name}: {one.__doc__}" for kinds in (WAYS, CHANGES) for name, one in kinds.items()

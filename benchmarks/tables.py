@@ -38,6 +38,7 @@ from benchmarks.race.standings import DENSE, Target, standings
 from benchmarks.report import means, number
 from benchmarks.rounds import report as rounds_report
 from benchmarks.thousands import report as rows_of_thousands
+from benchmarks.weights import report as rows_of_weights
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -301,6 +302,15 @@ def thousands(part: str, folder: str = str(RESULTS)) -> str:
   return _of_rich("", {"": rows_of_thousands.make(part, found)})
 
 
+def weights(part: str) -> str:
+  """Versions of a model in bfloat16: `sizes` of links, or `times`."""
+  found = json.loads((RESULTS / "weights.json").read_text())["rows"]
+  rows = [rows_of_weights.Row(**row) for row in found]
+  if part == "sizes":
+    return markdown(rows_of_weights.HEADS, rows_of_weights.sizes(rows))
+  return markdown(rows_of_weights.TIMES, rows_of_weights.times(rows))
+
+
 def heterogeneous(*parts: str) -> str:
   """Parts of the comparison in virtual time as `benchmarks.heterogeneous` prints them, or `speed_ups` over a worker."""
   rows = virtual.from_json(
@@ -512,6 +522,7 @@ TABLES = {
     late,
     rounds,
     thousands,
+    weights,
     heterogeneous,
     contention,
     compiled,

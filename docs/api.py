@@ -15,6 +15,7 @@ PAGES = (
   "costs",
   "overlap",
   "partial",
+  "weights",
   "launch",
   "doctor",
   "comm",

@@ -72,9 +72,9 @@ nitpick_ignore_regex = [
   ("py:class", r"jaxsparse\.transform\.state\.Layout"),  # not public
   (
     "py:class",
-    r"jaxsparse\.(costs\.calibration\.Algorithm|overlap\.(plans\.LayerGroup|network\.Sent)|types\.Deferred)",
+    r"jaxsparse\.(costs\.calibration\.Algorithm|overlap\.(plans\.LayerGroup|network\.Sent))",
   ),  # of fields
-  ("py:class", r"jaxsparse\.types\.Deferred"),  # of a field
+  ("py:class", r"jaxsparse\.types\.Rounding"),  # of an argument
 ]
 python_use_unqualified_type_names = True
 

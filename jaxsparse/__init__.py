@@ -22,6 +22,7 @@ passes through the packages in this order:
     train         optimizer state and training step of all workers; the simulator `js.simulate`
     costs         messages and words of an update, and seconds by a measured α-β model
     overlap       overlaps communication with backward: plans groups of gradients, and runs the plan
+    weights       versions of parameters for readers: a chain of exact differences
     partial       rounds of workers that come and go, and partial reduce: training that waits for nobody
     doctor        checks an installation
 
@@ -33,7 +34,7 @@ The four lines that a training program needs:
     params, state, metrics = step(params, state, batch)
 """
 
-from jaxsparse import costs, overlap, partial, select
+from jaxsparse import costs, overlap, partial, select, weights
 from jaxsparse._compat import traced_for
 from jaxsparse.collectives import (
   Collective,
@@ -77,6 +78,7 @@ from jaxsparse.transform.named import (
   streaming_diloco,
 )
 from jaxsparse.transform.residuals import own_params
+from jaxsparse.transform.restored import norm_restored
 from jaxsparse.transform.specs import specs
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
@@ -92,7 +94,7 @@ powersgd_transform = factories.transform_function(powersgd.PowerSGD)
 rows_transform = factories.transform_function(rows.Rows)
 spardl_transform = factories.transform_function(spardl.SparDL)
 
-__all__ = ["costs", "overlap", "partial", "select"]
+__all__ = ["costs", "overlap", "partial", "select", "weights"]
 __all__ += [
   "Collective",
   "SparseCollective",
@@ -108,6 +110,7 @@ __all__ += [
   "ef21",
   "make_transform",
   "momentum_corrected",
+  "norm_restored",
   "specs",
   "warmed_up",
 ]

@@ -1,5 +1,6 @@
 """Types that all packages share: sparse entries, verbs, the state and result of a collective, counters, costs."""
 
+import functools
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
@@ -10,6 +11,11 @@ import numpy as np
 
 Tree = TypeVar("Tree")
 Reduction = Literal["sum", "max", "min"]
+# Types of recursive containers are beyond type checkers; the names tell readers.
+ArrayTree = Any
+"""A pytree of arrays, or of what stands for one: numbers, `jax.ShapeDtypeStruct`."""
+SpecTree = Any
+"""A pytree of a `PartitionSpec` or sharding for each array, or a prefix of one."""
 
 
 class Sparse(NamedTuple):
@@ -241,74 +247,126 @@ def check_whole(
       )
 
 
-class Pending(NamedTuple):
-  """A residual that is not materialized yet: gradient + old residual, except at some entries.
+class Rounding(Protocol):
+  """Rounds to what the dtypes of n entries hold."""
 
-  Attributes:
-    grads: f32[n], the gradient; where values were received, gradient + residual +
-      received values; `entries` contains all these indices.
-    residual: f32[n], the old residual.
-    entries: entries of the new residual that replace the sum. Each index below n occurs
-      once; others are empty slots.
+  @property
+  def is_uniform(self) -> bool:
+    """Whether all entries have one dtype."""
 
-  Example:
-    >>> import jax.numpy as jnp, jaxsparse as js
-    >>> pending = js.types.Pending(jnp.ones(2), jnp.zeros(2), js.Sparse(jnp.array([1]), jnp.array([0.0])))
-    >>> pending.entries.indices
-    Array([1], dtype=int32)
-  """
-
-  grads: jax.Array
-  residual: jax.Array
-  entries: Sparse
+  def __call__(
+    self, values: jax.Array, indices: jax.Array | None = None, /
+  ) -> jax.Array:
+    """Rounds f32[n], or values f32[...] of entries at flat indices i32[...]."""
 
 
-class Deferred(NamedTuple):
-  """A total and a next residual that one pass over n entries writes, once it is known whether the step is skipped.
-
-  Attributes:
-    values: f32 arrays of which the total is a linear function; NaN or Inf where an
-      entry of the total may be.
-    finish: (values, error, finite, decay) -> the update and the next residual, f32[n]
-      each: the total of `values`, and `decay` times the sum of what the total does not
-      deliver and of the total of `error`, like values or None. Zeros and the residual
-      before if not `finite`.
-    up_to_sign: whether each entry is plus or minus one of the values, so that rounded
-      values are those of rounded entries.
-  """
-
-  values: Any
-  finish: Callable[[Any, Any, jax.Array, float], tuple[jax.Array, jax.Array]]
-  up_to_sign: bool = False
+Residual = jax.Array | None
+Commit = Callable[[jax.Array, Residual, float], tuple[jax.Array, Residual]]
 
 
 class Reduced(NamedTuple):
-  """The result of a collective at one worker.
+  """The result of a collective at one worker: a total of n entries, and what it leaves.
+
+  A total of another form, which saves a pass over n entries, is a subclass with a
+  `mean` of its own: `select.accumulator.SparseReduced` of entries, `Deferred` of
+  numbers from which it is computed.
 
   Attributes:
-    total: the estimate of the *sum* over workers, as a vector bitwise the same on every
-      worker (Law R): f32[n], its `Sparse` entries in any order, each index once, empty
-      slots with index n or more, which the caller scatters, or `Deferred`.
-    state: the next `State`; its residual, f32[n] or `Pending`, is what `total` did not
-      deliver (Law C). That of a `Deferred` total is the one before.
+    total: the estimate of the *sum* over workers, f32[n], bitwise the same on every
+      worker (Law R). A subclass says what it holds instead.
+    state: the next `State`; its residual, f32[n], is what `total` did not deliver
+      (Law C).
     counters: the step's `Counters`, scalars.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
-    >>> js.Reduced(jnp.ones(2), js.State(), js.Counters()).total
-    Array([1., 1.], dtype=float32)
+    >>> reduced = js.Reduced(jnp.array([4.0, 2.0]), js.State(), js.Counters())
+    >>> mean, commit = reduced.mean(divisor=2, rounding=None)
+    >>> commit(jnp.isfinite(mean).all(), None, 1.0)
+    (Array([2., 1.], dtype=float32), None)
   """
 
-  total: jax.Array | Sparse | Deferred
+  total: Any
   state: State
   counters: Counters
 
-  def computed(self) -> Self:
-    """The result with a `Deferred` total computed, f32[n], and the next residual, before its decay."""
-    if not isinstance(self.total, Deferred):
-      return self
-    total, residual = self.total.finish(self.total.values, None, jnp.bool_(True), 1.0)
-    return self._replace(total=total, state=self.state._replace(residual=residual))
+  def mean(self, divisor: int, rounding: Rounding | None) -> tuple[jax.Array, Commit]:
+    """The total divided by `divisor` and rounded, and the function that ends the step.
+
+    Returns:
+      (mean, commit): arrays that have NaN or Inf where an entry of the mean has; and
+      `commit(finite, residual, decay)`, which returns the mean, f32[n], and `decay`
+      times the next residual, f32[n] or None, with what was rounded off. Where
+      `finite`, bool[], is false, that is zeros and `residual`, the one before.
+    """
+    exact = self.total / divisor
+    mean = rounding(exact) if rounding else exact
+
+    def commit(
+      finite: jax.Array, before: Residual, decay: float
+    ) -> tuple[jax.Array, Residual]:
+      residual = self.state.residual
+      if residual is not None and before is not None:
+        after = residual if decay == 1 else decay * residual
+        residual = jnp.where(finite, after, before)
+        if rounding:
+          residual = residual + decay * jnp.where(finite, exact - mean, 0.0)
+      return jnp.where(finite, mean, 0.0), residual
+
+    return mean, commit
+
+  def computed(self) -> "Reduced":
+    """The result with arrays only, no function of them."""
+    return self
+
+  def add_to(self, x: jax.Array) -> tuple[jax.Array, Residual]:
+    """The sum f32[n] of x and the total, and the next residual before its decay; of a `computed` result."""
+    return x + self.total, self.state.residual
+
+  def mask(
+    self, momentum: jax.Array, grads: jax.Array, residual: jax.Array
+  ) -> jax.Array:
+    """The momentum with zeros where the next residual is not `grads + residual`, what the collective was given."""
+    return jnp.where(self.state.residual == grads + residual, momentum, 0.0)
+
+
+class Formula(Protocol):
+  """The total of a `Deferred` result."""
+
+  @property
+  def values(self) -> Any:
+    """Arrays of which the total is a linear function; NaN or Inf where an entry of the total may be."""
+
+  def finish(
+    self, values: Any, finite: jax.Array, residual: jax.Array, decay: float
+  ) -> tuple[jax.Array, jax.Array]:
+    """The total of `values`, and `decay` times what the total does not deliver, f32[n] each.
+
+    If not `finite`, zeros and `residual`, f32[n], the one before.
+    """
+
+
+class Deferred(Reduced):
+  """A result whose total and residual one pass over n entries writes, once the step is known to be finite.
+
+  Attributes:
+    total: a `Formula`.
+    state: the next `State`, with the residual before the step.
+  """
+
+  def mean(self, divisor: int, rounding: Rounding | None) -> tuple[Any, Commit]:
+    """Those numbers of a formula divided; of the total itself where they have to be rounded."""
+    if rounding:
+      return self.computed().mean(divisor, rounding)
+    mean = jax.tree.map(lambda x: x / divisor, self.total.values)
+    return mean, functools.partial(self.total.finish, mean)
+
+  def computed(self) -> Reduced:
+    """The result with the total, f32[n], and the next residual before its decay."""
+    total, residual = self.total.finish(
+      self.total.values, jnp.bool_(True), self.state.residual, 1.0
+    )
+    return Reduced(total, self.state._replace(residual=residual), self.counters)
 
 
 class Cost(NamedTuple):

@@ -121,6 +121,9 @@ COMPOSITIONS: dict[str, Callable[[Transform], Transform]] = {
   "local averaged": lambda transform: local(
     transform, averaging, every=2, apply_residual=True
   ),
+  "local restored": lambda transform: local(
+    js.norm_restored(transform), every=2, apply_residual=True
+  ),
   "local mixed": mixed,
   "diloco": lambda transform: js.local_steps(
     optax.adamw(0.1, eps=EPS),

@@ -319,6 +319,15 @@ def test_local_steps(tmp_path):
   )
 
 
+def test_weights(tmp_path):
+  trainer, reader = snippets("docs/how_to/weights.md")
+  same = """
+assert version == 5 and subscriber.refused == []
+assert all(jax.tree.leaves(jax.tree.map(lambda x, y: (x.astype("bfloat16") == y).all(), params, served)))
+"""
+  run(trainer + reader + same, tmp_path)
+
+
 @pytest.mark.long
 def test_compile_ahead(tmp_path):
   (howto,) = snippets("docs/how_to/compile_ahead.md")

@@ -11,6 +11,7 @@ MODULES = {
   "overlap": js.overlap.__all__,
   "partial": js.partial.__all__,
   "select": ("top_k",),
+  "weights": js.weights.__all__,
 }
 NAMES = [(name, getattr(js, name)) for name in js.__all__ if name not in MODULES]
 NAMES += [

@@ -48,7 +48,9 @@ _LABELS = flags.DEFINE_list(
   ],
   "Collectives whose updates are compiled, in this order.",
 )
-_N = flags.DEFINE_integer("entries", 1 << 22, "Entries of a gradient.", lower_bound=1)
+_N = flags.DEFINE_integer(
+  "gradient_entries", 1 << 22, "Entries of a gradient.", lower_bound=1
+)
 _RUNS = flags.DEFINE_integer("runs", 9, "Runs of each program.", lower_bound=1)
 _REPORT_DIR = entry.define_report_dir("forks_PLATFORM.json")
 
@@ -150,7 +152,7 @@ def main() -> None:
     toolchain.prepare()
     devices = toolchain.devices(platform, toolchain.TOPOLOGIES[platform])
   choice = _Choice(platform)
-  _compat.by_platform = choice
+  _compat.by_platform = choice  # type: ignore[assignment]
   rows, done = list[Row](), set[str]()
   for spec in specs.parse(_LABELS.value, len(devices), density=0.01):
     choice.forks = {}

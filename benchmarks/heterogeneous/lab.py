@@ -13,7 +13,7 @@ import optax
 
 from jaxsparse.arrays.flatten import flatten
 from jaxsparse.collectives import make_collective
-from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.net.messages import WorkerGroup
 from jaxsparse.types import Cost
 
 Pace = Callable[[np.random.Generator], float]
@@ -30,7 +30,7 @@ class Simulation(NamedTuple):
   # (seconds, updates, value of `evaluate`) of each evaluation
   curve: list[tuple[float, int, float]]
   params: Any  # at the end; the mean over the workers if they have models of their own
-  groups: list[Group]  # of partial reduce, in the order in which they were formed
+  groups: list[WorkerGroup]  # of partial reduce, in the order in which they were formed
 
 
 def shared_paces(
@@ -113,7 +113,7 @@ class Lab:
     self.workers = len(paces)
     self.initial, self._unflatten = flatten(params)
     self.random = np.random.default_rng([seed, self.workers])
-    self.now, self.updates, self.groups = 0.0, 0, list[Group]()
+    self.now, self.updates, self.groups = 0.0, 0, list[WorkerGroup]()
     self._scheduled: list[tuple[float, int, Callable[[], object]]] = []
     self._count = self._gradients = 0
     self._curve = list[tuple[float, int, float]]()

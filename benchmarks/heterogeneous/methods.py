@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import jaxsparse as js
 from benchmarks.heterogeneous.lab import Lab, Method
-from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.net.messages import WorkerGroup
 
 NAMES = ("alone", "allreduce", "eager", "adpsgd", "bsp", "asp", "hete", "backup")
 
@@ -209,7 +209,7 @@ class Partial(_ModelEach):
     self._began[worker] = self._lab.now
     super()._work(worker)
 
-  def _average(self, groups: list[Group]) -> None:
+  def _average(self, groups: list[WorkerGroup]) -> None:
     for group in groups:
       self._lab.groups.append(group)
       # each sends a signal to the controller, and gets an answer
@@ -218,7 +218,7 @@ class Partial(_ModelEach):
         members, len(members), functools.partial(self._averaged, group), signals=2
       )
 
-  def _averaged(self, group: Group) -> None:
+  def _averaged(self, group: WorkerGroup) -> None:
     models = jnp.stack(
       [*(self._models[member] for member in group.members), self._lab.initial]
     )

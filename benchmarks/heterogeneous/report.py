@@ -11,7 +11,7 @@ import rich.table
 import jaxsparse as js
 from benchmarks import report
 from benchmarks.heterogeneous.virtual import Environment, Row, rho, theorem_1
-from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.net.messages import WorkerGroup
 
 PARTS = {
   "levels": "heterogeneity levels",
@@ -239,12 +239,12 @@ def figure_4(groups: int = 1200) -> dict[str, float]:
   }
 
 
-def _fixed_groups(seconds: Sequence[int], count: int) -> list[Group]:
+def _fixed_groups(seconds: Sequence[int], count: int) -> list[WorkerGroup]:
   """Groups of two that the library's controller forms of workers whose steps take so long."""
   workers = len(seconds)
   # so long a history that the group filter has nothing to do
   controller = js.partial.Controller(workers, 2, "constant", history=10 * count)
-  iterations, found = [0] * workers, list[Group]()
+  iterations, found = [0] * workers, list[WorkerGroup]()
   signalled: dict[int, None] = {}  # workers without a group, in order
   # when a worker is ready, and in which order workers began
   scheduled = [(took, worker, worker) for worker, took in enumerate(seconds)]

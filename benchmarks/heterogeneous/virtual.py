@@ -14,7 +14,7 @@ from benchmarks.heterogeneous import methods
 from benchmarks.heterogeneous.lab import Lab, Simulation, shared_paces
 from benchmarks.tasks import data, images
 from benchmarks.tasks.base import model_of
-from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.net.messages import WorkerGroup
 
 # seconds of virtual time of workers that exchange nothing: their accuracy rises no more,
 # and the means of all methods of several workers are fewer
@@ -162,7 +162,7 @@ class Bench:
     return lab.run(chosen, limit, model.accuracy, every=0.5, target=given.target)
 
 
-def rho(groups: Sequence[Group], workers: int) -> float:
+def rho(groups: Sequence[WorkerGroup], workers: int) -> float:
   """How slowly groups spread what a worker has learned (§3.2): `max(|λ₂|, |λ_N|)` of the mean of their W (eq. 6).
 
   Each W averages the models of one group, X ← X W, and leaves the others as they are. 0

@@ -87,6 +87,13 @@ def wide() -> Task:
   )
 
 
+def narrow() -> Task:
+  """A transformer of 2 blocks of width 64: 135,424 parameters."""
+  return _next_byte(
+    "lm_small", lambda rngs: Transformer(rngs, width=64, blocks=2, bias=False)
+  )
+
+
 def medium() -> Task:
   """A transformer of 3 blocks of width 128: 664,320 parameters."""
   return _next_byte(

@@ -5,6 +5,7 @@ from benchmarks.tasks.base import Task
 
 TEXTS = {
   "lm": lm.large,
+  "lm_small": lm.narrow,
   "lm_medium": lm.medium,
   "lm_wide": lm.wide,
   "lstm": lm.recurrent,

@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.thousands.members import Member, Setting
 from benchmarks.thousands.simulation import TICK, Simulation
-from jaxsparse.partial.net.messages import Group, RoundPosition, WorkerMessage
-from jaxsparse.partial.rounds.protocol import Request
+from jaxsparse.partial.net.messages import RoundPosition, WorkerGroup, WorkerMessage
+from jaxsparse.partial.rounds.protocol import RoundRequest
 
 _EVERY = 2  # rounds of a group from one among groups to the next
 # seconds that half of the groups wait for others: their exchange is in the background
@@ -48,7 +48,9 @@ class _Link(Member):
     """Asks for the next round at once."""
     self._given = 0.0
     self.handle(
-      Request(WorkerMessage.LINK if self.network.has_moved else WorkerMessage.READY)
+      RoundRequest(
+        WorkerMessage.LINK if self.network.has_moved else WorkerMessage.READY
+      )
     )
 
   def commit(self) -> RoundPosition:
@@ -78,7 +80,7 @@ class _Group(Simulation):
     self._top.pools[self._number] = 0.0
     return _Link(self, number, undelivered)
 
-  def deliver(self, group: Group, seconds: float) -> None:
+  def deliver(self, group: WorkerGroup, seconds: float) -> None:
     """A round counts for one of its members: the link gives what it has trained to the other groups."""
     super().deliver(group, seconds)
     self._top.pools[self._number] += seconds

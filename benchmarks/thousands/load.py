@@ -22,7 +22,7 @@ from benchmarks.thousands.simulation import Simulation
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.messages import Signal, WorkerMessage
 from jaxsparse.partial.rounds import status
-from jaxsparse.partial.rounds.protocol import Request
+from jaxsparse.partial.rounds.protocol import RoundRequest
 
 _STEP = 0.02  # seconds for which messages are awaited
 _TICK = 0.2  # seconds between two ticks of a worker
@@ -81,7 +81,7 @@ class Client(Member):
   def end(self, *, kill: bool) -> None:
     """Leaves, or ends without a word."""
     if not kill:
-      self.handle(Request(WorkerMessage.BYE))
+      self.handle(RoundRequest(WorkerMessage.BYE))
     self.dead = True
     self.drop()
     sent = self.network.now + (0.0 if kill else 1.0)

@@ -8,14 +8,14 @@ import numpy as np
 from benchmarks.thousands.virtual import VirtualWorker
 from jaxsparse.partial.net.membership import Unreachable
 from jaxsparse.partial.net.messages import (
-  Group,
   Piece,
   PieceKind,
   RoundPosition,
+  WorkerGroup,
   WorkerMessage,
 )
-from jaxsparse.partial.rounds.exchanger import Done
-from jaxsparse.partial.rounds.protocol import Request
+from jaxsparse.partial.rounds.protocol import RoundRequest
+from jaxsparse.partial.rounds.run import Done
 
 if TYPE_CHECKING:
   from benchmarks.thousands.simulation import Simulation
@@ -61,7 +61,7 @@ class Link(NamedTuple):
 class Run:
   """The part of one member in an exchange; `RoundProtocol` knows it as that of an `Exchanger`."""
 
-  group: Group
+  group: WorkerGroup
   digest: int = 0
   missing: int | None = None
   active: bool = True
@@ -73,7 +73,7 @@ class Run:
 class Exchange:
   """The exchange of a round: all members have the result at the same time, or none if one of them is lost."""
 
-  def __init__(self, network: "Simulation", group: Group):
+  def __init__(self, network: "Simulation", group: WorkerGroup):
     self.group = group
     self._network = network
     self._runs: list[tuple[Member, Run]] = []
@@ -169,7 +169,7 @@ class Member(VirtualWorker):
     if self.lives:
       self._given = self.undelivered
       self.protocol.undelivered = round(self._given)
-      self.handle(Request(WorkerMessage.READY, weight=1))
+      self.handle(RoundRequest(WorkerMessage.READY, weight=1))
 
   def make_model(self, peer: VirtualWorker) -> tuple[Piece, float]:
     """The anchor: its round, and the number of its last group."""
@@ -205,7 +205,7 @@ class Member(VirtualWorker):
     """The ids of the last rounds of its anchor."""
     return self.network.lineages[self.protocol.membership.position.round].ids
 
-  def begin(self, group: Group) -> Run:
+  def begin(self, group: WorkerGroup) -> Run:
     """Takes part in an exchange."""
     self._run = Run(group)
     self.network.find_exchange(group).begin(self, self._run)

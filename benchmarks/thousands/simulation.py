@@ -17,7 +17,12 @@ import numpy as np
 import jaxsparse as js
 from benchmarks.thousands.members import STALLED, Exchange, Link, Member, Setting
 from benchmarks.thousands.virtual import Connection, VirtualNetwork
-from jaxsparse.partial.net.messages import Answer, Group, ServerMessage, WorkerMessage
+from jaxsparse.partial.net.messages import (
+  Answer,
+  ServerMessage,
+  WorkerGroup,
+  WorkerMessage,
+)
 from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.quorum import Quorum
 
@@ -141,7 +146,7 @@ class Simulation(VirtualNetwork):
     self.burst = max(self.burst, self._busy[way] - self.now)
     return latency + self._busy[way] - self.now
 
-  def find_exchange(self, group: Group) -> Exchange:
+  def find_exchange(self, group: WorkerGroup) -> Exchange:
     """The exchange of a group, which begins with its first member."""
     if self._exchange is None or self._exchange.group.number != group.number:
       self._exchange = Exchange(self, group)
@@ -151,7 +156,7 @@ class Simulation(VirtualNetwork):
           self._exchange.lose(process, STALLED if process.is_silent else 0.0)
     return self._exchange
 
-  def deliver(self, group: Group, seconds: float) -> None:
+  def deliver(self, group: WorkerGroup, seconds: float) -> None:
     """A round counts for one of its members."""
     if group.number not in self.counted:
       self.ended.append(self.now)

@@ -1,5 +1,6 @@
 """Gradient pytree <-> one flat f32[n]: float32 inside, the caller's dtypes outside."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -51,46 +52,54 @@ def wide_dtype(x: Any) -> jnp.dtype:
     ['float32', 'float32', 'complex64']
   """
   dtype = jnp.result_type(x)
-  is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+  is_narrow = jnp.issubdtype(dtype, jnp.floating) and _is_narrow(dtype)
   return jnp.dtype(jnp.float32) if is_narrow else dtype
 
 
-Rounding = Callable[[jax.Array, jax.Array | None], jax.Array]
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+  """Rounds f32 values to what leaves of these sizes and dtypes hold."""
+
+  sizes: Sequence[int]
+  dtypes: Sequence[jnp.dtype]
+
+  @property
+  def is_uniform(self) -> bool:
+    """Whether all leaves have one dtype."""
+    return len(set(self.dtypes)) == 1
+
+  def __call__(
+    self, values: jax.Array, indices: jax.Array | None = None, /
+  ) -> jax.Array:
+    """Rounds f32[n], or f32[...] at flat indices i32[...], of which those from n on do not matter."""
+    if self.is_uniform:
+      return _rounded(values, self.dtypes[0])
+    if indices is None:
+      split = zip(parts(values, self.sizes), self.dtypes, strict=True)
+      return jnp.concatenate([_rounded(part, dtype) for part, dtype in split])
+    ends = jnp.asarray(np.cumsum(self.sizes), jnp.int32)
+    leaf = jnp.searchsorted(ends, indices, side="right")
+    for dtype in filter(_is_narrow, dict.fromkeys(self.dtypes)):
+      has_dtype = jnp.asarray([one == dtype for one in self.dtypes])
+      is_narrow = has_dtype.at[leaf].get(mode="fill", fill_value=False)
+      values = jnp.where(is_narrow, _rounded(values, dtype), values)
+    return values
 
 
 def rounding(sizes: Sequence[int], dtypes: Sequence[Any]) -> Rounding | None:
-  """The function that rounds f32 values to what leaves of these sizes and dtypes hold; None if they hold each float32.
-
-  Its arguments are f32[n], or values f32[...] and their flat indices i32[...], of which
-  those from n on do not matter.
+  """The `Rounding` of leaves of these sizes and dtypes; None if they hold each float32.
 
   Example:
     >>> import jax.numpy as jnp
     >>> to = rounding([1, 1], [jnp.dtype(jnp.float32), jnp.dtype(jnp.float16)])
-    >>> to(jnp.array([84000.1, 84000.1]), None), to(jnp.array([0.1]), jnp.array([1]))
+    >>> to(jnp.array([84000.1, 84000.1])), to(jnp.array([0.1]), jnp.array([1]))
     (Array([84000.1,     inf], dtype=float32), Array([0.09997559], dtype=float32))
   """
-  narrow = [dtype for dtype in dict.fromkeys(dtypes) if jnp.finfo(dtype).bits < 32]
+  return Rounding(sizes, dtypes) if any(map(_is_narrow, dtypes)) else None
 
-  def rounded(values: jax.Array, indices: jax.Array | None) -> jax.Array:
-    if len(set(dtypes)) == 1:
-      return _rounded(values, dtypes[0])
-    if indices is None:
-      split = zip(parts(values, sizes), dtypes, strict=True)
-      return jnp.concatenate([_rounded(part, dtype) for part, dtype in split])
-    leaf = jnp.searchsorted(
-      jnp.asarray(np.cumsum(sizes), jnp.int32), indices, side="right"
-    )
-    for dtype in narrow:
-      is_narrow = (
-        jnp.asarray([one == dtype for one in dtypes])
-        .at[leaf]
-        .get(mode="fill", fill_value=False)
-      )
-      values = jnp.where(is_narrow, _rounded(values, dtype), values)
-    return values
 
-  return rounded if narrow else None
+def _is_narrow(dtype: jax.typing.DTypeLike) -> bool:
+  return jnp.finfo(dtype).bits < 32
 
 
 def representable(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:

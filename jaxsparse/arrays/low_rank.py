@@ -31,26 +31,14 @@ def dense(x: Sequence[Piece]) -> jax.Array:
   return jnp.concatenate([_matrix(piece).reshape(-1) for piece in x])
 
 
-def put(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
-  """All entries of the vector, or zeros unless `finite`, bool[]: f32[n], in the buffer of `into`.
+def dense_if(finite: jax.Array, x: Sequence[Piece]) -> jax.Array:
+  """All entries of the vector, f32[n], or zeros unless `finite`, bool[].
 
   Example:
-    >>> put([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.bool_(True))
+    >>> dense_if(jnp.bool_(True), [jnp.ones(1), jnp.zeros(1)])
     Array([1., 0.], dtype=float32)
   """
-  # XLA on CPU would choose the piece anew for each entry.
-  return _compat.by_platform(cpu=_put_by_pieces, default=_put_at_once)(x, into, finite)
-
-
-def _put_by_pieces(x: Sequence[Piece], into: jax.Array, finite: jax.Array) -> jax.Array:
-  new = lambda: [_matrix(piece) for piece in x]
-  pieces = varying.cond(
-    finite, new, lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(new))
-  )
-  return _put_at(_starts(x), pieces, into)
-
-
-def _put_at_once(x: Sequence[Piece], _: jax.Array, finite: jax.Array) -> jax.Array:
+  # The small factors are chosen between, not the n entries.
   return dense(jax.tree.map(lambda part: jnp.where(finite, part, 0.0), x))
 
 
@@ -67,6 +55,7 @@ def subtract(
     >>> subtract([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.array([0.0, 1.0]), jnp.bool_(True), 0.5)
     Array([1. , 1.5], dtype=float32)
   """
+  # On CPU the other ways take 1.3 and 2 to 3.5 times the CPU time of an update.
   ways = {
     "cpu": _subtract_on_cpu,
     "gpu": _subtract_at_once,

@@ -9,19 +9,16 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse._compat import varying
-from jaxsparse.arrays import flatten
 from jaxsparse.collectives._base import (
   Collective,
   SparseCollective,
   Traits,
   replace_fields,
 )
-from jaxsparse.select.accumulator import materialize
 from jaxsparse.types import (
   Comm,
   Cost,
   Counters,
-  Pending,
   Reduced,
   Sparse,
   State,
@@ -125,7 +122,7 @@ class Corrected(Wrapped):
     sent = momentum + grads if self.nesterov else momentum
     reduced = self.collective.reduce(comm, sent, self.inner_state(state))
     if self.masking and (is_partial := self.is_partial(grads.size, state)) is not False:
-      masked = _mask_momentum(momentum, sent, state.residual, reduced.state.residual)
+      masked = reduced.mask(momentum, sent, state.residual)
       momentum = jnp.where(is_partial, masked, momentum)
     return reduced._replace(
       state=reduced.state._replace(worker=Momentum(momentum, reduced.state.worker))
@@ -138,17 +135,6 @@ def _check_momentum(wrapper: str, collective: Collective) -> None:
     raise ValueError(
       f"{wrapper}: {collective.name} has a momentum already, give the transform inside"
     )
-
-
-def _mask_momentum(
-  momentum: jax.Array, sent: jax.Array, residual: jax.Array, after: jax.Array | Pending
-) -> jax.Array:
-  """The momentum with zeros where the next residual is not `sent + residual`."""
-  if not isinstance(after, Pending):
-    return jnp.where(after == sent + residual, momentum, 0.0)
-  indices, values = after.entries
-  left = values != sparse.read_at(sent, indices) + sparse.read_at(residual, indices)
-  return sparse.put(momentum, jnp.where(left, indices, momentum.size), 0.0)
 
 
 # of what is known, in each step: rounding errors of large gradients are forgotten
@@ -221,16 +207,7 @@ class EF21(Wrapped):
     mean = own.mean + (1 - self.momentum) * (grads - own.mean)
     change = mean - _KEPT * own.mean
     reduced = self.collective.reduce(comm, change, self.inner_state(state)).computed()
-    delivered = reduced.total
-    left = reduced.state.residual
-    if isinstance(left, Pending):
-      left = materialize(left, jnp.bool_(True), 1.0)
-    if isinstance(delivered, Sparse):
-      total = sparse.add(_KEPT * shared.total, delivered.indices, delivered.values)
-      # NaN may lie in an empty slot
-      total = jnp.where(flatten.all_finite(delivered.values), total, jnp.nan)
-    else:
-      total = _KEPT * shared.total + delivered
+    total, left = reduced.add_to(_KEPT * shared.total)
     step = shared.step + 1
     after = State(
       None,
@@ -321,4 +298,5 @@ def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
   )
   total, state, counters = jax.tree.map(widen, reduced, slots, is_leaf=_is_sparse)
   cast = lambda x, like: saturated(x, like.dtype).reshape(())
-  return Reduced(total, state, jax.tree.map(cast, counters, Counters.zeros()))
+  counters = jax.tree.map(cast, counters, Counters.zeros())
+  return type(reduced)(total, state, counters)

@@ -72,10 +72,12 @@ class A2SGD(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     parts = flatten.parts(grads, self.leaves or (grads.size,))
+    # Algorithm 1: the two means of this worker, μ₊ and μ₋
     own = jnp.stack([two_means(part) for part in parts])
     # Divided before the sum: a product that a sum follows may become a fused
     # multiply-add, in some programs only.
     mean = comm.all_reduce(own / comm.size)
+    # g′: the entries that the means stand for, shifted to the averages
     shifts = [
       shift_entries(part, *pair)
       for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)

@@ -15,12 +15,13 @@ from jaxsparse import sparse
 from jaxsparse.collectives._base import SparseCollective, Traits
 from jaxsparse.collectives._messages import Writer, words_of
 from jaxsparse.comm import in_rank_order, schedules
+from jaxsparse.select.accumulator import Pending, SparseReduced
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.chunks import top_k_of_chunks
 from jaxsparse.select.exact import SHORT
 from jaxsparse.sparse.codec import codec_of
 from jaxsparse.sparse.values import FORMATS
-from jaxsparse.types import Comm, Cost, Counters, Pending, Reduced, Sparse, State
+from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,8 +85,9 @@ class ChunkTopk(SparseCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     _, length, k_chunk = self.chunks(grads.size)
     chosen = top_k_of_chunks(LazySum((grads, state.residual)), length, k_chunk)
+    # total = Σ_w q(top_k of each chunk of acc_w); the residual keeps what q rounds off
     total, _, errors, counters = self.exchange(comm, chosen, grads.size)
-    return Reduced(
+    return SparseReduced(
       total, state._replace(residual=Pending(grads, state.residual, errors)), counters
     )
 

@@ -13,7 +13,6 @@ The layout of signs, and how they are computed in few passes over memory, is in
 """
 
 import dataclasses
-import functools
 import typing
 
 import jax
@@ -22,8 +21,10 @@ import jax.numpy as jnp
 from jaxsparse import _compat
 from jaxsparse.collectives._base import Collective, Traits
 from jaxsparse.comm import all_gather, in_rank_order, schedules
-from jaxsparse.low_bit.blocks import CHUNK, Blocks, Exchanged
-from jaxsparse.types import Comm, Cost, Deferred, Reduced, State
+from jaxsparse.low_bit.blocks import Blocks
+from jaxsparse.low_bit.chunked import CHUNK
+from jaxsparse.low_bit.result import Codes, CodesReduced
+from jaxsparse.types import Comm, Cost, Reduced, State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,18 +95,17 @@ class OneBit(Collective):
     )(grads)
     blocks = Blocks.of(n, comm.size, self.bits)
     acc = grads, state.residual
+    # Q(acc_w), of which region v goes to worker v.
     codes, scales, steps = blocks.encode(acc, jnp.int32(0), blocks.count)
     received = comm.all_to_all(blocks.pack(codes, scales))
+    # sum = acc_owner + Σ_{w ≠ owner} Q(acc_w)
     sums = blocks.sum_region(acc, rank, received)
-    *summed, steps_of_sums = blocks.encode(
-      (sums,), rank * blocks.region, blocks.region, skip=CHUNK
-    )
-    kept = jax.lax.dynamic_update_slice(
-      steps, steps_of_sums, (rank * blocks.region, jnp.int32(0))
-    )
-    codes, steps = blocks.unpack(
-      in_rank_order(comm, all_gather(comm, blocks.pack(*summed)[0]))
-    )
-    finish = functools.partial(blocks.finish, acc, Exchanged(rank, sums, kept, codes))
-    total = Deferred(steps, finish, up_to_sign=self.bits == 1)
-    return Reduced(total, state, self.count(comm, n, selected=n, delivered=n))
+    # total = Q(sum)
+    first = rank * blocks.region
+    *summed, steps_of_sums = blocks.encode((sums,), first, blocks.region, skip=CHUNK)
+    kept = jax.lax.dynamic_update_slice(steps, steps_of_sums, (first, jnp.int32(0)))
+    messages = all_gather(comm, blocks.pack(*summed)[0])
+    codes, steps = blocks.unpack(in_rank_order(comm, messages))
+    # next residual_w = acc_w − Q(acc_w), of the owner  sum − Q(sum), by `Codes.finish`
+    total = Codes(blocks, grads, rank, sums, kept, codes, steps)
+    return CodesReduced(total, state, self.count(comm, n, selected=n, delivered=n))

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +156,8 @@ class PowerSGD(ByLeaf):
       functools.partial(_turn, add, key, leaves, to_right=to_right)
       for to_right in (False, True)
     )
+    # L = Σ_w M_w orth(R), then R = Σ_w M_wᵀ orth(L) (Algorithm 1); with `alternate` in
+    # turn
     if self.alternate:
       turns = [
         lambda turn=turn: turn(state.residual, others, factors)
@@ -174,26 +176,15 @@ class PowerSGD(ByLeaf):
       after = done.factors._replace(left=())
     costs = [saturated(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
     words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
-    total = self._join(n, done.total, sent.others)
-    own = self._join(n, done.own, sent.own_others)
-
-    def finish(
-      values: Any, _: None, finite: jax.Array, decay: float
-    ) -> tuple[jax.Array, jax.Array]:
-      pairs = zip(values[0], total, strict=True)
-      pieces = [
-        (left, piece[1]) if isinstance(piece, tuple) else left for left, piece in pairs
-      ]
-      residual = low_rank.subtract(own, grads, state.residual, finite, decay)
-      # All reads of `grads` precede the reuse of its buffer for the update.
-      finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
-      return low_rank.put(pieces, grads, finite), residual
-
-    # Linear in the left factors. The bound is Inf or NaN where a product may be.
-    lefts = [piece[0] if isinstance(piece, tuple) else piece for piece in total]
+    total = LowRank(
+      total=self._join(n, done.total, sent.others),
+      own=self._join(n, done.own, sent.own_others),
+      grads=grads,
+      bound=bound,
+    )
     after_state = state._replace(shared=after._replace(step=factors.step + 1))
     counters = Counters(words, words, selected=n, delivered=n)
-    return Reduced(Deferred((lefts, bound), finish), after_state, counters)
+    return Deferred(total, after_state, counters)
 
   def _layout(self, n: int) -> list[tuple[int, tuple[int, int] | None]]:
     """The entries of each leaf, and its matrix (a, b), None for a leaf that is sent as it is."""
@@ -254,6 +245,45 @@ class PowerSGD(ByLeaf):
     return tuple(pieces)
 
 
+class LowRank(NamedTuple):
+  """The total and the own projection as pieces of a low-rank vector: a `Formula`.
+
+  Attributes:
+    total: the pieces of the total, as `low_rank` has them.
+    own: the pieces that the total contains of this worker.
+    grads: f32[n], of this worker.
+    bound: f32[], no magnitude of an entry of the total is larger.
+  """
+
+  total: Sequence[jax.Array | _Factorized]
+  own: Sequence[jax.Array | _Factorized]
+  grads: jax.Array
+  bound: jax.Array
+
+  @property
+  def values(self) -> tuple[list[jax.Array], jax.Array]:
+    """The left factors, in which the total is linear; and the bound, Inf or NaN where a product may be."""
+    lefts = [piece[0] if isinstance(piece, tuple) else piece for piece in self.total]
+    return lefts, self.bound
+
+  def finish(
+    self,
+    values: tuple[list[jax.Array], jax.Array],
+    finite: jax.Array,
+    residual: jax.Array,
+    decay: float,
+  ) -> tuple[jax.Array, jax.Array]:
+    """As `Formula.finish`."""
+    pieces = [
+      (left, piece[1]) if isinstance(piece, tuple) else left
+      for left, piece in zip(values[0], self.total, strict=True)
+    ]
+    residual = low_rank.subtract(self.own, self.grads, residual, finite, decay)
+    # All reads of `grads` precede the reuse of its buffer for the update.
+    finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
+    return low_rank.dense_if(finite, pieces), residual
+
+
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
   """The matrix a × b of a leaf whose axes are cut in two where a + b is least; (1, n) for a vector.
 
@@ -285,6 +315,19 @@ def _bases(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
       for number, basis in zip(numbers, bases, strict=True)
     }
   return [found[number] for number in range(len(factors))]
+
+
+def _project(
+  leaves: list[_Leaf], residual: jax.Array, bases: list[jax.Array], to_right: bool
+) -> list[jax.Array]:
+  """The factors of this worker: M_wᵀ orth(L), as f32[r, b], or M_w orth(R), f32[a, r]."""
+  own = list[jax.Array]()
+  for leaf, basis in zip(leaves, bases, strict=True):  # one sum at a time
+    residual = _after(own[-1] if own else basis, residual)
+    flat = leaf.grads + residual[leaf.start : leaf.start + leaf.grads.size]
+    matrix = flat.reshape(leaf.shape)
+    own.append(_matmul(basis, matrix) if to_right else _matmul(matrix, basis.T))
+  return own
 
 
 class _Turn(NamedTuple):
@@ -321,15 +364,8 @@ def _turn(
 
   One all-reduce sums all of them, and the other entries.
   """
-  given = factors.left if to_right else factors.right
-  bases = _bases(given, key)
-  own = list[jax.Array]()
-  for leaf, basis in zip(leaves, bases, strict=True):  # one sum at a time
-    residual = _after(own[-1] if own else basis, residual)
-    matrix = (leaf.grads + residual[leaf.start : leaf.start + leaf.grads.size]).reshape(
-      leaf.shape
-    )
-    own.append(_matmul(basis, matrix) if to_right else _matmul(matrix, basis.T))
+  bases = _bases(factors.left if to_right else factors.right, key)
+  own = _project(leaves, residual, bases, to_right)
   flat = jnp.concatenate([*(factor.reshape(-1) for factor in own), others])
   flat, share = add(flat)
   sizes = [*(factor.size for factor in own), others.size]

@@ -29,7 +29,7 @@ from jaxsparse import sparse
 from jaxsparse._compat import varying
 from jaxsparse.collectives._base import ByLeaf, Traits
 from jaxsparse.comm import all_gather, in_rank_order, schedules
-from jaxsparse.select.accumulator import pending_zeros
+from jaxsparse.select.accumulator import SparseReduced, pending_zeros
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, saturated
@@ -145,7 +145,7 @@ class Rows(ByLeaf):
       jnp.any(rows != 0, 1).sum() * rows.shape[1] for rows in parts
     )
     counters = Counters(words, words, selected=count(values), delivered=count(sums))
-    return Reduced(
+    return SparseReduced(
       Sparse(indices, entries),
       state._replace(residual=pending_zeros(acc, zeros)),
       counters,

@@ -3,42 +3,23 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import _compat
 from jaxsparse._compat import varying
 from jaxsparse.arrays.sums import fold_rows
-from jaxsparse.comm import ordering
 from jaxsparse.low_bit import scales as scaling
+from jaxsparse.low_bit.chunked import CHUNK, Arrays, Pass
 
-_ROWS = 32  # of a block, the bits of a word
+ROWS = 32  # of a block, the bits of a word
 _COLUMNS = 128  # at most, the lanes of a TPU
 _LONG = 1 << 16  # entries of a vector whose blocks are folded row by row
 _UNROLLED = 8  # messages that are added without a loop
-CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
 
-_cut = jax.lax.dynamic_slice_in_dim  # of an array, from a start on, so many rows
-
-
-class Exchanged(NamedTuple):
-  """What a worker has after the messages of a step.
-
-  Attributes:
-    rank: of the worker.
-    sums: of its region, as `Blocks.sum_region` returns them.
-    kept: the steps of all blocks, like those of `Blocks.encode`: as sent; in the own
-      region, of the sums.
-    codes: of the total, u32[blocks, width].
-  """
-
-  rank: jax.Array
-  sums: jax.Array
-  kept: jax.Array
-  codes: jax.Array
+cut = jax.lax.dynamic_slice_in_dim  # of an array, from a start on, so many rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +49,7 @@ class Blocks:
   @classmethod
   def of(cls, n: int, size: int, bits: int = 1) -> Self:
     """The layout of n entries that `size` workers share evenly."""
-    needed = -(-n // (size * _ROWS))  # columns of a region
+    needed = -(-n // (size * ROWS))  # columns of a region
     region = -(-needed // _COLUMNS)
     # Even blocks need less padding. Those of signs are as they always were, for the
     # same bits.
@@ -78,7 +59,7 @@ class Blocks:
   @property
   def block(self) -> int:
     """Entries of a block."""
-    return _ROWS * self.columns
+    return ROWS * self.columns
 
   @property
   def margin(self) -> int:
@@ -116,54 +97,78 @@ class Blocks:
     Their blocks are those after `skip` blocks of it, and blocks `first` and following
     of the vector. Signs have one step for a block, f32[count, 1].
     """
-
-    def columns_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array, ...]:
-      x = self._read(parts, skip + start, count)
-      fold = lambda term, combine: fold_rows(
-        x, range(_ROWS), lambda x, _: term(x), combine, self.n >= _LONG
-      )
-      if self.bits > 1:
-        return (fold(jnp.abs, jnp.maximum),)
-      squares = lambda unit: fold(lambda x: scaling.truncate(x * unit) ** 2, jnp.add)
-      # signs need no scale: one pass
-      return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / _ROWS))
-
-    def codes_of(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array]:
-      return (
-        self._codes(
-          self._read(again, skip + start, count), _cut(inverses, start, count)
-        ),
-      )
-
     whole = min(count, parts[0].size // self.block)
-    kinds = (jnp.uint32, jnp.float32)[self.bits > 1 :]
-    empty = tuple(jnp.zeros(count * self.columns, kind) for kind in kinds)
-    found = _by_chunks(
-      columns_of, whole, count, empty, (self.columns,) * len(kinds), padded_apart=True
-    )
+    in_blocks = jnp.arange(count, dtype=jnp.int32)
+    entries = self._entries(first + in_blocks)
+    encode = self._encode_signs if self.bits == 1 else self._encode_levels
+    return encode(parts, skip, whole, entries)
+
+  def _encode_signs(
+    self, parts: Sequence[jax.Array], skip: int, whole: int, entries: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `encode` returns of signs, in one pass, since they need no scale.
+
+    Args:
+      parts: as in `encode`.
+      skip: as in `encode`.
+      whole: number of blocks without padding.
+      entries: of each block, i32[count].
+    """
+    every = range(ROWS)
+    is_long = self.n >= _LONG
+
+    def columns_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
+      x = self._read(parts, skip + start, count)
+      square = lambda unit: lambda x, _: scaling.truncate(x * unit) ** 2
+      squares = lambda unit: fold_rows(x, every, square(unit), jnp.add, is_long)
+      return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / ROWS))
+
+    passed = self._pass(columns_of, whole, len(entries), jnp.uint32, jnp.float32)
     # by one kernel of a GPU
-    *signs, sizes = jax.lax.optimization_barrier([x.reshape(count, -1) for x in found])
-    entries = self._entries(first + jnp.arange(count, dtype=jnp.int32))
-    if self.bits == 1:
-      scales = scaling.of_signs(
-        sizes, _ROWS / jnp.maximum(entries, 1).astype(jnp.float32)
-      )
-      return signs[0], scales, scaling.steps(scales, 1, 1)
-    scales, steps = scaling.of_columns(
-      sizes, jnp.minimum(entries, self.columns), self.bits
-    )
+    signs, roots = jax.lax.optimization_barrier(passed)
+    share = ROWS / jnp.maximum(entries, 1).astype(jnp.float32)
+    scales = scaling.of_signs(roots, share)
+    return signs, scales, scaling.steps(scales, 1, 1)
+
+  def _encode_levels(
+    self, parts: Sequence[jax.Array], skip: int, whole: int, entries: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `encode` returns with more bits, in two passes: the largest magnitudes of columns, then the codes."""
+
+    def maxima_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
+      x = self._read(parts, skip + start, count)
+      magnitude = lambda x, _: jnp.abs(x)
+      return (fold_rows(x, range(ROWS), magnitude, jnp.maximum, self.n >= _LONG),)
+
+    def codes_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
+      x = self._read(again, skip + start, count)
+      return (self._codes(x, cut(inverses, start, count)),)
+
+    count = len(entries)
+    maxima = jax.lax.optimization_barrier(
+      self._pass(maxima_of, whole, count, jnp.float32)
+    )[0]
+    used = jnp.minimum(entries, self.columns)
+    scales, steps = scaling.of_columns(maxima, used, self.bits)
     # Read again behind a barrier: XLA for GPUs would store the sum for both passes.
     *again, scales, steps = jax.lax.optimization_barrier((*parts, scales, steps))
     inverses = scaling.inverses(steps, self.bits)
-    empty = (jnp.zeros(count * self.width, jnp.uint32),)
-    (codes,) = _by_chunks(
-      codes_of, whole, count, empty, (self.width,), padded_apart=True
+    return *self._pass(codes_of, whole, count, jnp.uint32), scales, steps
+
+  def _pass(
+    self, compute: Callable[..., Arrays], whole: int, count: int, *kinds: Any
+  ) -> list[jax.Array]:
+    """Codes, u32[count, width], and numbers of columns, f32[count, columns], of blocks."""
+    sizes = tuple(self.width if kind == jnp.uint32 else self.columns for kind in kinds)
+    encoding = Pass(compute, whole, count, sizes, padded_apart=True)
+    empty = (
+      jnp.zeros(count * size, kind) for size, kind in zip(sizes, kinds, strict=True)
     )
-    return codes.reshape(count, -1), scales, steps
+    return [x.reshape(count, -1) for x in encoding.run(*empty)]
 
   def _codes(self, x: jax.Array, inverses: jax.Array | None = None) -> jax.Array:
     """The words of the codes of f32[blocks, 32, columns], u32[blocks, width]; `inverses` of the steps if bits > 1."""
-    rows = _ROWS // self.bits
+    rows = ROWS // self.bits
 
     def code(x: jax.Array, row: np.ndarray) -> jax.Array:
       bit = (self.bits * (row % rows)).astype(np.uint32)
@@ -173,7 +178,7 @@ class Blocks:
       of_row = inverses if x.ndim == 2 else inverses[:, None]
       return sign | scaling.levels(x, of_row, self.bits) << bit
 
-    each = [range(first, first + rows) for first in range(0, _ROWS, rows)]
+    each = [range(first, first + rows) for first in range(0, ROWS, rows)]
     words = [
       fold_rows(x, of_word, code, jnp.bitwise_or, self.n >= _LONG) for of_word in each
     ]
@@ -186,12 +191,12 @@ class Blocks:
     size = len(received)
     codes, steps = self.unpack(received)
 
-    def add(start: jax.Array | int, count: int, _: Any) -> tuple[jax.Array]:
+    def add(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
       block = rank * self.region + start
 
       def add_message(by: jax.Array, x: jax.Array) -> jax.Array:
         first = (rank - by) % size * self.region + start
-        return x + self.decode(_cut(codes, first, count), _cut(steps, first, count))
+        return x + self.decode(cut(codes, first, count), cut(steps, first, count))
 
       # the loop: XLA would compile 63 messages for half a minute
       x = self._read_padded(parts, block, count)
@@ -201,73 +206,12 @@ class Blocks:
       else:
         x = varying.fori_loop(1, size, add_message, x, unroll=_UNROLLED)
       entries = self._entries(block + jnp.arange(count, dtype=jnp.int32))
-      position = jnp.arange(self.block, dtype=jnp.int32).reshape(1, _ROWS, self.columns)
+      position = jnp.arange(self.block, dtype=jnp.int32).reshape(1, ROWS, self.columns)
       return (jnp.where(position < entries[:, None, None], x, 0.0),)
 
     empty = jnp.zeros(self.region * self.block + 2 * self.margin, jnp.float32)
-    return _by_chunks(add, self.region, self.region, (empty,), (self.block,), CHUNK)[0]
-
-  def finish(
-    self,
-    parts: Sequence[jax.Array],
-    exchanged: Exchanged,
-    mean: jax.Array,
-    error: jax.Array | None,
-    finite: jax.Array,
-    decay: float,
-  ) -> tuple[jax.Array, jax.Array]:
-    """The update and the next residual, as `Deferred.finish`, in one pass over the vector."""
-    rank, sums, kept, codes = exchanged
-    # blocks; with few entries a worker the regions of the last workers may have none
-    used = -(-self.n // self.block)
-    inverses = kept if self.bits == 1 else scaling.inverses(kept, self.bits)
-
-    def finish(
-      start: jax.Array | int, count: int, buffers: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
-      cut = lambda x: _cut(x, start, count)
-      # the last block may have fewer entries, so entries are flat
-      has_last = isinstance(start, int)
-      shape = lambda x: x.reshape(-1)[: self.n - start * self.block] if has_last else x
-      at_once = has_last and count == used
-      if at_once:
-        residual, grads = buffers
-        region = jnp.tile(sums[self.margin : -self.margin], self.count // self.region)[
-          : count * self.block
-        ]
-      else:
-        if has_last:  # a gather is stored, so that its buffer can be written in place
-          rest = jnp.arange(start * self.block, self.n, dtype=jnp.int32)
-          residual, grads = (x[rest] for x in buffers)
-        else:
-          read = lambda x: _cut(x, start * self.block, count * self.block).reshape(
-            count, _ROWS, -1
-          )
-          residual, grads = map(read, buffers)
-        inside = jnp.clip(start - rank * self.region + CHUNK, 0, self.region + CHUNK)
-        region = _cut(sums, inside * self.block, count * self.block)
-      region = region.reshape(count, _ROWS, -1)
-      number = start - rank * self.region + jnp.arange(count, dtype=jnp.int32)
-      owner = jnp.broadcast_to(
-        ((number >= 0) & (number < self.region))[:, None, None], region.shape
-      )
-      entered = jnp.where(shape(owner), shape(region), grads + residual)
-      of_entries = lambda x: shape(jnp.broadcast_to(cut(x)[:, None], region.shape))
-      after = entered - self._round(entered, of_entries(kept), of_entries(inverses))
-      if error is not None:
-        after = after + shape(self.decode(cut(codes), cut(error)))
-      after = jnp.where(finite, after if decay == 1 else decay * after, residual)
-      apply = finite
-      if at_once:  # a GPU writes the update where the gradient is, after the residual
-        after = jax.lax.optimization_barrier(after)
-        apply = ordering.depend_on(after[:1], finite.astype(jnp.int32)) > 0
-      return after, jnp.where(apply, shape(self.decode(cut(codes), cut(mean))), 0.0)
-
-    grads, residual = parts
-    after, update = _by_chunks(
-      finish, self.n // self.block, used, (residual, grads), (self.block,) * 2
-    )
-    return update, after
+    sums = Pass(add, self.region, self.region, (self.block,), skip=CHUNK)
+    return sums.run(empty)[0]
 
   def decode(self, codes: jax.Array, steps: jax.Array) -> jax.Array:
     """Q: ± the magnitude of each code, a multiple of the step of its column, f32[blocks, 32, columns].
@@ -281,10 +225,10 @@ class Blocks:
       Array([[-5.,  5.],
              [ 5.,  5.]], dtype=float32)
     """
-    rows = _ROWS // self.bits
+    rows = ROWS // self.bits
     bit = self.bits * jnp.arange(rows, dtype=jnp.uint32).reshape(1, 1, rows, 1)
     code = (codes.reshape(-1, self.bits, 1, self.columns) >> bit).reshape(
-      -1, _ROWS, self.columns
+      -1, ROWS, self.columns
     )
     magnitudes = steps[:, None]
     if self.bits > 1:
@@ -296,7 +240,7 @@ class Blocks:
       words ^ (code >> self.bits - 1 << 31), jnp.float32
     )
 
-  def _round(self, x: jax.Array, steps: jax.Array, inverses: jax.Array) -> jax.Array:
+  def round(self, x: jax.Array, steps: jax.Array, inverses: jax.Array) -> jax.Array:
     """Q(x), as `decode` returns it, with the steps of the entries."""
     found = (
       steps
@@ -304,6 +248,12 @@ class Blocks:
       else scaling.magnitudes(scaling.levels(x, inverses, self.bits), steps, self.bits)
     )
     return jnp.where(x < 0, -found, found)
+
+  def trim(self, x: jax.Array, start: jax.Array | int) -> jax.Array:
+    """Entries of blocks from `start` on; flat and without padding where it is an int."""
+    if isinstance(start, int):
+      return x.reshape(-1)[: self.n - start * self.block]
+    return x
 
   def _entries(self, block: jax.Array) -> jax.Array:
     """The entries of blocks that are no padding."""
@@ -322,9 +272,9 @@ class Blocks:
       x = jnp.pad(x, (0, length - x.size))
     else:
       x = functools.reduce(
-        jnp.add, [_cut(part, start * self.block, length) for part in parts]
+        jnp.add, [cut(part, start * self.block, length) for part in parts]
       )
-    return x.reshape(count, _ROWS, self.columns)
+    return x.reshape(count, ROWS, self.columns)
 
   def _read_padded(
     self, parts: Sequence[jax.Array], start: jax.Array, count: int
@@ -334,83 +284,7 @@ class Blocks:
     start = start * self.block
     parts = [jnp.pad(part, (0, max(0, length - part.size))) for part in parts]
     inside = jnp.minimum(start, parts[0].size - length)
-    x = functools.reduce(jnp.add, [_cut(part, inside, length) for part in parts])
-    return _cut(jnp.pad(x, (0, length)), start - inside, length).reshape(
-      count, _ROWS, self.columns
+    x = functools.reduce(jnp.add, [cut(part, inside, length) for part in parts])
+    return cut(jnp.pad(x, (0, length)), start - inside, length).reshape(
+      count, ROWS, self.columns
     )
-
-
-def _by_chunks(
-  compute: Callable[..., tuple[jax.Array, ...]],
-  whole: int,
-  count: int,
-  results: tuple[jax.Array, ...],
-  sizes: tuple[int, ...],
-  skip: int = 0,
-  padded_apart: bool = False,
-) -> tuple[jax.Array, ...]:
-  """`results`, flat, with what `compute(start, count, results)` returns of some blocks in place of theirs.
-
-  A GPU computes all blocks at once. Others take eight at a time, and write them in the
-  next step of the loop, so that XLA stores them in the cache: in the order of a flat
-  vector it would not vectorize.
-
-  Args:
-    compute: `start` is an int where blocks may be padded.
-    whole: number of blocks that are not padded.
-    count: number of all blocks.
-    results: f32[...] or u32[...] each.
-    sizes: entries of a block in each of the results.
-    skip: blocks before the first in each of the results.
-    padded_apart: whether a GPU computes blocks that may be padded apart, and copies the
-      results: a pass that compares each entry with the end of the vector takes it four
-      times as long.
-  """
-
-  def write(
-    results: tuple[jax.Array, ...], start: jax.Array | int, new: tuple[jax.Array, ...]
-  ) -> tuple[jax.Array, ...]:
-    written = list[jax.Array]()
-    for result, x, size in zip(results, new, sizes, strict=True):
-      begin = jnp.int32((skip + start) * size)
-      # one after the other, since XLA may compute `new` where it is written
-      if written and isinstance(start, int):
-        begin = ordering.depend_on(written[-1][:1], begin)
-      written.append(jax.lax.dynamic_update_slice(result, x.reshape(-1), (begin,)))
-    return tuple(written)
-
-  def run(chunk: int, *results: jax.Array) -> tuple[jax.Array, ...]:
-    steps = whole // chunk
-
-    def step(number: jax.Array, carry: Any) -> Any:
-      # at first, what is there
-      results = write(carry[0], jnp.maximum(number - 1, 0) * chunk, carry[1])
-      return results, compute(number * chunk, chunk, results)
-
-    if steps:
-      shapes = jax.eval_shape(lambda: compute(jnp.int32(0), chunk, results))
-      first = [
-        x[skip * size :][: shape.size].reshape(shape.shape)
-        for x, size, shape in zip(results, sizes, shapes, strict=True)
-      ]
-      results, last = varying.fori_loop(0, steps, step, (results, tuple(first)))
-      results = write(results, (steps - 1) * chunk, last)
-    rest = count - steps * chunk
-    return (
-      write(results, steps * chunk, compute(steps * chunk, rest, results))
-      if rest
-      else results
-    )
-
-  def at_once(*results: jax.Array) -> tuple[jax.Array, ...]:
-    apart = padded_apart and 0 < whole < count
-    for start, end in ((0, whole), (whole, count)) if apart else ((0, count),):
-      new = compute(start, end - start, results)
-      results = write(
-        results, start, jax.lax.optimization_barrier(new) if apart else new
-      )
-    return results
-
-  return _compat.by_platform(gpu=at_once, default=functools.partial(run, CHUNK))(
-    *results
-  )

@@ -15,8 +15,9 @@ there, by any collective, and all have the same anchor afterwards.
     worker            worker: `Worker`; devices: `Devices`         worker: `Rounds`
     its decisions     protocol, a state machine                    protocol, a state machine
     what is computed  average: sums as messages, or collectives    exchanger, outer_step: an optax chain
+    its state         protocol: `Model`                            anchor: outer parameters, round, residual
     server            server                                       server
-    its decisions     controller: `Controller`                     quorum: `Quorum`
+    its decisions     controller: `Controller`                     quorum: `Quorum`, pairs that miss messages
     besides           base: NaN enters no average; saving          moving, checks: what was moved, saved states
     of processes                                                   slices, parts, lead, processes
 

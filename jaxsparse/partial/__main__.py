@@ -16,64 +16,56 @@ from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.server import LIMIT, Server
 
 
-def main() -> None:
-  """The command line; prints the address for `js.partial.Worker` as the first line of standard output."""
-  if sys.argv[1:2] == ["status"]:
-    status.main(sys.argv[2:])
-    return
+def _make_parser() -> argparse.ArgumentParser:
   defaults = argparse.ArgumentDefaultsHelpFormatter
   parser = argparse.ArgumentParser(
-    prog="python -m jaxsparse.partial", description=__doc__, formatter_class=defaults
+    prog="python -m jaxsparse.partial",
+    description=__doc__,
+    formatter_class=defaults,
+    # a controller has defaults of its own, and refuses options of the other one
+    argument_default=argparse.SUPPRESS,
   )
   add = parser.add_argument
   add(
     "--workers",
     type=int,
     required=True,
-    default=argparse.SUPPRESS,
     help="number of workers, N",
   )
   kind = parser.add_mutually_exclusive_group(required=True).add_argument
   kind(
     "--group_size",
     type=int,
-    default=argparse.SUPPRESS,
     help="number of workers in a group, P",
   )
   kind(
     "--quorum",
     type=int,
-    default=argparse.SUPPRESS,
     help="number of workers that a round takes, K",
   )
   add(
     "--grace",
     type=float,
-    default=argparse.SUPPRESS,
     help="seconds that K workers wait for more; default 2",
   )
   add(
     "--weights",
     choices=("constant", "dynamic"),
-    default=argparse.SUPPRESS,
     help="of models in an average of a group; default constant",
   )
   add(
     "--decay",
     type=float,
-    default=argparse.SUPPRESS,
     help="of dynamic weights, in [0, 1); default 0.5",
   )
   add(
     "--missing",
     choices=("closest", "initial"),
-    default=argparse.SUPPRESS,
     help="where weights without a member go; default closest",
   )
   add(
     "--history",
     type=int,
-    default=argparse.SUPPRESS,
     help="T: groups that it may take to connect all workers",
   )
   add("--address", default=sockets.LOOPBACK, help="where to listen")
@@ -96,38 +88,43 @@ def main() -> None:
     default=START_TIMEOUT,
     help="seconds until a worker that never joins is dropped",
   )
-  options = vars(parser.parse_args())
-  address, path, folder = (
-    options.pop(name) for name in ("address", "keys", "own_keys")
-  )
+  return parser
+
+
+def _prepare_keys(
+  path: pathlib.Path | None, folder: pathlib.Path | None, workers: int
+) -> Keys | None:
+  """The keys of the server; files that do not exist are made."""
+  if folder and not folder.exists():
+    folder.mkdir(mode=0o700)
+    *of_workers, of_server = Keys.make_own(workers)
+    for worker, keys in enumerate(of_workers):
+      keys.write(folder / str(worker))
+    of_server.write(folder / "server")
+  if path and not path.exists():
+    Keys.make().write(path)
+  path = folder / "server" if folder else path
+  return Keys.read(path) if path else None
+
+
+def main() -> None:
+  """The command line; prints the address for `js.partial.Worker` as the first line of standard output."""
+  if sys.argv[1:2] == ["status"]:
+    status.main(sys.argv[2:])
+    return
+  options = vars(_make_parser().parse_args())
+  address = options.pop("address")
+  paths = options.pop("keys", None), options.pop("own_keys", None)
   limits = {name: options.pop(name) for name in ("limit", "start_timeout")}
+  make = Quorum if "quorum" in options else Controller
   try:
-    controller: Controller | Quorum = (Quorum if "quorum" in options else Controller)(
-      **options
-    )
-    if folder and not folder.exists():
-      folder.mkdir(mode=0o700)
-      *of_workers, of_server = Keys.make_own(controller.workers)
-      for name, keys in zip(
-        [*map(str, range(len(of_workers))), "server"],
-        [*of_workers, of_server],
-        strict=True,
-      ):
-        keys.write(folder / name)
-    if path and not path.exists():
-      Keys.make().write(path)
-    path = folder / "server" if folder else path
-    server = Server(
-      controller, address, keys=Keys.read(path) if path else None, **limits
-    )
+    controller: Controller | Quorum = make(**options)
+    keys = _prepare_keys(*paths, options["workers"])
+    server = Server(controller, address, keys=keys, **limits)
   except ModuleNotFoundError as error:
     sys.exit(f"error: {error}")
-  except (
-    TypeError,
-    ValueError,
-    OSError,
-    zmq.ZMQError,
-  ) as error:  # an option of the other controller
+  # a TypeError is one of an option of the other controller
+  except (TypeError, ValueError, OSError, zmq.ZMQError) as error:
     sys.exit(f"error: {error}")
   print(server.address, flush=True)
   server.serve()

@@ -1,7 +1,7 @@
 """The controller over TCP: a small server that accepts signals of a few bytes and never receives a model.
 
 worker 3 ── READY 17 ──────────> ROUTER ──> GroupServer or ──> Controller or Quorum.ready(3, 17)
-workers 0, 3, 5 <── GROUP … ──── ROUTER <── RoundServer    <── Group((0, 3, 5), …)
+workers 0, 3, 5 <── GROUP … ──── ROUTER <── RoundServer    <── WorkerGroup((0, 3, 5), …)
 """
 
 import secrets

@@ -19,18 +19,40 @@ numpy.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse._compat import varying
+from jaxsparse.arrays.flatten import all_finite
 from jaxsparse.comm import ordering
 from jaxsparse.select import exact
 from jaxsparse.select.blocks import Blocks, LazySum, keys_of, search_keys
 from jaxsparse.sparse import bitset
-from jaxsparse.types import Pending, Sparse
+from jaxsparse.types import Commit, Reduced, Residual, Rounding, Sparse
+
+
+class Pending(NamedTuple):
+  """A residual that is not materialized yet: gradient + old residual, except at some entries.
+
+  Attributes:
+    grads: f32[n], the gradient; where values were received, gradient + residual +
+      received values; `entries` contains all these indices.
+    residual: f32[n], the old residual.
+    entries: entries of the new residual that replace the sum. Each index below n occurs
+      once; others are empty slots.
+
+  Example:
+    >>> pending = Pending(jnp.ones(2), jnp.zeros(2), Sparse(jnp.array([1]), jnp.array([0.0])))
+    >>> materialize(pending, jnp.bool_(True), 1.0)
+    Array([1., 0.], dtype=float32)
+  """
+
+  grads: jax.Array
+  residual: jax.Array
+  entries: Sparse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,3 +322,52 @@ def materialize(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
   residual = jnp.where(finite, total, pending.residual)
   indices = jnp.where(finite, pending.entries.indices, residual.size)
   return sparse.put(residual, indices, values)
+
+
+class SparseReduced(Reduced):
+  """The result of a collective that delivers entries of n.
+
+  Attributes:
+    total: `Sparse` entries in any order, each index once; empty slots have index n or
+      more.
+    state: the next `State`; its residual is `Pending`.
+  """
+
+  def mean(self, divisor: int, rounding: Rounding | None) -> tuple[jax.Array, Commit]:
+    """Divides and rounds the values of entries; the residual is materialized at the end."""
+    indices = self.total.indices
+    exact = self.total.values / divisor
+    mean = rounding(exact, indices) if rounding else exact
+
+    def commit(
+      finite: jax.Array, _: Residual, decay: float
+    ) -> tuple[jax.Array, jax.Array]:
+      pending = self.state.residual
+      residual = materialize(pending, finite, decay)
+      # A 0 that depends on the new residual: all reads of `grads` precede the reuse of
+      # its buffer for the update.
+      zero = ordering.depend_on(residual[:1], jnp.float32(0))
+      if rounding:
+        error = decay * jnp.where(finite, exact - mean, 0.0)
+        residual = sparse.add(residual, indices, error)
+      update = jnp.full_like(pending.grads, zero)
+      return sparse.put(update, indices, jnp.where(finite, mean, 0.0)), residual
+
+    return mean, commit
+
+  def add_to(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adds the entries in place."""
+    indices, values = self.total
+    total = sparse.add(x, indices, values)
+    # NaN may lie in an empty slot
+    total = jnp.where(all_finite(values), total, jnp.nan)
+    return total, materialize(self.state.residual, jnp.bool_(True), 1.0)
+
+  def mask(
+    self, momentum: jax.Array, grads: jax.Array, residual: jax.Array
+  ) -> jax.Array:
+    """Compares the entries that replace the sum of `grads` and `residual`, and no others."""
+    indices, values = self.state.residual.entries
+    before = sparse.read_at(grads, indices) + sparse.read_at(residual, indices)
+    changed = jnp.where(values != before, indices, momentum.size)
+    return sparse.put(momentum, changed, 0.0)

@@ -20,9 +20,9 @@ import numpy as np
 
 from jaxsparse import _compat, sparse
 from jaxsparse._compat import varying
-from jaxsparse.select.accumulator import pending_except
+from jaxsparse.select.accumulator import Pending, pending_except
 from jaxsparse.select.blocks import Blocks, keys_of
-from jaxsparse.types import Pending, Sparse
+from jaxsparse.types import Sparse
 
 # entries that are compared at a time, so that short rows are not read one by one
 _WIDE = 4096
@@ -43,6 +43,7 @@ def find_champions(blocks: Blocks) -> jax.Array:
     Array([[0, 1],
            [2, 1]], dtype=int32)
   """
+  # At once an update takes 1.8 times the CPU time; loops 1.5 times the kernels.
   return _compat.by_platform(
     gpu=find_champions_at_once, default=_find_champions_in_loops
   )(blocks)

@@ -163,31 +163,7 @@ def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) ->
            [2, 4]], dtype=int32)
   """
   sizes = jnp.diff(starts)
-
-  def cut() -> tuple[Sparse, jax.Array]:
-    """By counting, all regions at once: the smallest key that is kept, then the slot at which equal keys are cut."""
-    keys = keys_of(entries.values)
-    slots = jnp.arange(entries.indices.size, dtype=jnp.int32)
-    region = jnp.searchsorted(
-      starts[1:-1], slots, side="right", method="compare_all"
-    ).astype(jnp.int32)
-    inside = lambda number: bitset.pack((region == number) & (slots < starts[-1]))
-    members = jax.vmap(inside)(jnp.arange(sizes.size, dtype=jnp.int32))
-    count = lambda flags: bitset.count(bitset.pack(flags)[None] & members)
-    zero = jnp.zeros_like(sizes)
-    kept = jnp.minimum(sizes, capacity)
-    key = largest_that(lambda key: count(keys >= key[region]) >= kept, zero, bits=31)[
-      region
-    ]
-    reaches = lambda last: (keys > key) | ((keys == key) & (slots < last[region]))
-    last = largest_that(
-      lambda last: count(reaches(last)) <= kept, zero, slots.size.bit_length()
-    )
-    keep = reaches(last) & (slots < starts[-1])
-    return sparse.compress(entries, keep, slots.size, end), jnp.append(
-      jnp.int32(0), jnp.cumsum(kept, dtype=jnp.int32)
-    )
-
+  cut = lambda: _cut_regions(entries, starts, capacity, end)
   entries, starts = varying.cond(
     (sizes > capacity).any(), cut, lambda: (entries, starts)
   )
@@ -196,3 +172,33 @@ def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) ->
   return sparse.where(
     inside, jax.tree.map(lambda x: x[jnp.where(inside, slots, 0)], entries), end
   )
+
+
+def _cut_regions(
+  entries: Sparse, starts: jax.Array, capacity: int, end: int
+) -> tuple[Sparse, jax.Array]:
+  """The `capacity` largest entries of each region, one after the other, [c], and their `region_starts`.
+
+  By counting, all regions at once: the smallest key that is kept, then the slot at
+  which equal keys are cut.
+  """
+  sizes = jnp.diff(starts)
+  keys = keys_of(entries.values)
+  slots = jnp.arange(entries.indices.size, dtype=jnp.int32)
+  region = jnp.searchsorted(
+    starts[1:-1], slots, side="right", method="compare_all"
+  ).astype(jnp.int32)
+  inside = lambda number: bitset.pack((region == number) & (slots < starts[-1]))
+  members = jax.vmap(inside)(jnp.arange(sizes.size, dtype=jnp.int32))
+  count = lambda flags: bitset.count(bitset.pack(flags)[None] & members)
+  zero = jnp.zeros_like(sizes)
+  kept = jnp.minimum(sizes, capacity)
+  has_enough = lambda key: count(keys >= key[region]) >= kept
+  key = largest_that(has_enough, zero, bits=31)[region]
+  reaches = lambda last: (keys > key) | ((keys == key) & (slots < last[region]))
+  fits = lambda last: count(reaches(last)) <= kept
+  last = largest_that(fits, zero, slots.size.bit_length())
+  keep = reaches(last) & (slots < starts[-1])
+  ends = jnp.cumsum(kept, dtype=jnp.int32)
+  largest = sparse.compress(entries, keep, slots.size, end)
+  return largest, jnp.append(jnp.int32(0), ends)

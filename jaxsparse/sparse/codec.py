@@ -143,7 +143,7 @@ class _IndexSet(_Formatted):
     low = low_bits(capacity, self.length)
     indices = jnp.minimum(indices, self.length)
     # Empty slots, which are last, have index `length`, which is in the last bucket.
-    count = _high_words(low, capacity, self.length)
+    count = high_words(low, capacity, self.length)
     self._check_bits(rows, capacity, count)
     # All rows at once, as one bitset.
     bit = (indices >> low) + _offsets(rows, count * bitset.BITS, capacity)
@@ -273,10 +273,11 @@ def low_bits(capacity: int, length: int) -> int:
 
 
 def _set_words(low: int, capacity: int, length: int) -> int:
-  return fields.words(low, capacity) + _high_words(low, capacity, length)
+  return fields.words(low, capacity) + high_words(low, capacity, length)
 
 
-def _high_words(low: int, capacity: int, length: int) -> int:
+def high_words(low: int, capacity: int, length: int) -> int:
+  """The words of the high parts of a row, without `low` bits of each index, as a bitset."""
   return math.ceil((capacity + (length >> low)) / bitset.BITS)
 
 

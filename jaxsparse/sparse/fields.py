@@ -6,11 +6,14 @@ Slot j of a row of m words is in word j mod m, so that packing reads whole rows,
 vectorizes; neighbours in one word do not.
 """
 
+from typing import Any, TypeVar
+
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 BITS = 32
 _PARTS = (16, 8, 4, 2, 1)
+_Array = TypeVar("_Array", jax.Array, np.ndarray)
 
 
 def words(width: int, count: int) -> int:
@@ -23,46 +26,50 @@ def words(width: int, count: int) -> int:
   return sum(_part_words(bits, count) for bits in _parts(width))
 
 
-def pack(numbers: jax.Array, width: int) -> jax.Array:
+def pack(numbers: _Array, width: int) -> _Array:
   """Rows of packed numbers, u32[rows, words(width, c)].
 
   Args:
-    numbers: i32 or u32[rows, c], below 2^width.
+    numbers: i32 or u32[rows, c], below 2^width; of JAX or of numpy, as the result is.
     width: bits of a number.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> pack(jnp.array([[1, 2, 3]]), 4)
     Array([[801]], dtype=uint32)
   """
+  xp = numbers.__array_namespace__()
   rows, count = numbers.shape
-  numbers = numbers.astype(jnp.uint32)
-  packed = []
+  numbers = numbers.astype(np.uint32)
+  packed: list[Any] = []
   below = 0
   for bits in _parts(width):
     part = (numbers >> below) & ((1 << bits) - 1)
     columns = _part_words(bits, count)
-    part = jnp.pad(part, ((0, 0), (0, columns * (BITS // bits) - count)))
-    shifted = part.reshape(rows, BITS // bits, columns) << _shifts(bits)[None]
-    packed.append(jnp.sum(shifted, axis=1, dtype=jnp.uint32))
+    part = xp.pad(part, ((0, 0), (0, columns * (BITS // bits) - count)))
+    shifted = part.reshape(rows, BITS // bits, columns) << _shifts(xp, bits)
+    packed.append(xp.sum(shifted, axis=1, dtype=np.uint32))
     below += bits
-  return jnp.concatenate([jnp.zeros((rows, 0), jnp.uint32), *packed], axis=1)
+  return xp.concatenate([xp.zeros((rows, 0), np.uint32), *packed], axis=1)
 
 
-def unpack(packed: jax.Array, width: int, count: int) -> jax.Array:
+def unpack(packed: _Array, width: int, count: int) -> _Array:
   """The `count` numbers of each row, u32[rows, count]: the inverse of `pack`.
 
   Example:
+    >>> import jax.numpy as jnp
     >>> unpack(jnp.array([[801]], dtype=jnp.uint32), 4, count=3)
     Array([[1, 2, 3]], dtype=uint32)
   """
+  xp = packed.__array_namespace__()
   rows = len(packed)
-  numbers = jnp.zeros((rows, count), jnp.uint32)
+  numbers = xp.zeros((rows, count), np.uint32)
   start = 0
   below = 0
   for bits in _parts(width):
     columns = _part_words(bits, count)
     words_of_part = packed[:, None, start : start + columns]
-    part = (words_of_part >> _shifts(bits)[None]) & ((1 << bits) - 1)
+    part = (words_of_part >> _shifts(xp, bits)) & ((1 << bits) - 1)
     numbers |= part.reshape(rows, columns * (BITS // bits))[:, :count] << below
     start += columns
     below += bits
@@ -77,6 +84,6 @@ def _part_words(bits: int, count: int) -> int:
   return -(-count * bits // BITS)
 
 
-def _shifts(bits: int) -> jax.Array:
-  """The shift of each slot of a word, u32[32 / bits, 1]."""
-  return jnp.arange(0, BITS, bits, dtype=jnp.uint32)[:, None]
+def _shifts(xp: Any, bits: int) -> Any:
+  """The shift of each slot of a word, u32[1, 32 / bits, 1]."""
+  return xp.arange(0, BITS, bits, dtype=np.uint32)[None, :, None]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxsparse.comm import all_gather, in_rank_order
 from jaxsparse.train.engine import Engine, check_batch, engine_of
 from jaxsparse.transform import checks
 from jaxsparse.transform.wrapped import optimized, trained
-from jaxsparse.types import Comm
+from jaxsparse.types import ArrayTree, Comm
 
 
 class Agreement(NamedTuple):
@@ -36,13 +36,13 @@ class Agreement(NamedTuple):
 
 
 def agreement(
-  loss_fn: Callable[..., Any],
+  loss_fn: Callable[..., ArrayTree],
   params: optax.Params,
-  batch: Any,
+  batch: ArrayTree,
   mesh: Mesh | Comm,
   *,
   axis: AxisName = "workers",
-  **given: Any,
+  **given: ArrayTree,
 ) -> Agreement:
   """Compares the agreement of the workers' gradients with that after shuffling the batch among the workers.
 
@@ -104,15 +104,15 @@ def _agreements(
   engine: Engine,
   loss_fn: Callable,
   params: optax.Params,
-  batch: Any,
-  given: dict[str, Any],
+  batch: ArrayTree,
+  given: dict[str, ArrayTree],
 ) -> jax.Array:
   """The two numbers, f32[2], at one worker."""
   comm = engine.comm
   if "rng" in given:
     given = given | {"rng": jax.random.fold_in(given["rng"], comm.rank)}
 
-  def of(batch: Any) -> jax.Array:
+  def of(batch: ArrayTree) -> jax.Array:
     def loss(params: optax.Params) -> jax.Array:
       found = loss_fn(params, batch, **given)
       return found[0] if isinstance(found, tuple) else found
@@ -128,7 +128,8 @@ def _agreements(
     )
     mean = jnp.float32(0)
     each = jnp.float32(0)
-    for grad in grads:  # whose squares neither over- nor underflow
+    # Divided by the largest entry, squares neither over- nor underflow.
+    for grad in grads:
       unit = jnp.ravel(grad) / jnp.where(largest > 0, largest, 1.0).astype(grad.dtype)
       mean += jnp.sum(jnp.abs(comm.all_reduce(unit) / comm.size) ** 2)
       each += jnp.sum(jnp.abs(unit) ** 2)
@@ -137,7 +138,7 @@ def _agreements(
   return jnp.stack([of(batch), of(_dealt(comm, batch))])
 
 
-def _dealt(comm: Comm, batch: Any) -> Any:
+def _dealt(comm: Comm, batch: ArrayTree) -> ArrayTree:
   """The rows of the whole batch that are dealt out to this worker, the same for leaves with as many rows."""
 
   def dealt(x: jax.Array) -> jax.Array:

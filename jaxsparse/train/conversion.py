@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from optax import OptState
 
 from jaxsparse._compat import AxisName, is_key
 from jaxsparse.arrays.flatten import leaf_shapes
@@ -35,12 +36,16 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.update import first_state
 from jaxsparse.transform.wrapped import shapes_seen
-from jaxsparse.types import Comm
+from jaxsparse.types import ArrayTree, Comm
 
 
 def resize(
-  state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers"
-) -> Any:
+  state: OptState,
+  params: optax.Params,
+  mesh: Mesh | Comm,
+  *,
+  axis: AxisName = "workers",
+) -> OptState:
   """The optimizer state of P workers as that of the P′ workers of a mesh: what is owed stays owed.
 
   An update is `total / P`, so what workers owe is the mean of their residuals, and the
@@ -91,7 +96,7 @@ def resize(
   check_state(state, params)
   state = states.with_rows(state)
 
-  def restart(row: bool, node: Any) -> Any:
+  def restart(row: bool, node: OptState) -> OptState:
     if not states.is_reduce_state(node):
       return ()
     fresh = first_state(engine.comm, node.layout.method, node.layout.shards)
@@ -102,7 +107,9 @@ def resize(
     engine, lambda _: jax.tree.map(restart, every_row, state), params
   )
 
-  def begin(path: Any, row: bool, x: Any, restarted: states.ReduceState) -> Any:
+  def begin(
+    path: jax.tree_util.KeyPath, row: bool, x: Any, restarted: states.ReduceState
+  ) -> ArrayTree:
     if states.is_reduce_state(x):
       return restarted
     rows, axes = ((engine.held,), (axis,)) if row else ((), ())
@@ -118,13 +125,13 @@ def resize(
 
 
 def convert(
-  state: Any,
+  state: OptState,
   tx: optax.GradientTransformation,
   params: optax.Params,
   mesh: Mesh | Comm,
   *,
   axis: AxisName = "workers",
-) -> Any:
+) -> OptState:
   """The optimizer state of one chain as that of another one, whose jaxsparse transforms are others: `js.resize` too.
 
   Each leaf keeps its residual, whatever the collective, its options, and the groups of
@@ -169,7 +176,9 @@ def convert(
   return _carry_state(engine, state, fresh, params)
 
 
-def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -> Any:
+def _carry_state(
+  engine: Engine, state: OptState, fresh: OptState, params: optax.Params
+) -> OptState:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
   nodes = states.reduce_states(state)
   before = int(np.max(gather(nodes[0].layout.workers)))
@@ -182,14 +191,7 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
       f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
     )
-  seen = shapes_seen(nodes, params)
-  others = shapes_seen(states.reduce_states(fresh), params)
-  if leaf_shapes(seen) != leaf_shapes(others):
-    was, now = (", ".join(leaf_shapes(tree)) for tree in (seen, others))
-    raise ValueError(
-      f"the old transform sees parameters{was} and the new one {now}: js.convert keeps the wrappers around it. To "
-      "change them call js.flush, and then js.init"
-    )
+  seen = _leaves_seen(nodes, fresh, params)
   residuals = residuals_of(nodes, seen, before)
   homes = [
     home
@@ -198,7 +200,9 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
     for home in group
   ]
   _check_homes(
-    residuals, {number: lies for number, _, lies in homes}, list(leaf_shapes(seen))
+    residuals,
+    {leaf_index: lies for leaf_index, _, lies in homes},
+    list(leaf_shapes(seen)),
   )
   if before != after and any(jax.tree.leaves(states.worker_rows(state))):
     warnings.warn(
@@ -207,7 +211,7 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
       stacklevel=3,
     )
 
-  def carry(old: Any, new: Any) -> Any:
+  def carry(old: ArrayTree, new: ArrayTree) -> ArrayTree:
     if not states.is_reduce_state(old):
       return put_like(
         new, old if np.shape(old) == new.shape else _mean(gather(old), new)
@@ -223,13 +227,28 @@ def _carry_state(engine: Engine, state: Any, fresh: Any, params: optax.Params) -
   old, (new, structure) = (
     jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh)
   )
-  # of `Applied` or without
+  # The structure is the fresh one: with `Applied`, or without.
   after_state = jax.tree.unflatten(structure, map(carry, old[0], new))
   return engine.place(after_state, placed(after_state, engine.axis))
 
 
+def _leaves_seen(
+  nodes: Sequence[states.ReduceState], fresh: OptState, params: optax.Params
+) -> optax.Params:
+  """The shapes of the leaves that a transform sees; raises ValueError if that of the fresh state sees others."""
+  seen = shapes_seen(nodes, params)
+  others = shapes_seen(states.reduce_states(fresh), params)
+  if leaf_shapes(seen) != leaf_shapes(others):
+    was, now = (", ".join(leaf_shapes(tree)) for tree in (seen, others))
+    raise ValueError(
+      f"the old transform sees parameters{was} and the new one {now}: js.convert keeps the wrappers around it. To "
+      "change them call js.flush, and then js.init"
+    )
+  return seen
+
+
 def _spec_of_moment(
-  path: Any, shape: tuple[int, ...], params: optax.Params
+  path: jax.tree_util.KeyPath, shape: tuple[int, ...], params: optax.Params
 ) -> PartitionSpec | None:
   """The spec of the parameter that an array of a state is like: its path ends with that of the parameter."""
   specs = {
@@ -242,7 +261,7 @@ def _spec_of_moment(
   return specs[max(specs)] if specs else None
 
 
-def _mean(rows: Any, like: Any) -> Any:
+def _mean(rows: Any, like: ArrayTree) -> ArrayTree:
   """The mean over workers of an array with a row for each, the maximum of integers, in rows of another number.
 
   Of random keys those of the first workers; what else there is of workers has these
@@ -255,15 +274,15 @@ def _mean(rows: Any, like: Any) -> Any:
     return jnp.where(again > 0, jax.vmap(jax.random.fold_in)(keys, again), keys)
   rows = np.asarray(rows)
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
-  one = (
+  value = (
     rows.astype(np.float64).mean(axis=0).astype(rows.dtype)
     if floating
     else rows.max(axis=0)
   )
-  return np.broadcast_to(one, like.shape)
+  return np.broadcast_to(value, like.shape)
 
 
-def _start_local(state: Any, fresh: Any) -> Any:
+def _start_local(state: OptState, fresh: OptState) -> OptState:
   """A state without local steps as that before the first one: each worker goes on with a copy of the optimizer.
 
   Args:
@@ -275,7 +294,7 @@ def _start_local(state: Any, fresh: Any) -> Any:
       one.
   """
 
-  def begin(new: Any, old: Any) -> Any:
+  def begin(new: ArrayTree, old: ArrayTree) -> ArrayTree:
     if not states.is_local_state(new):
       return old
     nodes = states.reduce_states(old)
@@ -286,7 +305,9 @@ def _start_local(state: Any, fresh: Any) -> Any:
     )
     choices = [rest, *rest] if len(rest) == 1 else [rest]
     like: Any = jax.tree.structure(new.inner)
-    inner = [one for one in choices if jax.tree.structure(one) == like]
+    inner = [
+      candidate for candidate in choices if jax.tree.structure(candidate) == like
+    ]
     if len(nodes) != 1 or not inner:
       raise ValueError(
         "js.convert to local steps: inner is not the optimizer that follows the one jaxsparse transform of the old "
@@ -297,7 +318,7 @@ def _start_local(state: Any, fresh: Any) -> Any:
       raise ValueError(
         "js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before"
       )
-    following = iter(nodes)  # with the totals of counters
+    following = iter(nodes)  # These have the totals of counters.
     # Of random keys new ones, which differ between workers.
     row = lambda leaf, like: (
       like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
@@ -316,7 +337,7 @@ def _start_local(state: Any, fresh: Any) -> Any:
   )
 
 
-def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
+def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
   """A state with what was moved, zeros, where local steps exchanged in every step and those of `fresh` do not.
 
   Raises:
@@ -342,7 +363,7 @@ def _fit_moved(state: Any, fresh: Any, workers: int) -> Any:
   return states.map_states(fit, state, states.LocalState)
 
 
-def _check_structure(state: Any, fresh: Any) -> None:
+def _check_structure(state: OptState, fresh: OptState) -> None:
   """Raises ValueError unless the states differ in those of jaxsparse transforms only."""
   old = _described(state)
   new = _described(fresh)
@@ -354,9 +375,9 @@ def _check_structure(state: Any, fresh: Any) -> None:
     )
 
 
-def _described(tree: Any) -> set[str]:
+def _described(tree: ArrayTree) -> set[str]:
   """The path of each array of a state, with its type and its shape at a worker."""
-  found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
   shape = lambda x, row: (
     ""
     if states.is_reduce_state(x)
@@ -365,7 +386,7 @@ def _described(tree: Any) -> set[str]:
   rows = jax.tree.leaves(states.worker_rows(tree))
   return {
     jax.tree_util.keystr(path) + shape(x, row)
-    for (path, x), row in zip(found, rows, strict=True)
+    for (path, x), row in zip(leaves, rows, strict=True)
   }
 
 
@@ -373,15 +394,16 @@ def _check_homes(
   residuals: Mapping[int, Residual], homes: Mapping[int, Any], names: Sequence[str]
 ) -> None:
   """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker."""
-  for number, residual in sorted(residuals.items()):
-    if number not in homes:
+  for leaf_index, residual in sorted(residuals.items()):
+    name = names[leaf_index]
+    if leaf_index not in homes:
       if residual.rows.any():
         raise ValueError(
-          f"parameters{names[number]} has a residual that is not zero, and its new collective keeps none: deliver it "
+          f"parameters{name} has a residual that is not zero, and its new collective keeps none: deliver it "
           "by js.flush before, or choose a collective with a residual"
         )
-    elif homes[number] != residual.lies:
+    elif homes[leaf_index] != residual.lies:
       raise ValueError(
-        f"parameters{names[number]} lies inside a worker as {residual.lies} in the state, and as {homes[number]} here, "
-        "with axes and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
+        f"parameters{name} lies inside a worker as {residual.lies} in the state, and as {homes[leaf_index]} here, with "
+        "axes and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
       )

@@ -1,14 +1,15 @@
 """Arguments of a step whose buffers XLA may overwrite."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jaxsparse._compat import is_key
+from jaxsparse.types import ArrayTree
 
 
-def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, ...]:
+def without_aliases(
+  arguments: tuple[ArrayTree, ...], by_buffer: bool
+) -> tuple[ArrayTree, ...]:
   """The arguments of a step, with a copy of each array that shares memory with a donated one.
 
   The first two arguments are donated: XLA overwrites their buffers, which no other
@@ -22,7 +23,7 @@ def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, .
   leaves, structure = jax.tree.flatten(arguments)
   given = len(jax.tree.leaves(arguments[:2]))
   donated = set[int]()
-  for number, leaf in enumerate(leaves):
+  for index, leaf in enumerate(leaves):
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
     own = {id(leaf)}
@@ -33,7 +34,7 @@ def without_aliases(arguments: tuple[Any, ...], by_buffer: bool) -> tuple[Any, .
         if shard.data.size
       )
     if not donated.isdisjoint(own):
-      leaves[number] = jnp.copy(leaf)
-    if number < given:
+      leaves[index] = jnp.copy(leaf)
+    if index < given:
       donated |= own
   return jax.tree.unflatten(structure, leaves)

@@ -21,10 +21,10 @@ from jaxsparse._compat import AxisName, local_shard, names_of
 from jaxsparse._compat.one_at_a_time import dispatch
 from jaxsparse.comm import AxisComm, SimComm, all_gather, in_rank_order
 from jaxsparse.comm.mpi import RANKS, MpiComm
-from jaxsparse.types import Comm
+from jaxsparse.types import ArrayTree, Comm, SpecTree
 
 
-def name_argument(path: Any) -> str:
+def name_argument(path: jax.tree_util.KeyPath) -> str:
   """The path of an array in the arguments of a step, as errors name it."""
   return ("params", "state", "batch", "argument ")[path[0].idx] + jax.tree_util.keystr(
     path[1:]
@@ -57,9 +57,8 @@ class Engine:
   others: tuple[str, ...] = ()
   process = 0
   processes = 1
-  _inside: tuple[
-    str, ...
-  ] = ()  # axes of the devices of a worker, which a program is not mapped over
+  # Axes of the devices of a worker, which a program is not mapped over.
+  _inside: tuple[str, ...] = ()
 
   @property
   def split(self) -> PartitionSpec:
@@ -80,7 +79,9 @@ class Engine:
     """An engine of the same devices on which the types of arrays tell how they are sharded inside a worker."""
     return contextlib.nullcontext(self)
 
-  def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+  def map(
+    self, function: Callable, in_specs: SpecTree, out_specs: SpecTree
+  ) -> Callable:
     """The function of all workers that runs `function` at each of them, like `jax.shard_map`.
 
     Where a process has one worker, with the arrays of this worker only, it is
@@ -91,11 +92,11 @@ class Engine:
   def jit(
     self,
     worker: Callable,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: SpecTree,
+    out_specs: SpecTree,
     donate: Any = (),
     options: Any = None,
-    shardings: Any = None,
+    shardings: SpecTree = None,
   ) -> Any:
     """`map`, jitted; `options` are those of the compiler.
 
@@ -115,7 +116,7 @@ class Engine:
       compiler_options=options,
     )
 
-  def place(self, tree: Any, specs: Any) -> Any:
+  def place(self, tree: ArrayTree, specs: SpecTree) -> ArrayTree:
     """`tree` with the shardings of `specs`; `jit` would reshard it too, but compile once more for other shardings.
 
     Leaves may be `jax.ShapeDtypeStruct`, also on a mesh of devices that are not there
@@ -123,10 +124,10 @@ class Engine:
     """
     return tree
 
-  def shardings(self, tree: Any, specs: Any) -> Any:
+  def shardings(self, tree: ArrayTree, specs: SpecTree) -> SpecTree:
     """The shardings that `place` gives a tree where they depend on those it has, inside a worker; else None."""
 
-  def shardings_of(self, specs: Any) -> Any:
+  def shardings_of(self, specs: SpecTree) -> SpecTree:
     """The shardings that specs say, for a prefix of a tree; None where there is no mesh."""
 
   def spread(self, value: np.ndarray) -> jax.Array:
@@ -138,7 +139,9 @@ class Engine:
     return value[None]
 
 
-def check_batch(batch: Any, engine: Engine, axis: AxisName, parts: int = 1) -> None:
+def check_batch(
+  batch: ArrayTree, engine: Engine, axis: AxisName, parts: int = 1
+) -> None:
   """Checks that the leading axis of a batch divides among the workers, and among `parts` micro-batches of each.
 
   Raises:
@@ -185,7 +188,7 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
 
 
 def rows_of(
-  engine: Engine, function: Callable, in_specs: Any
+  engine: Engine, function: Callable, in_specs: SpecTree
 ) -> Callable[..., np.ndarray]:
   """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process."""
   rows = lambda *arguments: in_rank_order(
@@ -245,7 +248,9 @@ class _OnMesh(Engine):
     with jax.set_mesh(explicit):
       yield _OnMesh(explicit, self.axis, self._inside)
 
-  def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+  def map(
+    self, function: Callable, in_specs: SpecTree, out_specs: SpecTree
+  ) -> Callable:
     shard_map = (
       _compat.partly_mapped if self._inside and self._is_explicit else _compat.shard_map
     )
@@ -254,7 +259,8 @@ class _OnMesh(Engine):
     if self._inside or not self._is_explicit:
       return mapped
 
-    def program(*given: Any) -> Any:  # shard_map rejects what is sharded otherwise
+    # shard_map rejects arguments that are sharded otherwise.
+    def program(*given: ArrayTree) -> ArrayTree:
       return mapped(
         *jax.tree.map(
           jax.sharding.reshard,
@@ -265,7 +271,7 @@ class _OnMesh(Engine):
 
     return program
 
-  def place(self, tree: Any, specs: Any) -> Any:
+  def place(self, tree: ArrayTree, specs: SpecTree) -> ArrayTree:
     shardings = (
       self.shardings(tree, specs)
       if self._inside
@@ -273,7 +279,7 @@ class _OnMesh(Engine):
     )
     put_array = put_global if self._mesh.is_multi_process else jax.device_put
 
-    def put(leaf: Any, lies: NamedSharding) -> Any:
+    def put(leaf: Any, lies: NamedSharding) -> ArrayTree:
       # `device_put` under vmap would shard the axis that is mapped over
       if isinstance(leaf, jax.core.Tracer):
         return jax.sharding.reshard(leaf, lies) if self._is_explicit else leaf
@@ -290,18 +296,21 @@ class _OnMesh(Engine):
     )
     return jax.tree.map(keep, tree, shardings)
 
-  def shardings(self, tree: Any, specs: Any) -> Any:
+  def shardings(self, tree: ArrayTree, specs: SpecTree) -> SpecTree:
     if not self._inside:
       return None
 
-    def sharding_of(path: Any, leaf: Any, spec: PartitionSpec) -> NamedSharding:
+    def sharding_of(
+      path: jax.tree_util.KeyPath, leaf: Any, spec: PartitionSpec
+    ) -> NamedSharding:
       lies = (
         jax.typeof(leaf).sharding
         if isinstance(leaf, jax.core.Tracer)
         else getattr(leaf, "sharding", None)
       )
       key = lies, spec, np.ndim(leaf)
-      if key not in self._known:  # runs in every step, for every leaf
+      # This runs in every step, for every leaf: a sharding is made once.
+      if key not in self._known:
         self._known[key] = self._sharding(path, np.shape(leaf), lies, spec)
       return self._known[key]
 
@@ -320,11 +329,15 @@ class _OnMesh(Engine):
       )
       return local_shard(dispatch(gather, rows))
 
-  def shardings_of(self, specs: Any) -> Any:
+  def shardings_of(self, specs: SpecTree) -> SpecTree:
     return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs)
 
   def _sharding(
-    self, path: Any, shape: tuple[int, ...], lies: Any, spec: PartitionSpec
+    self,
+    path: jax.tree_util.KeyPath,
+    shape: tuple[int, ...],
+    lies: Any,
+    spec: PartitionSpec,
   ) -> NamedSharding:
     """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
     own = self._own_spec(lies)
@@ -336,25 +349,27 @@ class _OnMesh(Engine):
       )
     if own is not None and along_workers == spec:
       spec = own
-    # as in the types of results, or the next step would compile again
+    # Results have such specs in their types: with others the next step would compile
+    # again.
     if self._is_explicit:
       spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
     return NamedSharding(self._mesh, spec)
 
-  def _own_spec(self, sharding: Any) -> PartitionSpec | None:
+  def _own_spec(self, sharding: SpecTree) -> PartitionSpec | None:
     """The spec of a sharding on this mesh; None for one elsewhere."""
     if (
       not isinstance(sharding, NamedSharding) or sharding.mesh.shape != self._mesh.shape
     ):
       return None
-    is_abstract = not isinstance(sharding.mesh, Mesh)  # as under a trace
+    # Under a trace a mesh is abstract, and has no devices to compare.
+    is_abstract = not isinstance(sharding.mesh, Mesh)
     return (
       sharding.spec
       if is_abstract or np.array_equal(sharding.mesh.devices, self._mesh.devices)
       else None
     )
 
-  def _without_inside(self, specs: Any) -> Any:
+  def _without_inside(self, specs: SpecTree) -> SpecTree:
     return jax.tree.map(lambda spec: _compat.without_axes(spec, self._inside), specs)
 
 
@@ -368,7 +383,9 @@ class _Simulated(Engine):
     self.axes = {comm.axis: comm.members}
     self.comm = comm
 
-  def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+  def map(
+    self, function: Callable, in_specs: SpecTree, out_specs: SpecTree
+  ) -> Callable:
     split = lambda spec, x: (
       x.reshape(self.workers, x.shape[0] // self.workers, *x.shape[1:]) if spec else x
     )
@@ -376,7 +393,7 @@ class _Simulated(Engine):
       x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if spec else x[0]
     )
 
-    def mapped(*arguments: Any) -> Any:
+    def mapped(*arguments: ArrayTree) -> ArrayTree:
       specs = jax.tree.broadcast(in_specs, arguments)
       axes = jax.tree.map(lambda spec: 0 if spec else None, specs)
       each = jax.vmap(
@@ -420,7 +437,7 @@ def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
 
 
 def shape_of(
-  x: Any, sharding: Any = None, shape: tuple[int, ...] | None = None
+  x: Any, sharding: SpecTree = None, shape: tuple[int, ...] | None = None
 ) -> jax.ShapeDtypeStruct:
   """The shape and dtype of an array or number, with a sharding, by default its own; or another shape of its dtype."""
   dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

@@ -1,17 +1,18 @@
 """`js.flush`: all residuals, delivered densely."""
 
+import functools
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from optax import OptState
 
 from jaxsparse._compat import AxisName
 from jaxsparse._compat.one_at_a_time import dispatch
 from jaxsparse.arrays import flatten
-from jaxsparse.train.engine import engine_of
+from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.train.starting import (
   check_state,
   owed_not_finite,
@@ -33,8 +34,12 @@ from jaxsparse.types import Comm
 
 
 def flush(
-  state: Any, params: optax.Params, mesh: Mesh | Comm, *, axis: AxisName = "workers"
-) -> tuple[optax.Updates, Any]:
+  state: OptState,
+  params: optax.Params,
+  mesh: Mesh | Comm,
+  *,
+  axis: AxisName = "workers",
+) -> tuple[optax.Updates, OptState]:
   """Everything that the workers owe, delivered densely at once: for the end of training, or before another method.
 
       update = Σ_w r_w / P,    r′_w = 0
@@ -84,47 +89,50 @@ def flush(
     state = without_not_finite(state)
   state = with_rows(state)
   checks.check_landed("js.flush", state)
-
-  def mean(owing: list[jax.Array]) -> list[jax.Array]:
-    """One all-reduce of the residuals of a transform, at each device of a worker."""
-    if not owing:
-      return owing
-    flat, restore = flatten.flatten(owing)
-    return restore(engine.comm.all_reduce(flat) / engine.workers)
-
-  def worker(params: optax.Params, state: Any) -> tuple[optax.Updates, Any]:
-    nodes = reduce_states(state)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    updates = flatten.leaves_by_name(view_of(nodes, params).see(zeros))
-    left = {name: leaf.astype(jnp.float32) for name, leaf in updates.items()}
-    moved = moved_leaves(state)
-
-    def deliver(node: Any, row: bool) -> Any:
-      if row or not is_reduce_state(node):
-        return node
-      names = node.layout.method.names
-      also = [moved[name][0] for name in names if name in moved]
-      # this transform is the outer one of local steps
-      added = also if len(also) == len(names) else None
-      means, node = take_residuals([updates[name] for name in names], node, added, mean)
-      # of the dtype of the leaf already, unless moved is added
-      for name, exact in zip(names, means, strict=True):
-        sent, left[name] = flatten.representable(exact, updates[name].dtype)
-        updates[name] = sent.astype(updates[name].dtype)
-      return node
-
-    def empty(node: LocalState) -> LocalState:
-      rest = [left[name][None] for name in flatten.leaves_by_name(node.moved)]
-      return node._replace(
-        moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest)
-      )
-
-    state = jax.tree.map(deliver, state, worker_rows(state), is_leaf=is_reduce_state)
-    return map_seen(lambda name, _: updates[name], nodes, zeros), map_states(
-      empty, state, LocalState
-    )
-
+  worker = functools.partial(_deliver, engine)
   specs = (engine.same, placed(state, engine.axis))
   kept = engine.shardings((params, state), specs)
   program = engine.jit(worker, specs, specs, shardings=kept and (kept, kept))
   return dispatch(program, *engine.place((params, state), specs))
+
+
+def _deliver(
+  engine: Engine, params: optax.Params, state: OptState
+) -> tuple[optax.Updates, OptState]:
+  """The update of `flush` and the state after it, at one worker."""
+  mean = functools.partial(_mean, engine)
+  nodes = reduce_states(state)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  updates = flatten.leaves_by_name(view_of(nodes, params).see(zeros))
+  left = {name: leaf.astype(jnp.float32) for name, leaf in updates.items()}
+  moved = moved_leaves(state)
+
+  def deliver(node: OptState, row: bool) -> OptState:
+    if row or not is_reduce_state(node):
+      return node
+    names = node.layout.method.names
+    also = [moved[name][0] for name in names if name in moved]
+    # A transform that covers all that has moved is the outer one of local steps.
+    added = also if len(also) == len(names) else None
+    means, node = take_residuals([updates[name] for name in names], node, added, mean)
+    # Means have the dtype of the leaf already, unless movement is added.
+    for name, exact in zip(names, means, strict=True):
+      sent, left[name] = flatten.representable(exact, updates[name].dtype)
+      updates[name] = sent.astype(updates[name].dtype)
+    return node
+
+  def empty(node: LocalState) -> LocalState:
+    rest = [left[name][None] for name in flatten.leaves_by_name(node.moved)]
+    return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
+
+  state = jax.tree.map(deliver, state, worker_rows(state), is_leaf=is_reduce_state)
+  update = map_seen(lambda name, _: updates[name], nodes, zeros)
+  return update, map_states(empty, state, LocalState)
+
+
+def _mean(engine: Engine, owing: list[jax.Array]) -> list[jax.Array]:
+  """One all-reduce of the residuals of a transform, at each device of a worker."""
+  if not owing:
+    return owing
+  flat, restore = flatten.flatten(owing)
+  return restore(engine.comm.all_reduce(flat) / engine.workers)

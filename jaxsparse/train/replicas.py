@@ -33,6 +33,7 @@ from jaxsparse.comm.replication import axes_of_spec
 from jaxsparse.train.engine import Engine, local_shard, name_argument, rows_of
 from jaxsparse.train.program_text import Line, ProgramText
 from jaxsparse.transform.state import is_reduce_state
+from jaxsparse.types import ArrayTree, SpecTree
 
 _PATIENCE = 300.0  # seconds; one process may evaluate before a step
 # Settings of JAX, and flags of XLA, with which one jaxpr has other results, and flags
@@ -46,7 +47,7 @@ _SETTINGS = (
 _HARMLESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
 
 
-def check_processes(engine: Engine, tree: Any, name: str) -> None:
+def check_processes(engine: Engine, tree: ArrayTree, name: str) -> None:
   """Checks that all processes of an engine give the same values; every process must call.
 
   Args:
@@ -70,7 +71,9 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   ]
   every = gather_where_different(engine, leaves, lambda: leaves)
-  if others := unlike_first([[leaf[:3] for leaf in one] for one in every]):
+  if others := unlike_first(
+    [[leaf[:3] for leaf in of_process] for of_process in every]
+  ):
     raise ValueError(
       f"{name}: those of {listing(others)} have other names, shapes or dtypes than those of process 0; on this process "
       f"they are {[leaf[:3] for leaf in leaves]}. Every process must give the same"
@@ -84,15 +87,15 @@ def check_processes(engine: Engine, tree: Any, name: str) -> None:
 
 
 def gather_where_different(
-  engine: Engine, digest: Any, value: Callable[[], Any]
+  engine: Engine, digest: object, value: Callable[[], Any]
 ) -> list[Any]:
   """What `value` returns on each process, as JSON has it, if their digests differ; else []. Every process must call.
 
   A digest is exchanged as an array of one shape, so that processes need not have
   equally many lines, leaves or shapes.
   """
-  found = hashlib.sha256(json.dumps(digest).encode()).digest()[:8]
-  digests = engine.of_processes(np.frombuffer(found, np.uint32))
+  short = hashlib.sha256(json.dumps(digest).encode()).digest()[:8]
+  digests = engine.of_processes(np.frombuffer(short, np.uint32))
   if np.all(digests == digests[0]):
     return []
   text = json.dumps(value()).encode()
@@ -105,10 +108,10 @@ def gather_where_different(
 
 def unlike_first(values: Sequence[Any]) -> list[int]:
   """The numbers of the values that are not equal to the first one."""
-  return [number for number, value in enumerate(values) if value != values[0]]
+  return [index for index, value in enumerate(values) if value != values[0]]
 
 
-def wait_for_all(tree: Any, what: str, now: str) -> None:
+def wait_for_all(tree: ArrayTree, what: str, now: str) -> None:
   """Waits for the other processes that hold a part of a tree, before they compare a program that has run before.
 
   Raises:
@@ -120,7 +123,7 @@ def wait_for_all(tree: Any, what: str, now: str) -> None:
     raise RuntimeError(
       f"{what} of process {jax.process_index()} has arguments of other shapes than before, and within {_PATIENCE:g} s "
       f"another process did not come to a step that has. Give the same shapes on every process in each step; here {now}"
-    ) from None  # its text and JAX's would say something else of the same
+    ) from None  # The error of JAX would say something else of the same cause.
 
 
 def check_traced(
@@ -175,7 +178,9 @@ def check_same(
   lines = lambda: [known, list(map(Line, head)), text.lines() if text else []]
   every = gather_where_different(engine, [known, head], lines)
   computing, digests = (
-    zip(*(one.pop(0) for one in every), strict=True) if every else ((), ())
+    zip(*(of_process.pop(0) for of_process in every), strict=True)
+    if every
+    else ((), ())
   )
   if unlike := unlike_first(computing):
     warnings.warn(
@@ -185,7 +190,7 @@ def check_same(
       stacklevel=2,
     )
   for part, parts in enumerate(zip(*every, strict=True)):
-    for number, row in enumerate(
+    for line_number, row in enumerate(
       itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1
     ):
       texts, sources = zip(*row, strict=True)
@@ -193,11 +198,11 @@ def check_same(
         process = others[0]
         where = [f" ({source})" if source else "" for source in sources]
         first, other = _excerpts(texts[0], texts[process])
+        line = f" in line {line_number} of the jaxpr" if part else ""
         raise ValueError(
-          f"{what} of {listing(others)} is not that of process 0. The first difference"
-          f"{f' in line {number} of the jaxpr' if part else ''} is `{first}` on process 0{where[0]}, and `{other}` on "
-          f"process {process}{where[process]}. Every process must run the same code with the same options, shapes and "
-          "versions; data of a process's own belongs in the batch"
+          f"{what} of {listing(others)} is not that of process 0. The first difference{line} is `{first}` on process "
+          f"0{where[0]}, and `{other}` on process {process}{where[process]}. Every process must run the same code with "
+          "the same options, shapes and versions; data of a process's own belongs in the batch"
         )
   if unlike_first(digests):
     raise ValueError(
@@ -232,12 +237,14 @@ def _settings() -> list[str]:
   ]
 
 
-def described(arguments: tuple[Any, ...], shardings: Any = None) -> list[str]:
+def described(
+  arguments: tuple[ArrayTree, ...], shardings: SpecTree = None
+) -> list[str]:
   """Dtypes, shapes and shardings of arguments of a step, and the collectives of the transforms in the state."""
   lies = jax.tree.leaves(shardings)
   lines = []
-  for number, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
-    of = f" sharded as {lies[number].spec}" if lies else ""
+  for index, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
+    of = f" sharded as {lies[index].spec}" if lies else ""
     lines.append(
       f"{name_argument(path)} is {jnp.result_type(x).name}{list(np.shape(x))}{of}"
     )
@@ -276,7 +283,7 @@ def _crc(leaf: Any) -> int:
 
 
 def check_replicas(
-  engine: Engine, trees: tuple[Any, ...], specs: tuple[Any, ...]
+  engine: Engine, trees: tuple[ArrayTree, ...], specs: tuple[SpecTree, ...]
 ) -> None:
   """Checks that leaves with an empty spec are bitwise the same on all devices of all workers; every process must call.
 
@@ -294,15 +301,15 @@ def check_replicas(
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
   every = jax.tree.leaves(jax.tree.broadcast(specs, trees))
   same = [
-    number
-    for number, spec in enumerate(every)
+    leaf_index
+    for leaf_index, spec in enumerate(every)
     if axes_of_spec(spec).isdisjoint(_compat.names_of(engine.axis))
   ]
 
-  def checksums(*trees: Any) -> jax.Array:
+  def checksums(*trees: ArrayTree) -> jax.Array:
     leaves = jax.tree.leaves(trees)
     sums = jnp.stack(
-      [hashed(pack(_compat.words_of_keys(leaves[number]))) for number in same]
+      [hashed(pack(_compat.words_of_keys(leaves[leaf_index]))) for leaf_index in same]
     )
     return (
       jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape)
@@ -311,19 +318,24 @@ def check_replicas(
     )
 
   rows = rows_of(flat, checksums, specs)(*arguments)  # [worker, device of it, array, 2]
-  alike = np.stack([_first_alike(flat, every[number]) for number in same], axis=1)
+  alike = np.stack(
+    [_first_alike(flat, every[leaf_index]) for leaf_index in same], axis=1
+  )
   # [worker, device, array]
   differs = np.any(
     rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=3
   )
   wrong = differs.any(axis=(0, 1))
   if wrong.any():
-    number = int(np.argmax(wrong))
-    worker, device = np.argwhere(differs[..., number])[0]
-    who = f"{listing(np.flatnonzero(differs[..., number].any(1)), 'worker', 'workers')} and worker 0 hold other values"
+    first = int(np.argmax(wrong))
+    worker, device = np.argwhere(differs[..., first])[0]
+    workers = listing(
+      np.flatnonzero(differs[..., first].any(axis=1)), "worker", "workers"
+    )
+    who = f"{workers} and worker 0 hold other values"
     if flat.others:
-      who = f"device {device} of worker {worker} and device {alike[device, number]} of worker 0 hold other values"
-    path, _ = jax.tree_util.tree_leaves_with_path(trees)[same[number]]
+      who = f"device {device} of worker {worker} and device {alike[device, first]} of worker 0 hold other values"
+    path, _ = jax.tree_util.tree_leaves_with_path(trees)[same[first]]
     raise ValueError(
       f"{name_argument(path)} and {wrong.sum() - 1} other of {len(same)} arrays that "
       f"should be the same on every worker are not: {who}"

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxsparse.arrays.flatten import leaf_shapes
 from jaxsparse.train.engine import Engine, put_global
 from jaxsparse.transform.state import ReduceState
-from jaxsparse.types import Counters
+from jaxsparse.types import ArrayTree, Counters
 
 
 class Residual(NamedTuple):
@@ -42,12 +42,12 @@ class Residual(NamedTuple):
   workers: int = 1
   lies: Any = None
 
-  def carry_over(self, number: int, devices: int, workers: int) -> np.ndarray:
-    """r′ of device `number` of P′ workers: f32[entries]."""
-    worker, device = divmod(number, devices)
-    numbers = [old * devices + device for old in range(worker, self.workers, workers)]
-    owed = [self.rows[number % len(self.rows)].astype(np.float64) for number in numbers]
-    # no sum with 0: -0 stays -0
+  def carry_over(self, index: int, devices: int, workers: int) -> np.ndarray:
+    """r′ of device `index` of all devices of P′ workers: f32[entries]."""
+    worker, device = divmod(index, devices)
+    indices = [old * devices + device for old in range(worker, self.workers, workers)]
+    owed = [self.rows[row % len(self.rows)].astype(np.float64) for row in indices]
+    # A sum that began with 0 would make 0 of -0.
     total = functools.reduce(np.add, owed) if owed else np.zeros(self.rows.shape[1])
     return (total * workers / self.workers).astype(np.float32)
 
@@ -56,17 +56,17 @@ def residuals_of(
   nodes: Sequence[ReduceState], params: optax.Params, workers: int
 ) -> dict[int, Residual]:
   """The residual of each leaf of the parameters that has one, by the number of the leaf."""
-  found: dict[int, Residual] = {}
+  residuals: dict[int, Residual] = {}
   for node in nodes:
     for part, homes in zip(node.groups, homes_of(node, params), strict=True):
       if homes:
         rows = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1)
         leaves = np.split(rows, np.cumsum([size for _, size, _ in homes])[:-1], axis=1)
-        found |= {
-          number: Residual(leaf, workers, lies)
-          for leaf, (number, _, lies) in zip(leaves, homes, strict=True)
+        residuals |= {
+          leaf_index: Residual(leaf, workers, lies)
+          for leaf, (leaf_index, _, lies) in zip(leaves, homes, strict=True)
         }
-  return found
+  return residuals
 
 
 def carry_over(
@@ -90,18 +90,18 @@ def carry_over(
 
   def residual_of(homes: Sequence[tuple[int, int, Any]], like: jax.Array) -> jax.Array:
     leaves = [
-      residuals.get(number) or Residual(np.zeros((1, size), np.float32))
-      for number, size, _ in homes
+      residuals.get(leaf_index) or Residual(np.zeros((1, size), np.float32))
+      for leaf_index, size, _ in homes
     ]
     entries = sum(size for _, size, _ in homes)
 
     def rows(index: Any) -> np.ndarray:
       low, high, _ = index[0].indices(like.size)
-      numbers = range(first + low // entries, first + high // entries)
+      devices_held = range(first + low // entries, first + high // entries)
       return np.concatenate(
         [
-          leaf.carry_over(number, devices, engine.workers)
-          for number in numbers
+          leaf.carry_over(device, devices, engine.workers)
+          for device in devices_held
           for leaf in leaves
         ]
       )
@@ -121,7 +121,7 @@ def carry_over(
   return fresh.with_groups(parts)._replace(counters=new)
 
 
-def gather(x: Any) -> Any:
+def gather(x: Any) -> ArrayTree:
   """An array of which this process holds all; every process must call for an array that others hold in part."""
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return x
@@ -130,7 +130,7 @@ def gather(x: Any) -> Any:
   return x.addressable_data(0)
 
 
-def put_like(like: Any, x: Any) -> Any:
+def put_like(like: ArrayTree, x: Any) -> ArrayTree:
   """The array with the sharding of another one, if that lies on a mesh."""
   if getattr(x, "sharding", None) == like.sharding:
     return x
@@ -163,11 +163,13 @@ def homes_of(
   method = node.layout.method
   shards = node.layout.shards
   assert method is not None
-  # of all, also outside `optax.masked`
-  numbers = {name: number for number, name in enumerate(leaf_shapes(params))}
+  # Leaves are numbered among all parameters, also where `optax.masked` hides some.
+  leaf_indices = {
+    name: leaf_index for leaf_index, name in enumerate(leaf_shapes(params))
+  }
   sizes = shards.sizes if shards else list(map(math.prod, method.shapes))
   home = lambda leaf: (
-    numbers[method.names[leaf]],
+    leaf_indices[method.names[leaf]],
     sizes[leaf],
     (shards.axes, shards.specs[leaf]) if shards else None,
   )

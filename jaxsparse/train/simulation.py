@@ -16,6 +16,7 @@ from jaxsparse.transform import checks
 from jaxsparse.transform.metrics import Metrics, summary
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.transform.update import init_state, reduce_step
+from jaxsparse.types import ArrayTree
 
 _AXIS = "workers"
 
@@ -38,16 +39,16 @@ class Simulated(NamedTuple):
     Array([3., 3.], dtype=float32)
   """
 
-  total: Any
-  residuals: Any
+  total: ArrayTree
+  residuals: ArrayTree
   metrics: Metrics
   state: ReduceState
 
 
 def simulate(
   name: str | Collective,
-  grads: Any,
-  residuals: Any = None,
+  grads: ArrayTree,
+  residuals: ArrayTree = None,
   *,
   state: ReduceState | None = None,
   **config: Any,
@@ -118,7 +119,7 @@ class Contraction(NamedTuple):
   xi: jax.Array
 
 
-def contraction(name: str | Collective, grads: Any, **config: Any) -> Contraction:
+def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Contraction:
   """How much each step leaves out when a collective reduces recorded gradients, one step after the other.
 
   Args:
@@ -167,7 +168,7 @@ def _ratio(x: jax.Array, y: jax.Array) -> jax.Array:
 
 @jax.jit
 def _results(
-  grads: Any, totals: jax.Array, state: ReduceState
+  grads: ArrayTree, totals: jax.Array, state: ReduceState
 ) -> tuple[Any, Any, Metrics]:
   """The total and the residuals in the shapes of `grads`, and the metrics."""
   _, restore = flatten.flatten(
@@ -179,11 +180,11 @@ def _results(
 
 
 @jax.jit
-def _flat_rows(tree: Any) -> jax.Array:
+def _flat_rows(tree: ArrayTree) -> jax.Array:
   return jax.vmap(lambda one: flatten.flatten(one)[0])(tree)
 
 
-def _rows_of(what: str, tree: Any) -> jax.Array:
+def _rows_of(what: str, tree: ArrayTree) -> jax.Array:
   """The f32[P, n] of a pytree with a leading axis of P workers."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   workers = next((jnp.shape(leaf)[0] for _, leaf in leaves if jnp.ndim(leaf)), 0)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse._compat import local_shard
-from jaxsparse.arrays.flatten import leaves_by_name
+from jaxsparse.arrays.flatten import all_finite, leaves_by_name
+from jaxsparse.types import ArrayTree
 
 Find = Callable[[], list[str] | None]
 
@@ -41,7 +42,7 @@ class SkipWatch:
     self._flags = collections.deque[tuple[Any, Any]]()
     self._has_warned = False
 
-  def add(self, skipped: Any, loss: Any = None) -> None:
+  def add(self, skipped: Any, loss: ArrayTree = None) -> None:
     """Notes a step, which may still run.
 
     Args:
@@ -57,7 +58,7 @@ class SkipWatch:
     self,
     stacklevel: int = 3,
     find: Find = lambda: None,
-    **given: Any,
+    **given: ArrayTree,
   ) -> None:
     """Reads the flags of the steps that have ended.
 
@@ -82,7 +83,7 @@ class SkipWatch:
       for _ in range(taken + 1):
         self._flags.popleft()
 
-  def _warn(self, stacklevel: int, find: Find, given: dict[str, Any]) -> None:
+  def _warn(self, stacklevel: int, find: Find, given: dict[str, ArrayTree]) -> None:
     _, loss = self._flags[MANY - 1]
     self._has_warned = True
     self._flags.clear()
@@ -94,7 +95,7 @@ class SkipWatch:
     )
 
 
-def _has_ended(flags: Any) -> bool:
+def _has_ended(flags: ArrayTree) -> bool:
   """Whether flags can be read at once."""
 
   def has_ended(flag: Any) -> bool:
@@ -104,7 +105,7 @@ def _has_ended(flags: Any) -> bool:
   return all(map(has_ended, jax.tree.leaves(flags)))
 
 
-def _read(flags: Any) -> bool:
+def _read(flags: ArrayTree) -> bool:
   """Whether one of the flags is set; one that was donated to a program of the user's is not."""
   is_gone = lambda flag: isinstance(flag, jax.Array) and flag.is_deleted()
   return any(
@@ -113,24 +114,26 @@ def _read(flags: Any) -> bool:
   )
 
 
-def _findings(loss: Any, find: Find, given: dict[str, Any]) -> list[str]:
+def _findings(loss: ArrayTree, find: Find, given: dict[str, ArrayTree]) -> list[str]:
   """What is not finite, and what is."""
-  found = []
+  not_finite = []
   for what, tree in given.items():
-    # the best loss so far of a schedule begins with Inf
-    is_wrong = np.isnan if what == "state" else _is_not_finite
+    # The best loss so far of a schedule begins with Inf.
+    may_be_inf = what == "state"
     leaves = leaves_by_name(tree).items()
-    if names := [f"{what}{name}" for name, leaf in leaves if _holds(is_wrong, leaf)]:
-      found.append(_describe(names))
+    if names := [
+      f"{what}{name}" for name, leaf in leaves if not _is_sound_here(leaf, may_be_inf)
+    ]:
+      not_finite.append(_describe(names))
   if loss is not None and not loss.is_deleted():
     value = float(local_shard(loss))
-    if found or not np.isfinite(value):
-      return [*found, f"the loss is {value:g}"]
-  if found:
-    return found
+    if not_finite or not np.isfinite(value):
+      return [*not_finite, f"the loss is {value:g}"]
+  if not_finite:
+    return not_finite
   finite = f"{', '.join(given)} are finite"
   at_fault: list[str] | None = None
-  # training goes on, whether or not there is memory for gradients
+  # Training goes on, whether or not there is memory for gradients.
   with contextlib.suppress(Exception):
     at_fault = find()
   if at_fault:
@@ -150,15 +153,32 @@ def _describe(names: list[str]) -> str:
   return f"{names[0]}{more} holds NaN or Inf"
 
 
-def _is_not_finite(x: np.ndarray) -> np.ndarray:
-  return ~np.isfinite(x)
-
-
-def _holds(is_wrong: Callable[[np.ndarray], np.ndarray], leaf: Any) -> bool:
-  """Whether an array, or its part on this process, holds such a number."""
-  if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-    return False
+def _is_sound_here(leaf: ArrayTree, may_be_inf: bool) -> bool:
+  """`is_sound` of the part of an array on this process: others may not be at their warning yet."""
   if not isinstance(leaf, jax.Array):
-    return bool(is_wrong(np.asarray(leaf)).any())
-  shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-  return any(bool(is_wrong(shard).any()) for shard in shards)
+    return is_sound(np.asarray(leaf), may_be_inf)
+  shards = leaf.addressable_shards if _is_inexact(leaf) else ()
+  return all(is_sound(np.asarray(shard.data), may_be_inf) for shard in shards)
+
+
+def is_sound(leaf: ArrayTree, may_be_inf: bool = False) -> bool:
+  """Whether an array has no NaN, and no Inf unless it `may_be_inf`; True under a trace and of integers.
+
+  Every process that holds a part of the array must call; it waits for the array.
+  """
+  if isinstance(leaf, jax.core.Tracer) or not _is_inexact(leaf):
+    return True
+  is_small = np.size(leaf) <= _FEW and getattr(leaf, "is_fully_addressable", True)
+  if is_small or isinstance(leaf, np.ndarray):
+    values = np.asarray(leaf)
+    return bool((~np.isnan(values) if may_be_inf else np.isfinite(values)).all())
+  return bool(_none_nan(leaf) if may_be_inf else _all_finite(leaf))
+
+
+def _is_inexact(leaf: ArrayTree) -> bool:
+  return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+_FEW = 1 << 16  # entries that are judged without a compiled program
+_all_finite = jax.jit(all_finite)
+_none_nan = jax.jit(lambda leaf: ~jnp.isnan(leaf).any())

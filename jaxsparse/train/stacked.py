@@ -6,13 +6,14 @@ axis of the workers. What other axes of the mesh shard is left to the partitione
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
+from optax import OptState
 
 from jaxsparse._compat import AxisName
 from jaxsparse.arrays import flatten
@@ -34,7 +35,7 @@ from jaxsparse.transform.wrapped import (
   trained,
   with_optimized,
 )
-from jaxsparse.types import Comm
+from jaxsparse.types import ArrayTree, Comm, SpecTree
 
 _SAME = PartitionSpec()
 
@@ -54,10 +55,10 @@ class Stacked(optax.GradientTransformationExtraArgs):
       With `has_aux` the loss is (loss, aux), with the aux of each worker as a row.
   """
 
-  own_params: Callable[[optax.Params, Any], optax.Params]
-  value_and_grad: Callable[..., Callable[..., tuple[Any, optax.Updates]]]
+  own_params: Callable[[optax.Params, OptState], optax.Params]
+  value_and_grad: Callable[..., Callable[..., tuple[ArrayTree, optax.Updates]]]
 
-  def _replace(self, **functions: Any) -> "Stacked":
+  def _replace(self, **functions: Callable) -> "Stacked":
     """A copy with another `init` or `update`, and the same attributes."""
     copy = super()._replace(**functions)
     vars(copy).update(vars(self))
@@ -119,85 +120,83 @@ def stacked(
     >>> float(jnp.abs(params - 1).max()) < 1e-3
     True
   """
-  engine, rows = engine_of(mesh, axis), PartitionSpec(axis)
-  skips = SkipWatch("js.stacked")
-  first = lambda tree: jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
-  as_row = lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+  workers = _Workers(tx, engine_of(mesh, axis), SkipWatch("js.stacked"))
+  start = functools.partial(init, tx, mesh=mesh, axis=axis)
+  result = Stacked(start, workers.update)
+  result.own_params = workers.own_params
+  result.value_and_grad = workers.value_and_grad
+  return result
+
+
+class _Workers(NamedTuple):
+  """The functions of a `Stacked`.
+
+  Attributes:
+    tx: the chain.
+    engine: the workers.
+    skips: counts the skipped steps.
+  """
+
+  tx: optax.GradientTransformation
+  engine: Engine
+  skips: SkipWatch
 
   def update(
+    self,
     grads: optax.Updates,
-    state: Any,
-    params: Any = None,
+    state: OptState,
+    params: optax.Params | None = None,
     *,
     synchronize: bool = False,
-    **extra: Any,
-  ) -> tuple[optax.Updates, Any]:
+    **extra: ArrayTree,
+  ) -> tuple[optax.Updates, OptState]:
+    engine = self.engine
     _check_rows(grads, state, params, engine.held)
     state = _of_workers(state, engine)
     has_rows = params is not None and _has_rows(state, params, engine.held)
-    form, own = rows if has_rows else _SAME, specs(state, axis)
-    in_specs, out_specs = (rows, own, form, _SAME), (form, own)
+    form = engine.split if has_rows else _SAME
+    own = specs(state, engine.axis)
+    in_specs, out_specs = (engine.split, own, form, _SAME), (form, own)
 
     def worker(
-      grads: optax.Updates, state: Any, params: Any, extra: dict[str, Any]
-    ) -> tuple[optax.Updates, Any]:
+      grads: optax.Updates,
+      state: OptState,
+      params: optax.Params,
+      extra: dict[str, ArrayTree],
+    ) -> tuple[optax.Updates, OptState]:
       with synchronizing(synchronize):
-        updates, state = atomic(tx).update(
-          first(grads), state, first(params) if has_rows else params, **extra
+        updates, state = atomic(self.tx).update(
+          _first(grads), state, _first(params) if has_rows else params, **extra
         )
-      return as_row(updates) if has_rows else updates, state
+      return _as_row(updates) if has_rows else updates, state
 
     mistakes = {"updates": LIKELY_MISTAKES["params"], "state": LIKELY_MISTAKES["state"]}
     checked = replication.checked(
       worker, in_specs, out_specs, engine.axis, mistakes, engine.others, commit_early
     )
-    updates, after = engine.map(checked, in_specs, out_specs)(
-      grads, state, params, extra
-    )
-    skips.add([node.counters.skipped for node in states.reduce_states(after)])
-    skips.look(gradients=grads, params=params, state=after)
+    program = engine.map(checked, in_specs, out_specs)
+    updates, after = program(grads, state, params, extra)
+    self.skips.add([node.counters.skipped for node in states.reduce_states(after)])
+    self.skips.look(gradients=grads, params=params, state=after)
     return updates, after
 
-  def each(
-    function: Callable,
-    params: optax.Params,
-    state: Any,
-    batch: Any,
-    shared: Any,
-    results: Any,
-  ) -> Any:
-    """`function(own parameters, batch, shared)` of each worker."""
-    state = _of_workers(state, engine)
-    has_rows = _has_rows(state, params, engine.held)
-
-    def worker(params: optax.Params, state: Any, batch: Any, shared: Any) -> Any:
-      return function(
-        own_params(first(params) if has_rows else params, state), batch, shared
-      )
-
-    in_specs = (rows if has_rows else _SAME, specs(state, axis), rows, _SAME)
-    return engine.map(worker, in_specs, results)(params, state, batch, shared)
+  def own_params(self, params: optax.Params, state: OptState) -> optax.Params:
+    own_row = lambda own, *_: _as_row(own)
+    return self._each(own_row, params, state, (), (), self.engine.split)
 
   def value_and_grad(
-    loss_fn: Callable[..., Any], has_aux: bool = False
-  ) -> Callable[..., tuple[Any, optax.Updates]]:
-    def of_worker(
-      params: optax.Params, batch: tuple[Any, ...], shared: Any
-    ) -> tuple[Any, Any, optax.Updates, Any]:
-      params = trained(params)
-      value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(
-        params, *batch, **shared
-      )
-      loss, aux = value if has_aux else (value, ())
-      grads, scales = combine_scales(engine.comm, params, grads)
-      return mean_loss(engine.comm, loss), as_row(aux), as_row(grads), scales
+    self, loss_fn: Callable[..., ArrayTree], has_aux: bool = False
+  ) -> Callable[..., tuple[ArrayTree, optax.Updates]]:
+    rows = self.engine.split
+    of_worker = functools.partial(_gradient, self.engine.comm, loss_fn, has_aux)
+    results = _SAME, rows, rows, _SAME
 
     def value_and_grad_of(
-      params: optax.Params, state: Any, *batch: Any, **shared: Any
-    ) -> tuple[Any, optax.Updates]:
-      check_batch(batch, engine, axis)
-      loss, aux, grads, scales = each(
-        of_worker, params, state, batch, shared, (_SAME, rows, rows, _SAME)
+      params: optax.Params, state: OptState, *batch: ArrayTree, **shared: ArrayTree
+    ) -> tuple[ArrayTree, optax.Updates]:
+      check_batch(batch, self.engine, self.engine.axis)
+      loss, aux, grads, scales = self._each(
+        of_worker, params, state, batch, shared, results
       )
       params = trained(params)
       like = overwritten(params)  # which has rows where parameters have
@@ -207,22 +206,63 @@ def stacked(
 
     return value_and_grad_of
 
-  result = Stacked(functools.partial(init, tx, mesh=mesh, axis=axis), update)
-  result.own_params = lambda params, state: each(
-    lambda own, *_: as_row(own), params, state, (), (), rows
-  )
-  result.value_and_grad = value_and_grad
-  return result
+  def _each(
+    self,
+    function: Callable,
+    params: optax.Params,
+    state: OptState,
+    batch: ArrayTree,
+    shared: ArrayTree,
+    results: SpecTree,
+  ) -> ArrayTree:
+    """`function(own parameters, batch, shared)` of each worker."""
+    engine = self.engine
+    state = _of_workers(state, engine)
+    has_rows = _has_rows(state, params, engine.held)
+
+    def worker(
+      params: optax.Params, state: OptState, batch: ArrayTree, shared: ArrayTree
+    ) -> ArrayTree:
+      outer_params = _first(params) if has_rows else params
+      return function(own_params(outer_params, state), batch, shared)
+
+    rows = engine.split
+    in_specs = (rows if has_rows else _SAME, specs(state, engine.axis), rows, _SAME)
+    return engine.map(worker, in_specs, results)(params, state, batch, shared)
 
 
-def _of_workers(state: Any, engine: Engine) -> Any:
+def _gradient(
+  comm: Comm,
+  loss_fn: Callable[..., ArrayTree],
+  has_aux: bool,
+  params: optax.Params,
+  batch: tuple[ArrayTree, ...],
+  shared: dict[str, ArrayTree],
+) -> tuple[jax.Array, ArrayTree, optax.Updates, ArrayTree]:
+  """The mean loss, the aux and the gradient of one worker as rows, and the next scales of fp8."""
+  params = trained(params)
+  value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, **shared)
+  loss, aux = value if has_aux else (value, ())
+  grads, scales = combine_scales(comm, params, grads)
+  return mean_loss(comm, loss), _as_row(aux), _as_row(grads), scales
+
+
+def _first(tree: ArrayTree) -> ArrayTree:
+  return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
+
+
+def _as_row(tree: ArrayTree) -> ArrayTree:
+  return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+
+def _of_workers(state: OptState, engine: Engine) -> OptState:
   """The state with a row for each worker of what was set by hand; raises ValueError for one of other workers."""
   for node in states.reduce_states(state):
     check_workers(node, engine.workers, held=engine.held)
   return states.with_rows(state)
 
 
-def _has_rows(state: Any, params: optax.Params, workers: int) -> bool:
+def _has_rows(state: OptState, params: optax.Params, workers: int) -> bool:
   """Whether parameters have a row for each worker; of those that a state was made for.
 
   Raises:
@@ -231,15 +271,18 @@ def _has_rows(state: Any, params: optax.Params, workers: int) -> bool:
   if all(np.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(params)):
     nodes = states.reduce_states(state)
     known = {name: shape for node in nodes for name, shape in node.leaves}
-    one = jax.tree.map(lambda x: shape_of(x, shape=np.shape(x)[1:]), params)
-    if known and known.items() <= flatten.leaf_shapes(shapes_seen(nodes, one)).items():
+    of_worker = jax.tree.map(lambda x: shape_of(x, shape=np.shape(x)[1:]), params)
+    if (
+      known
+      and known.items() <= flatten.leaf_shapes(shapes_seen(nodes, of_worker)).items()
+    ):
       return True
   check_state(state, params, shapes=True)
   return False
 
 
 def _check_rows(
-  grads: optax.Updates, state: Any, params: optax.Params | None, workers: int
+  grads: optax.Updates, state: OptState, params: optax.Params | None, workers: int
 ) -> None:
   """Raises ValueError for a gradient without a row for each worker, or of no parameters, naming its leaf."""
   flatten.check_are_arrays(params, "params")

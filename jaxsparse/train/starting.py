@@ -10,19 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, SingleDeviceSharding
+from optax import OptState
 
 from jaxsparse._compat import AxisName
 from jaxsparse._compat.one_at_a_time import dispatch
-from jaxsparse.arrays.flatten import all_finite, check_are_arrays, check_entries
+from jaxsparse.arrays.flatten import check_are_arrays, check_entries
 from jaxsparse.comm import SoloComm, replication
 from jaxsparse.train import replicas
 from jaxsparse.train.engine import Engine, engine_of, local_shard, shape_of
+from jaxsparse.train.skipped import is_sound
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.update import first_state
 from jaxsparse.transform.wrapped import optimized, shapes_seen, trained
-from jaxsparse.types import Comm, check_whole
+from jaxsparse.types import ArrayTree, Comm, SpecTree, check_whole
 
 LIKELY_MISTAKES = {
   "params": "no jaxsparse transform covers its gradient (optax.masked passes masked leaves on unchanged, here the "
@@ -44,7 +46,7 @@ def abstract_state(
   *,
   axis: AxisName = "workers",
   workers: int | None = None,
-) -> Any:
+) -> ArrayTree:
   """The shapes, dtypes and shardings of `js.init(tx, params, mesh)`: what a checkpoint is restored into.
 
   Args:
@@ -89,7 +91,7 @@ def abstract_state(
     return state
   host = _host() if shardings else None
 
-  def resize(node: Any, row: bool) -> Any:
+  def resize(node: OptState, row: bool) -> OptState:
     if row:
       return jax.tree.map(lambda x: shape_of(x, host, (workers, *x.shape[1:])), node)
     return _resize_node(node, workers, host) if states.is_reduce_state(node) else node
@@ -101,7 +103,7 @@ def abstract_state(
 
 def place_state(
   engine: Engine, start: Callable, params: optax.Params
-) -> tuple[Any, Any]:
+) -> tuple[ArrayTree, ArrayTree]:
   """`start_workers`, where types tell how parameters lie inside a worker, and placed on the devices of the engine."""
   with engine.typed() as typed:
     state, specs = start_workers(typed, start, params)
@@ -110,7 +112,7 @@ def place_state(
 
 def start_workers(
   engine: Engine, start: Callable, params: optax.Params
-) -> tuple[Any, Any]:
+) -> tuple[ArrayTree, ArrayTree]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
   start_worker = lambda params: states.with_own_keys(start(params), engine.comm.rank)
@@ -122,7 +124,11 @@ def start_workers(
 
 
 def check_update(
-  engine: Engine, tx: optax.GradientTransformation, params: Any, state: Any, own: Any
+  engine: Engine,
+  tx: optax.GradientTransformation,
+  params: optax.Params,
+  state: OptState,
+  own: ArrayTree,
 ) -> None:
   """Compares `tx.update` between processes, and warns of leaves that no jaxsparse transform covers.
 
@@ -143,7 +149,7 @@ def check_update(
     return
 
   def updates(
-    like: optax.Updates, state: Any, params: optax.Params
+    like: optax.Updates, state: OptState, params: optax.Params
   ) -> tuple[optax.Updates]:
     grads = jax.tree.map(jnp.negative, trained(like))  # computed here, as gradients are
     return (
@@ -155,7 +161,7 @@ def check_update(
   specs = (engine.same, own, engine.same)
   arguments = engine.place((params, state, params), specs)
   if engine.processes > 1:
-    # it needs what only a step gives, or the step will show the error
+    # The update needs arguments that only a step gives, or the step shows the error.
     try:
       jaxpr = engine.jit(updates, specs, (engine.same,)).trace(*arguments).jaxpr
     except Exception:
@@ -174,47 +180,49 @@ def check_update(
       stacklevel=3,
     )
   except TypeError as error:
-    # tx needs extra arguments, which only a step has, or takes none
+    # `tx` needs extra arguments, which only a step has, or takes none.
     if "keyword" not in str(error):
       raise
 
 
-def owed_not_finite(state: Any) -> list[str]:
+def owed_not_finite(state: OptState) -> list[str]:
   """The names of the arrays with NaN or Inf among the residuals, what else collectives carry, and what has moved.
 
   Steps would be skipped for ever. Every process must call; it waits for the arrays.
   """
-  found = jax.tree_util.tree_leaves_with_path(state)
+  leaves = jax.tree_util.tree_leaves_with_path(state)
   return [
     f"state{jax.tree_util.keystr(path)}"
-    for (path, leaf), kind in zip(found, _kinds(state), strict=True)
-    if kind and isinstance(leaf, jax.Array | np.ndarray) and not _is_sound(leaf, kind)
+    for (path, leaf), kind in zip(leaves, _kinds(state), strict=True)
+    if kind
+    and isinstance(leaf, jax.Array | np.ndarray)
+    and not is_sound(leaf, may_be_inf=kind != "owed")
   ]
 
 
-def without_not_finite(state: Any) -> Any:
+def without_not_finite(state: OptState) -> OptState:
   """The state with zeros for what `owed_not_finite` finds."""
   leaves, structure = jax.tree.flatten(state)
   clean = [
-    leaf if not kind or _is_sound(leaf, kind) else _cleaned(leaf)
+    leaf if not kind or is_sound(leaf, may_be_inf=kind != "owed") else _cleaned(leaf)
     for leaf, kind in zip(leaves, _kinds(state), strict=True)
   ]
   return jax.tree.unflatten(structure, clean)
 
 
-def _kinds(state: Any) -> list[str]:
+def _kinds(state: OptState) -> list[str]:
   """Of each array of a state: "owed", "carried" beside that, where Inf may be a bound, or "" for what is of others."""
   nothing = lambda tree: jax.tree.map(lambda _: "", tree)
   carried = lambda tree: jax.tree.map(lambda _: "carried", tree)
   owed = lambda tree: jax.tree.map(lambda _: "owed", tree)
 
-  def of_node(node: Any) -> Any:
+  def of_node(node: OptState) -> OptState:
     if not states.is_reduce_state(node):
       return ""
     kinds = carried(node.carried)._replace(residual=owed(node.carried.residual))
     return nothing(node)._replace(carried=kinds)
 
-  def of_local(node: Any) -> Any:
+  def of_local(node: OptState) -> OptState:
     kinds = jax.tree.map(of_node, node, is_leaf=states.is_reduce_state)
     return (
       kinds._replace(moved=owed(node.moved)) if states.is_local_state(node) else kinds
@@ -224,23 +232,11 @@ def _kinds(state: Any) -> list[str]:
   return jax.tree.leaves(jax.tree.map(of_local, state, is_leaf=is_ours))
 
 
-def _is_sound(leaf: Any, kind: str) -> bool:
-  if isinstance(leaf, jax.core.Tracer) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-    return True
-  if leaf.size <= _FEW and getattr(leaf, "is_fully_addressable", True):
-    values = np.asarray(leaf)
-    return bool((np.isfinite(values) if kind == "owed" else ~np.isnan(values)).all())
-  return bool(_all_finite(leaf) if kind == "owed" else _none_nan(leaf))
-
-
-_FEW = 1 << 16  # entries that are judged without a compiled program
-_all_finite = jax.jit(all_finite)
-_none_nan = jax.jit(lambda leaf: ~jnp.isnan(leaf).any())
 _cleaned = jax.jit(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0))
 
 
 def check_state(
-  state: Any,
+  state: OptState,
   params: optax.Params,
   engine: Engine | None = None,
   shapes: bool = False,
@@ -276,7 +272,7 @@ def _specs_of(
   """The arguments of `start`, placed, and the specs of the state that it returns."""
   check_entries(params)
 
-  def checked(params: optax.Params) -> Any:
+  def checked(params: optax.Params) -> ArrayTree:
     replication.check_axes(start, (params,), engine.axis)
     return start(params)
 
@@ -294,7 +290,7 @@ def _host() -> SingleDeviceSharding:
 
 
 def _resize_node(
-  node: states.ReduceState, workers: int, sharding: Any
+  node: states.ReduceState, workers: int, sharding: SpecTree
 ) -> states.ReduceState:
   """The shapes of a state as those of a state of another number of workers."""
   method = node.layout.method

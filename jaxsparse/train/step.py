@@ -1,7 +1,7 @@
 """`js.init` and `js.make_train_step`: the optimizer state of all workers, and a jitted data-parallel training step."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, get_args
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from optax import OptState
 
 from jaxsparse._compat import AxisName
 from jaxsparse._compat.compiling import compiler_options
@@ -27,7 +28,7 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import commit_early
 from jaxsparse.transform.specs import placed
 from jaxsparse.transform.wrapped import PLACEHOLDER, optimized
-from jaxsparse.types import Comm, check_whole
+from jaxsparse.types import ArrayTree, Comm, SpecTree, check_whole
 
 
 def init(
@@ -36,7 +37,7 @@ def init(
   mesh: Mesh | Comm,
   *,
   axis: AxisName = "workers",
-) -> Any:
+) -> ArrayTree:
   """The optimizer state of all workers: residuals sharded over `axis`, everything else the same on every worker.
 
   Every process of the mesh must call `init` with the same parameters and the same `tx`.
@@ -90,7 +91,7 @@ def init(
 
 
 def make_train_step(
-  loss_fn: Callable[..., Any],
+  loss_fn: Callable[..., ArrayTree],
   tx: optax.GradientTransformation,
   mesh: Mesh | Comm,
   *,
@@ -219,19 +220,21 @@ class TrainStep:
     self.workers = self._engine.workers
     self._worker = worker
     self._donate = donate
-    self._made: dict[
-      Any, Any
-    ] = {}  # the specs of steps, the programs of steps and exchanges
-    # programs that all processes have, with the shapes of their batches
-    self._alike: set[Any] = set()
+    # The specs of steps, and the programs of steps and exchanges.
+    self._made: dict[Hashable, Any] = {}
+    # Programs that all processes have, with the shapes of their batches.
+    self._alike: set[Hashable] = set()
     self._skips = SkipWatch("make_train_step")
-    self._known: Any = (
-      None  # identifies the state that was returned last, which needs no check
-    )
+    # `_identity` of the state that was returned last, which needs no check.
+    self._known: jax.Array | None = None
 
   def __call__(
-    self, params: optax.Params, state: Any, batch: Any, **named: Any
-  ) -> tuple[Any, Any, StepMetrics]:
+    self,
+    params: optax.Params,
+    state: OptState,
+    batch: ArrayTree,
+    **named: ArrayTree,
+  ) -> tuple[optax.Params, OptState, StepMetrics]:
     """One step; see `make_train_step` for `rng=`, `model_state=`, `shared=` and others."""
     arguments = _arguments(params, states.with_rows(state), batch, named)
     program, specs = self._program(*arguments)
@@ -255,7 +258,7 @@ class TrainStep:
     )
     return params, state, metrics
 
-  def _find_gradients(self, arguments: tuple[Any, ...]) -> list[str] | None:
+  def _find_gradients(self, arguments: tuple[ArrayTree, ...]) -> list[str] | None:
     """The names of gradients, and of the model state, that are not finite at a worker, with its number.
 
     None where several processes would have to call.
@@ -275,8 +278,8 @@ class TrainStep:
     ]
 
   def synchronize(
-    self, params: optax.Params, state: Any, **extra: Any
-  ) -> tuple[Any, Any]:
+    self, params: optax.Params, state: OptState, **extra: ArrayTree
+  ) -> tuple[ArrayTree, ArrayTree]:
     """Exchanges what the workers have moved since the last exchange (`js.local_steps`); else returns both unchanged.
 
     Leaves without local steps stay as they are. Extra arguments go to `tx`, as those of
@@ -287,7 +290,7 @@ class TrainStep:
     starting.check_state(state, params, self._engine)
     state = states.with_rows(state)
 
-    def exchange() -> Any:
+    def exchange() -> ArrayTree:
       specs = (self._engine.same, placed(state, self._engine.axis))
       in_specs = (*specs, dict.fromkeys(extra, self._engine.same))
       kept = self._engine.shardings((params, state, extra), in_specs)
@@ -304,7 +307,7 @@ class TrainStep:
         f"step.synchronize: {error}, which a transformation of tx needs: pass it by its name"
       ) from error
 
-  def check(self, params: optax.Params, state: Any) -> None:
+  def check(self, params: optax.Params, state: OptState) -> None:
     """Compares hashes of replicated parameters and state on all workers, for tests; every process must call.
 
     Raises:
@@ -320,7 +323,11 @@ class TrainStep:
     )
 
   def lower(
-    self, params: optax.Params, state: Any, batch: Any, **named: Any
+    self,
+    params: optax.Params,
+    state: OptState,
+    batch: ArrayTree,
+    **named: ArrayTree,
   ) -> jax.stages.Lowered:
     """The lowered step, to inspect its HLO or to compile ahead; the arguments may be `jax.ShapeDtypeStruct`.
 
@@ -333,7 +340,7 @@ class TrainStep:
     program, specs = self._program(*arguments)
     return program.lower(*self._engine.place(jax.tree.map(shape_of, arguments), specs))
 
-  def _program(self, *arguments: Any) -> tuple[Any, Any]:
+  def _program(self, *arguments: ArrayTree) -> tuple[Any, SpecTree]:
     """The jitted step for `_arguments` of this structure and these shardings, and their specs."""
     self._check(*arguments)
     structure = jax.tree.structure(arguments[1:2] + arguments[3:])
@@ -346,22 +353,30 @@ class TrainStep:
       key, lambda: self._jitted(arguments[1], in_specs, out_specs, shardings)
     ), in_specs
 
-  def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+  def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
     """The result of the first `make()` with this key."""
     if key not in self._made:
       self._made[key] = make()
     return self._made[key]
 
-  def _specs(self, state: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+  def _specs(
+    self, state: OptState, given: dict[str, ArrayTree]
+  ) -> tuple[SpecTree, SpecTree]:
     """The specs of the arguments and results of a step."""
-    same: Any = self._engine.same
+    same: SpecTree = self._engine.same
     own = placed(state, self._engine.axis)
     model_state = self._engine.split if self._worker.model_state == "worker" else same
     named = {name: model_state if name == "model_state" else same for name in given}
     metrics = StepMetrics(same, same, same, model_state, same)
     return _arguments(same, own, self._engine.split, named), (same, own, metrics)
 
-  def _jitted(self, state: Any, in_specs: Any, out_specs: Any, shardings: Any) -> Any:
+  def _jitted(
+    self,
+    state: OptState,
+    in_specs: SpecTree,
+    out_specs: SpecTree,
+    shardings: SpecTree,
+  ) -> Callable:
     """The jitted step for arguments that lie so inside a worker."""
     engine = self._engine
     step = functools.partial(self._worker.step, engine.comm)
@@ -376,7 +391,7 @@ class TrainStep:
       commit_early,
       instead,
     )
-    unspecified: Any = None  # the compiler's choice
+    unspecified: SpecTree = None  # The compiler chooses the sharding.
     model_state = shardings and _by_name(shardings).get("model_state")
     metrics = StepMetrics(
       unspecified, unspecified, unspecified, model_state, unspecified
@@ -389,7 +404,7 @@ class TrainStep:
     )
 
   def _compare_processes(
-    self, program: Any, arguments: tuple[Any, ...], specs: Any
+    self, program: Any, arguments: tuple[ArrayTree, ...], specs: SpecTree
   ) -> None:
     """Compares a program and its arguments between all processes, where either is new."""
     engine = self._engine
@@ -414,7 +429,8 @@ class TrainStep:
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     shardings = engine.shardings(arguments, specs)
     head += replicas.described(arguments, shardings)
-    if self._alike:  # processes come to their first step when they like
+    # Processes come to their first step when they like; to a later one they may not.
+    if self._alike:
       new = replicas.described(
         (None, None, *arguments[2:]), shardings and (None, None, *shardings[2:])
       )
@@ -429,7 +445,11 @@ class TrainStep:
     self._alike.add(known)
 
   def _check(
-    self, params: optax.Params, state: Any, batch: Any, given: Any = None
+    self,
+    params: optax.Params,
+    state: OptState,
+    batch: ArrayTree,
+    given: ArrayTree = None,
   ) -> None:
     given = given or {}
     checks.check_alive({"params": params, "state": state, "batch": batch} | given)
@@ -455,8 +475,11 @@ class TrainStep:
 
 
 def _arguments(
-  params: Any, state: Any, batch: Any, named: dict[str, Any]
-) -> tuple[Any, ...]:
+  params: optax.Params,
+  state: OptState,
+  batch: ArrayTree,
+  named: dict[str, ArrayTree],
+) -> tuple[ArrayTree, ...]:
   """The arguments of the program: what a step is given by name is a dict in the fourth place, where there is any."""
   named = {
     name: value
@@ -466,12 +489,12 @@ def _arguments(
   return (params, state, batch, named) if named else (params, state, batch)
 
 
-def _by_name(arguments: Any) -> dict[str, Any]:
+def _by_name(arguments: ArrayTree) -> dict[str, ArrayTree]:
   """What `_arguments` have in the fourth place."""
   return arguments[3] if len(arguments) > 3 else {}
 
 
-def _identity(state: Any) -> Any:
+def _identity(state: OptState) -> jax.Array | None:
   """An array that identifies a state: a step returns its state with a new one."""
   nodes = states.reduce_states(state)
   return nodes[0].layout.workers if nodes else None

@@ -15,7 +15,7 @@ from jaxsparse.comm import SoloComm
 from jaxsparse.train.engine import Engine, rows_of
 from jaxsparse.train.starting import start_workers
 from jaxsparse.transform.update import init_state, reduce_step
-from jaxsparse.types import Comm
+from jaxsparse.types import ArrayTree, Comm
 
 
 class Stopwatch:
@@ -39,7 +39,7 @@ class Stopwatch:
     """The `value` of each worker's process, f32[P], on every process."""
     return self._rows(self._engine.spread(np.array(value, np.float32)))
 
-  def time(self, program: Callable, *arguments: Any) -> tuple[float, Any]:
+  def time(self, program: Callable, *arguments: ArrayTree) -> tuple[float, Any]:
     """Seconds of one call, and its result."""
     jax.block_until_ready(arguments)
     self.gather(0.0)  # a barrier
@@ -97,7 +97,7 @@ def alone(
   times: list[float] = []
   # Warm-up: the first call compiles, the second is the first with a residual.
   while len(times) < 3 or (len(times) < repetitions + 2 and sum(times[2:]) < budget):
-    # it donates both
+    # The program donates both.
     seconds, (_, update.state) = watch.time(
       update.program, jnp.copy(grads), update.state
     )

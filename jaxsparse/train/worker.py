@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from optax import OptState
 
 from jaxsparse import _compat
 from jaxsparse.arrays import flatten
@@ -24,11 +25,11 @@ from jaxsparse.transform.wrapped import (
   trained,
   with_optimized,
 )
-from jaxsparse.types import Comm, saturated
+from jaxsparse.types import ArrayTree, Comm, saturated
 
 AuxReduce = Literal["mean", "sum", "max", "min", "stack"]
 ModelState = Literal["mean", "worker"]
-# keyword arguments of a step that `loss_fn` gets, and `tx` does not
+# Keyword arguments of a step that `loss_fn` gets, and `tx` does not.
 TO_LOSS = (
   "rng",
   "model_state",
@@ -57,15 +58,15 @@ class StepMetrics(NamedTuple):
 
   loss: jax.Array
   skipped: jax.Array
-  aux: Any = None
-  model_state: Any = None
+  aux: ArrayTree = None
+  model_state: ArrayTree = None
   words_beside: jax.Array | int = 0
 
 
 class Worker(NamedTuple):
   """The step of one worker; the fields are the arguments of `make_train_step`."""
 
-  loss_fn: Callable[..., Any]
+  loss_fn: Callable[..., ArrayTree]
   tx: optax.GradientTransformation
   has_aux: bool
   aux_reduce: AuxReduce
@@ -76,11 +77,11 @@ class Worker(NamedTuple):
     self,
     comm: Comm,
     params: optax.Params,
-    state: Any,
-    batch: Any,
-    given: Any = None,
+    state: OptState,
+    batch: ArrayTree,
+    given: ArrayTree = None,
     gives_value: bool = True,
-  ) -> tuple[optax.Params, Any, StepMetrics]:
+  ) -> tuple[optax.Params, OptState, StepMetrics]:
     """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced.
 
     `given` are the keyword arguments of the step, by name.
@@ -126,7 +127,12 @@ class Worker(NamedTuple):
     )
 
   def finite_gradients(
-    self, comm: Comm, params: optax.Params, state: Any, batch: Any, given: Any = None
+    self,
+    comm: Comm,
+    params: optax.Params,
+    state: OptState,
+    batch: ArrayTree,
+    given: ArrayTree = None,
   ) -> dict[str, jax.Array]:
     """Whether each gradient of one worker is finite, and the model state after it, bool[1], by name."""
     (_, grads, *_), finite = self._own_gradients(
@@ -143,20 +149,20 @@ class Worker(NamedTuple):
     self,
     comm: Comm,
     params: optax.Params,
-    state: Any,
-    batch: Any,
-    given: dict[str, Any],
-  ) -> tuple[tuple[Any, ...], jax.Array | bool]:
+    state: OptState,
+    batch: ArrayTree,
+    given: dict[str, ArrayTree],
+  ) -> tuple[tuple[ArrayTree, ...], jax.Array | bool]:
     """`_gradients` at the parameters of one worker, and whether its model state stays finite."""
     rng, before, shared = (given.get(name) for name in TO_LOSS)
     own = (
       jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
     )
     key = None if rng is None else jax.random.fold_in(rng, comm.rank)
-    found = _gradients(
+    results = _gradients(
       self, trained(own_params(params, state)), batch, key, own, shared
     )
-    return found, own is None or flatten.stays_finite(own, found[2])
+    return results, own is None or flatten.stays_finite(own, results[2])
 
   def step_instead(self, comm: Comm, error: TypeError) -> Callable:
     """The step that gives `tx` no `value=`, where a transformation without extra arguments was given it.
@@ -173,8 +179,8 @@ class Worker(NamedTuple):
     raise error
 
   def synchronize(
-    self, params: optax.Params, state: Any, extra: dict[str, Any]
-  ) -> tuple[optax.Params, Any]:
+    self, params: optax.Params, state: OptState, extra: dict[str, ArrayTree]
+  ) -> tuple[optax.Params, OptState]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
     before = optimized(params)
     with synchronizing(True):
@@ -193,7 +199,7 @@ class Worker(NamedTuple):
 
 def combine_scales(
   comm: Comm, params: optax.Params, grads: optax.Updates
-) -> tuple[optax.Updates, Any]:
+) -> tuple[optax.Updates, OptState]:
   """The gradients for the optimizer, and the next scales of fp8: of all workers the maximum, in one message.
 
   The histories of Flax hold largest magnitudes, so the maximum is that of the whole
@@ -226,14 +232,16 @@ def mean_loss(comm: Comm, loss: jax.Array) -> jax.Array:
 def _gradients(
   worker: Worker,
   params: optax.Params,
-  batch: Any,
+  batch: ArrayTree,
   key: Any,
-  model_state: Any,
-  shared: Any,
-) -> tuple[Any, ...]:
+  model_state: ArrayTree,
+  shared: ArrayTree,
+) -> tuple[ArrayTree, ...]:
   """(loss, gradients, model state, aux) of one worker's part of the batch."""
 
-  def grads_of_part(batch: Any, key: Any, model_state: Any) -> tuple[Any, ...]:
+  def grads_of_part(
+    batch: ArrayTree, key: Any, model_state: ArrayTree
+  ) -> tuple[ArrayTree, ...]:
     given = {"rng": key, "model_state": model_state, "shared": shared}
     named = {name: x for name, x in given.items() if x is not None}
 
@@ -243,14 +251,14 @@ def _gradients(
         *["model_state"] * (model_state is not None),
         *["aux"] * worker.has_aux,
       ]
-      found = worker.loss_fn(params, batch, **named)
-      found = found if isinstance(found, tuple) else (found,)
-      if len(found) != len(wanted):
+      returned = worker.loss_fn(params, batch, **named)
+      returned = returned if isinstance(returned, tuple) else (returned,)
+      if len(returned) != len(wanted):
         raise ValueError(
-          f"loss_fn returned {len(found)} values, it should return ({', '.join(wanted)}): for aux give make_train_step "
-          "has_aux=True, for a model state give the step model_state="
+          f"loss_fn returned {len(returned)} values, it should return ({', '.join(wanted)}): for aux give "
+          "make_train_step has_aux=True, for a model state give the step model_state="
         )
-      parts = dict(zip(wanted, found, strict=True))
+      parts = dict(zip(wanted, returned, strict=True))
       _check_model_state(model_state, parts.get("model_state"))
       return parts["loss"], (parts.get("model_state"), parts.get("aux"))
 
@@ -262,7 +270,7 @@ def _gradients(
   return _accumulated(worker, grads_of_part, batch, key, model_state, params)
 
 
-def _check_model_state(before: Any, after: Any) -> None:
+def _check_model_state(before: ArrayTree, after: ArrayTree) -> None:
   """Raises ValueError unless both have the same leaves, naming the first that differs."""
   types = lambda tree: {
     name: jax.typeof(leaf).str_short()
@@ -286,11 +294,11 @@ def _check_model_state(before: Any, after: Any) -> None:
 def _accumulated(
   worker: Worker,
   grads_of_part: Callable,
-  batch: Any,
+  batch: ArrayTree,
   key: Any,
-  model_state: Any,
+  model_state: ArrayTree,
   params: optax.Params,
-) -> tuple[Any, ...]:
+) -> tuple[ArrayTree, ...]:
   """`_gradients` over micro-batches, one after the other.
 
   Loss and gradients are averaged in their dtype, in float32 where that has 16 bits.
@@ -298,10 +306,10 @@ def _accumulated(
   """
   parts = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
 
-  def accumulate_part(carry: Any, part: Any) -> tuple[Any, Any]:
+  def accumulate_part(carry: ArrayTree, part: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
     total, model_state = carry
-    number, batch = part
-    own = None if key is None else jax.random.fold_in(key, number)
+    part_index, batch = part
+    own = None if key is None else jax.random.fold_in(key, part_index)
     loss, grads, model_state, aux = grads_of_part(batch, own, model_state)
     scales = jax.tree.map(jnp.maximum, overwritten(total[1]), overwritten(grads))
     total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads))
@@ -314,9 +322,9 @@ def _accumulated(
   zeros = jax.tree.map(
     lambda x: jnp.zeros_like(x, flatten.wide_dtype(x)), (loss, params)
   )
-  numbers = jnp.arange(worker.accumulate, dtype=jnp.int32)
+  indices = jnp.arange(worker.accumulate, dtype=jnp.int32)
   ((loss, grads), model_state), aux = jax.lax.scan(
-    accumulate_part, (zeros, model_state), (numbers, parts)
+    accumulate_part, (zeros, model_state), (indices, parts)
   )
   mean = jax.tree.map(
     lambda grad, like: (grad / worker.accumulate).astype(like.dtype),
@@ -331,7 +339,7 @@ def _accumulated(
   )
 
 
-def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
+def _next_model_state(worker: Worker, comm: Comm, model_state: ArrayTree) -> ArrayTree:
   """The model state for the next step: averaged over the workers, or with a leading axis for that of this worker."""
   if worker.model_state == "worker":
     return jax.tree.map(lambda x: x[None], model_state)
@@ -357,7 +365,7 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: Any) -> Any:
 
 
 def _words_beside(
-  worker: Worker, size: int, aux: Any, model_state: Any, scales: Any
+  worker: Worker, size: int, aux: ArrayTree, model_state: ArrayTree, scales: ArrayTree
 ) -> jax.Array:
   """Words of the collectives of `_over_workers` and `combine_scales` that made these."""
   cost = lambda x: all_reduce_cost(x.size, size, x.dtype.itemsize).words
@@ -386,8 +394,8 @@ def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:
 
 
 def _reduced(
-  tree: Any, how: AuxReduce, reduce: Callable[[jax.Array, Any], jax.Array]
-) -> Any:
+  tree: ArrayTree, how: AuxReduce, reduce: Callable[[jax.Array, Any], jax.Array]
+) -> ArrayTree:
   """Each leaf reduced by `reduce(leaf, how)`: "mean" is the sum of integers and booleans, in 32 bits or more."""
 
   def reduced(x: jax.Array) -> jax.Array:

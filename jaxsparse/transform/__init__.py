@@ -15,7 +15,8 @@ Around it:
 
     atomic        `js.atomic`: a skipped step leaves everything as it was
     residuals     residuals, and the movement of local steps, in the shapes of the parameters
-    local         `js.local_steps`: parameters that differ between workers, and their exchange; `fragments` of leaves
+    local         `js.local_steps`: when workers exchange what they have moved; `fragments` of leaves
+    exchange      how an update reaches the workers: at once, mixed with their own parameters, or delayed
     momentum      `js.momentum_corrected`, `js.warmed_up`: Deep Gradient Compression
     named         `js.diloco`, `js.sparseloco`, `js.demo_transform`: chains with the defaults of their papers
     adam          `js.scale_by_window_adam`: for workers with optimizers of their own

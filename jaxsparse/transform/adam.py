@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.flatten import wide_dtype
-from jaxsparse.types import check_whole
+from jaxsparse.types import ArrayTree, check_whole
 
 
 class WindowAdamState(NamedTuple):
@@ -92,7 +92,7 @@ def scale_by_window_adam(
       f"scale_by_window_adam: mu_dtype={mu_dtype!r}, choose a floating-point dtype, or None"
     )
   adam = _WindowAdam(
-    # the arithmetic of a number of numpy would overflow, and change dtypes
+    # The arithmetic of a number of numpy would overflow, and change dtypes.
     int(window),
     _unrounded_decay(b1),
     _unrounded_decay(b2),
@@ -117,7 +117,7 @@ class _WindowAdam(NamedTuple):
     def zeros() -> optax.Updates:
       return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf)), params)
 
-    # a step that takes its state needs each apart
+    # A step that donates its state needs an array of its own for each.
     mu = self._stored(zeros())
     return WindowAdamState(jnp.int32(0), mu, zeros(), zeros())
 
@@ -132,7 +132,7 @@ class _WindowAdam(NamedTuple):
     step = optax.safe_increment(state.step)
     of_leaf = functools.partial(self._update_leaf, step)
     moments = (state.mu, state.average, state.nu)
-    # optax adds a complex average to real squares
+    # optax adds a complex average to real squares.
     with jax.numpy_dtype_promotion("standard"):
       leaves = jax.tree.map(of_leaf, updates, *moments)
     scaled, mu, average, nu = jax.tree.transpose(
@@ -141,13 +141,18 @@ class _WindowAdam(NamedTuple):
     return scaled, WindowAdamState(step, self._stored(mu), average, nu)
 
   def _update_leaf(
-    self, step: jax.Array, grad: jax.Array, mu: jax.Array, average: Any, nu: jax.Array
+    self,
+    step: jax.Array,
+    grad: jax.Array,
+    mu: jax.Array,
+    average: ArrayTree,
+    nu: jax.Array,
   ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Adam's update of one leaf, in its dtype, and its averages."""
     dtype = average.dtype
     count = step.astype(jnp.result_type(float))
     window_decay = (self.window - 1) / (self.window + 1)
-    # arrays, as of `inject_hyperparams`, have one dtype for all leaves
+    # Arrays, as `inject_hyperparams` gives them, have one dtype for all leaves.
     real = jnp.finfo(dtype).dtype
     b1, b2, eps = (_cast_number(x, real) for x in (self.b1, self.b2, self.eps))
     later = lambda x, decay: optax.tree.bias_correction(

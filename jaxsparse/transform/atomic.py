@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend import core
+from optax import OptState
 
 from jaxsparse.transform import state as states
 from jaxsparse.transform.checks import check_kept_types
+from jaxsparse.types import ArrayTree
 
 
 def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -44,12 +46,15 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
   tx = optax.with_extra_args_support(tx)
 
   def update(
-    updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: Any
-  ) -> tuple[optax.Updates, Any]:
+    updates: optax.Updates,
+    state: OptState,
+    params: optax.Params | None = None,
+    **extra: ArrayTree,
+  ) -> tuple[optax.Updates, OptState]:
     updates, after = tx.update(updates, state, params, **extra)
     check_kept_types(state, after)
     skipped = states.is_skipped(after)
-    updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.zeros_like(u), u), updates)
+    updates = zeros_if(skipped, updates)
     # A transform, or local steps, that is the only one has undone itself already,
     # without a pass over residuals. Of several one may skip while another one does not,
     # so then all of their states are chosen here.
@@ -63,7 +68,13 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def select_state(skipped: jax.Array, before: Any, after: Any) -> Any:
+def zeros_if(skipped: jax.Array, updates: optax.Updates) -> optax.Updates:
+  """The updates, or zeros where the step is skipped."""
+  zero = lambda update: jnp.where(skipped, jnp.zeros_like(update), update)
+  return jax.tree.map(zero, updates)
+
+
+def select_state(skipped: jax.Array, before: ArrayTree, after: ArrayTree) -> ArrayTree:
   """`jnp.where(skipped, before, after)` of every array; counters are those of the skipped step."""
   is_node = states.is_reduce_state
   keep = lambda old, new: (

@@ -1,11 +1,13 @@
 """Momentum of optimizers of the workers' own, averaged now and then (DES-LOC, Iacob et al., 2025)."""
 
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr
+from optax import OptState
 
 from jaxsparse._compat import AxisName, varying
 from jaxsparse.collectives import make_collective
@@ -14,7 +16,7 @@ from jaxsparse.comm.replication import mark_total
 from jaxsparse.transform.state import ReduceState, idle_step
 from jaxsparse.transform.update import collective_transform
 from jaxsparse.transform.wrapped import PLACEHOLDER
-from jaxsparse.types import Comm, check_whole
+from jaxsparse.types import ArrayTree, Comm, check_whole
 
 _FIELDS = ("mu", "trace")  # of optax's states
 
@@ -46,11 +48,12 @@ def average_momentum(
       m_w ← mean_v m_v          every K steps; in between as `inner` says
 
   Workers that exchange updates (`js.local_steps`) each have the momentum of their own
-  gradients, whose noise has P times the variance of that of the mean gradient: many
-  workers with small batches learn less so than one optimizer behind a dense all-reduce.
-  Momentum is what optax's states call `mu` or `trace`: of SGD, Adam, Lion, Muon; there
-  is an all-reduce for each. Second moments stay each worker's own: those of
-  `js.scale_by_window_adam` are about alike.
+  gradients, whose noise has P times the variance of that of the mean gradient. Updates
+  that are normalized by it differ, and their mean is shorter than each:
+  `js.norm_restored` restores its length for two words a leaf. Momentum is what optax's
+  states call `mu` or `trace`: of SGD, Adam, Lion, Muon; there is an all-reduce for
+  each. Second moments stay each worker's own: those of `js.scale_by_window_adam` are
+  about alike.
 
   Args:
     inner: any optax optimizer with such a momentum.
@@ -80,47 +83,58 @@ def average_momentum(
 
   def init(params: optax.Params) -> AveragedState:
     state = inner.init(params)
-    if not (found := _momentum_of(state)):
+    if not (momentum := _momentum_of(state)):
       raise ValueError(
         f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}"
       )
-    return AveragedState(
-      state, {path: mean.init(tree) for path, tree in found.items()}, jnp.int32(0)
-    )
+    means = {path: mean.init(tree) for path, tree in momentum.items()}
+    return AveragedState(state, means, jnp.int32(0))
 
-  def exchange(
-    momentum: dict[str, Any], means: dict[str, ReduceState]
-  ) -> tuple[dict[str, Any], dict[str, Any]]:
-    done = {path: mean.update(tree, means[path]) for path, tree in momentum.items()}
-    return {path: tree for path, (tree, _) in done.items()}, {
-      path: state for path, (_, state) in done.items()
-    }
+  exchange = functools.partial(_average, mean)
 
   def update(
-    grads: optax.Updates, state: AveragedState, params: Any = None, **extra: Any
+    grads: optax.Updates,
+    state: AveragedState,
+    params: optax.Params | None = None,
+    **extra: ArrayTree,
   ) -> tuple[optax.Updates, AveragedState]:
     updates, after = inner.update(grads, state.inner, params, **extra)
     keep = lambda momentum, means: (momentum, idle_step(means, jnp.bool_(False)))
-    # workers skip the same steps
+    # Workers skip the same steps, so `since` is the same on all of them.
     due = mark_total(state.since + 1 >= every, axes_of(mean.comm))
     momentum, means = varying.cond(
       due, exchange, keep, _momentum_of(after), state.means
     )
-    for path, tree in momentum.items():
-      after = optax.tree.set(
-        after,
-        lambda own, _, path=path: keystr(own) == path,
-        **{path.rpartition(".")[2]: tree},
-      )
+    after = _with_momentum(after, momentum)
     return updates, AveragedState(after, means, jnp.where(due, 0, state.since + 1))
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _momentum_of(state: Any) -> dict[str, Any]:
+def _average(
+  mean: optax.GradientTransformationExtraArgs,
+  momentum: dict[str, optax.Updates],
+  means: dict[str, ReduceState],
+) -> tuple[dict[str, optax.Updates], dict[str, ReduceState]]:
+  """The mean of each momentum over the workers, and the next states of its exchange."""
+  averaged, states = {}, {}
+  for path, tree in momentum.items():
+    averaged[path], states[path] = mean.update(tree, means[path])
+  return averaged, states
+
+
+def _with_momentum(state: OptState, momentum: dict[str, optax.Updates]) -> OptState:
+  """The state with another momentum at each of these paths."""
+  for path, tree in momentum.items():
+    is_at_path = lambda own, _, path=path: keystr(own) == path
+    state = optax.tree.set(state, is_at_path, **{path.rpartition(".")[2]: tree})
+  return state
+
+
+def _momentum_of(state: OptState) -> dict[str, Any]:
   """Each momentum in the state of an optimizer, a pytree like the parameters, by its path."""
   is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
-  found = [
+  trees = [
     pair
     for name in _FIELDS
     for pair in optax.tree.get_all_with_path(state, name, is_field)
@@ -128,4 +142,4 @@ def _momentum_of(state: Any) -> dict[str, Any]:
   has_entries = lambda tree: (
     isinstance(tree, PLACEHOLDER) or any(leaf.size for leaf in jax.tree.leaves(tree))
   )
-  return {keystr(path): tree for path, tree in found if has_entries(tree)}
+  return {keystr(path): tree for path, tree in trees if has_entries(tree)}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax import OptState
 
 from jaxsparse import _compat
 from jaxsparse._compat import varying
@@ -28,10 +29,10 @@ from jaxsparse.transform.state import (
   reduce_states,
 )
 from jaxsparse.transform.wrapped import PLACEHOLDER, shapes_seen
-from jaxsparse.types import Comm
+from jaxsparse.types import ArrayTree, Comm
 
 
-def why_none(state: Any) -> str:
+def why_none(state: OptState) -> str:
   """Why an optax state holds no `ReduceState`, for an error."""
   if any(map(_is_plain, jax.tree.leaves(state, is_leaf=_is_plain))):
     return (
@@ -44,7 +45,7 @@ def why_none(state: Any) -> str:
   )
 
 
-def _is_plain(node: Any) -> bool:
+def _is_plain(node: OptState) -> bool:
   return isinstance(node, dict) and set(ReduceState._fields) <= set(node)
 
 
@@ -59,15 +60,15 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
   Raises:
     ValueError: naming the number of workers it was made for.
   """
-  found = state.counters.skipped.size // state.devices * workers // held
-  if found != workers:
+  made_for = state.counters.skipped.size // state.devices * workers // held
+  if made_for != workers:
     raise ValueError(
-      f"the optimizer state was made for {found} workers, the axis has {workers}: make one of it for these with "
+      f"the optimizer state was made for {made_for} workers, the axis has {workers}: make one of it for these with "
       "js.resize"
     )
 
 
-def check_layout(state: Any, workers: int | None = None) -> None:
+def check_layout(state: OptState, workers: int | None = None) -> None:
   """Checks that the arrays are those of as many workers as the state was made for; abstract states pass.
 
   Args:
@@ -84,8 +85,8 @@ def check_layout(state: Any, workers: int | None = None) -> None:
       node.layout.workers, "__array__"
     ):
       continue  # under a trace, or a jax.ShapeDtypeStruct
-    found, entries, checksum = (
-      int(np.max(_compat.local_shard(number))) for number in node.layout[:3]
+    made_for, entries, checksum = (
+      int(np.max(_compat.local_shard(array))) for array in node.layout[:3]
     )
     shards = node.layout.shards
     rows = node.counters.skipped.size
@@ -95,23 +96,23 @@ def check_layout(state: Any, workers: int | None = None) -> None:
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
         "js.convert"
       )
-    expected = workers or (rows // node.devices if rows > 1 else found)
+    expected = workers or (rows // node.devices if rows > 1 else made_for)
     entries = sum(shards.sizes) if shards else entries
     sizes = [
       residual.size for residual in node.carried.residual if residual is not None
     ]
-    if found != expected or (
+    if made_for != expected or (
       len(sizes) == len(node.groups) and sum(sizes) != rows * entries
     ):
       raise ValueError(
-        f"the optimizer state was made for {found} workers and {entries} gradient entries, its arrays are those of "
+        f"the optimizer state was made for {made_for} workers and {entries} gradient entries, its arrays are those of "
         f"{expected} workers and {sum(sizes) // rows or entries} entries: they were cut or padded, as Orbax does "
         "with strict=False, and residuals are lost. Restore it as it was saved"
       )
 
 
 def check_arrays_of(
-  init: optax.TransformInitFn, state: Any, params: optax.Params
+  init: optax.TransformInitFn, state: OptState, params: optax.Params
 ) -> None:
   """Checks, when an update is traced, that a state has the arrays of `init(params)`.
 
@@ -122,18 +123,18 @@ def check_arrays_of(
   nodes = reduce_states(state)
   check_params(nodes, params)
   if any(node.layout.shards for node in nodes):
-    # how parameters lie inside a worker, which init has to know, js.init alone can see
+    # Only js.init sees how parameters lie inside a worker, which `init` has to know.
     return
-  found = leaf_shapes(state)
+  actual = leaf_shapes(state)
   expected = leaf_shapes(jax.eval_shape(init, params))
-  if found == expected:
+  if actual == expected:
     return
   path = next(
-    path for path in [*found, *expected] if found.get(path) != expected.get(path)
+    path for path in [*actual, *expected] if actual.get(path) != expected.get(path)
   )
   shape = lambda shapes: f"shape {shapes[path]}" if path in shapes else "nothing"
   raise ValueError(
-    f"the optimizer state has {shape(found)} at state{path}, that of this transformation {shape(expected)}: it is one "
+    f"the optimizer state has {shape(actual)} at state{path}, that of this transformation {shape(expected)}: it is one "
     "of another optimizer or of other parameters, make a new one with js.init"
   )
 
@@ -173,7 +174,7 @@ def check_own_leaves(params: optax.Params) -> None:
   check_leaves(params)
 
 
-def check_arrays(state: Any) -> None:
+def check_arrays(state: OptState) -> None:
   """Raises ValueError if a state is made of shapes, naming the first: a checkpoint is restored into one."""
   if found := [
     name
@@ -186,7 +187,7 @@ def check_arrays(state: Any) -> None:
     )
 
 
-def check_agreed(before: Any, after: Any) -> None:
+def check_agreed(before: ArrayTree, after: ArrayTree) -> None:
   """Raises ValueError if a step without an exchange had one, because `agree` did not reach the transform."""
   pairs = zip(reduce_states(before), reduce_states(after), strict=True)
   if any(old.carried is not new.carried for old, new in pairs):
@@ -196,7 +197,7 @@ def check_agreed(before: Any, after: Any) -> None:
     )
 
 
-def check_kept_types(before: Any, after: Any) -> None:
+def check_kept_types(before: ArrayTree, after: ArrayTree) -> None:
   """Raises TypeError if an update has changed dtypes in the state of a transform: a wrapper has computed with it."""
   types = lambda state: [
     jnp.result_type(leaf) for leaf in jax.tree.leaves(reduce_states(state))
@@ -234,7 +235,7 @@ def check_local_state(state: LocalState, params: optax.Params) -> None:
     )
 
 
-def check_landed(name: str, state: Any) -> None:
+def check_landed(name: str, state: OptState) -> None:
   """Raises ValueError if an update of local steps with a delay is in flight, which the function `name` would lose."""
   if any(
     node.flight and int(np.max(_compat.local_shard(node.flight.left)))
@@ -253,7 +254,7 @@ def check_alive(trees: dict[str, Any]) -> None:
     and leaf.is_deleted()
   )
   for what, tree in trees.items():
-    # names take longer than all of them together
+    # Names take longer than all of the other checks together.
     if any(map(gone, jax.tree.leaves(tree))):
       name = next(name for name, leaf in leaves_by_name(tree).items() if gone(leaf))
       raise ValueError(
@@ -295,7 +296,7 @@ def check_method(
     )
 
 
-def _summed_error(path: Any, axis: Any) -> ValueError:
+def _summed_error(path: jax.tree_util.KeyPath, axis: Any) -> ValueError:
   return ValueError(
     f"gradients{jax.tree_util.keystr(path)} is summed or averaged over {axis!r} already, or every worker has the same "
     "batch: leave out the pmean or psum, and take the gradient of one worker at js.own_params(params, state), since "
@@ -321,7 +322,7 @@ def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
     raise _summed_error(leaves[0][0], " and ".join(sorted(axes)))
 
 
-def warn_of_frozen(state: Any, *trees: Any) -> None:
+def warn_of_frozen(state: OptState, *trees: ArrayTree) -> None:
   """Warns of leaves that would move though they are zeros in the program, in one of `trees`: signs send no zero.
 
   Args:
@@ -353,17 +354,17 @@ def warn_of_frozen(state: Any, *trees: Any) -> None:
 _NARROW = {"mu", "trace", "acc_grads", "hyperparams", "flight"}
 
 
-def warn_of_narrow(state: Any) -> None:
+def warn_of_narrow(state: OptState) -> None:
   """Warns of an optimizer that keeps other averages than momentum in 16 bits, naming the first array."""
-  found = []
+  narrow = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state):
     fields = {getattr(key, "name", "") for key in path}
     is_average = not is_reduce_state(leaf) and _NARROW.isdisjoint(fields)
     if is_average and wide_dtype(leaf) != leaf.dtype:
-      found.append((jax.tree_util.keystr(path), leaf.dtype.name))
-  if not found:
+      narrow.append((jax.tree_util.keystr(path), leaf.dtype.name))
+  if not narrow:
     return
-  (name, dtype), *others = found
+  (name, dtype), *others = narrow
   more = f" and {len(others)} more" if others else ""
   lost = {
     "bfloat16": "a decay of 0.999 to 1, so that nothing is forgotten",
@@ -390,7 +391,7 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   if not isinstance(comm, AxisComm):
     return
   leaves = jax.tree_util.tree_leaves_with_path(grads)
-  # a single one may be constant
+  # A single leaf may be constant, and so be typed as equal on all workers.
   typed = all(varying.is_summed_over(comm.axis, leaf) for _, leaf in leaves)
   if summed := [
     path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)
@@ -407,7 +408,7 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
     )
 
 
-def check_not_traced(name: str, *trees: Any) -> None:
+def check_not_traced(name: str, *trees: ArrayTree) -> None:
   """Raises ValueError under a trace, also of captured arrays: what is computed with them there has no values."""
   if any(
     isinstance(leaf, jax.core.Tracer)

@@ -1,13 +1,13 @@
 """Leaves shared out to fragments, which local steps exchange in turn."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxsparse.transform.wrapped import PLACEHOLDER
+from jaxsparse.types import ArrayTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Fragments:
 
   count: int
 
-  def numbers(self, tree: Any) -> Any:
+  def numbers(self, tree: ArrayTree) -> ArrayTree:
     """The number of the fragment of each leaf: the largest leaf first, each to the fragment with the fewest entries.
 
     Raises:
@@ -41,13 +41,13 @@ class Fragments:
       entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
     return jax.tree.unflatten(structure, numbers)
 
-  def has_entries(self, tree: Any, number: int) -> bool:
+  def has_entries(self, tree: ArrayTree, fragment: int) -> bool:
     """Whether a leaf of a fragment has an entry."""
-    return any(map(jnp.size, jax.tree.leaves(self.part(tree, number))))
+    return any(map(jnp.size, jax.tree.leaves(self.part(tree, fragment))))
 
-  def part(self, tree: Any, number: int) -> Any:
+  def part(self, tree: ArrayTree, fragment: int) -> ArrayTree:
     """The leaves of a fragment, with `optax.MaskedNode` in place of the others."""
-    choose = lambda leaf, one: leaf if one == number else optax.MaskedNode()
+    choose = lambda leaf, index: leaf if index == fragment else optax.MaskedNode()
     return (
       tree
       if self.count == 1 or isinstance(tree, PLACEHOLDER)
@@ -55,7 +55,7 @@ class Fragments:
     )
 
 
-def fill_zeros(tree: Any, part: Any) -> Any:
+def fill_zeros(tree: ArrayTree, part: ArrayTree) -> ArrayTree:
   """The leaves of `part`, the fragment of a pytree, with zeros like those of the pytree in place of the others."""
   fill = lambda leaf, own: (
     jnp.zeros_like(leaf) if isinstance(own, optax.MaskedNode) else own

@@ -10,13 +10,14 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
 
 from jaxsparse.arrays.flatten import leaves_by_name
 from jaxsparse.collectives import Collective, make_collective
+from jaxsparse.types import ArrayTree
 
 Special = Mapping[str, str | Collective]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -117,7 +118,7 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
   return Assignment(collectives, patterns)
 
 
-def check_special(special: Special, tree: Any) -> None:
+def check_special(special: Special, tree: ArrayTree) -> None:
   """Raises ValueError for an expression that matches the name of no leaf, masked ones included.
 
   A transform may have a part of the leaves (`optax.multi_transform`, fragments), of
@@ -175,8 +176,8 @@ def groups_of(
         *itertools.chain(*(made[other] for other in bundle.waits_for)),
         *range(first, len(groups)),
       }
-      # through another one
-      implied = {other for number in earlier for other in groups[number].waits_for}
+      # Groups that an earlier one waits for need no edge of their own.
+      implied = {other for group in earlier for other in groups[group].waits_for}
       entries = sum(sizes[leaf] for leaf in own)
       groups.append(
         Group(
@@ -184,13 +185,28 @@ def groups_of(
         )
       )
     made.append(range(first, len(groups)))
-  for kind, numbers in members.items():
-    collectives = assignment.collectives[kind].for_groups(
-      [groups[number].entries for number in numbers]
-    )
-    for number, collective in zip(numbers, collectives, strict=True):
-      fitted = collective.for_leaves(
-        tuple(shape_of[leaf] for leaf in groups[number].leaves)
-      )
-      groups[number] = groups[number]._replace(collective=fitted)
+  for kind, indices in members.items():
+    alike = [groups[index] for index in indices]
+    fitted = _fit_collective(assignment.collectives[kind], alike, shape_of)
+    for index, group in zip(indices, fitted, strict=True):
+      groups[index] = group
   return groups
+
+
+def _fit_collective(
+  collective: Collective, groups: list[Group], shapes: list[tuple[int, ...]]
+) -> list[Group]:
+  """The groups of a collective, which is fitted to the entries and leaves of each.
+
+  Args:
+    collective: of all groups.
+    groups: without their share of its k.
+    shapes: of all leaves.
+  """
+  shares = collective.for_groups([group.entries for group in groups])
+  return [
+    group._replace(
+      collective=share.for_leaves(tuple(shapes[leaf] for leaf in group.leaves))
+    )
+    for group, share in zip(groups, shares, strict=True)
+  ]

@@ -3,19 +3,23 @@
     local step   θ_w ← θ_w + inner(∇_w(θ_w))                          every step
     exchange     θ   ← θ + outer(reduce(θ − θ_w)),   θ_w ← θ          every H steps
 
-With a delay the exchange computes an update of the anchor, which is in flight for τ
-steps before it is applied.
+θ, the outer parameters, are the same on every worker: they are the `params` of the
+caller. θ − θ_w, the movement of a worker and the pseudo-gradient of an exchange, is the
+sum of its updates with a minus sign, so that it looks like a gradient to `outer`. It is
+summed up in float32 and not computed from parameters.
 
-θ, the anchor, is the same on every worker: it is the `params` of the caller. The state
-of a worker has θ − θ_w, the sum of its updates with a minus sign, so that it looks like
-a gradient to `outer`. It is summed up in float32 and not computed from parameters.
+`local_steps` composes two choices:
+
+    when to exchange       `_EveryStep`, `_OnDemand` or `_Periods`
+    how updates arrive     `Exchange`, `Mixed` or `Delayed`, in `exchange`
 
 A step is skipped by all workers or by none: then nothing has happened, and the next
 step takes its place.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +27,22 @@ import optax
 
 from jaxsparse._compat import varying
 from jaxsparse.arrays import flatten
-from jaxsparse.transform import state as states
-from jaxsparse.transform.atomic import atomic, select_state
-from jaxsparse.transform.checks import (
-  check_agreed,
-  check_arrays_of,
-  check_local_state,
-  check_own_gradients,
-  warn_of_frozen,
+from jaxsparse.transform.atomic import select_state, zeros_if
+from jaxsparse.transform.checks import check_arrays_of, check_own_gradients
+from jaxsparse.transform.exchange import (
+  Delayed,
+  Exchange,
+  Extra,
+  Given,
+  Mixed,
+  Stepped,
 )
-from jaxsparse.transform.fragments import Fragments, fill_zeros
-from jaxsparse.transform.residuals import own_params
-from jaxsparse.transform.state import Applied, Flight, LocalState
-from jaxsparse.transform.wrapped import (
-  PLACEHOLDER,
-  mean_dtypes,
-  shapes_seen,
-  synchronizing,
-)
+from jaxsparse.transform.fragments import Fragments
+from jaxsparse.transform.state import LocalState
+from jaxsparse.transform.wrapped import synchronizing
 from jaxsparse.types import check_whole
+
+Result = tuple[optax.Updates, LocalState]
 
 
 def local_steps(
@@ -69,7 +70,7 @@ def local_steps(
   Updates are those of θ: zeros in local steps, so that parameters are bitwise the same
   on every worker at all times (Law R). The step of `js.make_train_step` takes the
   gradient at θ_w; in a step of your own take it at `js.own_params(params, state)`, and
-  give `update` θ, the anchor:
+  give `update` θ, the outer parameters:
 
       grads = jax.grad(loss_fn)(js.own_params(params, state), batch)
       updates, state = tx.update(grads, state, params)
@@ -85,7 +86,7 @@ def local_steps(
 
   With `delay=τ` an exchange takes what was moved in the first H − τ steps, and its
   update u is applied τ steps later. Each worker then mixes its own parameters with the
-  anchor (Streaming DiLoCo, Douillard et al., 2025):
+  outer parameters (Streaming DiLoCo, Douillard et al., 2025):
 
       u = outer(θ − θ_w),    τ steps later    θ ← θ + u,   θ_w ← α θ_w + (1 − α) θ
 
@@ -151,11 +152,49 @@ def local_steps(
     >>> float(jnp.abs(params - 1).max()) < 0.1
     True
   """
+  _check_options(every, fragments, delay, mixing, apply_residual)
+  inner, outer = map(optax.with_extra_args_support, (inner, outer))
+  how = Delayed if delay else Mixed if mixing else Exchange
+  exchange = how(inner, outer, Fragments(fragments), apply_residual, mixing, delay)
+  steps: _EveryStep | _OnDemand = _OnDemand(exchange)
+  if every == 1:
+    steps = _EveryStep(exchange)
+  elif every is not None:
+    steps = _Periods(exchange, every)
+
+  def update(
+    grads: optax.Updates,
+    state: LocalState,
+    params: optax.Params | None = None,
+    *,
+    synchronize: bool = False,
+    **extra: object,
+  ) -> tuple[optax.Updates, LocalState]:
+    if params is None:
+      raise ValueError(
+        "local_steps: update needs the parameters, give tx.update(grads, state, params)"
+      )
+    check_arrays_of(steps.init, state, params)
+    if synchronize or synchronizing.value:
+      return steps.synchronize(state, params, extra)
+    check_own_gradients(grads, state)
+    return steps.step(grads, state, params, extra)
+
+  return optax.GradientTransformationExtraArgs(steps.init, update)
+
+
+def _check_options(
+  every: int | optax.Schedule | None,
+  fragments: int,
+  delay: int,
+  mixing: float,
+  apply_residual: bool,
+) -> None:
   if not callable(every):
     check_whole("local_steps", 1, optional=True, every=every)
-  elif (found := jax.eval_shape(every, jnp.int32(0))).shape != ():
+  elif (period := jax.eval_shape(every, jnp.int32(0))).shape != ():
     raise ValueError(
-      f"local_steps: every(0) has the shape {found.shape}, give a schedule of one number"
+      f"local_steps: every(0) has the shape {period.shape}, give a schedule of one number"
     )
   steps = 1 if callable(every) else every or 1
   check_whole("local_steps", 1, steps, fragments=fragments)
@@ -168,315 +207,149 @@ def local_steps(
     raise ValueError(
       f"local_steps: mixing={mixing!r} with every={every!r}, choose a number in [0, 1), and 0 with every=1 or None"
     )
-  inner, outer = map(optax.with_extra_args_support, (inner, outer))
-  steps_of = _LocalSteps(
-    inner, outer, every, Fragments(fragments), delay, mixing, apply_residual
-  )
-  return optax.GradientTransformationExtraArgs(steps_of.init, steps_of.update)
 
 
-class _Stepped(NamedTuple):
-  """The result of a step, but for the inner optimizer.
+class _EveryStep(NamedTuple):
+  """Each step exchanges the updates of the inner optimizers in place of gradients."""
 
-  Attributes:
-    updates: of the anchor.
-    outer: the next states of the outer chain; of a skipped step those before it, but
-      for their counters.
-    flight: the next one.
-    skipped: bool[], whether the workers skip the step.
-  """
-
-  updates: optax.Updates
-  outer: Any
-  flight: Any
-  skipped: jax.Array
-
-
-class _LocalSteps(NamedTuple):
-  """The arguments of `local_steps`."""
-
-  inner: optax.GradientTransformationExtraArgs
-  outer: optax.GradientTransformationExtraArgs
-  every: int | optax.Schedule | None
-  fragments: Fragments
-  delay: int
-  mixing: float
-  apply_residual: bool
+  exchange: Exchange
 
   def init(self, params: optax.Params) -> LocalState:
-    """The state of one worker before the first step."""
-    if not isinstance(params, PLACEHOLDER):
-      flatten.check_are_arrays(params, "params")
-    moved = (
-      ()
-      if self.every == 1
-      else jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
-    )
-    flight = (
-      Flight(jax.tree.map(jnp.zeros_like, params), jnp.int32(0), jnp.int32(0))
-      if self.delay
-      else ()
-    )
-    outer = tuple(
-      self.outer.init(self.fragments.part(params, number))
-      for number in range(self.fragments.count)
-    )
-    applied = Applied() if self.apply_residual else ()
-    state = LocalState(
-      _in_rows(self.inner.init(params)),
-      outer,
-      moved,
-      jnp.int32(0),
-      jnp.int32(0),
-      flight,
-      applied,
-    )
-    check_local_state(state, params)
-    return state
+    return self.exchange.init(params)
 
-  def update(
-    self,
-    grads: optax.Updates,
-    state: LocalState,
-    params: Any = None,
-    *,
-    synchronize: bool = False,
-    **extra: Any,
-  ) -> tuple[optax.Updates, LocalState]:
-    """The update of the anchor, zeros in a local step, and the next state."""
-    if params is None:
-      raise ValueError(
-        "local_steps: update needs the parameters, give tx.update(grads, state, params)"
-      )
-    check_arrays_of(self.init, state, params)
-    if synchronize or synchronizing.value:
-      return self._synchronize(state, params, extra)
-    check_own_gradients(grads, state)
-    inner, moved, finite = self._own_step(grads, state, params, extra)
+  def step(
+    self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Extra
+  ) -> Result:
+    updates, inner, finite = self.exchange.step_inner(grads, state, params, extra)
+    given = Given(params, finite & flatten.all_finite(updates), extra)
+    pseudo_gradient = jax.tree.map(jnp.negative, updates)
+    # Without an entry there is none to mark with NaN.
+    if self.exchange.fragments.has_entries(params, 0):
+      done = self.exchange.reduce(0, pseudo_gradient, state, given)
+    else:
+      done = self.exchange.agree(state, given)
+    after = state._replace(inner=inner, since=jnp.int32(0), steps=state.steps + 1)
+    return _commit(done, state, after)
+
+  def synchronize(
+    self, state: LocalState, params: optax.Params, extra: Extra
+  ) -> Result:
+    return jax.tree.map(jnp.zeros_like, params), state
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnDemand:
+  """Movement is exchanged when `synchronize` is called, and by no step."""
+
+  exchange: Exchange
+
+  def init(self, params: optax.Params) -> LocalState:
+    state = self.exchange.init(params)
+    moved = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
+    return state._replace(moved=moved)
+
+  def step(
+    self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Extra
+  ) -> Result:
+    updates, inner, finite = self.exchange.step_inner(grads, state, params, extra)
+    moved = jax.tree.map(
+      lambda moved, u: moved - u[None].astype(jnp.float32), state.moved, updates
+    )
+    # The branches of an exchange do not return the inner state: XLA copies the results
+    # of a conditional.
     tried = state._replace(
       inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1
     )
-    # without entries an exchange marks no NaN
-    exchange = lambda number: functools.partial(self._exchange, number)
-    exchanges = [
-      exchange(one) if self.fragments.has_entries(params, one) else self._agree
-      for one in range(self.fragments.count)
-    ]
-    kinds = [self._agree, *exchanges, *([self._apply_flight] if self.delay else [])]
-    # The branches return neither what was moved nor the inner state: XLA copies the
-    # results of a conditional.
-    branches = [
-      lambda tried, kind=kind: kind(tried, params, finite, extra) for kind in kinds
-    ]
+    given = Given(params, flatten.all_finite(moved) & finite, extra)
+    done, after = self.step_outer(tried, given)
+    return _commit(done, state, after._replace(inner=inner, flight=done.flight))
+
+  def step_outer(self, state: LocalState, given: Given) -> tuple[Stepped, LocalState]:
+    """The step of the outer parameters after the local one, and the state with what it leaves of the movement."""
+    return self.exchange.agree(state, given), state
+
+  def synchronize(
+    self, state: LocalState, params: optax.Params, extra: Extra
+  ) -> Result:
+    unchanged = lambda: (jax.tree.map(jnp.zeros_like, params), state)
+    exchange = functools.partial(self._exchange_all, state, params, extra)
+    # Right after an exchange that has left no movement, outer momentum would move the
+    # parameters all the same.
+    if self.exchange.fragments.count == 1 and not self.exchange.mixing:
+      return varying.cond(state.since == 0, unchanged, exchange)
+    return exchange()
+
+  def _exchange_all(
+    self, state: LocalState, params: optax.Params, extra: Extra
+  ) -> Result:
+    """The exchanges of all fragments; of one in flight its update is applied instead."""
+    fragments = self.exchange.fragments
+    # Made within the branch of a conditional: as its operand it would take equations.
+    given = Given(params, jnp.bool_(True), extra)
+    total = jax.tree.map(jnp.zeros_like, params)
+    after = state._replace(inner=())
+    skipped = jnp.bool_(False)
+    for fragment in range(fragments.count):
+      done = self.exchange.deliver(fragment, after, given)
+      total = jax.tree.map(jnp.add, total, done.updates)
+      skipped |= done.skipped
+      after = after._replace(outer=done.outer, flight=done.flight)
+    left = functools.partial(self.exchange.undelivered, state)
+    moved = jax.tree.map(left, fragments.numbers(params), state.moved, params)
+    after = after._replace(inner=state.inner, moved=moved, since=jnp.int32(0))
+    return zeros_if(skipped, total), select_state(skipped, state, after)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Periods(_OnDemand):
+  """Each fragment is exchanged once in a period of H steps.
+
+  Attributes:
+    every: H, or a schedule of it.
+  """
+
+  every: int | optax.Schedule
+
+  def step_outer(self, state: LocalState, given: Given) -> tuple[Stepped, LocalState]:
+    exchange = self.exchange
     period = self._period(state)
-    kind = jnp.int32(1) if self.every == 1 else self._choose_kind(tried, period)
-    done = (
-      branches[1](tried) if self.every == 1 else varying.switch(kind, branches, tried)
+    due = self._due_fragment(state, period)
+    done, updated = exchange.step(due, state, given)
+    # Not in the branches of the step: XLA copies the results of a conditional.
+    keep = lambda fragment, moved, u, p: jnp.where(
+      updated == fragment + 1, exchange.keep_moved(moved, u, p), moved
     )
-    applied = (
-      jnp.where(kind > self.fragments.count, tried.flight.fragment + 1, 0)
-      if self.delay
-      else kind
-    )
-    moved = (
-      () if self.every == 1 else self._keep_moved(applied, moved, done.updates, params)
-    )
-    if self.every:
-      ends = tried.since >= period
-      ends = ends & (done.flight.left == 0) if self.delay else ends
-      tried = tried._replace(since=jnp.where(ends, 0, tried.since))
-    after = tried._replace(inner=inner, outer=(), moved=moved, flight=done.flight)
-    return done.updates, select_state(
-      done.skipped, state._replace(outer=()), after
-    )._replace(outer=done.outer)
+    fragments = exchange.fragments.numbers(state.moved)
+    moved = jax.tree.map(keep, fragments, state.moved, done.updates, given.params)
+    ends = exchange.has_landed(state.since >= period, done.flight)
+    since = jnp.where(ends, 0, state.since)
+    return done, state._replace(moved=moved, since=since)
 
-  def _choose_kind(self, state: LocalState, period: Any) -> jax.Array:
-    """The kind of this step: 0 no exchange, 1 … F that of a fragment, F + 1 the update in flight is applied."""
-    if period is None:
-      return jnp.int32(0)
-    count = self.fragments.count
-    *others, last = (
-      period * number // count - self.delay for number in range(1, count + 1)
-    )
-    # Later than the last turn if js.convert has shortened H.
-    due = [*(state.since == turn for turn in others), state.since >= last]
-    kind = sum(
-      (number * one.astype(jnp.int32) for number, one in enumerate(due, 1)),
-      jnp.int32(0),
-    )
-    if not self.delay:
-      return kind
-    arrives = jnp.where(state.flight.left == 1, count + 1, 0)
-    return jnp.where(state.flight.left > 0, arrives, kind)
-
-  def _period(self, state: LocalState) -> Any:
+  def _period(self, state: LocalState) -> int | jax.Array:
     """H of the current period; that of a schedule depends on the step where the period begins, so it is constant."""
     if not callable(self.every):
       return self.every
     steps = jnp.asarray(self.every(state.steps - state.since)).astype(jnp.float32)
     return jnp.clip(steps, 1, 2**30).astype(jnp.int32)
 
-  def _own_step(
-    self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Any
-  ) -> tuple[Any, Any, jax.Array]:
-    """The inner state and what is moved after the step of this worker, and whether both are finite, bool[]."""
-    before = jax.tree.map(lambda leaf: leaf[0], state.inner)
-    updates, after = self.inner.update(
-      grads, before, own_params(params, state), **extra
+  def _due_fragment(self, state: LocalState, period: int | jax.Array) -> jax.Array:
+    """1 + the fragment whose turn it is; 0 for none."""
+    count = self.exchange.fragments.count
+    *others, last = (
+      period * turn // count - self.exchange.delay for turn in range(1, count + 1)
     )
-    warn_of_frozen(state.outer, grads, updates)
-    if self.every == 1:
-      moved = jax.tree.map(lambda u: -u[None], updates)
-    else:
-      moved = jax.tree.map(
-        lambda was, u: was - u[None].astype(jnp.float32), state.moved, updates
-      )
-    finite = flatten.all_finite(
-      updates if self.every == 1 else moved
-    ) & flatten.stays_finite(before, after)
-    if states.reduce_states(after):  # a transform returns zeros for what is not finite
-      finite &= ~states.is_skipped(after)
-    return _in_rows(after), moved, finite
-
-  def _keep_moved(
-    self, applied: jax.Array, moved: Any, updates: optax.Updates, params: optax.Params
-  ) -> Any:
-    """θ − θ_w after an update of the anchor; `applied`: 1 + the updated fragment, 0 for none."""
-
-    def keep(was: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
-      # θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u
-      if self.mixing or self.delay:
-        return self.mixing * (was + u[None].astype(was.dtype))
-      return flatten.representable(was, p.dtype)[1]
-
-    choose = lambda number, was, u, p: jnp.where(
-      applied == number + 1, keep(was, u, p), was
-    )
-    return jax.tree.map(choose, self.fragments.numbers(moved), moved, updates, params)
-
-  def _agree(
-    self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
-  ) -> _Stepped:
-    """No update of the anchor; the workers agree on whether all of them are finite."""
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    sent, own = (self.fragments.part(tree, 0) for tree in (zeros, params))
-    _, agreed = self.outer.update(sent, state.outer[0], own, agree=finite, **extra)
-    check_agreed(state.outer[0], agreed)
-    skipped = states.is_skipped(agreed)
-    flight = (
-      state.flight._replace(left=jnp.maximum(state.flight.left - 1, 0))
-      if self.delay
-      else ()
-    )
-    return _Stepped(zeros, states.idle_step(state.outer, skipped), flight, skipped)
-
-  def _exchange(
-    self,
-    number: int,
-    state: LocalState,
-    params: optax.Params,
-    finite: jax.Array,
-    extra: Any,
-  ) -> _Stepped:
-    """The exchange of what was moved in a fragment; with a delay its update is in flight from then on."""
-    moved = self.fragments.part(state.moved, number)
-    own = self.fragments.part(params, number)
-    # NaN of one worker makes all of them skip the exchange: `outer` finds it in its
-    # total.
-    mark = lambda moved: jnp.where(finite, moved, jnp.nan).astype(moved.dtype)
-    # the rest stays in `moved`
-    held = lambda moved, p: flatten.representable(moved, p.dtype)[0].astype(p.dtype)
-    sent = jax.tree.map(
-      lambda moved, p: mark(moved[0] if self.every == 1 else held(moved[0], p)),
-      moved,
-      own,
-    )
-    # With every=1 no `moved` stays: sums are rounded to these dtypes, what that leaves
-    # is in the residual.
-    seen = shapes_seen(states.reduce_states(state.outer[number]), own)
-    with mean_dtypes(
-      tuple((name, leaf.dtype) for name, leaf in flatten.leaves_by_name(seen).items())
-    ):
-      updates, outer = atomic(self.outer).update(
-        sent, state.outer[number], own, **extra
-      )
-    updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, own)
-    skipped = states.is_skipped(outer)
-    updates = fill_zeros(params, updates)
-    outer = tuple(
-      outer if one == number else states.idle_step(before, skipped)
-      for one, before in enumerate(state.outer)
-    )
-    if self.delay:
-      flight = Flight(updates, jnp.int32(self.delay), jnp.int32(number))
-      return _Stepped(jax.tree.map(jnp.zeros_like, updates), outer, flight, skipped)
-    return _Stepped(updates, outer, state.flight, skipped)
-
-  def _apply_flight(
-    self, state: LocalState, params: optax.Params, finite: jax.Array, extra: Any
-  ) -> _Stepped:
-    """The update of the anchor that was in flight; `_keep_moved` mixes the parameters of the worker with it."""
-    agreed = self._agree(state, params, finite, extra)
-    updates = jax.tree.map(
-      lambda u: jnp.where(agreed.skipped, jnp.zeros_like(u), u), state.flight.update
-    )
-    return agreed._replace(
-      updates=updates, flight=Flight(agreed.updates, jnp.int32(0), jnp.int32(0))
+    # Later than the last turn if js.convert has shortened H.
+    due = [*(state.since == turn for turn in others), state.since >= last]
+    return sum(
+      (turn * is_due.astype(jnp.int32) for turn, is_due in enumerate(due, 1)),
+      jnp.int32(0),
     )
 
-  def _synchronize(
-    self, state: LocalState, params: optax.Params, extra: Any
-  ) -> tuple[optax.Updates, LocalState]:
-    """The update of the anchor after which nothing is moved or in flight."""
-    nothing = lambda: (jax.tree.map(jnp.zeros_like, params), state)
-    if self.every == 1:  # each step has exchanged what it moved
-      return nothing()
-    exchange = functools.partial(self._exchange_all, state, params, extra)
-    # Nothing is moved right after an exchange, and outer momentum would move the anchor
-    # all the same.
-    may_be_done = self.fragments.count == 1 and not self.mixing
-    return (
-      varying.cond(state.since == 0, nothing, exchange) if may_be_done else exchange()
-    )
 
-  def _exchange_all(
-    self, state: LocalState, params: optax.Params, extra: Any
-  ) -> tuple[optax.Updates, LocalState]:
-    """The exchanges of all fragments; of one in flight its update is applied instead."""
-    total = jax.tree.map(jnp.zeros_like, params)
-    after = state._replace(inner=())
-    skipped = jnp.bool_(False)
-    finite = jnp.bool_(True)
-    is_flying = lambda number: (
-      (state.flight.left > 0) & (state.flight.fragment == number)
-    )
-    apply = lambda state: self._apply_flight(state, params, finite, extra)
-    for number in range(self.fragments.count):
-      exchange = lambda state, number=number: self._replace(delay=0)._exchange(
-        number, state, params, finite, extra
-      )
-      done = (
-        varying.cond(is_flying(number), apply, exchange, after)
-        if self.delay
-        else exchange(after)
-      )
-      total = jax.tree.map(jnp.add, total, done.updates)
-      skipped |= done.skipped
-      after = after._replace(outer=done.outer, flight=done.flight)
-
-    def keep(number: int, was: jax.Array, p: jax.Array) -> jax.Array:
-      """What the dtype rounds off; nothing where an update in flight was applied, which is of what was moved before."""
-      left = flatten.representable(was, p.dtype)[1]
-      return (
-        jnp.where(is_flying(number), jnp.zeros_like(left), left) if self.delay else left
-      )
-
-    moved = jax.tree.map(keep, self.fragments.numbers(params), state.moved, params)
-    after = after._replace(inner=state.inner, moved=moved, since=jnp.int32(0))
-    return jax.tree.map(
-      lambda u: jnp.where(skipped, jnp.zeros_like(u), u), total
-    ), select_state(skipped, state, after)
-
-
-def _in_rows(state: Any) -> Any:
-  return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], state)
+def _commit(done: Stepped, before: LocalState, after: LocalState) -> Result:
+  """The updates and the state after a step; where it is skipped, the state `before`, but for its counters."""
+  # The exchange has undone the outer states already, without a pass over residuals.
+  state = select_state(
+    done.skipped, before._replace(outer=()), after._replace(outer=())
+  )
+  return done.updates, state._replace(outer=done.outer)

@@ -2,21 +2,29 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from optax import OptState
 
 from jaxsparse import _compat
 from jaxsparse._compat import AxisName
 from jaxsparse._compat.one_at_a_time import dispatch
 from jaxsparse.comm import SoloComm, comm_of
 from jaxsparse.transform.checks import check_alive, check_layout, why_none
-from jaxsparse.transform.state import LocalState, ReduceState, labelled, local_states
-from jaxsparse.types import Comm, Counters, saturated, saturated_sum
+from jaxsparse.transform.state import (
+  LocalState,
+  ReduceState,
+  RestoredState,
+  labelled,
+  local_states,
+  restored_states,
+)
+from jaxsparse.types import ArrayTree, Comm, Counters, saturated, saturated_sum
 
-# over transforms; of the rest the largest
+# Counters that are added over transforms; of the others the largest counts.
 _SUMMED = (
   "words_sent",
   "words_used",
@@ -24,7 +32,8 @@ _SUMMED = (
   "delivered",
   "overflow",
 )
-_WHOLE = ("drift", "since_exchange")  # of local steps as a whole, 0 in `parts`
+# of the state as a whole, 0 in `parts`
+_WHOLE = ("drift", "since_exchange", "agreement")
 
 # How the counters of workers become one number.
 _OVER_WORKERS: dict[str, Literal["sum", "max", "mean"]] = {
@@ -65,9 +74,13 @@ class Metrics(NamedTuple):
       one; 0 without local steps.
     words_per_step: with local steps the mean of the words of all steps since the state
       was made, skipped ones included; else `words_sent`.
+    agreement: s² of `js.norm_restored` at the last exchange, of all leaves together: 1
+      if the workers' updates were equal, 1/P if they had nothing in common; 0 without
+      it, and before.
     parts: where a state holds several jaxsparse transforms, the `Metrics` of each by
       its label (that of `optax.multi_transform`, else its path in the state), without
-      `drift` and `since_exchange`; the numbers above are over all of them. Else empty.
+      `drift`, `since_exchange` and `agreement`; the numbers above are over all of them.
+      Else empty.
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
@@ -92,7 +105,8 @@ class Metrics(NamedTuple):
   drift: jax.Array
   since_exchange: jax.Array
   words_per_step: jax.Array
-  parts: Any = ()
+  agreement: jax.Array
+  parts: ArrayTree = ()
 
   @property
   def bytes_sent(self) -> jax.Array:
@@ -120,23 +134,23 @@ class Metrics(NamedTuple):
       >>> for name, value in found.items():  # tensorboardX, torch.utils.tensorboard
       ...   writer.add_scalar(f"jaxsparse/{name}", value, global_step=1)  # doctest: +SKIP
     """
-    found = {name: float(getattr(self, name)) for name in self.names()}
-    # exact, on the host
-    found |= {
-      "bytes_sent": 4 * found["words_sent"],
-      "total_bytes": 4 * found["total_words"],
+    numbers = {name: float(getattr(self, name)) for name in self.names()}
+    # Python multiplies exactly, float32 would round.
+    numbers |= {
+      "bytes_sent": 4 * numbers["words_sent"],
+      "total_bytes": 4 * numbers["total_words"],
     }
     for label, part in dict(self.parts).items():
-      found |= {
+      numbers |= {
         f"{label}/{name}": value
         for name, value in part.as_dict().items()
         if name not in _WHOLE
       }
-    return found
+    return numbers
 
 
 def metrics(
-  state: Any, over: AxisName | Comm | None = None, *, timeout: float = 60.0
+  state: OptState, over: AxisName | Comm | None = None, *, timeout: float = 60.0
 ) -> Metrics:
   """Reads the metrics of the last step from an optax state.
 
@@ -164,20 +178,21 @@ def metrics(
     >>> js.metrics(js.init(tx, jnp.zeros(8), mesh, axis="workers")).residual_norm
     Array(0., dtype=float32)
   """
-  found = labelled(state)
-  if not found:
+  nodes = labelled(state)
+  if not nodes:
     raise ValueError(
       f"metrics: the state holds 0 jaxsparse transforms: {why_none(state)}"
     )
   check_alive({"state": state})
   check_layout(state)
+  states = list(nodes.values()), local_states(state), restored_states(state)
   if over is None:
     _compat.wait_for_processes(state, "js.metrics", timeout)
-    whole = dispatch(_of_all_workers, list(found.values()), local_states(state))
+    whole = dispatch(_of_all_workers, *states)
   else:
-    whole = _read(list(found.values()), local_states(state), comm_of(over))
+    whole = _read(*states, comm_of(over))
   return whole._replace(
-    parts=dict(zip(found, whole.parts, strict=True)) if whole.parts else ()
+    parts=dict(zip(nodes, whole.parts, strict=True)) if whole.parts else ()
   )
 
 
@@ -185,11 +200,16 @@ _ALL_HERE = SoloComm(1)  # the arrays are those of all workers
 
 
 def _read(
-  nodes: Sequence[ReduceState], local: Sequence[LocalState], comm: Comm = _ALL_HERE
+  nodes: Sequence[ReduceState],
+  local: Sequence[LocalState],
+  restored: Sequence[RestoredState],
+  comm: Comm = _ALL_HERE,
 ) -> Metrics:
-  """The metrics of transforms together, with those of each as a tuple, and of local steps."""
+  """The metrics of transforms together, with those of each as a tuple, of local steps, and of `js.norm_restored`."""
   parts = tuple(summary([node], comm) for node in nodes) if len(nodes) > 1 else ()
-  whole = summary(nodes, comm)._replace(parts=parts)
+  shared, own = sum((node.products.sum(0) for node in restored), jnp.zeros(2))
+  agreement = shared / jnp.where(own > 0, own, 1.0)
+  whole = summary(nodes, comm)._replace(parts=parts, agreement=agreement)
   if not local:
     return whole
   since, steps = (
@@ -202,21 +222,14 @@ def _read(
   return per_step(whole)._replace(drift=drift(local, comm), since_exchange=since)
 
 
-# one program: one for each number would take longer, and would be in flight at once
+# One program for all numbers: one for each would take longer, and all would be in flight
+# at once.
 _of_all_workers = jax.jit(_read)
 
 
 def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
   """Metrics of transforms together, over the workers whose counters and residuals are here, and those of a comm."""
-
-  def over_workers(x: jax.Array, op: Literal["sum", "max", "mean"]) -> jax.Array:
-    if op == "mean":
-      x = x.astype(jnp.float32)
-    elif op == "sum" and jnp.issubdtype(x.dtype, jnp.integer):
-      x = jnp.minimum(x, jnp.iinfo(x.dtype).max // (x.size * comm.size))
-    x = getattr(jnp, op)(x)
-    return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
-
+  over_workers = functools.partial(_over_workers, comm)
   entries = sum(
     (node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0)
   )
@@ -231,7 +244,7 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
     total_words=sum(words for _, words in workers),
   )
   read = {name: x for name, x in whole._asdict().items() if name in Metrics._fields}
-  found = {
+  over_all = {
     name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in read.items()
   }
   squares = [
@@ -239,13 +252,26 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
     for x in jax.tree.leaves([node.carried.residual for node in nodes])
   ]
   own = {
-    "skipped": found["skipped"] > 0,
+    "skipped": over_all["skipped"] > 0,
     "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
     "drift": jnp.float32(0),
     "since_exchange": jnp.int32(0),
-    "words_per_step": found["words_sent"].astype(jnp.float32),
+    "words_per_step": over_all["words_sent"].astype(jnp.float32),
+    "agreement": jnp.float32(0),
   }
-  return Metrics(**found | own)
+  return Metrics(**over_all | own)
+
+
+def _over_workers(
+  comm: Comm, x: jax.Array, op: Literal["sum", "max", "mean"]
+) -> jax.Array:
+  """The sum, maximum or mean of the entries of x, of all workers of a comm; a sum of integers does not overflow."""
+  if op == "mean":
+    x = x.astype(jnp.float32)
+  elif op == "sum" and jnp.issubdtype(x.dtype, jnp.integer):
+    x = jnp.minimum(x, jnp.iinfo(x.dtype).max // (x.size * comm.size))
+  x = getattr(jnp, op)(x)
+  return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
 
 def drift(nodes: Sequence[LocalState], comm: Comm) -> jax.Array:
@@ -275,7 +301,7 @@ def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
   by_device = lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T
   rows = jax.tree.map(by_device, counters)
   each = [
-    jax.tree.map(lambda x, number=number: x[number], rows) for number in range(devices)
+    jax.tree.map(lambda x, device=device: x[device], rows) for device in range(devices)
   ]
   # The density is the mean, as devices have equally many entries.
   return combine_counters(each, 1)._replace(density=rows.density.mean(0)), by_device(
@@ -306,7 +332,7 @@ def count_step(
   Words are added to those of all steps in two u32, the lower and the upper 32 bits. Of
   `update`, f32[n], nothing is counted.
   """
-  pairs = [zip(one, before, strict=True) for one in reduced]
+  pairs = [zip(counters, before, strict=True) for counters in reduced]
   steps = [
     Counters(*[saturated(new, old.dtype).reshape(1) for new, old in pair])
     for pair in pairs

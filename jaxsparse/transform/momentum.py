@@ -16,7 +16,6 @@ masking, §3.2): it would push further in the direction of an old gradient.
 
 import numbers
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import optax
@@ -76,7 +75,7 @@ def momentum_corrected(
     >>> state[0].carried.worker[0].momentum.size == 300 * len(jax.devices())
     True
   """
-  transform = _checked("momentum_corrected", transform)
+  transform = checked_transform("momentum_corrected", transform)
   check_fraction("momentum_corrected", momentum=momentum)
   if clip_norm is not None and not (
     is_number(clip_norm, numbers.Real) and clip_norm > 0
@@ -92,11 +91,11 @@ def momentum_corrected(
   )
   if clip_norm is None:
     return corrected
-  # which is known inside the axis
+  # The number of workers is known inside the axis only.
   largest = lambda: clip_norm * transform.comm.size**-0.5
 
-  def clip(grads: optax.Updates, params: Any) -> optax.Updates:  # noqa: ARG001
-    # in float16 the square of 256 is Inf, and the clipped gradient would be 0
+  def clip(grads: optax.Updates, params: optax.Params) -> optax.Updates:  # noqa: ARG001
+    # In float16 the square of 256 is Inf, and the clipped gradient would be 0.
     wide = jax.tree.map(lambda grad: grad.astype(wide_dtype(grad)), grads)
     clipped, _ = optax.clip_by_global_norm(largest()).update(wide, optax.EmptyState())
     return optax.tree.cast_like(clipped, grads)
@@ -157,7 +156,7 @@ def ef21(
     >>> -after.round(3)
     Array([0., 1.], dtype=float32)
   """
-  transform = _checked("ef21", transform)
+  transform = checked_transform("ef21", transform)
   if not (is_number(momentum, numbers.Real) and 0 <= momentum < 1):
     raise ValueError(f"ef21: momentum={momentum!r}, choose a number from 0 up, below 1")
   track = lambda collective: EF21(collective=collective, momentum=momentum)
@@ -197,7 +196,7 @@ def warmed_up(
     >>> sparse = js.warmed_up(js.spardl_transform("workers", density=0.01), {100: 0.25, 200: 0.0625})
     >>> tx = optax.chain(js.momentum_corrected(sparse, 0.9), optax.sgd(0.1))
   """
-  transform = _checked("warmed_up", transform)
+  transform = checked_transform("warmed_up", transform)
   steps = tuple(densities)
   for step, density in densities.items():
     check_whole("warmed_up", 1, step=step)
@@ -227,7 +226,8 @@ def warmed_up(
   return transform.with_collectives(change)
 
 
-def _checked(name: str, transform: optax.GradientTransformation) -> Transform:
+def checked_transform(name: str, transform: optax.GradientTransformation) -> Transform:
+  """`transform`, for a wrapper of that name; raises TypeError if it is not a jaxsparse transform."""
   if not isinstance(transform, Transform):
     raise TypeError(
       f"{name}: a {type(transform).__name__} is no jaxsparse transform: give js.spardl_transform(...) or another one, "

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from optax import OptState
 
 from jaxsparse import _compat
 from jaxsparse._compat import varying
@@ -15,9 +16,10 @@ from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import Applied, ReduceState
 from jaxsparse.transform.update import at_devices
 from jaxsparse.transform.wrapped import map_seen
+from jaxsparse.types import ArrayTree
 
 
-def own_params(params: optax.Params, state: Any) -> optax.Params:
+def own_params(params: optax.Params, state: OptState) -> optax.Params:
   """The parameters of this worker, θ_w, at which it takes its gradient; inside shard_map.
 
   Where nothing is moved their values are those of `params`. Of `params` themselves,
@@ -45,12 +47,12 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
       raise ValueError(
         f"own_params: the state of {max(rows)} workers, give that of one: call it inside shard_map"
       )
-    for one in (
+    for outer in (
       states.reduce_states(node.outer) if isinstance(node.applied, Applied) else ()
     ):
       behind |= {
         name: behind.get(name, 0.0) + leaf
-        for name, leaf in residual_leaves(one).items()
+        for name, leaf in residual_leaves(outer).items()
       }
 
   def own(name: str, p: jax.Array) -> jax.Array:
@@ -68,10 +70,10 @@ def own_params(params: optax.Params, state: Any) -> optax.Params:
   return varying.as_varying(map_seen(own, nodes, params), axes)
 
 
-def moved_leaves(state: Any) -> dict[str, jax.Array]:
+def moved_leaves(state: OptState) -> dict[str, jax.Array]:
   """What local steps have moved of leaves, by their names: f32[1, …] at a worker, f32[P, …] of all of them."""
-  found = [flatten.leaves_by_name(node.moved) for node in states.local_states(state)]
-  return {name: leaf for leaves in found for name, leaf in leaves.items()}
+  moved = [flatten.leaves_by_name(node.moved) for node in states.local_states(state)]
+  return {name: leaf for leaves in moved for name, leaf in leaves.items()}
 
 
 def residual_leaves(node: ReduceState) -> dict[str, jax.Array]:
@@ -102,31 +104,23 @@ def take_residuals(
   """
 
   def step(
-    groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, **_: Any
-  ) -> Any:
+    groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, **_: ArrayTree
+  ) -> ArrayTree:
     parts = state.groups
     leaves = list(leaves)
     owing: dict[int, jax.Array] = {}
     for group, part in zip(groups, parts, strict=True):
-      own = {leaf: leaves[leaf].astype(jnp.float32) for leaf in group.leaves}
-      # leaf by leaf: to add flat vectors would take two passes more
-      if part.residual is not None:
-        owed = flatten.parts(part.residual, [x.size for x in own.values()])
-        own = {
-          leaf: x + rest.reshape(x.shape)
-          for (leaf, x), rest in zip(own.items(), owed, strict=True)
-        }
       if part.residual is not None or moved is not None:
-        owing |= own
+        wide = [leaves[leaf].astype(jnp.float32) for leaf in group.leaves]
+        owing |= zip(group.leaves, _add_flat(wide, part.residual), strict=True)
     left = {}
     for leaf, exact in zip(owing, mean(list(owing.values())), strict=True):
       sent, left[leaf] = flatten.representable(exact, leaves[leaf].dtype)
       leaves[leaf] = sent.astype(leaves[leaf].dtype)
-    for number, (group, part) in enumerate(zip(groups, parts, strict=True)):
+    for index, (group, part) in enumerate(zip(groups, parts, strict=True)):
       if part.residual is not None:
-        parts[number] = part._replace(
-          residual=flatten.flatten([left[leaf] for leaf in group.leaves])[0]
-        )
+        residual = flatten.flatten([left[leaf] for leaf in group.leaves])[0]
+        parts[index] = part._replace(residual=residual)
     return leaves, state.with_groups(parts)
 
   method: Any = node.layout.method
@@ -136,3 +130,13 @@ def take_residuals(
     [jnp.zeros_like(x) for x in leaves] if moved is None else list(moved),
     node,
   )
+
+
+def _add_flat(leaves: list[jax.Array], flat: jax.Array | None) -> list[jax.Array]:
+  """The sum of leaves and a flat vector; leaf by leaf, since the sum of flat vectors would take two passes more."""
+  if flat is None:
+    return leaves
+  pieces = flatten.parts(flat, [leaf.size for leaf in leaves])
+  return [
+    leaf + piece.reshape(leaf.shape) for leaf, piece in zip(leaves, pieces, strict=True)
+  ]

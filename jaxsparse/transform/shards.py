@@ -31,7 +31,7 @@ from jaxsparse._compat import names_of
 from jaxsparse.arrays import flatten
 from jaxsparse.comm import axes_of
 from jaxsparse.transform.groups import Group
-from jaxsparse.types import Comm
+from jaxsparse.types import ArrayTree, Comm, SpecTree
 
 
 @jax.tree_util.register_static
@@ -56,7 +56,7 @@ class Shards:
 
   @classmethod
   def from_specs(
-    cls, tree: Any, axes: dict[str, int], specs: Sequence[PartitionSpec]
+    cls, tree: ArrayTree, axes: dict[str, int], specs: Sequence[PartitionSpec]
   ) -> Self:
     """The shards of a pytree.
 
@@ -97,7 +97,7 @@ class Shards:
     pieces = []
     for shape, spec in zip(self.shapes, self.specs, strict=True):
       ways = [_ways(part, axes) for part in spec] + [1] * (len(shape) - len(spec))
-      shard = tuple(size // one for size, one in zip(shape, ways, strict=True))
+      shard = tuple(size // count for size, count in zip(shape, ways, strict=True))
       pieces.append(share_of(shard, _ways(self._replicated(spec), axes)))
     return pieces
 
@@ -137,19 +137,19 @@ class Shards:
     """Undoes `cut`; the pieces of leaves that lie alike are gathered together, in one message."""
     flat = list(pieces)
     alike: dict[Any, list[int]] = {}
-    for number, (piece, spec) in enumerate(zip(pieces, self.specs, strict=True)):
+    for index, (piece, spec) in enumerate(zip(pieces, self.specs, strict=True)):
       if (axes := self._replicated(spec)) and piece.size:
-        alike.setdefault((axes, piece.dtype), []).append(number)
-    for (axes, _), numbers in alike.items():
+        alike.setdefault((axes, piece.dtype), []).append(index)
+    for (axes, _), indices in alike.items():
       rows = jax.lax.all_gather(
-        jnp.concatenate([pieces[number] for number in numbers]), axes
+        jnp.concatenate([pieces[index] for index in indices]), axes
       )
-      sizes = [pieces[number].size for number in numbers]
-      for number, columns in zip(
-        numbers, flatten.parts(rows, sizes, axis=1), strict=True
+      sizes = [pieces[index].size for index in indices]
+      for index, columns in zip(
+        indices, flatten.parts(rows, sizes, axis=1), strict=True
       ):
-        flat[number] = columns.reshape(-1)[: shards[number].size]
-    return [one.reshape(shard.shape) for one, shard in zip(flat, shards, strict=True)]
+        flat[index] = columns.reshape(-1)[: shards[index].size]
+    return [leaf.reshape(shard.shape) for leaf, shard in zip(flat, shards, strict=True)]
 
   def _replicated(self, spec: PartitionSpec) -> tuple[str, ...]:
     """The axes inside along which devices hold copies, in the order of the mesh."""
@@ -174,7 +174,9 @@ def _ways(part: Any, axes: dict[str, int]) -> int:
   return math.prod(axes[name] for name in names_of(part or ()))
 
 
-def shards_of(comm: Comm, params: optax.Params, shardings: Any = None) -> Shards | None:
+def shards_of(
+  comm: Comm, params: optax.Params, shardings: SpecTree = None
+) -> Shards | None:
   """The shards of parameters; None where a worker is one device.
 
   Args:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
+from optax import OptState
 
 from jaxsparse._compat import AxisName, names_of
 from jaxsparse.transform.checks import check_alive, check_layout
@@ -18,9 +19,10 @@ from jaxsparse.transform.state import (
   reduce_states,
   worker_rows,
 )
+from jaxsparse.types import SpecTree
 
 
-def specs(state: Any, axis: AxisName) -> Any:
+def specs(state: OptState, axis: AxisName) -> SpecTree:
   """The `PartitionSpec` of every leaf of an optax state, for the in_specs and out_specs of your own shard_map.
 
   Residuals, counters and other per-worker arrays get `P(axis)`; what is the same on
@@ -50,7 +52,7 @@ def specs(state: Any, axis: AxisName) -> Any:
   return placed(state, axis, inside=False)
 
 
-def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
+def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
   """`specs` along all axes of the mesh: also those inside a worker, over which a shard_map of the workers does not map.
 
   Arrays of other transformations than ours keep the shardings inside that they have;
@@ -63,7 +65,7 @@ def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
   check_layout(state)
   _check_differing(state)
 
-  def spec_of(node: Any, row: bool) -> Any:
+  def spec_of(node: OptState, row: bool) -> SpecTree:
     if row:  # leaves keep the shardings inside that they have
       return jax.tree.map(lambda _: PartitionSpec(axis), node)
     if not is_reduce_state(node):
@@ -76,7 +78,7 @@ def placed(state: Any, axis: AxisName, inside: bool = True) -> Any:
   return jax.tree.map(spec_of, state, worker_rows(state), is_leaf=is_reduce_state)
 
 
-def _check_differing(state: Any) -> None:
+def _check_differing(state: OptState) -> None:
   """Raises ValueError where arrays of other transformations would be computed from totals that differ."""
   collectives = [
     collective
@@ -130,7 +132,7 @@ _WRAPPERS: dict[type, tuple[str, Callable[[Any], list[Any]]]] = {
 }
 
 
-def _check_wrappers(state: Any) -> None:
+def _check_wrappers(state: OptState) -> None:
   """Refuses wrappers that look at local gradients: what they keep would differ between workers."""
   for node in jax.tree.leaves(state, is_leaf=lambda node: type(node) in _WRAPPERS):
     if type(node) in _WRAPPERS:
@@ -140,7 +142,7 @@ def _check_wrappers(state: Any) -> None:
       _check_wrappers(tuple(node))
 
 
-def _check_chains(state: Any, averaged: frozenset[str] = frozenset()) -> None:
+def _check_chains(state: OptState, averaged: frozenset[str] = frozenset()) -> None:
   """Refuses arrays before ours in a chain: they are made of local gradients, so they differ between workers.
 
   Args:
@@ -152,12 +154,12 @@ def _check_chains(state: Any, averaged: frozenset[str] = frozenset()) -> None:
       _check_chain(node, averaged)
 
 
-def _is_chain(node: Any) -> bool:
+def _is_chain(node: OptState) -> bool:
   """Whether it is the state of optax.chain or optax.named_chain, with a jaxsparse transform inside."""
   return type(node) in (tuple, OrderedDict) and bool(reduce_states(node))
 
 
-def _check_chain(chain: Any, averaged: frozenset[str]) -> None:
+def _check_chain(chain: OptState, averaged: frozenset[str]) -> None:
   named = chain.items() if isinstance(chain, OrderedDict) else enumerate(chain)
   parts = list(named)
   for position, (name, part) in enumerate(parts):
@@ -174,12 +176,12 @@ def _check_chain(chain: Any, averaged: frozenset[str]) -> None:
     averaged |= leaves_of_part
 
 
-def _reduced_leaves(state: Any) -> frozenset[str]:
+def _reduced_leaves(state: OptState) -> frozenset[str]:
   """The names of the leaves that the jaxsparse transforms in a state reduce."""
   return frozenset(name for node in reduce_states(state) for name, _ in node.leaves)
 
 
-def _leaves(state: Any) -> list[tuple[str, Any]]:
+def _leaves(state: OptState) -> list[tuple[str, Any]]:
   """The arrays of a state, each with its path."""
   leaves = jax.tree_util.tree_leaves_with_path(state)
   return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from optax import OptState
 
 from jaxsparse import _compat
 from jaxsparse.collectives import Collective
 from jaxsparse.comm.verbs import mark_total
 from jaxsparse.transform.groups import Method
 from jaxsparse.transform.shards import Shards
-from jaxsparse.types import Counters, State
+from jaxsparse.types import ArrayTree, Counters, State
 
 
 class Layout(NamedTuple):
@@ -64,7 +65,7 @@ class Layout(NamedTuple):
     method: Method | None = None,
   ) -> Self:
     """The layout of a state of so many workers and gradient entries."""
-    # for `to_bytes` of a TrainState; the rest of a layout are arrays
+    # `to_bytes` of a TrainState needs it; the rest of a layout are arrays.
     if flax := sys.modules.get("flax.serialization"):
       for static in (Method, Shards):
         flax.register_serialization_state(
@@ -183,6 +184,25 @@ class ReduceState(NamedTuple):
     return self._replace(carried=carried, counters=counters)
 
 
+class RestoredState(NamedTuple):
+  """The optax state of `js.norm_restored`.
+
+  Attributes:
+    exchange: the state of the transform.
+    products: f32[leaves, 2] of the last exchange, the same on every worker: Σ_w ⟨u_w,
+      mean⟩ and Σ_w ⟨u_w, delivered_w⟩; zeros before the first one.
+  """
+
+  exchange: ReduceState
+  products: jax.Array
+
+  def factors(self, size: int) -> jax.Array:
+    """1/s of each leaf at an exchange of `size` workers, f32[leaves], 1 … √P."""
+    shared, own = self.products.T
+    agreement = jnp.clip(shared / jnp.where(own > 0, own, 1.0), 1 / size, 1.0)
+    return jnp.where(own > 0, 1 / jnp.sqrt(agreement), 1.0)
+
+
 class Flight(NamedTuple):
   """An update that an exchange of `js.local_steps` has computed and that is not applied yet, the same on every worker.
 
@@ -192,7 +212,7 @@ class Flight(NamedTuple):
     fragment: i32[], the number of the fragment that it is of.
   """
 
-  update: Any
+  update: ArrayTree
   left: jax.Array
   fragment: jax.Array
 
@@ -221,8 +241,8 @@ class LocalState(NamedTuple):
   """
 
   inner: Any
-  outer: tuple[Any, ...]
-  moved: Any
+  outer: tuple[ArrayTree, ...]
+  moved: ArrayTree
   since: jax.Array
   steps: jax.Array
   flight: Any = ()
@@ -234,17 +254,17 @@ class LocalState(NamedTuple):
     return "inner", "moved"
 
 
-def is_reduce_state(node: Any) -> bool:
+def is_reduce_state(node: OptState) -> bool:
   """Whether a node of an optax state is a `ReduceState`."""
   return isinstance(node, ReduceState)
 
 
-def is_local_state(node: Any) -> bool:
+def is_local_state(node: OptState) -> bool:
   """Whether a node of an optax state is a `LocalState`."""
   return isinstance(node, LocalState)
 
 
-def reduce_states(state: Any) -> list[ReduceState]:
+def reduce_states(state: OptState) -> list[ReduceState]:
   """Every `ReduceState` within an optax state."""
   return [
     node
@@ -254,8 +274,10 @@ def reduce_states(state: Any) -> list[ReduceState]:
 
 
 def map_states(
-  function: Callable[[Any], Any], state: Any, kind: type = ReduceState
-) -> Any:
+  function: Callable[[ArrayTree], ArrayTree],
+  state: OptState,
+  kind: type = ReduceState,
+) -> OptState:
   """The state with `function(node)` in place of each node of that kind."""
   is_kind = lambda node: isinstance(node, kind)
   return jax.tree.map(
@@ -263,26 +285,26 @@ def map_states(
   )
 
 
-def idle_step(state: Any, skipped: jax.Array) -> Any:
+def idle_step(state: OptState, skipped: jax.Array) -> OptState:
   """A state after a step without messages: `ReduceState.idle` of each."""
   return map_states(lambda node: node.idle(skipped), state)
 
 
-def with_own_keys(state: Any, rank: jax.Array) -> Any:
+def with_own_keys(state: OptState, rank: jax.Array) -> OptState:
   """The state of a worker before the first step, with the random keys of its own optimizers folded with its number."""
   fold = lambda key: jax.random.fold_in(key, rank)
   own = lambda row, leaf: jax.vmap(fold)(leaf) if row and _compat.is_key(leaf) else leaf
   return jax.tree.map(own, jax.tree.broadcast(worker_rows(state), state), state)
 
 
-def with_rows(state: Any) -> Any:
+def with_rows(state: OptState) -> OptState:
   """The state with numbers that were set by hand in workers' own optimizers, a learning rate, given to each of them.
 
   Raises:
     ValueError: for arrays without a row for each worker, by their names.
   """
 
-  def fit(path: Any, leaf: Any, row: bool) -> Any:
+  def fit(path: jax.tree_util.KeyPath, leaf: Any, row: bool) -> ArrayTree:
     if not row or jnp.shape(leaf)[:1] == (workers,):
       return leaf
     if jnp.ndim(leaf) == 0 and not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -295,11 +317,11 @@ def with_rows(state: Any) -> Any:
   nodes = local_states(state)
   if not nodes:
     return state
-  one = reduce_states(nodes[0].outer)[0]
-  # of the state, which may be one of other workers
-  workers = one.counters.skipped.size // one.devices
+  outer = reduce_states(nodes[0].outer)[0]
+  # The workers that the state was made for may be others than those of the mesh.
+  workers = outer.counters.skipped.size // outer.devices
   own = [getattr(node, name) for node in nodes for name in node.per_worker()]
-  # quick, as it runs in every step
+  # This runs in every step, so the quick check comes first.
   if all(jnp.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(own)):
     return state
   return jax.tree_util.tree_map_with_path(
@@ -307,7 +329,7 @@ def with_rows(state: Any) -> Any:
   )
 
 
-def local_states(state: Any) -> list[LocalState]:
+def local_states(state: OptState) -> list[LocalState]:
   """Every `LocalState` within an optax state."""
   return [
     node
@@ -316,20 +338,27 @@ def local_states(state: Any) -> list[LocalState]:
   ]
 
 
-def labelled(state: Any) -> dict[str, ReduceState]:
+def restored_states(state: OptState) -> list[RestoredState]:
+  """Every `RestoredState` within an optax state."""
+  is_restored = lambda node: isinstance(node, RestoredState)
+  nodes = jax.tree.leaves(state, is_leaf=is_restored)
+  return [node for node in nodes if is_restored(node)]
+
+
+def labelled(state: OptState) -> dict[str, ReduceState]:
   """Every `ReduceState` within an optax state by its label: that of `optax.multi_transform`, else its path."""
   leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state)
-  found = [(path, node) for path, node in leaves if is_reduce_state(node)]
+  pairs = [(path, node) for path, node in leaves if is_reduce_state(node)]
   labels = [
     "/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
-    for path, _ in found
+    for path, _ in pairs
   ]
   if len(set(labels)) < len(labels) or "" in labels:
-    labels = [jax.tree_util.keystr(path) for path, _ in found]
-  return dict(zip(labels, (node for _, node in found), strict=True))
+    labels = [jax.tree_util.keystr(path) for path, _ in pairs]
+  return dict(zip(labels, (node for _, node in pairs), strict=True))
 
 
-def worker_rows(state: Any, within: bool = False) -> Any:
+def worker_rows(state: OptState, within: bool = False) -> OptState:
   """A state with booleans in place of arrays and of `ReduceState`s: whether they have a row for each worker.
 
   The fields that `per_worker` of a state lists have; all others are the same on every
@@ -344,7 +373,7 @@ def worker_rows(state: Any, within: bool = False) -> Any:
     (LocalState(inner=[True], outer=[False], moved=(), since=False, steps=False, flight=(), applied=()), False)
   """
 
-  def rows_of(node: Any) -> Any:
+  def rows_of(node: OptState) -> OptState:
     if not _has_rows(node) or within:
       return within
     return type(node)(
@@ -361,11 +390,11 @@ def worker_rows(state: Any, within: bool = False) -> Any:
   )
 
 
-def _has_rows(node: Any) -> bool:
+def _has_rows(node: OptState) -> bool:
   return isinstance(node, tuple) and hasattr(node, "per_worker")
 
 
-def reduce_rows(state: Any) -> list[tuple[ReduceState, bool]]:
+def reduce_rows(state: OptState) -> list[tuple[ReduceState, bool]]:
   """Every `ReduceState`, and whether it is that of an inner optimizer of local steps."""
   every = jax.tree.leaves(state, is_leaf=is_reduce_state)
   rows = jax.tree.leaves(worker_rows(state))
@@ -374,7 +403,7 @@ def reduce_rows(state: Any) -> list[tuple[ReduceState, bool]]:
   ]
 
 
-def is_skipped(state: Any) -> jax.Array:
+def is_skipped(state: OptState) -> jax.Array:
   """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
   flags = [
     _compat.resharded(node.counters.skipped, PartitionSpec())

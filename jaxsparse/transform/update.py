@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxsparse import _compat, sparse
+from jaxsparse import _compat
 from jaxsparse.arrays import flatten
 from jaxsparse.collectives import Collective
+from jaxsparse.collectives._base import Traits
 from jaxsparse.comm import axes_of, comm_of, ordering
 from jaxsparse.comm.replication import mark_total
-from jaxsparse.select.accumulator import materialize
 from jaxsparse.transform import checks
 from jaxsparse.transform.groups import (
   Assignment,
@@ -41,7 +41,7 @@ from jaxsparse.transform.metrics import count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
 from jaxsparse.transform.state import Layout, ReduceState, join_groups
 from jaxsparse.transform.wrapped import PLACEHOLDER, mean_dtypes
-from jaxsparse.types import Comm, Counters, Deferred, Pending, Reduced, Sparse, State
+from jaxsparse.types import Comm, Commit, Counters, Reduced, State
 
 
 @jax.tree_util.register_static  # as a pytree with `init` and `update` for leaves it would lose its attributes
@@ -105,38 +105,6 @@ def grouped_transform(
     method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)))
     return first_state(comm, method, shards_of(comm, params, shardings))
 
-  def update(
-    updates: optax.Updates,
-    state: ReduceState,
-    params: Any = None,
-    *,
-    agree: jax.Array | None = None,
-    **extra: Any,
-  ) -> tuple[optax.Updates, ReduceState]:
-    del params, extra
-    flatten.check_leaves(updates)
-    check_inside(comm, state.layout.shards)
-    # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
-    if agree is not None:
-      agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
-      return jax.tree.map(jnp.zeros_like, updates), state.idle(~agreed)
-    groups = grouped(flatten.leaf_shapes(updates))
-    checks.check_method(state, groups, updates, comm.size)
-    if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
-      return updates, state.idle(jnp.bool_(False))
-    checks.check_local(comm, updates)
-    checks.warn_of_frozen(state, updates)
-    leaves, structure = jax.tree.flatten(updates)
-    # `js.local_steps` gives the dtypes of parameters where its updates are wider.
-    given = dict(mean_dtypes.value)
-    dtypes = [
-      given.get(name, jnp.result_type(leaf))
-      for name, leaf in flatten.leaves_by_name(updates).items()
-    ]
-    step = functools.partial(reduce_groups, comm, divisor=comm.divisor, dtypes=dtypes)
-    leaves, state = at_devices(step, groups, leaves, state)
-    return jax.tree.unflatten(structure, leaves), state
-
   def with_collectives(
     change: Callable[[list[Collective]], list[Collective]],
   ) -> Transform:
@@ -150,9 +118,46 @@ def grouped_transform(
 
     return grouped_transform(changed, change(collectives), axis, shardings, special)
 
+  update = functools.partial(_update, comm, grouped)
   transform = Transform(init, update)
   transform.comm, transform.with_collectives = comm, with_collectives
   return transform
+
+
+def _update(
+  comm: Comm,
+  grouped: Callable[[Shapes], list[Group]],
+  updates: optax.Updates,
+  state: ReduceState,
+  params: Any = None,
+  *,
+  agree: jax.Array | None = None,
+  **extra: Any,
+) -> tuple[optax.Updates, ReduceState]:
+  """`update` of the transform; in local steps of `js.local_steps` `agree`, bool[], says that this worker is finite."""
+  del params, extra
+  flatten.check_leaves(updates)
+  check_inside(comm, state.layout.shards)
+  # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
+  if agree is not None:
+    agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
+    return jax.tree.map(jnp.zeros_like, updates), state.idle(~agreed)
+  groups = grouped(flatten.leaf_shapes(updates))
+  checks.check_method(state, groups, updates, comm.size)
+  if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
+    return updates, state.idle(jnp.bool_(False))
+  checks.check_local(comm, updates)
+  checks.warn_of_frozen(state, updates)
+  leaves, structure = jax.tree.flatten(updates)
+  # `js.local_steps` gives the dtypes of parameters where its updates are wider.
+  given = dict(mean_dtypes.value)
+  dtypes = [
+    given.get(name, jnp.result_type(leaf))
+    for name, leaf in flatten.leaves_by_name(updates).items()
+  ]
+  step = functools.partial(reduce_groups, comm, divisor=comm.divisor, dtypes=dtypes)
+  leaves, state = at_devices(step, groups, leaves, state)
+  return jax.tree.unflatten(structure, leaves), state
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -265,6 +270,41 @@ def reduce_step(
   return update, state
 
 
+def _reduce(
+  comm: Comm,
+  group: Group,
+  leaves: list[jax.Array],
+  grads: jax.Array,
+  state: State,
+  dtypes: Sequence[jnp.dtype],
+) -> tuple[Reduced, flatten.Rounding | None]:
+  """What the collective of a group returns for f32[n], and the rounding to the dtypes of its leaves."""
+  collective = group.collective
+  if not collective.traits.differentiable:
+    grads = _without_derivative(grads, collective.name)
+  sizes = [leaves[leaf].size for leaf in group.leaves]
+  rounding = flatten.rounding(sizes, [dtypes[leaf] for leaf in group.leaves])
+  return collective.reduce(comm, grads, state), rounding
+
+
+def _commit(
+  reduced: Reduced,
+  commit: Commit,
+  traits: Traits,
+  before: State,
+  finite: jax.Array,
+  axes: tuple[str, ...] | None,
+) -> tuple[jax.Array, State]:
+  """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`."""
+  update, residual = commit(finite, before.residual, traits.decay)
+  if traits.replicates:
+    update = mark_total(update, axes)
+  worker, shared = jax.tree.map(
+    functools.partial(jnp.where, finite), reduced.state[1:], before[1:]
+  )
+  return update, State(residual, worker, mark_total(shared, axes))
+
+
 def reduce_groups(
   comm: Comm,
   groups: list[Group],
@@ -296,112 +336,34 @@ def reduce_groups(
     `dtypes`; and the next state. What is rounded off stays in the residuals, the same
     share at each worker.
   """
-  means = list(leaves)
-  states = state.groups
-  grads, restore = zip(
-    *(flatten.flatten([leaves[leaf] for leaf in group.leaves]) for group in groups),
-    strict=True,
-  )
   axes = axes_of(comm)
-  delivered = []  # what the collectives return, with the mean, and what was rounded off
+  results = []
   are_finite: list[jax.Array] = []  # the means, the same at every worker
-  for group, flat, before in zip(groups, grads, states, strict=True):
+  for group, before in zip(groups, state.groups, strict=True):
     earlier = [are_finite[number] for number in group.waits_for]
-    own = (
-      flat
-      if group.collective.traits.differentiable
-      else _without_derivative(flat, group.collective.name)
-    )
-    reduced = group.collective.reduce(
-      ordering.following(comm, earlier) if earlier else comm, own, before
-    )
-    rounded = [dtypes[leaf] for leaf in group.leaves]
-    rounding = flatten.rounding([leaves[leaf].size for leaf in group.leaves], rounded)
-    up_to_sign = isinstance(reduced.total, Deferred) and reduced.total.up_to_sign
-    if rounding and not (up_to_sign and len(set(rounded)) == 1):
-      reduced = reduced.computed()
-    total = reduced.total
-    mean = jax.tree.map(
-      lambda x: x / divisor,
-      total.values if isinstance(total, Sparse | Deferred) else total,
-    )
-    error = None
-    if rounding:
-      exact = mean
-      mean = rounding(exact, total.indices if isinstance(total, Sparse) else None)
-      error = exact - mean
-    delivered.append((reduced, mean, error))
+    after_earlier = ordering.following(comm, earlier) if earlier else comm
+    flat, unflatten = flatten.flatten([leaves[leaf] for leaf in group.leaves])
+    reduced, rounding = _reduce(after_earlier, group, leaves, flat, before, dtypes)
+    mean, commit = reduced.mean(divisor, rounding)
     are_finite.append(mark_total(flatten.all_finite(mean), axes))
+    results.append((group, before, reduced, commit, unflatten))
   finite = functools.reduce(jnp.logical_and, are_finite)
   if inside:
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
-  for number, (group, result) in enumerate(zip(groups, delivered, strict=True)):
-    update, after = _commit(
-      *result, grads[number], states[number], group.collective.traits.decay, finite
-    )
-    update = mark_total(update, axes) if group.collective.traits.replicates else update
-    states[number] = after._replace(shared=mark_total(after.shared, axes))
-    for leaf, mean in zip(group.leaves, restore[number](update), strict=True):
+  means = list(leaves)
+  states = []
+  for group, before, reduced, commit, unflatten in results:
+    traits = group.collective.traits
+    update, after = _commit(reduced, commit, traits, before, finite, axes)
+    states.append(after)
+    for leaf, mean in zip(group.leaves, unflatten(update), strict=True):
       means[leaf] = mean.astype(dtypes[leaf])
   entries = sum(group.entries for group in groups)
   counters = count_step(
-    [reduced.counters for reduced, *_ in delivered],
+    [reduced.counters for _, _, reduced, *_ in results],
     entries,
     state.counters,
     finite,
     update,
   )
   return means, state.with_groups(states)._replace(counters=counters)
-
-
-def _commit(
-  reduced: Reduced,
-  mean: jax.Array,
-  error: jax.Array | None,
-  grads: jax.Array,
-  before: State,
-  decay: float,
-  finite: jax.Array,
-) -> tuple[jax.Array, State]:
-  """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`.
-
-  Args:
-    reduced: of the collective.
-    mean: the total, or the values of its entries, divided by the number of workers and
-      rounded.
-    error: what was rounded off, like `mean`; None without rounding.
-    grads: f32[n].
-    before: the state before the step.
-    decay: of the residual.
-    finite: whether no mean of a group has NaN or Inf, bool[], the same at every worker.
-  """
-  total, after, _ = reduced
-  zero = jnp.float32(0)
-  residual = after.residual
-  keep = functools.partial(jnp.where, finite)
-  rest = jax.tree.map(
-    keep, after._replace(residual=None), before._replace(residual=None)
-  )
-  if isinstance(total, Deferred):
-    update, residual = total.finish(mean, error, finite, decay)
-    return update, rest._replace(residual=residual)
-  if isinstance(residual, Pending):
-    residual = materialize(residual, finite, decay)
-    # A 0 that depends on the new residual: all reads of `grads` precede the reuse of
-    # its buffer for the update.
-    zero = ordering.depend_on(residual[:1], jnp.float32(0))
-  elif residual is not None:
-    residual = jnp.where(
-      finite, residual if decay == 1 else decay * residual, before.residual
-    )
-  if residual is not None and error is not None:
-    error = decay * jnp.where(finite, error, 0.0)
-    residual = (
-      sparse.add(residual, total.indices, error)
-      if isinstance(total, Sparse)
-      else residual + error
-    )
-  update = jnp.where(finite, mean, 0.0)
-  if isinstance(total, Sparse):
-    update = sparse.put(jnp.full_like(grads, zero), total.indices, update)
-  return update, rest._replace(residual=residual)

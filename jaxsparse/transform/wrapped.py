@@ -11,7 +11,7 @@ round its means to other dtypes than those of the leaves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import optax
 
 from jaxsparse.arrays.flatten import OVERWRITTEN, leaf_shapes, leaves_by_name, parts
 from jaxsparse.transform.state import ReduceState
+from jaxsparse.types import ArrayTree
 
 synchronizing = jax.make_user_context(False)
 mean_dtypes = jax.make_user_context(())  # pairs of a leaf's name and a dtype
@@ -43,8 +44,8 @@ PLACEHOLDER = _placeholder()
 class _Wrapper(NamedTuple):
   """A change of leaves: `see(tree)`, and `restore(tree, see(tree))`, which is like `tree`."""
 
-  see: Callable[[Any], Any]
-  restore: Callable[[Any, Any], Any]
+  see: Callable[[ArrayTree], ArrayTree]
+  restore: Callable[[ArrayTree, ArrayTree], ArrayTree]
 
 
 class _Pair(NamedTuple):
@@ -54,17 +55,17 @@ class _Pair(NamedTuple):
   imaginary: jax.Array
 
 
-def _join_pairs(tree: Any, seen: Any) -> Any:
+def _join_pairs(tree: ArrayTree, seen: ArrayTree) -> ArrayTree:
   join = lambda _, leaf: jax.lax.complex(*leaf) if isinstance(leaf, _Pair) else leaf
   return jax.tree.map(join, tree, seen)
 
 
-def _concatenate(tree: Any) -> jax.Array:
+def _concatenate(tree: ArrayTree) -> jax.Array:
   with jax.numpy_dtype_promotion("standard"):
     return jnp.concatenate([jnp.reshape(leaf, -1) for leaf in jax.tree.leaves(tree)])
 
 
-def _divide(tree: Any, seen: jax.Array) -> Any:
+def _divide(tree: ArrayTree, seen: jax.Array) -> ArrayTree:
   leaves, structure = jax.tree.flatten(tree)
   pieces = zip(parts(seen, [leaf.size for leaf in leaves]), leaves, strict=True)
   return jax.tree.unflatten(
@@ -95,17 +96,17 @@ class View(NamedTuple):
 
   wrappers: tuple[_Wrapper, ...] = ()
 
-  def see(self, tree: Any) -> Any:
+  def see(self, tree: ArrayTree) -> ArrayTree:
     """A pytree like the parameters as the transform sees it."""
     tree = optimized(trained(tree))
     for wrapper in self.wrappers:
       tree = wrapper.see(tree)
     return tree
 
-  def restore(self, like: Any, seen: Any) -> Any:
+  def restore(self, like: ArrayTree, seen: ArrayTree) -> ArrayTree:
     """`like`, a pytree like the parameters, with the leaves that the transform sees replaced by `seen`."""
-    for number in reversed(range(len(self.wrappers))):
-      seen = self.wrappers[number].restore(View(self.wrappers[:number]).see(like), seen)
+    for depth in reversed(range(len(self.wrappers))):
+      seen = self.wrappers[depth].restore(View(self.wrappers[:depth]).see(like), seen)
     if isinstance(like, optax.LookaheadParams):
       return like._replace(fast=seen)
     return with_optimized(like, seen)
@@ -122,7 +123,7 @@ def trained(params: optax.Params) -> optax.Params:
   return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def overwritten(params: optax.Params) -> Any:
+def overwritten(params: optax.Params) -> ArrayTree:
   """Flax's collection of scales of fp8, whose "gradients" are the next values; () of parameters without one.
 
   Raises:
@@ -144,13 +145,15 @@ def optimized(params: optax.Params) -> optax.Params:
   return params["params"] if jax.tree.leaves(overwritten(params)) else params
 
 
-def with_optimized(like: optax.Params, new: optax.Params, scales: Any = None) -> Any:
+def with_optimized(
+  like: optax.Params, new: optax.Params, scales: ArrayTree = None
+) -> ArrayTree:
   """`like` with `new` in place of what an optimizer updates, and other `scales` of fp8, if some are given."""
   own = overwritten(like)
   if not jax.tree.leaves(own):
     return new
   both = {"params": new, OVERWRITTEN: own if scales is None else scales}
-  # a dict or a FrozenDict, in the order of `like`
+  # The result is a dict or a FrozenDict, in the order of `like`.
   return type(like)({name: both[name] for name in like})
 
 
@@ -176,12 +179,12 @@ def map_seen(
   return view.restore(tree, jax.tree.unflatten(jax.tree.structure(seen), leaves))
 
 
-def shapes_seen(nodes: Sequence[ReduceState], params: optax.Params) -> Any:
+def shapes_seen(nodes: Sequence[ReduceState], params: optax.Params) -> ArrayTree:
   """The leaves that the transforms with these states see, as `jax.ShapeDtypeStruct`."""
   return _shapes_seen(view_of(nodes, params), params)
 
 
-def _shapes_seen(view: View, params: optax.Params) -> Any:
+def _shapes_seen(view: View, params: optax.Params) -> ArrayTree:
   dtype_of = lambda x: x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)), params

@@ -25,7 +25,7 @@ def test_every_platform_writes_the_same(finite):
 
   def both(x):
     keep = jnp.bool_(finite)
-    return low_rank.put(x, grads, keep), low_rank.subtract(
+    return low_rank.dense_if(keep, x), low_rank.subtract(
       x, grads, residual, keep, decay=0.5
     )
 

@@ -14,7 +14,7 @@ from benchmarks.heterogeneous import report as tables
 from benchmarks.heterogeneous import virtual
 from benchmarks.heterogeneous.lab import Lab, shared_paces
 from benchmarks.heterogeneous.methods import make_method
-from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.net.messages import WorkerGroup
 from tests.benchmarks.commands import result_of
 
 RATE = 0.25
@@ -217,7 +217,7 @@ def test_rho_is_that_of_figure_4():
     ([(0, 1)], 1),
   ):
     found = [
-      Group(members, (1 / len(members),) * len(members), 1) for members in groups
+      WorkerGroup(members, (1 / len(members),) * len(members), 1) for members in groups
     ]
     assert virtual.rho(found, 3) == pytest.approx(expected, abs=1e-9)
 

@@ -314,7 +314,7 @@ def test_the_papers_ending_of_a2sgd_averages_and_takes_a_step_with_the_mean_grad
     ),
     (
       "warmed_up/often/dense",
-      "unknown change 'often', choose one of corrected, ef21, warmed_up, leaves",
+      "unknown change 'often', choose one of corrected, ef21, restored, warmed_up, leaves",
     ),
     ("updates/a2sgd", "by a2sgd, whose totals differ between them"),
     (

@@ -65,6 +65,22 @@ def test_the_controller_has_throughput_and_latency():
 
 
 @pytest.mark.long
+def test_links_of_weights_are_measured_beside_full_copies(tmp_path):
+  flags = "--task=lm_medium", "--rates=1e-5", "--steps=2", "--warm_up=2"
+  done = commands.run("benchmarks.weights", *flags, f"--report_dir={tmp_path}")
+  assert done.returncode == 0, done.stderr[-2000:]
+  rows = json.loads((tmp_path / "weights.json").read_text())["rows"]
+  for row in rows:
+    assert row["whole"] == 2 * row["entries"] == 2 * 664_320
+    bits = row["changed"] * (row["index_bits"] + row["difference_bits"])
+    assert 8 * row["link"] == pytest.approx(bits, rel=1e-4)
+    # Of all leaves; a leaf's share of changes may be another one.
+    assert row["index_bits"] > 0.9 * row["entropy"]
+    assert row["link"] < row["whole"] / 4
+  assert len(rows) == 2
+
+
+@pytest.mark.long
 def test_costs_are_counted_beside_formulas():
   found = result_of(
     "costs", "--algorithm=spardl,spardl:teams=7,a2sgd", "--workers=14", "--n=100000"

@@ -17,6 +17,7 @@ from benchmarks.tasks.base import IGNORED, Task, drawn, entries_of, model_of
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
 ENTRIES = {
   "lm": 3_295_232,
+  "lm_small": 135_424,
   "lm_medium": 664_320,
   "lm_wide": 12_881_920,
   "bert": 664_320,

@@ -9,7 +9,7 @@ from benchmarks.thousands import levels, load, report, simulation, state
 from benchmarks.thousands.members import Exchange, Link, Setting
 from benchmarks.thousands.simulation import Simulation
 from benchmarks.thousands.timeline import Timeline
-from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.net.messages import WorkerGroup
 from tests.benchmarks.commands import result_of
 
 CALM = Setting(8, 0, 300, entries=1000, straggle=0, jitter=0, grace=0.5)
@@ -78,7 +78,7 @@ def test_what_groups_train_reaches_all_groups(failures):
 
 
 def test_the_slowest_link_and_the_number_of_messages_make_an_exchange():
-  group = Group(tuple(range(8)), (1 / 8,) * 8, 0)
+  group = WorkerGroup(tuple(range(8)), (1 / 8,) * 8, 0)
   links = [Link(0.01, 1e6), Link(0.1, 1e6), Link(0.01, 1e5), *[Link(0.01, 1e6)] * 5]
   # Of all-gather and reduce-scatter in log₂P stages each; and where all are sent to at
   # once, then log₂P stages.

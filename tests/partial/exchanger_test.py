@@ -11,12 +11,13 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.partial.net.membership import EarlyPieces
-from jaxsparse.partial.net.messages import Group, Piece, PieceKind, RoundPosition
-from jaxsparse.partial.rounds.exchanger import Exchanger, Forked, Run
+from jaxsparse.partial.net.messages import Piece, PieceKind, RoundPosition, WorkerGroup
+from jaxsparse.partial.rounds.anchor import Forked
+from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.leaving import pass_residuals
 from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.outer_step import OuterStep, Result
-from jaxsparse.partial.rounds.protocol import Done, Send
+from jaxsparse.partial.rounds.run import Done, Outgoing, Run
 
 
 def outer(comm):
@@ -36,7 +37,7 @@ class Worker:
   def round(self, number, *given, commit=True, others=()):
     """A round of which `others` are members, too, as the anchor says."""
     self.exchanger.given = given[0] if isinstance(given[0], dict) else jnp.array(given)
-    self.exchanger.begin(Group((self.number,), (1.0,), 0, number=number))
+    self.exchanger.begin(WorkerGroup((self.number,), (1.0,), 0, number=number))
     event = self.events.get(timeout=60)
     assert isinstance(event, Done), event
     if commit:
@@ -204,7 +205,14 @@ def test_a_new_worker_with_the_number_of_one_before_has_nothing_to_drop(caplog):
   worker, donor = Worker(), Worker(number=1)
   donor.round(5, 4.0, 2.0, 1.0, others=[0])
   worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
-  assert (worker.exchanger.anchor.own, caplog.text) == (5, "")
+  assert (worker.exchanger.anchor.residual_group, caplog.text) == (5, "")
+
+
+def restore(worker):
+  """A worker that begins with what another one has saved."""
+  restored = Worker().exchanger
+  restored.restore(worker.exchanger.arrays)
+  return restored
 
 
 @pytest.mark.parametrize(
@@ -220,8 +228,7 @@ def test_a_saved_residual_counts_until_its_worker_is_in_another_round(
   donor.round(5, 4.0, 2.0, 1.0, others=[0])
   for number in later:
     donor.round(number, 0.0, 0.0, 0.0, others=others)
-  saved, step = worker.exchanger.anchor, worker.exchanger.outer
-  restored = Exchanger(step, saved, number=0, is_restored=True)
+  step, restored = worker.exchanger.outer, restore(worker)
   restored.adopt(donor.exchanger.model(), 0, 0)
   assert step.residual(restored.anchor).tolist() == residual
   assert restored.is_stale == bool(others)
@@ -234,9 +241,7 @@ def test_a_state_of_another_branch_is_refused(worker):
     worker.round(number, 4.0, 2.0, 1.0)
   for number in (5, 16):
     donor.round(number, 4.0, 2.0, 1.0, others=[0])
-  restored = Exchanger(
-    worker.exchanger.outer, worker.exchanger.anchor, number=0, is_restored=True
-  )
+  restored = restore(worker)
   with pytest.raises(Forked, match=r"round 3 of another branch.* are at round 2"):
     restored.adopt(donor.exchanger.model(), 0, 0)
 
@@ -244,7 +249,7 @@ def test_a_state_of_another_branch_is_refused(worker):
 def leave_together(residuals, leaving, skipped=False):
   """The residuals of members after a round of which some leave."""
   step = OuterStep(outer)
-  group = Group(tuple(range(len(residuals))), (), 0, leaving=leaving)
+  group = WorkerGroup(tuple(range(len(residuals))), (), 0, leaving=leaving)
   anchors = [
     step.add_residual(
       step.without_residual(step.start(jnp.zeros(2))._replace(size=3), 0),
@@ -285,11 +290,11 @@ def test_a_residual_passes_to_one_that_stays_in_the_round_that_it_is_of(caplog):
 def test_an_exchange_ends_without_a_result_when_it_fails_or_a_message_is_unlike(caplog):
   """No thread waits for ever, and nothing more is sent."""
   events = queue.Queue()
-  run = Run(Group((0, 1), (0.5, 0.5), 0, number=3), 0, events.put)
+  run = Run(WorkerGroup((0, 1), (0.5, 0.5), 0, number=3), 0, events.put)
   run.receive(Piece(PieceKind.MESSAGE, 3, 1, np.ones(2, np.float32), tag=1))
   message = np.zeros(3, np.uint32), 1, 1
   assert run.exchange([message])[0].tolist() == [0, 0, 0]
-  assert isinstance(events.get(), Send)
+  assert isinstance(events.get(), Outgoing)
   assert run.failed
   assert "worker 1 sent 2 words instead of 3" in caplog.text
   assert run.exchange([message, message])[1].tolist() == [0, 0, 0]
@@ -297,7 +302,7 @@ def test_an_exchange_ends_without_a_result_when_it_fails_or_a_message_is_unlike(
 
 
 def test_a_member_fills_no_memory_with_pieces_that_nobody_asked_for():
-  group = Group((0, 1), (0.5, 0.5), 0, number=3)
+  group = WorkerGroup((0, 1), (0.5, 0.5), 0, number=3)
   room = Piece(PieceKind.MESSAGE, 3, 1, np.zeros(3, np.float32)).words
   run = Run(group, 0, lambda _: None, room=2 * room - 1)
   for tag in (7, 1, 8, 9):  # of 3 words each
@@ -311,7 +316,9 @@ def test_a_member_fills_no_memory_with_pieces_that_nobody_asked_for():
 
 
 def test_a_member_fills_no_memory_with_pieces_without_values():
-  run = Run(Group((0, 1), (0.5, 0.5), 0, number=3), 0, lambda _: None, room=1 << 16)
+  run = Run(
+    WorkerGroup((0, 1), (0.5, 0.5), 0, number=3), 0, lambda _: None, room=1 << 16
+  )
   early = EarlyPieces(1000)
   for tag in range(20_000):
     empty = Piece(PieceKind.MESSAGE, 3, 1, tag=tag)
@@ -326,6 +333,6 @@ def test_an_error_of_the_outer_chain_is_an_event(worker):
     raise TypeError("no such chain")
 
   worker.exchanger.outer = OuterStep(fails)
-  worker.exchanger.begin(Group((0,), (1.0,), 0, number=1))
+  worker.exchanger.begin(WorkerGroup((0,), (1.0,), 0, number=1))
   assert str(worker.events.get(timeout=60)) == "no such chain"
   assert jax.tree.leaves(worker.exchanger.anchor.outer) == []

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsparse as js
-from jaxsparse.partial.groups.protocol import GroupProtocol, Model
-from jaxsparse.partial.groups.protocol import Request as GroupRequest
+from jaxsparse.partial.groups.protocol import GroupProtocol, GroupRequest, Model
 from jaxsparse.partial.groups.server import GroupMember, GroupServer
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.alike import Alike
@@ -31,11 +30,12 @@ from jaxsparse.partial.net.messages import (
   WorkerMessage,
 )
 from jaxsparse.partial.net.transfers import Assembly, Transfers
-from jaxsparse.partial.rounds.exchanger import Exchanger, Run
+from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.lead import LeadProtocol
 from jaxsparse.partial.rounds.outer_step import OuterStep
 from jaxsparse.partial.rounds.parts import PartLost, PartProtocol
-from jaxsparse.partial.rounds.protocol import Request, RoundProtocol
+from jaxsparse.partial.rounds.protocol import RoundProtocol, RoundRequest
+from jaxsparse.partial.rounds.run import Run
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 
 LIMIT, TIMEOUT = 5.0, 20.0
@@ -279,7 +279,7 @@ class Worker:
     return {name: CONTENT[name] for name in names} | {"donor": donor, "number": 0}
 
   def ask(self):
-    self.protocol.handle(Request(WorkerMessage.READY, 1), self.now)
+    self.protocol.handle(RoundRequest(WorkerMessage.READY, 1), self.now)
 
   def answer(self, kind, **content):
     self.loop._from_server([messages.pack_answer(kind, **content)])

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.net.messages import WorkerGroup
 from jaxsparse.partial.rounds import links
 from jaxsparse.partial.rounds.outer_step import OuterStep
 from tests.partial.rounds_test import averaging, choosing, in_threads, join, serve
@@ -242,7 +242,13 @@ def test_a_sum_that_overflows_skips_the_round_at_all_members():
   result = outer.run(before, zeros, 1.0, 1, 0, 5, send)
   given = {"w": jnp.full(3, -largest)}
   found = links.add_moved(
-    outer, before, result, given, Group((7,), (1.0,), 0, number=5, links=(7,)), 0, send
+    outer,
+    before,
+    result,
+    given,
+    WorkerGroup((7,), (1.0,), 0, number=5, links=(7,)),
+    0,
+    send,
   )
   assert found.skipped
   jax.tree.map(np.testing.assert_array_equal, found.anchor.params, before.params)

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 import jaxsparse as js
-from jaxsparse.partial.net.messages import Group, RoundPosition
-from jaxsparse.partial.rounds.exchanger import Run
+from jaxsparse.partial.net.messages import RoundPosition, WorkerGroup
 from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.outer_step import OuterStep
+from jaxsparse.partial.rounds.run import Run
 from jaxsparse.transform import state as states
 from tests.cases import CASES, FEWER, WIRED, each_case, normals, quick_of
 
@@ -65,7 +65,7 @@ class Team:
       self.number + 1,
       [1 / len(members)] * len(members) if weights is None else weights,
     )
-    group, runs = Group(tuple(members), tuple(weights), 0, number=self.number), {}
+    group, runs = WorkerGroup(tuple(members), tuple(weights), 0, number=self.number), {}
     post = lambda send: runs[send.member].receive(send.piece)
     runs.update({worker: self.run(group, worker, post) for worker in members})
 

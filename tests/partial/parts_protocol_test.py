@@ -28,10 +28,10 @@ from jaxsparse.partial.net.messages import (
   WorkerMessage,
 )
 from jaxsparse.partial.rounds import processes
-from jaxsparse.partial.rounds.exchanger import Done
 from jaxsparse.partial.rounds.lead import LeadProtocol, _digest_of
 from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
-from jaxsparse.partial.rounds.protocol import Request
+from jaxsparse.partial.rounds.protocol import RoundRequest
+from jaxsparse.partial.rounds.run import Done
 from tests.partial import protocols_test, rounds_protocol_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
 from tests.partial.rounds_protocol_test import DISTURBED
@@ -277,7 +277,7 @@ def test_training_begins_when_a_donor_has_given_all_parts_the_anchor_of_one_roun
     for part, position in enumerate(rounds, start=1):
       alone.hear(part, WorkerMessage.ANSWERED, position=position)
     again = [
-      part for part, (_, content) in alone.to_parts if content == {"next": Next.AGAIN}
+      part for part, (_, content) in alone.to_parts if content.get("next") == Next.AGAIN
     ]
     assert again == ([] if rounds == (newest, newest) else [1, 2])
     assert lead.membership.state == ("joining" if again else "joined")
@@ -346,7 +346,7 @@ def test_a_result_that_was_told_before_a_part_has_skipped_is_not_counted():
   """Or the digest of the worker would be that of no other one."""
   alone = Alone()
   lead = alone.lead
-  lead.handle(Request(WorkerMessage.READY, 1), 0.0)
+  lead.handle(RoundRequest(WorkerMessage.READY, 1), 0.0)
   for part in (1, 2):
     assert not alone.told(WorkerMessage.READY)
     alone.hear(part, WorkerMessage.READY, 1)
@@ -365,10 +365,9 @@ def test_a_result_that_was_told_before_a_part_has_skipped_is_not_counted():
   alone.hear(1, WorkerMessage.DONE, 5, digest=8)
   alone.skipped = True
   lead.handle(Done(5, 7), 0.0)
-  assert [part for part, (kind, _) in alone.to_parts if kind == ServerMessage.SKIP] == [
-    1,
-    2,
-  ]
+  skips = {"next": Next.SKIP, "number": 5, "reason": ""}
+  told = [part for part, (_, content) in alone.to_parts if content == skips]
+  assert told == [1, 2]
   alone.hear(1, WorkerMessage.SKIPPED, 5)
   alone.hear(2, WorkerMessage.SKIPPED, 5)
   alone.hear(2, WorkerMessage.DONE, 5, digest=3)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from benchmarks.thousands.timeline import Timeline
-from jaxsparse.partial.groups.protocol import GroupProtocol, Model, Request
+from jaxsparse.partial.groups.protocol import GroupProtocol, GroupRequest, Model
 from jaxsparse.partial.groups.server import GroupMember, GroupServer
 from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.membership import Members, Membership, Unreachable
@@ -100,14 +100,14 @@ class Process:
     """A step of a tenth of the way to the own number, which may diverge; the average of all, and the end."""
     diverges, self.diverges = self.diverges, False
     if self.failed or len(self.found) == ITERATIONS + 2:
-      return Request(WorkerMessage.BYE)
+      return GroupRequest(WorkerMessage.BYE)
     if len(self.found) == ITERATIONS + 1:
-      return Request(WorkerMessage.SYNCHRONIZE, Model(vector, iteration))
+      return GroupRequest(WorkerMessage.SYNCHRONIZE, Model(vector, iteration))
     step = np.float32(0.1) * (np.float32(self.number + 1) - vector)
     return (
-      Request(WorkerMessage.NOT_FINITE)
+      GroupRequest(WorkerMessage.NOT_FINITE)
       if diverges
-      else Request(WorkerMessage.READY, Model(vector + step, iteration + 1))
+      else GroupRequest(WorkerMessage.READY, Model(vector + step, iteration + 1))
     )
 
   def tick(self):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxsparse as js
-from jaxsparse.partial.rounds.exchanger import Run
+from jaxsparse.partial.rounds.run import Run
 from tests.partial.trainer import START
 
 

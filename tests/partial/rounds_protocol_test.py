@@ -40,9 +40,10 @@ from jaxsparse.partial.net.messages import (
   Signal,
   WorkerMessage,
 )
-from jaxsparse.partial.rounds.exchanger import Done, Forked, Send
+from jaxsparse.partial.rounds.anchor import Forked
 from jaxsparse.partial.rounds.lineage import FIRST
-from jaxsparse.partial.rounds.protocol import Request, RoundProtocol
+from jaxsparse.partial.rounds.protocol import RoundProtocol, RoundRequest
+from jaxsparse.partial.rounds.run import Done, Outgoing
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 from tests.partial import protocols_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
@@ -114,7 +115,7 @@ class Run:
           self.process,
           self.process.finish,
           self,
-          Send(member, piece),
+          Outgoing(member, piece),
         )
     self.finish()
 
@@ -350,7 +351,7 @@ class Process(VirtualWorker):
     self.is_final = self.leaves and self.delivers
     kind = WorkerMessage.LINK if self.is_link else WorkerMessage.READY
     kind = messages.LEAVING[kind] if self.is_final else kind
-    self.handle(Request(kind, weight=int(not self.is_link)))
+    self.handle(RoundRequest(kind, weight=int(not self.is_link)))
 
   def tick(self):
     now = self.network.now
@@ -358,7 +359,7 @@ class Process(VirtualWorker):
       patience = 2 * LIMIT * self.network.random.random()
       self.leaves_at = now + (patience if self.delivers else 0)
     if self.leaves and now >= self.leaves_at and not self.protocol._leaves:
-      self.handle(Request(WorkerMessage.BYE))
+      self.handle(RoundRequest(WorkerMessage.BYE))
     run = self.protocol._run
     super().tick()
     # else it has waited for its timeout
@@ -827,7 +828,7 @@ def protocol_in_a_round(signals):
     Answer(
       ServerMessage.WELCOME, {"limit": LIMIT, "donor": None, "number": 0, **options}
     ),
-    Request(WorkerMessage.READY, weight=1),
+    RoundRequest(WorkerMessage.READY, weight=1),
     Answer(ServerMessage.GROUP, {**group, "addresses": {0: "tcp://a", 1: "tcp://b"}}),
   ):
     protocol.handle(event, 0.0)
@@ -906,7 +907,7 @@ def test_a_worker_that_gets_no_anchor_says_so_rarely(donor, caplog):
     if donor:
       protocol.handle(Piece(PieceKind.MODEL, 5, 1, np.zeros(4, np.float32)), now)
     else:
-      protocol.handle(Request(WorkerMessage.READY, 1), now)
+      protocol.handle(RoundRequest(WorkerMessage.READY, 1), now)
       protocol.handle(Answer(ServerMessage.BEHIND, {"donor": None, **options}), now)
     server.members.now = now
     server._tell_behind([0])
@@ -915,7 +916,7 @@ def test_a_worker_that_gets_no_anchor_says_so_rarely(donor, caplog):
     ask(float(second))
   said = lambda: [name.rpartition(".")[2] for name, *_ in caplog.record_tuples]
   assert sorted(said()) == ["membership"] * 4 + ["server"]
-  protocol.handle(Request(WorkerMessage.READY, 1), 75.0)
+  protocol.handle(RoundRequest(WorkerMessage.READY, 1), 75.0)
   protocol.membership.state, protocol.membership.waits = "joined", True
   protocol.handle(
     Answer(ServerMessage.BEHIND, {"donor": None, **options, "round": 6}), 75.0
@@ -963,7 +964,9 @@ def test_what_members_send_early_is_kept_for_the_round_of_another_server_with_a_
     answer(ServerMessage.WELCOME, limit=LIMIT, donor=None, number=number, **options)
 
   def begin(number):
-    protocol.handle(Request(WorkerMessage.READY, weight=1), protocol.membership.now)
+    protocol.handle(
+      RoundRequest(WorkerMessage.READY, weight=1), protocol.membership.now
+    )
     for member in members[1:]:  # an index and a value of each entry
       protocol.handle(
         Piece(

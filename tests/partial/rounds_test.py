@@ -684,7 +684,11 @@ def test_a_worker_that_leaves_without_a_quorum_keeps_what_it_has_moved_in_its_st
 
 @pytest.mark.parametrize(
   ("where", "name"),
-  [(exchanger, "_all_finite"), (rounds.moving, "keep"), (rounds.Rounds, "_own")],
+  [
+    (exchanger, "_all_finite"),
+    (rounds.moving, "keep"),
+    (rounds.Rounds, "_make_params"),
+  ],
   ids=str,
 )
 def test_a_step_that_is_interrupted_loses_no_round(where, name, monkeypatch):

@@ -14,10 +14,10 @@ from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.membership import Members, Membership
 from jaxsparse.partial.net.messages import (
-  Group,
   Rejected,
   ServerMessage,
   Signal,
+  WorkerGroup,
   WorkerMessage,
 )
 
@@ -152,9 +152,9 @@ def test_workers_forget_the_addresses_of_those_that_have_left(wire):
 def test_a_message_to_a_group_of_many_is_short():
   """Of 9,999 workers with equal weights, once they know each other's addresses."""
   members = tuple(worker for worker in range(10_000) if worker != 5000)
-  group = Group(members, (1 / 9999,) * 9999, 7, number=2**61)
+  group = WorkerGroup(members, (1 / 9999,) * 9999, 7, number=2**61)
   frame = messages.pack_answer(ServerMessage.GROUP, **group._asdict(), addresses={})
-  assert Group.parse(messages.parse_answer(frame).content) == group
+  assert WorkerGroup.parse(messages.parse_answer(frame).content) == group
   assert len(frame) < 200
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxsparse.partial.groups.protocol import GroupProtocol, Model, Request
+from jaxsparse.partial.groups.protocol import GroupProtocol, GroupRequest, Model
 from jaxsparse.partial.net.membership import Membership, Unreachable
 from jaxsparse.partial.net.messages import (
   Answer,
@@ -54,7 +54,7 @@ def group(number, members=(0, 1), weights=(0.5, 0.5)):
 
 
 def request(kind, value=0, iteration=0):
-  return Request(
+  return GroupRequest(
     kind, Model(np.full(4, value, np.float32), iteration) if iteration else None
   )
 
@@ -202,7 +202,7 @@ def test_a_group_averages_and_a_duplicate_or_foreign_piece_changes_nothing(
     averaging(part(5, 0, 9, 9), *(piece(kind, *fields) for fields in foreign)) == []
   )
   assert averaging(mean(5, 0, 6, 7)) == [([6, 7, 2, 3], 7)]
-  assert averaging(Request(WorkerMessage.BYE)) == [signal(WorkerMessage.BYE, 5)]
+  assert averaging(GroupRequest(WorkerMessage.BYE)) == [signal(WorkerMessage.BYE, 5)]
 
 
 def test_a_part_is_kept_only_for_the_group_that_is_awaited(computing):
@@ -283,8 +283,8 @@ NO_MODEL = [(FloatingPointError, "no model from another worker for 20 s")]
       ],
     ),
     ("ready", ABSENT, 0, [signal(WorkerMessage.READY, 3)]),
-    ("computing", Request(WorkerMessage.NOT_FINITE), 0, NO_MODEL),
-    ("computing", Request(WorkerMessage.NOT_FINITE), None, NO_MODEL),
+    ("computing", GroupRequest(WorkerMessage.NOT_FINITE), 0, NO_MODEL),
+    ("computing", GroupRequest(WorkerMessage.NOT_FINITE), None, NO_MODEL),
   ],
 )
 def test_a_donor_that_does_not_answer_is_awaited_until_the_timeout(
@@ -300,17 +300,17 @@ def test_a_donor_that_does_not_answer_is_awaited_until_the_timeout(
     if action != FETCH and getattr(action, "kind", None) not in asks
   ] == then
   if fixture == "computing":
-    assert worker(Request(WorkerMessage.READY, worker.protocol.model)) == [
+    assert worker(GroupRequest(WorkerMessage.READY, worker.protocol.model)) == [
       signal(WorkerMessage.READY, 7)
     ]
 
 
 def test_a_worker_without_a_finite_model_joins_again_until_there_is_a_donor(computing):
-  computing(Request(WorkerMessage.NOT_FINITE))
+  computing(GroupRequest(WorkerMessage.NOT_FINITE))
   assert computing.wait(0.5) == [signal(WorkerMessage.NOT_FINITE)] * 2
   assert computing(welcome()) == []  # the answer to an earlier HELLO
   assert computing(welcome(donor=0), FETCHED) == [FETCH, reply(4, 9)]
-  computing(Request(WorkerMessage.NOT_FINITE))
+  computing(GroupRequest(WorkerMessage.NOT_FINITE))
   nobody = rejected(reason="nobody: no worker")
   assert computing(nobody, nobody) == [(FloatingPointError, "nobody: no worker")]
 
@@ -401,7 +401,7 @@ def test_any_message_at_any_time(random):
           for kind in ("absent", "duplicate", "nobody", "stale", "unlike")
         ),
         *(
-          Request(WorkerMessage.NOT_FINITE),
+          GroupRequest(WorkerMessage.NOT_FINITE),
           request(WorkerMessage.READY, 1, 3),
           request(WorkerMessage.SYNCHRONIZE, 1, 3),
         ),
@@ -415,7 +415,7 @@ def test_any_message_at_any_time(random):
       ]
     )
     ended = worker.protocol.membership.state == "ended"
-    if isinstance(event, Request):
+    if isinstance(event, GroupRequest):
       if waiting or ended:  # the training loop waits for each reply
         continue
       waiting = True

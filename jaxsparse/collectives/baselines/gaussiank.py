@@ -28,7 +28,7 @@ from jaxsparse.collectives._messages import (
 )
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select import threshold, top_k
-from jaxsparse.select.accumulator import pending_except, pending_zeros
+from jaxsparse.select.accumulator import SparseReduced, pending_except, pending_zeros
 from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
@@ -84,6 +84,7 @@ class GaussianK(EncodingCollective):
     k = self.entries(n)
     most = self.capacity(n)
     acc = LazySum((grads, state.residual))
+    # the threshold of the paper, then its correction
     limit = fit_threshold(acc, k)
     if self.correction:
       largest = top_k(acc, min(5 * k // 4 + 1, n))
@@ -109,14 +110,11 @@ class GaussianK(EncodingCollective):
       writer.words_used(jnp.minimum(selected, most), most), comm.size - 1
     )
     delivered = jnp.count_nonzero(total.values)
-    counters = Counters(
-      words, used, selected, delivered, overflow=jnp.maximum(selected - most, 0)
-    )
+    overflow = jnp.maximum(selected - most, 0)
+    counters = Counters(words, used, selected, delivered, overflow=overflow)
     residual = pending_except(acc, *lost) if lost else pending_zeros(acc, sent.indices)
-    state = state._replace(residual=residual, shared=writer.next_step)
-    return Reduced(
-      total._replace(values=jnp.where(finite, total.values, jnp.nan)), state, counters
-    )
+    total = total._replace(values=jnp.where(finite, total.values, jnp.nan))
+    return SparseReduced(total, State(residual, shared=writer.next_step), counters)
 
 
 def fit_threshold(x: LazySum, k: int) -> jax.Array:

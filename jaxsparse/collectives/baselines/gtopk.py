@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import SelectingCollective, Writer
 from jaxsparse.comm import schedules
-from jaxsparse.select.accumulator import pending_returned
+from jaxsparse.select.accumulator import SparseReduced, pending_returned
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.exact import top_k_of_entries
 from jaxsparse.sparse.codec import codec_of
@@ -57,7 +57,7 @@ class GTopk(SelectingCollective):
     total, returned = self._merge(comm, chosen, writer, n)
     residual = pending_returned(acc, total.indices, chosen.indices, returned)
     counters = self.count(comm, n, selected=selected, delivered=sparse.count(total, n))
-    return Reduced(total, State(residual, memory, writer.next_step), counters)
+    return SparseReduced(total, State(residual, memory, writer.next_step), counters)
 
   def _merge(
     self, comm: Comm, chosen: Sparse, writer: Writer, n: int

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxsparse.arrays.flatten import all_finite
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_gather, all_reduce_cost, in_rank_order, schedules
-from jaxsparse.select.accumulator import pending_zeros
+from jaxsparse.select.accumulator import SparseReduced, pending_zeros
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.exact import top_k
 from jaxsparse.types import Comm, Cost, Reduced, Sparse, State
@@ -72,4 +72,4 @@ class Micro(SparseCollective):
     counters = self.count(
       comm, n, selected=each, delivered=jnp.count_nonzero(indices < n)
     )
-    return Reduced(Sparse(indices, values), state, counters)
+    return SparseReduced(Sparse(indices, values), state, counters)

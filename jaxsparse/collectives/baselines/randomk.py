@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.select.accumulator import pending_zeros
+from jaxsparse.select.accumulator import SparseReduced, pending_zeros
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.types import Comm, Cost, Reduced, Sparse, State
 
@@ -60,7 +60,7 @@ class RandomK(SparseCollective):
     state = state._replace(
       residual=pending_zeros(acc, indices), shared=state.shared + 1
     )
-    return Reduced(
+    return SparseReduced(
       Sparse(indices, values), state, self.count(comm, n, selected=k, delivered=k)
     )
 

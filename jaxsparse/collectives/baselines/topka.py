@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import SelectingCollective, words_of
 from jaxsparse.comm import in_rank_order, schedules
-from jaxsparse.select.accumulator import pending_except
+from jaxsparse.select.accumulator import SparseReduced, pending_except
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.types import Comm, Cost, Reduced, State, saturated_product
 
@@ -48,6 +48,6 @@ class TopkA(SelectingCollective):
     counters = self.count(comm, n, selected, jnp.count_nonzero(total.values))._replace(
       words_used=used
     )
-    return Reduced(
+    return SparseReduced(
       total, State(pending_except(acc, errors), memory, writer.next_step), counters
     )

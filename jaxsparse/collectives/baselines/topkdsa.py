@@ -30,7 +30,7 @@ from jaxsparse.collectives._messages import (
 )
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.select import threshold
-from jaxsparse.select.accumulator import pending_nonzero
+from jaxsparse.select.accumulator import SparseReduced, pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
@@ -90,29 +90,12 @@ class TopkDSA(SelectingCollective):
     capacities = self.capacities(n, size)
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     picked, count, memory = self.choose(acc, state.worker)
-    chosen = threshold.read_first(
-      acc, bitset.insert(bitset.empty(n), picked.indices[0], n), k
-    )
-    bounds = jnp.array(
-      [min(region * length, n) for region in range(size + 1)], jnp.int32
-    )
-    starts = threshold.region_starts(chosen.indices, bounds)
-    fullest = comm.all_reduce(jnp.diff(starts).max(), "max")
-    sent = threshold.read_regions(chosen, starts, capacities[-1], n)
-
-    def split(capacity: int) -> tuple[jax.Array, list[Sparse], jax.Array]:
-      rows, lost, words = writer.exchange_rows(
-        comm, sparse.resize(sent, capacity, n), 0, capacities[-1]
-      )
-      return (
-        sparse.add_rows(
-          rows._replace(indices=rows.indices - comm.rank * length), length
-        ),
-        lost,
-        words,
-      )
-
-    own, lost, split_words = switch(capacities, fullest, split)
+    members = bitset.insert(bitset.empty(n), picked.indices[0], n)
+    chosen = threshold.read_first(acc, members, k)
+    # split: each worker sends each region to its owner, which adds them
+    sent, fullest = _cut(comm, chosen, length, capacities[-1], n)
+    own, lost, split_words = _split(comm, writer, sent, capacities, fullest, length)
+    # all-gather of the sums, as entries or, where these are too many, as a vector
     sums = writer._replace(codec=codec_of(self.wire, length))
     even = -(-k // size)
     total, rounded_off, words = _gather(
@@ -130,7 +113,36 @@ class TopkDSA(SelectingCollective):
       overflow=count - kept,
     )
     residual = pending_nonzero(acc, sent.indices, total, lost + rounded_off)
-    return Reduced(total, State(residual, memory, writer.next_step), counters)
+    return SparseReduced(total, State(residual, memory, writer.next_step), counters)
+
+
+def _cut(
+  comm: Comm, chosen: Sparse, length: int, capacity: int, n: int
+) -> tuple[Sparse, jax.Array]:
+  """The entries of each region, [P, capacity]; and how many the fullest one of all workers has, i32[]."""
+  bounds = [min(region * length, n) for region in range(comm.size + 1)]
+  starts = threshold.region_starts(chosen.indices, jnp.array(bounds, jnp.int32))
+  fullest = comm.all_reduce(jnp.diff(starts).max(), "max")
+  return threshold.read_regions(chosen, starts, capacity, n), fullest
+
+
+def _split(
+  comm: Comm,
+  writer: Writer,
+  sent: Sparse,
+  capacities: tuple[int, ...],
+  fullest: jax.Array,
+  length: int,
+) -> tuple[jax.Array, list[Sparse], jax.Array]:
+  """The sums of the own region, f32[length], the rounding errors of the messages, and the words sent."""
+
+  def split(capacity: int) -> tuple[jax.Array, list[Sparse], jax.Array]:
+    row = sparse.resize(sent, capacity, writer.codec.length)
+    rows, lost, words = writer.exchange_rows(comm, row, 0, capacities[-1])
+    inside = rows._replace(indices=rows.indices - comm.rank * length)
+    return sparse.add_rows(inside, length), lost, words
+
+  return switch(capacities, fullest, split)
 
 
 def _gather(
@@ -152,36 +164,33 @@ def _gather(
   chosen = bitset.pack(own != 0)
   fullest = comm.all_reduce(bitset.count(chosen), "max")
 
-  def flat(entries: Sparse, region: jax.Array) -> Sparse:
-    """Entries of regions with flat indices."""
-    return sparse.where(
-      entries.indices < length,
-      entries._replace(indices=entries.indices + length * region),
-      end,
-    )
-
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     if capacity == length:
-      regions = in_rank_order(comm, all_gather(comm, own)).reshape(-1)
-      total = threshold.read_first(
-        LazySum((regions,)), bitset.pack(regions != 0), slots
-      )
-      nothing = Sparse(
-        jnp.full((1, few), end, jnp.int32), jnp.zeros((1, few), jnp.float32)
-      )
-      return total, [nothing] * writer.codec.rounds, saturated_product(length, size - 1)
+      indices = jnp.full((1, few), end, jnp.int32)
+      nothing = Sparse(indices, jnp.zeros((1, few), jnp.float32))
+      words = saturated_product(length, size - 1)
+      total = _gather_whole(comm, own, slots)
+      return total, [nothing] * writer.codec.rounds, words
     sums = threshold.read_first(LazySum((own,)), chosen, capacity)
     rows, lost, words = writer.gather_rows(comm, sparse.as_row(sums), 1, few)
-    entries = jax.tree.map(
-      jnp.ravel,
-      flat(in_rank_order(comm, rows), jnp.arange(size, dtype=jnp.int32)[:, None]),
-    )
+    region = jnp.arange(size, dtype=jnp.int32)[:, None]
+    by_region = _flat(in_rank_order(comm, rows), region, length, end)
+    entries = jax.tree.map(jnp.ravel, by_region)
     if size * capacity > slots:
       entries = sparse.compress(entries, entries.indices < end, slots, end)
-    return (
-      sparse.resize(entries, slots, end),
-      [flat(errors, comm.rank) for errors in lost],
-      words,
-    )
+    rounded_off = [_flat(errors, comm.rank, length, end) for errors in lost]
+    return sparse.resize(entries, slots, end), rounded_off, words
 
   return switch(capacities, fullest, gather)
+
+
+def _gather_whole(comm: Comm, own: jax.Array, slots: int) -> Sparse:
+  """The non-zero sums of all regions, [slots] entries, sent as vectors."""
+  regions = in_rank_order(comm, all_gather(comm, own)).reshape(-1)
+  return threshold.read_first(LazySum((regions,)), bitset.pack(regions != 0), slots)
+
+
+def _flat(entries: Sparse, region: jax.Array, length: int, end: int) -> Sparse:
+  """Entries of regions with flat indices."""
+  whole = entries._replace(indices=entries.indices + length * region)
+  return sparse.where(entries.indices < length, whole, end)

@@ -12,6 +12,7 @@ from jaxsparse._compat import varying
 from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives._messages import (
   EncodingCollective,
+  Writer,
   agree,
   geometric,
   send_up_to,
@@ -33,10 +34,18 @@ from jaxsparse.collectives.oktopk.thresholds import (
 )
 from jaxsparse.comm import schedules
 from jaxsparse.select import threshold as by_threshold
-from jaxsparse.select.accumulator import pending_nonzero
+from jaxsparse.select.accumulator import SparseReduced, pending_nonzero
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.sparse.codec import codec_of
-from jaxsparse.types import Comm, Cost, Counters, Reduced, State, saturated_sum
+from jaxsparse.types import (
+  Comm,
+  Cost,
+  Counters,
+  Reduced,
+  Sparse,
+  State,
+  saturated_sum,
+)
 
 
 class Reused(NamedTuple):
@@ -156,86 +165,145 @@ class OkTopk(EncodingCollective):
     n = grads.size
     k = self.entries(n)
     sizes = self.sizes(n, comm.size)
-    reused: Reused = state.shared
+    reused = state.shared
     acc = LazySum((grads, state.residual))
-    exact = reused.step % self.threshold_period == 0
-    last = state.worker[0]
-    most = min(n, 2 * k)
-    local, members, selected = by_threshold.choose_reaching(
-      acc, last, exact | (last == 0), k, most
-    )
-    chosen = by_threshold.read_first(acc, members, most)
-    bounds = reused.bounds
-    if self.regions == "balanced" and comm.size > 1:
-      fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
-      bounds = _every(
-        self.region_period,
-        fresh,
-        lambda: consensus_bounds(comm, chosen.indices, n),
-        lambda: reused.bounds,
-      )
+    age = reused.step % self.threshold_period
+    exact = age == 0
+    # local threshold a_w, and the entries that reach it (Algorithm 1, lines 2 to 4)
+    local, chosen, selected = _select(acc, state.worker[0], exact, k)
+    # regions (lines 5 to 7), split and reduce (line 8, §3.1.1)
+    bounds = self._bounds(comm, reused, chosen.indices, n)
     starts = by_threshold.region_starts(chosen.indices, bounds)
     crowd = jnp.diff(starts)
     sent = by_threshold.read_regions(chosen, starts, sizes.most, n)
-    # NaN and Inf reach every threshold and are among the largest, so `sent` contains
-    # them.
-    finite, needed = agree(comm, crowd.max(), jnp.isfinite(sent.values).all())
-
     writer = self.writer(codec_of(self.wire, n), reused.step, comm.rank)
-    capacities = geometric(-(-sizes.even // 2), sizes.most, count=4)
-    rows, lost, words = send_up_to(
-      writer.exchange_rows, comm, sent, 0, capacities, needed, n
-    )
-    sums = sparse.merge(rows, n)
-
-    def follow() -> tuple[jax.Array, jax.Array]:
-      last = reused.threshold
-      if self.nudge == "search":
-        return search_near(comm, sums, last, k, n)
-      return last, count_reaching(comm, sums, last, n)
-
-    threshold, owned = _every(
-      self.threshold_period,
-      exact | (reused.threshold == 0),
-      lambda: kth_of_all(comm, sums, k, n),
-      follow,
-    )
+    sums, lost, words, finite = _split(comm, writer, sent, crowd.max(), sizes)
+    # global threshold b (lines 9 to 12)
+    threshold, owned = self._threshold(comm, reused, sums, exact, k, n)
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
+    # balance and all-gather (line 13, §3.1.2)
     kept, rounded_off, balanced, gather_words = balance_and_gather(
       comm, writer, mine, owned, sizes, self.balances(comm.size)
     )
+    # next residual: the accumulator without what was sent and delivered (line 14)
+    residual = pending_nonzero(acc, sent.indices, kept, lost + rounded_off)
 
-    delivered = sparse.count(kept, n)
-    wanted = jnp.sum(owned, dtype=jnp.int32)
-    to_others = sparse.count(sent, n) - jnp.minimum(crowd[comm.rank], sizes.most)
-    from_others = delivered - jnp.minimum(owned[comm.rank], delivered)
-    counters = Counters(
+    counters = _count(comm, writer, sizes, crowd, selected, sent, kept, owned)._replace(
       words_sent=saturated_sum(words, gather_words),
-      words_used=writer.words_used(saturated_sum(to_others, from_others), sizes.even),
-      selected=selected,
-      delivered=delivered,
-      overflow=saturated_sum(
-        selected - sparse.count(sent, n),
-        jnp.where(comm.rank == 0, wanted - delivered, 0),
-      ),
-      imbalance=imbalance(owned),
       balanced=balanced,
-      threshold_age=reused.step % self.threshold_period,
+      threshold_age=age,
     )
+    local, threshold = self._nudge(local, threshold, selected, owned, k)
+    shared = Reused(reused.step + 1, threshold, bounds)
+    total = kept._replace(values=jnp.where(finite, kept.values, jnp.nan))
+    return SparseReduced(total, State(residual, local[None], shared), counters)
+
+  def _bounds(self, comm: Comm, reused: Reused, chosen: jax.Array, n: int) -> jax.Array:
+    """The boundaries of the regions: new ones every τ steps (§3.1.1)."""
+    if self.regions != "balanced" or comm.size == 1:
+      return reused.bounds
+    fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
+    new = lambda: consensus_bounds(comm, chosen, n)
+    return _every(self.region_period, fresh, new, lambda: reused.bounds)
+
+  def _threshold(
+    self,
+    comm: Comm,
+    reused: Reused,
+    sums: Sparse,
+    exact: jax.Array,
+    k: int,
+    n: int,
+  ) -> tuple[jax.Array, jax.Array]:
+    """The global threshold b, exact every τ′ steps, and the number of sums of each worker that reach it."""
+    last = reused.threshold
+    follow = lambda: (last, count_reaching(comm, sums, last, n))
+    if self.nudge == "search":
+      follow = lambda: search_near(comm, sums, last, k, n)
+    fresh = lambda: kth_of_all(comm, sums, k, n)
+    return _every(self.threshold_period, exact | (last == 0), fresh, follow)
+
+  def _nudge(
+    self,
+    local: jax.Array,
+    threshold: jax.Array,
+    selected: jax.Array,
+    owned: jax.Array,
+    k: int,
+  ) -> tuple[jax.Array, jax.Array]:
+    """The thresholds a_w and b of the next step."""
     if self.nudge == "search":
       local = nudge_in_proportion(local, selected, k)
     elif self.nudge == "fixed":
       local = nudge_by_factor(local, selected, k)
+      wanted = jnp.sum(owned, dtype=jnp.int32)
       threshold = nudge_by_factor(threshold, wanted, k)
-    residual = pending_nonzero(acc, sent.indices, kept, lost + rounded_off)
-    next_state = State(
-      residual, local[None], Reused(reused.step + 1, threshold, bounds)
-    )
-    return Reduced(
-      kept._replace(values=jnp.where(finite, kept.values, jnp.nan)),
-      next_state,
-      counters,
-    )
+    return local, threshold
+
+
+def _select(
+  acc: LazySum, last: jax.Array, exact: jax.Array, k: int
+) -> tuple[jax.Array, Sparse, jax.Array]:
+  """The local threshold, exact where due; the entries that reach it, at most 2k; and how many do."""
+  most = min(acc.size, 2 * k)
+  local, members, selected = by_threshold.choose_reaching(
+    acc, last, exact | (last == 0), k, most
+  )
+  return local, by_threshold.read_first(acc, members, most), selected
+
+
+def _split(
+  comm: Comm, writer: Writer, sent: Sparse, fullest: jax.Array, sizes: Sizes
+) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
+  """Sends each region to its owner: split and reduce (§3.1).
+
+  Args:
+    comm: the workers.
+    writer: encodes messages.
+    sent: [P, most] entries of the regions.
+    fullest: i32[], the largest number of entries of a region.
+    sizes: the capacities of messages.
+
+  Returns:
+    The sums of the own region, added in rank order; the rounding errors of messages;
+    the words sent; and whether the entries of all workers are finite. NaN and Inf reach
+    every threshold and are among the largest, so `sent` contains them.
+  """
+  n = writer.codec.length
+  finite, needed = agree(comm, fullest, jnp.isfinite(sent.values).all())
+  capacities = geometric(-(-sizes.even // 2), sizes.most, count=4)
+  rows, lost, words = send_up_to(
+    writer.exchange_rows, comm, sent, 0, capacities, needed, n
+  )
+  return sparse.merge(rows, n), lost, words, finite
+
+
+def _count(
+  comm: Comm,
+  writer: Writer,
+  sizes: Sizes,
+  crowd: jax.Array,
+  selected: jax.Array,
+  sent: Sparse,
+  kept: Sparse,
+  owned: jax.Array,
+) -> Counters:
+  """The counters of an all-gather that delivers `kept` of the selected sums, of which each worker has `owned`."""
+  n = writer.codec.length
+  delivered = sparse.count(kept, n)
+  undelivered = jnp.sum(owned, dtype=jnp.int32) - delivered
+  fitting = sparse.count(sent, n)
+  to_others = fitting - jnp.minimum(crowd[comm.rank], sizes.most)
+  from_others = delivered - jnp.minimum(owned[comm.rank], delivered)
+  return Counters(
+    words_used=writer.words_used(saturated_sum(to_others, from_others), sizes.even),
+    selected=selected,
+    delivered=delivered,
+    overflow=saturated_sum(
+      selected - fitting, jnp.where(comm.rank == 0, undelivered, 0)
+    ),
+    imbalance=imbalance(owned),
+  )
 
 
 def _every(period: int, due: jax.Array, fresh: Callable, reused: Callable) -> Any:

@@ -1,5 +1,6 @@
 """Regions of Ok-Topk, and balancing: owners with far more selected sums than the mean send some to others."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -117,15 +118,8 @@ def balance_and_gather(
     gathered blocks f32[], words sent u32[]).
   """
   n = writer.codec.length
-  packed = sparse.compress(mine, mine.indices < n, mine.indices.size, n)
-  region = jnp.stack([jnp.int32(0), owned[comm.rank]])
-  block = by_threshold.read_regions(packed, region, sizes.direct, n)
-
-  def gather(block: Sparse) -> tuple[Sparse, list[Sparse], jax.Array]:
-    """The blocks of all workers in rows of `direct` slots, concatenated, the rounding errors and the words sent."""
-    rows, lost, words = writer.gather_rows(comm, block, 1, sizes.direct)
-    return jax.tree.map(jnp.ravel, sparse.resize(rows, sizes.direct, n)), lost, words
-
+  block = _own_block(comm, mine, owned, sizes, n)
+  gather = functools.partial(_gather, comm, writer, most=sizes.direct)
   shape = comm.size, sizes.even
   # of the messages that balance
   nothing = Sparse(jnp.full(shape, n, jnp.int32), jnp.zeros(shape, jnp.float32))
@@ -143,12 +137,33 @@ def balance_and_gather(
 
   if not balances:
     return switch(sizes.blocks, owned.max(), direct)
+  return switch(sizes.blocks, _needed(owned, sizes), direct, balanced)
+
+
+def _own_block(
+  comm: Comm, mine: Sparse, owned: jax.Array, sizes: Sizes, n: int
+) -> Sparse:
+  """The largest sums of the own region, [1, direct] entries."""
+  packed = sparse.compress(mine, mine.indices < n, mine.indices.size, n)
+  region = jnp.stack([jnp.int32(0), owned[comm.rank]])
+  return by_threshold.read_regions(packed, region, sizes.direct, n)
+
+
+def _needed(owned: jax.Array, sizes: Sizes) -> jax.Array:
+  """Entries of the fullest block, i32[], at most `direct`; more than that where owners are to be balanced (§5.3)."""
+  most = owned.max()
   cheap = max(capacity for capacity in sizes.blocks if capacity <= 2 * sizes.even)
-  unbalanced = (imbalance(owned) > TRIGGER) & (owned.max() > cheap)
-  needed = jnp.where(
-    unbalanced, sizes.direct + 1, jnp.minimum(owned.max(), sizes.direct)
-  )
-  return switch(sizes.blocks, needed, direct, balanced)
+  unbalanced = (imbalance(owned) > TRIGGER) & (most > cheap)
+  return jnp.where(unbalanced, sizes.direct + 1, jnp.minimum(most, sizes.direct))
+
+
+def _gather(
+  comm: Comm, writer: Writer, block: Sparse, most: int
+) -> tuple[Sparse, list[Sparse], jax.Array]:
+  """The blocks of all workers in rows of `most` slots, concatenated, the rounding errors and the words sent."""
+  rows, lost, words = writer.gather_rows(comm, block, 1, most)
+  resized = sparse.resize(rows, most, writer.codec.length)
+  return jax.tree.map(jnp.ravel, resized), lost, words
 
 
 def balance(
@@ -176,41 +191,56 @@ def balance(
   """
   n = writer.codec.length
   mean = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
-  above = jnp.maximum(owned - mean, 0)
-  below = jnp.maximum(mean - owned, 0)
-  _, order = jax.lax.top_k(
-    jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0), mine.indices.size
-  )
+  magnitudes = jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0)
+  _, order = jax.lax.top_k(magnitudes, mine.indices.size)
   # the largest magnitude first, empty slots last
   ordered = Sparse(mine.indices[order], mine.values[order])
   # at least 0 for surplus entries
   beyond = jnp.arange(ordered.indices.size, dtype=jnp.int32) - mean
-  start = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank]
-  free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
-  slots = bitset.nonzero(bitset.pack(free.ravel()), free.size)
-  first, slot = (
-    slots[jnp.clip(start + place, 0, free.size - 1)] for place in (0, beyond)
-  )
-  turn = slot // comm.size
-  worker = slot % comm.size
-  # The free slots before the first one of this rank are for lower ranks.
-  column = turn - jnp.minimum(
-    below[worker], first // comm.size + (worker < first % comm.size).astype(jnp.int32)
-  )
-  moves = (
-    (beyond >= 0)
-    & (ordered.indices < n)
-    & (start + beyond < jnp.sum(below, dtype=jnp.int32))
-  )
-  place = jnp.where(moves, worker * even + column, comm.size * even)
+  has_slot, worker, column = _free_slots(comm, owned, mean, even, beyond)
+  moves = (beyond >= 0) & (ordered.indices < n) & has_slot
+  slot = jnp.where(moves, worker * even + column, comm.size * even)
   empty = (
     jnp.full(comm.size * even, n, jnp.int32),
     jnp.zeros(comm.size * even, jnp.float32),
   )
-  put = lambda row, new: sparse.put(row, place, new).reshape(comm.size, even)
+  put = lambda row, new: sparse.put(row, slot, new).reshape(comm.size, even)
   moved = jax.tree.map(put, Sparse(*empty), ordered)
   received, lost, words = writer.exchange_rows(comm, moved, 2, even)
   together = sparse.concatenate(
     [sparse.where(beyond < 0, ordered, n), jax.tree.map(jnp.ravel, received)]
   )
   return sparse.compress(together, together.indices < n, even, n), lost, words
+
+
+def _free_slots(
+  comm: Comm, owned: jax.Array, mean: jax.Array, even: int, surplus: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Where surplus entries of this worker go.
+
+  Args:
+    comm: the workers.
+    owned: i32[P], the number of entries of each worker.
+    mean: i32[], the number of entries of a worker after balancing.
+    even: the largest number of it.
+    surplus: i32[c], numbers of surplus entries of this worker, from 0.
+
+  Returns:
+    (has_slot, worker, column), [c] each: whether there is a free slot for the entry,
+    whose it is, and its number in the message to that worker.
+  """
+  above = jnp.maximum(owned - mean, 0)
+  below = jnp.maximum(mean - owned, 0)
+  start = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank]
+  free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
+  slots = bitset.nonzero(bitset.pack(free.ravel()), free.size)
+  first, slot = (
+    slots[jnp.clip(start + number, 0, free.size - 1)] for number in (0, surplus)
+  )
+  turn = slot // comm.size
+  worker = slot % comm.size
+  # The free slots before the first one of this rank are for lower ranks.
+  is_lower = (worker < first % comm.size).astype(jnp.int32)
+  column = turn - jnp.minimum(below[worker], first // comm.size + is_lower)
+  has_slot = start + surplus < jnp.sum(below, dtype=jnp.int32)
+  return has_slot, worker, column

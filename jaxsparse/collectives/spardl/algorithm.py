@@ -16,6 +16,7 @@ from jaxsparse.collectives._messages import (
 )
 from jaxsparse.collectives.spardl.teams import Adaptive, Summed, adapt, b_sag, r_sag
 from jaxsparse.comm import schedules
+from jaxsparse.select.accumulator import SparseReduced
 from jaxsparse.select.blocks import Blocks, LazySum
 from jaxsparse.select.selectors import Accumulator
 from jaxsparse.sparse import bitset
@@ -162,48 +163,23 @@ class SparDL(SelectingCollective):
     # block alike.
     writer = self.writer(self.chosen_codec(blocks.length), state.shared.step, team.rank)
 
-    acc, chosen, sent = reduce_scatter(
-      team, self.selection.start(blocks, state.worker), writer
-    )
-    summed = Summed(
-      Sparse(chosen.indices[:1], chosen.values[:1]), [], None, jnp.uint32(0)
-    )
-    if self.is_bruck:
-      summed = b_sag(
-        same_block, summed.own, state.shared.adaptive.h, capacities, writer
-      )
-    elif self.teams > 1:
-      summed = r_sag(same_block, summed.own, writer)
-
-    # N is needed in the next step only, so it travels with the blocks.
+    # Spar-Reduce-Scatter inside teams (§3.1; Algorithm 1, lines 1 to 10)
+    start = self.selection.start(blocks, state.worker)
+    acc, chosen, sent = reduce_scatter(team, start, writer)
+    # Spar-All-Gather: the own block is summed over teams (§3.3)
+    summed = self._add_teams(same_block, chosen, state, capacities, writer)
+    # All-gather inside teams (line 11); N is needed in the next step only, so it
+    # travels with the blocks.
     merged, delivered, errors, gather_words = writer.gather_rows_with(
       summed.merged, team, summed.own, 0, k_block
     )
-    for entries in summed.returned:
-      acc = acc.add(entries)
-    for entries in errors:  # each team has the same
-      acc = acc.add(entries._replace(values=entries.values / self.teams))
-
-    gone_at = delivered.indices if self.residual == "global" else chosen.indices
-    if self.residual == "partial":
-      members = bitset.insert(
-        bitset.empty(grads.size), blocks.flat_indices(delivered.indices), grads.size
-      )
-      gone_at = jnp.where(
-        bitset.contains(members, blocks.flat_indices(gone_at)), gone_at, blocks.length
-      )
-    if self.residual != "global":  # ablations: nothing stays of what was sent
-      sent = Sparse(gone_at, jnp.zeros(gone_at.shape, jnp.float32))
-    residual = acc.pending(gone_at, sent)
-    words = saturated_sum(
-      words_of(writer.codec, team.size, k_block), summed.words, gather_words
-    )
+    # Global residual collection (§3.2; lines 12 to 14)
+    acc = self._add_back(acc, summed.returned, errors)
+    residual = acc.pending(*self._gone(blocks, chosen, delivered, sent))
+    scatter_words = words_of(writer.codec, team.size, k_block)
+    words = saturated_sum(scatter_words, summed.words, gather_words)
     selected = self.count_chosen(chosen, blocks.length)
-    used = words
-    if not self.selection.fills_slots:
-      used = (
-        words.astype(jnp.float32) * selected.astype(jnp.float32) / (k_block * team.size)
-      )
+    used = self._used(words, selected, k_block * team.size)
     delivers = jnp.count_nonzero(delivered.values)
     counters = Counters(words, used, selected=selected, delivered=delivers)
     adaptive: Any = ()
@@ -213,9 +189,57 @@ class SparDL(SelectingCollective):
       adaptive = adapt(state.shared.adaptive, merged, capacities[0], k_block)
     memory = self.selection.next(state.worker, chosen, blocks.length)
     total = Sparse(blocks.flat_indices(delivered.indices), delivered.values)
-    return Reduced(
+    return SparseReduced(
       total, State(residual, memory, Shared(adaptive, writer.next_step)), counters
     )
+
+  def _add_teams(
+    self,
+    same_block: Comm,
+    chosen: Sparse,
+    state: State,
+    capacities: tuple[int, ...],
+    writer: Writer,
+  ) -> Summed:
+    """The sum over teams of the own block, row 0 of `chosen`."""
+    own = Sparse(chosen.indices[:1], chosen.values[:1])
+    if self.is_bruck:
+      return b_sag(same_block, own, state.shared.adaptive.h, capacities, writer)
+    if self.teams > 1:
+      return r_sag(same_block, own, writer)
+    return Summed(own, [], None, jnp.uint32(0))
+
+  def _add_back(
+    self, acc: Accumulator, returned: list[Sparse], errors: list[Sparse]
+  ) -> Accumulator:
+    """The accumulator with what was dropped or rounded off on the way."""
+    for entries in returned:
+      acc = acc.add(entries)
+    for entries in errors:  # each team has the same
+      acc = acc.add(entries._replace(values=entries.values / self.teams))
+    return acc
+
+  def _used(self, words: jax.Array, selected: jax.Array, slots: int) -> jax.Array:
+    """The words that carry an entry, where `selected` of so many slots are filled."""
+    if self.selection.fills_slots:
+      return words
+    return words.astype(jnp.float32) * selected.astype(jnp.float32) / slots
+
+  def _gone(
+    self, blocks: Blocks, chosen: Sparse, delivered: Sparse, sent: Sparse
+  ) -> tuple[jax.Array, Sparse]:
+    """Block-relative indices that leave the residual, and what was sent there with its rounding errors."""
+    if self.residual == "global":
+      return delivered.indices, sent
+    # ablations: nothing stays of what was sent (§4.1.3)
+    indices = chosen.indices
+    if self.residual == "partial":
+      n = blocks.x.size
+      flat = blocks.flat_indices(delivered.indices)
+      members = bitset.insert(bitset.empty(n), flat, n)
+      is_delivered = bitset.contains(members, blocks.flat_indices(indices))
+      indices = jnp.where(is_delivered, indices, blocks.length)
+    return indices, Sparse(indices, jnp.zeros(indices.shape, jnp.float32))
 
 
 def reduce_scatter(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxsparse.partial.net.messages import Group, Piece, PieceKind
+from jaxsparse.partial.net.messages import Piece, PieceKind, WorkerGroup
 
 
 class Average:
@@ -31,7 +31,7 @@ class Average:
     result: f32[n], the average once `done`.
 
   Example:
-    >>> group = Group((0, 1), (0.75, 0.25), 1)
+    >>> group = WorkerGroup((0, 1), (0.75, 0.25), 1)
     >>> models = np.zeros(3, np.float32), np.full(3, 4, np.float32)
     >>> members = [Average(group, me, models[me], models[0]) for me in (0, 1)]
     >>> pieces = [*members[0].begin(), *members[1].begin()]
@@ -42,7 +42,9 @@ class Average:
     (True, array([1., 1., 1.], dtype=float32))
   """
 
-  def __init__(self, group: Group, me: int, model: np.ndarray, initial: np.ndarray):
+  def __init__(
+    self, group: WorkerGroup, me: int, model: np.ndarray, initial: np.ndarray
+  ):
     self.group = group
     self._me = me
     self._model = model

@@ -9,10 +9,11 @@ another worker.
 import abc
 import logging
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxsparse.arrays.flatten import flatten
 from jaxsparse.partial.net.alike import REFUSALS, first_not_finite
@@ -24,13 +25,15 @@ _all_finite = jax.jit(lambda vector: jnp.isfinite(vector).all())
 class BaseWorker(abc.ABC):
   """A worker; it leaves when its `with` block ends."""
 
-  def __init__(self, number: int, entries: int, unflatten: Callable[[jax.Array], Any]):
+  def __init__(
+    self, number: int, entries: int, unflatten: Callable[[jax.Array], optax.Params]
+  ):
     self.number = number
     self.refused = 0  # models of this worker in succession that were not finite
     self._entries = entries
     self._unflatten = unflatten
 
-  def reduce(self, params: Any, iteration: int) -> tuple[Any, int]:
+  def reduce(self, params: optax.Params, iteration: int) -> tuple[optax.Params, int]:
     """Averages with a group. If the average fails, it is repeated with another group until one succeeds.
 
     Parameters with NaN or Inf enter no average: a log message names the worker and the
@@ -57,7 +60,9 @@ class BaseWorker(abc.ABC):
     """
     return self._average(WorkerMessage.READY, params, iteration)
 
-  def synchronize(self, params: Any, iteration: int) -> tuple[Any, int]:
+  def synchronize(
+    self, params: optax.Params, iteration: int
+  ) -> tuple[optax.Params, int]:
     """Averages with all workers that have not left, for an evaluation or at the end; waits until all of them call it.
 
     Arguments, results and errors are those of `reduce`, which it may follow without a
@@ -79,8 +84,8 @@ class BaseWorker(abc.ABC):
     self.leave()
 
   def _average(
-    self, kind: WorkerMessage, params: Any, iteration: int
-  ) -> tuple[Any, int]:
+    self, kind: WorkerMessage, params: optax.Params, iteration: int
+  ) -> tuple[optax.Params, int]:
     vector = flatten(params)[0]
     if vector.size != self._entries:
       raise ValueError(

@@ -3,7 +3,7 @@
 A pure state machine without clock, network or models. Each call tells it what a worker
 has done; it returns the groups that can be formed now:
 
-    ready(2, 7) ──> signal queue ──> group filter ──> weights ──> Group((0, 2, 5), (1/3, 1/3, 1/3), iteration 7)
+    ready(2, 7) ──> signal queue ──> group filter ──> weights ──> WorkerGroup((0, 2, 5), (1/3, 1/3, 1/3), iteration 7)
                      2, 5, 0             ^                           │
                                          └── components ─────────────┘
 
@@ -37,7 +37,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.partial.net.messages import Group, Rejected
+from jaxsparse.partial.net.messages import Rejected, WorkerGroup
 
 Missing = Literal["initial", "closest"]
 # iterations to weights, and the initial model's
@@ -86,7 +86,7 @@ class Controller:
     >>> controller.ready(3, iteration=1)
     []
     >>> controller.ready(0, iteration=2)
-    [Group(members=(0, 3), weights=(0.5, 0.5), iteration=2, initial=0.0, number=1, links=(), leaving=())]
+    [WorkerGroup(members=(0, 3), weights=(0.5, 0.5), iteration=2, initial=0.0, number=1, links=(), leaving=())]
 
   The paper's §3 and §4.
   """
@@ -128,7 +128,7 @@ class Controller:
     # the last signalled iteration of each worker that has not left
     self._last = dict.fromkeys(range(workers), -1)
     self._group: dict[
-      int, Group
+      int, WorkerGroup
     ] = {}  # the last group of each worker, until its next signal
     # workers that the filter does not wait for, until their next group
     self._absent: set[int] = set()
@@ -160,7 +160,7 @@ class Controller:
     """The size of the next group: P, or fewer if fewer workers are left that do not wait for the average of all."""
     return min(self.group_size, len(self._active))
 
-  def ready(self, worker: int, iteration: int) -> list[Group]:
+  def ready(self, worker: int, iteration: int) -> list[WorkerGroup]:
     """A worker has done `iteration` iterations and is ready to average; returns the groups that can be formed now.
 
     Raises:
@@ -169,7 +169,7 @@ class Controller:
     """
     return self._wait(worker, iteration, self._queue)
 
-  def release(self) -> list[Group]:
+  def release(self) -> list[WorkerGroup]:
     """The ready workers have waited long enough: if they are `held`, the others are absent until their next group.
 
     Called by `js.partial.Server` and `js.partial.Devices` when a worker has been ready
@@ -182,7 +182,7 @@ class Controller:
       self._begin_to_connect()
     return self._form_groups()
 
-  def synchronize(self, worker: int, iteration: int) -> list[Group]:
+  def synchronize(self, worker: int, iteration: int) -> list[WorkerGroup]:
     """A worker waits for the average of all workers that have not left, each with the same weight.
 
     Until then it is in no other group. The call may follow a group without an iteration
@@ -190,7 +190,7 @@ class Controller:
     """
     return self._wait(worker, iteration, self._for_all)
 
-  def failed(self, worker: int, number: int) -> list[Group]:
+  def failed(self, worker: int, number: int) -> list[WorkerGroup]:
     """A worker could not average with group `number`: that group no longer counts, the worker may signal again.
 
     Raises:
@@ -213,7 +213,7 @@ class Controller:
     self._last[worker] = -1
     self._group.pop(worker, None)
 
-  def leave(self, worker: int) -> list[Group]:
+  def leave(self, worker: int) -> list[WorkerGroup]:
     """A worker ends or is dead: groups are formed without it."""
     self._check(worker)
     del self._last[worker]
@@ -222,7 +222,7 @@ class Controller:
     self._absent.discard(worker)
     return self._form_groups()
 
-  def join(self, worker: int) -> list[Group]:
+  def join(self, worker: int) -> list[WorkerGroup]:
     """A worker that has left takes part again."""
     self._check_number(worker)
     if worker in self._last:
@@ -231,7 +231,9 @@ class Controller:
     self._begin_to_connect()
     return self._form_groups()
 
-  def _wait(self, worker: int, iteration: int, queue: dict[int, int]) -> list[Group]:
+  def _wait(
+    self, worker: int, iteration: int, queue: dict[int, int]
+  ) -> list[WorkerGroup]:
     """Lets a worker wait in a queue for the average of its group or of all."""
     self._check(worker)
     if not isinstance(iteration, int) or not 0 <= iteration <= MAX_ITERATION:
@@ -276,7 +278,7 @@ class Controller:
     """The workers that groups are formed of: those that do not wait for the average of all."""
     return [worker for worker in self._last if worker not in self._for_all]
 
-  def _form_groups(self) -> list[Group]:
+  def _form_groups(self) -> list[WorkerGroup]:
     formed = []
     while members := self._next_members():
       formed.append(self._make_group(members, self._queue, self._weigh))
@@ -290,11 +292,11 @@ class Controller:
 
   def _make_group(
     self, members: list[int], waiting: dict[int, int], weigh: Weigh
-  ) -> Group:
+  ) -> WorkerGroup:
     self._formed += 1
     iterations = {member: waiting.pop(member) for member in sorted(members)}
     weights, initial = weigh(list(iterations.values()))
-    group = Group(
+    group = WorkerGroup(
       tuple(iterations), weights, max(iterations.values()), initial, self._formed
     )
     self._group.update(dict.fromkeys(iterations, group))
@@ -345,7 +347,7 @@ class Controller:
     self._component = {
       worker: _ABSENT if worker in self._absent else worker for worker in self._last
     }
-    self._count = 0  # of the groups since
+    self._count = 0  # groups since
 
 
 def constant_weights(iterations: Sequence[int]) -> tuple[tuple[float, ...], float]:

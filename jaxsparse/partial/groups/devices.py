@@ -6,7 +6,7 @@ the collective, and every member continues with its own device's shard:
 
     thread 0 ── reduce ─> waits ··················· mean on device 0 ─>
     thread 1 ── computes ──────── reduce ─> waits ················          no group yet
-    thread 2 ── computes ─ reduce ─> Group(0, 2) ─> mean on device 2 ─>
+    thread 2 ── computes ─ reduce ─> WorkerGroup(0, 2) ─> mean on device 2 ─>
 
 The program of a group is compiled at its first use, or by `warm_up` before training.
 """
@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse import _compat
@@ -30,7 +31,7 @@ from jaxsparse.arrays.flatten import flatten
 from jaxsparse.partial.groups.base import BaseWorker
 from jaxsparse.partial.groups.controller import Controller
 from jaxsparse.partial.net.alike import check_start
-from jaxsparse.partial.net.messages import Group, WorkerMessage
+from jaxsparse.partial.net.messages import WorkerGroup, WorkerMessage
 
 _AXIS = "group"
 _SPLIT = PartitionSpec(_AXIS)
@@ -70,7 +71,7 @@ class Devices:
   """
 
   def __init__(
-    self, controller: Controller, devices: Sequence[jax.Device], params: Any
+    self, controller: Controller, devices: Sequence[jax.Device], params: optax.Params
   ):
     if (different := len(set(devices))) != controller.workers:
       raise ValueError(
@@ -83,7 +84,7 @@ class Devices:
     self.params = params
     self.entries = vector.size
     self._initial = [jax.device_put(vector, device) for device in devices]
-    self._lock = threading.Lock()  # of the controller, and of the two that follow
+    self._lock = threading.Lock()  # guards the controller, and the two that follow
     self._waiting: dict[
       int, tuple[jax.Array, int, futures.Future]
     ] = {}  # for a group: model, iteration, and answer
@@ -119,7 +120,7 @@ class Devices:
   ) -> _Model:
     """The answer to a worker's signal; ready workers are released each time that it has waited for `patience`."""
     answer = futures.Future[_Model]()
-    groups = list[Group]()
+    groups = list[WorkerGroup]()
     (vector, iteration) = model
     with self._lock:
       if kind == WorkerMessage.NOT_FINITE:
@@ -164,7 +165,7 @@ class Devices:
       else:
         answer.set_exception(FloatingPointError())
 
-  def _average(self, groups: list[Group]) -> None:
+  def _average(self, groups: list[WorkerGroup]) -> None:
     for group in groups:
       with self._lock:
         models, _, answers = zip(
@@ -179,7 +180,7 @@ class Devices:
           answer.set_exception(error)
 
   def _means(
-    self, group: Group, models: Sequence[jax.Array]
+    self, group: WorkerGroup, models: Sequence[jax.Array]
   ) -> dict[jax.Device, jax.Array]:
     """The average at each device of a group."""
     program, sharding = self._program(group.members)

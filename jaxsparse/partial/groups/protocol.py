@@ -2,7 +2,7 @@
 
 Events go in with the time at which they happen:
 
-    Request(READY, model) ──┐                         ┌──> tell(Signal(READY, …))    the server
+    GroupRequest(READY, model) ──┐                         ┌──> tell(Signal(READY, …))    the server
     Answer(GROUP)         ──┼──> handle(event, now) ──┼──> send(address, piece)      to another member of the group
     Piece(PART, …)        ──┘                         └──> reply(average)            to the training loop
 
@@ -57,7 +57,7 @@ class Model(NamedTuple):
   iteration: int
 
 
-class Request(NamedTuple):
+class GroupRequest(NamedTuple):
   """Event: the training loop asks for something; every request but BYE has one reply.
 
   READY averages `model` with a group, SYNCHRONIZE with all workers; NOT_FINITE gets the
@@ -69,7 +69,7 @@ class Request(NamedTuple):
   model: Model | None = None
 
 
-Event = Request | Answer | Piece | Progress | Unreachable
+Event = GroupRequest | Answer | Piece | Progress | Unreachable
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,7 +84,7 @@ class GroupProtocol:
     Signal(kind=<WorkerMessage.HELLO: 1>, worker=3, value=0, address='tcp://127.0.0.1:9', position=...)
     >>> protocol.handle(Answer(ServerMessage.WELCOME, {"limit": 5.0, "donor": None}), 0.2)
     Model(vector=array([0., 0.], dtype=float32), iteration=0)
-    >>> protocol.handle(Request(WorkerMessage.READY, Model(np.ones(2, np.float32), 1)), 0.3)
+    >>> protocol.handle(GroupRequest(WorkerMessage.READY, Model(np.ones(2, np.float32), 1)), 0.3)
     Signal(kind=<WorkerMessage.READY: 2>, worker=3, value=1, address='', position=...)
   """
 
@@ -109,9 +109,9 @@ class GroupProtocol:
       return
     membership.now = now
     match event:
-      case Request(WorkerMessage.BYE):
+      case GroupRequest(WorkerMessage.BYE):
         self._leave()
-      case Request():
+      case GroupRequest():
         self._request = event.kind
         self.model = event.model or self.model
         if membership.open_request():

@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 
-def save(path: pathlib.Path | None, params: Any, iteration: int) -> str:
+def save(path: pathlib.Path | None, params: optax.Params, iteration: int) -> str:
   """Saves a worker's parameters for `restore`, if there are trained ones; says where, or why not.
 
   Leaves are saved as float32, as averages are: numpy's file format has no bfloat16.
@@ -53,7 +54,9 @@ def remove_temporary(path: pathlib.Path) -> None:
       other.unlink(missing_ok=True)
 
 
-def restore(path: str | os.PathLike[str], like: Any) -> tuple[Any, int]:
+def restore(
+  path: str | os.PathLike[str], like: optax.Params
+) -> tuple[optax.Params, int]:
   """Reads the parameters and the iteration that a worker saved when its controller was lost.
 
   Args:

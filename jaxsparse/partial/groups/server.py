@@ -11,10 +11,10 @@ import dataclasses
 from jaxsparse.partial.groups.controller import Controller
 from jaxsparse.partial.net.membership import Member, Members
 from jaxsparse.partial.net.messages import (
-  Group,
   Rejected,
   ServerMessage,
   Signal,
+  WorkerGroup,
   WorkerMessage,
 )
 
@@ -26,9 +26,9 @@ class GroupMember(Member):
   step_began: float = 0.0  # when it joined, or its last group was formed
   # once it is ready: until when it waits for the group filter, as long as its step took
   waits_until: float = 0.0
-  iteration: int = 0  # of its model; 0 if that is not trained, or not finite
+  iteration: int = 0  # iteration of its model; 0 if that is not trained, or not finite
   seeks: bool = False  # its model is not finite, and there is no donor for it yet
-  group: Group | None = None  # the last one
+  group: WorkerGroup | None = None  # the last one
   # how often it has repeated HELLO: each names the next donor, it may not reach all of
   # them
   hellos: int = -1
@@ -37,7 +37,7 @@ class GroupMember(Member):
 class GroupServer:
   """The server's protocol.
 
-    receive(connection, frames, now) ──> Controller.ready(…) ──> Group(…) ──> send(connection, frame) to each member
+    receive(connection, frames, now) ──> Controller.ready(…) ──> WorkerGroup(…) ──> send(…) to each member
     tick(now)                        ──> heartbeats, dead workers are dropped, ready workers are released
 
   Args:
@@ -139,7 +139,7 @@ class GroupServer:
       self._abort(worker, member.group)
     self._announce(groups)
 
-  def _announce(self, groups: list[Group]) -> None:
+  def _announce(self, groups: list[WorkerGroup]) -> None:
     for formed in groups:
       group = formed._replace(number=formed.number + self._first)
       for worker in group.members:
@@ -149,7 +149,7 @@ class GroupServer:
         member.step_began = self.members.now
       self.members.tell_group(group)
 
-  def _abort(self, worker: int, group: Group | None) -> None:
+  def _abort(self, worker: int, group: WorkerGroup | None) -> None:
     """Tells the other members of a worker's group that it sends no more pieces; those that need none ignore that."""
     if group:
       others = [member for member in group.members if member != worker]

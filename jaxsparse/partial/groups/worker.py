@@ -8,16 +8,16 @@ process that dies inside one ends or blocks all other processes, and cannot retu
 
 import os
 import pathlib
-from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jaxsparse.arrays.flatten import flatten
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial.groups import saving
 from jaxsparse.partial.groups.base import BaseWorker
-from jaxsparse.partial.groups.protocol import GroupProtocol, Model, Request
+from jaxsparse.partial.groups.protocol import GroupProtocol, GroupRequest, Model
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.alike import Alike, check_start
 from jaxsparse.partial.net.endpoint import ControllerLost, Endpoint
@@ -76,7 +76,7 @@ class Worker(BaseWorker):
     self,
     address: str,
     number: int,
-    params: Any,
+    params: optax.Params,
     *,
     save: str | os.PathLike[str] | None = None,
     bind: str = sockets.LOOPBACK,
@@ -114,14 +114,14 @@ class Worker(BaseWorker):
     Waits for its last pieces to be sent, unless a worker that needs them has died, or
     has taken no byte for 5 s.
     """
-    self._endpoint.post(Request(WorkerMessage.BYE))
+    self._endpoint.post(GroupRequest(WorkerMessage.BYE))
     self._endpoint.join()
 
   def _ask(
     self, kind: WorkerMessage, vector: jax.Array, iteration: int
   ) -> tuple[jax.Array, int]:
     self._endpoint.post(
-      Request(
+      GroupRequest(
         kind,
         None
         if kind == WorkerMessage.NOT_FINITE

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxsparse.arrays.flatten import (
   all_finite,
@@ -22,7 +23,7 @@ from jaxsparse.partial.net import strict_json
 # characters of a part; that of a model with some ten thousand leaves is replaced by its
 # digest
 _LONGEST = 1 << 19
-MOST_ID = 1 << 62  # of a lineage, whose ids are digests of 62 bits
+MOST_ID = 1 << 62  # ids of a lineage are digests of 62 bits
 
 
 REFUSALS = (
@@ -30,7 +31,7 @@ REFUSALS = (
 )
 
 
-def first_not_finite(params: Any) -> str | None:
+def first_not_finite(params: optax.Params) -> str | None:
   """The path of the first leaf with NaN or Inf (in float32); None if there is none.
 
   Example:
@@ -50,7 +51,7 @@ def first_not_finite(params: Any) -> str | None:
   return None
 
 
-def check_start(params: Any) -> None:
+def check_start(params: optax.Params) -> None:
   """Raises TypeError or ValueError with the name of the leaf if training cannot start from a model.
 
   Example:
@@ -97,7 +98,9 @@ class Alike(NamedTuple):
   lineage: tuple[int, ...] = ()
 
   @classmethod
-  def of(cls, params: Any, start: Any = None, **options: Any) -> Self:
+  def of(
+    cls, params: optax.Params, start: optax.Params | None = None, **options: Any
+  ) -> Self:
     """That of a worker that starts from `params`, and has options with short representations.
 
     Args:

@@ -89,11 +89,11 @@ class Endpoint:
     )
     self._transfers = Transfers()
     self._assembly = Assembly(longest // 4)
-    self._transfer: zmq.MessageTracker | None = None  # of the model that was sent last
+    self._transfer: zmq.MessageTracker | None = None  # the model that was sent last
     self._servers = itertools.cycle(servers)
     self._connect()
     self._lock = threading.Lock()
-    self._closing = False  # of `_wake_up`, which other threads use
+    self._closing = False  # guards `_wake_up`, which other threads use
     self._wake_up, posted = (self._network.context.socket(zmq.PAIR) for _ in range(2))
     posted.bind("inproc://events")
     self._wake_up.connect("inproc://events")

@@ -17,7 +17,7 @@ as "taken" once the worker that has joined was heard after it.
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from jaxsparse.partial.net import messages, transfers
 from jaxsparse.partial.net.alike import Alike
@@ -58,6 +58,16 @@ class Progress(NamedTuple):
   address: str
 
 
+class Relay(Protocol):
+  """What signals and answers of a worker pass through, where it is one of several processes."""
+
+  def relay_signal(self, signal: Signal) -> None:
+    """A signal to the server."""
+
+  def relay_answer(self, answer: Any) -> None:
+    """An answer to the training loop."""
+
+
 @dataclasses.dataclass(eq=False)
 class Membership:
   """The place of one worker at its server, which is in one of several states.
@@ -68,7 +78,7 @@ class Membership:
   ended       the worker has left, was rejected, or has lost the server; nothing happens any more
   """
 
-  number: int  # of this worker
+  number: int  # this worker's
   address: str  # where other workers reach this one
   timeout: float  # how long to wait for WELCOME, and for each message of another worker
   now: float
@@ -93,13 +103,14 @@ class Membership:
   )
   # whether a request of the training loop is open; the first one is that for a start
   waits: bool = True
-  # of the workers of whom the server has told it
+  # addresses of the workers of whom the server has told it
   addresses: dict[int, str] = dataclasses.field(default_factory=dict)
   # once the server is lost, which message has not come for how many seconds
   lost: tuple[str, float] = (
     "",
     0.0,
   )
+  relay: Relay | None = None
 
   def __post_init__(self) -> None:
     self.server_until = self.now + self.limit  # for the next message of the server
@@ -137,7 +148,8 @@ class Membership:
 
   def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
     """Sends a signal to the server."""
-    self.tell_server(Signal(kind, self.number, value, position=self.position, **facts))
+    tell = self.relay.relay_signal if self.relay else self.tell_server
+    tell(Signal(kind, self.number, value, position=self.position, **facts))
 
   def repeat_signal(
     self, hello: WorkerMessage = WorkerMessage.HELLO, undelivered: int = 0
@@ -169,9 +181,9 @@ class Membership:
         if address
       }
 
-  def parse_group(self, content: dict[str, Any]) -> messages.Group:
+  def parse_group(self, content: messages.Content) -> messages.WorkerGroup:
     """The group in a GROUP answer; raises Rejected without this worker, or an address of each member."""
-    group = messages.Group.parse(content)
+    group = messages.WorkerGroup.parse(content)
     others = {*group.members} - {self.number}
     if not group.has(self.number) or not self.addresses.keys() >= others:
       raise Rejected(
@@ -230,7 +242,11 @@ class Membership:
     self.state = "joined"
     self.waits = False
     self.donor = self.fetches_since = None
-    self.answer_loop(answer)
+    self.answer(answer)
+
+  def answer(self, answer: Any) -> None:
+    """Answers the training loop; the request stays open."""
+    (self.relay.relay_answer if self.relay else self.answer_loop)(answer)
 
   def take_rejection(self, reason: str, *, awaits_group: bool) -> bool:
     """Whether the server does not know this worker, which joins again; other reasons answer the open request."""
@@ -373,7 +389,7 @@ class Members(Generic[M]):
       if worker in self.known:
         self.send(self.known[worker].connection, frame)
 
-  def tell_group(self, group: messages.Group) -> None:
+  def tell_group(self, group: messages.WorkerGroup) -> None:
     """Tells the members that they are a group, and each one the addresses that it has not been told."""
     by_told = dict[int, list[M]]()
     for worker in group.members:

@@ -31,25 +31,28 @@ from jaxsparse.partial.net.alike import Alike
 
 _SIGNAL = struct.Struct("!BHqqqqqi")
 _PIECE = struct.Struct("!BqHI")
-_PIECE_WORDS = 128  # of a piece in memory beside its values
+_PIECE_WORDS = 128  # words of a piece in memory beside its values
 _ADDRESS = re.compile(
   r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII
 )
 # bytes of a signal or a handshake; a connection that sends a longer message is closed
 LONGEST = 1 << 21
-_RUNS = {"members": 1, "weights": 0}  # of GROUP: by how much neighbours in a run differ
-_MOST_NAMES = 20  # of members of a group, in words
-MOST_MEMBERS = 2**16  # of a group: numbers of workers have 16 bits
+_RUNS = {"members": 1, "weights": 0}  # in GROUP, by how much neighbours in a run differ
+_MOST_NAMES = 20  # members of a group that a text names
+MOST_MEMBERS = 2**16  # in a group: numbers of workers have 16 bits
 MOST_ROUNDS = 2**40  # more than a run of a round a millisecond has in 30 years
 _MOST = 2**63 - 1  # numbers of groups, and digests, have 62 bits
 _LONGEST_ADDRESSES = 1 << 16  # characters of the addresses of a worker
+
+
+Content = dict[str, Any]  # the fields of an answer, as JSON has them
 
 
 class Rejected(ValueError):
   """A message that the server rejects, with the reason; its state has not changed."""
 
 
-class Group(NamedTuple):
+class WorkerGroup(NamedTuple):
   """Workers that exchange; in partial reduce each continues with Σ weights[i] · model[i] + initial · (initial model).
 
   Attributes:
@@ -73,7 +76,7 @@ class Group(NamedTuple):
   leaving: tuple[int, ...] = ()
 
   @classmethod
-  def parse(cls, content: dict[str, Any]) -> Self:
+  def parse(cls, content: Content) -> Self:
     """The group in a GROUP answer."""
     return cls(**{name: content[name] for name in cls._fields})._replace(
       members=tuple(content["members"]),
@@ -145,7 +148,7 @@ class ServerMessage(enum.IntEnum):
   # to HELLO; with the limit, and the address of the donor, a worker with the model to
   # start from
   WELCOME = 1
-  # a `Group` of which the worker is a member, with addresses that it has not been told
+  # a `WorkerGroup` of which the worker is a member, with addresses that it has not been told
   GROUP = 2
   ABORT = 3  # a member of a group sends no more pieces to it; with the numbers of both
   BEAT = 4  # heartbeat; in rounds with the number of workers that are alive
@@ -157,20 +160,20 @@ class ServerMessage(enum.IntEnum):
     7  # to READY of a worker that has missed a round; with the address of a donor
   )
   STATUS = 8  # to STATUS
-  # the lead to a part of its worker: another part has skipped the outer step of a
-  # round; with its number
-  SKIP = 9
-  DECISION = 10  # the lead to a part of its worker: how all training loops go on
-  LOST = 11  # the lead to a part of its worker: another part is lost; with the reason
+  # the lead to another process of its worker: what is `next`, for round `number`, with
+  # the reason
+  FOLLOW = 9
 
 
 class Next(enum.StrEnum):
-  """In DECISION, what follows from a request of the training loops of all parts."""
+  """What the processes of a worker do together."""
 
-  GO = "go"  # it is answered
-  RESTART = "restart"  # its parameters are not finite
-  LATER = "later"  # nothing yet
-  AGAIN = "again"  # it is asked once more
+  GO = "go"  # the training loops go on from the anchor
+  RESTART = "restart"  # their parameters are not finite
+  LATER = "later"  # they train on, nothing is decided yet
+  AGAIN = "again"  # their request is made once more
+  SKIP = "skip"  # the outer step of a round is skipped, since one process has to
+  LOST = "lost"  # they end: a process is lost
 
 
 class PieceKind(enum.IntEnum):
@@ -266,7 +269,7 @@ class Answer(NamedTuple):
   """A message of the server to a worker."""
 
   kind: ServerMessage
-  content: dict[str, Any]
+  content: Content
 
 
 class Piece(NamedTuple):
@@ -288,7 +291,7 @@ class Piece(NamedTuple):
     """The 4-byte words of memory that it takes while it is kept, also without values."""
     return self.values.size + _PIECE_WORDS
 
-  def pack(self) -> list[Any]:
+  def pack(self) -> list[bytes | memoryview]:
     """The frames of this piece, without copying the values."""
     return [
       _PIECE.pack(self.kind, self.number, self.sender, self.tag),
@@ -354,8 +357,8 @@ def _are_addresses(text: str) -> bool:
   """Whether other workers can parse the addresses that the server hands to them: of each process of a worker."""
   if len(text) > _LONGEST_ADDRESSES:
     return False
-  found = [_ADDRESS.fullmatch(address) for address in text.split(",")]
-  return all(address and 0 < int(address[2]) < 2**16 for address in found)
+  matches = [_ADDRESS.fullmatch(address) for address in text.split(",")]
+  return all(match and 0 < int(match[2]) < 2**16 for match in matches)
 
 
 def parse_piece(frames: list[bytes]) -> Piece | None:
@@ -384,15 +387,15 @@ def sender_of(frames: list[bytes]) -> int | None:
   return None
 
 
-def _is_address(value: Any) -> bool:
+def _is_address(value: object) -> bool:
   return value is None or (isinstance(value, str) and _are_addresses(value))
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
   return isinstance(value, str)
 
 
-def _are_workers(value: Any) -> bool:
+def _are_workers(value: object) -> bool:
   is_number = functools.partial(strict_json.is_whole, most=MOST_MEMBERS - 1)
   return isinstance(value, list) and all(map(is_number, value))
 
@@ -401,7 +404,7 @@ def _are_sizes(value: Any) -> bool:
   return _are_workers(value) and len(value) == 2 and 1 <= value[0] <= value[1]
 
 
-def _are_runs(value: Any) -> bool:
+def _are_runs(value: object) -> bool:
   return isinstance(value, list) and all(
     isinstance(run, list)
     and len(run) == 2
@@ -411,7 +414,7 @@ def _are_runs(value: Any) -> bool:
   )
 
 
-def _are_addresses_of_workers(value: Any) -> bool:
+def _are_addresses_of_workers(value: object) -> bool:
   return isinstance(value, dict) and all(
     worker.isdecimal() and len(worker) <= 5 and _is_address(address)
     for worker, address in value.items()
@@ -428,7 +431,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
   "number": strict_json.is_whole,
   "round": _is_round,
   "base": strict_json.is_whole,
-  # of a part of a worker: -1 if the parts have another one
+  # a part of a worker gets -1 if the parts have another one together
   "digest": functools.partial(strict_json.is_whole, least=-1),
   "run": strict_json.is_whole,
   "members": _are_runs,
@@ -443,17 +446,20 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
   "alive": strict_json.is_whole,
   "next": lambda value: value in [*Next],
 }
-_LAST_ROUND = {"round", "base", "digest", "run"}  # those of rounds come together
+_LAST_ROUND = {
+  "round",
+  "base",
+  "digest",
+  "run",
+}  # fields of rounds, which come together
 _REQUIRED: dict[ServerMessage, set[str]] = {
   ServerMessage.WELCOME: {"limit", "donor"},
-  ServerMessage.GROUP: {*Group._fields, "addresses"},
+  ServerMessage.GROUP: {*WorkerGroup._fields, "addresses"},
   ServerMessage.ABORT: {"number"},
   ServerMessage.REJECTED: {"reason"},
   ServerMessage.COMMIT: {"number", "donor", *_LAST_ROUND},
   ServerMessage.BEHIND: {"donor", *_LAST_ROUND},
-  ServerMessage.SKIP: {"number"},
-  ServerMessage.DECISION: {"next"},
-  ServerMessage.LOST: {"reason"},
+  ServerMessage.FOLLOW: {"next", "number", "reason"},
 }
 
 
@@ -490,7 +496,7 @@ def parse_answer(frame: bytes) -> Answer:
   return Answer(kind, content)
 
 
-def _check_fields(kind: ServerMessage, content: dict[str, Any]) -> None:
+def _check_fields(kind: ServerMessage, content: Content) -> None:
   """Raises ValueError for a field that is missing or outside its bounds."""
   required = _REQUIRED.get(kind, set())
   if not content.keys().isdisjoint(_LAST_ROUND):
@@ -502,7 +508,7 @@ def _check_fields(kind: ServerMessage, content: dict[str, Any]) -> None:
       raise ValueError(f"{name}={value!r:.60} in {kind.name}")
 
 
-def _parse_group(content: dict[str, Any]) -> dict[str, Any]:
+def _parse_group(content: Content) -> Content:
   """The fields of GROUP, with numbers in place of runs."""
   members, weights = (_from_runs(content[name], step) for name, step in _RUNS.items())
   is_ascending = all(map(operator.lt, members, members[1:]))

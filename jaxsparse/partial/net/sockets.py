@@ -38,7 +38,7 @@ except ModuleNotFoundError:
 LOOPBACK = "tcp://127.0.0.1:*"
 Handler = Callable[[list[bytes]], None]
 _MOST_AT_ONCE = 1000  # messages of a socket that are handled in succession
-_DOMAIN = "jaxsparse"  # of authentication
+_DOMAIN = "jaxsparse"  # the domain of authentication
 # milliseconds in which another worker's machine takes no byte before the connection is
 # closed
 _STALLED = 5000

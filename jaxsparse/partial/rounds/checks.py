@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec
 
 from jaxsparse.collectives._base import check_whole
@@ -15,12 +16,13 @@ from jaxsparse.comm import replication
 from jaxsparse.comm.peers import PEERS
 from jaxsparse.transform import state as states
 
+SavedState = dict[str, Any]  # arrays and numbers by name, as `Rounds.state` has them
 _UNLIKE = (
   "no jaxsparse transform covers it (optax.masked passes masked leaves on unchanged), or it is computed from what one "
   "worker gives (by a transformation before the transform, or around it, as optax.apply_if_finite), or the totals of "
   "the collective differ (A2SGD). Give every leaf a transform, and begin the chain with it"
 )
-MOST_WEIGHT = 2**31 - 1  # of a step
+MOST_WEIGHT = 2**31 - 1  # weight of a step
 # all entries of a state but its digest, in its order: dtype, and how many dimensions
 _SEALED = {
   "anchor": (np.uint8, 1),
@@ -89,7 +91,7 @@ def read_weight(weight: Any) -> int:
   return whole
 
 
-def check_alike(step: Callable, outer: Any) -> Callable:
+def check_alike(step: Callable, outer: optax.OptState) -> Callable:
   """An outer step, which raises ValueError when it is traced if its results would not be alike on all workers.
 
   Args:
@@ -98,23 +100,27 @@ def check_alike(step: Callable, outer: Any) -> Callable:
     outer: that state.
   """
   alike = PartitionSpec()
-  own = PartitionSpec(PEERS)
-  spec = lambda node: own if states.is_reduce_state(node) else alike
+  of_worker = PartitionSpec(PEERS)
+  spec = lambda node: of_worker if states.is_reduce_state(node) else alike
   state = jax.tree.map(spec, outer, is_leaf=states.is_reduce_state)
   results = dict.fromkeys(("anchor", "outer", "skipped"), _UNLIKE)
   return replication.checked(
-    step, (own, own, own, state, alike), (alike, state, alike), PEERS, results
+    step,
+    (of_worker, of_worker, of_worker, state, alike),
+    (alike, state, alike),
+    PEERS,
+    results,
   )
 
 
-def seal(state: dict[str, Any], number: int, run: int) -> dict[str, Any]:
+def seal(state: SavedState, number: int, run: int) -> SavedState:
   """`state` with the numbers of its worker and of the run, and a digest of all entries."""
   state = state | {"number": np.int64(number), "run": np.int64(run)}
   return state | {"digest": np.int64(_digest(state))}
 
 
 def check_state(
-  state: dict[str, Any], number: int, fragments: int, part: tuple[int, int] = (0, 1)
+  state: SavedState, number: int, fragments: int, part: tuple[int, int] = (0, 1)
 ) -> None:
   """Raises ValueError for a state of another worker or other options, a changed one, or one that is not finite.
 
@@ -155,21 +161,21 @@ def check_state(
     )
 
 
-def _check_entries(state: dict[str, Any]) -> None:
+def _check_entries(state: SavedState) -> None:
   """Raises ValueError for an entry that is no number, or of another shape."""
   for name, (dtype, dimensions) in _ENTRIES.items():
-    found = np.asarray(state[name])
-    is_number = np.issubdtype(found.dtype, np.floating if name in _REAL else np.integer)
+    entry = np.asarray(state[name])
+    is_number = np.issubdtype(entry.dtype, np.floating if name in _REAL else np.integer)
     if (
-      not is_number or found.ndim != dimensions or (name == "part" and found.size != 2)
+      not is_number or entry.ndim != dimensions or (name == "part" and entry.size != 2)
     ):
       raise ValueError(
-        f"Rounds: the {name} in the state is {found.dtype.name}{[*found.shape]}, not {np.dtype(dtype).name} of "
+        f"Rounds: the {name} in the state is {entry.dtype.name}{[*entry.shape]}, not {np.dtype(dtype).name} of "
         f"{dimensions} dimensions, as `Rounds.state` has it"
       )
 
 
-def _digest(state: dict[str, Any]) -> int:
+def _digest(state: SavedState) -> int:
   digest = 0
   for name, (dtype, _) in _SEALED.items():
     digest = zlib.crc32(

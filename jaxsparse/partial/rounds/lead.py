@@ -20,7 +20,7 @@ from jaxsparse.partial.net.messages import (
 )
 from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
 
-_UNEQUAL = RoundPosition(0, -1)  # of parts with different anchors: that of no round
+_UNEQUAL = RoundPosition(0, -1)  # no round: parts have different anchors
 
 
 def _digest_of(digests: dict[int, int]) -> int:
@@ -43,11 +43,9 @@ class LeadProtocol(PartProtocol):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self._tell_server = self._tell
-    self._tell = lambda signal: self._take_signal(0, signal)
     self._joined = 0  # how often all parts have
     self._all = set(range(len(self.addresses)))
-    self._own = collections.deque[Answer]()  # to this part, after what it does now
+    self._answers = collections.deque[Answer]()  # to this part, after what it does now
     self._last_signals: dict[
       int, Signal
     ] = {}  # HELLO of all parts, and what has their positions
@@ -56,13 +54,13 @@ class LeadProtocol(PartProtocol):
     self._ready = set[int]()
     self._answered = set[int]()
     self._group = 0  # the number of that under way
-    self._digests: dict[int, int] = {}  # of the results of its parts
-    self._digest_of_last = 0  # that of the last round of all, as the server says
+    self._digests: dict[int, int] = {}  # digests of the results of its parts
+    self._digest_of_last = 0  # digest of the last round of all, as the server says
     self._refused = (
       False  # whether the anchor that all parts have fetched is another one
     )
     self._skipping = set[int]()
-    self._digest_of_all = 0  # that the server was told last
+    self._digest_of_all = 0  # digest that the server was told last
     self._has_left = False
 
   def handle(self, event: Any, now: float) -> None:
@@ -70,7 +68,7 @@ class LeadProtocol(PartProtocol):
     match event:
       case Decision(answer):
         choice = {Next.LATER: Next.LATER, None: Next.RESTART}.get(answer, Next.GO)
-        self._tell_parts(self._all - {0}, ServerMessage.DECISION, next=choice)
+        self._lead(self._all - {0}, choice)
       case Answer(ServerMessage.BEAT):
         super().handle(event, now)
       case Answer(kind, content):
@@ -91,7 +89,7 @@ class LeadProtocol(PartProtocol):
       self.others.forget(part)
       if self.membership.state != "ended":
         reason = f"part {part} of worker {self.membership.number} is lost, and with it this worker"
-        self._tell_parts(self._all - {0}, ServerMessage.LOST, reason=reason)
+        self._lead(self._all - {0}, Next.LOST, reason=reason)
         raise PartLost(reason)
     self._handle_own(now)
 
@@ -113,35 +111,48 @@ class LeadProtocol(PartProtocol):
         break
     self._handle_own(now)
 
-  def _answer(self, answer: Any) -> None:
+  def relay_signal(self, signal: Signal) -> None:
+    """Takes a signal of this part."""
+    self._take_signal(0, self._mark(signal))
+
+  def relay_answer(self, answer: Any) -> None:
+    """As of another part, but for parameters that are not finite, of which this one tells the loop."""
     if answer is None:
-      self._reply(None)
+      self.membership.answer_loop(None)
     else:
-      super()._answer(answer)
+      super().relay_answer(answer)
 
   def _handle_own(self, now: float) -> None:
-    while self._own:
-      super().handle(self._own.popleft(), now)
+    while self._answers:
+      super().handle(self._answers.popleft(), now)
+
+  def _lead(
+    self, parts: set[int], next_: Next, number: int = 0, reason: str = ""
+  ) -> None:
+    """Tells parts what they do together."""
+    follow = ServerMessage.FOLLOW
+    self._tell_parts(parts, follow, next=next_, number=number, reason=reason)
 
   def _tell_parts(self, parts: set[int], kind: ServerMessage, **content: Any) -> None:
     """Tells parts something, each with the addresses of the same part of other workers."""
 
     def choose(addresses: str | None, part: int) -> str | None:
-      found = (addresses or "").split(",")
-      return found[part] if len(found) == len(self.addresses) else None
+      of_parts = (addresses or "").split(",")
+      return of_parts[part] if len(of_parts) == len(self.addresses) else None
 
     for part in sorted(parts):
-      own = dict(content)
-      if "addresses" in own:
-        own["addresses"] = {
-          worker: choose(address, part) for worker, address in own["addresses"].items()
+      answer = dict(content)
+      if "addresses" in answer:
+        answer["addresses"] = {
+          worker: choose(address, part)
+          for worker, address in answer["addresses"].items()
         }
-      if "donor" in own:
-        own["donor"] = choose(own["donor"], part)
+      if "donor" in answer:
+        answer["donor"] = choose(answer["donor"], part)
       if part:
-        self.others.tell([part], kind, **own)
+        self.others.tell([part], kind, **answer)
       else:
-        self._own.append(Answer(kind, own))
+        self._answers.append(Answer(kind, answer))
 
   # From the parts to the server.
 
@@ -161,7 +172,7 @@ class LeadProtocol(PartProtocol):
       case WorkerMessage.ANSWERED:
         self._answered.add(part)
         if self._agree(self._answered):
-          self._reply(signal.position)
+          self.membership.answer_loop(signal.position)
       case WorkerMessage.BEAT if part == 0:
         self._pass_to_server(signal)
       case WorkerMessage.BYE:
@@ -210,7 +221,7 @@ class LeadProtocol(PartProtocol):
         f"that of round {self._last.round} is {self._digest_of_last:x}"
       )
     if self._position == _UNEQUAL:
-      self._tell_parts(self._all, ServerMessage.DECISION, next=Next.AGAIN)
+      self._lead(self._all, Next.AGAIN)
       return False
     return True
 
@@ -218,7 +229,7 @@ class LeadProtocol(PartProtocol):
     """The worker has a result when all parts have, after all have skipped the outer step if one has."""
     if signal.kind == WorkerMessage.SKIPPED:
       if not self._skipping:
-        self._tell_parts(self._all - {part}, ServerMessage.SKIP, number=signal.value)
+        self._lead(self._all - {part}, Next.SKIP, signal.value)
       self._skipping.add(part)
       self._digests.pop(part, None)
       return
@@ -251,11 +262,11 @@ class LeadProtocol(PartProtocol):
 
   def _pass_to_server(self, signal: Signal) -> None:
     if not self._has_left:
-      self._tell_server(signal._replace(position=self._position))
+      self.membership.tell_server(signal._replace(position=self._position))
 
   # From the server to the parts.
 
-  def _pass_on(self, kind: ServerMessage, content: dict[str, Any]) -> None:
+  def _pass_on(self, kind: ServerMessage, content: messages.Content) -> None:
     """An answer of the server to all parts."""
     if kind == ServerMessage.WELCOME:
       if self._joining != self._all:  # to HELLO that the lead has repeated

@@ -1,12 +1,12 @@
 """Which rounds an anchor has been through: ids that are chained from round to round."""
 
-import hashlib
 from typing import NamedTuple
+
+from jaxsparse.weights.digests import chained
 
 # rounds that a worker may be apart from others, and still learn that it is on their
 # branch
 MOST_IDS = 256
-_ID_BYTES = 8
 
 
 class Lineage(NamedTuple):
@@ -42,10 +42,7 @@ class Lineage(NamedTuple):
 
   def after(self, number: int) -> "Lineage":
     """That after one round more, whose group has this number."""
-    before = self.id or 0
-    content = before.to_bytes(_ID_BYTES) + number.to_bytes(_ID_BYTES)
-    digest = hashlib.sha256(content).digest()[:_ID_BYTES]
-    id_ = int.from_bytes(digest) >> 2
+    id_ = chained(self.id or 0, number)
     return Lineage(self.round + 1, (*self.ids, id_)[-MOST_IDS:])
 
   def cut(self, round_: int) -> "Lineage":

@@ -1,14 +1,12 @@
 """What the links among the members of a round have moved: it is added to the anchor as it is, in float32."""
 
-from typing import Any
-
 import jax
 import numpy as np
 import optax
 
 from jaxsparse.arrays.flatten import all_finite, flatten
 from jaxsparse.comm.peers import Send
-from jaxsparse.partial.net.messages import Group
+from jaxsparse.partial.net.messages import WorkerGroup
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
 
 
@@ -16,8 +14,8 @@ def add_moved(
   outer: OuterStep,
   before: Anchor,
   result: Result,
-  given: Any,
-  group: Group,
+  given: optax.Params,
+  group: WorkerGroup,
   rank: int,
   send: Send,
 ) -> Result:
@@ -33,9 +31,9 @@ def add_moved(
     send: as in `PeerComm`.
   """
   for link in () if result.skipped else map(group.members.index, group.links):
-    part, unflatten = flatten(outer.fragments.part(given, result.fragment))
+    vector, unflatten = flatten(outer.fragments.part(given, result.fragment))
     moved = unflatten(
-      outer.on_cpu(broadcast(np.asarray(part), link, rank, len(group.members), send))
+      outer.on_cpu(broadcast(np.asarray(vector), link, rank, len(group.members), send))
     )
     params = jax.tree.map(_subtract, result.anchor.params, moved)
     if not all_finite(params):
@@ -44,8 +42,8 @@ def add_moved(
   return result
 
 
-def _subtract(leaf: jax.Array, moved: Any) -> jax.Array:
-  # of another fragment
+def _subtract(leaf: jax.Array, moved: jax.Array | optax.MaskedNode) -> jax.Array:
+  # a leaf of another fragment does not move
   return leaf if isinstance(moved, optax.MaskedNode) else leaf - moved
 
 
@@ -60,13 +58,12 @@ def broadcast(
   """
   slices = np.pad(values, (0, -values.size % size)).view(np.uint32).reshape(size, -1)
   to_each = [
-    (part, to if rank == root else None, root if rank == to else None)
-    for to, part in enumerate(slices)
+    (words, to if rank == root else None, root if rank == to else None)
+    for to, words in enumerate(slices)
   ]
-  own = send(to_each)[rank]
-  found = send(
-    [(own, (rank + step) % size, (rank - step) % size) for step in range(size)]
+  received = send(to_each)[rank]
+  by_distance = send(
+    [(received, (rank + step) % size, (rank - step) % size) for step in range(size)]
   )
-  return np.concatenate([found[(rank - part) % size] for part in range(size)]).view(
-    np.float32
-  )[: values.size]
+  in_order = [by_distance[(rank - sender) % size] for sender in range(size)]
+  return np.concatenate(in_order).view(np.float32)[: values.size]

@@ -2,22 +2,26 @@
 
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxsparse.arrays.flatten import leaves_by_name
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def parameters(base: jax.Array, moved: jax.Array, dtype: Any) -> jax.Array:
+def parameters(
+  base: jax.Array, moved: jax.Array, dtype: jax.typing.DTypeLike
+) -> jax.Array:
   """θ_w, for the optimizer of the worker."""
   return (base - moved).astype(dtype)
 
 
 @jax.jit
-def movement(base: Any, before: Any, params: Any) -> Any:
+def movement(
+  base: optax.Params, before: optax.Params, params: optax.Params
+) -> optax.Params:
   """Base − θ_w: what it was when `step` returned parameters last, and what was moved since.
 
   Raises:
@@ -26,12 +30,12 @@ def movement(base: Any, before: Any, params: Any) -> Any:
   named = lambda tree: [
     f"params{name} of {[*leaf.shape]}" for name, leaf in leaves_by_name(tree).items()
   ]
-  for expected, found in itertools.zip_longest(
+  for expected, leaf in itertools.zip_longest(
     named(base), named(params), fillvalue="nothing"
   ):
-    if found != expected:
+    if leaf != expected:
       raise ValueError(
-        f"Rounds: {found}, where training started from {expected}: give what `step` returned, trained"
+        f"Rounds: {leaf}, where training started from {expected}: give what `step` returned, trained"
       )
 
   def add(base: jax.Array, moved: jax.Array, param: jax.Array) -> jax.Array:

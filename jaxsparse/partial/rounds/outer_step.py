@@ -4,7 +4,6 @@ given_w = weight_w · (θ − θ_w)          θ′ = θ + outer(given, residual)
 """
 
 import functools
-import hashlib
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -29,9 +28,10 @@ from jaxsparse.transform.atomic import atomic, select_state
 from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.types import Comm
+from jaxsparse.weights import digests
 
 _MOST_TEAMS = 8
-_FORMAT = 2  # of the bytes of an anchor
+_FORMAT = 2  # version of the bytes of an anchor
 _NUMBERS = 7  # in the header before its lists
 
 
@@ -49,21 +49,21 @@ class Anchor(NamedTuple):
     latest: by worker, the number of the group of the last round with it in which the
       anchor moved. What a worker had not delivered in an earlier round is delivered,
       handed over or lost.
-    own: of this worker alone, the number of that round for its residual.
+    residual_group: of this worker alone, the number of that group for its residual.
   """
 
-  params: Any
-  outer: dict[int, Any]
+  params: optax.Params
+  outer: dict[int, optax.OptState]
   size: int = 0
   position: RoundPosition = RoundPosition()
   lineage: Lineage = Lineage()
   latest: Mapping[int, int] = MappingProxyType({})
-  own: int = 0
+  residual_group: int = 0
 
   def has_moved(self, members: Iterable[int], number: int) -> "Anchor":
     """The same after the round of a group in which it moved, with this worker."""
     latest = dict.fromkeys(members, number)
-    return self._replace(latest={**self.latest, **latest}, own=number)
+    return self._replace(latest={**self.latest, **latest}, residual_group=number)
 
 
 class Result(NamedTuple):
@@ -103,15 +103,15 @@ class OuterStep:
     self._chain = chain
     self.fragments = Fragments(fragments)
     self._cpu = device or _first_cpu()
-    # of the exchange that runs
+    # sends messages of the exchange that runs
     self._send: Send = lambda messages: [words for words, *_ in messages]
-    self._programs: dict[tuple[int, int], Any] = {}
+    self._programs: dict[tuple[int, int], Callable] = {}
 
-  def start(self, params: Any) -> Anchor:
+  def start(self, params: optax.Params) -> Anchor:
     """The anchor of a worker before the first round."""
     return Anchor(self.on_cpu(params), {})
 
-  def on_cpu(self, tree: Any) -> Any:
+  def on_cpu(self, tree: optax.Params) -> optax.Params:
     """A pytree in float32 on the CPU."""
     return jax.tree.map(
       lambda leaf: jax.device_put(np.asarray(leaf, np.float32), self._cpu), tree
@@ -120,7 +120,7 @@ class OuterStep:
   def run(
     self,
     anchor: Anchor,
-    given: Any,
+    given: optax.Params,
     weight: float,
     size: int,
     rank: int,
@@ -169,7 +169,10 @@ class OuterStep:
       )
     }
     unmoved = result.anchor._replace(
-      params=anchor.params, outer=kept, latest=anchor.latest, own=anchor.own
+      params=anchor.params,
+      outer=kept,
+      latest=anchor.latest,
+      residual_group=anchor.residual_group,
     )
     return result._replace(anchor=unmoved, skipped=True)
 
@@ -178,15 +181,15 @@ class OuterStep:
     fragment: int,
     rank: np.int32,
     weight: np.float32,
-    given: Any,
-    outer: Any,
-    params: Any,
-  ) -> Any:
+    given: optax.Params,
+    outer: optax.OptState,
+    params: optax.Params,
+  ) -> tuple:
     return jax.device_put(
       (rank, weight, self.fragments.part(given, fragment), outer, params), self._cpu
     )
 
-  def program(self, size: int, fragment: int, operands: Any) -> Any:
+  def program(self, size: int, fragment: int, operands: tuple) -> Callable:
     """The compiled outer step of a fragment for groups of a size."""
     key = size, fragment
     if key not in self._programs:
@@ -203,7 +206,7 @@ class OuterStep:
       try:
         outer = self._first(anchor.params, size)
         break
-      except ValueError:  # which teams do not divide
+      except ValueError:  # teams do not divide this size
         if size == _MOST_TEAMS:
           raise
     operands = self._operands(
@@ -236,10 +239,10 @@ class OuterStep:
     fragment: int,
     rank: jax.Array,
     weight: jax.Array,
-    given: Any,
-    before: Any,
-    params: Any,
-  ) -> tuple[Any, Any, jax.Array]:
+    given: optax.Params,
+    before: optax.OptState,
+    params: optax.Params,
+  ) -> tuple[optax.Params, optax.OptState, jax.Array]:
     part = self.fragments.part(params, fragment)
     weighted = jax.tree.map(lambda leaf: weight * leaf, given)
     updates, outer = atomic(self._chain(self._comm(size, rank))).update(
@@ -256,7 +259,7 @@ class OuterStep:
     after = jax.tree.map(functools.partial(jnp.where, skipped), params, after)
     return after, select_state(skipped, before, outer), skipped
 
-  def _first(self, params: Any, size: int) -> dict[int, Any]:
+  def _first(self, params: optax.Params, size: int) -> dict[int, optax.OptState]:
     """The state of the outer chain before the first round, for groups of a size."""
     with jax.default_device(self._cpu):
       chain = self._chain(self._comm(size, jnp.int32(0)))
@@ -279,7 +282,7 @@ class OuterStep:
           )
     return first
 
-  def _carry(self, anchor: Anchor, size: int) -> dict[int, Any]:
+  def _carry(self, anchor: Anchor, size: int) -> dict[int, optax.OptState]:
     """The state of the outer chain for groups of a size: what does not depend on it stays as it is."""
     if size == anchor.size:
       return anchor.outer
@@ -290,7 +293,7 @@ class OuterStep:
       else first
     )
 
-  def less_residual(self, anchor: Anchor, weight: float) -> Any:
+  def less_residual(self, anchor: Anchor, weight: float) -> optax.Params:
     """θ − r_w / weight, f32: the anchor and all that this worker has given, with that weight, and not delivered."""
     return _less_residual(anchor.params, anchor.outer, np.float32(weight))
 
@@ -334,7 +337,7 @@ class OuterStep:
 
   # The part that all workers have alike, as bytes.
 
-  def _parts(self, anchor: Anchor) -> Iterable[Any]:
+  def _parts(self, anchor: Anchor) -> Iterable[bytes | memoryview]:
     """The buffers of what all workers have alike, without copies."""
     latest = sorted(anchor.latest.items())
     numbers = [
@@ -348,7 +351,7 @@ class OuterStep:
     header = np.array([*numbers, *anchor.lineage.ids, *sum(latest, ())], np.int64)
     yield from (header.nbytes.to_bytes(4), header.tobytes())
     for leaf in (*jax.tree.leaves(anchor.params), *_alike(anchor.outer)):
-      yield np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
+      yield np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
 
   def pack(self, anchor: Anchor) -> bytes:
     """The bytes of what all workers have alike; they are the same on each of them."""
@@ -357,10 +360,7 @@ class OuterStep:
 
   def digest(self, anchor: Anchor) -> int:
     """62 bits of a hash of what all workers have alike."""
-    sha256 = hashlib.sha256()  # many processors have instructions for it
-    for part in self._parts(anchor):
-      sha256.update(part)
-    return int.from_bytes(sha256.digest()[:8]) >> 2
+    return digests.digest(self._parts(anchor))
 
   def unpack(self, content: bytes, mine: Anchor) -> Anchor:
     """The anchor of another worker, with the residuals of this one.
@@ -395,7 +395,7 @@ class OuterStep:
     params = self.on_cpu(jax.tree.unflatten(structure, arrays[: len(leaves)]))
     outer = _with_alike(outer, jax.device_put(arrays[len(leaves) :], self._cpu))
     position = RoundPosition(round_, base)
-    anchor = Anchor(params, outer, size, position, lineage, latest, mine.own)
+    anchor = Anchor(params, outer, size, position, lineage, latest, mine.residual_group)
     return anchor if size else self.with_residual(anchor, mine)
 
   def with_residual(self, anchor: Anchor, mine: Anchor) -> Anchor:
@@ -403,11 +403,11 @@ class OuterStep:
     size = anchor.size or mine.size
     alike = _alike(self._carry(anchor, size))
     outer = _with_alike(self._carry(mine, size), alike)
-    return anchor._replace(outer=outer, size=size, own=mine.own)
+    return anchor._replace(outer=outer, size=size, residual_group=mine.residual_group)
 
-  def without_residual(self, anchor: Anchor, own: int) -> Anchor:
+  def without_residual(self, anchor: Anchor, number: int) -> Anchor:
     """`anchor` with what a worker has that was in no round yet, but for its last round, of this number."""
-    return self.with_residual(anchor, Anchor(anchor.params, {}, own=own))
+    return self.with_residual(anchor, Anchor(anchor.params, {}, residual_group=number))
 
 
 def _first_cpu() -> jax.Device:
@@ -441,7 +441,7 @@ def _carry_node(old: Any, new: Any) -> Any:
   )
 
 
-def _residuals(outer: Any) -> list[jax.Array]:
+def _residuals(outer: optax.OptState) -> list[jax.Array]:
   """The residuals in a state of the outer chain, in its order."""
   return jax.tree.leaves(
     [node.carried.residual for node in states.reduce_states(outer)]
@@ -449,7 +449,9 @@ def _residuals(outer: Any) -> list[jax.Array]:
 
 
 @jax.jit
-def _less_residual(params: Any, outer: Any, weight: jax.Array) -> Any:
+def _less_residual(
+  params: optax.Params, outer: optax.OptState, weight: jax.Array
+) -> optax.Params:
   parts = [residual_leaves(node) for node in states.reduce_states(outer)]
   behind = {name: leaf for part in parts for name, leaf in part.items()}
   less = lambda name, leaf: leaf - behind[name] / weight if name in behind else leaf
@@ -457,7 +459,7 @@ def _less_residual(params: Any, outer: Any, weight: jax.Array) -> Any:
   return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
-def _of_fragment(anchor: Anchor, fragment: int | None) -> dict[int, Any]:
+def _of_fragment(anchor: Anchor, fragment: int | None) -> dict[int, optax.OptState]:
   """The state of the outer chain of one fragment, or of all, by the number of the fragment."""
   return anchor.outer if fragment is None else {fragment: anchor.outer[fragment]}
 
@@ -477,7 +479,7 @@ def _header_of(content: bytes) -> tuple[list[int], int]:
     raise ValueError("Rounds: the anchor is one of another version of jaxsparse")
   round_, *_, ids, workers = header[2:_NUMBERS]
   is_whole = min(header) >= 0 and len(header) == _NUMBERS + ids + 2 * workers
-  # of more, messages of a worker with the anchor would be refused
+  # with more, messages of a worker that has the anchor would be refused
   is_small = round_ <= MOST_ROUNDS and ids <= MOST_IDS and workers <= MOST_MEMBERS
   is_small &= max(header[_NUMBERS : _NUMBERS + ids], default=0) < MOST_ID
   if not is_whole or not is_small:
@@ -485,12 +487,12 @@ def _header_of(content: bytes) -> tuple[list[int], int]:
   return header, end
 
 
-def _shapes(params: Any) -> int:
+def _shapes(params: optax.Params) -> int:
   """A hash of the shapes of all leaves, since those of another model may have as many entries together."""
   return zlib.crc32(repr([leaf.shape for leaf in jax.tree.leaves(params)]).encode())
 
 
-def _alike(outer: Any) -> list[Any]:
+def _alike(outer: optax.OptState) -> list[jax.Array]:
   """The arrays of a state of the outer chain that are the same on every worker."""
   nodes = jax.tree.leaves(outer, is_leaf=states.is_reduce_state)
   shared = [
@@ -499,7 +501,7 @@ def _alike(outer: Any) -> list[Any]:
   return [words_of_keys(leaf) for leaf in jax.tree.leaves(shared)]
 
 
-def _with_alike(outer: Any, arrays: list[Any]) -> Any:
+def _with_alike(outer: optax.OptState, arrays: list[jax.Array]) -> optax.OptState:
   """A state of the outer chain with these in place of the arrays that are the same on every worker."""
   following = iter(arrays)
 

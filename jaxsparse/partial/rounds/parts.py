@@ -2,6 +2,7 @@
 
     parts 1, 2, … ── signals ──> part 0, the lead ── one signal, once all parts have sent theirs ──> server
     all parts <── each answer, with the addresses of the same part of other workers ── lead <── server
+    all parts <── FOLLOW: what they do together ── lead
     part p ── pieces ──> part p of other workers
 
 Each part runs a `RoundProtocol`, whose server is the lead. A round has a result when
@@ -23,8 +24,8 @@ from jaxsparse.partial.net.messages import (
   Signal,
   WorkerMessage,
 )
-from jaxsparse.partial.rounds.exchanger import Run
 from jaxsparse.partial.rounds.protocol import RoundProtocol
+from jaxsparse.partial.rounds.run import Run
 
 
 class PartLost(RuntimeError):
@@ -43,10 +44,7 @@ class PartProtocol(RoundProtocol):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self._reply = self.membership.answer_loop
-    self._tell = self.membership.tell_server
-    self.membership.answer_loop = self._answer
-    self.membership.tell_server = self._tell_lead
+    self.membership.relay = self
     # how often it has joined; the lead ignores HELLO that was sent before the last time
     self._welcomes = 0
     self._skips = (
@@ -63,41 +61,45 @@ class PartProtocol(RoundProtocol):
       PartLost: if the lead says that a part is lost.
     """
     match event:
-      case Answer(ServerMessage.DECISION, content):
-        self._decide(Next(content["next"]))
-      case Answer(ServerMessage.LOST, content) if self.membership.state != "ended":
-        raise PartLost(content["reason"])
-      case Answer(ServerMessage.SKIP, content) if run := self._run_of(
-        content["number"]
-      ):
-        self._skips = run.group.number
-        if self.membership.position.last and not run.skipped:
-          self._take_result(run, run.digest)
+      case Answer(ServerMessage.FOLLOW, content):
+        self._follow(Next(content["next"]), content["number"], content["reason"])
       case _:
         self._welcomes += (
           isinstance(event, Answer) and event.kind == ServerMessage.WELCOME
         )
         super().handle(event, now)
 
-  def _decide(self, next_: Next) -> None:
+  def _follow(self, next_: Next, number: int, reason: str) -> None:
     membership = self.membership
-    if next_ != Next.AGAIN:
-      self._reply(
-        {Next.LATER: Next.LATER, Next.RESTART: None}.get(next_, membership.position)
-      )
-    elif membership.state in ("joined", "fetching"):
-      membership.waits = True
-      membership.await_peer()
-      membership.join_again(RETRY)
+    match next_:
+      case Next.SKIP:
+        if run := self._run_of(number):
+          self._skips = number
+          if membership.position.last and not run.skipped:
+            self._take_result(run, run.digest)
+      case Next.AGAIN:
+        if membership.state in ("joined", "fetching"):
+          membership.waits = True
+          membership.await_peer()
+          membership.join_again(RETRY)
+      case Next.LOST:
+        if membership.state != "ended":
+          raise PartLost(reason)
+      case _:
+        answers = {Next.LATER: Next.LATER, Next.RESTART: None}
+        membership.answer_loop(answers.get(next_, membership.position))
 
-  def _tell_lead(self, signal: Signal) -> None:
+  def relay_signal(self, signal: Signal) -> None:
+    """Sends a signal to the lead."""
+    self.membership.tell_server(self._mark(signal))
+
+  def _mark(self, signal: Signal) -> Signal:
+    """A signal with what the lead compares between parts."""
+    if signal.kind == WorkerMessage.DONE:
+      return signal
     if signal.kind == WorkerMessage.HELLO:
       signal = signal._replace(value=self._welcomes)
-    self._tell(
-      signal
-      if signal.kind == WorkerMessage.DONE
-      else signal._replace(digest=self._fetched)
-    )
+    return signal._replace(digest=self._fetched)
 
   def _adopt(self, piece: Piece) -> RoundPosition:
     position = super()._adopt(piece)
@@ -108,12 +110,12 @@ class PartProtocol(RoundProtocol):
     super()._settle(run, counts)
     self._fetched = 0
 
-  def _answer(self, answer: Any) -> None:
+  def relay_answer(self, answer: Any) -> None:
+    """Tells the lead that there is one, which decides; errors are raised at once."""
     if isinstance(answer, Exception):
-      self._reply(answer)
-    elif (
-      answer is not None
-    ):  # that parameters are not finite all parts find, and the lead decides
+      self.membership.answer_loop(answer)
+    # None: all parts find that parameters are not finite
+    elif answer is not None:
       self.membership.tell(WorkerMessage.ANSWERED)
 
   def _take_result(self, run: Run, digest: int | None) -> None:

@@ -109,10 +109,10 @@ def _meet(text: str) -> list[str]:
   Raises:
     ValueError: for the error of another part.
   """
-  own = np.frombuffer(text.encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
+  encoded = np.frombuffer(text.encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
   texts = [
     bytes(row).decode(errors="replace").strip()
-    for row in multihost_utils.process_allgather(own)
+    for row in multihost_utils.process_allgather(encoded)
   ]
   if jax.process_index() == 0 and any(other.startswith(_FAILED) for other in texts):
     time.sleep(_LAST_WORDS)

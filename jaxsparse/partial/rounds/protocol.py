@@ -1,10 +1,10 @@
 """The protocol of a worker of rounds: a pure state machine, without sockets and clocks.
 
-    Request(READY, weight) ──> READY ──> GROUP: the exchange runs ──> Done(digest) ──> DONE ──> COMMIT: adopt, reply
-                                  └────> BEHIND: fetch the anchor of a donor, then READY again
+    RoundRequest(READY, …) ──> READY ──> GROUP: the exchange runs ──> Done(digest) ──> DONE ──> COMMIT: adopt, reply
+                                └────> BEHIND: fetch the anchor of a donor, then READY again
     ABORT, a member that cannot be reached, or no message for `timeout` seconds
                   └────> drop what the exchange has computed, FAILED with the missing member, READY again
-    Request(LEAVING, weight) ──> …: a round in which its residual passes to another member ──> Request(BYE) ──> BYE
+    RoundRequest(LEAVING, …) ──> …: a round in which its residual passes to another member, and then BYE
 
 Between DONE and COMMIT a worker does not know whether the round counts. If the server
 is gone then, it says so to the next one when it joins, which knows from the others, or
@@ -19,7 +19,7 @@ first address, so that workers meet there.
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxsparse.partial.net.log import Warnings
 from jaxsparse.partial.net.membership import (
@@ -31,6 +31,7 @@ from jaxsparse.partial.net.membership import (
 )
 from jaxsparse.partial.net.messages import (
   Answer,
+  Content,
   Piece,
   PieceKind,
   Rejected,
@@ -38,18 +39,20 @@ from jaxsparse.partial.net.messages import (
   ServerMessage,
   WorkerMessage,
 )
-from jaxsparse.partial.rounds.exchanger import Done, Exchanger, Forked, Run, Send
+from jaxsparse.partial.rounds.anchor import Forked
+from jaxsparse.partial.rounds.exchanger import Exchanger
+from jaxsparse.partial.rounds.run import Done, Outgoing, Run
 
 # the fractional parts of its multiples are well spread: each worker waits for another
 # time
 _GOLDEN = 0.618
 
 
-class Request(NamedTuple):
+class RoundRequest(NamedTuple):
   """Event: the training loop asks for a place (HELLO), a round (READY, LINK), None (NOT_FINITE) or the end (BYE)."""
 
   kind: WorkerMessage
-  weight: int = 0  # of a step
+  weight: int = 0  # weight of a step
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,7 +61,7 @@ class RoundProtocol:
 
   membership: Membership
   exchange: Exchanger  # runs the exchanges
-  entries: int  # of the model
+  entries: int  # entries of the model
   switch: Callable[[], None]  # connects to the next server
   servers: int = 1  # how many there are
   grace: float = (
@@ -71,8 +74,8 @@ class RoundProtocol:
 
   def __post_init__(self) -> None:
     self._log = Warnings(logging.getLogger(__name__))
-    self._request = Request(WorkerMessage.HELLO)  # the last one
-    self._visits = 0  # of servers
+    self._request = RoundRequest(WorkerMessage.HELLO)  # the last one
+    self._visits = 0  # how often it has gone to another server
     self._quorum_until = self.membership.server_until
     self._run: Run | None = (
       None  # the exchange under way, or whose result is not known to count
@@ -82,16 +85,23 @@ class RoundProtocol:
     self._settled = 0
     self._early = EarlyPieces(0)
     self._leaves = False
-    self._members = dict[str, int]()  # of the last group, by their addresses
+    self._members = dict[str, int]()  # members of the last group, by their addresses
     # after the last round that counted with this worker, how many its anchor has been
     # through
     self._own_round = 0
     self._last = RoundPosition()  # the last round of all, as the server says
-    self._digest = 0  # of its result
+    self._digest = 0  # digest of the result of that round
 
   def handle(
     self,
-    event: Request | Answer | Piece | Progress | Unreachable | Done | Send | Exception,
+    event: RoundRequest
+    | Answer
+    | Piece
+    | Progress
+    | Unreachable
+    | Done
+    | Outgoing
+    | Exception,
     now: float,
   ) -> None:
     """Does what an event asks for, nothing after the end; raises one that is an error of an exchange."""
@@ -102,11 +112,11 @@ class RoundProtocol:
     match event:
       case Exception():
         raise event
-      case Request(WorkerMessage.BYE):
+      case RoundRequest(WorkerMessage.BYE):
         self._leave()
-      case Request(WorkerMessage.NOT_FINITE):
-        membership.answer_loop(None)
-      case Request():
+      case RoundRequest(WorkerMessage.NOT_FINITE):
+        membership.answer(None)
+      case RoundRequest():
         self._request = event
         if membership.open_request():
           self._begin_request()
@@ -125,7 +135,7 @@ class RoundProtocol:
         membership.hear_donor(address)
       case Done(number, digest) if run := self._run_of(number):
         self._take_result(run, digest)
-      case Send(member, piece) if self._run_of(piece.number):
+      case Outgoing(member, piece) if self._run_of(piece.number):
         membership.await_peer()
         membership.send(membership.addresses[member], piece)
 
@@ -282,7 +292,7 @@ class RoundProtocol:
     if is_first or content.get("alive", 0) >= self.sizes[0]:
       self._await_quorum()
 
-  def _take_welcome(self, content: dict[str, Any]) -> None:
+  def _take_welcome(self, content: Content) -> None:
     position = self.membership.position
     if not content.keys() >= {"grace", "sizes", "base", "number"}:
       raise Rejected("malformed: WELCOME of a server of partial reduce, not of rounds")
@@ -344,7 +354,7 @@ class RoundProtocol:
     """The exchange that runs or has a result, if it is that of this round."""
     return self._run if self._run and self._run.group.number == number else None
 
-  def _start_round(self, content: dict[str, Any]) -> None:
+  def _start_round(self, content: Content) -> None:
     group = self.membership.parse_group(content)
     self._members = {
       self.membership.addresses[member]: member for member in group.members
@@ -374,7 +384,7 @@ class RoundProtocol:
       if membership.state == "joined":
         membership.tell(WorkerMessage.DONE, number, digest=digest)
 
-  def _commit(self, run: Run, content: dict[str, Any]) -> None:
+  def _commit(self, run: Run, content: Content) -> None:
     """The round counts; if its result is not that of most members, this worker fetches theirs."""
     self._settle(run, counts=True)
     if content["digest"] not in (0, run.digest):
@@ -398,8 +408,8 @@ class RoundProtocol:
     if counts:
       self.membership.position = self.exchange.commit()
       self._own_round = self.membership.position.round
-      # of what the training loop waits for only the anchor is left
-      self._request = Request(WorkerMessage.HELLO)
+      # the training loop waits for the anchor alone from now on
+      self._request = RoundRequest(WorkerMessage.HELLO)
     else:
       self.exchange.drop()
       self.membership.position = self.membership.position._replace(last=0)

@@ -4,7 +4,7 @@ A pure state machine without clock, network or models, as `controller` is. A rou
 group whose result all workers apply, so that their anchors stay equal bit for bit. It
 is decided in two phases:
 
-    ready(2, 1) ──> enough are ready ──> Group((0, 2, 5), weights, round)
+    ready(2, 1) ──> enough are ready ──> WorkerGroup((0, 2, 5), weights, round)
     done(0, …), done(2, …), done(5, …) ──> Verdict: the result counts
     failed(2, …) or leave(2) before all are done ──> the result counts for nobody
 
@@ -14,15 +14,15 @@ worker, and keep what they have trained for the next round.
 """
 
 import collections
+import functools
 import secrets
 from collections.abc import Collection
 from typing import NamedTuple
 
 from jaxsparse.collectives._base import check_whole
-from jaxsparse.partial.net.messages import Group, Rejected, RoundPosition
+from jaxsparse.partial.net.messages import Rejected, RoundPosition, WorkerGroup
 from jaxsparse.partial.rounds.lineage import FIRST, Lineage
-
-_MOST_DOUBLINGS = 6  # of the rounds that two workers are apart
+from jaxsparse.partial.rounds.pairs import Pairs
 
 
 class Behind(Exception):
@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
       fetch it, too.
   """
 
-  group: Group
+  group: WorkerGroup
   digest: int
   differing: tuple[int, ...]
   behind: tuple[int, ...]
@@ -61,9 +61,9 @@ class Quorum:
     `grace` seconds: with all that are ready then.
   - Its members have the same anchor, that of the last round whose result counted.
   - Two workers that have missed messages of each other in a round are not together in
-    the next 2 rounds, after the next failure not in 4, then in 8, up to 64. Of the two
-    that one takes part that was in a round longer ago; if that leaves fewer than K of
-    all workers, both are tried again.
+    the next 2 rounds, after the next failure not in 4, then in 8, up to 64 (`Pairs`).
+    Of the two that one takes part that was in a round longer ago; if that leaves fewer
+    than K of all workers, both are tried again.
   - Its result counts when all members have it, and for nobody if one of them is lost
     before.
   - All steps count alike, whether they are delivered early or late: with M workers that
@@ -95,7 +95,7 @@ class Quorum:
     >>> [quorum.join(worker, RoundPosition()) for worker in range(3)]
     [None, None, None]
     >>> quorum.ready(0, 4, RoundPosition()), quorum.ready(2, 1, RoundPosition()), quorum.release()
-    ([], [], [Group(members=(0, 2), weights=(0.8, 0.2), iteration=0, initial=0.0, number=7, links=(), leaving=())])
+    ([], [], [WorkerGroup(members=(0, 2), weights=(0.8, 0.2), iteration=0, ...)])
     >>> quorum.done(0, 7, digest=99), quorum.done(2, 7, digest=99).digest, quorum.position
     (None, 99, RoundPosition(round=1, base=7, last=0))
   """
@@ -118,24 +118,19 @@ class Quorum:
     self.over = self.paused = False
     # Another number for each server, or pieces of a group of one before could be taken
     # for those of a later one.
-    self._number = secrets.randbits(61) if first is None else first
+    self._last_group = secrets.randbits(61) if first is None else first
     self._present: set[int] = set()
     self._expected: dict[
       int, int
     ] = {}  # weights of those who have been ready since they joined
     self._ready: dict[int, _Ready] = {}  # the longest-waiting first
-    self.under_way: Group | None = None
-    self._failed: Group | None = None  # the last one whose result counts for nobody
-    self._apart: dict[
-      frozenset[int], tuple[int, int]
-    ] = {}  # pairs: how often they failed, and in which group last
-    self._blamed = (
-      0  # the number of the group for whose failure all pairs in it have been counted
+    self.under_way: WorkerGroup | None = None
+    self._failed: WorkerGroup | None = (
+      None  # the last one whose result counts for nobody
     )
+    self._pairs = Pairs()
     self._counted: dict[int, int] = {}  # by worker, the group of its last round
-    self._digests: dict[
-      int, int
-    ] = {}  # of the members of the group under way that are done
+    self._digests: dict[int, int] = {}  # by member of the group under way that is done
 
   @property
   def alive(self) -> tuple[int, ...]:
@@ -149,7 +144,7 @@ class Quorum:
 
   def join(
     self, worker: int, position: RoundPosition, lineage: Lineage = FIRST
-  ) -> Group | None:
+  ) -> WorkerGroup | None:
     """A worker is there, or there again, ready for nothing: the group whose result counts for nobody then.
 
     The worker that has been through most rounds tells a new controller which was the
@@ -179,7 +174,7 @@ class Quorum:
     *,
     is_link: bool = False,
     leaves: bool = False,
-  ) -> list[Group]:
+  ) -> list[WorkerGroup]:
     """A worker has something to deliver; the round that begins now, if any.
 
     Args:
@@ -203,17 +198,17 @@ class Quorum:
     self._expected[worker] = weight
     return self.begin_if_all_ready()
 
-  def begin_if_all_ready(self) -> list[Group]:
+  def begin_if_all_ready(self) -> list[WorkerGroup]:
     """The round of all workers that are there, if all are ready. After round 1, newcomers need not be ready."""
     expected = self._expected if self.position.round else self._present
     # the latter are among the former
     return self.release() if len(expected) == len(self._ready) else []
 
-  def release(self) -> list[Group]:
+  def release(self) -> list[WorkerGroup]:
     """Begins a round of the workers that are ready, if these are a quorum: its group, or []."""
     if self.paused or self.under_way or len(chosen := self._choose()) < self.quorum:
       return []
-    self._number += 1
+    self._last_group += 1
     members = tuple(sorted(chosen))
     total = sum(self._expected.values())
     weights = tuple(
@@ -221,11 +216,11 @@ class Quorum:
       for worker in members
     )
     ready = {worker: self._ready.pop(worker) for worker in members}
-    self.under_way = Group(
+    self.under_way = WorkerGroup(
       members,
       weights,
       self.position.round,
-      number=self._number,
+      number=self._last_group,
       links=tuple(worker for worker in members if ready[worker].is_link),
       leaving=tuple(worker for worker in members if ready[worker].leaves),
     )
@@ -234,33 +229,16 @@ class Quorum:
 
   def _choose(self) -> Collection[int]:
     """Of the workers that are ready as many as reach each other; all if not enough of those that are there do."""
-    if not self._apart:
-      return self._ready
-    chosen = self._without_pairs(self._ready)
-    too_few = max(len(chosen), len(self._without_pairs(self._expected))) < self.quorum
+    choose = functools.partial(
+      self._pairs.choose, last_group=self._last_group, last_rounds=self._counted
+    )
+    chosen = choose(self._ready)
+    too_few = len(chosen) < self.quorum and len(choose(self._expected)) < self.quorum
     return self._ready if too_few else chosen
-
-  def _without_pairs(self, workers: Collection[int]) -> Collection[int]:
-    """Of these workers as many as are not apart: first who is apart from few, then who was in a round longest ago."""
-    chosen = set[int]()
-    partners = {worker: set[int]() for worker in workers}
-    for pair, (failures, number) in self._apart.items():
-      if (
-        self._number < number + 2 ** min(failures, _MOST_DOUBLINGS)
-        and pair <= partners.keys()
-      ):
-        for worker in pair:
-          partners[worker] |= pair
-    for worker in sorted(
-      workers, key=lambda worker: (len(partners[worker]), self._counted.get(worker, 0))
-    ):
-      if chosen.isdisjoint(partners[worker]):
-        chosen.add(worker)
-    return chosen
 
   def have_failed(self, worker: int, other: int) -> bool:
     """Whether the two have missed messages of each other, and no round with both has counted since."""
-    return frozenset((worker, other)) in self._apart
+    return self._pairs.are_apart(worker, other)
 
   def go_back(self, position: RoundPosition, lineage: Lineage) -> None:
     """The last round is that of this position: nobody has the anchor of a later one, or nobody knew of this one."""
@@ -289,16 +267,12 @@ class Quorum:
     self.under_way = None
     self._ready.clear()
     self._counted |= dict.fromkeys(group.members, number)
-    self._apart = {
-      pair: failures
-      for pair, failures in self._apart.items()
-      if not all(map(group.has, pair))
-    }
+    self._pairs.unite(group)
     return verdict
 
   def failed(
     self, worker: int, number: int, missing: int | None = None
-  ) -> Group | None:
+  ) -> WorkerGroup | None:
     """A member cannot take part in a round to its end: the group whose result counts for nobody, if it has not yet.
 
     Args:
@@ -311,24 +285,15 @@ class Quorum:
     group = self._round_of(worker)
     dropped = self._drop_round_of(worker) if group and group.number == number else None
     failed = self._failed
-    if (
-      failed is None or failed.number != number or missing is None or missing == worker
-    ):
+    if failed is None or missing is None or missing == worker:
       return dropped
-    if failed.has(worker) and failed.has(missing):
-      pairs = [frozenset((worker, missing))]
-      if self._blamed != number:  # also those that were tried again in vain
-        pairs += [pair for pair in self._apart if all(map(failed.has, pair))]
-      self._blamed = number
-      for pair in pairs:
-        failures, last = self._apart.get(pair, (0, 0))
-        if last != number:
-          self._apart[pair] = failures + 1, number
+    if failed.number == number and failed.has(worker) and failed.has(missing):
+      self._pairs.part(failed, worker, missing)
     return dropped
 
   def leave(
     self, worker: int, weight: int | None = None
-  ) -> tuple[Group | None, list[Group]]:
+  ) -> tuple[WorkerGroup | None, list[WorkerGroup]]:
     """A worker ends, or is lost with what it had trained for `weight` steps or tokens.
 
     Returns:
@@ -338,9 +303,7 @@ class Quorum:
     group = self._drop_round_of(worker)
     self._present.discard(worker)
     self._forget(worker)
-    self._apart = {
-      pair: failures for pair, failures in self._apart.items() if worker not in pair
-    }
+    self._pairs.forget(worker)
     if weight is not None:
       self.lost = self.lost + 1
       self.lost_weight = self.lost_weight + weight
@@ -356,11 +319,11 @@ class Quorum:
     if worker not in self._present:
       raise Rejected(f"absent: worker {worker} has to join")
 
-  def _round_of(self, worker: int) -> Group | None:
+  def _round_of(self, worker: int) -> WorkerGroup | None:
     """The group under way, if a worker is in it."""
     return self.under_way if self.under_way and self.under_way.has(worker) else None
 
-  def _drop_round_of(self, worker: int) -> Group | None:
+  def _drop_round_of(self, worker: int) -> WorkerGroup | None:
     """The same, whose result counts for nobody from now on."""
     if group := self._round_of(worker):
       self.under_way = None

@@ -19,18 +19,18 @@ from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.log import Warnings
 from jaxsparse.partial.net.membership import Member, Members
 from jaxsparse.partial.net.messages import (
-  Group,
   Rejected,
   RoundPosition,
   ServerMessage,
   Signal,
+  WorkerGroup,
   WorkerMessage,
 )
 from jaxsparse.partial.rounds.lineage import FIRST, Lineage
 from jaxsparse.partial.rounds.quorum import Behind, Quorum, Verdict
 
 _START = RoundPosition()
-_MOST_WEIGHT = 2**47  # of a step, with the 16 bits behind the point
+_MOST_WEIGHT = 2**47  # weight of a step, with 16 bits behind the point
 _RECENT = 20  # rounds whose seconds are averaged in a status
 # times `limit`, in which a worker that looks for others at another server comes back
 _RETURN = 4
@@ -57,15 +57,15 @@ class RoundMember(Member):
   """What the server knows of a worker from when it joins until it leaves, or is lost."""
 
   position: RoundPosition = _START
-  branch: _Branch = _NO_ROUND  # of its anchor
+  branch: _Branch = _NO_ROUND  # branch of its anchor
   weight: int = 0  # what it has trained for since it last delivered
   waits_until: float = 0.0  # once it is ready: until when it waits for others
   is_late: bool = False  # it is behind, and has not been told so
-  donor: int | None = None  # of its last anchor
+  donor: int | None = None  # worker that has given, or gives, its last anchor
   donor_named: float = 0.0  # when
   in_vain_since: float | None = None  # while it has asked donors again and again
   fetches_since: float | None = None  # while it fetches an anchor
-  fetch_seconds: float | None = None  # that its last fetch has taken
+  fetch_seconds: float | None = None  # seconds that its last fetch has taken
   awaited_until: float | None = None  # while the next round waits for it
 
 
@@ -397,7 +397,7 @@ class RoundServer:
 
   # Rounds that begin, count, or count for nobody.
 
-  def _announce(self, groups: list[Group]) -> None:
+  def _announce(self, groups: list[WorkerGroup]) -> None:
     """Also says which workers a round leaves out."""
     for group in groups:
       for worker in self._quorum.waiting:
@@ -445,7 +445,7 @@ class RoundServer:
       known[worker].is_late = True
     self._call_late()
 
-  def _abort(self, group: Group | None, worker: int, what: str) -> None:
+  def _abort(self, group: WorkerGroup | None, worker: int, what: str) -> None:
     """Tells the members that the result of a group counts for nobody, also one that joins again and did not know it.
 
     Args:
@@ -474,25 +474,10 @@ class RoundServer:
   def _take_hello(self, connection: bytes, signal: Signal) -> None:
     """Joins a worker, or joins it again; it gets a donor unless it has the anchor of the last round."""
     worker = signal.worker
-    quorum = self._quorum
-    self.members.check(
-      connection, signal, at_start=signal.position.round == quorum.position.round == 0
-    )
-    self._check_round(signal)
-    lineage = Lineage(signal.position.round, signal.alike.lineage)
-    branch = _Branch(signal.alike.run, lineage)
-    waiting = quorum.waiting
-    self._check_branch(worker, signal.position, branch)
-    self._check_claim(signal, branch)
-    last = quorum.position
-    self._abort(
-      quorum.join(worker, signal.position, lineage), worker, "has joined again"
-    )
-    if quorum.position != last:
-      self._stayed = None
-    if signal.position.round:
-      self._run = branch.run
-    if not quorum.waiting:  # else the anchor of this worker is not the newest one
+    waiting = self._quorum.waiting
+    branch = self._check_hello(connection, signal)
+    self._join_quorum(signal, branch)
+    if not self._quorum.waiting:  # else the anchor of this worker is not the newest one
       self._tell_behind(set(waiting) - {worker}, signal.address)
     was = self.members.known.get(worker)
     # else it may have been at another server
@@ -502,25 +487,50 @@ class RoundServer:
     member.is_late = False
     member.weight = 0
     undecided = signal.position.last
-    counts = undecided != 0 and undecided == quorum.position.base
-    member.position = quorum.position if counts else signal.position._replace(last=0)
+    counts = undecided != 0 and undecided == self._quorum.position.base
+    member.position = (
+      self._quorum.position if counts else signal.position._replace(last=0)
+    )
     member.branch = self._branch if counts else branch
-    donor = None if member.position == quorum.position else self._find_donor(worker)
+    self._welcome(signal, member, undecided if counts else 0)
+
+  def _check_hello(self, connection: bytes, signal: Signal) -> _Branch:
+    """The branch of a worker that may join; raises Rejected for any other one."""
+    rounds = signal.position.round
+    at_start = rounds == self._quorum.position.round == 0
+    self.members.check(connection, signal, at_start=at_start)
+    self._check_round(signal)
+    branch = _Branch(signal.alike.run, Lineage(rounds, signal.alike.lineage))
+    self._check_branch(signal.worker, signal.position, branch)
+    self._check_claim(signal, branch)
+    return branch
+
+  def _join_quorum(self, signal: Signal, branch: _Branch) -> None:
+    last = self._quorum.position
+    group = self._quorum.join(signal.worker, signal.position, branch.lineage)
+    self._abort(group, signal.worker, "has joined again")
+    if self._quorum.position != last:
+      self._stayed = None
+    if signal.position.round:
+      self._run = branch.run
+
+  def _welcome(self, signal: Signal, member: RoundMember, counted: int) -> None:
+    """Answers HELLO, with the round that counts of which the worker did not know it, or 0."""
+    quorum = self._quorum
+    is_newest = member.position == quorum.position
+    donor = None if is_newest else self._find_donor(signal.worker)
     if donor and member.fetches_since is None:
       fetching = min(signal.value, self.members.now - self._began)
       member.fetches_since = self.members.now - fetching
-    facts = {
-      "limit": self.members.limit,
-      "grace": quorum.grace,
-      "sizes": [quorum.quorum, quorum.workers],
-      **self._last,
-    }
     self.members.tell(
-      [worker],
+      [signal.worker],
       ServerMessage.WELCOME,
       donor=donor,
-      number=undecided if counts else 0,
-      **facts,
+      number=counted,
+      limit=self.members.limit,
+      grace=quorum.grace,
+      sizes=[quorum.quorum, quorum.workers],
+      **self._last,
     )
 
   def _check_claim(self, signal: Signal, branch: _Branch) -> None:
@@ -548,7 +558,7 @@ class RoundServer:
       self._warn(("claim", worker), f"{reason}: it is refused")
       raise Rejected(f"duplicate: {reason}")
 
-  def _warn(self, kind: tuple[Any, ...], text: str) -> None:
+  def _warn(self, kind: tuple[object, ...], text: str) -> None:
     """Logs what is repeated, with other numbers, rarely."""
     self._log.say(kind, text, self.members.now)
 
@@ -600,8 +610,8 @@ class RoundServer:
     ]
     others += [rival.branch for rival in self._rivals.values()]
     ours, theirs = (
-      sum(not (one.conflicts(other) or other.conflicts(one)) for other in others)
-      for one in (self._branch, branch)
+      sum(not (side.conflicts(other) or other.conflicts(side)) for other in others)
+      for side in (self._branch, branch)
     )
     branches = f"worker {worker} is at round {position.round} of another branch than round {quorum.position.round}"
     if theirs >= quorum.quorum and theirs > ours and not quorum.under_way:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse.arrays.flatten import leaves_by_name
@@ -46,7 +47,7 @@ class Whole:
   part = 0
   parts = 1
 
-  def __init__(self, params: Any):
+  def __init__(self, params: optax.Params):
     self._shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
 
   @property
@@ -54,11 +55,11 @@ class Whole:
     """The number of this part, and how many there are."""
     return self.part, self.parts
 
-  def to_host(self, tree: Any) -> Any:
+  def to_host(self, tree: optax.Params) -> optax.Params:
     """The leaves that this part exchanges, which numpy copies to the host."""
     return tree
 
-  def to_device(self, tree: Any) -> Any:
+  def to_device(self, tree: optax.Params) -> optax.Params:
     """From the leaves that this part exchanges, on the CPU, arrays with the shardings of the parameters."""
     return jax.device_put(tree, self._shardings)
 
@@ -71,7 +72,7 @@ class Slices(Whole):
       many devices of each.
   """
 
-  def __init__(self, params: Any):
+  def __init__(self, params: optax.Params):
     self.part = jax.process_index()
     self.parts = jax.process_count()
     for name, leaf in leaves_by_name(params).items():
@@ -80,20 +81,20 @@ class Slices(Whole):
       lambda leaf: _programs_of(leaf.shape, leaf.sharding, self.parts), params
     )
 
-  def to_host(self, tree: Any) -> Any:
+  def to_host(self, tree: optax.Params) -> optax.Params:
     """The slices of this part."""
     return jax.tree.map(
       lambda leaf, programs: programs.slice_of(leaf), tree, self._programs
     )
 
-  def to_device(self, tree: Any) -> Any:
+  def to_device(self, tree: optax.Params) -> optax.Params:
     """The leaves, from the slices of all parts."""
     return jax.tree.map(
       lambda leaf, programs: programs.whole_of(np.asarray(leaf)), tree, self._programs
     )
 
 
-def place_of(params: Any) -> Whole:
+def place_of(params: optax.Params) -> Whole:
   """Where parameters are.
 
   Example:

@@ -1,11 +1,8 @@
-"""`python -m jaxsparse.partial status ADDRESS`: what a server of rounds knows of its run, for people and Prometheus."""
+"""`python -m jaxsparse.partial status ADDRESS`: what a server of rounds knows of its run."""
 
 import argparse
-import importlib
 import pathlib
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 from jaxsparse.partial.net import messages, sockets
@@ -13,21 +10,6 @@ from jaxsparse.partial.net.messages import ServerMessage, Signal, WorkerMessage
 from jaxsparse.partial.net.sockets import Keys
 
 _TIMEOUT = 5.0  # seconds
-_TOTALS = {
-  "rounds_counted": "rounds that counted since the server started",
-  "rounds_failed": "rounds that counted for nobody since the server started",
-  "steps_delivered": "weight of the steps that were delivered, as of the workers' last heartbeats",
-  "steps_lost": "weight of the steps that lost workers had not delivered",
-}
-_GAUGES = {
-  "round": "number of the last round",
-  "seconds": "mean seconds between the last rounds",
-}
-_OF_WORKER = {
-  "round": "number of rounds that the anchor of a worker has been through",
-  "undelivered": "weight of the steps that a worker has not delivered",
-  "silent": "seconds since the last message of a worker",
-}
 
 
 def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
@@ -90,40 +72,6 @@ def _seconds(value: float | None) -> str:
   return "unknown seconds" if value is None else f"{value:.1f} s"
 
 
-class Exporter:
-  """A collector of `prometheus_client` that asks the server at each scrape."""
-
-  def __init__(self, address: str, keys: Keys | None):
-    self._given = address, keys
-
-  def describe(self) -> list[Any]:
-    """Nothing: the server is not asked when the collector is registered."""
-    return []
-
-  def collect(self) -> Iterator[Any]:
-    """The metrics."""
-    core = importlib.import_module("prometheus_client.core")
-    status = ask(*self._given)
-    for name, what in _TOTALS.items():
-      yield core.CounterMetricFamily(f"jaxsparse_{name}", what, value=status[name])
-    for name, what in _GAUGES.items():
-      yield core.GaugeMetricFamily(f"jaxsparse_{name}", what, value=status[name] or 0.0)
-    workers = core.GaugeMetricFamily(
-      "jaxsparse_workers", "workers by what they do", labels=["doing"]
-    )
-    doing = [worker["doing"] for worker in status["workers"]]
-    for name in sorted(set(doing)):
-      workers.add_metric([name], doing.count(name))
-    yield workers
-    for name, what in _OF_WORKER.items():
-      family = core.GaugeMetricFamily(
-        f"jaxsparse_worker_{name}", what, labels=["worker"]
-      )
-      for worker in status["workers"]:
-        family.add_metric([str(worker["worker"])], worker[name])
-      yield family
-
-
 def main(arguments: list[str]) -> None:
   """The command line."""
   parser = argparse.ArgumentParser(
@@ -133,20 +81,9 @@ def main(arguments: list[str]) -> None:
   parser.add_argument(
     "--keys", type=pathlib.Path, help="file of keys of the run, or of a worker"
   )
-  parser.add_argument(
-    "--port",
-    type=int,
-    help="serve metrics for Prometheus at this port of loopback, until killed",
-  )
   options = parser.parse_args(arguments)
   try:
     keys = Keys.read(options.keys) if options.keys else None
     print(describe(ask(options.address, keys)), flush=True)
-    if options.port is not None:
-      prometheus = importlib.import_module("prometheus_client")
-      registry = prometheus.CollectorRegistry()
-      registry.register(Exporter(options.address, keys))
-      prometheus.start_http_server(options.port, "127.0.0.1", registry)
-      threading.Event().wait()
   except (ModuleNotFoundError, OSError, ValueError) as error:
     sys.exit(f"error: {error}")

@@ -19,11 +19,11 @@ from jaxsparse.partial.net.endpoint import ControllerLost
 from jaxsparse.partial.net.messages import Next, PieceKind, WorkerMessage
 from jaxsparse.partial.net.sockets import Keys
 from jaxsparse.partial.rounds import checks, moving, processes, slices
+from jaxsparse.partial.rounds.checks import SavedState
 from jaxsparse.partial.rounds.exchanger import Exchanger
-from jaxsparse.partial.rounds.outer_step import OuterStep
-from jaxsparse.partial.rounds.protocol import Request
+from jaxsparse.partial.rounds.outer_step import OuterStep, Result
+from jaxsparse.partial.rounds.protocol import RoundRequest
 from jaxsparse.train.skipped import SkipWatch
-from jaxsparse.transform.fragments import Fragments
 from jaxsparse.types import Comm
 
 _FRACTION = 16  # bits of the mean weight of a step behind the point
@@ -89,7 +89,7 @@ class Rounds:
   Attributes:
     params: to begin with: those given, or the anchor of a worker that was there before.
     round: the number of rounds that the anchor has been through.
-    group: the `Group` of the last round of this worker: `members`, their `weights`, and
+    group: the `WorkerGroup` of the last round of this worker: `members`, their `weights`, and
       its `iteration`, from 0. A change of members tells a loop to share out its data
       anew.
 
@@ -122,7 +122,7 @@ class Rounds:
     self,
     address: str | Sequence[str],
     number: int,
-    params: Any,
+    params: optax.Params,
     outer: Callable[[Comm], optax.GradientTransformation],
     *,
     every: int,
@@ -136,7 +136,7 @@ class Rounds:
     keys: Keys | None = None,
     timeout: float = START_TIMEOUT,
     device: jax.Device | None = None,
-    state: dict[str, Any] | None = None,
+    state: SavedState | None = None,
   ):
     checks.check_options(
       number,
@@ -151,8 +151,7 @@ class Rounds:
     )
     check_start(params)
     params = jax.tree.map(jnp.asarray, params)
-    place = self._place = slices.place_of(params)
-    own_params = place.to_host(params)
+    self._place = slices.place_of(params)
     self._turn = every // fragments
     self._delay = delay
     self._mixing = mixing
@@ -161,77 +160,100 @@ class Rounds:
     self._applies = apply_residual
     self._refused = 0
     self._skips = SkipWatch("js.partial.Rounds", "rounds")
-    with processes.errors_told(place):
-      addresses = [address] if isinstance(address, str) else list(address)
+    self._dtypes = jax.tree.map(jnp.result_type, params)
+    addresses = [address] if isinstance(address, str) else list(address)
+    with processes.errors_told(self._place):
       step = OuterStep(outer, fragments, device)
-      anchor = step.start(own_params)
-      self._of_fragment = Fragments(fragments).numbers(anchor.params)
-      vector, unflatten = flatten(anchor.params)
-      nothing = {
-        "moved": np.zeros_like(vector),
-        "trained": np.zeros((fragments, 2), int),
-        "share": 0.0,
-      }
-      if state:
-        checks.check_state(state, number, fragments, place.where)
-        saved = step.unpack(np.asarray(state["anchor"]).tobytes(), anchor)
-        saved = step.add_residual(saved, state["residual"])
-        anchor = saved._replace(own=int(state["latest"]))
-      alike = Alike.of(
-        params,
-        own_params,
-        fragments=fragments,
-        parts=place.parts,
-        outer=step.chain_digest(anchor),
-      )
-      exchanger = self._exchanger = Exchanger(
-        step, anchor, number, link, is_restored=bool(state)
-      )
+      alike = self._make_anchor(params, step, link, state)
       # A donor sends its anchor with the state of the outer chain, of Adam for example
       # two arrays a parameter.
-      longest = _MOST_ARRAYS * len(step.pack(exchanger.anchor)) + messages.LONGEST
-      endpoint = self._endpoint = processes.PartEndpoint(
-        addresses, bind, keys, longest, timeout
+      size = len(step.pack(self._exchanger.anchor))
+      self._endpoint = processes.PartEndpoint(
+        addresses, bind, keys, _MOST_ARRAYS * size + messages.LONGEST, timeout
       )
+    self._connect(alike, len(addresses))
+    is_kept = state and not self._exchanger.is_stale
+    self._start(state if is_kept else None)
+
+  def _make_anchor(
+    self,
+    params: optax.Params,
+    step: OuterStep,
+    link: bool,
+    state: SavedState | None,
+  ) -> Alike:
+    """Makes the anchor that training starts from, or that of a state; what of it all workers need alike."""
+    own_params = self._place.to_host(params)
+    anchor = step.start(own_params)
+    fragments = step.fragments.count
+    self._of_fragment = step.fragments.numbers(anchor.params)
+    self._exchanger = Exchanger(step, anchor, self._number, link)
+    if state:
+      checks.check_state(state, self._number, fragments, self._place.where)
+      self._exchanger.restore(state)
+    alike = Alike.of(
+      params,
+      own_params,
+      fragments=fragments,
+      parts=self._place.parts,
+      outer=step.chain_digest(anchor),
+    )
+    return alike._replace(run=int(state["run"]) if state else 0)
+
+  def _connect(self, alike: Alike, servers: int) -> None:
+    """Joins, and has the anchor of the others afterwards."""
+    endpoint = self._endpoint
+    exchanger = self._exchanger
     exchanger.post = endpoint.post
-    facts = {
-      "position": anchor.position,
-      "alike": alike._replace(run=int(state["run"]) if state else 0),
-    }
     self._membership = endpoint.make_membership(
-      number, limit=timeout / len(addresses), **facts
+      self._number,
+      limit=endpoint.timeout / servers,
+      position=exchanger.anchor.position,
+      alike=alike,
     )
     self._protocol = processes.make_protocol(
-      place, endpoint, self._membership, exchanger, vector.size, servers=len(addresses)
+      self._place,
+      endpoint,
+      self._membership,
+      exchanger,
+      flatten(exchanger.anchor.params)[0].size,
+      servers,
     )
     answers = {PieceKind.FETCH: lambda _: exchanger.model()}
-    endpoint.start(self._protocol, answers, ControllerLost, f"rounds, worker {number}")
+    name = f"rounds, worker {self._number}"
+    endpoint.start(self._protocol, answers, ControllerLost, name)
     with endpoint.ended_by_errors():
-      processes.take(place, endpoint)
+      processes.take(self._place, endpoint)
       exchanger.compile(self._protocol.sizes)
-    kept = state if state and not exchanger.is_stale else nothing
-    self._start(params, kept, unflatten)
 
-  def _start(
-    self, params: Any, saved_part: dict[str, Any], unflatten: Callable[[Any], Any]
-  ) -> None:
+  def _start(self, state: SavedState | None) -> None:
     """Goes on from the anchor, with what was moved and not delivered when the state was saved."""
-    self._dtypes = jax.tree.map(jnp.result_type, params)
-    share = float(saved_part["share"])
+    vector, unflatten = flatten(self._exchanger.anchor.params)
+    fragments = self._exchanger.outer.fragments.count
+    state = state or {
+      "moved": np.zeros_like(vector),
+      "trained": np.zeros((fragments, 2), int),
+      "share": 0.0,
+    }
+    share = float(state["share"])
     base = self._make_base(share)
-    moved = self._place.to_device(unflatten(saved_part["moved"]))
-    self._go_on(base, moved, np.array(saved_part["trained"]), share)
-    self.params = self._own(base, moved)
+    moved = self._place.to_device(unflatten(state["moved"]))
+    self._go_on(base, moved, np.array(state["trained"]), share)
+    self.params = self._make_params(base, moved)
 
   def _go_on(
-    self, base: Any, moved: Any, undelivered: np.ndarray, recent: float
+    self,
+    base: optax.Params,
+    moved: optax.Params,
+    undelivered: np.ndarray,
+    recent: float,
   ) -> None:
     """Training goes on from the anchor as it is now. Between assignments Python raises no KeyboardInterrupt."""
     self._base = base
     self._moved = moved  # base − θ_w when `step` returned last
     self._undelivered = undelivered  # by fragment: weights of the steps, and steps
-    self._recent_weight = recent  # of this worker in a round, smoothed
-    self._flight: tuple[Any, np.ndarray, Any] | None = (
+    self._recent_weight = recent  # weight of this worker in a round, smoothed
+    self._flight: tuple[optax.Params, np.ndarray, Result | None] | None = (
       None  # what was given, its `_undelivered`, and the result before
     )
     self._answer: Any = Next.LATER  # to the exchange under way, until it is applied
@@ -241,7 +263,7 @@ class Rounds:
 
   @property
   @slices.without_mesh()
-  def state(self) -> dict[str, Any]:
+  def state(self) -> SavedState:
     """Arrays to save and to begin with again: the anchor and the outer state, the residual, and what was moved since.
 
     Raises:
@@ -252,29 +274,20 @@ class Rounds:
       raise RuntimeError(
         "an exchange is under way: save the state after a call of `step` that has changed `round`"
       )
-    anchor = self._exchanger.anchor
-    outer = self._exchanger.outer
-    content = np.frombuffer(outer.pack(anchor), np.uint8)
-    moved = np.asarray(flatten(outer.on_cpu(self._place.to_host(self._moved)))[0])
+    moved = self._exchanger.outer.on_cpu(self._place.to_host(self._moved))
     local = {
-      "moved": moved,
+      "moved": np.asarray(flatten(moved)[0]),
       "trained": self._undelivered.copy(),
       "share": np.float64(self._recent_weight),
-    }
-    shared = {
-      "anchor": content,
-      "residual": outer.residual(anchor),
-      "latest": np.int64(anchor.own),
       "fragments": np.int64(len(self._undelivered)),
+      "part": np.array(self._place.where),
     }
     return checks.seal(
-      shared | local | {"part": np.array(self._place.where)},
-      self._number,
-      self._membership.alike.run,
+      self._exchanger.arrays | local, self._number, self._membership.alike.run
     )
 
   @slices.without_mesh()
-  def step(self, params: Any, weight: Any = 1) -> Any:
+  def step(self, params: optax.Params, weight: Any = 1) -> optax.Params:
     """Call it after each local step: begins an exchange or applies a round when one is due.
 
     Args:
@@ -306,7 +319,7 @@ class Rounds:
     return self._finish(params, 0 if self._since % self._turn else wait)
 
   @slices.without_mesh()
-  def leave(self, params: Any = None) -> Any:
+  def leave(self, params: optax.Params | None = None) -> optax.Params:
     """Leaves: the other workers continue without this one.
 
     Args:
@@ -321,17 +334,17 @@ class Rounds:
     """
     if params is not None and self._membership.state != "ended":
       params = self._deliver(params)
-    self._endpoint.post(Request(WorkerMessage.BYE))
+    self._endpoint.post(RoundRequest(WorkerMessage.BYE))
     self._endpoint.join()
     self._exchanger.close()
     self._endpoint.check_parts()
     self._land(params)
-    return self._own(
+    return self._make_params(
       self._place.to_device(self._exchanger.anchor.params),
       jax.tree.map(jnp.zeros_like, self._base),
     )
 
-  def _deliver(self, params: Any) -> Any:
+  def _deliver(self, params: optax.Params) -> optax.Params:
     """The parameters after a last round of each fragment, or when there was no time for one."""
     self._exchanger.is_final = True
     end = time.monotonic() + self._protocol.grace + self._endpoint.timeout
@@ -341,12 +354,12 @@ class Rounds:
       params = self._finish(params, max(0.0, end - time.monotonic()))
     return params
 
-  def _land(self, params: Any) -> None:
+  def _land(self, params: optax.Params | None) -> None:
     """After the end: the round that was under way counts, or what it was given stays moved."""
     if self._flight is None:
       return
     given, _, before = self._flight
-    params = self._own(self._base, given) if params is None else params
+    params = self._make_params(self._base, given) if params is None else params
     if self._exchanger.delivered is not before:
       self._apply(params)
       return
@@ -370,7 +383,7 @@ class Rounds:
       self._endpoint.join(self._membership.limit)
     self.leave()
 
-  def _begin(self, params: Any) -> None:
+  def _begin(self, params: optax.Params) -> None:
     """Begins the exchange of what was moved."""
     given = moving.movement(self._base, self._moved, params)
     flight = given, self._undelivered.copy(), self._exchanger.delivered
@@ -378,13 +391,13 @@ class Rounds:
       self._exchanger.anchor.position.round % len(self._undelivered)
     ].tolist()
     post = lambda kind: self._endpoint.post(
-      Request(kind, (weight << _FRACTION) // max(1, steps))
+      RoundRequest(kind, (weight << _FRACTION) // max(1, steps))
     )
     self._exchanger.prepare(given, self._place.to_host(given), post)
     # after what may raise, or be interrupted: the next step begins the exchange then
     self._flight = flight
 
-  def _finish(self, params: Any, wait: float) -> Any:
+  def _finish(self, params: optax.Params, wait: float) -> optax.Params:
     """Applies the round of the exchange under way if it has ended after so many seconds."""
     # else an error or an interrupt has kept it from being applied
     if self._answer == Next.LATER:
@@ -393,7 +406,7 @@ class Rounds:
       return params
     return self._restart() if self._answer is None else self._apply(params)
 
-  def _restart(self) -> Any:
+  def _restart(self) -> optax.Params:
     """The parameters of the anchor, in place of those that are not finite."""
     self._refused += 1
     if self._refused >= REFUSALS:
@@ -403,14 +416,15 @@ class Rounds:
     not_finite = "the parameters are not finite, and enter no round: training goes on from the anchor"
     logging.getLogger(__name__).warning(f"worker {self._number}: {not_finite}")
     base = self._make_base(self._recent_weight)
-    own = self._own(base, moved := jax.tree.map(jnp.zeros_like, base))
+    new_params = self._make_params(base, moved := jax.tree.map(jnp.zeros_like, base))
     self._go_on(base, moved, np.zeros_like(self._undelivered), self._recent_weight)
-    return own
+    return new_params
 
-  def _apply(self, params: Any) -> Any:
+  def _apply(self, params: optax.Params) -> optax.Params:
     """The parameters after the round of the exchange that was under way."""
-    result: Any = self._exchanger.delivered
+    result = self._exchanger.delivered
     assert self._flight is not None
+    assert result is not None
     given, trained, _ = self._flight
     group = self._exchanger.group
     weight = group.weights[group.members.index(self._number)]
@@ -433,7 +447,7 @@ class Rounds:
       undelivered[result.fragment] -= trained[result.fragment]
     if (returned := self._exchanger.returned) is not None:
       moved = jax.tree.map(jnp.add, moved, self._place.to_device(returned))
-    own = self._own(after, moved)
+    new_params = self._make_params(after, moved)
     self._protocol.undelivered = int(undelivered[:, 0].max())
     self._refused = 0
     self._skips.add(result.skipped)
@@ -441,9 +455,9 @@ class Rounds:
     self._skips.look(stacklevel=6, params=params, anchor=after)
     self._exchanger.returned = None
     self._go_on(after, moved, undelivered, recent)
-    return own
+    return new_params
 
-  def _make_base(self, weight: float) -> Any:
+  def _make_base(self, weight: float) -> optax.Params:
     """f32 on the device: the anchor, with `apply_residual` less the residual, from which a worker goes on."""
     anchor = self._exchanger.anchor
     applies = self._applies and weight
@@ -452,5 +466,5 @@ class Rounds:
     )
     return self._place.to_device(params)
 
-  def _own(self, anchor: Any, moved: Any) -> Any:
+  def _make_params(self, anchor: optax.Params, moved: optax.Params) -> optax.Params:
     return jax.tree.map(moving.parameters, anchor, moved, self._dtypes)

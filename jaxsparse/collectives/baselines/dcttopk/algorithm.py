@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -80,63 +80,75 @@ class DctTopk(ChunkTopk):
     # Inf or NaN where an entry of the total may be: a coefficient has a share of less
     # than 2 in one of an axis's terms.
     bound = largest_magnitude(total.values) * (4.0 * self.chunk)
-
-    def finish(
-      values: Any, _: None, finite: jax.Array, decay: float
-    ) -> tuple[jax.Array, jax.Array]:
-      # The factor is one of entries, not of coefficients: these have the same bits for
-      # every number of workers.
-      step = _Step(
-        grads,
-        cast(jax.Array, state.residual),
-        total,
-        sent,
-        factor=values[1],
-        finite=finite,
-      )
-      return _compat.by_platform(gpu=_finish_by_pieces, default=_finish)(
-        tiling, decay, step
-      )
-
-    return Reduced(Deferred((bound, jnp.float32(1)), finish), state, counters)
+    coefficients = Coefficients(tiling, grads, total, sent, bound)
+    return Deferred(coefficients, state, counters)
 
 
-class _Step(NamedTuple):
-  """What a worker has after the messages of a step; entries of the total and of what it sent are coefficients."""
+class Coefficients(NamedTuple):
+  """The total and what this worker sent as coefficients of tiles: a `Formula`.
 
+  Attributes:
+    tiling: the tiles of the leaves.
+    grads: f32[n], of this worker.
+    total: entries of the total.
+    sent: entries that this worker sent.
+    bound: f32[], Inf or NaN where an entry of the total may be.
+  """
+
+  tiling: Tiling
   grads: jax.Array
-  residual: jax.Array
   total: Sparse
   sent: Sparse
-  factor: jax.Array
-  finite: jax.Array
+  bound: jax.Array
 
+  @property
+  def values(self) -> tuple[jax.Array, jax.Array]:
+    """The bound, and a factor of entries. It is none of coefficients: these have the same bits for any P."""
+    return self.bound, jnp.float32(1)
 
-def _finish(tiling: Tiling, decay: float, step: _Step) -> tuple[jax.Array, jax.Array]:
-  """The update, `factor` times the total in the basis of the gradient, and the next residual: `Deferred.finish`."""
-  grads, residual, total, sent, factor, finite = step
-  inverse = lambda entries: tiling.entries(
-    sparse.put(jnp.zeros_like(grads), entries.indices, entries.values)
-  )
-  rest = decay * (grads + residual - inverse(sent))
-  return jnp.where(finite, factor * inverse(total), 0.0), jnp.where(
-    finite, rest, residual
-  )
+  def finish(
+    self,
+    values: tuple[jax.Array, jax.Array],
+    finite: jax.Array,
+    residual: jax.Array,
+    decay: float,
+  ) -> tuple[jax.Array, jax.Array]:
+    """As `Formula.finish`."""
+    _, factor = values
+    ways = {"gpu": self._by_pieces, "default": self._at_once}
+    finish = _compat.by_platform(**ways)
+    return finish(self.grads, residual, factor, finite, decay)
 
+  def _at_once(
+    self,
+    grads: jax.Array,
+    residual: jax.Array,
+    factor: jax.Array,
+    finite: jax.Array,
+    decay: float,
+  ) -> tuple[jax.Array, jax.Array]:
+    inverse = lambda entries: self.tiling.entries(
+      sparse.put(jnp.zeros_like(grads), entries.indices, entries.values)
+    )
+    rest = decay * (grads + residual - inverse(self.sent))
+    update = jnp.where(finite, factor * inverse(self.total), 0.0)
+    return update, jnp.where(finite, rest, residual)
 
-def _finish_by_pieces(
-  tiling: Tiling, decay: float, step: _Step
-) -> tuple[jax.Array, jax.Array]:
-  """`_finish` in place: in the buffer of the residual, and then in that of the gradient."""
-  grads, residual, total, sent, factor, finite = step
+  def _by_pieces(
+    self,
+    grads: jax.Array,
+    residual: jax.Array,
+    factor: jax.Array,
+    finite: jax.Array,
+    decay: float,
+  ) -> tuple[jax.Array, jax.Array]:
+    """`_at_once` in place: in the buffer of the residual, and then in that of the gradient."""
 
-  def keep(residual: jax.Array, entries: jax.Array, at: jax.Array) -> jax.Array:
-    old = residual[at]
-    return jnp.where(finite, decay * (grads[at] + old - entries), old)
+    def keep(residual: jax.Array, entries: jax.Array, at: jax.Array) -> jax.Array:
+      old = residual[at]
+      return jnp.where(finite, decay * (grads[at] + old - entries), old)
 
-  residual = tiling.put_entries(residual, sent, keep)
-  grads, residual = jax.lax.optimization_barrier((grads, residual))
-  update = tiling.put_entries(
-    grads, total, lambda *one: jnp.where(finite, factor * one[1], 0.0)
-  )
-  return update, residual
+    residual = self.tiling.put_entries(residual, self.sent, keep)
+    grads, residual = jax.lax.optimization_barrier((grads, residual))
+    new = lambda _, entries, __: jnp.where(finite, factor * entries, 0.0)
+    return self.tiling.put_entries(grads, self.total, new), residual

@@ -103,14 +103,7 @@ class Tiling(NamedTuple):
       per_piece = 0 if length % groups[0].area else rows * length // groups[0].area
       pieces = groups[0].tiles // per_piece if per_piece else 0
 
-      def coefficients(group: _Group, tiles: jax.Array) -> jax.Array:
-        at = self._positions(group, tiles)
-        entries = jax.lax.optimization_barrier(
-          functools.reduce(jnp.add, [part[at] for part in parts])
-        )
-        return jax.lax.optimization_barrier(
-          _transform_at_once(entries, *group.cosines)
-        ).reshape(-1)
+      coefficients = functools.partial(self._coefficients_of, parts)
 
       def one(number: jax.Array) -> Sparse:
         tiles = number * per_piece + jnp.arange(per_piece, dtype=jnp.int32)
@@ -120,20 +113,31 @@ class Tiling(NamedTuple):
       if pieces:
         by_piece = jax.lax.map(one, jnp.arange(pieces, dtype=jnp.int32))
         found.append(jax.tree.map(lambda x: x.reshape(-1, k), by_piece))
-      left = zip(groups, [pieces * per_piece, *[0] * (len(groups) - 1)], strict=True)
-      tiles = [
-        (group, jnp.arange(first, group.tiles, dtype=jnp.int32))
-        for group, first in left
+      firsts = [pieces * per_piece] + [0] * (len(groups) - 1)
+      rest = [
+        coefficients(group, jnp.arange(first, group.tiles, dtype=jnp.int32))
+        for group, first in zip(groups, firsts, strict=True)
         if first < group.tiles
       ]
-      if rest := [coefficients(group, numbers) for group, numbers in tiles]:
+      if rest:
         found.append(top_k_of_chunks(LazySum((jnp.concatenate(rest),)), length, k))
       return sparse.concatenate(found)
 
     at_once = lambda *parts: top_k_of_chunks(
       LazySum((self.coefficients(parts[0] + parts[1]),)), length, k
     )
+    # By pieces an update takes 4.5 times the CPU time; at once 1.1 times the bytes.
     return _compat.by_platform(gpu=by_pieces, default=at_once)(grads, residual)
+
+  def _coefficients_of(
+    self, parts: tuple[jax.Array, ...], group: "_Group", tiles: jax.Array
+  ) -> jax.Array:
+    """The coefficients of some tiles of the sum of `parts`, flat; behind barriers, so that a GPU stores them."""
+    at = self._positions(group, tiles)
+    entries = functools.reduce(jnp.add, [part[at] for part in parts])
+    entries = jax.lax.optimization_barrier(entries)
+    transformed = _transform_at_once(entries, *group.cosines)
+    return jax.lax.optimization_barrier(transformed).reshape(-1)
 
   def put_entries(
     self, x: jax.Array, coefficients: Sparse, new: Callable[..., jax.Array]

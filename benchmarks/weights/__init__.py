@@ -1,0 +1,1 @@
+"""Bytes and seconds of published versions, `js.weights`, beside other ways to send them."""

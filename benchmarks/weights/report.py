@@ -1,0 +1,123 @@
+"""Rows of published steps, and their tables."""
+
+import statistics
+from typing import NamedTuple
+
+from benchmarks import report
+
+
+class Row(NamedTuple):
+  """One published step; seconds are CPU seconds of this process."""
+
+  rate: float
+  entries: int  # of the model
+  changed: int  # entries whose pattern in the serving dtype changed
+  entropy: float  # bits of the index of a changed entry, if all sets were as likely
+  index_bits: float  # bits of a changed entry's index
+  difference_bits: float  # bits of a changed entry's difference
+  link: int  # bytes of the file
+  whole: int  # bytes of the patterns
+  zstd: int | None  # bytes of their XOR, compressed
+  planes: int | None  # bytes of its byte planes, compressed
+  read: float
+  diff: float  # finding and packing differences
+  digest: float
+  publish: float
+  latest: float
+  apply: float  # unpacking and adding differences
+  diff_jit: float
+  apply_jit: float
+
+
+HEADS = (
+  "rate",
+  "weights that change",
+  "bits an index",
+  "entropy",
+  "bits a difference",
+  "link",
+  "/ full copy",
+  "/ zstd of XOR",
+  "/ zstd of planes",
+)
+TIMES = (
+  "rate",
+  "read",
+  "find and pack",
+  "digest",
+  "publish",
+  "latest",
+  "unpack and add",
+  "find, jitted",
+  "add, jitted",
+)
+
+
+def sizes(rows: list[Row]) -> list[list[str]]:
+  """Means over the steps of a rate, cells of `HEADS`."""
+  shown = []
+  for rate, own in _by_rate(rows):
+    mean = lambda of, own=own: statistics.mean(map(of, own))
+    shown.append(
+      [
+        f"{rate:g}",
+        f"{mean(lambda row: 100 * row.changed / row.entries):.2f} %",
+        f"{mean(lambda row: row.index_bits):.2f}",
+        f"{mean(lambda row: row.entropy):.2f}",
+        f"{mean(lambda row: row.difference_bits):.2f}",
+        f"{mean(lambda row: row.link):,.0f}",
+        f"{mean(lambda row: row.link / row.whole):.4f}",
+        *(
+          report.ratio(mean(lambda row: row.link), mean(of) if own[0].zstd else None)
+          for of in (lambda row: row.zstd, lambda row: row.planes)
+        ),
+      ]
+    )
+  return shown
+
+
+def times(rows: list[Row]) -> list[list[str]]:
+  """Medians over the steps of a rate in milliseconds, cells of `TIMES`."""
+  names = (
+    "read",
+    "diff",
+    "digest",
+    "publish",
+    "latest",
+    "apply",
+    "diff_jit",
+    "apply_jit",
+  )
+  return [
+    [
+      f"{rate:g}",
+      *(
+        report.milliseconds(statistics.median(getattr(row, name) for row in own))
+        for name in names
+      ),
+    ]
+    for rate, own in _by_rate(rows)
+  ]
+
+
+def _by_rate(rows: list[Row]) -> list[tuple[float, list[Row]]]:
+  rates = dict.fromkeys(row.rate for row in rows)
+  return [(rate, [row for row in rows if row.rate == rate]) for rate in rates]
+
+
+def goals(rows: list[Row]) -> list[report.Goal]:
+  """Those of the library: near 1 % of the weights, and beside zstd."""
+  near = [row.index_bits for row in rows if 0.005 < row.changed / row.entries < 0.02]
+  ratios = [row.link / row.zstd for row in rows if row.zstd]
+  return [
+    report.goal(
+      "bits of an index where 0.5 to 2 % of the weights change <= 9.5",
+      max(near, default=None),
+      most=9.5,
+    ),
+    report.goal(
+      "bytes of a link / zstd of the XOR <= 0.7",
+      max(ratios, default=None),
+      most=0.7,
+    ),
+  ]

@@ -1,0 +1,89 @@
+"""A pass over blocks of long vectors, a few at a time, whose results are written one after the other."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import _compat
+from jaxsparse._compat import varying
+from jaxsparse.comm import ordering
+
+CHUNK = 8  # blocks at a time, few enough for the cache of a CPU
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+  """Writes what `compute(start, count, results)` returns of some blocks in their place of flat `results`.
+
+  Attributes:
+    compute: `start` is an int where blocks may be padded.
+    whole: number of blocks that are not padded.
+    count: number of all blocks.
+    sizes: entries of a block in each of the results.
+    skip: blocks before the first in each of the results.
+    padded_apart: whether a GPU computes blocks that may be padded apart, and copies the
+      results: a pass that compares each entry with the end of the vector takes it four
+      times as long.
+  """
+
+  compute: Callable[[jax.Array | int, int, Arrays], Arrays]
+  whole: int
+  count: int
+  sizes: tuple[int, ...]
+  skip: int = 0
+  padded_apart: bool = False
+
+  def run(self, *results: jax.Array) -> Arrays:
+    """The results, f32[...] or u32[...] each.
+
+    A GPU computes all blocks at once. Others take eight at a time, and write them in
+    the next step of the loop, so that XLA stores them in the cache: in the order of a
+    flat vector it would not vectorize.
+    """
+    # At once signs take 4.6 times the CPU time; the loop 3 times the kernels and 1.8
+    # times the bytes.
+    return _compat.by_platform(gpu=self._at_once, default=self._in_loop)(*results)
+
+  def _in_loop(self, *results: jax.Array) -> Arrays:
+    steps = self.whole // CHUNK
+
+    def step(number: jax.Array, carry: Any) -> Any:
+      # at first, what is there
+      written = self._write(carry[0], jnp.maximum(number - 1, 0) * CHUNK, carry[1])
+      return written, self.compute(number * CHUNK, CHUNK, written)
+
+    if steps:
+      shapes = jax.eval_shape(lambda: self.compute(jnp.int32(0), CHUNK, results))
+      first = tuple(
+        x[self.skip * size :][: shape.size].reshape(shape.shape)
+        for x, size, shape in zip(results, self.sizes, shapes, strict=True)
+      )
+      results, last = varying.fori_loop(0, steps, step, (results, first))
+      results = self._write(results, (steps - 1) * CHUNK, last)
+    start = steps * CHUNK
+    rest = self.count - start
+    if not rest:
+      return results
+    return self._write(results, start, self.compute(start, rest, results))
+
+  def _at_once(self, *results: jax.Array) -> Arrays:
+    if not (self.padded_apart and 0 < self.whole < self.count):
+      return self._write(results, 0, self.compute(0, self.count, results))
+    for start, end in ((0, self.whole), (self.whole, self.count)):
+      new = jax.lax.optimization_barrier(self.compute(start, end - start, results))
+      results = self._write(results, start, new)
+    return results
+
+  def _write(self, results: Arrays, start: jax.Array | int, new: Arrays) -> Arrays:
+    written = list[jax.Array]()
+    for result, x, size in zip(results, new, self.sizes, strict=True):
+      begin = jnp.int32((self.skip + start) * size)
+      # one after the other, since XLA may compute `new` where it is written
+      if written and isinstance(start, int):
+        begin = ordering.depend_on(written[-1][:1], begin)
+      written.append(jax.lax.dynamic_update_slice(result, x.reshape(-1), (begin,)))
+    return tuple(written)

@@ -1,0 +1,122 @@
+"""The result of an exchange of codes: one pass over the vector writes the mean and the next residual."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse.comm import ordering
+from jaxsparse.low_bit import scales as scaling
+from jaxsparse.low_bit.blocks import ROWS, Blocks, cut
+from jaxsparse.low_bit.chunked import CHUNK, Arrays, Pass
+from jaxsparse.types import Commit, Deferred, Rounding
+
+
+class Codes(NamedTuple):
+  """The total in codes, and all that the next residual is computed from: a `Formula`.
+
+  Attributes:
+    blocks: the layout.
+    grads: f32[n], of this worker.
+    rank: of the worker, i32[].
+    sums: of its region, as `Blocks.sum_region` returns them.
+    kept: the steps of all blocks, like those of `Blocks.encode`: as sent; in the own
+      region, of the sums.
+    codes: of the total, u32[blocks, width].
+    values: the steps of the total, like `kept`.
+  """
+
+  blocks: Blocks
+  grads: jax.Array
+  rank: jax.Array
+  sums: jax.Array
+  kept: jax.Array
+  codes: jax.Array
+  values: jax.Array
+
+  def finish(
+    self,
+    values: jax.Array,
+    finite: jax.Array,
+    residual: jax.Array,
+    decay: float,
+    error: jax.Array | None = None,
+  ) -> tuple[jax.Array, jax.Array]:
+    """As `Formula.finish`; `error`, like `values`, is what was rounded off them."""
+    blocks = self.blocks
+    # blocks; with few entries a worker the regions of the last workers may have none
+    used = -(-blocks.n // blocks.block)
+    inverses = self.kept
+    if blocks.bits > 1:
+      inverses = scaling.inverses(self.kept, blocks.bits)
+
+    def write(start: jax.Array | int, count: int, buffers: Arrays) -> Arrays:
+      at_once = isinstance(start, int) and count == used
+      before, entered = self._read(start, count, buffers, at_once)
+      shape = (count, ROWS, blocks.columns)
+      of_entries = lambda steps: blocks.trim(
+        jnp.broadcast_to(cut(steps, start, count)[:, None], shape), start
+      )
+      decode = lambda steps: blocks.trim(
+        blocks.decode(cut(self.codes, start, count), cut(steps, start, count)), start
+      )
+      after = entered - blocks.round(
+        entered, of_entries(self.kept), of_entries(inverses)
+      )
+      if error is not None:
+        after = after + decode(error)
+      after = jnp.where(finite, after if decay == 1 else decay * after, before)
+      apply = finite
+      if at_once:  # a GPU writes the update where the gradient is, after the residual
+        after = jax.lax.optimization_barrier(after)
+        apply = ordering.depend_on(after[:1], finite.astype(jnp.int32)) > 0
+      return after, jnp.where(apply, decode(values), 0.0)
+
+    last = Pass(write, blocks.n // blocks.block, used, (blocks.block,) * 2)
+    after, update = last.run(residual, self.grads)
+    return update, after
+
+  def _read(
+    self, start: jax.Array | int, count: int, buffers: Arrays, at_once: bool
+  ) -> tuple[jax.Array, jax.Array]:
+    """The residual of some blocks, and what entered them: the sums in the own region, else gradient + residual."""
+    blocks = self.blocks
+    size = blocks.block
+    first = start - self.rank * blocks.region
+    if at_once:
+      residual, grads = buffers
+      own = self.sums[blocks.margin : -blocks.margin]
+      region = jnp.tile(own, blocks.count // blocks.region)[: count * size]
+    else:
+      if isinstance(start, int):
+        # a gather is stored, so that its buffer can be written in place
+        rest = jnp.arange(start * size, blocks.n, dtype=jnp.int32)
+        residual, grads = (x[rest] for x in buffers)
+      else:
+        residual, grads = (
+          cut(x, start * size, count * size).reshape(count, ROWS, -1) for x in buffers
+        )
+      inside = jnp.clip(first + CHUNK, 0, blocks.region + CHUNK)
+      region = cut(self.sums, inside * size, count * size)
+    region = region.reshape(count, ROWS, -1)
+    number = first + jnp.arange(count, dtype=jnp.int32)
+    is_owner = ((number >= 0) & (number < blocks.region))[:, None, None]
+    owner = blocks.trim(jnp.broadcast_to(is_owner, region.shape), start)
+    return residual, jnp.where(owner, blocks.trim(region, start), grads + residual)
+
+
+class CodesReduced(Deferred):
+  """The result of an exchange of codes; its `total` is `Codes`."""
+
+  def mean(self, divisor: int, rounding: Rounding | None) -> tuple[jax.Array, Commit]:
+    """Rounds the steps of signs in place of entries."""
+    codes: Codes = self.total
+    # An entry is plus or minus the step of its block, so that a rounded step is that of
+    # rounded entries.
+    are_signs = codes.blocks.bits == 1
+    if not (rounding and rounding.is_uniform and are_signs):
+      return super().mean(divisor, rounding)
+    exact = codes.values / divisor
+    mean = rounding(exact)
+    return mean, functools.partial(codes.finish, mean, error=exact - mean)

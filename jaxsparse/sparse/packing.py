@@ -1,0 +1,181 @@
+"""Numbers of which most are 0, in few bits: an index set and the numbers at these indices.
+
+The set has the format of sparse messages (`sparse.codec`), or is a bitset where that
+is shorter. The numbers, less 1, are cut: the low w bits of each are packed
+(`sparse.fields`), and what is above them is again an array of which most are 0.
+
+    [0 0 3 0 1 0 0 9] -> indices {2, 4, 7}, numbers - 1 = [2 0 8]
+                      -> w = 2: low bits [2 0 0], above [0 0 2]
+                      -> indices {2}, numbers - 1 = [1] -> ...
+
+Of the bit patterns of two arrays the numbers are the differences as integers: 1, 2, 3,
+4, … for -1, 1, -2, 2, …
+"""
+
+import concurrent.futures
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsparse.sparse import codec, fields
+
+_LOG_BITS = 5  # of the width, in the word that begins a level
+_PIECE = 1 << 22  # entries that are packed together, by a thread: below 2^27
+
+
+def pack(indices: np.ndarray, numbers: np.ndarray, length: int) -> list[np.ndarray]:
+  """An array as u32 words, of which most are 0.
+
+  Args:
+    indices: i64[c], ascending, of the entries that are not 0.
+    numbers: u32[c], the entries, at least 1.
+    length: of the array, below 2^27.
+
+  Example:
+    >>> words = np.concatenate(pack(np.array([2, 4, 7]), np.uint32([3, 1, 9]), 8))
+    >>> unpack(words, 8)[:2]
+    (array([2, 4, 7]), array([3, 1, 9], dtype=uint32))
+  """
+  count = len(indices)
+  if not count:
+    return [np.zeros(1, np.uint32)]
+  numbers = numbers - np.uint32(1)
+  width = _width(numbers)
+  high = numbers >> width
+  above = np.flatnonzero(high != 0)
+  mask = np.uint32((1 << width) - 1)
+  return [
+    np.array([count << _LOG_BITS | width], np.uint32),
+    *_pack_set(indices, length),
+    fields.pack((numbers & mask)[None], width)[0],
+    *pack(above, high[above], count),
+  ]
+
+
+def unpack(words: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Indices, numbers and the words behind them: the inverse of `pack`."""
+  count, width = divmod(int(words[0]), 1 << _LOG_BITS)
+  words = words[1:]
+  if not count:
+    return np.zeros(0, np.int64), np.zeros(0, np.uint32), words
+  indices, words = _unpack_set(words, count, length)
+  size = fields.words(width, count)
+  numbers = fields.unpack(words[None, :size], width, count)[0]
+  above, high, words = unpack(words[size:], count)
+  numbers[above] += high << width
+  return indices, numbers + np.uint32(1), words
+
+
+def difference(old: Sequence[np.ndarray], new: Sequence[np.ndarray]) -> np.ndarray:
+  """The words that turn the patterns of old arrays into those of new ones.
+
+  Args:
+    old: u8, u16 or u32[n] each.
+    new: of the same shapes and dtypes.
+
+  Example:
+    >>> old, new = np.uint16([[1, 2, 3], [1, 65535, 3]])
+    >>> after([old], difference([old], [new]))
+    [array([    1, 65535,     3], dtype=uint16)]
+  """
+  parts = each_piece(_pack_difference, old, new)
+  words = [np.zeros(0, np.uint32), *(one for part in parts for one in part)]
+  return np.concatenate(words)
+
+
+def after(old: Sequence[np.ndarray], words: np.ndarray) -> list[np.ndarray]:
+  """New arrays: the inverse of `difference`."""
+  new = [array.copy() for array in old]
+  for piece in _pieces(new):
+    changed, numbers, words = unpack(words, piece.size)
+    differences = (numbers >> 1) ^ -(numbers & 1)
+    piece[changed] += differences.astype(piece.dtype)
+  return new
+
+
+def each_piece(
+  function: Callable[..., Any], *arrays: Sequence[np.ndarray]
+) -> list[Any]:
+  """The results for parts of arrays, in order, by threads: numpy and hashlib do not hold the lock."""
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    return list(pool.map(function, *map(_pieces, arrays)))
+
+
+def _pieces(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+  return [
+    array[start : start + _PIECE]
+    for array in arrays
+    for start in range(0, array.size, _PIECE)
+  ]
+
+
+def _pack_difference(old: np.ndarray, new: np.ndarray) -> list[np.ndarray]:
+  changed = np.flatnonzero(old != new)
+  signed = (new[changed] - old[changed]).view(f"i{new.itemsize}").astype(np.int32)
+  numbers = (signed << 1) ^ (signed >> 31)
+  return pack(changed, numbers.view(np.uint32), new.size)
+
+
+def _width(numbers: np.ndarray) -> int:
+  """The number of low bits of each number that about minimizes the size of all."""
+  count = len(numbers)
+  bits = np.frexp(numbers.astype(np.float64))[1]
+  # above[w] numbers have more than w bits
+  above = count - np.cumsum(np.bincount(bits, minlength=fields.BITS))[: fields.BITS]
+  index_bits = 2 + np.log2(count / np.maximum(above, 1))
+  rest = np.cumsum(above[::-1])[::-1]
+  size = count * np.arange(fields.BITS) + above * index_bits + rest
+  size += 2 * fields.BITS * (above > 0)
+  # The largest of several: a level without low bits has fewer numbers than the one before.
+  return fields.BITS - 1 - int(np.argmin(size[::-1]))
+
+
+@functools.cache
+def _set_words(count: int, length: int) -> tuple[int, int, int] | None:
+  """Low bits of an index, words of these and of the high parts; None if a bitset is shorter."""
+  low = codec.low_bits(count, length)
+  sizes = fields.words(low, count), codec.high_words(low, count, length)
+  return (low, *sizes) if sum(sizes) < _bitset_words(length) else None
+
+
+def _bitset_words(length: int) -> int:
+  return math.ceil(length / fields.BITS)
+
+
+def _pack_set(indices: np.ndarray, length: int) -> list[np.ndarray]:
+  match _set_words(len(indices), length):
+    case None:
+      return [_bitset(indices, _bitset_words(length))]
+    case low, _, size:
+      high = (indices >> low) + np.arange(len(indices))
+      return [
+        fields.pack((indices & ((1 << low) - 1))[None], low)[0],
+        _bitset(high, size),
+      ]
+
+
+def _unpack_set(
+  words: np.ndarray, count: int, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+  match _set_words(count, length):
+    case None:
+      size = _bitset_words(length)
+      return _members(words[:size]), words[size:]
+    case low, start, size:
+      lows = fields.unpack(words[None, :start], low, count)[0]
+      buckets = _members(words[start : start + size]) - np.arange(count)
+      return buckets << low | lows, words[start + size :]
+
+
+def _bitset(members: np.ndarray, size: int) -> np.ndarray:
+  flags = np.zeros(size * fields.BITS, np.bool_)
+  flags[members] = True
+  return np.packbits(flags, bitorder="little").view("<u4")
+
+
+def _members(words: np.ndarray) -> np.ndarray:
+  flags = np.unpackbits(words.view(np.uint8), bitorder="little")
+  return np.flatnonzero(flags.view(np.bool_))

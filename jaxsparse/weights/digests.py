@@ -1,0 +1,30 @@
+"""Digests of 62 bits, and their chain: versions with the same id have the same versions before them, all of them."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+BYTES = 8
+
+
+def digest(parts: Iterable[Any]) -> int:
+  """The first 62 bits of the SHA-256 of concatenated bytes.
+
+  Example:
+    >>> digest([b"ab", b"c"]) == digest([b"abc"]) < 2**62
+    True
+  """
+  sha256 = hashlib.sha256()  # many processors have instructions for it
+  for part in parts:
+    sha256.update(part)
+  return int.from_bytes(sha256.digest()[:BYTES]) >> 2
+
+
+def chained(before: int, content: int) -> int:
+  """The id of a version: the digest of the id before and of a number for its content.
+
+  Example:
+    >>> chained(chained(0, 5), 6) == chained(chained(0, 6), 5)
+    False
+  """
+  return digest([before.to_bytes(BYTES), content.to_bytes(BYTES)])

@@ -1,0 +1,92 @@
+"""Files that are there whole or not at all, and their names.
+
+The bytes of a file:
+
+    magic | digest of name and rest, u64 | bytes of header, u64 | header, JSON | arrays
+"""
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxsparse.weights.digests import BYTES, digest
+
+_MAGIC = b"jaxsparse.wts 1\n"
+_NAME = re.compile(r"(\d{12})-(\d+)-(\d+)-(\d+)\.(link|anchor)")
+
+
+class Name(NamedTuple):
+  """The name of a file.
+
+  Attributes:
+    number: of the version.
+    run: a random number, of the publisher.
+    part: the process that wrote it, of `processes`.
+    kind: "link" or "anchor".
+  """
+
+  number: int
+  run: int
+  part: int
+  processes: int
+  kind: str
+
+  def __str__(self) -> str:
+    return f"{self.number:012}-{self.run}-{self.part}-{self.processes}.{self.kind}"
+
+
+def names(folder: pathlib.Path) -> list[Name]:
+  """Of all versions, oldest first, and the parts of one in order; other files do not count."""
+  found = map(_NAME.fullmatch, os.listdir(folder))
+  fields = [one.groups() for one in found if one]
+  return sorted(Name._make([*map(int, field[:4]), field[4]]) for field in fields)
+
+
+def write(
+  folder: pathlib.Path, name: Name, header: dict[str, Any], arrays: list[np.ndarray]
+) -> None:
+  """Writes a file aside, syncs and renames it.
+
+  Raises:
+    OSError: for a full disk, for example; then no such file is there.
+  """
+  kinds = [(array.dtype.str, array.nbytes) for array in arrays]
+  text = json.dumps(header | {"arrays": kinds}).encode()
+  content: list[Any] = [len(text).to_bytes(BYTES), text, *arrays]
+  # The next file replaces one that was not finished.
+  aside = folder / f".{name.part}.aside"
+  with open(aside, "wb") as file:
+    for part in (_seal(name, content), *content):
+      file.write(part)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(aside, folder / str(name))
+
+
+def read(folder: pathlib.Path, name: Name) -> tuple[dict[str, Any], list[np.ndarray]]:
+  """Header and arrays.
+
+  Raises:
+    ValueError: for a file that is foreign, not whole, changed or renamed.
+    OSError: for one that is gone.
+  """
+  content = np.fromfile(folder / str(name), np.uint8)
+  seal, rest = np.split(content, [len(_MAGIC) + BYTES])
+  if seal.tobytes() != _seal(name, [rest]):
+    raise ValueError(f"{name} is truncated, changed or no file of js.weights")
+  end = BYTES + int.from_bytes(rest[:BYTES].tobytes())
+  header = json.loads(rest[BYTES:end].tobytes())
+  arrays = []
+  for dtype, size in header["arrays"]:
+    arrays.append(rest[end : end + size].view(dtype))
+    end += size
+  return header, arrays
+
+
+def _seal(name: Name, content: Sequence[Any]) -> bytes:
+  return _MAGIC + digest([str(name).encode(), *content]).to_bytes(BYTES)

@@ -1,0 +1,106 @@
+"""A folder of versions of a model in a serving dtype, and the bit patterns that a process holds."""
+
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsparse.arrays import flatten
+from jaxsparse.sparse import packing
+from jaxsparse.weights.digests import BYTES, digest
+
+
+class Patterns(NamedTuple):
+  """Bit patterns.
+
+  Attributes:
+    boxes: the number of a leaf, where a box of it starts, and the box's shape.
+    arrays: the patterns of each box, u8, u16 or u32[entries]; two u32 for 8 bytes.
+  """
+
+  boxes: Sequence[tuple[int, Sequence[int], Sequence[int]]]
+  arrays: list[np.ndarray]
+
+  def digest(self) -> int:
+    """62 bits."""
+    of_piece = lambda piece: digest([piece]).to_bytes(BYTES)
+    return digest(packing.each_piece(of_piece, self.arrays))
+
+
+class Folder:
+  """Where a `Publisher` writes and a `Subscriber` reads: a folder of its own for each model and dtype.
+
+  Args:
+    folder: a path.
+    params_like: the parameters, or their shapes and dtypes.
+    dtype: the serving dtype, of floating-point leaves; None leaves them as they are.
+
+  Raises:
+    ValueError: for an address.
+  """
+
+  def __init__(
+    self, folder: str | os.PathLike[str], params_like: Any, dtype: Any = "bfloat16"
+  ):
+    if "://" in str(folder):
+      raise ValueError(f"{folder} is an address: choose a folder, or mount it as one")
+    flatten.check_are_arrays(params_like, "params_like")
+    self._dtype = dtype
+    self._like, self._structure = jax.tree.flatten(params_like)
+    served = jax.eval_shape(self._cast, params_like)
+    self._served = jax.tree.leaves(served)
+    self._layout = _layout(served)
+    model = digest(line.encode() for line in self._layout)
+    self._folder = pathlib.Path(folder) / f"{dtype and jnp.dtype(dtype)}-{model:x}"
+
+  def _patterns(self, params: Any) -> Patterns:
+    """A copy of this process's shards; each shard belongs to one process.
+
+    Raises:
+      ValueError: for parameters of another model.
+    """
+    served = self._cast(params)
+    if unlike := {*_layout(served)} ^ {*self._layout}:
+      raise ValueError(f"params have other leaves than params_like: {sorted(unlike)}")
+    boxes, arrays = [], []
+    for number, leaf in enumerate(jax.tree.leaves(served)):
+      # Other processes have the same array.
+      if jax.process_index() and leaf.is_fully_addressable:
+        continue
+      for shard in leaf.addressable_shards:
+        if shard.replica_id == 0:
+          start = [int(part.start or 0) for part in shard.index]
+          boxes.append((number, start, shard.data.shape))
+          array = np.array(shard.data, order="C").reshape(-1)
+          arrays.append(array.view(f"u{min(array.itemsize, 4)}"))
+    return Patterns(boxes, arrays)
+
+  def _params(self, parts: Sequence[Patterns]) -> Any:
+    """The leaves of all parts, where those of `params_like` are."""
+    leaves = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._served]
+    for patterns in parts:
+      for (number, start, shape), array in zip(*patterns, strict=True):
+        leaf = leaves[number]
+        box = tuple(map(slice, start, np.add(start, shape)))
+        leaf[box] = array.view(leaf.dtype).reshape(shape)
+    return jax.tree.unflatten(self._structure, map(_put, leaves, self._like))
+
+  def _cast(self, params: Any) -> Any:
+    is_float = lambda leaf: jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    cast = lambda leaf: jnp.asarray(leaf, self._dtype if is_float(leaf) else None)
+    return jax.tree.map(cast, params)
+
+
+def _layout(served: Any) -> list[str]:
+  named = flatten.leaves_by_name(served).items()
+  return [f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in named]
+
+
+def _put(leaf: np.ndarray, like: Any) -> jax.Array:
+  """Where `like` is, unless JAX may move it."""
+  sharding = getattr(like, "sharding", None)
+  return jax.device_put(leaf, sharding if getattr(like, "committed", True) else None)

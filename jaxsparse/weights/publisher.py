@@ -1,0 +1,111 @@
+"""A trainer's end of the chain: writes links, anchors now and then, and removes old ones."""
+
+import os
+import secrets
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsparse.sparse import packing
+from jaxsparse.weights import files
+from jaxsparse.weights.digests import chained
+from jaxsparse.weights.folder import Folder, Patterns
+
+
+class Publisher(Folder):
+  """Publishes versions of parameters to a folder, for any number of `Subscriber`s.
+
+  A version has a link, the bit patterns' differences to the version before, or an
+  anchor, all bit patterns, or both: links of at most an anchor's size, then an anchor.
+  Two anchors are kept, and the links behind the older one. The first version of every
+  publisher is an anchor.
+
+  Args:
+    folder: a path; made if it is not there. If several processes train, each makes a
+      publisher of the same folder, and writes its shards.
+    params_like: the parameters, or their shapes and dtypes.
+    dtype: the serving dtype, of floating-point leaves; None leaves them as they are.
+
+  Attributes:
+    version: the number of the newest version.
+
+  Raises:
+    ValueError: for an address.
+
+  Example:
+    >>> import tempfile, jax.numpy as jnp, jaxsparse as js
+    >>> params = {"w": jnp.arange(4.0)}
+    >>> folder = tempfile.mkdtemp()
+    >>> publisher = js.weights.Publisher(folder, params)
+    >>> publisher.publish(params), publisher.publish({"w": params["w"].at[1].set(7.0)})
+    (1, 2)
+    >>> js.weights.Subscriber(folder, params).latest()
+    Published(version=2, params={'w': Array([0, 7, 2, 3], dtype=bfloat16)})
+  """
+
+  # id and patterns of the version before, unless it was not written whole
+  _before: tuple[int, Patterns] | None = None
+  _since = 0  # bytes of links behind the newest anchor
+  _anchors = 0, 0  # the numbers of the newest two
+
+  def __init__(
+    self, folder: str | os.PathLike[str], params_like: Any, dtype: Any = "bfloat16"
+  ):
+    super().__init__(folder, params_like, dtype)
+    self._folder.mkdir(parents=True, exist_ok=True)
+    there = [name.number for name in files.names(self._folder)]
+    own = np.array([max(there, default=0), secrets.randbits(31)], np.int32)
+    agreed = np.asarray(multihost_utils.broadcast_one_to_all(own))
+    self.version, self._run = agreed.tolist()
+    self._first = self.version
+
+  def publish(self, params: Any) -> int:
+    """Writes the next version, and returns its number.
+
+    A version that cannot be written is left out: the next one is an anchor. All
+    processes call it together.
+
+    Raises:
+      ValueError: for parameters of another model, and if another publisher has begun to
+        write.
+      OSError: for a full disk, for example.
+    """
+    patterns = self._patterns(params)
+    before, self._before = self._before, None
+    self.version += 1
+    size = sum(array.nbytes for array in patterns.arrays)
+    id_, link = self._run, None
+    if before:
+      id_ = before[0]
+      link = packing.difference(before[1].arrays, patterns.arrays)
+      self._since += link.nbytes
+    is_due = multihost_utils.process_allgather(link is None or self._since > size)
+    self._prune()
+    content = patterns.digest()
+    header = {"before": id_, "digest": content}
+    if link is not None and link.nbytes <= size:
+      self._write("link", header, [link])
+    if np.any(is_due):
+      self._write("anchor", header | {"boxes": patterns.boxes}, patterns.arrays)
+      self._anchors = self._anchors[1], self.version
+      self._since = 0
+    self._before = chained(id_, content), patterns
+    return self.version
+
+  def _write(self, kind: str, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+    part, processes = jax.process_index(), jax.process_count()
+    name = files.Name(self.version, self._run, part, processes, kind)
+    files.write(self._folder, name, header, arrays)
+
+  def _prune(self) -> None:
+    """Removes what is older than both anchors."""
+    for name in files.names(self._folder):
+      if name.run != self._run and name.number > self._first:
+        raise ValueError(
+          f"Publisher: {self._folder} has {name}: another publisher writes to it"
+        )
+      is_own = name.part % jax.process_count() == jax.process_index()
+      if is_own and name.number < self._anchors[0]:
+        os.unlink(self._folder / str(name))

@@ -1,0 +1,155 @@
+"""A reader's end of the chain: follows links, or starts from an anchor, and refuses what its digest does not prove."""
+
+import collections
+import itertools
+from typing import Any, NamedTuple
+
+from jaxsparse.sparse import packing
+from jaxsparse.weights import files
+from jaxsparse.weights.digests import chained
+from jaxsparse.weights.folder import Folder, Patterns
+
+
+class Published(NamedTuple):
+  """A version of the parameters as it was published, in the serving dtype.
+
+  Example:
+    >>> version, params = Published(3, {"w": 0.5})
+  """
+
+  version: int
+  params: Any
+
+
+class _Part(NamedTuple):
+  """What one process wrote of a version: patterns, their digest, and an id that is chained to the version before."""
+
+  id: int
+  digest: int
+  patterns: Patterns
+
+
+class _State(NamedTuple):
+  """A version of a publisher."""
+
+  number: int
+  run: int
+  parts: list[_Part]
+
+
+# the files of each version's links and anchors that are there in all parts
+_Files = dict[tuple[int, int, str], list[files.Name]]
+_NONE = _State(0, -1, [])
+
+
+class Subscriber(Folder):
+  """Reads what a `Publisher` publishes to a folder; any number of them, in any processes.
+
+  Args:
+    folder: the publisher's.
+    params_like: the parameters, or their shapes and dtypes; leaves that are read have
+      the shardings of these.
+    dtype: the publisher's.
+
+  Attributes:
+    refused: why files were refused in the last call of `latest`.
+
+  Raises:
+    ValueError: for an address.
+
+  Example:
+    >>> import tempfile, jax.numpy as jnp, jaxsparse as js
+    >>> params, folder = {"w": jnp.arange(4)}, tempfile.mkdtemp()
+    >>> js.weights.Publisher(folder, params).publish(params)
+    1
+    >>> reader = js.weights.Subscriber(folder, params)
+    >>> reader.latest().params["w"].tolist(), reader.refused
+    ([0, 1, 2, 3], [])
+  """
+
+  refused: list[str]
+  _state = _NONE
+  _published: Published | None = None
+
+  def latest(self) -> Published:
+    """The newest version that can be read; the same object if there is no newer one.
+
+    It reads links from the version that it has, or else the newest anchor and the links
+    behind it. A file that is missing, damaged, of another model, dtype or branch is
+    refused. A reader that finds nothing else keeps what it has.
+
+    Raises:
+      LookupError: if it has nothing.
+    """
+    self.refused = []
+    try:
+      found = _whole(files.names(self._folder))
+      state = self._newest(found) if found else _NONE
+    except OSError as error:
+      self.refused.append(str(error))
+      state = _NONE
+    if state.number and state is not self._state:
+      self._published = Published(
+        state.number, self._params([part.patterns for part in state.parts])
+      )
+      self._state = state
+    if self._published is None:
+      reasons = "; ".join(self.refused) or "no version is there"
+      raise LookupError(f"Subscriber: {self._folder}: {reasons}")
+    return self._published
+
+  def _newest(self, found: _Files) -> _State:
+    """The newest version of the newest publisher that is reached; `_NONE` without one."""
+    newest, run, _ = max(found)
+    own = self._state
+    best = own if own.run == run and own.number <= newest else _NONE
+    best = self._follow(found, best, best)
+    for key in sorted(found, reverse=True):
+      if key[1:] == (run, "anchor") and key[0] > best.number:
+        anchor = self._step(best, found[key])
+        best = self._follow(found, anchor, best)
+    return best
+
+  def _follow(self, found: _Files, start: _State, otherwise: _State) -> _State:
+    """`start` after the links that are there, if its digests prove it."""
+    state = start
+    while link := found.get((state.number + 1, state.run, "link")):
+      after = self._step(state, link)
+      if after is state:
+        break
+      state = after
+    if state is otherwise:
+      return state
+    if all(part.patterns.digest() == part.digest for part in state.parts):
+      return state
+    self.refused.append(f"version {state.number} has another digest")
+    return otherwise
+
+  def _step(self, state: _State, names: list[files.Name]) -> _State:
+    """The version after a link, or of an anchor; `state` itself if a file is refused."""
+    parts = []
+    try:
+      for name, part in itertools.zip_longest(names, state.parts):
+        header, arrays = files.read(self._folder, name)
+        before, digest = header["before"], header["digest"]
+        if name.kind == "anchor":
+          patterns = Patterns(header["boxes"], arrays)
+        elif before != part.id:
+          raise ValueError(f"{name} follows another version {state.number}")
+        else:
+          boxes, old = part.patterns
+          patterns = Patterns(boxes, packing.after(old, *arrays))
+        parts.append(_Part(chained(before, digest), digest, patterns))
+    except (ValueError, OSError) as error:
+      self.refused.append(str(error))
+      return state
+    return _State(name.number, name.run, parts)
+
+
+def _whole(names: list[files.Name]) -> _Files:
+  found: _Files = collections.defaultdict(list)
+  for name in names:
+    found[name.number, name.run, name.kind].append(name)
+  return {
+    key: parts for key, parts in found.items() if len(parts) == parts[0].processes
+  }

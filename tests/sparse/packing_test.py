@@ -1,0 +1,92 @@
+"""Numbers of which most are 0 come back, their index set is that of a sparse message, and sizes near the entropy."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsparse.sparse import packing
+from jaxsparse.sparse.codec import codec_of
+from jaxsparse.types import Sparse
+
+
+def there_and_back(array):
+  """The array that is unpacked, and the words."""
+  indices = np.flatnonzero(array)
+  words = np.concatenate(packing.pack(indices, array[indices], len(array)))
+  behind = np.arange(3, dtype=np.uint32)
+  got, numbers, rest = packing.unpack(np.concatenate([words, behind]), len(array))
+  np.testing.assert_array_equal(rest, behind)
+  back = np.zeros_like(array)
+  back[got] = numbers
+  return back, words
+
+
+@hypothesis.given(
+  length=st.integers(0, 400),
+  share=st.sampled_from([0, 0.003, 0.1, 0.5, 1]),
+  bits=st.integers(1, 32),
+  seed=st.integers(0, 2**16),
+)
+@hypothesis.example(length=1, share=1, bits=32, seed=0)
+def test_numbers_come_back(length, share, bits, seed):
+  random = np.random.default_rng(seed)
+  numbers = random.integers(0, 2**bits, length, dtype=np.uint32)
+  numbers[:1] = 2**32 - 1
+  # Geometric in the number of bits: some numbers are far larger than others.
+  numbers >>= random.integers(0, bits, length, dtype=np.uint32)
+  array = np.where(random.random(length) < share, numbers, np.uint32(0))
+  np.testing.assert_array_equal(there_and_back(array)[0], array)
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 100), (3, 3000), (40, 4000)])
+def test_the_index_set_has_the_words_of_a_sparse_message(count, length):
+  random = np.random.default_rng(count)
+  indices = np.sort(random.choice(length, count, replace=False))
+  entries = Sparse(jnp.asarray(indices[None], jnp.int32), jnp.ones((1, count)))
+  message, _ = codec_of("f32", length).encode(entries)
+  first, *words = packing.pack(indices, np.ones(count, np.uint32), length)
+  assert first == count << 5
+  np.testing.assert_array_equal(words[0], message.low[0])
+  np.testing.assert_array_equal(words[1], message.high[0])
+
+
+@pytest.mark.parametrize(
+  ("share", "least", "most"),
+  [(0.001, 11.4, 12.1), (0.01, 8.08, 8.7), (0.1, 4.69, 5.4), (0.5, 2, 2.01)],
+)
+def test_bits_of_an_index(share, least, most):
+  """Between the entropy and the goal, of an index of 1,000,000."""
+  array = (np.random.default_rng(0).random(1_000_000) < share).astype(np.uint32)
+  back, words = there_and_back(array)
+  np.testing.assert_array_equal(back, array)
+  assert least * 0.99 < 32 * len(words) / array.sum() < most
+
+
+def test_few_large_numbers_do_not_widen_the_others():
+  """Differences of -1 and 1, one in twenty of them -2 or 2, one in 1,000 any of 15 bits."""
+  random = np.random.default_rng(0)
+  numbers = random.integers(1, 3, 100_000, dtype=np.uint32)
+  numbers[::20] += 2
+  numbers[::1000] = random.integers(1, 2**15, 100, dtype=np.uint32)
+  back, words = there_and_back(numbers)
+  np.testing.assert_array_equal(back, numbers)
+  # One bit for all that change, one for the sign.
+  assert 32 * len(words) / len(numbers) < 2.5
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_bits_of_small_differences(dtype):
+  """Patterns of any bits come back, and those that change by 1 take the index and a bit."""
+  random = np.random.default_rng(0)
+  old = random.integers(0, np.iinfo(dtype).max, 100_000, dtype=dtype, endpoint=True)
+  new = old.copy()
+  new[::50] += random.choice(np.array([-1, 1]).astype(dtype), 2000)
+  for one in (new, old[::-1].copy(), old):
+    words = packing.difference([old, old[:0]], [one, old[:0]])
+    got, none = packing.after([old, old[:0]], words)
+    assert none.size == 0
+    np.testing.assert_array_equal(got, one)
+    if one is new:
+      assert 32 * len(words) / 2000 < 8.8
