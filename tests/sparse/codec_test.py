@@ -13,7 +13,7 @@ import pytest
 
 from jaxsparse import comm, sparse
 from jaxsparse.sparse import codec
-from jaxsparse.sparse.codec import codec_of
+from jaxsparse.sparse.codec import codec_of, low_bits
 from jaxsparse.types import Sparse
 from tests.cases import bits, quick_of, row
 from tests.sparse.entries_test import rows_of_entries
@@ -355,6 +355,14 @@ def test_bits_of_an_entry(wire_, by_chunk, goal):
   capacity = -(-length // 100)
   words = codec_of(wire_, length, by_chunk=by_chunk).words(1, capacity)
   assert 32 * words / capacity <= goal
+
+
+def test_low_parts_are_as_wide_as_is_shortest():
+  assert [low_bits(c, n) for c, n in ((500, 1000), (10, 1000), (10_000, 10**6))] == [
+    0,
+    6,
+    6,
+  ]
 
 
 def test_bits_of_an_entry_of_a_chunk():
