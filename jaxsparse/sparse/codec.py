@@ -162,7 +162,7 @@ class _IndexSet(_Formatted):
     is_valid = (bitset.count(message.high) == capacity)[:, None]
     high = jnp.where(is_valid, message.high, _first_bits(count, capacity)[None])
     # The rows of all workers may have more bits than i32 can number: some at a time.
-    at_once = _MOST_BITS // (bitset.BITS * count)
+    at_once = max(1, _MOST_BITS // (bitset.BITS * count))
     pieces = [high[first : first + at_once] for first in range(0, rows, at_once)]
     bucket = jnp.concatenate([_buckets(piece, capacity) for piece in pieces])
     low = low_bits(capacity, self.length)
