@@ -298,7 +298,15 @@ class Reduced(NamedTuple):
       `commit(finite, residual, decay)`, which returns the mean, f32[n], and `decay`
       times the next residual, f32[n] or None, with what was rounded off. Where
       `finite`, bool[], is false, that is zeros and `residual`, the one before.
+
+    Raises:
+      TypeError: for a total that is no array.
     """
+    if not isinstance(self.total, jax.Array):
+      raise TypeError(
+        f"js.Reduced has a total that is a {type(self.total).__name__}: give f32[n], or "
+        "return a subclass that has a mean of it"
+      )
     exact = self.total / divisor
     mean = rounding(exact) if rounding else exact
 

@@ -31,3 +31,11 @@ def test_what_a_mean_rounds_off_stays_in_residuals(kind):
   owed = np.asarray(state.carried.residual[0], np.float64).sum(0)
   entered = np.asarray(grads, np.float64).sum(0).ravel()
   np.testing.assert_allclose(delivered + owed, entered, rtol=0, atol=1e-5)
+
+
+def test_a_total_of_another_form_needs_a_class_of_its_own():
+  reduced = js.Reduced(
+    js.Sparse(jnp.zeros(1, int), jnp.ones(1)), js.State(), js.Counters()
+  )
+  with pytest.raises(TypeError, match="js.Reduced has a total that is a Sparse: give"):
+    reduced.mean(2, None)
