@@ -15,7 +15,7 @@ from jaxsparse.weights.folder import Folder, Patterns
 
 
 class Publisher(Folder):
-  """Publishes versions of parameters to a folder, for any number of `Subscriber`s.
+  """Publishes versions of parameters to a folder, for any number of readers, each a `Subscriber`.
 
   A version has a link, the bit patterns' differences to the version before, or an
   anchor, all bit patterns, or both: links of at most an anchor's size, then an anchor.

@@ -1,45 +1,20 @@
-r"""Bits of an entry on the wire, in every wire format, beside the least that they could be.
-
-The update of n entries is compiled for two workers, and `js.costs.audit` counts what
-one of them sends: k entries. The bound is the entropy of a set of indices, or of a
-position in a chunk, and the bits of a value. Nothing runs.
-
-Example:
-  python -m benchmarks.wires --n=100000 --algorithms=spardl:wire=int4,topka:wire=int4
-"""
+"""Bits of an entry on the wire, in every wire format, beside the least that they could be."""
 
 import functools
 import math
-import pathlib
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import rich.table
-from absl import flags
 from jax.sharding import Mesh
 
 import jaxsparse as js
-from benchmarks import entry, report, specs
+from benchmarks import report, specs
 from benchmarks.compiled import programs
-from benchmarks.workers import make_console
 from jaxsparse.sparse.values import FORMATS
 
 WORKERS = 2  # that send each other the k entries of one of them
-_WIRES = ("coo", "f32", "bf16", "int8", "int4")
-DEFAULT = [
-  *(f"spardl:wire={wire}" for wire in _WIRES),
-  *(f"spardl:density=0.001:wire={wire}" for wire in ("f32", "int4")),
-  *(f"spardl:selector=chunked:wire={wire}" for wire in _WIRES[1:]),
-  "chunktopk:density=0.015625:wire=2bit",
-]
-
-_ALGORITHMS = flags.DEFINE_multi_string("algorithms", DEFAULT, specs.HELP)
-_N = flags.DEFINE_integer(
-  "n", 14_728_266, "Gradient entries; VGG-16 by default.", lower_bound=1
-)
-_DENSITY = flags.DEFINE_float("density", 0.01, "Fraction of the entries to deliver.")
-_REPORT_DIR = entry.define_report_dir("wires.json")
 
 
 class Row(NamedTuple):
@@ -107,23 +82,3 @@ def cells(one: Row) -> list[str]:
 def table(rows: list[Row]) -> rich.table.Table:
   """All rows."""
   return report.table("bits on the wire", HEADS, map(cells, rows))
-
-
-def main() -> None:
-  """Compiles every program, reports, and keeps the rows."""
-  jax.config.update("jax_platforms", "cpu")
-  jax.config.update("jax_num_cpu_devices", WORKERS)
-  # Of machine code, which sends nothing.
-  jax.config.update("jax_disable_most_optimizations", True)
-  found = specs.parse(_ALGORITHMS.value, WORKERS, density=_DENSITY.value)
-  console, rows = make_console(), list[Row]()
-  for spec in found:
-    rows.append(row(spec, _N.value))
-    console.print(*cells(rows[-1]), highlight=False, soft_wrap=True)
-  console.print(table(rows))
-  path = pathlib.Path(_REPORT_DIR.value) / "wires.json"
-  report.keep(path, {"n": _N.value}, {"rows": [one._asdict() for one in rows]})
-
-
-if __name__ == "__main__":
-  entry.run(main)
