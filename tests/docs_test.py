@@ -297,9 +297,10 @@ def test_sharded_models(tmp_path):
 @pytest.mark.long
 def test_local_steps(tmp_path):
   local, momentum, corrected = snippets("docs/how_to/local_steps.md")
-  adam, own, muon, average = snippets("docs/how_to/adam.md")
+  adam, own, muon, restored, average = snippets("docs/how_to/adam.md")
   measure, tracked = snippets("docs/how_to/different_data.md")
-  chains = [muon, f"{muon}\n{average}", momentum, corrected, tracked]
+  behind = [f"{muon}\n{restored}", f"{muon}\n{average}"]
+  chains = [muon, *behind, momentum, corrected, tracked]
   run(
     "\n".join(
       [
