@@ -130,6 +130,7 @@ def run_until_goal(network):
 )
 @example(1479, 2, ["forges"] * 12)
 @example(7, 3, ["rewinds", "forges", "forges", "serve", "returns", "leaves"])
+@example(3, 3, ["suspended", "cut", "suspended", "forges", "leaves"])
 def test_a_member_that_lies_stops_no_rounds_and_nothing_is_counted_twice(
   seed, workers, disturbances
 ):

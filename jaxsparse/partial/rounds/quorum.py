@@ -245,7 +245,11 @@ class Quorum:
     self.position = RoundPosition(position.round, position.base)
     self.lineage = lineage
     self.digest = 0
-    self._ready.clear()  # they are behind
+    # Who was ready for the round that is given up is behind. No round waits for it: it
+    # may have said falsely that there was such a round.
+    for worker in self._ready:
+      del self._expected[worker]
+    self._ready.clear()
 
   def done(self, worker: int, number: int, digest: int) -> Verdict | None:
     """A member has the result of a round, which counts if all of them have it."""
