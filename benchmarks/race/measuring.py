@@ -21,7 +21,7 @@ from benchmarks.workers import AXIS
 from jaxsparse.comm import SoloComm
 from jaxsparse.train import timing
 from jaxsparse.train.starting import start_workers
-from jaxsparse.train.worker import Worker
+from jaxsparse.train.worker import WorkerStep
 
 _REPETITIONS = 9  # of the parts of a step
 
@@ -164,7 +164,7 @@ def _parts(trainer: Trainer, watch: timing.Stopwatch) -> tuple[float, float]:
     trainer.method.every,
     SoloComm(trainer.place.size),
   )
-  worker = Worker(
+  worker = WorkerStep(
     trainer.model.loss,
     trainer.method.make(comm, trainer.recipe.make()),
     False,

@@ -57,7 +57,7 @@ def wide_dtype(x: Any) -> jnp.dtype:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounding:
+class LeafRounding:
   """Rounds f32 values to what leaves of these sizes and dtypes hold."""
 
   sizes: Sequence[int]
@@ -86,8 +86,8 @@ class Rounding:
     return values
 
 
-def rounding(sizes: Sequence[int], dtypes: Sequence[Any]) -> Rounding | None:
-  """The `Rounding` of leaves of these sizes and dtypes; None if they hold each float32.
+def rounding(sizes: Sequence[int], dtypes: Sequence[Any]) -> LeafRounding | None:
+  """The `LeafRounding` of leaves of these sizes and dtypes; None if they hold each float32.
 
   Example:
     >>> import jax.numpy as jnp
@@ -95,7 +95,7 @@ def rounding(sizes: Sequence[int], dtypes: Sequence[Any]) -> Rounding | None:
     >>> to(jnp.array([84000.1, 84000.1])), to(jnp.array([0.1]), jnp.array([1]))
     (Array([84000.1,     inf], dtype=float32), Array([0.09997559], dtype=float32))
   """
-  return Rounding(sizes, dtypes) if any(map(_is_narrow, dtypes)) else None
+  return LeafRounding(sizes, dtypes) if any(map(_is_narrow, dtypes)) else None
 
 
 def _is_narrow(dtype: jax.typing.DTypeLike) -> bool:

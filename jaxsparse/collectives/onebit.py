@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxsparse import _compat
 from jaxsparse.collectives._base import Collective, Traits
 from jaxsparse.comm import all_gather, in_rank_order, schedules
-from jaxsparse.low_bit.blocks import Blocks
+from jaxsparse.low_bit.blocks import BitBlocks
 from jaxsparse.low_bit.chunked import CHUNK
 from jaxsparse.low_bit.result import Codes, CodesReduced
 from jaxsparse.types import Comm, Cost, Reduced, State
@@ -76,13 +76,13 @@ class OneBit(Collective):
     return State(residual=jnp.zeros(n, jnp.float32))
 
   def slots(self, n: int, size: int) -> int:
-    layout = Blocks.of(n, size, self.bits)
+    layout = BitBlocks.of(n, size, self.bits)
     return layout.count * layout.block
 
   def cost(self, n: int, size: int) -> Cost:
     return Cost(
       size - 1 + len(schedules.strides(size)),
-      2 * (size - 1) * Blocks.of(n, size, self.bits).words,
+      2 * (size - 1) * BitBlocks.of(n, size, self.bits).words,
     )
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
@@ -93,7 +93,7 @@ class OneBit(Collective):
     grads = _compat.by_platform(
       gpu=jax.lax.optimization_barrier, default=lambda grads: grads
     )(grads)
-    blocks = Blocks.of(n, comm.size, self.bits)
+    blocks = BitBlocks.of(n, comm.size, self.bits)
     acc = grads, state.residual
     # Q(acc_w), of which region v goes to worker v.
     codes, scales, steps = blocks.encode(acc, jnp.int32(0), blocks.count)

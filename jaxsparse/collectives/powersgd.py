@@ -54,7 +54,7 @@ class Factors(NamedTuple):
   step: jax.Array
 
 
-class _Leaf(NamedTuple):
+class _MatrixLeaf(NamedTuple):
   """A leaf that is a matrix of shape (a, b): its first flat index and its gradient, f32[a · b]."""
 
   start: int
@@ -214,7 +214,7 @@ class PowerSGD(ByLeaf):
 
   def _split(
     self, grads: jax.Array, residual: jax.Array
-  ) -> tuple[list[_Leaf], jax.Array]:
+  ) -> tuple[list[_MatrixLeaf], jax.Array]:
     """The matrices of a gradient f32[n], and gradient + residual of all other entries."""
     entries, shapes = zip(*self._layout(grads.size), strict=True)
     starts = [0, *itertools.accumulate(entries)]
@@ -224,7 +224,9 @@ class PowerSGD(ByLeaf):
       for start, part, shape in leaves
       if not shape
     ]
-    matrices = [_Leaf(start, part, shape) for start, part, shape in leaves if shape]
+    matrices = [
+      _MatrixLeaf(start, part, shape) for start, part, shape in leaves if shape
+    ]
     return matrices, jnp.concatenate([grads[:0], *others])
 
   def _join(
@@ -318,7 +320,7 @@ def _bases(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
 
 
 def _project(
-  leaves: list[_Leaf], residual: jax.Array, bases: list[jax.Array], to_right: bool
+  leaves: list[_MatrixLeaf], residual: jax.Array, bases: list[jax.Array], to_right: bool
 ) -> list[jax.Array]:
   """The factors of this worker: M_wᵀ orth(L), as f32[r, b], or M_w orth(R), f32[a, r]."""
   own = list[jax.Array]()
@@ -353,7 +355,7 @@ class _Turn(NamedTuple):
 def _turn(
   add: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
   key: jax.Array,
-  leaves: list[_Leaf],
+  leaves: list[_MatrixLeaf],
   residual: jax.Array,
   others: jax.Array,
   factors: Factors,

@@ -42,7 +42,7 @@ _SHARES = (0.4, 0.5, 0.6, 0.7, 0.8)
 _WORTH = 0.9
 
 
-class _Leaf(NamedTuple):
+class _RowLeaf(NamedTuple):
   """A leaf of `rows` rows of `width` entries: its first flat index, and how many rows a message has of it."""
 
   start: int
@@ -206,18 +206,18 @@ class Rows(ByLeaf):
     most = _WORTH * sum(leaf.sent * (leaf.width + 1) for leaf in leaves) * (size - 1)
     return [form for form in found.values() if _words(form, leaves, size) < most]
 
-  def _leaves(self, n: int) -> Iterator[_Leaf]:
+  def _leaves(self, n: int) -> Iterator[_RowLeaf]:
     """The leaves that have entries."""
     start = 0
     for shape in self.shapes(n):
       count = (shape or (1,))[0]
       width = math.prod(shape[1:])
       if count * width:
-        yield _Leaf(start, count, width, min(self.capacity, count))
+        yield _RowLeaf(start, count, width, min(self.capacity, count))
       start += count * width
 
 
-def _words(form: _Capacities, leaves: list[_Leaf], size: int) -> int:
+def _words(form: _Capacities, leaves: list[_RowLeaf], size: int) -> int:
   """The words of a step with owners."""
   of_leaves = zip(leaves, form.split, form.sums, strict=True)
   return (size - 1) * sum(
@@ -225,7 +225,7 @@ def _words(form: _Capacities, leaves: list[_Leaf], size: int) -> int:
   )
 
 
-def _largest(acc: LazySum, leaf: _Leaf) -> jax.Array:
+def _largest(acc: LazySum, leaf: _RowLeaf) -> jax.Array:
   """The numbers of the rows of largest mean magnitude, i32[sent], NaN first; `leaf.rows` or more for rows of zeros."""
   # In each branch anew: what both read would be stored.
   matrix = lambda: acc.values[leaf.start :][: leaf.rows * leaf.width].reshape(
@@ -270,7 +270,7 @@ def _fits(form: _Capacities, ordinals: list[jax.Array]) -> jax.Array:
 def _add_by_region(
   comm: Comm,
   form: _Capacities,
-  leaves: list[_Leaf],
+  leaves: list[_RowLeaf],
   ordinals: list[jax.Array],
   values: list[jax.Array],
 ) -> list[jax.Array]:

@@ -23,7 +23,7 @@ cut = jax.lax.dynamic_slice_in_dim  # of an array, from a start on, so many rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class BitBlocks:
   """The blocks of a vector: 32 rows of up to 128 consecutive entries each; the last ones are padded.
 
   The code of an entry has its sign as the highest of b bits, and as the others the
@@ -221,7 +221,7 @@ class Blocks:
       steps: f32[blocks, columns], or f32[blocks, 1] of signs.
 
     Example:
-      >>> Blocks.of(64, 1).decode(jnp.array([[1, 0]], jnp.uint32), jnp.array([[5.0]]))[0, :2]
+      >>> BitBlocks.of(64, 1).decode(jnp.array([[1, 0]], jnp.uint32), jnp.array([[5.0]]))[0, :2]
       Array([[-5.,  5.],
              [ 5.,  5.]], dtype=float32)
     """

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxsparse._compat import AxisName, varying
 from jaxsparse.comm import all_gather as gather_rows
 from jaxsparse.comm import axes_of, comm_of, in_rank_order
-from jaxsparse.low_bit.blocks import Blocks
+from jaxsparse.low_bit.blocks import BitBlocks
 from jaxsparse.types import Comm
 
 _CHOICES = (2, 4, 8)
@@ -93,7 +93,7 @@ def psum_scatter(
 def _gather(x: jax.Array, comm: Comm, bits: int, dimension: int) -> jax.Array:
   if not x.size:
     return _stretched(x, dimension, x.shape[dimension] * comm.size)
-  layout = Blocks.of(x.size, 1, bits)
+  layout = BitBlocks.of(x.size, 1, bits)
   codes, scales, _ = layout.encode((_flat(x),), jnp.int32(0), layout.count)
   messages = in_rank_order(comm, gather_rows(comm, layout.pack(codes, scales)[0]))
   parts = layout.decode(*layout.unpack(messages)).reshape(comm.size, -1)[:, : x.size]
@@ -109,7 +109,7 @@ def _scatter(x: jax.Array, comm: Comm, bits: int, dimension: int) -> jax.Array:
   parts = jnp.stack(jnp.split(x, comm.size, dimension))
   shape = parts.shape[1:]
   rows = jax.vmap(_flat)(parts)
-  layout = Blocks.of(rows.shape[1], 1, bits)
+  layout = BitBlocks.of(rows.shape[1], 1, bits)
   encode = lambda row: layout.pack(
     *layout.encode((row,), jnp.int32(0), layout.count)[:2]
   )[0]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxsparse.comm import ordering
 from jaxsparse.low_bit import scales as scaling
-from jaxsparse.low_bit.blocks import ROWS, Blocks, cut
+from jaxsparse.low_bit.blocks import ROWS, BitBlocks, cut
 from jaxsparse.low_bit.chunked import CHUNK, Arrays, Pass
 from jaxsparse.types import Commit, Deferred, Rounding
 
@@ -20,14 +20,14 @@ class Codes(NamedTuple):
     blocks: the layout.
     grads: f32[n], of this worker.
     rank: of the worker, i32[].
-    sums: of its region, as `Blocks.sum_region` returns them.
-    kept: the steps of all blocks, like those of `Blocks.encode`: as sent; in the own
+    sums: of its region, as `BitBlocks.sum_region` returns them.
+    kept: the steps of all blocks, like those of `BitBlocks.encode`: as sent; in the own
       region, of the sums.
     codes: of the total, u32[blocks, width].
     values: the steps of the total, like `kept`.
   """
 
-  blocks: Blocks
+  blocks: BitBlocks
   grads: jax.Array
   rank: jax.Array
   sums: jax.Array

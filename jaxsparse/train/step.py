@@ -22,7 +22,13 @@ from jaxsparse.train import replicas, starting
 from jaxsparse.train.donation import without_aliases
 from jaxsparse.train.engine import check_batch, engine_of, shape_of
 from jaxsparse.train.skipped import SkipWatch
-from jaxsparse.train.worker import TO_LOSS, AuxReduce, ModelState, StepMetrics, Worker
+from jaxsparse.train.worker import (
+  TO_LOSS,
+  AuxReduce,
+  ModelState,
+  StepMetrics,
+  WorkerStep,
+)
 from jaxsparse.transform import checks
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import commit_early
@@ -192,7 +198,7 @@ def make_train_step(
       )
   check_whole("make_train_step", 1, accumulate=accumulate)
   return TrainStep(
-    Worker(loss_fn, tx, has_aux, aux_reduce, model_state, accumulate),
+    WorkerStep(loss_fn, tx, has_aux, aux_reduce, model_state, accumulate),
     mesh,
     axis,
     donate,
@@ -215,7 +221,9 @@ class TrainStep:
     True
   """
 
-  def __init__(self, worker: Worker, mesh: Mesh | Comm, axis: AxisName, donate: bool):
+  def __init__(
+    self, worker: WorkerStep, mesh: Mesh | Comm, axis: AxisName, donate: bool
+  ):
     self._engine = engine_of(mesh, axis)
     self.workers = self._engine.workers
     self._worker = worker

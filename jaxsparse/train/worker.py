@@ -63,7 +63,7 @@ class StepMetrics(NamedTuple):
   words_beside: jax.Array | int = 0
 
 
-class Worker(NamedTuple):
+class WorkerStep(NamedTuple):
   """The step of one worker; the fields are the arguments of `make_train_step`."""
 
   loss_fn: Callable[..., ArrayTree]
@@ -230,7 +230,7 @@ def mean_loss(comm: Comm, loss: jax.Array) -> jax.Array:
 
 
 def _gradients(
-  worker: Worker,
+  worker: WorkerStep,
   params: optax.Params,
   batch: ArrayTree,
   key: Any,
@@ -292,7 +292,7 @@ def _check_model_state(before: ArrayTree, after: ArrayTree) -> None:
 
 
 def _accumulated(
-  worker: Worker,
+  worker: WorkerStep,
   grads_of_part: Callable,
   batch: ArrayTree,
   key: Any,
@@ -339,7 +339,9 @@ def _accumulated(
   )
 
 
-def _next_model_state(worker: Worker, comm: Comm, model_state: ArrayTree) -> ArrayTree:
+def _next_model_state(
+  worker: WorkerStep, comm: Comm, model_state: ArrayTree
+) -> ArrayTree:
   """The model state for the next step: averaged over the workers, or with a leading axis for that of this worker."""
   if worker.model_state == "worker":
     return jax.tree.map(lambda x: x[None], model_state)
@@ -365,7 +367,11 @@ def _next_model_state(worker: Worker, comm: Comm, model_state: ArrayTree) -> Arr
 
 
 def _words_beside(
-  worker: Worker, size: int, aux: ArrayTree, model_state: ArrayTree, scales: ArrayTree
+  worker: WorkerStep,
+  size: int,
+  aux: ArrayTree,
+  model_state: ArrayTree,
+  scales: ArrayTree,
 ) -> jax.Array:
   """Words of the collectives of `_over_workers` and `combine_scales` that made these."""
   cost = lambda x: all_reduce_cost(x.size, size, x.dtype.itemsize).words

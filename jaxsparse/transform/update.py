@@ -277,7 +277,7 @@ def _reduce(
   grads: jax.Array,
   state: State,
   dtypes: Sequence[jnp.dtype],
-) -> tuple[Reduced, flatten.Rounding | None]:
+) -> tuple[Reduced, flatten.LeafRounding | None]:
   """What the collective of a group returns for f32[n], and the rounding to the dtypes of its leaves."""
   collective = group.collective
   if not collective.traits.differentiable:

@@ -12,7 +12,7 @@ import jaxsparse as js
 from jaxsparse.arrays import noise
 from jaxsparse.collectives.baselines import qsgd
 from jaxsparse.collectives.baselines.qsgd import (
-  Layout,
+  LevelLayout,
   count_levels,
   decode,
   draw_noise,
@@ -22,7 +22,7 @@ from tests.reference import rounding
 
 
 def rounding_of(key, x, levels):
-  return qsgd.Rounding(
+  return qsgd.LevelRounding(
     key,
     qsgd.scale_of(x, levels),
     levels,
@@ -61,7 +61,7 @@ def test_equals_the_paper_in_numpy(levels):
 @pytest.mark.parametrize("levels", quick_of([1, 4, 127], quick=[4]))
 def test_the_mean_over_seeds_is_the_gradient(levels):
   grads, draws = normals(0, 1, 8)[0], 20_000
-  layout = Layout.of(8, js.make_collective("qsgd", levels=levels).bits, workers=1)
+  layout = LevelLayout.of(8, js.make_collective("qsgd", levels=levels).bits, workers=1)
 
   @jax.jit
   @jax.vmap
@@ -98,7 +98,7 @@ def test_levels_survive_packing(levels):
   )
   values[:3] = -levels, levels, 0
   bits = js.make_collective("qsgd", levels=levels).bits
-  layout = Layout.of(101, bits, workers=1)
+  layout = LevelLayout.of(101, bits, workers=1)
 
   @jax.jit
   def packed(values):
@@ -152,7 +152,7 @@ def test_long_gradients_are_sent_in_pieces_to_within_a_level(
   monkeypatch.setattr(qsgd, "_BLOCK", block)
   workers, grads = 3, normals(0, 3, n)
   out = js.simulate("qsgd", grads, levels=levels)
-  layout = Layout.of(n, js.make_collective("qsgd", levels=levels).bits, workers)
+  layout = LevelLayout.of(n, js.make_collective("qsgd", levels=levels).bits, workers)
   assert layout.pieces == max(1, layout.words // qsgd._BLOCK)
 
   @jax.jit

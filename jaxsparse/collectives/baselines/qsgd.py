@@ -77,17 +77,17 @@ class QSGD(Collective):
     return State(residual=residual, shared=jnp.zeros((), jnp.int32))
 
   def cost(self, n: int, size: int) -> Cost:
-    layout = Layout.of(n, self.bits, size)
+    layout = LevelLayout.of(n, self.bits, size)
     words = layout.pieces * (layout.head + layout.length) * (size - 1)
     return Cost(layout.pieces * len(schedules.strides(size)), words)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    layout = Layout.of(n, self.bits, comm.size)
+    layout = LevelLayout.of(n, self.bits, comm.size)
     acc = grads + state.residual if self.error_feedback else grads
     # q(acc_w), a scale ‖acc_w‖ / s and levels (§3.1)
     key = noise.fold(noise.fold(noise.key_of(self.seed), state.shared), comm.rank)
-    rounding = Rounding(key, scale_of(acc, self.levels), self.levels, self.bits)
+    rounding = LevelRounding(key, scale_of(acc, self.levels), self.levels, self.bits)
     order = (jnp.arange(comm.size, dtype=jnp.int32) - comm.rank) % comm.size
     # Behind a barrier: XLA for GPUs would keep a copy of `acc`, to count its levels
     # once more.
@@ -129,7 +129,7 @@ def _exchange_all(
   return total, heads[-1], jnp.sum(used, dtype=jnp.int32)
 
 
-class Layout(NamedTuple):
+class LevelLayout(NamedTuple):
   """Where the levels of f32[n] are in messages.
 
   With v = ⌊n / m⌋, word i < v has the levels of entries i, v + i, 2v + i and so on:
@@ -145,8 +145,8 @@ class Layout(NamedTuple):
     rest: n mod m.
 
   Example:
-    >>> Layout.of(1003, bits=8, workers=2)
-    Layout(bits=8, words=250, pieces=1, length=250, rest=3)
+    >>> LevelLayout.of(1003, bits=8, workers=2)
+    LevelLayout(bits=8, words=250, pieces=1, length=250, rest=3)
   """
 
   bits: int
@@ -224,7 +224,7 @@ def draw_noise(
   return jnp.minimum((high + shared) * 2.0**-16, 1 - 2.0**-24)
 
 
-class Rounding(NamedTuple):
+class LevelRounding(NamedTuple):
   """The rounding of one worker in one step.
 
   Attributes:
@@ -254,7 +254,9 @@ class Rounding(NamedTuple):
     ]
     return functools.reduce(jnp.bitwise_or, words)
 
-  def encode(self, x: jax.Array, layout: Layout, piece: jax.Array | int) -> jax.Array:
+  def encode(
+    self, x: jax.Array, layout: LevelLayout, piece: jax.Array | int
+  ) -> jax.Array:
     """The words u32[length] of a piece of f32[n]."""
 
     def fill(words: jax.Array, start: jax.Array | int, length: int) -> jax.Array:
@@ -265,7 +267,7 @@ class Rounding(NamedTuple):
 
     return _by_blocks(fill, jnp.zeros(layout.length, jnp.uint32), layout.length)
 
-  def encode_head(self, x: jax.Array, layout: Layout) -> jax.Array:
+  def encode_head(self, x: jax.Array, layout: LevelLayout) -> jax.Array:
     """What is ahead of the words of a message, u32[head]."""
     first = layout.pieces * layout.length
     size = layout.words % layout.pieces
@@ -284,7 +286,7 @@ class Rounding(NamedTuple):
       )
     return jnp.concatenate(head)
 
-  def rounded(self, x: jax.Array, layout: Layout) -> jax.Array:
+  def rounded(self, x: jax.Array, layout: LevelLayout) -> jax.Array:
     """What receivers decode of f32[n]."""
     parts = [
       x[row * layout.words : (row + 1) * layout.words] for row in range(layout.rows)
@@ -322,7 +324,7 @@ def put_sums(
   x: jax.Array,
   messages: jax.Array,
   order: jax.Array,
-  layout: Layout,
+  layout: LevelLayout,
   piece: jax.Array | int,
 ) -> jax.Array:
   """f32[n] with the sums of a piece in the place of its entries: of messages u32[P, w], added in the order i32[P]."""
@@ -340,7 +342,7 @@ def put_sums(
 
 
 def put_head_sums(
-  x: jax.Array, heads: jax.Array, order: jax.Array, layout: Layout
+  x: jax.Array, heads: jax.Array, order: jax.Array, layout: LevelLayout
 ) -> jax.Array:
   """f32[n] with the sums of what is ahead of the words of messages, u32[P, head]."""
   if layout.head == 1:
@@ -362,7 +364,7 @@ def put_head_sums(
 def _sum_rows(
   messages: jax.Array,
   order: jax.Array,
-  layout: Layout,
+  layout: LevelLayout,
   start: jax.Array | int,
   length: int,
 ) -> tuple[jax.Array, ...]:
@@ -385,7 +387,7 @@ def _sum_rows(
 
 
 def _rows_of(
-  x: jax.Array, layout: Layout, start: jax.Array | int, length: int
+  x: jax.Array, layout: LevelLayout, start: jax.Array | int, length: int
 ) -> list[jax.Array]:
   """The entries of words start … start + length − 1, f32[length] of each row."""
   return [

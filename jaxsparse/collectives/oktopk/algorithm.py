@@ -48,7 +48,7 @@ from jaxsparse.types import (
 )
 
 
-class Reused(NamedTuple):
+class PeriodicValues(NamedTuple):
   """The state that is the same on every worker; the local threshold, f32[1], is in `State.worker`.
 
   Attributes:
@@ -136,7 +136,7 @@ class OkTopk(EncodingCollective):
 
   def init(self, n: int, size: int) -> State:
     # its step also numbers the noise of `wire`
-    reused = Reused(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
+    reused = PeriodicValues(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
     return (
       super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
     )
@@ -194,11 +194,13 @@ class OkTopk(EncodingCollective):
       threshold_age=age,
     )
     local, threshold = self._nudge(local, threshold, selected, owned, k)
-    shared = Reused(reused.step + 1, threshold, bounds)
+    shared = PeriodicValues(reused.step + 1, threshold, bounds)
     total = kept._replace(values=jnp.where(finite, kept.values, jnp.nan))
     return SparseReduced(total, State(residual, local[None], shared), counters)
 
-  def _bounds(self, comm: Comm, reused: Reused, chosen: jax.Array, n: int) -> jax.Array:
+  def _bounds(
+    self, comm: Comm, reused: PeriodicValues, chosen: jax.Array, n: int
+  ) -> jax.Array:
     """The boundaries of the regions: new ones every τ steps (§3.1.1)."""
     if self.regions != "balanced" or comm.size == 1:
       return reused.bounds
@@ -209,7 +211,7 @@ class OkTopk(EncodingCollective):
   def _threshold(
     self,
     comm: Comm,
-    reused: Reused,
+    reused: PeriodicValues,
     sums: Sparse,
     exact: jax.Array,
     k: int,
