@@ -95,9 +95,11 @@ def test_wrong_entries_are_counted(monkeypatch):
 
   def forgets(self, comm, grads, state):
     reduced = reduce(self, comm, grads, state)
-    return reduced._replace(
-      state=reduced.state._replace(residual=jnp.zeros_like(grads))
-    )
+    pending = reduced.state.residual
+    zeros = jnp.zeros_like(grads)
+    entries = pending.entries._replace(values=jnp.zeros_like(pending.entries.values))
+    nothing = pending._replace(grads=zeros, residual=zeros, entries=entries)
+    return reduced._replace(state=reduced.state._replace(residual=nothing))
 
   wrong = 0
   # the two that are timed; without residuals each is a step of its own
