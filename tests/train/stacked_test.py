@@ -420,9 +420,12 @@ def test_norms_and_metrics_on_an_explicit_mesh():
     return float(metric.compute())
 
   with jax.numpy_dtype_promotion("standard"):
-    for refused in (lambda: measured(lambda x: x), lambda: optax.tree.norm(params)):
-      with pytest.raises(ValueError, match="Length of device assignment"):
-        refused()
+    refusal = "Length of device assignment"
+    with pytest.raises(ValueError, match=refusal):
+      measured(lambda x: x)
+    if jax.__version_info__ < (0, 12):  # newer versions compute it
+      with pytest.raises(ValueError, match=refusal):
+        optax.tree.norm(params)
     assert measured(float) == measured(jax.device_get) == 2
     assert float(jax.jit(optax.tree.norm)(params)) == 2
     with jax.set_mesh(mesh):
