@@ -9,6 +9,7 @@ import pathlib
 import re
 import sys
 import tokenize
+from collections.abc import Iterable, Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODULES = ("costs", "doctor", "launch", "overlap", "partial", "select")
@@ -38,9 +39,21 @@ def code_tokens(source: str) -> list[tokenize.TokenInfo]:
   tokens = tokenize.generate_tokens(io.StringIO(source).readline)
   return [
     token
-    for token in tokens
+    for token in whole_strings(tokens)
     if token.type not in LAYOUT and token.start[0] not in left_out
   ]
+
+
+def whole_strings(
+  tokens: Iterable[tokenize.TokenInfo],
+) -> Iterator[tokenize.TokenInfo]:
+  """The tokens, an f-string as one, as Python 3.11 has them; newer versions cut it."""
+  depth = 0
+  for token in tokens:
+    name = tokenize.tok_name[token.type]
+    if depth == 0:
+      yield token
+    depth += (name == "FSTRING_START") - (name == "FSTRING_END")
 
 
 def is_text(node: ast.AST) -> bool:

@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsparse import _compat
 
@@ -280,6 +281,18 @@ def _running_sum_of_rows(x: jax.Array) -> jax.Array:
   # not the last column of `sums`, which XLA would compute in full
   totals = jnp.sum(rows, axis=1, dtype=jnp.int32)
   return (sums + (_running_sum_of_rows(totals) - totals)[:, None]).reshape(-1)[:n]
+
+
+def of_indices(indices: np.ndarray, words: int) -> np.ndarray:
+  """The set with these members, in u32[words] of numpy.
+
+  Example:
+    >>> of_indices(np.array([0, 2, 33]), 2)
+    array([5, 2], dtype=uint32)
+  """
+  flags = np.zeros(BITS * words, np.bool_)
+  flags[indices] = True
+  return np.packbits(flags, bitorder="little").view(np.uint32)
 
 
 def contains(words: jax.Array, indices: jax.Array) -> jax.Array:

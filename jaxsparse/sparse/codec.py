@@ -160,7 +160,8 @@ class _IndexSet(_Formatted):
     # where nothing arrives, and a faulty peer may send anything. Such a row is empty,
     # and the rows behind it keep their slots.
     is_valid = (bitset.count(message.high) == capacity)[:, None]
-    high = jnp.where(is_valid, message.high, _first_bits(count, capacity)[None])
+    first_bits = bitset.of_indices(np.arange(capacity), count)
+    high = jnp.where(is_valid, message.high, first_bits[None])
     # The rows of all workers may have more bits than i32 can number: some at a time.
     at_once = max(1, _MOST_BITS // (bitset.BITS * count))
     pieces = [high[first : first + at_once] for first in range(0, rows, at_once)]
@@ -293,9 +294,3 @@ def _offsets(rows: int, row_bits: int, capacity: int) -> jax.Array:
   """The first bit of each row of a bitset of all rows, plus the number of the slot, i32[rows, capacity]."""
   starts = row_bits * jnp.arange(rows, dtype=jnp.int32)
   return starts[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
-
-
-def _first_bits(words: int, count: int) -> np.ndarray:
-  """A bitset of `words` words whose first `count` bits are set."""
-  flags = np.arange(bitset.BITS * words) < count
-  return np.packbits(flags, bitorder="little").view(np.uint32)

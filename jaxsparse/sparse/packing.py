@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsparse.sparse import codec, fields
+from jaxsparse.sparse import bitset, codec, fields
 
 _LOG_BITS = 5  # of the width, in the word that begins a level
 _PIECE = 1 << 22  # entries that are packed together, by a thread: below 2^27
@@ -148,12 +148,12 @@ def _bitset_words(length: int) -> int:
 def _pack_set(indices: np.ndarray, length: int) -> list[np.ndarray]:
   match _set_words(len(indices), length):
     case None:
-      return [_bitset(indices, _bitset_words(length))]
+      return [bitset.of_indices(indices, _bitset_words(length))]
     case low, _, size:
       high = (indices >> low) + np.arange(len(indices))
       return [
         fields.pack((indices & ((1 << low) - 1))[None], low)[0],
-        _bitset(high, size),
+        bitset.of_indices(high, size),
       ]
 
 
@@ -168,12 +168,6 @@ def _unpack_set(
       lows = fields.unpack(words[None, :start], low, count)[0]
       buckets = _members(words[start : start + size]) - np.arange(count)
       return buckets << low | lows, words[start + size :]
-
-
-def _bitset(members: np.ndarray, size: int) -> np.ndarray:
-  flags = np.zeros(size * fields.BITS, np.bool_)
-  flags[members] = True
-  return np.packbits(flags, bitorder="little").view("<u4")
 
 
 def _members(words: np.ndarray) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import hashlib
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,14 @@ from jaxsparse.partial.net.messages import (
   WorkerMessage,
 )
 from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
+from jaxsparse.weights.digests import digest
 
 _UNEQUAL = RoundPosition(0, -1)  # no round: parts have different anchors
 
 
 def _digest_of(digests: dict[int, int]) -> int:
   """The digest of a worker, of those of its parts."""
-  ordered = np.array([digest for _, digest in sorted(digests.items())])
-  return int.from_bytes(hashlib.sha256(ordered.tobytes()).digest()[:8]) >> 2
+  return digest([np.array([own for _, own in sorted(digests.items())])])
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
