@@ -52,7 +52,7 @@ _FIRST = (
   "spardl",
   "powersgd",
 )
-# of SparDL: less arithmetic; fewer words, without loss and with the most
+# Variants of SparDL: less arithmetic; fewer words, without loss and with the most.
 _VARIANTS = (
   "spardl:selector=chunked",
   "spardl:wire=f32",

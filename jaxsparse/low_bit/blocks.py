@@ -14,12 +14,12 @@ from jaxsparse.arrays.sums import fold_rows
 from jaxsparse.low_bit import scales as scaling
 from jaxsparse.low_bit.chunked import CHUNK, Arrays, Pass
 
-ROWS = 32  # of a block, the bits of a word
+ROWS = 32  # rows of a block, one for each bit of a word
 _COLUMNS = 128  # at most, the lanes of a TPU
 _LONG = 1 << 16  # entries of a vector whose blocks are folded row by row
 _UNROLLED = 8  # messages that are added without a loop
 
-cut = jax.lax.dynamic_slice_in_dim  # of an array, from a start on, so many rows
+cut = jax.lax.dynamic_slice_in_dim  # (array, start, count) -> its rows from start on
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxsparse.sparse import bitset, codec, fields
 
-_LOG_BITS = 5  # of the width, in the word that begins a level
+_LOG_BITS = 5  # bits of the width in the word that begins a level
 _PIECE = 1 << 22  # entries that are packed together, by a thread: below 2^27
 
 

@@ -32,7 +32,7 @@ _SUMMED = (
   "delivered",
   "overflow",
 )
-# of the state as a whole, 0 in `parts`
+# Numbers of the state as a whole, 0 in `parts`.
 _WHOLE = ("drift", "since_exchange", "agreement")
 
 # How the counters of workers become one number.
