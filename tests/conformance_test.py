@@ -252,15 +252,16 @@ def test_the_laws(case, workers, subtests):
 
 
 @each(
-  [case for case in CONSERVING if case.is_sparse],
+  CONSERVING,
   [6, 8],
   quick=[],
   options="spardl-wire=(f32|int4)",
 )
 def test_nothing_is_lost_of_blocks_that_are_searched_by_candidates(case, workers):
   """In messages of every format, after each exchange with other workers."""
-  n = workers * (exact.SHORT + 1)
-  collective = case.make(density=0.01)
+  rows = workers * (exact.SHORT // 64 + 1)
+  n = rows * 64
+  collective = case.make(density=0.01).for_leaves(((rows, 64),))
   state = simulation.initial(collective, workers, n)
   for step in range(2):
     grads = normals(step, workers, n)
@@ -268,7 +269,8 @@ def test_nothing_is_lost_of_blocks_that_are_searched_by_candidates(case, workers
     totals, state = simulation.reduce_all(collective, jnp.asarray(grads), state)
     assert_same_bits(totals, np.broadcast_to(totals[0], totals.shape))
     after = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
-    np.testing.assert_allclose(after, before, atol=1e-4)
+    # Magnitudes of sums of at most 8 normal numbers are below 32.
+    np.testing.assert_allclose(after, before, atol=32 * case.rounding)
 
 
 @each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options="$")
