@@ -12,7 +12,10 @@ from jaxsparse.train.agreement import Agreement
 from jaxsparse.types import Link
 
 DENSE = "dense"
-DIFFERENT = 0.7  # `own` / `dealt` below which the workers' data differ
+# Workers' data differ if the mean product of two workers' gradients, as a share of their
+# mean square, is less than `_SHARE` of that of shuffled rows, and by `_MARGIN` more.
+_SHARE = 0.7
+_MARGIN = 0.05
 
 
 class Row(NamedTuple):
@@ -37,7 +40,7 @@ class Row(NamedTuple):
   method: str
   rate: float
   multiple: float
-  tried: list[tuple[float, float]]
+  tried: list[list[float]]
   steps: list[int]
   losses: list[list[float]]
   words: float
@@ -183,7 +186,7 @@ class Race:
     elif rows := [row for row in self.rows[1:] if self.is_noise(row)]:
       notes.append(f"within the noise of the seeds of dense: {names(rows)}")
     pairs = [f"{found.own:.2f} / {found.dealt:.2f}" for found in self.agreements]
-    if any(found.own < DIFFERENT * found.dealt for found in self.agreements):
+    if any(_differs(found, self.workers) for found in self.agreements):
       notes.append(
         f"the workers' data differ: agreement of gradients / of shuffled rows {', '.join(pairs)}; "
         "see docs/how_to/different_data.md"
@@ -213,6 +216,12 @@ class Race:
     axes[0].set_ylabel("loss")
     axes[0].legend()
     return figure
+
+
+def _differs(found: Agreement, workers: int) -> bool:
+  """Whether the workers' data differ: agreement is (1 + (P − 1) ρ) / P, with the product ρ of two workers' gradients."""
+  own, dealt = ((workers * x - 1) / (workers - 1) for x in found)
+  return own < _SHARE * dealt - _MARGIN
 
 
 def _deviation(values: np.ndarray) -> float:

@@ -100,7 +100,7 @@ class Plan(NamedTuple):
     ((multiple, winners),) = trainings.items()
     if dense:
       self._reach(winners, dense)
-    row = self._row(name, program, multiple, sorted(tried.items()), winners)
+    row = self._row(name, program, multiple, sorted(map(list, tried.items())), winners)
     return row, [] if dense else self._agreements(winners[0])
 
   def _begin(self, program: Program, multiple: float, seed: int) -> Training:
@@ -121,7 +121,7 @@ class Plan(NamedTuple):
     name: str,
     program: Program,
     multiple: float,
-    tried: list[tuple[float, float]],
+    tried: list[list[float]],
     trainings: list[Training],
   ) -> Row:
     """What is kept of a method."""
