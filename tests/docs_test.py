@@ -246,6 +246,17 @@ def test_costs_and_overlap(tmp_path):
 
 
 @pytest.mark.long
+def test_race(tmp_path):
+  first, own = snippets("docs/how_to/race.md")
+  quick = "js.recipes = lambda *_, workers: dict(list(recipes('adam', workers=workers).items())[:2])\n"
+  learns = "assert race.rows[0].losses[0][-1] < 0.5 and tx.update\n"
+  program = [CONTEXT, "recipes = js.recipes", first.replace("steps=100", "steps=20")]
+  out = run("\n".join([*program, quick, own, learns]), tmp_path)
+  assert "% above dense" in out
+  assert (tmp_path / "race.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
 def test_many_hosts(tmp_path):
   join, program, mpi = snippets("docs/how_to/many_hosts.md")
   code = lambda text: {line.partition("  #")[0] for line in text.splitlines()}

@@ -219,7 +219,7 @@ class Race:
 
 
 def _differs(found: Agreement, workers: int) -> bool:
-  """Whether the workers' data differ: agreement is (1 + (P − 1) ρ) / P, with the product ρ of two workers' gradients."""
+  """Whether the workers' data differ. With the product ρ of two workers' gradients agreement is (1 + (P − 1) ρ) / P."""
   own, dealt = ((workers * x - 1) / (workers - 1) for x in found)
   return own < _SHARE * dealt - _MARGIN
 

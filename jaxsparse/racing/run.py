@@ -21,7 +21,7 @@ from jaxsparse.racing.training import Setting
 from jaxsparse.racing.tuning import Plan
 from jaxsparse.train.agreement import Agreement
 from jaxsparse.train.engine import engine_of
-from jaxsparse.types import ArrayTree, Link, check_whole
+from jaxsparse.types import ArrayTree, Link
 
 _ALPHA = 1e-4  # seconds of a message between hosts
 _UNITS = {"k": 1e3, "m": 1e6, "g": 1e9}
@@ -115,7 +115,7 @@ def race(
     True
   """
   check_batches(batches)
-  where = workers if isinstance(workers, Mesh) else _simulated(workers, axis)
+  where = workers if isinstance(workers, Mesh) else SimComm(axis, members=workers)
   engine = engine_of(where, axis)
   options = {"has_aux": has_aux, "accumulate": accumulate}
   setting = Setting(
@@ -135,12 +135,6 @@ def race(
   rows = [kept.rows[name] for name in in_order if name in kept.rows]
   sizes = steps, engine.workers, plan.key["entries"], rate
   return Race(rows, *sizes, places, kept.agreements, left_out)
-
-
-def _simulated(workers: Any, axis: str) -> SimComm:
-  """So many workers on one device."""
-  check_whole("race", 2, workers=workers)
-  return SimComm(axis, members=workers)
 
 
 def _links(names: Sequence[str], profile: Profile | None) -> dict[str, Link]:
