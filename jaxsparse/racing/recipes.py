@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
+import jax
 import optax
 import optax.contrib
 
@@ -14,8 +15,9 @@ from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.restored import norm_restored
 from jaxsparse.types import Comm, check_whole
 
-Optimizer: TypeAlias = Callable[[float], optax.GradientTransformation]
-Method: TypeAlias = Callable[[AxisName | Comm, float], optax.GradientTransformation]
+Rate: TypeAlias = jax.Array | float  # traced in a race
+Optimizer: TypeAlias = Callable[[Rate], optax.GradientTransformation]
+Method: TypeAlias = Callable[[AxisName | Comm, Rate], optax.GradientTransformation]
 
 _NAMES = ("adam", "muon", "sgd")
 
@@ -93,14 +95,14 @@ def _optimizers(
 
 
 def _before(
-  label: str, optimizer: Optimizer, axis: AxisName | Comm, rate: float
+  label: str, optimizer: Optimizer, axis: AxisName | Comm, rate: Rate
 ) -> optax.GradientTransformation:
   """One optimizer behind an exchange of gradients."""
   return optax.chain(make_transform(label, axis), optimizer(rate))
 
 
 def _of_updates(
-  optimizer: Optimizer, every: int, restores: bool, axis: AxisName | Comm, rate: float
+  optimizer: Optimizer, every: int, restores: bool, axis: AxisName | Comm, rate: Rate
 ) -> optax.GradientTransformation:
   """An optimizer of each worker's own before an exchange of signs."""
   signs = make_transform("onebit", axis)

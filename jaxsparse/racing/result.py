@@ -144,9 +144,9 @@ class Race:
       f"{self.entries:,} parameters, {self.workers} workers, {self.steps} steps, "
       f"seeds: {len(self.rows[0].losses)}, rates in multiples of {self.rate:g}"
     )
-    heads = ["method", "rate", "loss", "% above dense", "bits", "bytes"]
+    heads = ["method", "rate", "loss", "% above", "bits", "bytes"]
     for link in self.links:
-      heads += [f"{link}: s/step", "s to dense"]
+      heads += [link, "s"]
     table = [heads, *map(self._cells, self.rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
@@ -154,8 +154,8 @@ class Race:
       for row in table
     ]
     legend = (
-      "bits a parameter and step, bytes of optimizer state a parameter; "
-      "seconds: a worker on this machine, and its messages on the link"
+      "% above dense; bits a parameter and step; bytes of optimizer state a parameter\n"
+      f"{', '.join(self.links)}: ms a step, of a worker here and its messages; s: seconds to dense's loss"
     )
     return "\n".join([title, *lines, legend, *self.notes()])
 
@@ -170,7 +170,7 @@ class Race:
     for link in self.links.values():
       seconds = row.step_seconds(link)
       total = "never" if math.isnan(steps) else f"{steps * seconds:.3g}"
-      cells += [f"{seconds:.2g}", total]
+      cells += [f"{1e3 * seconds:.3g}", total]
     return cells
 
   def notes(self) -> list[str]:

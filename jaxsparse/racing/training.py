@@ -5,6 +5,8 @@ each branch of a `jax.lax.cond` would run, and compile, at every step: an exact
 selection beside the threshold that is reused, for example.
 """
 
+import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +18,14 @@ import numpy as np
 import optax
 
 from jaxsparse._compat.one_at_a_time import dispatch
-from jaxsparse.costs.counting import count_update
+from jaxsparse.costs.counting import count_entries
 from jaxsparse.racing.batching import stack
 from jaxsparse.racing.recipes import Method
 from jaxsparse.train.engine import Engine
 from jaxsparse.train.step import init, make_train_step
 from jaxsparse.transform.metrics import metrics
 from jaxsparse.transform.specs import placed
-from jaxsparse.types import ArrayTree, Cost
+from jaxsparse.types import ArrayTree
 
 
 class Setting(NamedTuple):
@@ -44,89 +46,55 @@ class Program:
   """The steps of one method."""
 
   def __init__(self, setting: Setting, method: Method):
-    self._setting = setting
-    self._method = method
+    self.setting = setting
+    self.chain = functools.partial(method, setting.axis)  # of a rate
     self.start = jax.jit(self._start)
     self.run = jax.jit(self._run, donate_argnums=1)
 
-  def chain(self, rate: Any) -> optax.GradientTransformation:
-    """The chain of the method at a rate."""
-    return self._method(self._setting.axis, rate)
-
   def _start(self, rate: jax.Array, params: optax.Params) -> ArrayTree:
-    setting = self._setting
+    setting = self.setting
     state = init(self.chain(rate), params, setting.where, axis=setting.axis)
     return params, state, setting.model_state
 
   def _run(
     self, rate: jax.Array, trained: ArrayTree, keys: ArrayTree, batches: ArrayTree
   ) -> ArrayTree:
-    setting = self._setting
+    setting = self.setting
+    place = {"mesh": setting.where, "axis": setting.axis}
 
     def one_step(trained: ArrayTree, row: ArrayTree) -> tuple[ArrayTree, None]:
       params, state, model_state = trained
       key, batch = row
-      step = make_train_step(
-        setting.loss_fn,
-        self.chain(rate),
-        setting.where,
-        axis=setting.axis,
-        donate=False,
-        **setting.options,
-      )
+      options = place | setting.options
+      step = make_train_step(setting.loss_fn, self.chain(rate), donate=False, **options)
       own = {"rng": key, "model_state": model_state}
       params, state, metrics = step.traced(params, state, batch, **own, **setting.given)
       return (params, state, metrics.model_state), None
 
     return jax.lax.scan(one_step, trained, (keys, batches))[0]
 
-  def cost(self, params: optax.Params, rate: float) -> Cost:
-    """Messages and words of an update."""
-    engine = self._setting.engine
-    tx = self.chain(rate)
-    return count_update(tx, params, workers=engine.workers, axis=self._setting.axis)
 
-
+@dataclasses.dataclass
 class Training:
   """A training at one rate from one seed.
 
   Attributes:
+    trained: parameters, optimizer state and model state of all workers.
     steps: at which the model was evaluated.
     losses: at these steps, Inf where the loss is not finite.
     seconds: the fewest that a step of all workers took here.
     tenth: the parameters at the first evaluation.
   """
 
-  def __init__(
-    self,
-    setting: Setting,
-    program: Program,
-    rate: float,
-    seed: int,
-    params: optax.Params,
-    batches: Iterator,
-  ):
-    self._setting = setting
-    self._program = program
-    self._rate = jnp.float32(rate)
-    self._batches = batches
-    rng = setting.rng
-    self._key = None if rng is None else jax.random.fold_in(rng, seed)
-    self._trained = program.start(self._rate, params)
-    self.steps: list[int] = []
-    self.losses: list[float] = []
-    self.seconds = math.inf
-    self.tenth: ArrayTree = None
-
-  @property
-  def params(self) -> optax.Params:
-    """The parameters that all workers have."""
-    return self._trained[0]
-
-  @property
-  def state(self) -> ArrayTree:
-    """The optimizer state of all workers."""
-    return self._trained[1]
+  program: Program
+  rate: jax.Array
+  key: jax.Array | None
+  batches: Iterator
+  trained: ArrayTree
+  steps: list[int] = dataclasses.field(default_factory=list)
+  losses: list[float] = dataclasses.field(default_factory=list)
+  seconds: float = math.inf
+  tenth: ArrayTree = None
 
   def go_on(self, until: int, every: int) -> None:
     """Trains until so many steps, with an evaluation after every few."""
@@ -135,34 +103,34 @@ class Training:
       count = min(every, until - done)
       begin = time.perf_counter()
       numbers = np.arange(done, done + count)
-      keys = None if self._key is None else _fold(self._key, numbers)
-      batches = stack(self._batches, count)
-      arguments = self._rate, self._trained, keys, batches
-      self._trained = jax.block_until_ready(dispatch(self._program.run, *arguments))
+      keys = None if self.key is None else _fold(self.key, numbers)
+      arguments = self.rate, self.trained, keys, stack(self.batches, count)
+      self.trained = jax.block_until_ready(dispatch(self.program.run, *arguments))
       self.seconds = min(self.seconds, (time.perf_counter() - begin) / count)
       done += count
       self.steps.append(done)
       self.losses.append(self._evaluate())
       if self.tenth is None:
-        self.tenth = jax.tree.map(jnp.copy, self.params)
+        self.tenth = jax.tree.map(jnp.copy, self.trained[0])
 
   def _evaluate(self) -> float:
-    params, _, model_state = self._trained
+    params, _, model_state = self.trained
     given = (params,) if model_state is None else (params, model_state)
-    loss = float(self._setting.evaluate(*given))
+    loss = float(self.program.setting.evaluate(*given))
     return loss if math.isfinite(loss) else math.inf
 
   def words(self) -> float:
     """4-byte words a step, of the worker that sent most."""
-    return float(metrics(self.state).total_words) / self.steps[-1]
+    return float(metrics(self.trained[1]).total_words) / self.steps[-1]
 
   def state_bytes(self) -> float:
     """Bytes of optimizer state of a worker for each parameter."""
-    engine = self._setting.engine
-    specs = jax.tree.broadcast(placed(self.state, engine.axis), self.state)
+    params, state, _ = self.trained
+    engine = self.program.setting.engine
+    specs = jax.tree.broadcast(placed(state, engine.axis), state)
     size = lambda leaf, spec: leaf.nbytes / (engine.workers if spec else 1)
-    entries = sum(leaf.size for leaf in jax.tree.leaves(self.params))
-    return sum(jax.tree.leaves(jax.tree.map(size, self.state, specs))) / entries
+    total = sum(jax.tree.leaves(jax.tree.map(size, state, specs)))
+    return total / count_entries(params)
 
 
 _fold = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxsparse.comm import SimComm
-from jaxsparse.costs.counting import count_entries
+from jaxsparse.costs.counting import count_entries, count_update
 from jaxsparse.racing.batching import Batches, batches_of, join, stack
 from jaxsparse.racing.recipes import Method
 from jaxsparse.racing.result import Row
@@ -106,8 +107,11 @@ class Plan(NamedTuple):
   def _begin(self, program: Program, multiple: float, seed: int) -> Training:
     """A training before its first step."""
     batches = batches_of(self.batches, seed, self.seeds, self.most)
-    rate = multiple * self.rate
-    return Training(self.setting, program, rate, seed, self.start(seed), batches)
+    rng = self.setting.rng
+    key = None if rng is None else jax.random.fold_in(rng, seed)
+    rate = jnp.float32(multiple * self.rate)
+    trained = program.start(rate, self.start(seed))
+    return Training(program, rate, key, batches, trained)
 
   def _reach(self, trainings: list[Training], dense: Row) -> None:
     """Trains on while a loss is above that of dense from the same seed."""
@@ -130,12 +134,13 @@ class Plan(NamedTuple):
     losses = [one.losses + [math.nan] * (last - len(one.losses)) for one in trainings]
     rate = multiple * self.rate
     words = longest.words()
-    cost = program.cost(longest.params, rate)
+    params, state, _ = longest.trained
+    setting = self.setting
+    workers = setting.engine.workers
+    cost = count_update(program.chain(rate), params, workers=workers, axis=setting.axis)
     share = words / max(cost.words, 1)
-    nodes = reduce_states(longest.state)
-    collectives = [one for node in nodes for one in node.collectives]
-    engine = self.setting.engine
-    simulated = engine.workers if isinstance(self.setting.where, SimComm) else 1
+    labels = [one.label for node in reduce_states(state) for one in node.collectives]
+    simulated = workers if isinstance(setting.where, SimComm) else 1
     return Row(
       name,
       rate,
@@ -147,7 +152,7 @@ class Plan(NamedTuple):
       share * (cost.messages + cost.agreements),
       longest.state_bytes(),
       min(one.seconds for one in trainings) / simulated,
-      collectives[0].label if len(collectives) == 1 else "",
+      labels[0] if len(labels) == 1 else "",
       max(1, round(1 / share)) if share else 1,
     )
 
@@ -162,5 +167,5 @@ class Plan(NamedTuple):
       agreement(
         setting.loss_fn, params, batch, setting.where, axis=setting.axis, **named
       )
-      for params in (self.start(0), training.tenth, training.params)
+      for params in (self.start(0), training.tenth, training.trained[0])
     ]
