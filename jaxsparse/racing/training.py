@@ -1,8 +1,8 @@
 """One method of a race: a program of several steps, compiled once for all rates and seeds, and a training by it.
 
-Rates and seeds run one after the other through that program. Under `jax.vmap` over them
-each branch of a `jax.lax.cond` would run, and compile, at every step: an exact
-selection beside the threshold that is reused, for example.
+Rates and seeds run one after the other through that program, so that a rate that ends
+early costs nothing more and needs no program of another size. Under `jax.vmap` over
+them both branches of each `jax.lax.cond` would run.
 """
 
 import dataclasses

@@ -15,7 +15,7 @@ from jaxsparse.racing.batching import Batches, batches_of, join, stack
 from jaxsparse.racing.recipes import Method
 from jaxsparse.racing.result import Row
 from jaxsparse.racing.training import Program, Setting, Training
-from jaxsparse.train.agreement import Agreement, agreement
+from jaxsparse.train.agreement import Agreement, agreements
 from jaxsparse.transform.state import reduce_states
 from jaxsparse.types import check_whole
 
@@ -163,9 +163,8 @@ class Plan(NamedTuple):
     named = {name: value for name, value in given.items() if value is not None}
     batches = batches_of(self.batches, 0, self.seeds, self.most)
     batch = join(stack(batches, _ROWS), setting.engine.workers)
-    return [
-      agreement(
-        setting.loss_fn, params, batch, setting.where, axis=setting.axis, **named
-      )
-      for params in (self.start(0), training.tenth, training.trained[0])
-    ]
+    several = [self.start(0), training.tenth, training.trained[0]]
+    where = setting.where
+    return agreements(
+      setting.loss_fn, several, batch, where, axis=setting.axis, **named
+    )
