@@ -13,7 +13,7 @@ from jaxsparse.racing.batching import batches_of, join
 from jaxsparse.racing.result import Race, Row
 from jaxsparse.train.agreement import Agreement
 from jaxsparse.types import Link
-from tests.cases import normals, sim
+from tests.cases import mesh_of, normals, sim
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam needs it
 
@@ -76,6 +76,14 @@ def test_a_training_is_that_of_the_step(name):
     words = float(js.metrics(state).total_words) / found.steps[-1]
     assert found.words == pytest.approx(words)
   assert row.every == (4 if name == "signs, every 4" else 1)
+
+
+def test_workers_of_a_mesh_train_as_simulated_ones():
+  chosen = methods("dense", "4 bits", optimizer="sgd")
+  on_mesh = race_of(chosen, workers=mesh_of(P)).rows
+  for row, simulated in zip(on_mesh, race_of(chosen).rows, strict=True):
+    np.testing.assert_allclose(row.losses, simulated.losses, rtol=1e-5)
+    assert (row.words, row.state_bytes) == (simulated.words, simulated.state_bytes)
 
 
 def test_each_seed_has_batches_keys_and_parameters_of_its_own():
