@@ -85,4 +85,4 @@ if __name__ == "__main__":
     progress=print,
   )
   print(race)
-  print(race.best("100mbit", within=2.0).method)
+  print("take", race.best("100mbit", within=2.0).method)

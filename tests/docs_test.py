@@ -97,9 +97,11 @@ def test_every_snippet_is_run():
     if snippets(page) and not re.search(rf'snippets\(\s*"{re.escape(page)}"', tests)
   ]
   assert unnamed == ["docs/how_to/migrating.md"]
-  (four_lines,), (advice,) = snippets("docs/index.md"), snippets("docs/which_method.md")
+  race, four_lines = snippets("docs/index.md")
+  (advice,) = snippets("docs/which_method.md")
   readme = "\n".join(snippets("README.md"))
   assert all(line.strip() in readme for line in four_lines.splitlines())
+  assert race in readme
   assert advice in snippets("docs/how_to/measure_network.md")
 
 
@@ -121,7 +123,7 @@ MOVED = "assert float(abs(params['kernel']).max()) > 0\n"
 
 
 def test_the_readme_runs_as_it_stands(tmp_path):
-  adam, sgd = snippets("README.md")
+  _, adam, sgd = snippets("README.md")
   sparse = "step = js.make_train_step(loss_fn, tx, mesh)\nparams, state, metrics = step(params, state, batch)\n"
   out = run(adam + sgd + sparse, tmp_path)
   assert re.search(r"loss 0\.00\d\d, 4 workers, 36 words a worker and step", out)
@@ -247,6 +249,10 @@ def test_costs_and_overlap(tmp_path):
 
 @pytest.mark.long
 def test_race(tmp_path):
+  race, *_ = snippets("README.md")
+  quick = race.replace("steps=300", "steps=1, seeds=1, rates=(1.0,)")
+  out = run("\n".join([(ROOT / "docs/race.py").read_text(), quick]), tmp_path)
+  assert "93,184 parameters, 8 workers" in out
   first, own = snippets("docs/how_to/race.md")
   quick = "js.recipes = lambda *_, workers: dict(list(recipes('adam', workers=workers).items())[:2])\n"
   learns = "assert race.rows[0].losses[0][-1] < 0.5 and tx.update\n"

@@ -14,7 +14,7 @@ from jaxsparse.types import Link
 DENSE = "dense"
 # Workers' data differ if the mean product of two workers' gradients, as a share of their
 # mean square, is less than `_SHARE` of that of shuffled rows, and by `_MARGIN` more.
-_SHARE = 0.7
+_SHARE = 0.6
 _MARGIN = 0.05
 
 
@@ -163,7 +163,7 @@ class Race:
     losses = self.losses(row)
     above = self.above(row)
     cells = [row.method, f"{row.multiple:g}" + "*" * self.is_at_edge(row)]
-    cells += [f"{losses.mean():.4g} ± {_deviation(losses):.2g}"]
+    cells += [f"{losses.mean():.4g} ± {_deviation(losses):.1g}"]
     cells += [f"{above.mean():+.1f} ± {_deviation(above):.1f}"]
     cells += [f"{32 * row.words / self.entries:.2f}", f"{row.state_bytes:.1f}"]
     steps = self.steps_to_dense(row).mean()
