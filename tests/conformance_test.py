@@ -24,6 +24,7 @@ from jaxsparse.collectives import _kinds, make_collective
 from jaxsparse.collectives._base import choices_of
 from jaxsparse.comm import agreement_messages, all_reduce_cost
 from jaxsparse.costs.counting import count_jaxpr, schedule
+from jaxsparse.select import exact
 from jaxsparse.train import simulation
 from tests.cases import (
   AS_USERS,
@@ -248,6 +249,28 @@ def test_the_laws(case, workers, subtests):
     30,
     subtests,
   )
+
+
+@each(
+  CONSERVING,
+  [6, 8],
+  quick=[],
+  options="spardl-wire=(f32|int4)",
+)
+def test_nothing_is_lost_of_blocks_that_are_searched_by_candidates(case, workers):
+  """In messages of every format, after each exchange with other workers."""
+  rows = workers * (exact.SHORT // 64 + 1)
+  n = rows * 64
+  collective = case.make(density=0.01).for_leaves(((rows, 64),))
+  state = simulation.initial(collective, workers, n)
+  for step in range(2):
+    grads = normals(step, workers, n)
+    before = mass(grads, state)
+    totals, state = simulation.reduce_all(collective, jnp.asarray(grads), state)
+    assert_same_bits(totals, np.broadcast_to(totals[0], totals.shape))
+    after = np.asarray(totals[0], np.float64) + mass(0 * grads, state)
+    # Magnitudes of sums of at most 8 normal numbers are below 32.
+    np.testing.assert_allclose(after, before, atol=32 * case.rounding)
 
 
 @each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options="$")

@@ -124,8 +124,10 @@ class TopKAccumulator:
       indices = self._search_whole(first, last, least)
     else:
       indices = self._search_candidates(first, last, least)
-    if least is not None or (self.new and first == 0):
-      # Empty slots are last, and received entries are not behind those of this worker.
+    has_received = any(first < len(new) for new in self.new)
+    if least is not None or has_received:
+      # A threshold leaves empty slots between entries, and received candidates are
+      # behind those of this worker.
       indices = jnp.sort(indices, axis=1)
     return Sparse(indices, self._read_at(indices, first))
 
