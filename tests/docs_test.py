@@ -251,7 +251,8 @@ def test_costs_and_overlap(tmp_path):
 def test_race(tmp_path):
   race, *_ = snippets("README.md")
   quick = race.replace("steps=300", "steps=1, seeds=1, rates=(1.0,)")
-  out = run("\n".join([(ROOT / "docs/race.py").read_text(), quick]), tmp_path)
+  model, _, _ = (ROOT / "docs" / "race.py").read_text().partition("if __name__")
+  out = run(f"{model}\n{quick}", tmp_path)
   assert "93,184 parameters, 8 workers" in out
   first, own = snippets("docs/how_to/race.md")
   quick = "js.recipes = lambda *_, workers: dict(list(recipes('adam', workers=workers).items())[:2])\n"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -225,8 +224,10 @@ def _differs(found: Agreement, workers: int) -> bool:
 
 
 def _deviation(values: np.ndarray) -> float:
-  """Standard deviation over the seeds; 0 for one."""
-  return statistics.stdev(values.tolist()) if len(values) > 1 else 0.0
+  """Standard deviation over the seeds; 0 for one, NaN where a value is not finite."""
+  if not np.isfinite(values).all():
+    return math.nan
+  return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
 def _crossing(steps: list[int], losses: list[float], target: float) -> float:

@@ -54,7 +54,8 @@ class Program:
   def _start(self, rate: jax.Array, params: optax.Params) -> ArrayTree:
     setting = self.setting
     state = init(self.chain(rate), params, setting.where, axis=setting.axis)
-    return params, state, setting.model_state
+    # The run overwrites its copy, not the caller's parameters.
+    return jax.tree.map(jnp.copy, params), state, setting.model_state
 
   def _run(
     self, rate: jax.Array, trained: ArrayTree, keys: ArrayTree, batches: ArrayTree

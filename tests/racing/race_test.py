@@ -320,6 +320,16 @@ def test_evidence_is_of_steps_to_dense_and_advises():
   assert race_with(row._replace(collective="")).evidence == []
 
 
+def test_a_seed_that_diverges_or_is_never_there_leaves_no_number():
+  diverged = made("diverged", [math.inf, 1.0])
+  race = race_with(diverged, made("late", [1.5, 1.5]))
+  assert [row.steps for row in race.evidence] == [None, None]
+  assert "inf" in str(race)
+  assert "never" in str(race)
+  assert not race.is_noise(diverged)
+  assert race.best(within=1e9).method != "diverged"
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "sgd", lambda rate: optax.adamw(rate)])
 def test_recipes_train(optimizer):
   chosen = js.recipes(optimizer, workers=P)
