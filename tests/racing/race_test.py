@@ -134,6 +134,7 @@ def test_a_method_above_dense_goes_on_until_its_loss():
   dense, slow, none = race.rows
   assert dense.steps[-1] == STEPS
   assert STEPS < slow.steps[-1] < none.steps[-1] == STEPS + 10
+  assert race.losses(slow) == [slow.losses[0][slow.steps.index(STEPS)]]
   steps = race.steps_to_dense(slow)
   at = np.interp(steps, slow.steps, slow.losses[0])
   np.testing.assert_allclose(at, race.losses(dense), rtol=1e-5)
