@@ -250,13 +250,16 @@ def test_costs_and_overlap(tmp_path):
 @pytest.mark.long
 def test_race(tmp_path):
   race, *_ = snippets("README.md")
-  quick = race.replace("steps=300", "steps=1, seeds=1, rates=(1.0,)")
+  few = (
+    "steps=1, seeds=1, rates=(1.0,), methods={'dense': js.recipes(workers=8)['dense']}"
+  )
+  quick = race.replace("steps=300", few)
   model, _, _ = (ROOT / "docs" / "race.py").read_text().partition("if __name__")
   out = run(f"{model}\n{quick}", tmp_path)
   assert "93,184 parameters, 8 workers" in out
   first, own = snippets("docs/how_to/race.md")
   quick = "js.recipes = lambda *_, workers: dict(list(recipes('adam', workers=workers).items())[:2])\n"
-  learns = "assert race.rows[0].losses[0][-1] < 0.5 and tx.update\n"
+  learns = "assert race.rows[0].losses[0][-1] < 1 and tx.update\n"
   program = [CONTEXT, "recipes = js.recipes", first.replace("steps=100", "steps=20")]
   out = run("\n".join([*program, quick, own, learns]), tmp_path)
   assert "% above dense" in out

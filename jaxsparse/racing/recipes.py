@@ -25,13 +25,11 @@ _NAMES = ("adam", "muon", "sgd")
 def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, Method]:
   """Functions `(axis, rate) -> chain` by name: ways to exchange around one optimizer.
 
-  | name | chain |
-  |---|---|
-  | dense | the optimizer behind an all-reduce of float32 |
-  | dense, 16 bits | the same in bfloat16 |
-  | 4 bits | the optimizer behind gradients in 4 bits |
-  | signs | each worker's own optimizer, signs of its updates, every step |
-  | signs, every 4 | the same, exchanged every 4 steps |
+  - "dense": the optimizer behind an all-reduce of float32
+  - "dense, 16 bits": the same in bfloat16
+  - "4 bits": the optimizer behind gradients in 4 bits
+  - "signs": each worker's own optimizer, signs of its updates, every step
+  - "signs, every 4": the same, exchanged every 4 steps
 
   With "sgd" the last two are signs of gradients and SparDL at 1 %, before the
   optimizer. With "muon" the mean of signs has the length of a worker's update
