@@ -170,7 +170,11 @@ def test_an_interrupted_race_goes_on_from_its_file(tmp_path):
 
 
 def test_without_time_dense_alone_is_tried():
-  race = race_of(methods("dense", "signs", optimizer="sgd"), budget=0.0)
+  profile = js.costs.Profile(workers=P, alpha=1e-3, beta=2e-8)
+  chosen = methods("dense", "signs", optimizer="sgd")
+  race = race_of(chosen, budget=0.0, links=("100mbit",), profile=profile)
+  assert race.links["100mbit"].beta == pytest.approx(8e-8)
+  assert race.links["profile"][:2] == (1e-3, 2e-8)
   assert [row.method for row in race.rows] == ["dense"]
   assert race.left_out == ["signs"]
   assert "no time was left for signs" in str(race)
