@@ -22,6 +22,7 @@ passes through the packages in this order:
     train         optimizer state and training step of all workers; the simulator `js.simulate`
     costs         messages and words of an update, and seconds by a measured α-β model
     overlap       overlaps communication with backward: plans groups of gradients, and runs the plan
+    racing        methods tried on a user's own model: `js.race`, `js.recipes`
     weights       versions of parameters for readers: a chain of exact differences
     partial       rounds of workers that come and go, and partial reduce: training that waits for nobody
     doctor        checks an installation
@@ -56,6 +57,8 @@ from jaxsparse.comm import AxisComm, SimComm
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.low_bit.gathers import all_gather, psum_scatter
 from jaxsparse.overlap.buckets import bucketed_transform
+from jaxsparse.racing.recipes import recipes
+from jaxsparse.racing.run import race
 from jaxsparse.train.agreement import agreement
 from jaxsparse.train.conversion import convert, resize
 from jaxsparse.train.flushing import flush
@@ -131,6 +134,8 @@ __all__ += [
   "flush",
   "init",
   "make_train_step",
+  "race",
+  "recipes",
   "resize",
 ]
 __all__ += ["simulate", "stacked", "traced_for"]

@@ -97,9 +97,11 @@ def test_every_snippet_is_run():
     if snippets(page) and not re.search(rf'snippets\(\s*"{re.escape(page)}"', tests)
   ]
   assert unnamed == ["docs/how_to/migrating.md"]
-  (four_lines,), (advice,) = snippets("docs/index.md"), snippets("docs/which_method.md")
+  race, four_lines = snippets("docs/index.md")
+  (advice,) = snippets("docs/which_method.md")
   readme = "\n".join(snippets("README.md"))
   assert all(line.strip() in readme for line in four_lines.splitlines())
+  assert race in readme
   assert advice in snippets("docs/how_to/measure_network.md")
 
 
@@ -121,7 +123,7 @@ MOVED = "assert float(abs(params['kernel']).max()) > 0\n"
 
 
 def test_the_readme_runs_as_it_stands(tmp_path):
-  adam, sgd = snippets("README.md")
+  _, adam, sgd = snippets("README.md")
   sparse = "step = js.make_train_step(loss_fn, tx, mesh)\nparams, state, metrics = step(params, state, batch)\n"
   out = run(adam + sgd + sparse, tmp_path)
   assert re.search(r"loss 0\.00\d\d, 4 workers, 36 words a worker and step", out)
@@ -243,6 +245,25 @@ def test_costs_and_overlap(tmp_path):
   assert "0.016 s" in out
   assert "exchanged as one" in out
   assert "times dense's steps" in out
+
+
+@pytest.mark.long
+def test_race(tmp_path):
+  race, *_ = snippets("README.md")
+  few = (
+    "steps=1, seeds=1, rates=(1.0,), methods={'dense': js.recipes(workers=8)['dense']}"
+  )
+  quick = race.replace("steps=300", few)
+  model, _, _ = (ROOT / "docs" / "race.py").read_text().partition("if __name__")
+  out = run(f"{model}\n{quick}", tmp_path)
+  assert "93,184 parameters, 8 workers" in out
+  first, own = snippets("docs/how_to/race.md")
+  quick = "js.recipes = lambda *_, workers: dict(list(recipes('adam', workers=workers).items())[:2])\n"
+  learns = "assert race.rows[0].losses[0][-1] < 1 and tx.update\n"
+  program = [CONTEXT, "recipes = js.recipes", first.replace("steps=100", "steps=20")]
+  out = run("\n".join([*program, quick, own, learns]), tmp_path)
+  assert "% above dense" in out
+  assert (tmp_path / "race.png").stat().st_size > 10_000
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
 """`js.agreement`: whether the gradients of the workers agree as far as those of a random share of all data would."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -82,14 +82,28 @@ def agreement(
     >>> round(found.own, 3), found.dealt
     (0.2, 1.0)
   """
-  checks.check_not_traced("js.agreement", params, batch, given)
-  if not any(jnp.size(leaf) for leaf in jax.tree.leaves(optimized(trained(params)))):
+  return agreements(loss_fn, [params], batch, mesh, axis=axis, **given)[0]
+
+
+def agreements(
+  loss_fn: Callable[..., ArrayTree],
+  several: Sequence[optax.Params],
+  batch: ArrayTree,
+  mesh: Mesh | Comm,
+  *,
+  axis: AxisName,
+  **given: ArrayTree,
+) -> list[Agreement]:
+  """`agreement` at each of several parameters of the same shapes, by one program."""
+  checks.check_not_traced("js.agreement", several, batch, given)
+  leaves = jax.tree.leaves(optimized(trained(several[0])))
+  if not any(jnp.size(leaf) for leaf in leaves):
     raise ValueError("js.agreement: params have no entries that are trained")
   engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
   specs = engine.same, engine.split, engine.same
-  arguments = engine.place((params, batch, given), specs)
-  kept = engine.shardings(arguments, specs)
+  place = lambda params: engine.place((params, batch, given), specs)
+  kept = engine.shardings(place(several[0]), specs)
   both = functools.partial(_agreements, engine, loss_fn)
   program = engine.jit(
     both,
@@ -97,7 +111,8 @@ def agreement(
     engine.same,
     shardings=kept and (kept, engine.shardings_of(engine.same)),
   )
-  return Agreement(*local_shard(dispatch(program, *arguments)).tolist())
+  found = [local_shard(dispatch(program, *place(params))) for params in several]
+  return [Agreement(*pair.tolist()) for pair in found]
 
 
 def _agreements(

@@ -348,6 +348,19 @@ class TrainStep:
     program, specs = self._program(*arguments)
     return program.lower(*self._engine.place(jax.tree.map(shape_of, arguments), specs))
 
+  def traced(
+    self,
+    params: optax.Params,
+    state: OptState,
+    batch: ArrayTree,
+    **named: ArrayTree,
+  ) -> tuple[optax.Params, OptState, StepMetrics]:
+    """One step within a program that is traced, as in `jax.lax.scan` over steps: processes are not compared."""
+    arguments = _arguments(params, states.with_rows(state), batch, named)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    program, _ = self._program(*shapes)
+    return program(*arguments)
+
   def _program(self, *arguments: ArrayTree) -> tuple[Any, SpecTree]:
     """The jitted step for `_arguments` of this structure and these shardings, and their specs."""
     self._check(*arguments)

@@ -1,0 +1,56 @@
+"""Batches of all workers by the step: from a function, or from an iterable that begins again."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsparse.types import ArrayTree
+
+Batches: TypeAlias = Callable[[int], ArrayTree] | Iterable[ArrayTree]
+
+
+def check_batches(batches: Batches) -> None:
+  """Raises ValueError for an iterator, which cannot begin again, and for an iterable without a batch."""
+  if callable(batches):
+    return
+  if not isinstance(batches, Iterable) or iter(batches) is batches:
+    raise ValueError(
+      f"race: batches={batches!r} cannot begin again: give a list, a loader, or a function of the step"
+    )
+  if next(iter(batches), None) is None:
+    raise ValueError(f"race: batches={batches!r} has no batch")
+
+
+def batches_of(batches: Batches, seed: int, seeds: int, most: int) -> Iterator:
+  """The endless batches of a seed, 0 … seeds − 1, which trains for `most` steps at most.
+
+  A function is called with `seed · most` and the steps after it. An iterable begins
+  anew whenever it ends; with a length its seeds begin evenly spaced over it.
+  """
+  if callable(batches):
+    return map(batches, itertools.count(seed * most))
+  size = len(batches) // seeds if isinstance(batches, Sized) else most
+  endless = itertools.chain.from_iterable(itertools.repeat(batches))
+  return itertools.islice(endless, seed * size, None)
+
+
+def stack(batches: Iterator, steps: int) -> ArrayTree:
+  """The next batches, along a leading axis of steps."""
+  stack_rows = lambda *rows: (
+    jnp.stack(rows) if isinstance(rows[0], jax.Array) else np.stack(rows)
+  )
+  return jax.tree.map(stack_rows, *itertools.islice(batches, steps))
+
+
+def join(stacked: ArrayTree, workers: int) -> ArrayTree:
+  """Batches with a leading axis of steps as one batch, in which each worker has its rows of all of them."""
+
+  def join_leaf(x: np.ndarray) -> np.ndarray:
+    rows = x.reshape(len(x), workers, -1, *x.shape[2:])
+    return rows.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+  return jax.tree.map(join_leaf, stacked)

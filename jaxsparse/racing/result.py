@@ -1,0 +1,242 @@
+"""`Race`, what `js.race` returns: a table, the best method on a link, a figure, and evidence for `js.costs.advise`."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxsparse.costs.advice import Evidence
+from jaxsparse.train.agreement import Agreement
+from jaxsparse.types import Link
+
+DENSE = "dense"
+# Workers' data differ if the mean product of two workers' gradients, as a share of their
+# mean square, is less than `_SHARE` of that of shuffled rows, and by `_MARGIN` more.
+_SHARE = 0.6
+_MARGIN = 0.05
+
+
+class Row(NamedTuple):
+  """One method at the best of its rates.
+
+  Attributes:
+    method: its name.
+    rate: the best learning rate.
+    multiple: the same over the user's own.
+    tried: (multiple, mean loss over the seeds where its training ended) of each rate.
+    steps: of the evaluations, some behind those of the race while dense's loss was not
+      reached.
+    losses: of each seed, at `steps`.
+    words: 4-byte words a step, of the worker that sent most.
+    messages: messages a step, one after the other.
+    state_bytes: bytes of optimizer state of a worker for each parameter.
+    seconds: of a step of one worker without its messages, on this machine.
+    collective: its label, where the chain has one; else "".
+    every: steps from one exchange to the next.
+  """
+
+  method: str
+  rate: float
+  multiple: float
+  tried: list[list[float]]
+  steps: list[int]
+  losses: list[list[float]]
+  words: float
+  messages: float
+  state_bytes: float
+  seconds: float
+  collective: str
+  every: int
+
+  def step_seconds(self, link: Link) -> float:
+    """Seconds of a step of one worker with its messages on a link."""
+    return self.seconds + link.alpha * self.messages + 4 * link.beta * self.words
+
+
+@dataclasses.dataclass(frozen=True)
+class Race:
+  """The result of `js.race`; `print` it for a table.
+
+  Attributes:
+    rows: a `Row` for each method that was tried, dense first.
+    steps: of each training.
+    workers: number of workers P.
+    entries: number of parameters n.
+    rate: the user's own learning rate.
+    links: α, β and γ of each link, by its name.
+    agreements: `js.agreement` of the workers' gradients at the parameters of dense
+      training before it, after a tenth of its steps, and at its end.
+    left_out: methods for which `budget` had no time.
+  """
+
+  rows: list[Row]
+  steps: int
+  workers: int
+  entries: int
+  rate: float
+  links: dict[str, Link]
+  agreements: list[Agreement]
+  left_out: list[str]
+
+  def losses(self, row: Row) -> np.ndarray:
+    """The loss of each seed after as many steps as dense."""
+    return np.array(row.losses)[:, row.steps.index(self.steps)]
+
+  def above(self, row: Row) -> np.ndarray:
+    """Percent of each seed's loss above that of dense from the same seed."""
+    dense = self.losses(self.rows[0])
+    return 100 * (self.losses(row) - dense) / np.abs(dense)
+
+  def is_noise(self, row: Row) -> bool:
+    """Whether the difference to dense is within two standard errors over the seeds."""
+    above = self.above(row)
+    return abs(above.mean()) <= 2 * _deviation(above) / math.sqrt(len(above))
+
+  def is_at_edge(self, row: Row) -> bool:
+    """Whether the best of several rates is the lowest or the highest of them."""
+    multiples = [multiple for multiple, _ in row.tried]
+    return len(multiples) > 1 and row.multiple in (min(multiples), max(multiples))
+
+  def steps_to_dense(self, row: Row) -> np.ndarray:
+    """Steps of each seed to the loss of dense from the same seed, interpolated; NaN where they did not suffice."""
+    targets = self.losses(self.rows[0])
+    curves = zip(row.losses, targets, strict=True)
+    return np.array([_crossing(row.steps, losses, target) for losses, target in curves])
+
+  def best(self, link: str | None = None, within: float = 2.0) -> Row:
+    """The method with the fewest seconds a step on a link whose loss is within so many percent of dense's.
+
+    Args:
+      link: one of the race's; its first one by default.
+      within: percent, of the mean over seeds.
+
+    Raises:
+      ValueError: for another link.
+    """
+    chosen = link or next(iter(self.links))
+    if chosen not in self.links:
+      raise ValueError(
+        f"best: link={link!r}, choose one of {', '.join(map(repr, self.links))}"
+      )
+    good = [row for row in self.rows if self.above(row).mean() <= within]
+    return min(good, key=lambda row: row.step_seconds(self.links[chosen]))
+
+  @property
+  def evidence(self) -> list[Evidence]:
+    """A row for each method but dense whose chain has one collective, for `js.costs.advise(evidence=)`."""
+    dense = self.steps_to_dense(self.rows[0])
+    found = []
+    for row in self.rows[1:]:
+      ratios = self.steps_to_dense(row) / dense
+      spread = (float(ratios.mean()), _deviation(ratios))
+      steps, deviation = spread if np.isfinite(ratios).all() else (None, None)
+      optimizer = f"rate {row.rate:g}"
+      task = f"{self.entries:,} parameters"
+      key = row.method, row.collective, row.every, optimizer, task, self.workers
+      if row.collective:
+        found.append(Evidence(*key, steps, deviation, len(ratios)))
+    return found
+
+  def __str__(self) -> str:
+    title = (
+      f"{self.entries:,} parameters, {self.workers} workers, {self.steps} steps, "
+      f"seeds: {len(self.rows[0].losses)}, rates in multiples of {self.rate:g}"
+    )
+    heads = ["method", "rate", "loss", "% above", "bits", "bytes"]
+    for link in self.links:
+      heads += [link, "s"]
+    table = [heads, *map(self._cells, self.rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+      "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+      for row in table
+    ]
+    legend = (
+      "% above dense; bits a parameter and step; bytes of optimizer state a parameter\n"
+      f"{', '.join(self.links)}: ms a step, of a worker here and its messages; s: seconds to dense's loss"
+    )
+    return "\n".join([title, *lines, legend, *self.notes()])
+
+  def _cells(self, row: Row) -> list[str]:
+    losses = self.losses(row)
+    above = self.above(row)
+    cells = [row.method, f"{row.multiple:g}" + "*" * self.is_at_edge(row)]
+    cells += [f"{losses.mean():.4g} ± {_deviation(losses):.1g}"]
+    cells += [f"{above.mean():+.1f} ± {_deviation(above):.1f}"]
+    cells += [f"{32 * row.words / self.entries:.2f}", f"{row.state_bytes:.1f}"]
+    steps = self.steps_to_dense(row).mean()
+    for link in self.links.values():
+      seconds = row.step_seconds(link)
+      total = "never" if math.isnan(steps) else f"{steps * seconds:.3g}"
+      cells += [f"{1e3 * seconds:.3g}", total]
+    return cells
+
+  def notes(self) -> list[str]:
+    """Sentences on rates at the edge, differences within noise, workers whose data differ, and methods left out."""
+    names = lambda rows: "; ".join(row.method for row in rows)
+    notes = []
+    if rows := [row for row in self.rows if self.is_at_edge(row)]:
+      notes.append(
+        f"* the best rate is at the edge of those tried, try more: {names(rows)}"
+      )
+    if len(self.rows[0].losses) == 1:
+      notes.append("one seed: nothing is known of the noise")
+    elif rows := [row for row in self.rows[1:] if self.is_noise(row)]:
+      notes.append(f"within the noise of the seeds of dense: {names(rows)}")
+    pairs = [f"{found.own:.2f} / {found.dealt:.2f}" for found in self.agreements]
+    if any(_differs(found, self.workers) for found in self.agreements):
+      notes.append(
+        f"the workers' data differ: agreement of gradients / of shuffled rows {', '.join(pairs)}; "
+        "see docs/how_to/different_data.md"
+      )
+    if self.left_out:
+      notes.append(f"no time was left for {'; '.join(self.left_out)}")
+    return notes
+
+  def plot(self, link: str | None = None) -> Any:
+    """A matplotlib figure of the loss over steps, bits, and seconds on a link, its first one by default."""
+    from matplotlib import pyplot
+
+    chosen = link or next(iter(self.links))
+    figure, axes = pyplot.subplots(
+      1, 3, figsize=(12, 3.5), sharey=True, layout="constrained"
+    )
+    for row in self.rows:
+      scales = 1, 32 * row.words / self.entries, row.step_seconds(self.links[chosen])
+      for ax, scale in zip(axes, scales, strict=True):
+        losses = np.mean(row.losses, axis=0)
+        ax.plot(np.multiply(row.steps, scale), losses, label=row.method)
+    for ax, name in zip(
+      axes, ("steps", "bits a parameter", f"seconds, {chosen}"), strict=True
+    ):
+      ax.set_xlabel(name)
+    axes[1].set_xscale("log")
+    axes[0].set_ylabel("loss")
+    axes[0].legend()
+    return figure
+
+
+def _differs(found: Agreement, workers: int) -> bool:
+  """Whether the workers' data differ. With the product ρ of two workers' gradients agreement is (1 + (P − 1) ρ) / P."""
+  own, dealt = ((workers * x - 1) / (workers - 1) for x in found)
+  return own < _SHARE * dealt - _MARGIN
+
+
+def _deviation(values: np.ndarray) -> float:
+  """Standard deviation over the seeds; 0 for one, NaN where a value is not finite."""
+  if not np.isfinite(values).all():
+    return math.nan
+  return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+
+
+def _crossing(steps: list[int], losses: list[float], target: float) -> float:
+  """The step at which the loss is first at most `target`, interpolated; NaN if it never is."""
+  first = next((i for i, loss in enumerate(losses) if loss <= target), None)
+  if first is None:
+    return math.nan
+  before = losses[first - 1] if first else math.inf
+  if not math.isfinite(before):
+    return float(steps[first])
+  share = (before - target) / (before - losses[first])
+  return steps[first - 1] + share * (steps[first] - steps[first - 1])

@@ -1,0 +1,358 @@
+"""`js.race`: its trainings are those of `make_train_step`, rates are tried fairly, and it goes on from its file."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from jaxsparse.racing.batching import batches_of, join
+from jaxsparse.racing.result import Race, Row
+from jaxsparse.train.agreement import Agreement
+from jaxsparse.types import Link
+from tests.cases import mesh_of, normals, sim
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam needs it
+
+P, N, STEPS = 2, 24, 20
+TARGET = normals(0, N)
+RACE = {"workers": P, "steps": STEPS, "rate": 0.05, "rates": (1.0,), "seeds": 1}
+
+
+def batches(step):
+  """Rows of noise for each worker, and what they are to give."""
+  x = normals(step + 1, 4 * P, N)
+  return x, x @ TARGET
+
+
+def loss_fn(params, batch):
+  x, y = batch
+  return jnp.mean((x @ params - y) ** 2)
+
+
+HELD_OUT = batches(10**6)
+
+
+def evaluate(params):
+  return loss_fn(params, HELD_OUT)
+
+
+def methods(*names, optimizer="adam"):
+  every = js.recipes(optimizer, workers=P)
+  return {name: every[name] for name in names}
+
+
+def by_steps(method, rate, grid, first=0, params=None, loss=loss_fn, **named):
+  """The losses at the steps of `grid` of a loop over `make_train_step` in the simulator, and its state."""
+  tx = method("workers", rate)
+  params = jnp.zeros(N) if params is None else params
+  state = js.init(tx, params, sim(P))
+  step = js.make_train_step(loss, tx, sim(P), donate=False)
+  losses = []
+  for number in range(grid[-1]):
+    given = {name: make(number) for name, make in named.items()}
+    params, state, _ = step(params, state, batches(first + number), **given)
+    if number + 1 in grid:
+      losses.append(float(evaluate(params)))
+  return losses, state
+
+
+def race_of(chosen, **changed):
+  given = {"loss_fn": loss_fn, "params": jnp.zeros(N), "batches": batches}
+  given |= {"evaluate": evaluate, "methods": chosen} | RACE | changed
+  return js.race(**given)
+
+
+@pytest.mark.parametrize("name", ["signs, every 4", "4 bits"])
+def test_a_training_is_that_of_the_step(name):
+  chosen = methods("dense", name)
+  dense, row = race_of(chosen).rows
+  for found in dense, row:
+    expected, state = by_steps(chosen[found.method], 0.05, found.steps)
+    np.testing.assert_allclose(found.losses[0], expected, rtol=1e-5)
+    words = float(js.metrics(state).total_words) / found.steps[-1]
+    assert found.words == pytest.approx(words)
+  assert row.every == (4 if name == "signs, every 4" else 1)
+
+
+def test_workers_of_a_mesh_train_as_simulated_ones():
+  chosen = methods("dense", "4 bits", optimizer="sgd")
+  on_mesh = race_of(chosen, workers=mesh_of(P)).rows
+  for row, simulated in zip(on_mesh, race_of(chosen).rows, strict=True):
+    np.testing.assert_allclose(row.losses, simulated.losses, rtol=1e-5)
+    assert (row.words, row.state_bytes) == (simulated.words, simulated.state_bytes)
+
+
+def test_each_seed_has_batches_keys_and_parameters_of_its_own():
+  def noisy(params, batch, rng):
+    return loss_fn(params + 0.1 * jax.random.normal(rng, params.shape), batch)
+
+  chosen = methods("dense", optimizer="sgd")
+  key = jax.random.key(3)
+  start_of = lambda seed: jnp.full(N, float(seed))
+  (row,) = race_of(
+    chosen, loss_fn=noisy, params=start_of, rng=key, seeds=2, rate=0.01
+  ).rows
+  most = STEPS + 5 * (STEPS // 10)
+  for seed in range(2):
+    own = jax.random.fold_in(key, seed)
+    rng = lambda number, own=own: jax.random.fold_in(own, number)
+    expected, _ = by_steps(
+      chosen["dense"], 0.01, row.steps, seed * most, start_of(seed), noisy, rng=rng
+    )
+    np.testing.assert_allclose(row.losses[seed], expected, rtol=1e-5)
+
+
+def test_the_worse_half_of_the_rates_ends_early_and_the_best_one_stays():
+  chosen = methods("dense", optimizer="sgd")
+  multiples = (0.1, 3.0, 1.0, 30.0)
+  race = race_of(chosen, rate=0.02, rates=multiples)
+  (row,) = race.rows
+  grid = list(range(2, STEPS + 1, 2))
+  losses = {m: by_steps(chosen["dense"], 0.02 * m, grid)[0] for m in multiples}
+  early = sorted(multiples, key=lambda m: losses[m][1])
+  late = sorted(early[:2], key=lambda m: losses[m][4])
+  ends = {early[2]: 1, early[3]: 1, late[1]: 4, late[0]: 9}
+  assert row.multiple == late[0]
+  assert row.rate == pytest.approx(0.02 * late[0])
+  assert [multiple for multiple, _ in row.tried] == sorted(multiples)
+  for multiple, loss in row.tried:
+    expected = losses[multiple][ends[multiple]]
+    assert loss == pytest.approx(expected if math.isfinite(expected) else math.inf)
+
+
+def test_a_method_above_dense_goes_on_until_its_loss():
+  slower = lambda axis, rate: optax.chain(
+    js.dense_transform(axis), optax.sgd(0.8 * rate)
+  )
+  never = lambda axis, _: optax.chain(js.dense_transform(axis), optax.sgd(0.0))
+  sgd = methods("dense", optimizer="sgd")
+  race = race_of(sgd | {"slower": slower, "never": never}, rate=0.01)
+  dense, slow, none = race.rows
+  assert dense.steps[-1] == STEPS
+  assert STEPS < slow.steps[-1] < none.steps[-1] == STEPS + 10
+  assert race.losses(slow) == [slow.losses[0][slow.steps.index(STEPS)]]
+  steps = race.steps_to_dense(slow)
+  at = np.interp(steps, slow.steps, slow.losses[0])
+  np.testing.assert_allclose(at, race.losses(dense), rtol=1e-5)
+  assert math.isnan(race.steps_to_dense(none)[0])
+  assert "never" in str(race)
+  assert [row.steps is None for row in race.evidence] == [False, True]
+
+
+def test_an_interrupted_race_goes_on_from_its_file(tmp_path):
+  chosen = methods("dense", "4 bits", "signs", optimizer="sgd")
+  whole = race_of(chosen, seeds=2)
+  file = tmp_path / "race.json"
+  begun = []
+
+  def interrupt(line):
+    begun.append(line)
+    if line.startswith("4 bits"):
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    race_of(chosen, seeds=2, file=file, progress=interrupt)
+  lines = []
+  found = race_of(chosen, seeds=2, file=file, progress=lines.append)
+  assert not any(line.startswith("dense") for line in lines)
+  assert [row._replace(seconds=0.0) for row in found.rows] == [
+    row._replace(seconds=0.0) for row in whole.rows
+  ]
+  assert found.agreements == whole.agreements
+  again = race_of(chosen, seeds=2, file=file)
+  assert again == found
+  with pytest.raises(ValueError, match=r"race.json.*seeds=2, this one has 1"):
+    race_of(chosen, file=file)
+
+
+def test_without_time_dense_alone_is_tried():
+  profile = js.costs.Profile(workers=P, alpha=1e-3, beta=2e-8)
+  chosen = methods("dense", "signs", optimizer="sgd")
+  race = race_of(chosen, budget=0.0, links=("100mbit",), profile=profile)
+  assert race.links["100mbit"].beta == pytest.approx(8e-8)
+  assert race.links["profile"][:2] == (1e-3, 2e-8)
+  assert [row.method for row in race.rows] == ["dense"]
+  assert race.left_out == ["signs"]
+  assert "no time was left for signs" in str(race)
+
+
+def test_losses_over_the_axis_aux_and_model_states():
+  def counted(params, batch, model_state):
+    total = jax.lax.psum(batch[0].shape[0], "workers")
+    loss = loss_fn(params, batch) * P * 4 / total
+    return loss, model_state + 1.0, {"rows": jnp.int32(4)}
+
+  seen = []
+  race = race_of(
+    methods("dense"),
+    loss_fn=counted,
+    has_aux=True,
+    model_state=jnp.zeros(()),
+    evaluate=lambda params, state: seen.append(float(state)) or evaluate(params),
+  )
+  plain = race_of(methods("dense"))
+  np.testing.assert_allclose(race.rows[0].losses, plain.rows[0].losses, rtol=1e-5)
+  assert seen == list(range(2, STEPS + 1, 2))
+
+
+def test_workers_with_data_of_their_own_are_named():
+  def apart(step):
+    x = np.zeros((4 * P, N), np.float32)
+    x[:4, :12] = normals(step, 4, 12)
+    x[4:, 12:] = normals(step, 4, 12)
+    return x, x @ TARGET
+
+  chosen = methods("dense", optimizer="sgd")
+  found = race_of(chosen, batches=apart)
+  assert "the workers' data differ" in str(found)
+  assert len(found.agreements) == 3
+  assert "differ" not in str(race_of(chosen))
+
+
+def test_batches_of_an_iterable_begin_again_and_seeds_begin_apart():
+  rows = [np.full(4, float(i)) for i in range(5)]
+  first = lambda seed, given, count: [
+    int(x[0]) for _, x in zip(range(count), batches_of(given, seed, 2, 4), strict=False)
+  ]
+  assert first(0, rows, 7) == [0, 1, 2, 3, 4, 0, 1]
+  assert first(1, rows, 4) == [2, 3, 4, 0]
+
+  class Endless:
+    def __iter__(self):
+      return iter(rows)
+
+  assert first(1, Endless(), 3) == [4, 0, 1]
+  assert first(1, lambda step: np.full(4, float(step)), 2) == [4, 5]
+  joined = join(np.arange(12).reshape(3, 4), 2)  # three steps of two rows a worker
+  assert joined.tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
+
+
+@pytest.mark.parametrize(
+  ("changed", "error"),
+  [
+    ({"workers": 1}, "workers=1, choose a whole number from 2"),
+    ({"steps": 0}, "steps=0"),
+    ({"seeds": 0}, "seeds=0"),
+    ({"rate": 0.0}, "rate=.*0.0.*positive"),
+    ({"rates": ()}, "rates=.*one or several"),
+    ({"rates": (1.0, 1.0)}, "rates=.*each once"),
+    ({"batches": iter([batches(0)])}, "cannot begin again"),
+    ({"batches": []}, "has no batch"),
+    ({"methods": {}}, "one has to be 'dense'"),
+    ({"links": ("1 gb",)}, "'1 gb', write 10gbit"),
+    ({"links": ()}, "links is empty"),
+  ],
+  ids=str,
+)
+def test_bad_input_is_refused(changed, error):
+  with pytest.raises(ValueError, match=error):
+    race_of(methods("dense"), **changed)
+
+
+def made(method, losses, **changed):
+  """A row of a method whose seeds end with these losses, after others twice as high."""
+  curves = [[2 * loss, loss] for loss in losses]
+  tried = [[0.5, 9.0], [1.0, 1.0], [2.0, 9.0]]
+  row = Row(
+    method=method,
+    rate=0.1,
+    multiple=1.0,
+    tried=tried,
+    steps=[10, 20],
+    losses=curves,
+    words=100.0,
+    messages=4.0,
+    state_bytes=8.0,
+    seconds=0.01,
+    collective="onebit",
+    every=1,
+  )
+  return row._replace(**changed)
+
+
+def race_with(*rows):
+  """A race of two seeds, 4 workers and 1,600 parameters."""
+  links = {"fast": Link(0.0, 0.0, 1.0), "slow": Link(1e-3, 1e-5, 1.0)}
+  dense = made("dense", [1.0, 2.0], words=3200.0)
+  return Race([dense, *rows], 20, 4, 1600, 0.1, links, [Agreement(0.5, 0.5)], [])
+
+
+def test_the_best_method_is_the_fastest_near_dense():
+  race = race_with(
+    made("near", [1.01, 2.02], seconds=0.02), made("far", [1.1, 2.2], words=1.0)
+  )
+  assert race.best().method == "dense"
+  assert race.best("slow").method == "near"
+  assert race.best("slow", within=20.0).method == "far"
+  dense, near, _ = race.rows
+  slow = race.links["slow"]
+  assert dense.step_seconds(slow) == pytest.approx(0.01 + 4 * 1e-3 + 3200 * 4e-5)
+  assert near.step_seconds(race.links["fast"]) == 0.02
+  with pytest.raises(ValueError, match="link='medium', choose one of 'fast', 'slow'"):
+    race.best("medium")
+
+
+def test_the_table_names_edges_and_noise():
+  edge = made("edge", [1.1, 2.2], tried=[[0.5, 2.0], [1.0, 1.0]])
+  race = race_with(edge, made("noisy", [1.1, 1.9]))
+  assert race.is_at_edge(edge)
+  assert not race.is_at_edge(race.rows[0])
+  text = str(race)
+  assert "edge of those tried, try more: edge\n" in text
+  assert "within the noise of the seeds of dense: noisy" in text
+  assert "+10.0 ± 0.0" in text
+  assert "2.00" in text
+  one = race_with(made("other", [1.0]))
+  one.rows[0] = made("dense", [1.0])
+  assert "one seed: nothing is known of the noise" in str(one)
+
+
+def test_evidence_is_of_steps_to_dense_and_advises():
+  row = made("signs", [0.5, 1.0])
+  (found,) = race_with(row).evidence
+  # dense falls from 2 to 1 in the second ten steps, signs are there after ten
+  assert (found.steps, found.deviation, found.seeds) == (0.5, 0.0, 2)
+  assert (found.method, found.collective, found.every) == ("signs", "onebit", 1)
+  algorithm = js.costs.Algorithm(1e-9)
+  profile = js.costs.Profile(
+    4, 1e-4, 1e-8, algorithms={"dense": algorithm, "onebit": algorithm}
+  )
+  assert js.costs.advise(1600, profile, evidence=[found]).best.title == "signs"
+  assert race_with(row._replace(collective="")).evidence == []
+
+
+def test_a_seed_that_diverges_or_is_never_there_leaves_no_number():
+  diverged = made("diverged", [math.inf, 1.0])
+  race = race_with(diverged, made("late", [1.5, 1.5]))
+  assert [row.steps for row in race.evidence] == [None, None]
+  assert "inf" in str(race)
+  assert "never" in str(race)
+  assert not race.is_noise(diverged)
+  assert race.best(within=1e9).method != "diverged"
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "sgd", lambda rate: optax.adamw(rate)])
+def test_recipes_train(optimizer):
+  chosen = js.recipes(optimizer, workers=P)
+  assert list(chosen)[:3] == ["dense", "dense, 16 bits", "4 bits"]
+  last = list(chosen)[-1]
+  race = race_of({"dense": chosen["dense"], last: chosen[last]}, steps=4)
+  assert all(math.isfinite(row.losses[0][-1]) for row in race.rows)
+  assert race.rows[1].words < race.rows[0].words
+
+
+def test_unknown_recipes_are_refused():
+  with pytest.raises(ValueError, match="optimizer='lion', choose one of 'adam'"):
+    js.recipes("lion", workers=2)
+  with pytest.raises(ValueError, match="workers=0"):
+    js.recipes("adam", workers=0)
+
+
+def test_the_figure_has_a_line_for_each_method():
+  pytest.importorskip("matplotlib").use("agg")
+  figure = race_with(made("other", [1.0, 2.0])).plot("slow")
+  assert [len(ax.lines) for ax in figure.axes] == [2, 2, 2]
