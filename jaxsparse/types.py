@@ -16,6 +16,8 @@ ArrayTree = Any
 """A pytree of arrays, or of what stands for one: numbers, `jax.ShapeDtypeStruct`."""
 SpecTree = Any
 """A pytree of a `PartitionSpec` or sharding for each array, or a prefix of one."""
+Scalar = Any
+"""A number, as an array: of one worker, or with an entry for each."""
 
 
 class Sparse(NamedTuple):
@@ -128,20 +130,20 @@ class Counters(NamedTuple):
     0
   """
 
-  words_sent: Any = 0
-  words_used: Any = 0
-  selected: Any = 0
-  delivered: Any = 0
-  density: Any = 0.0
-  overflow: Any = 0
-  imbalance: Any = 1.0
-  balanced: Any = 1.0
-  merged: Any = 0
-  threshold_age: Any = 0
-  skipped: Any = False
-  skipped_steps: Any = 0
-  total_words: Any = 0
-  total_wraps: Any = 0
+  words_sent: Scalar = 0
+  words_used: Scalar = 0
+  selected: Scalar = 0
+  delivered: Scalar = 0
+  density: Scalar = 0.0
+  overflow: Scalar = 0
+  imbalance: Scalar = 1.0
+  balanced: Scalar = 1.0
+  merged: Scalar = 0
+  threshold_age: Scalar = 0
+  skipped: Scalar = False
+  skipped_steps: Scalar = 0
+  total_words: Scalar = 0
+  total_wraps: Scalar = 0
 
   @classmethod
   def zeros(cls) -> Self:
@@ -151,8 +153,13 @@ class Counters(NamedTuple):
       name: jnp.zeros(1, dtypes[type(value)])
       for name, value in cls._field_defaults.items()
     }
-    words = ("words_sent", "words_used", "total_words", "total_wraps")
-    return cls(**zeros | {name: jnp.zeros(1, jnp.uint32) for name in words})
+    return cls(
+      **zeros
+      | {
+        name: jnp.zeros(1, jnp.uint32)
+        for name in ("words_sent", "words_used", "total_words", "total_wraps")
+      }
+    )
 
 
 # 16 GiB; the words of a step are u32, which needs no 64-bit mode of JAX
@@ -168,7 +175,7 @@ def saturated(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Arra
   """
   if not jnp.issubdtype(dtype, jnp.integer):
     return jnp.asarray(value, dtype)
-  most = int(jnp.iinfo(dtype).max)
+  most = jnp.iinfo(dtype).max
   if not isinstance(value, jax.Array):
     return jnp.asarray(min(int(value), most), dtype)
   if jnp.issubdtype(value.dtype, jnp.integer) and jnp.iinfo(value.dtype).max <= most:
@@ -203,10 +210,9 @@ def saturated_product(count: jax.Array | int, factor: int) -> jax.Array:
   """
   factor = min(factor, _MOST_WORDS)
   count = saturated(count, jnp.uint32)
-  most = jnp.uint32(_MOST_WORDS)
-  return jnp.where(
-    count > jnp.uint32(_MOST_WORDS // max(1, factor)), most, count * jnp.uint32(factor)
-  )
+  limit = jnp.uint32(_MOST_WORDS // max(1, factor))
+  product = count * jnp.uint32(factor)
+  return jnp.where(count > limit, jnp.uint32(_MOST_WORDS), product)
 
 
 def is_number(value: Any, kind: type) -> bool:
@@ -315,8 +321,9 @@ class Reduced(NamedTuple):
     ) -> tuple[jax.Array, Residual]:
       residual = self.state.residual
       if residual is not None and before is not None:
-        after = residual if decay == 1 else decay * residual
-        residual = jnp.where(finite, after, before)
+        if decay != 1:
+          residual = decay * residual
+        residual = jnp.where(finite, residual, before)
         if rounding:
           residual = residual + decay * jnp.where(finite, exact - mean, 0.0)
       return jnp.where(finite, mean, 0.0), residual

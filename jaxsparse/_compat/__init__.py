@@ -55,7 +55,8 @@ def _in_mesh_order(axis: AxisName) -> tuple[AxisName, np.ndarray | None]:
   """The names of `axis` in the order of the mesh and the numbers there of workers 0, 1, ...; None if they are equal."""
   names = names_of(axis)
   order = jax.sharding.get_abstract_mesh().axis_names
-  inner = tuple(sorted(names, key=order.index)) if set(names) <= set(order) else names
+  is_in_mesh = set(names) <= set(order)
+  inner = tuple(sorted(names, key=order.index)) if is_in_mesh else names
   if inner == names:
     return axis, None
   sizes = [jax.lax.axis_size(name) for name in inner]
@@ -128,7 +129,10 @@ def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
 
 
 def by_platform(
-  *, default: Callable[..., Any], gpu: Callable[..., Any] | None = None, **others: Any
+  *,
+  default: Callable[..., Any],
+  gpu: Callable[..., Any] | None = None,
+  **others: Any,
 ) -> Callable:
   """`gpu`, `tpu` or `cpu` in a program for such devices, else `default`; all of them return the same bits.
 
@@ -142,8 +146,9 @@ def by_platform(
     return branches.get(platform, default)
 
   def choose(*args: Any) -> Any:
-    # one of CUDA and ROCm
-    ways = {way: functools.partial(way, *args) for way in (default, *branches.values())}
+    # One function for CUDA and ROCm, of which JAX makes one branch.
+    each = (default, *branches.values())
+    ways = {way: functools.partial(way, *args) for way in each}
     others = {name: ways[way] for name, way in branches.items() if name != "gpu"}
     return jax.lax.platform_dependent(default=ways[default], **others)
 
@@ -268,9 +273,10 @@ def in_parts(x: jax.Array, parts: int) -> jax.Array:
   sharding = jax.typeof(x).sharding
   if AxisType.Explicit not in sharding.mesh.axis_types:
     return x.reshape(shape)
-  cuts = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))
-  ways = math.prod(sharding.mesh.shape[name] for name in names_of(cuts[0] or ()))
-  spec = PartitionSpec(None, cuts[0] if shape[1] % ways == 0 else None, *cuts[1:])
+  first, *others = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))
+  sizes = sharding.mesh.shape
+  ways = math.prod(sizes[name] for name in names_of(first or ()))
+  spec = PartitionSpec(None, first if shape[1] % ways == 0 else None, *others)
   return x.reshape(shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
@@ -312,10 +318,7 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
   This follows the equations of an unfinished trace backwards from x. It detects
   gradients that are averaged already where the types do not show it.
   """
-  while (
-    isinstance(x, jax.core.Tracer)
-    and (equation := getattr(x, "parent", None)) is not None
-  ):
+  while equation := _equation_of(x):
     if equation.primitive.name.startswith("psum"):
       return (
         set(names_of(axis)) <= set(equation.params["axes"])
@@ -332,6 +335,11 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
   return False
 
 
+def _equation_of(x: jax.Array) -> Any:
+  """The equation of which the traced x is a result; None for other arrays."""
+  return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
+
+
 def is_key(x: Any) -> bool:
   """Whether x is an array of typed random keys."""
   return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
@@ -339,10 +347,7 @@ def is_key(x: Any) -> bool:
 
 def is_zero(x: jax.Array) -> bool:
   """Whether the traced x is zero by its last operations, as the gradient of a leaf that a loss does not use."""
-  while (
-    isinstance(x, jax.core.Tracer)
-    and (equation := getattr(x, "parent", None)) is not None
-  ):
+  while equation := _equation_of(x):
     if (
       equation.primitive.name not in (*_SCALINGS, *_COPIES)
       or len(equation.in_tracers) != 1
@@ -407,14 +412,10 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
   Raises:
     RuntimeError: if one of the processes does not call in time.
   """
-  arrays = [
-    x
-    for x in jax.tree.leaves(tree)
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-  ]
   devices: list[Any] = [
     device
-    for x in arrays
+    for x in jax.tree.leaves(tree)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     if not x.is_fully_addressable
     for device in x.sharding.device_set
   ]

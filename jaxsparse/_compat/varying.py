@@ -40,15 +40,27 @@ def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
   return axes <= checked_axes() and not axes & axes_of_type(x)
 
 
-def fori_loop(first: Any, end: Any, step: Callable, start: Any, **options: Any) -> Any:
+def fori_loop(
+  first: Any,
+  end: Any,
+  step: Callable,
+  start: Any,
+  **options: Any,
+) -> Any:
   """`jax.lax.fori_loop`, whose `start` gets the axes of what `step` returns."""
   once = lambda carry: step(jnp.asarray(first), carry)
   return jax.lax.fori_loop(first, end, step, _with_axes_of(once, start), **options)
 
 
-def scan(step: Callable, start: Any, rows: Any, **options: Any) -> tuple[Any, Any]:
+def scan(
+  step: Callable,
+  start: Any,
+  rows: Any,
+  **options: Any,
+) -> tuple[Any, Any]:
   """`jax.lax.scan`, whose `start` gets the axes of what `step` returns."""
-  first = lambda carry: step(carry, jax.tree.map(lambda x: x[0], rows))[0]
+  row = lambda: jax.tree.map(lambda x: x[0], rows)
+  first = lambda carry: step(carry, row())[0]
   return jax.lax.scan(step, _with_axes_of(first, start), rows, **options)
 
 
@@ -93,8 +105,8 @@ def _with_axes_of(step: Callable, start: Any) -> Any:
       start,
       jax.eval_shape(step, start),
     )
-    pairs = zip(jax.tree.leaves(after), jax.tree.leaves(start), strict=True)
-    if all(axes_of_type(new) == axes_of_type(old) for new, old in pairs):
+    types = lambda tree: list(map(axes_of_type, jax.tree.leaves(tree)))
+    if types(after) == types(start):
       return start
     start = after
 

@@ -364,9 +364,9 @@ def link_of(profile: Profile, name: str | Collective = "dense", **config: Any) -
     )
   n = 2**24  # so large that rounding to whole words does not matter
   once, twice = (_predict(label, entries, profile).seconds for entries in (n, 2 * n))
-  return Link(
-    max(0.0, 2 * once - twice), (twice - once) / (4 * n), max(1.0, profile.gamma)
-  )
+  alpha = max(0.0, 2 * once - twice)
+  beta = (twice - once) / (4 * n)
+  return Link(alpha, beta, max(1.0, profile.gamma))
 
 
 def _with_evidence(

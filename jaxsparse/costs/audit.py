@@ -353,21 +353,20 @@ def _groups(line: str, devices: int) -> list[list[int]]:
   if listed := re.match(r"\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", text):
     return [_whole(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
   if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-    return _iota(iota[2], iota[3]).reshape(_whole(iota[1])).tolist()
+    ids = _iota(iota[2], iota[3])
+    return ids.reshape(_whole(iota[1])).tolist()
   if named := re.match(
     r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)*)\}",
     text,
   ):
-    axes = [(name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])]
-    sizes = [size for _, size in axes]
-    inside = [name in re.findall(r"\w+", named[4]) for name, _ in axes]
-    ids = _iota(named[2] or ",".join(map(str, sizes)), named[3]).reshape(sizes)
-    order = sorted(range(len(axes)), key=lambda axis_index: inside[axis_index])
-    return (
-      ids.transpose(order)
-      .reshape(-1, math.prod(itertools.compress(sizes, inside)))
-      .tolist()
-    )
+    names, digits = zip(*re.findall(r"'(\w+)'=(\d+)", named[1]), strict=True)
+    sizes = list(map(int, digits))
+    inside = [name in re.findall(r"\w+", named[4]) for name in names]
+    shape = named[2] or ",".join(digits)
+    ids = _iota(shape, named[3]).reshape(sizes)
+    order = sorted(range(len(sizes)), key=inside.__getitem__)
+    of_group = math.prod(itertools.compress(sizes, inside))
+    return ids.transpose(order).reshape(-1, of_group).tolist()
   raise NotImplementedError(
     f"audit: replica_groups={text[:80]!r}: this notation is not known"
   )

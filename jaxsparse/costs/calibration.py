@@ -37,7 +37,7 @@ from jaxsparse.costs.counting import (
 from jaxsparse.train import timing
 from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.transform.metrics import metrics
-from jaxsparse.types import Comm, Link, check_whole
+from jaxsparse.types import ArrayTree, Comm, Link, check_whole
 
 _LONG = 0.3  # seconds of a message that is long enough to measure β
 # words; the longest message of a measurement of β has at least so many
@@ -158,7 +158,14 @@ class Profile:
     return cls(**_fields_of(cls, read) | {"algorithms": algorithms})
 
   @classmethod
-  def of(cls, machine: str, link: Link, *, workers: int, devices: int = 1) -> Self:
+  def of(
+    cls,
+    machine: str,
+    link: Link,
+    *,
+    workers: int,
+    devices: int = 1,
+  ) -> Self:
     """The arithmetic that was measured on a GPU, over a link that was not.
 
     On one H100, with JAX 0.11.2: updates of 14,728,266 entries of one of 8 workers, in
@@ -208,7 +215,7 @@ def fit(
   mesh: Mesh | Comm,
   *,
   axis: AxisName = "workers",
-  n: Any = 2**22,
+  n: ArrayTree = 2**22,
   densities: Sequence[float] = (0.01,),
   algorithms: Sequence[str] | None = None,
   repetitions: int = 5,
@@ -325,7 +332,11 @@ def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
   return {name: value for name, value in values.items() if name in names}
 
 
-def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str]:
+def candidates(
+  workers: int,
+  densities: Sequence[float],
+  n: ArrayTree = 1,
+) -> list[str]:
   """Every algorithm that averages gradients, those that are recommended first, at every density; SparDL with teams.
 
   A2SGD is not among them: its workers apply different totals, which is not an average
@@ -440,10 +451,9 @@ class _Meter:
     self, collective: Collective, grads: jax.Array, budget: float
   ) -> float:
     """Seconds of an update without its messages; both measurements share the budget."""
-    measured = timing.alone(
+    return timing.alone(
       self.engine, self._watch, collective, grads, self._repetitions, budget / 2
-    )
-    return measured[0]
+    )[0]
 
   def _resized(self, label: str) -> Collective:
     """The collective for the gradients that `overhead` is measured with."""

@@ -21,7 +21,7 @@ from jaxsparse.collectives._base import collective_of
 from jaxsparse.comm import AxisComm, agreement_messages, all_reduce_cost
 from jaxsparse.transform.shards import share_of
 from jaxsparse.transform.update import init_state, reduce_step
-from jaxsparse.types import Cost, check_whole
+from jaxsparse.types import ArrayTree, Cost, check_whole
 
 Branch = Literal["most", "least", "every"]
 
@@ -30,7 +30,12 @@ _ALL_REDUCES = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
 
 
 def count(
-  name: str | Collective, *, n: Any, workers: int, devices: int = 1, **config: Any
+  name: str | Collective,
+  *,
+  n: ArrayTree,
+  workers: int,
+  devices: int = 1,
+  **config: Any,
 ) -> Cost:
   """The messages and words that one worker sends for one update, counted from the jaxpr.
 
@@ -64,7 +69,12 @@ def count(
 
 
 def predict(
-  name: str | Collective, *, n: Any, workers: int, devices: int = 1, **config: Any
+  name: str | Collective,
+  *,
+  n: ArrayTree,
+  workers: int,
+  devices: int = 1,
+  **config: Any,
 ) -> Cost:
   """The messages and words of one update by the formula of `Collective.cost`; arguments as for `count`.
 
@@ -78,7 +88,11 @@ def predict(
 
 
 def count_update(
-  tx: optax.GradientTransformation, params: Any, *, workers: int, axis: str = "workers"
+  tx: optax.GradientTransformation,
+  params: ArrayTree,
+  *,
+  workers: int,
+  axis: str = "workers",
 ) -> Cost:
   """The messages and words that one worker sends for one update of any chain, counted from the jaxpr.
 
@@ -123,7 +137,7 @@ def count_update(
   return max(counted(), counted(synchronize=True), key=lambda cost: cost.words)
 
 
-def lacks_shapes(label: str, n: Any) -> bool:
+def lacks_shapes(label: str, n: ArrayTree) -> bool:
   """Whether the words of an algorithm depend on the shapes of leaves, and n is a number of entries."""
   return (
     isinstance(n, numbers.Integral)
@@ -131,7 +145,7 @@ def lacks_shapes(label: str, n: Any) -> bool:
   )
 
 
-def count_inside(params: Any, *, devices: int) -> Cost:
+def count_inside(params: ArrayTree, *, devices: int) -> Cost:
   """The messages and words that a device sends to the other devices of its worker for one update.
 
   After the exchange between workers it gathers the leaves that are replicated inside,
@@ -221,14 +235,12 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
   params = equation.params
   inner = [count_jaxpr(jaxpr, workers, branch) for jaxpr in inner_jaxprs(params)]
   operands: list[Any] = [var.aval for var in equation.invars]
+  words = lambda entries: math.ceil(entries * operands[0].dtype.itemsize / 4)
   if primitive == "ppermute":
-    return Cost(1, math.ceil(operands[0].size * operands[0].dtype.itemsize / 4))
+    return Cost(1, words(operands[0].size))
   if primitive == "all_to_all":
     size = operands[0].shape[params["split_axis"]]
-    return Cost(
-      size - 1,
-      (size - 1) * math.ceil(operands[0].size // size * operands[0].dtype.itemsize / 4),
-    )
+    return Cost(size - 1, (size - 1) * words(operands[0].size // size))
   if primitive in _ALL_REDUCES:
     groups = params.get("axis_index_groups")
     size = len(groups[0]) if groups else workers
@@ -261,7 +273,7 @@ def _sum(costs: Iterable[Cost]) -> Cost:
   return Cost(*map(sum, zip(Cost(0, 0), *costs, strict=True)))
 
 
-def count_entries(n: Any) -> int:
+def count_entries(n: ArrayTree) -> int:
   """The number of entries of a pytree of arrays; a whole number is returned unchanged.
 
   Raises:
@@ -282,7 +294,7 @@ def count_entries(n: Any) -> int:
 
 
 def make_sized(
-  name: str | Collective, n: Any, workers: int, devices: int = 1, **config: Any
+  name: str | Collective, n: ArrayTree, workers: int, devices: int = 1, **config: Any
 ) -> tuple[Collective, int]:
   """The collective for what each of S devices has of n entries or parameters, and its number of entries.
 

@@ -83,7 +83,8 @@ def agreement(
     (0.2, 1.0)
   """
   checks.check_not_traced("js.agreement", params, batch, given)
-  if not any(jnp.size(leaf) for leaf in jax.tree.leaves(optimized(trained(params)))):
+  leaves = jax.tree.leaves(optimized(trained(params)))
+  if not any(map(jnp.size, leaves)):
     raise ValueError("js.agreement: params have no entries that are trained")
   engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
@@ -123,17 +124,18 @@ def _agreements(
       for grad in jax.tree.leaves(optimized(jax.grad(loss)(trained(params))))
       if grad.size
     ]
-    largest = comm.all_reduce(
-      jnp.max(jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32)), "max"
-    )
+    largest = jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32).max()
+    largest = comm.all_reduce(largest, "max")
+    scale = jnp.where(largest > 0, largest, 1.0)
     mean = jnp.float32(0)
     each = jnp.float32(0)
     # Divided by the largest entry, squares neither over- nor underflow.
     for grad in grads:
-      unit = jnp.ravel(grad) / jnp.where(largest > 0, largest, 1.0).astype(grad.dtype)
+      unit = jnp.ravel(grad) / scale.astype(grad.dtype)
       mean += jnp.sum(jnp.abs(comm.all_reduce(unit) / comm.size) ** 2)
       each += jnp.sum(jnp.abs(unit) ** 2)
-    return jnp.where(largest == 0, 1.0, mean / (comm.all_reduce(each) / comm.size))
+    each = comm.all_reduce(each) / comm.size
+    return jnp.where(largest == 0, 1.0, mean / each)
 
   return jnp.stack([of(batch), of(_dealt(comm, batch))])
 
@@ -144,7 +146,8 @@ def _dealt(comm: Comm, batch: ArrayTree) -> ArrayTree:
   def dealt(x: jax.Array) -> jax.Array:
     own = words_of_keys(x)
     rows = jnp.concatenate(in_rank_order(comm, all_gather(comm, own)))
-    order = jax.random.permutation(jax.random.key(0), len(rows)).reshape(comm.size, -1)
+    shuffled = jax.random.permutation(jax.random.key(0), len(rows))
+    order = shuffled.reshape(comm.size, -1)
     chosen = rows[order[comm.rank]]
     return (
       jax.random.wrap_key_data(chosen, impl=jax.random.key_impl(x))

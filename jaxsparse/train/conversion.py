@@ -100,7 +100,7 @@ def resize(
     if not states.is_reduce_state(node):
       return ()
     fresh = first_state(engine.comm, node.layout.method, node.layout.shards)
-    return jax.tree.map(lambda x: x[None], fresh) if row else fresh
+    return states.add_row(fresh) if row else fresh
 
   every_row = states.worker_rows(state)
   restarted, _ = place_state(
@@ -112,7 +112,8 @@ def resize(
   ) -> ArrayTree:
     if states.is_reduce_state(x):
       return restarted
-    rows, axes = ((engine.held,), (axis,)) if row else ((), ())
+    rows = (engine.held,) if row else ()
+    axes = (axis,) if row else ()
     shape = np.shape(x)[len(rows) :]
     spec = _spec_of_moment(path, shape, params)
     sharding = (
@@ -213,9 +214,8 @@ def _carry_state(
 
   def carry(old: ArrayTree, new: ArrayTree) -> ArrayTree:
     if not states.is_reduce_state(old):
-      return put_like(
-        new, old if np.shape(old) == new.shape else _mean(gather(old), new)
-      )
+      same = np.shape(old) == new.shape
+      return put_like(new, old if same else _mean(gather(old), new))
     if (
       before == after
       and old.layout[3:] == new.layout[3:]
@@ -271,7 +271,8 @@ def _mean(rows: Any, like: ArrayTree) -> ArrayTree:
     again, first = np.divmod(np.arange(like.shape[0]), len(rows))
     words = jnp.asarray(np.asarray(jax.random.key_data(rows))[first])
     keys = jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
-    return jnp.where(again > 0, jax.vmap(jax.random.fold_in)(keys, again), keys)
+    folded = jax.vmap(jax.random.fold_in)(keys, again)
+    return jnp.where(again > 0, folded, keys)
   rows = np.asarray(rows)
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
   value = (
@@ -314,7 +315,8 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
         "chain: from optax.chain(transform, optimizer) to js.local_steps(optimizer, outer, every=…). For another one "
         "start anew with js.init"
       )
-    if any(np.any(gather(leaf)) for leaf in jax.tree.leaves(nodes[0].carried.residual)):
+    residuals = jax.tree.leaves(nodes[0].carried.residual)
+    if any(np.any(gather(leaf)) for leaf in residuals):
       raise ValueError(
         "js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before"
       )
@@ -324,17 +326,17 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
       like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
     )
     outer = states.map_states(lambda x: next(following, x), new.outer)
-    return new._replace(inner=jax.tree.map(row, inner[0], new.inner), outer=outer)
+    copies = jax.tree.map(row, inner[0], new.inner)
+    return new._replace(inner=copies, outer=outer)
 
-  is_part = lambda node: states.is_local_state(node) or states.is_reduce_state(node)
-  structure: Any = jax.tree.structure(fresh, is_leaf=is_part)
+  is_ours = states.is_ours
+  structure: Any = jax.tree.structure(fresh, is_leaf=is_ours)
   try:
     parts = structure.flatten_up_to(state)
   except ValueError:
     return state  # `_check_structure` names what else differs
-  return jax.tree.unflatten(
-    structure, map(begin, jax.tree.leaves(fresh, is_leaf=is_part), parts)
-  )
+  nodes = jax.tree.leaves(fresh, is_leaf=is_ours)
+  return jax.tree.unflatten(structure, map(begin, nodes, parts))
 
 
 def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
@@ -354,11 +356,8 @@ def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
       raise ValueError(
         "workers have moved since the last exchange: call step.synchronize(params, state) before"
       )
-    return node._replace(
-      moved=jax.tree.map(
-        lambda x: np.zeros((workers, *x.shape[1:]), x.dtype), new.moved
-      )
-    )
+    zeros = lambda x: np.zeros((workers, *x.shape[1:]), x.dtype)
+    return node._replace(moved=jax.tree.map(zeros, new.moved))
 
   return states.map_states(fit, state, states.LocalState)
 

@@ -132,7 +132,8 @@ class Engine:
 
   def spread(self, value: np.ndarray) -> jax.Array:
     """The array [workers, …] split along the workers, in which the rows of this process's workers are its `value`."""
-    return self.place(jnp.broadcast_to(value, (self.held, *value.shape)), self.split)
+    rows = jnp.broadcast_to(value, (self.held, *value.shape))
+    return self.place(rows, self.split)
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     """The values of all processes, [processes, …]; every process must call."""
@@ -147,8 +148,9 @@ def check_batch(
   Raises:
     ValueError: naming the array whose leading axis does not.
   """
+  rows = engine.held * parts
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-    if not np.ndim(leaf) or np.shape(leaf)[0] % (engine.held * parts):
+    if not np.ndim(leaf) or np.shape(leaf)[0] % rows:
       each = f", {parts} micro-batches each" if parts > 1 else ""
       raise ValueError(
         f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
@@ -206,7 +208,12 @@ class _OnMesh(Engine):
   and so do the results that replace them; others are replicated inside.
   """
 
-  def __init__(self, mesh: Mesh, axis: AxisName, inside: tuple[str, ...] = ()):
+  def __init__(
+    self,
+    mesh: Mesh,
+    axis: AxisName,
+    inside: tuple[str, ...] = (),
+  ):
     names = names_of(axis)
     if unknown := [name for name in names if name not in mesh.shape]:
       raise ValueError(
@@ -215,7 +222,8 @@ class _OnMesh(Engine):
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm = AxisComm(axis)
     self.axis = axis
-    self.axes = {name: size for name, size in mesh.shape.items() if name not in inside}
+    outside = [name for name in mesh.axis_names if name not in inside]
+    self.axes = {name: mesh.shape[name] for name in outside}
     self.others = tuple(name for name in self.axes if name not in names)
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes = len(taking_part)
@@ -386,12 +394,11 @@ class _Simulated(Engine):
   def map(
     self, function: Callable, in_specs: SpecTree, out_specs: SpecTree
   ) -> Callable:
-    split = lambda spec, x: (
-      x.reshape(self.workers, x.shape[0] // self.workers, *x.shape[1:]) if spec else x
-    )
-    joined = lambda spec, x: (
-      x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if spec else x[0]
-    )
+    workers = self.workers
+    rows = lambda x: x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
+    split = lambda spec, x: rows(x) if spec else x
+    flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    joined = lambda spec, x: flat(x) if spec else x[0]
 
     def mapped(*arguments: ArrayTree) -> ArrayTree:
       specs = jax.tree.broadcast(in_specs, arguments)
@@ -433,7 +440,8 @@ def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
 
 @functools.lru_cache(maxsize=4)
 def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
-  return rows_of(_Rank(comm), lambda x: x[0], (_Rank(comm).split,))
+  rank = _Rank(comm)
+  return rows_of(rank, lambda x: x[0], (rank.split,))
 
 
 def shape_of(

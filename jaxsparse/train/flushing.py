@@ -102,7 +102,7 @@ def _deliver(
   """The update of `flush` and the state after it, at one worker."""
   mean = functools.partial(_mean, engine)
   nodes = reduce_states(state)
-  zeros = jax.tree.map(jnp.zeros_like, params)
+  zeros = optax.tree.zeros_like(params)
   updates = flatten.leaves_by_name(view_of(nodes, params).see(zeros))
   left = {name: leaf.astype(jnp.float32) for name, leaf in updates.items()}
   moved = moved_leaves(state)
@@ -123,7 +123,8 @@ def _deliver(
 
   def empty(node: LocalState) -> LocalState:
     rest = [left[name][None] for name in flatten.leaves_by_name(node.moved)]
-    return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
+    structure = jax.tree.structure(node.moved)
+    return node._replace(moved=jax.tree.unflatten(structure, rest))
 
   state = jax.tree.map(deliver, state, worker_rows(state), is_leaf=is_reduce_state)
   update = map_seen(lambda name, _: updates[name], nodes, zeros)

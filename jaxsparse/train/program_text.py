@@ -80,9 +80,8 @@ class ProgramText:
     )
     names: dict[Any, str] = {}
     name = lambda var: names.setdefault(var, f"v{len(names)}")
-    read = lambda atom: (
-      self._value(atom.val, atom.aval) if isinstance(atom, core.Literal) else name(atom)
-    )
+    value = lambda atom: self._value(atom.val, atom.aval)
+    read = lambda atom: value(atom) if isinstance(atom, core.Literal) else name(atom)
     result_of = lambda var: f"{name(var)}:{_shape(var.aval)}"
     for var in inner.invars:
       name(var)
@@ -120,7 +119,8 @@ class ProgramText:
       return _shape(aval)
     x = _compat.local_shard(x)
     if x.size == 1:  # as a float, 0.1 of float32 is 0.10000000149011612
-      short = str(x.reshape(())[()] if x.dtype == np.float32 else x.item())
+      number = x.reshape(())[()]
+      short = str(number if x.dtype == np.float32 else number.item())
     else:
       short = hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]
     return f"{short}:{_shape(aval)}"

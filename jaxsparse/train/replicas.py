@@ -32,6 +32,7 @@ from jaxsparse.comm import pack
 from jaxsparse.comm.replication import axes_of_spec
 from jaxsparse.train.engine import Engine, local_shard, name_argument, rows_of
 from jaxsparse.train.program_text import Line, ProgramText
+from jaxsparse.transform.checks import is_traced
 from jaxsparse.transform.state import is_reduce_state
 from jaxsparse.types import ArrayTree, SpecTree
 
@@ -99,7 +100,8 @@ def gather_where_different(
   if np.all(digests == digests[0]):
     return []
   text = json.dumps(value()).encode()
-  longest = int(engine.of_processes(np.array([len(text)], np.uint32)).max())
+  lengths = engine.of_processes(np.array([len(text)], np.uint32))
+  longest = int(lengths.max())
   texts = engine.of_processes(
     np.frombuffer(text.ljust(longest + -longest % 4), np.uint32)
   )
@@ -137,9 +139,7 @@ def check_traced(
 
   JAX keeps the trace for the call with the same arguments.
   """
-  if engine.processes > 1 and not any(
-    isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)
-  ):
+  if engine.processes > 1 and not is_traced(arguments):
     traced = program.trace(*arguments)
     check_same(
       engine,
@@ -175,7 +175,8 @@ def check_same(
   ]
   text = ProgramText(jaxpr) if jaxpr else None
   known = [_instructions(), text and text.digest]
-  lines = lambda: [known, list(map(Line, head)), text.lines() if text else []]
+  program = text.lines if text else list
+  lines = lambda: [known, list(map(Line, head)), program()]
   every = gather_where_different(engine, [known, head], lines)
   computing, digests = (
     zip(*(of_process.pop(0) for of_process in every), strict=True)
@@ -259,15 +260,13 @@ def described(
 
 def _excerpts(*texts: str) -> list[str]:
   """The parts of two texts around the first character that differs."""
-  same = next(
-    (at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b),
-    min(map(len, texts)),
-  )
+  pairs = enumerate(zip(*texts, strict=False))
+  shorter = min(map(len, texts))
+  same = next((at for at, (a, b) in pairs if a != b), shorter)
   begin = max(0, same - 100)
   end = same + 100
-  return [
-    "…" * (begin > 0) + text[begin:end] + "…" * (end < len(text)) for text in texts
-  ]
+  dots = "…" * (begin > 0)
+  return [f"{dots}{text[begin:end]}{'…' * (end < len(text))}" for text in texts]
 
 
 def _crc(leaf: Any) -> int:
@@ -322,9 +321,8 @@ def check_replicas(
     [_first_alike(flat, every[leaf_index]) for leaf_index in same], axis=1
   )
   # [worker, device, array]
-  differs = np.any(
-    rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=3
-  )
+  expected = np.take_along_axis(rows[0], alike[..., None], axis=0)
+  differs = np.any(rows != expected, axis=3)
   wrong = differs.any(axis=(0, 1))
   if wrong.any():
     first = int(np.argmax(wrong))
@@ -363,9 +361,8 @@ def hashed(words: jax.Array) -> jax.Array:
   index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
   first = _mixed(words ^ _mixed(index + jnp.uint32(0x9E3779B9)))
   second = _mixed(first + jnp.uint32(0x6A09E667))
-  return jnp.stack(
-    [jnp.sum(each, -1, dtype=jnp.uint32) for each in (first, second)], -1
-  )
+  sums = [jnp.sum(each, -1, dtype=jnp.uint32) for each in (first, second)]
+  return jnp.stack(sums, -1)
 
 
 def _mixed(x: jax.Array) -> jax.Array:

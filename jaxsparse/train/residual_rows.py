@@ -46,9 +46,11 @@ class Residual(NamedTuple):
     """r′ of device `index` of all devices of P′ workers: f32[entries]."""
     worker, device = divmod(index, devices)
     indices = [old * devices + device for old in range(worker, self.workers, workers)]
-    owed = [self.rows[row % len(self.rows)].astype(np.float64) for row in indices]
+    held = len(self.rows)
+    owed = [self.rows[row % held].astype(np.float64) for row in indices]
     # A sum that began with 0 would make 0 of -0.
-    total = functools.reduce(np.add, owed) if owed else np.zeros(self.rows.shape[1])
+    none = np.zeros(self.rows.shape[1])
+    total = functools.reduce(np.add, owed) if owed else none
     return (total * workers / self.workers).astype(np.float32)
 
 
@@ -60,8 +62,10 @@ def residuals_of(
   for node in nodes:
     for part, homes in zip(node.groups, homes_of(node, params), strict=True):
       if homes:
-        rows = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1)
-        leaves = np.split(rows, np.cumsum([size for _, size, _ in homes])[:-1], axis=1)
+        rows = np.asarray(gather(part.residual))
+        rows = rows.reshape(node.counters.skipped.size, -1)
+        ends = np.cumsum([size for _, size, _ in homes])
+        leaves = np.split(rows, ends[:-1], axis=1)
         residuals |= {
           leaf_index: Residual(leaf, workers, lies)
           for leaf, (leaf_index, _, lies) in zip(leaves, homes, strict=True)
@@ -88,7 +92,7 @@ def carry_over(
   devices = fresh.devices
   first = engine.process if fresh.counters.skipped.size == 1 else 0
 
-  def residual_of(homes: Sequence[tuple[int, int, Any]], like: jax.Array) -> jax.Array:
+  def residual_of(homes: Sequence[_Home], like: jax.Array) -> jax.Array:
     leaves = [
       residuals.get(leaf_index) or Residual(np.zeros((1, size), np.float32))
       for leaf_index, size, _ in homes
@@ -115,9 +119,8 @@ def carry_over(
   new = fresh.counters
   for name, row in _totals(counters, devices).items():
     like = getattr(new, name)
-    new = new._replace(
-      **{name: put_like(like, np.tile(row, like.size // devices).reshape(like.shape))}
-    )
+    tiled = np.tile(row, like.size // devices).reshape(like.shape)
+    new = new._replace(**{name: put_like(like, tiled)})
   return fresh.with_groups(parts)._replace(counters=new)
 
 
@@ -153,9 +156,10 @@ def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
   return {name: values[most] for name, values in rows.items()}
 
 
-def homes_of(
-  node: ReduceState, params: optax.Params
-) -> list[list[tuple[int, int, Any]]]:
+_Home = tuple[int, int, Any]
+
+
+def homes_of(node: ReduceState, params: optax.Params) -> list[list[_Home]]:
   """Of each leaf of each group its number in the parameters, its entries at a device, and how it lies.
 
   A group without a residual has none.

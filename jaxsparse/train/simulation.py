@@ -136,7 +136,8 @@ def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Cont
     >>> js.contraction("topka", jnp.array([[[4.0, 3.0]], [[0.0, 0.0]]]), k=1).left_out  # 3²/5², then nothing
     Array([0.36, 0.  ], dtype=float32)
   """
-  if any(not jnp.shape(leaf)[:1] or not len(leaf) for leaf in jax.tree.leaves(grads)):
+  leaves = jax.tree.leaves(grads)
+  if any(not jnp.shape(leaf)[:1] or not len(leaf) for leaf in leaves):
     raise ValueError("contraction: grads have no step, give a leading axis of them")
   _rows_of("grads", jax.tree.map(lambda leaf: leaf[0], grads))
   rows = jax.vmap(_flat_rows)(grads)
@@ -153,9 +154,9 @@ def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Cont
     delivered = jnp.mean(totals, axis=0) / workers
     largest = jax.lax.top_k(jnp.abs(mean), k)[1]
     missing = jnp.zeros(n).at[largest].set(mean[largest]) - delivered
-    return state, Contraction(
-      _ratio(mean - delivered, mean) ** 2, _ratio(missing, jnp.mean(grads, axis=0))
-    )
+    left_out = _ratio(mean - delivered, mean) ** 2
+    xi = _ratio(missing, jnp.mean(grads, axis=0))
+    return state, Contraction(left_out, xi)
 
   return jax.lax.scan(step, initial(collective, workers, n), rows)[1]
 
@@ -187,7 +188,8 @@ def _flat_rows(tree: ArrayTree) -> jax.Array:
 def _rows_of(what: str, tree: ArrayTree) -> jax.Array:
   """The f32[P, n] of a pytree with a leading axis of P workers."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
-  workers = next((jnp.shape(leaf)[0] for _, leaf in leaves if jnp.ndim(leaf)), 0)
+  shapes = [jnp.shape(leaf) for _, leaf in leaves]
+  workers = next((shape[0] for shape in shapes if shape), 0)
   for path, leaf in leaves:
     name = what + jax.tree_util.keystr(path)
     shape = jnp.shape(leaf)
@@ -212,7 +214,8 @@ def _rows_of(what: str, tree: ArrayTree) -> jax.Array:
 def initial(collective: Collective, workers: int, n: int) -> ReduceState:
   """The states of all workers before the first step, along a leading axis."""
   one = init_state(collective, n, workers)
-  return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), one)
+  row = lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape))
+  return jax.tree.map(row, one)
 
 
 @functools.partial(jax.jit, static_argnums=0)

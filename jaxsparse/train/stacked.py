@@ -168,7 +168,7 @@ class _Workers(NamedTuple):
         updates, state = atomic(self.tx).update(
           _first(grads), state, _first(params) if has_rows else params, **extra
         )
-      return _as_row(updates) if has_rows else updates, state
+      return states.add_row(updates) if has_rows else updates, state
 
     mistakes = {"updates": LIKELY_MISTAKES["params"], "state": LIKELY_MISTAKES["state"]}
     checked = replication.checked(
@@ -181,7 +181,7 @@ class _Workers(NamedTuple):
     return updates, after
 
   def own_params(self, params: optax.Params, state: OptState) -> optax.Params:
-    own_row = lambda own, *_: _as_row(own)
+    own_row = lambda own, *_: states.add_row(own)
     return self._each(own_row, params, state, (), (), self.engine.split)
 
   def value_and_grad(
@@ -199,8 +199,8 @@ class _Workers(NamedTuple):
         of_worker, params, state, batch, shared, results
       )
       params = trained(params)
-      like = overwritten(params)  # which has rows where parameters have
-      scales = jax.tree.map(lambda x, own: jnp.broadcast_to(x, own.shape), scales, like)
+      as_like = lambda x, own: jnp.broadcast_to(x, own.shape)
+      scales = jax.tree.map(as_like, scales, overwritten(params))
       grads = with_optimized(params, grads, scales)
       return (loss, aux) if has_aux else loss, grads
 
@@ -244,15 +244,11 @@ def _gradient(
   value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, **shared)
   loss, aux = value if has_aux else (value, ())
   grads, scales = combine_scales(comm, params, grads)
-  return mean_loss(comm, loss), _as_row(aux), _as_row(grads), scales
+  return mean_loss(comm, loss), states.add_row(aux), states.add_row(grads), scales
 
 
 def _first(tree: ArrayTree) -> ArrayTree:
   return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
-
-
-def _as_row(tree: ArrayTree) -> ArrayTree:
-  return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
 def _of_workers(state: OptState, engine: Engine) -> OptState:
@@ -268,14 +264,14 @@ def _has_rows(state: OptState, params: optax.Params, workers: int) -> bool:
   Raises:
     ValueError: if they are other ones.
   """
-  if all(np.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(params)):
+  leaves = jax.tree.leaves(params)
+  if all(np.shape(leaf)[:1] == (workers,) for leaf in leaves):
     nodes = states.reduce_states(state)
     known = {name: shape for node in nodes for name, shape in node.leaves}
-    of_worker = jax.tree.map(lambda x: shape_of(x, shape=np.shape(x)[1:]), params)
-    if (
-      known
-      and known.items() <= flatten.leaf_shapes(shapes_seen(nodes, of_worker)).items()
-    ):
+    without_row = lambda x: shape_of(x, shape=np.shape(x)[1:])
+    of_worker = jax.tree.map(without_row, params)
+    seen = flatten.leaf_shapes(shapes_seen(nodes, of_worker))
+    if known and known.items() <= seen.items():
       return True
   check_state(state, params, shapes=True)
   return False

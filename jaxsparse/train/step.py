@@ -87,7 +87,7 @@ def init(
   check_are_arrays(params, "params")
   checks.check_alive({"params": params})
   params = optimized(params)
-  if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+  if checks.is_traced(params):
     return starting.start_workers(engine, tx.init, params)[0]
   replicas.check_processes(engine, params, "params")
   state, specs = starting.place_state(engine, tx.init, params)
@@ -439,9 +439,8 @@ class TrainStep:
     head += replicas.described(arguments, shardings)
     # Processes come to their first step when they like; to a later one they may not.
     if self._alike:
-      new = replicas.described(
-        (None, None, *arguments[2:]), shardings and (None, None, *shardings[2:])
-      )
+      lies = shardings and (None, None, *shardings[2:])
+      new = replicas.described((None, None, *arguments[2:]), lies)
       replicas.wait_for_all(arguments[:2], "the training step", "\n".join(new))
     replicas.check_same(engine, "the training step", head)
     own = "model_state" if self._worker.model_state == "worker" else None

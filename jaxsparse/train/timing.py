@@ -74,8 +74,8 @@ class Update:
     self.state, own = start_workers(
       engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n)
     )
-    self.specs = (engine.split, own)
-    self.program = engine.jit(self.function, self.specs, self.specs, donate=(0, 1))
+    specs = self.specs = (engine.split, own)
+    self.program = engine.jit(self.function, specs, specs, donate=(0, 1))
 
 
 def alone(
@@ -96,7 +96,8 @@ def alone(
   )
   times: list[float] = []
   # Warm-up: the first call compiles, the second is the first with a residual.
-  while len(times) < 3 or (len(times) < repetitions + 2 and sum(times[2:]) < budget):
+  has_budget = lambda: len(times) < repetitions + 2 and sum(times[2:]) < budget
+  while len(times) < 3 or has_budget():
     # The program donates both.
     seconds, (_, update.state) = watch.time(
       update.program, jnp.copy(grads), update.state

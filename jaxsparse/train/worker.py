@@ -96,7 +96,7 @@ class WorkerStep(NamedTuple):
     grads, scales = combine_scales(comm, at, grads)
     # NaN in it would stay for good: mark the gradient, and all workers skip the step
     if before is not None:
-      grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
+      grads = _nan_unless(finite, grads)
     loss = mean_loss(comm, loss)
     extra = {"value": loss} | extra if gives_value else extra
     updates, state = atomic(self.tx).update(grads, state, optimized(params), **extra)
@@ -143,7 +143,7 @@ class WorkerStep(NamedTuple):
       for name, grad in flatten.leaves_by_name(grads).items()
     }
     flags["model_state"] = jnp.asarray(finite)
-    return jax.tree.map(lambda flag: flag[None], flags)
+    return states.add_row(flags)
 
   def _own_gradients(
     self,
@@ -155,9 +155,7 @@ class WorkerStep(NamedTuple):
   ) -> tuple[tuple[ArrayTree, ...], jax.Array | bool]:
     """`_gradients` at the parameters of one worker, and whether its model state stays finite."""
     rng, before, shared = (given.get(name) for name in TO_LOSS)
-    own = (
-      jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
-    )
+    own = states.first_row(before) if self.model_state == "worker" else before
     key = None if rng is None else jax.random.fold_in(rng, comm.rank)
     results = _gradients(
       self, trained(own_params(params, state)), batch, key, own, shared
@@ -185,7 +183,7 @@ class WorkerStep(NamedTuple):
     before = optimized(params)
     with synchronizing(True):
       updates, after = atomic(self.tx).update(
-        jax.tree.map(jnp.zeros_like, before), state, before, **extra
+        optax.tree.zeros_like(before), state, before, **extra
       )
     is_local = states.is_local_state
     after = jax.tree.map(
@@ -215,12 +213,17 @@ def combine_scales(
   if not jax.tree.leaves(before):
     return grads, ()
   finite = flatten.all_finite(optimized(grads)) & flatten.stays_finite(before, after)
-  marked = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), optimized(grads))
+  marked = _nan_unless(finite, optimized(grads))
   flat, restore = flatten.flatten((jnp.where(finite, 0.0, 1.0), after))
   sent = jnp.where(finite, flat, 0.0).at[0].set(flat[0])
   failed, largest = restore(comm.all_reduce(sent, "max"))
   keep = functools.partial(jnp.where, failed > 0)
   return marked, jax.tree.map(keep, before, largest)
+
+
+def _nan_unless(finite: jax.Array | bool, tree: ArrayTree) -> ArrayTree:
+  """The leaves, or NaN where they are not `finite`: then all workers skip the step."""
+  return jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), tree)
 
 
 def mean_loss(comm: Comm, loss: jax.Array) -> jax.Array:
@@ -233,14 +236,14 @@ def _gradients(
   worker: WorkerStep,
   params: optax.Params,
   batch: ArrayTree,
-  key: Any,
+  key: jax.Array | None,
   model_state: ArrayTree,
   shared: ArrayTree,
 ) -> tuple[ArrayTree, ...]:
   """(loss, gradients, model state, aux) of one worker's part of the batch."""
 
   def grads_of_part(
-    batch: ArrayTree, key: Any, model_state: ArrayTree
+    batch: ArrayTree, key: jax.Array | None, model_state: ArrayTree
   ) -> tuple[ArrayTree, ...]:
     given = {"rng": key, "model_state": model_state, "shared": shared}
     named = {name: x for name, x in given.items() if x is not None}
@@ -295,7 +298,7 @@ def _accumulated(
   worker: WorkerStep,
   grads_of_part: Callable,
   batch: ArrayTree,
-  key: Any,
+  key: jax.Array | None,
   model_state: ArrayTree,
   params: optax.Params,
 ) -> tuple[ArrayTree, ...]:
@@ -305,6 +308,7 @@ def _accumulated(
   Each micro-batch gets the model state of the one before, and aux is reduced.
   """
   parts = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
+  add = lambda a, b: a + b.astype(a.dtype)
 
   def accumulate_part(carry: ArrayTree, part: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
     total, model_state = carry
@@ -312,13 +316,11 @@ def _accumulated(
     own = None if key is None else jax.random.fold_in(key, part_index)
     loss, grads, model_state, aux = grads_of_part(batch, own, model_state)
     scales = jax.tree.map(jnp.maximum, overwritten(total[1]), overwritten(grads))
-    total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads))
+    total = jax.tree.map(add, total, (loss, grads))
     total = total[0], with_optimized(total[1], optimized(total[1]), scales)
     return (total, model_state), aux
 
-  loss = jax.eval_shape(
-    grads_of_part, jax.tree.map(lambda x: x[0], parts), key, model_state
-  )[0]
+  loss = jax.eval_shape(grads_of_part, states.first_row(parts), key, model_state)[0]
   zeros = jax.tree.map(
     lambda x: jnp.zeros_like(x, flatten.wide_dtype(x)), (loss, params)
   )
@@ -344,7 +346,7 @@ def _next_model_state(
 ) -> ArrayTree:
   """The model state for the next step: averaged over the workers, or with a leading axis for that of this worker."""
   if worker.model_state == "worker":
-    return jax.tree.map(lambda x: x[None], model_state)
+    return states.add_row(model_state)
   for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
     if _compat.is_key(leaf):
       raise TypeError(
@@ -375,8 +377,10 @@ def _words_beside(
 ) -> jax.Array:
   """Words of the collectives of `_over_workers` and `combine_scales` that made these."""
   cost = lambda x: all_reduce_cost(x.size, size, x.dtype.itemsize).words
-  rows = lambda x: math.ceil(x.size // size * (size - 1) * x.dtype.itemsize / 4)
-  words = sum(map(rows if worker.aux_reduce == "stack" else cost, jax.tree.leaves(aux)))
+  sent = lambda x: x.size // size * (size - 1) * x.dtype.itemsize
+  rows = lambda x: math.ceil(sent(x) / 4)
+  of_aux = rows if worker.aux_reduce == "stack" else cost
+  words = sum(map(of_aux, jax.tree.leaves(aux)))
   for leaf in [] if worker.model_state == "worker" else jax.tree.leaves(model_state):
     twice = size & size - 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
     words += cost(leaf) * (2 if twice else 1)
@@ -389,7 +393,9 @@ def _over_parts(x: jax.Array, how: AuxReduce) -> jax.Array:
   """The reduction of a leaf over the micro-batches, its leading axis."""
   if how == "stack":
     return x
-  return x.sum(0, dtype=x.dtype) if how == "sum" else getattr(x, how)(0)
+  if how == "sum":
+    return x.sum(0, dtype=x.dtype)
+  return getattr(x, how)(0)
 
 
 def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:

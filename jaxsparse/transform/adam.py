@@ -113,9 +113,8 @@ class _WindowAdam(NamedTuple):
 
   def init(self, params: optax.Params) -> WindowAdamState:
     """The state before the first step."""
-
-    def zeros() -> optax.Updates:
-      return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf)), params)
+    wide = lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf))
+    zeros = lambda: jax.tree.map(wide, params)
 
     # A step that donates its state needs an array of its own for each.
     mu = self._stored(zeros())
@@ -135,8 +134,9 @@ class _WindowAdam(NamedTuple):
     # optax adds a complex average to real squares.
     with jax.numpy_dtype_promotion("standard"):
       leaves = jax.tree.map(of_leaf, updates, *moments)
+    averages = jax.tree.structure((0, 0, 0, 0))
     scaled, mu, average, nu = jax.tree.transpose(
-      jax.tree.structure(updates), jax.tree.structure((0, 0, 0, 0)), leaves
+      jax.tree.structure(updates), averages, leaves
     )
     return scaled, WindowAdamState(step, self._stored(mu), average, nu)
 
@@ -154,7 +154,8 @@ class _WindowAdam(NamedTuple):
     window_decay = (self.window - 1) / (self.window + 1)
     # Arrays, as `inject_hyperparams` gives them, have one dtype for all leaves.
     real = jnp.finfo(dtype).dtype
-    b1, b2, eps = (_cast_number(x, real) for x in (self.b1, self.b2, self.eps))
+    given = self.b1, self.b2, self.eps
+    b1, b2, eps = (_cast_number(x, real) for x in given)
     later = lambda x, decay: optax.tree.bias_correction(
       x, _cast_number(decay, count.dtype), count
     )

@@ -58,12 +58,13 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     # A transform, or local steps, that is the only one has undone itself already,
     # without a pass over residuals. Of several one may skip while another one does not,
     # so then all of their states are chosen here.
-    is_part = lambda node: states.is_reduce_state(node) or states.is_local_state(node)
-    is_only = sum(map(is_part, jax.tree.leaves(after, is_leaf=is_part))) == 1
+    is_ours = states.is_ours
+    nodes = jax.tree.leaves(after, is_leaf=is_ours)
+    is_only = sum(map(is_ours, nodes)) == 1
     keep = lambda old, new: (
-      new if is_only and is_part(old) else select_state(skipped, old, new)
+      new if is_only and is_ours(old) else select_state(skipped, old, new)
     )
-    return updates, jax.tree.map(keep, state, after, is_leaf=is_part)
+    return updates, jax.tree.map(keep, state, after, is_leaf=is_ours)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
 

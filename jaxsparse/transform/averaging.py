@@ -1,7 +1,6 @@
 """Momentum of optimizers of the workers' own, averaged now and then (DES-LOC, Iacob et al., 2025)."""
 
-import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import ArrayTree, Comm, check_whole
 
 _FIELDS = ("mu", "trace")  # of optax's states
+_Momentum = dict[str, optax.Updates]  # by the paths in an inner state
 
 
 class AveragedState(NamedTuple):
@@ -31,7 +31,7 @@ class AveragedState(NamedTuple):
     since: i32[], steps since momentum was averaged.
   """
 
-  inner: Any
+  inner: OptState
   means: dict[str, ReduceState]
   since: jax.Array
 
@@ -90,7 +90,13 @@ def average_momentum(
     means = {path: mean.init(tree) for path, tree in momentum.items()}
     return AveragedState(state, means, jnp.int32(0))
 
-  exchange = functools.partial(_average, mean)
+  def exchange(
+    momentum: _Momentum, means: dict[str, ReduceState]
+  ) -> tuple[_Momentum, dict[str, ReduceState]]:
+    averaged, states = {}, {}
+    for path, tree in momentum.items():
+      averaged[path], states[path] = mean.update(tree, means[path])
+    return averaged, states
 
   def update(
     grads: optax.Updates,
@@ -111,27 +117,16 @@ def average_momentum(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _average(
-  mean: optax.GradientTransformationExtraArgs,
-  momentum: dict[str, optax.Updates],
-  means: dict[str, ReduceState],
-) -> tuple[dict[str, optax.Updates], dict[str, ReduceState]]:
-  """The mean of each momentum over the workers, and the next states of its exchange."""
-  averaged, states = {}, {}
-  for path, tree in momentum.items():
-    averaged[path], states[path] = mean.update(tree, means[path])
-  return averaged, states
-
-
-def _with_momentum(state: OptState, momentum: dict[str, optax.Updates]) -> OptState:
+def _with_momentum(state: OptState, momentum: _Momentum) -> OptState:
   """The state with another momentum at each of these paths."""
   for path, tree in momentum.items():
     is_at_path = lambda own, _, path=path: keystr(own) == path
-    state = optax.tree.set(state, is_at_path, **{path.rpartition(".")[2]: tree})
+    field = path.rpartition(".")[2]
+    state = optax.tree.set(state, is_at_path, **{field: tree})
   return state
 
 
-def _momentum_of(state: OptState) -> dict[str, Any]:
+def _momentum_of(state: OptState) -> _Momentum:
   """Each momentum in the state of an optimizer, a pytree like the parameters, by its path."""
   is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
   trees = [

@@ -23,6 +23,7 @@ from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import (
   LocalState,
   ReduceState,
+  axes_of_workers,
   checksum_of,
   is_reduce_state,
   local_states,
@@ -283,12 +284,11 @@ def check_method(
   shapes = tuple(map(np.shape, jax.tree.leaves(grads)))
   if method is None or method.shapes != shapes:
     check_params([state], grads)
-  was, now = (
-    {group.leaves: group.collective.label for group in found}
-    for found in (method.groups, groups)
-  )
+  labels_of = lambda groups: {group.leaves: group.collective.label for group in groups}
+  was, now = labels_of(method.groups), labels_of(groups)
   if (was, method.shapes) != (now, shapes):
-    labels = [", ".join(dict.fromkeys(found.values())) for found in (was, now)]
+    joined = lambda labels: ", ".join(dict.fromkeys(labels.values()))
+    labels = joined(was), joined(now)
     others = " for other groups of leaves" if labels[0] == labels[1] else ""
     raise ValueError(
       f"the optimizer state is one of {labels[0]}{others}, and this transform is {labels[1]}: make one of it with "
@@ -310,11 +310,7 @@ def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
   Where a shard_map checks replication, the counters of each worker tell the axes of the
   workers.
   """
-  axes = frozenset().union(
-    *(
-      _compat.axes_of_type(node.counters.skipped) for node in reduce_states(state.outer)
-    )
-  )
+  axes = axes_of_workers(reduce_states(state.outer))
   leaves = jax.tree_util.tree_leaves_with_path(grads)
   if (
     axes and leaves and not any(axes & _compat.axes_of_type(leaf) for _, leaf in leaves)
@@ -408,12 +404,14 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
     )
 
 
+def is_traced(*trees: ArrayTree) -> bool:
+  """Whether a leaf is a tracer, so that its value is not known."""
+  return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+
+
 def check_not_traced(name: str, *trees: ArrayTree) -> None:
   """Raises ValueError under a trace, also of captured arrays: what is computed with them there has no values."""
-  if any(
-    isinstance(leaf, jax.core.Tracer)
-    for leaf in (jnp.int32(0) + 1, *jax.tree.leaves(trees))
-  ):
+  if is_traced(jnp.int32(0) + 1, trees):
     raise ValueError(
       f"{name}: called under a trace, by jax.jit, jax.vmap or jax.eval_shape, and it computes with values on the "
       "host: call it outside, between two steps"

@@ -16,7 +16,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, make_collective, make_instance
 from jaxsparse.transform.groups import Special
 from jaxsparse.transform.update import collective_transform
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, SpecTree
 
 Options = ParamSpec("Options")
 
@@ -30,7 +30,7 @@ class TransformFunction(Protocol[Options]):
     self,
     axis: AxisName | Comm,
     special: Special | None = None,
-    shardings: Any = None,
+    shardings: SpecTree = None,
     *args: Options.args,
     **options: Options.kwargs,
   ) -> optax.GradientTransformation:
@@ -58,7 +58,7 @@ def transform_function(
   def transform(
     axis: AxisName | Comm,
     special: Special | None = None,
-    shardings: Any = None,
+    shardings: SpecTree = None,
     **options: Any,
   ) -> optax.GradientTransformation:
     return collective_transform(make_instance(cls, options), axis, special, shardings)
@@ -113,7 +113,7 @@ def make_transform(
   name: str | Collective,
   axis: AxisName | Comm,
   special: Special | None = None,
-  shardings: Any = None,
+  shardings: SpecTree = None,
   **config: Any,
 ) -> optax.GradientTransformation:
   """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.

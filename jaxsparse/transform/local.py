@@ -228,13 +228,14 @@ class _EveryStep(NamedTuple):
       done = self.exchange.reduce(0, pseudo_gradient, state, given)
     else:
       done = self.exchange.agree(state, given)
-    after = state._replace(inner=inner, since=jnp.int32(0), steps=state.steps + 1)
+    steps = state.steps + 1
+    after = state._replace(inner=inner, since=jnp.int32(0), steps=steps)
     return _commit(done, state, after)
 
   def synchronize(
     self, state: LocalState, params: optax.Params, extra: Extra
   ) -> Result:
-    return jax.tree.map(jnp.zeros_like, params), state
+    return optax.tree.zeros_like(params), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,8 +246,8 @@ class _OnDemand:
 
   def init(self, params: optax.Params) -> LocalState:
     state = self.exchange.init(params)
-    moved = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
-    return state._replace(moved=moved)
+    row = lambda p: jnp.zeros_like(p, jnp.float32)[None]
+    return state._replace(moved=jax.tree.map(row, params))
 
   def step(
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Extra
@@ -271,7 +272,7 @@ class _OnDemand:
   def synchronize(
     self, state: LocalState, params: optax.Params, extra: Extra
   ) -> Result:
-    unchanged = lambda: (jax.tree.map(jnp.zeros_like, params), state)
+    unchanged = lambda: (optax.tree.zeros_like(params), state)
     exchange = functools.partial(self._exchange_all, state, params, extra)
     # Right after an exchange that has left no movement, outer momentum would move the
     # parameters all the same.
@@ -286,12 +287,12 @@ class _OnDemand:
     fragments = self.exchange.fragments
     # Made within the branch of a conditional: as its operand it would take equations.
     given = Given(params, jnp.bool_(True), extra)
-    total = jax.tree.map(jnp.zeros_like, params)
+    total = optax.tree.zeros_like(params)
     after = state._replace(inner=())
     skipped = jnp.bool_(False)
     for fragment in range(fragments.count):
       done = self.exchange.deliver(fragment, after, given)
-      total = jax.tree.map(jnp.add, total, done.updates)
+      total = optax.tree.add(total, done.updates)
       skipped |= done.skipped
       after = after._replace(outer=done.outer, flight=done.flight)
     left = functools.partial(self.exchange.undelivered, state)
@@ -329,7 +330,8 @@ class _Periods(_OnDemand):
     """H of the current period; that of a schedule depends on the step where the period begins, so it is constant."""
     if not callable(self.every):
       return self.every
-    steps = jnp.asarray(self.every(state.steps - state.since)).astype(jnp.float32)
+    begin = state.steps - state.since
+    steps = jnp.asarray(self.every(begin)).astype(jnp.float32)
     return jnp.clip(steps, 1, 2**30).astype(jnp.int32)
 
   def _due_fragment(self, state: LocalState, period: int | jax.Array) -> jax.Array:

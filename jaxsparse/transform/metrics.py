@@ -1,6 +1,7 @@
 """`js.metrics`: the communication of a run, read from its optax state."""
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -206,8 +207,10 @@ def _read(
   comm: Comm = _ALL_HERE,
 ) -> Metrics:
   """The metrics of transforms together, with those of each as a tuple, of local steps, and of `js.norm_restored`."""
-  parts = tuple(summary([node], comm) for node in nodes) if len(nodes) > 1 else ()
-  shared, own = sum((node.products.sum(0) for node in restored), jnp.zeros(2))
+  several = nodes if len(nodes) > 1 else ()
+  parts = tuple(summary([node], comm) for node in several)
+  products = [node.products.sum(0) for node in restored]
+  shared, own = sum(products, jnp.zeros(2))
   agreement = shared / jnp.where(own > 0, own, 1.0)
   whole = summary(nodes, comm)._replace(parts=parts, agreement=agreement)
   if not local:
@@ -230,9 +233,8 @@ _of_all_workers = jax.jit(_read)
 def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
   """Metrics of transforms together, over the workers whose counters and residuals are here, and those of a comm."""
   over_workers = functools.partial(_over_workers, comm)
-  entries = sum(
-    (node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0)
-  )
+  entries_of = lambda node: node.layout.entries.astype(jnp.float32).max()
+  entries = sum(map(entries_of, nodes), jnp.float32(0))
   # Those of inner optimizers are [P, 1].
   workers = [
     _of_workers(jax.tree.map(jnp.ravel, node.counters), node.devices) for node in nodes
@@ -243,23 +245,26 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
     skipped=whole.skipped.astype(jnp.int32),
     total_words=sum(words for _, words in workers),
   )
-  read = {name: x for name, x in whole._asdict().items() if name in Metrics._fields}
   over_all = {
-    name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in read.items()
+    name: over_workers(x, _OVER_WORKERS.get(name, "max"))
+    for name, x in whole._asdict().items()
+    if name in Metrics._fields
   }
   squares = [
     over_workers(x**2, "sum")
     for x in jax.tree.leaves([node.carried.residual for node in nodes])
   ]
-  own = {
-    "skipped": over_all["skipped"] > 0,
-    "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
-    "drift": jnp.float32(0),
-    "since_exchange": jnp.int32(0),
-    "words_per_step": over_all["words_sent"].astype(jnp.float32),
-    "agreement": jnp.float32(0),
-  }
-  return Metrics(**over_all | own)
+  return Metrics(
+    **over_all
+    | {
+      "skipped": over_all["skipped"] > 0,
+      "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
+      "drift": jnp.float32(0),
+      "since_exchange": jnp.int32(0),
+      "words_per_step": over_all["words_sent"].astype(jnp.float32),
+      "agreement": jnp.float32(0),
+    }
+  )
 
 
 def _over_workers(
@@ -269,7 +274,8 @@ def _over_workers(
   if op == "mean":
     x = x.astype(jnp.float32)
   elif op == "sum" and jnp.issubdtype(x.dtype, jnp.integer):
-    x = jnp.minimum(x, jnp.iinfo(x.dtype).max // (x.size * comm.size))
+    most = jnp.iinfo(x.dtype).max // (x.size * comm.size)
+    x = jnp.minimum(x, most)
   x = getattr(jnp, op)(x)
   return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
@@ -284,10 +290,8 @@ def drift(nodes: Sequence[LocalState], comm: Comm) -> jax.Array:
   total = jnp.float32(0)
   for leaf in jax.tree.leaves([node.moved for node in nodes]):
     workers = leaf.shape[0] * comm.size
-    total += (
-      jnp.sum((leaf - comm.all_reduce(leaf.sum(0, keepdims=True)) / workers) ** 2)
-      / workers
-    )
+    mean = comm.all_reduce(leaf.sum(0, keepdims=True)) / workers
+    total += jnp.sum((leaf - mean) ** 2) / workers
   return jnp.sqrt(comm.all_reduce(total))
 
 
@@ -300,13 +304,10 @@ def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
     return counters, words
   by_device = lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T
   rows = jax.tree.map(by_device, counters)
-  each = [
-    jax.tree.map(lambda x, device=device: x[device], rows) for device in range(devices)
-  ]
+  each = [jax.tree.map(operator.itemgetter(device), rows) for device in range(devices)]
   # The density is the mean, as devices have equally many entries.
-  return combine_counters(each, 1)._replace(density=rows.density.mean(0)), by_device(
-    words
-  ).sum(0)
+  whole = combine_counters(each, 1)._replace(density=rows.density.mean(0))
+  return whole, by_device(words).sum(0)
 
 
 def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:

@@ -83,15 +83,18 @@ def momentum_corrected(
     raise ValueError(
       f"momentum_corrected: clip_norm={clip_norm!r}, choose a number above 0, or None"
     )
-  correct = lambda collective: Corrected(
-    collective=collective, momentum=momentum, nesterov=nesterov, masking=masking
-  )
   corrected = transform.with_collectives(
-    lambda collectives: [correct(collective) for collective in collectives]
+    lambda collectives: [
+      Corrected(
+        collective=collective, momentum=momentum, nesterov=nesterov, masking=masking
+      )
+      for collective in collectives
+    ]
   )
   if clip_norm is None:
     return corrected
-  # The number of workers is known inside the axis only.
+  # The number of workers is known inside the axis only. With independent gradients
+  # the norm of their mean is P^−½ times that of one of them.
   largest = lambda: clip_norm * transform.comm.size**-0.5
 
   def clip(grads: optax.Updates, params: optax.Params) -> optax.Updates:  # noqa: ARG001
@@ -159,9 +162,10 @@ def ef21(
   transform = checked_transform("ef21", transform)
   if not (is_number(momentum, numbers.Real) and 0 <= momentum < 1):
     raise ValueError(f"ef21: momentum={momentum!r}, choose a number from 0 up, below 1")
-  track = lambda collective: EF21(collective=collective, momentum=momentum)
   return transform.with_collectives(
-    lambda collectives: [track(collective) for collective in collectives]
+    lambda collectives: [
+      EF21(collective=collective, momentum=momentum) for collective in collectives
+    ]
   )
 
 

@@ -96,7 +96,8 @@ class Shards:
     axes = dict(self.axes)
     pieces = []
     for shape, spec in zip(self.shapes, self.specs, strict=True):
-      ways = [_ways(part, axes) for part in spec] + [1] * (len(shape) - len(spec))
+      whole = [1] * (len(shape) - len(spec))
+      ways = [*(_ways(part, axes) for part in spec), *whole]
       shard = tuple(size // count for size, count in zip(shape, ways, strict=True))
       pieces.append(share_of(shard, _ways(self._replicated(spec), axes)))
     return pieces
@@ -125,9 +126,8 @@ class Shards:
       alike = self._replicated(spec)
       if alike and flat.size:
         copies = math.prod(map(jax.lax.axis_size, alike))
-        flat = jnp.pad(flat, (0, -flat.size % copies)).reshape(copies, -1)[
-          jax.lax.axis_index(alike)
-        ]
+        padded = jnp.pad(flat, (0, -flat.size % copies))
+        flat = padded.reshape(copies, -1)[jax.lax.axis_index(alike)]
       pieces.append(flat)
     return pieces
 
@@ -141,15 +141,14 @@ class Shards:
       if (axes := self._replicated(spec)) and piece.size:
         alike.setdefault((axes, piece.dtype), []).append(index)
     for (axes, _), indices in alike.items():
-      rows = jax.lax.all_gather(
-        jnp.concatenate([pieces[index] for index in indices]), axes
-      )
+      joined = jnp.concatenate([pieces[index] for index in indices])
+      rows = jax.lax.all_gather(joined, axes)
       sizes = [pieces[index].size for index in indices]
-      for index, columns in zip(
-        indices, flatten.parts(rows, sizes, axis=1), strict=True
-      ):
+      columns_of_leaves = flatten.parts(rows, sizes, axis=1)
+      for index, columns in zip(indices, columns_of_leaves, strict=True):
         flat[index] = columns.reshape(-1)[: shards[index].size]
-    return [leaf.reshape(shard.shape) for leaf, shard in zip(flat, shards, strict=True)]
+    pairs = zip(flat, shards, strict=True)
+    return [leaf.reshape(shard.shape) for leaf, shard in pairs]
 
   def _replicated(self, spec: PartitionSpec) -> tuple[str, ...]:
     """The axes inside along which devices hold copies, in the order of the mesh."""
@@ -199,9 +198,9 @@ def shards_of(
         "how they are sharded along it: make the state with js.init, outside jit; or give the transform shardings=, or "
         "the mesh Explicit axes"
       )
-    return Shards.from_specs(
-      params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)]
-    )
+    leaves = jax.tree.leaves(params)
+    of_types = [jax.typeof(leaf).sharding.spec for leaf in leaves]
+    return Shards.from_specs(params, axes, of_types)
   is_spec = lambda x: isinstance(x, (PartitionSpec, NamedSharding))
   given = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)
   specs = {

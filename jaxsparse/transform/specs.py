@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from optax import OptState
 
 from jaxsparse._compat import AxisName, names_of
+from jaxsparse.arrays.flatten import leaves_by_name
 from jaxsparse.transform.checks import check_alive, check_layout
 from jaxsparse.transform.state import (
   is_reduce_state,
@@ -165,9 +166,10 @@ def _check_chain(chain: OptState, averaged: frozenset[str]) -> None:
   for position, (name, part) in enumerate(parts):
     leaves_of_part = _reduced_leaves(part)
     local = _reduced_leaves([later for _, later in parts[position:]]) - averaged
+    arrays = leaves_by_name(part).items()
     if leaves_of_part:
       _check_chains(part, averaged)
-    elif any(_is_local(path, leaf, local, averaged) for path, leaf in _leaves(part)):
+    elif any(_is_local(path, leaf, local, averaged) for path, leaf in arrays):
       raise ValueError(
         f"transformation {name!r} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
         "transform: the arrays would be computed from the gradients of one worker and differ between workers, but be "
@@ -181,13 +183,9 @@ def _reduced_leaves(state: OptState) -> frozenset[str]:
   return frozenset(name for node in reduce_states(state) for name, _ in node.leaves)
 
 
-def _leaves(state: OptState) -> list[tuple[str, Any]]:
-  """The arrays of a state, each with its path."""
-  leaves = jax.tree_util.tree_leaves_with_path(state)
-  return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-
-
-def _is_local(path: str, leaf: Any, local: frozenset[str], averaged: Any) -> bool:
+def _is_local(
+  path: str, leaf: jax.Array, local: frozenset[str], averaged: frozenset[str]
+) -> bool:
   """Whether an array in the state of another transformation is made of gradients that are not averaged yet.
 
   Scalars may be rates, or counts of steps, which are the same on every worker; a

@@ -39,9 +39,15 @@ from jaxsparse.transform.groups import (
 )
 from jaxsparse.transform.metrics import count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
-from jaxsparse.transform.state import Layout, ReduceState, join_groups
+from jaxsparse.transform.state import (
+  Layout,
+  ReduceState,
+  add_row,
+  first_row,
+  join_groups,
+)
 from jaxsparse.transform.wrapped import PLACEHOLDER, mean_dtypes
-from jaxsparse.types import Comm, Commit, Counters, Reduced, State
+from jaxsparse.types import ArrayTree, Comm, Commit, Counters, Reduced, SpecTree, State
 
 
 @jax.tree_util.register_static  # as a pytree with `init` and `update` for leaves it would lose its attributes
@@ -55,16 +61,17 @@ class Transform(optax.GradientTransformationExtraArgs):
   """
 
   comm: Comm
-  with_collectives: Callable[
-    [Callable[[list[Collective]], list[Collective]]], "Transform"
-  ]
+  with_collectives: Callable[["_Change"], "Transform"]
+
+
+_Change = Callable[[list[Collective]], list[Collective]]
 
 
 def collective_transform(
   collective: Collective,
   axis: _compat.AxisName | Comm,
   special: Special | None = None,
-  shardings: Any = None,
+  shardings: SpecTree = None,
 ) -> Transform:
   """The transform that averages gradients with `collective` over the workers of `axis`; see `js.make_transform`."""
   assignment = (
@@ -78,7 +85,7 @@ def grouped_transform(
   grouped: Callable[[Shapes], list[Group]],
   collectives: list[Collective],
   axis: _compat.AxisName | Comm,
-  shardings: Any,
+  shardings: SpecTree,
   special: Special | None,
 ) -> Transform:
   """The transform that reduces the groups of a gradient over the workers of `axis`.
@@ -102,12 +109,11 @@ def grouped_transform(
     if special:
       check_special(special, params)
     shapes = flatten.leaf_shapes(params)
-    method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)))
+    groups = tuple(grouped(shapes))
+    method = Method(tuple(shapes), tuple(shapes.values()), groups)
     return first_state(comm, method, shards_of(comm, params, shardings))
 
-  def with_collectives(
-    change: Callable[[list[Collective]], list[Collective]],
-  ) -> Transform:
+  def with_collectives(change: _Change) -> Transform:
     def changed(shapes: Shapes) -> list[Group]:
       groups = grouped(shapes)
       collectives = change([group.collective for group in groups]) if groups else []
@@ -129,10 +135,10 @@ def _update(
   grouped: Callable[[Shapes], list[Group]],
   updates: optax.Updates,
   state: ReduceState,
-  params: Any = None,
+  params: ArrayTree = None,
   *,
   agree: jax.Array | None = None,
-  **extra: Any,
+  **extra: ArrayTree,
 ) -> tuple[optax.Updates, ReduceState]:
   """`update` of the transform; in local steps of `js.local_steps` `agree`, bool[], says that this worker is finite."""
   del params, extra
@@ -141,7 +147,7 @@ def _update(
   # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
   if agree is not None:
     agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
-    return jax.tree.map(jnp.zeros_like, updates), state.idle(~agreed)
+    return optax.tree.zeros_like(updates), state.idle(~agreed)
   groups = grouped(flatten.leaf_shapes(updates))
   checks.check_method(state, groups, updates, comm.size)
   if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
@@ -167,7 +173,7 @@ def _without_derivative(flat: jax.Array, name: str) -> jax.Array:  # noqa: ARG00
 
 
 @_without_derivative.defjvp
-def _refuse_derivative(name: str, *_: Any) -> Any:
+def _refuse_derivative(name: str, *_: ArrayTree) -> ArrayTree:
   raise TypeError(
     f"{name}: there is no derivative of an exchange that selects or rounds entries: use js.dense_transform, or give "
     "`update` jax.lax.stop_gradient of the gradients"
@@ -207,9 +213,8 @@ def init_state(collective: Collective, n: int, size: int) -> ReduceState:
     ValueError: for a number of entries that the collective cannot index, or that its
       options do not fit.
   """
-  return ReduceState(
-    *_start_groups([Group((0,), n, collective)], size), Layout.of_workers(size, n)
-  )
+  started = _start_groups([Group((0,), n, collective)], size)
+  return ReduceState(*started, Layout.of_workers(size, n))
 
 
 def at_devices(
@@ -230,7 +235,7 @@ def at_devices(
   def device(
     leaves: list[jax.Array], carried: State, counters: Counters
   ) -> tuple[list[jax.Array], State, Counters]:
-    shared = jax.tree.map(lambda x: x[0], carried.shared)
+    shared = first_row(carried.shared)
     one = ReduceState(
       carried._replace(shared=shared), counters, layout._replace(shards=None)
     )
@@ -251,9 +256,7 @@ def at_devices(
 
 def add_device_axis(carried: State, counters: Counters) -> tuple[State, Counters]:
   """The state of one device with a leading axis of devices everywhere; what workers share has none by itself."""
-  return carried._replace(
-    shared=jax.tree.map(lambda x: x[None], carried.shared)
-  ), counters
+  return carried._replace(shared=add_row(carried.shared)), counters
 
 
 def reduce_step(
@@ -264,9 +267,8 @@ def reduce_step(
   divisor: int = 1,
 ) -> tuple[jax.Array, ReduceState]:
   """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state."""
-  (update,), state = reduce_groups(
-    comm, [Group((0,), grads.size, collective)], [grads], state, divisor, [grads.dtype]
-  )
+  groups = [Group((0,), grads.size, collective)]
+  (update,), state = reduce_groups(comm, groups, [grads], state, divisor, [grads.dtype])
   return update, state
 
 
@@ -311,7 +313,7 @@ def reduce_groups(
   leaves: list[jax.Array],
   state: ReduceState,
   divisor: int,
-  dtypes: Sequence[Any],
+  dtypes: Sequence[jnp.dtype],
   inside: Sequence[str] = (),
 ) -> tuple[list[jax.Array], ReduceState]:
   """One reduction of each group of leaves at one worker, or of their pieces at one of its devices.

@@ -62,7 +62,7 @@ def _join_pairs(tree: ArrayTree, seen: ArrayTree) -> ArrayTree:
 
 def _concatenate(tree: ArrayTree) -> jax.Array:
   with jax.numpy_dtype_promotion("standard"):
-    return jnp.concatenate([jnp.reshape(leaf, -1) for leaf in jax.tree.leaves(tree)])
+    return jnp.concatenate(list(map(jnp.ravel, jax.tree.leaves(tree))))
 
 
 def _divide(tree: ArrayTree, seen: jax.Array) -> ArrayTree:
@@ -73,12 +73,12 @@ def _divide(tree: ArrayTree, seen: jax.Array) -> ArrayTree:
   )
 
 
-_SPLIT = _Wrapper(
-  lambda tree: jax.tree.map(
-    lambda x: _Pair(jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else x, tree
-  ),
-  _join_pairs,
-)
+def _split_pairs(tree: ArrayTree) -> ArrayTree:
+  pair = lambda x: _Pair(jnp.real(x), jnp.imag(x))
+  return jax.tree.map(lambda x: pair(x) if jnp.iscomplexobj(x) else x, tree)
+
+
+_SPLIT = _Wrapper(_split_pairs, _join_pairs)
 _FLAT = _Wrapper(_concatenate, _divide)
 
 
@@ -106,15 +106,19 @@ class View(NamedTuple):
   def restore(self, like: ArrayTree, seen: ArrayTree) -> ArrayTree:
     """`like`, a pytree like the parameters, with the leaves that the transform sees replaced by `seen`."""
     for depth in reversed(range(len(self.wrappers))):
-      seen = self.wrappers[depth].restore(View(self.wrappers[:depth]).see(like), seen)
+      given = View(self.wrappers[:depth]).see(like)
+      seen = self.wrappers[depth].restore(given, seen)
     if isinstance(like, optax.LookaheadParams):
       return like._replace(fast=seen)
     return with_optimized(like, seen)
 
 
 _VIEWS = [
-  View(wrappers)
-  for wrappers in ((), (_SPLIT,), (_FLAT,), (_SPLIT, _FLAT), (_FLAT, _SPLIT))
+  View(),
+  View((_SPLIT,)),
+  View((_FLAT,)),
+  View((_SPLIT, _FLAT)),
+  View((_FLAT, _SPLIT)),
 ]
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jaxsparse.weights.digests import BYTES, digest
 
 _MAGIC = b"jaxsparse.wts 1\n"
+Header = dict[str, Any]  # what JSON holds
 _NAME = re.compile(r"(\d{12})-(\d+)-(\d+)-(\d+)\.(link|anchor)")
 
 
@@ -43,12 +44,13 @@ class Name(NamedTuple):
 def names(folder: pathlib.Path) -> list[Name]:
   """Of all versions, oldest first, and the parts of one in order; other files do not count."""
   found = map(_NAME.fullmatch, os.listdir(folder))
-  fields = [one.groups() for one in found if one]
-  return sorted(Name._make([*map(int, field[:4]), field[4]]) for field in fields)
+  fields = [match.groups() for match in found if match]
+  rows = [[*map(int, numbers), kind] for *numbers, kind in fields]
+  return sorted(map(Name._make, rows))
 
 
 def write(
-  folder: pathlib.Path, name: Name, header: dict[str, Any], arrays: list[np.ndarray]
+  folder: pathlib.Path, name: Name, header: Header, arrays: list[np.ndarray]
 ) -> None:
   """Writes a file aside, syncs and renames it.
 
@@ -68,7 +70,7 @@ def write(
   os.replace(aside, folder / str(name))
 
 
-def read(folder: pathlib.Path, name: Name) -> tuple[dict[str, Any], list[np.ndarray]]:
+def read(folder: pathlib.Path, name: Name) -> tuple[Header, list[np.ndarray]]:
   """Header and arrays.
 
   Raises:

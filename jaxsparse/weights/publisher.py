@@ -56,7 +56,8 @@ class Publisher(Folder):
     super().__init__(folder, params_like, dtype)
     self._folder.mkdir(parents=True, exist_ok=True)
     there = [name.number for name in files.names(self._folder)]
-    own = np.array([max(there, default=0), secrets.randbits(31)], np.int32)
+    newest = max(there, default=0)
+    own = np.array([newest, secrets.randbits(31)], np.int32)
     agreed = np.asarray(multihost_utils.broadcast_one_to_all(own))
     self.version, self._run = agreed.tolist()
     self._first = self.version
@@ -73,10 +74,12 @@ class Publisher(Folder):
       OSError: for a full disk, for example.
     """
     patterns = self._patterns(params)
-    before, self._before = self._before, None
+    before = self._before
+    self._before = None
     self.version += 1
     size = sum(array.nbytes for array in patterns.arrays)
-    id_, link = self._run, None
+    id_ = self._run
+    link = None
     if before:
       id_ = before[0]
       link = packing.difference(before[1].arrays, patterns.arrays)
@@ -94,7 +97,7 @@ class Publisher(Folder):
     self._before = chained(id_, content), patterns
     return self.version
 
-  def _write(self, kind: str, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+  def _write(self, kind: str, header: files.Header, arrays: list[np.ndarray]) -> None:
     part, processes = jax.process_index(), jax.process_count()
     name = files.Name(self.version, self._run, part, processes, kind)
     files.write(self._folder, name, header, arrays)
