@@ -111,6 +111,7 @@ def _agreements(
   """The two numbers, f32[2], at one worker."""
   comm = engine.comm
   if "rng" in given:
+    # Each worker draws noise of its own, as in a training step.
     given = given | {"rng": jax.random.fold_in(given["rng"], comm.rank)}
 
   def of(batch: ArrayTree) -> jax.Array:
@@ -135,6 +136,7 @@ def _agreements(
       mean += jnp.sum(jnp.abs(comm.all_reduce(unit) / comm.size) ** 2)
       each += jnp.sum(jnp.abs(unit) ** 2)
     each = comm.all_reduce(each) / comm.size
+    # Gradients that are all zeros are equal.
     return jnp.where(largest == 0, 1.0, mean / each)
 
   return jnp.stack([of(batch), of(_dealt(comm, batch))])
@@ -144,8 +146,10 @@ def _dealt(comm: Comm, batch: ArrayTree) -> ArrayTree:
   """The rows of the whole batch that are dealt out to this worker, the same for leaves with as many rows."""
 
   def dealt(x: jax.Array) -> jax.Array:
+    # Typed keys are no numbers that a message carries; their words are.
     own = words_of_keys(x)
     rows = jnp.concatenate(in_rank_order(comm, all_gather(comm, own)))
+    # The key is the same on all workers, so that each row goes to one of them.
     shuffled = jax.random.permutation(jax.random.key(0), len(rows))
     order = shuffled.reshape(comm.size, -1)
     chosen = rows[order[comm.rank]]

@@ -99,6 +99,7 @@ def resize(
   def restart(row: bool, node: OptState) -> OptState:
     if not states.is_reduce_state(node):
       return ()
+    # A fresh residual of zeros: `_carry_state` fills in what is owed.
     fresh = first_state(engine.comm, node.layout.method, node.layout.shards)
     return states.add_row(fresh) if row else fresh
 
@@ -115,6 +116,7 @@ def resize(
     rows = (engine.held,) if row else ()
     axes = (axis,) if row else ()
     shape = np.shape(x)[len(rows) :]
+    # The leading axis of workers is none of the parameter's.
     spec = _spec_of_moment(path, shape, params)
     sharding = (
       None if spec is None else engine.shardings_of(PartitionSpec(*axes, *spec))
@@ -172,6 +174,7 @@ def convert(
   state = states.with_rows(state)
   checks.check_landed("js.convert", state)
   fresh = init(tx, params, mesh, axis=axis)
+  # Workers get their copies of the optimizer after the state is that of this mesh.
   if states.local_states(fresh) and not states.local_states(state):
     state = _start_local(resize(state, params, mesh, axis=axis), fresh)
   return _carry_state(engine, state, fresh, params)
@@ -182,11 +185,13 @@ def _carry_state(
 ) -> OptState:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
   nodes = states.reduce_states(state)
+  # All workers hold the same layout, so this process's part tells.
   before = int(np.max(gather(nodes[0].layout.workers)))
   after = engine.workers
   rows = nodes[0].counters.skipped.size
   state = _fit_moved(state, fresh, before)
   _check_structure(state, fresh)
+  # A rank of MPI holds one row, and has no way to read the others.
   if rows == 1 < before != after:
     raise ValueError(
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
@@ -214,8 +219,10 @@ def _carry_state(
 
   def carry(old: ArrayTree, new: ArrayTree) -> ArrayTree:
     if not states.is_reduce_state(old):
+      # Only rows of workers differ in shape; all else is checked by now.
       same = np.shape(old) == new.shape
       return put_like(new, old if same else _mean(gather(old), new))
+    # Nothing has changed for this transform: thresholds and momenta go on as they are.
     if (
       before == after
       and old.layout[3:] == new.layout[3:]
@@ -258,6 +265,7 @@ def _spec_of_moment(
     and np.shape(param) == shape
     and isinstance(getattr(param, "sharding", None), NamedSharding)
   }
+  # The path of one parameter may end that of another: the longest match is meant.
   return specs[max(specs)] if specs else None
 
 
@@ -271,10 +279,12 @@ def _mean(rows: Any, like: ArrayTree) -> ArrayTree:
     again, first = np.divmod(np.arange(like.shape[0]), len(rows))
     words = jnp.asarray(np.asarray(jax.random.key_data(rows))[first])
     keys = jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
+    # A key that serves a second worker is folded with how often it has served.
     folded = jax.vmap(jax.random.fold_in)(keys, again)
     return jnp.where(again > 0, folded, keys)
   rows = np.asarray(rows)
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
+  # In float64 the mean of equal rows is that row, and no sum overflows.
   value = (
     rows.astype(np.float64).mean(axis=0).astype(rows.dtype)
     if floating
@@ -304,6 +314,7 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
       if type(old) is tuple
       else ()
     )
+    # `inner` may be one optimizer, or a chain of all that followed the transform.
     choices = [rest, *rest] if len(rest) == 1 else [rest]
     like: Any = jax.tree.structure(new.inner)
     inner = [
@@ -321,7 +332,7 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
         "js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before"
       )
     following = iter(nodes)  # These have the totals of counters.
-    # Of random keys new ones, which differ between workers.
+    # Random keys are new ones, which differ between workers.
     row = lambda leaf, like: (
       like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
     )
@@ -345,6 +356,7 @@ def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
   Raises:
     ValueError: the other way round, if it is not zeros.
   """
+  # Both chains have their local steps in the same order.
   following = iter(states.local_states(fresh))
 
   def fit(node: states.LocalState) -> states.LocalState:
@@ -377,6 +389,7 @@ def _check_structure(state: OptState, fresh: OptState) -> None:
 def _described(tree: ArrayTree) -> set[str]:
   """The path of each array of a state, with its type and its shape at a worker."""
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
+  # What a jaxsparse transform holds may differ: it is converted.
   shape = lambda x, row: (
     ""
     if states.is_reduce_state(x)
@@ -396,6 +409,7 @@ def _check_homes(
   for leaf_index, residual in sorted(residuals.items()):
     name = names[leaf_index]
     if leaf_index not in homes:
+      # A residual of zeros owes nothing, and may go.
       if residual.rows.any():
         raise ValueError(
           f"parameters{name} has a residual that is not zero, and its new collective keeps none: deliver it "

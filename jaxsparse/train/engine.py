@@ -104,6 +104,7 @@ class Engine:
     where workers have devices.
     """
     program = self.map(worker, in_specs, out_specs)
+    # Inside a worker each array keeps its own sharding; elsewhere specs say all.
     given, results = (self._inside and shardings) or (
       self.shardings_of(in_specs),
       self.shardings_of(out_specs),
@@ -167,6 +168,7 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
     ValueError: if the mesh has no such axis, or there are no workers.
     TypeError: if `where` is neither a mesh nor such a comm.
   """
+  # Without workers, sizes are 0, and later errors speak of divisions.
   if not (
     where.devices.size
     if isinstance(where, Mesh)
@@ -176,6 +178,7 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
       f"{where!r} has no workers: give a mesh with devices, or a comm with members >= 1"
     )
   if isinstance(where, Mesh):
+    # With axes of size 1 alone, a worker is one device, and programs map over all axes.
     inside = tuple(name for name in where.axis_names if name not in names_of(axis))
     return _OnMesh(
       where, axis, inside if any(where.shape[name] > 1 for name in inside) else ()
@@ -225,6 +228,7 @@ class _OnMesh(Engine):
     outside = [name for name in mesh.axis_names if name not in inside]
     self.axes = {name: mesh.shape[name] for name in outside}
     self.others = tuple(name for name in self.axes if name not in names)
+    # A process without a device of this mesh takes no part.
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes = len(taking_part)
     me = jax.process_index()
@@ -262,8 +266,10 @@ class _OnMesh(Engine):
     shard_map = (
       _compat.partly_mapped if self._inside and self._is_explicit else _compat.shard_map
     )
+    # A shard_map over the workers may not name the axes that it leaves to the compiler.
     specs = self._without_inside(in_specs), self._without_inside(out_specs)
     mapped = shard_map(function, self._mesh, *specs, tuple(self.axes))
+    # Along Auto axes XLA reshards arguments by itself.
     if self._inside or not self._is_explicit:
       return mapped
 
@@ -348,6 +354,8 @@ class _OnMesh(Engine):
     spec: PartitionSpec,
   ) -> NamedSharding:
     """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
+    # An array keeps its own cuts inside a worker, if they fit the spec along the
+    # workers.
     own = self._own_spec(lies)
     along_workers = None if own is None else _compat.trimmed(self._without_inside(own))
     if along_workers and not spec:
@@ -395,6 +403,7 @@ class _Simulated(Engine):
     self, function: Callable, in_specs: SpecTree, out_specs: SpecTree
   ) -> Callable:
     workers = self.workers
+    # [P·n, …] outside of a program, as on a mesh; [P, n, …] under vmap.
     rows = lambda x: x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
     split = lambda spec, x: rows(x) if spec else x
     flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
@@ -430,6 +439,7 @@ class _Rank(Engine):
 @functools.lru_cache(maxsize=4)  # a program compiles for a tenth of a second
 def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
   """A mesh of one device of each process of a mesh, and a program that gathers rows of its devices on all of them."""
+  # Reversed, so that the first device of each process is the one that stays.
   first = {device.process_index: device for device in reversed(list(mesh.devices.flat))}
   devices = np.array([first[process] for process in sorted(first)])
   line = Mesh(devices, ("processes",), axis_types=(AxisType.Auto,))
@@ -457,8 +467,10 @@ def shape_of(
 
 def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
   """A global array over all processes, from the same whole array on each of them."""
+  # A global array already: this process cannot read all of it.
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return jax.device_put(x, sharding)
+  # Numpy has no dtype of keys.
   if _compat.is_key(x):
     words = put_global(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))

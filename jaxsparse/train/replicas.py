@@ -62,6 +62,7 @@ def check_processes(engine: Engine, tree: ArrayTree, name: str) -> None:
   """
   if engine.processes == 1:
     return
+  # Checksums in place of values, which would all travel between processes.
   leaves = [
     (
       jax.tree_util.keystr(path),
@@ -72,6 +73,7 @@ def check_processes(engine: Engine, tree: ArrayTree, name: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   ]
   every = gather_where_different(engine, leaves, lambda: leaves)
+  # Names and shapes first: values can be compared only where these are equal.
   if others := unlike_first(
     [[leaf[:3] for leaf in of_process] for of_process in every]
   ):
@@ -95,6 +97,7 @@ def gather_where_different(
   A digest is exchanged as an array of one shape, so that processes need not have
   equally many lines, leaves or shapes.
   """
+  # 64 bits, as two u32: arrays have no 64-bit integers without x64.
   short = hashlib.sha256(json.dumps(digest).encode()).digest()[:8]
   digests = engine.of_processes(np.frombuffer(short, np.uint32))
   if np.all(digests == digests[0]):
@@ -102,6 +105,7 @@ def gather_where_different(
   text = json.dumps(value()).encode()
   lengths = engine.of_processes(np.array([len(text)], np.uint32))
   longest = int(lengths.max())
+  # All rows of a message have one length, in whole words.
   texts = engine.of_processes(
     np.frombuffer(text.ljust(longest + -longest % 4), np.uint32)
   )
@@ -178,6 +182,7 @@ def check_same(
   program = text.lines if text else list
   lines = lambda: [known, list(map(Line, head)), program()]
   every = gather_where_different(engine, [known, head], lines)
+  # Other instructions are worth a warning, other code is an error.
   computing, digests = (
     zip(*(of_process.pop(0) for of_process in every), strict=True)
     if every
@@ -190,6 +195,7 @@ def check_same(
       "XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have",
       stacklevel=2,
     )
+  # Part 0 is the head, part 1 the program.
   for part, parts in enumerate(zip(*every, strict=True)):
     for line_number, row in enumerate(
       itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1
@@ -205,6 +211,7 @@ def check_same(
           f"0{where[0]}, and `{other}` on process {process}{where[process]}. Every process must run the same code with "
           "the same options, shapes and versions; data of a process's own belongs in the batch"
         )
+  # A difference in what digests cover, and no line above.
   if unlike_first(digests):
     raise ValueError(
       f"{what} is not the same on all processes, but its text is: give every process the same code"
@@ -294,11 +301,13 @@ def check_replicas(
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.
   """
+  # Devices inside a worker are compared, too.
   flat = engine.flat
   arguments = engine.place(trees, specs)
   if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
   every = jax.tree.leaves(jax.tree.broadcast(specs, trees))
+  # What is cut along the workers is their own, and may differ.
   same = [
     leaf_index
     for leaf_index, spec in enumerate(every)
@@ -345,6 +354,7 @@ def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
   sizes = [flat.axes[name] for name in flat.others]
   cut = axes_of_spec(spec)
   devices = np.arange(math.prod(sizes)).reshape(sizes)
+  # Along an axis that cuts the array each device holds another shard.
   first = devices[
     tuple(slice(None) if name in cut else slice(1) for name in flat.others)
   ]
@@ -358,6 +368,7 @@ def hashed(words: jax.Array) -> jax.Array:
   these were drawn anew: others have the same two with a probability of 2⁻⁶⁴. A change
   of one word always changes the first sum, since `_mixed` is a bijection.
   """
+  # Sums modulo 2³² do not depend on the order in which a device adds.
   index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
   first = _mixed(words ^ _mixed(index + jnp.uint32(0x9E3779B9)))
   second = _mixed(first + jnp.uint32(0x6A09E667))

@@ -52,6 +52,7 @@ class SkipWatch:
       loss: f32[] of the step, if it is known.
     """
     if not (self._has_warned or is_traced(skipped)):
+      # Flags are not read here, since that would wait for the step.
       self._flags.append((skipped, loss))
 
   def look(
@@ -80,6 +81,7 @@ class SkipWatch:
       if taken is None:
         self._warn(stacklevel + 1, find, given)
         return
+      # A step that took place ends the row, and all before it are of no use.
       for _ in range(taken + 1):
         self._flags.popleft()
 
@@ -136,6 +138,7 @@ def _findings(
   if not_finite:
     return not_finite
   finite = f"{', '.join(given)} are finite"
+  # None stands for an answer that could not be had.
   at_fault: list[str] | None = None
   # Training goes on, whether or not there is memory for gradients.
   with contextlib.suppress(Exception):

@@ -90,6 +90,7 @@ def abstract_state(
     state = jax.tree.map(shape_of, state, shardings)
   if workers is None or workers == engine.workers:
     return state
+  # Arrays of other workers fit no sharding of this mesh: they are restored on the host.
   host = _host() if shardings else None
   row_of_workers = lambda x: shape_of(x, host, (workers, *x.shape[1:]))
 
@@ -117,6 +118,7 @@ def start_workers(
 ) -> tuple[ArrayTree, ArrayTree]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
+  # Random keys of workers' own optimizers have to differ.
   start_worker = lambda params: states.with_own_keys(start(params), engine.comm.rank)
   program = engine.jit(start_worker, (engine.same,), spec, shardings=(None, None))
   replicas.check_traced(
@@ -139,6 +141,7 @@ def check_update(
   gradients before the update or leave them constant, which the state does not show, so
   this is a warning.
   """
+  # What transforms in inner optimizers cover is still a worker's own.
   covered = sum(
     int(np.max(local_shard(node.layout.entries)))
     for node, row in states.reduce_rows(state)
@@ -176,6 +179,7 @@ def check_update(
     updates, in_specs, (engine.same,), engine.axis, LIKELY_MISTAKES
   )
   try:
+    # Evaluated for its error alone.
     jax.eval_shape(engine.map(checked, specs, (engine.same,)), *arguments)
   except ValueError as error:
     warnings.warn(
@@ -220,6 +224,7 @@ def _kinds(state: OptState) -> list[str]:
   def of_node(node: OptState) -> OptState:
     if not states.is_reduce_state(node):
       return ""
+    # A threshold of Inf stands for none, so Inf is no defect beside a residual.
     carried = mark("carried", node.carried)
     owed = mark("owed", node.carried.residual)
     return mark("", node)._replace(carried=carried._replace(residual=owed))
@@ -248,6 +253,7 @@ def check_state(
   What is owed in it has to be `finite`.
   """
   check_are_arrays(params, "params")
+  # Nothing can be read of donated arrays, so they are looked for first.
   checks.check_alive({"params": params, "state": state})
   if not shapes:
     checks.check_arrays(state)
@@ -274,6 +280,7 @@ def _specs_of(
   check_entries(params)
 
   def checked(params: optax.Params) -> ArrayTree:
+    # A wrong axis gets its own error before shard_map finds another.
     replication.check_axes(start, (params,), engine.axis)
     return start(params)
 
@@ -299,12 +306,14 @@ def _resize_node(
   shards = node.layout.shards
   devices = node.devices
   assert method is not None
+  # Devices of a worker hold pieces, and their shapes make a state's.
   own = (
     dataclasses.replace(method, groups=tuple(shards.groups(method.groups)))
     if shards
     else method
   )
   one = jax.eval_shape(lambda: first_state(SoloComm(workers), own, None))
+  # A worker's own arrays lie one after the other along their leading axis.
   own_shape = lambda shape: (workers * devices * shape[0], *shape[1:])
   shared_shape = lambda shape: (devices, *shape) if shards else shape
   return one._replace(layout=node.layout).map_arrays(

@@ -41,6 +41,7 @@ class Stopwatch:
 
   def time(self, program: Callable, *arguments: ArrayTree) -> tuple[float, Any]:
     """Seconds of one call, and its result."""
+    # Transfers of arguments are no part of a program.
     jax.block_until_ready(arguments)
     self.gather(0.0)  # a barrier
     start = time.perf_counter()
@@ -110,6 +111,7 @@ def gradients(engine: Engine, n: int) -> Callable[[int], jax.Array]:
   """A function from a seed to the gradients of all workers, n independent standard normal numbers at each."""
 
   def make(seed: jax.Array) -> jax.Array:
+    # Equal gradients would hide what workers with different ones send.
     key = jax.random.fold_in(jax.random.key(seed), engine.comm.rank)
     return jax.random.normal(key, (n,), jnp.float32)
 

@@ -52,6 +52,7 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     **extra: ArrayTree,
   ) -> tuple[optax.Updates, OptState]:
     updates, after = tx.update(updates, state, params, **extra)
+    # A wrapper that computes with a state of ours is refused before its result is used.
     check_kept_types(state, after)
     skipped = states.is_skipped(after)
     updates = zeros_if(skipped, updates)
@@ -130,6 +131,7 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
   }
   inputs = {*jaxpr.invars}
   stored = collections.Counter(choice.invars[2] for choice in choices)
+  # Only an input can be donated, and a result that is stored twice would need a copy.
   pending = {
     new: choice
     for choice in choices
@@ -143,6 +145,7 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
   equations = first[::-1]
   chosen = dict[Any, Any]()
 
+  # The result of one choice may be what another one replaces: hence the recursion.
   def emit(equation: core.JaxprEqn) -> None:
     equations.append(equation)
     for new in equation.outvars:

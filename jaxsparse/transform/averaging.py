@@ -17,7 +17,7 @@ from jaxsparse.transform.update import collective_transform
 from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import ArrayTree, Comm, check_whole
 
-_FIELDS = ("mu", "trace")  # of optax's states
+_FIELDS = ("mu", "trace")  # fields of optax's states
 _Momentum = dict[str, optax.Updates]  # by the paths in an inner state
 
 
@@ -87,6 +87,7 @@ def average_momentum(
       raise ValueError(
         f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}"
       )
+    # An exchange for each momentum: a state may have several, of other leaves.
     means = {path: mean.init(tree) for path, tree in momentum.items()}
     return AveragedState(state, means, jnp.int32(0))
 
@@ -104,6 +105,7 @@ def average_momentum(
     params: optax.Params | None = None,
     **extra: ArrayTree,
   ) -> tuple[optax.Updates, AveragedState]:
+    # The optimizer steps first, so that the mean is that of the momentum of this step.
     updates, after = inner.update(grads, state.inner, params, **extra)
     keep = lambda momentum, means: (momentum, idle_step(means, jnp.bool_(False)))
     # Workers skip the same steps, so `since` is the same on all of them.
@@ -121,6 +123,7 @@ def _with_momentum(state: OptState, momentum: _Momentum) -> OptState:
   """The state with another momentum at each of these paths."""
   for path, tree in momentum.items():
     is_at_path = lambda own, _, path=path: keystr(own) == path
+    # A path ends with the name of its field, as in `[0].mu`.
     field = path.rpartition(".")[2]
     state = optax.tree.set(state, is_at_path, **{field: tree})
   return state
@@ -134,6 +137,7 @@ def _momentum_of(state: OptState) -> _Momentum:
     for name in _FIELDS
     for pair in optax.tree.get_all_with_path(state, name, is_field)
   ]
+  # A placeholder stands for parameters of which optax looks for copies.
   has_entries = lambda tree: (
     isinstance(tree, PLACEHOLDER) or any(leaf.size for leaf in jax.tree.leaves(tree))
   )

@@ -104,6 +104,7 @@ class Exchange:
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Extra
   ) -> tuple[optax.Updates, OptState, jax.Array]:
     """The updates of this worker, its next inner state, and whether that stays finite, bool[]."""
+    # Inner states have a leading axis of workers, here of this one.
     before = states.first_row(state.inner)
     updates, after = self.inner.update(
       grads, before, own_params(params, state), **extra
@@ -148,6 +149,7 @@ class Exchange:
   def agree(self, state: LocalState, given: Given) -> Stepped:
     """No update; the workers agree on whether all of them are finite."""
     zeros = optax.tree.zeros_like(given.params)
+    # Any fragment serves: the workers exchange one flag, and no gradient.
     sent = self.fragments.part(zeros, 0)
     params = self.fragments.part(given.params, 0)
     before = state.outer[0]
@@ -184,6 +186,7 @@ class Exchange:
       updates, after = atomic(self.outer).update(sent, before, params, **given.extra)
     updates = optax.tree.cast_like(updates, params)
     skipped = states.is_skipped(after)
+    # Fragments without a turn count a step, too, so that all counters agree.
     outer = tuple(
       after if index == fragment else states.idle_step(idle, skipped)
       for index, idle in enumerate(state.outer)
@@ -225,6 +228,8 @@ class Delayed(Mixed):
     """A step that applies the update in flight if it is due; until then no fragment has its turn."""
     count = self.fragments.count
     flight = state.flight
+    # Kinds of steps: 0 without an exchange, 1 + f exchanges fragment f, and the last
+    # one applies the update in flight.
     arrives = jnp.where(flight.left == 1, count + 1, 0)
     kind = jnp.where(flight.left > 0, arrives, due)
     kinds = [*self.kinds(given), lambda state: self._apply_flight(state, given)]
@@ -245,12 +250,14 @@ class Delayed(Mixed):
     """The update is in flight from now on."""
     done = super().exchange(fragment, state, given)
     flight = Flight(done.updates, jnp.int32(self.delay), jnp.int32(fragment))
+    # Nothing reaches the parameters in the step that computes the update.
     zeros = optax.tree.zeros_like(done.updates)
     return done._replace(updates=zeros, flight=flight)
 
   def deliver(self, fragment: int, state: LocalState, given: Given) -> Stepped:
     """The update in flight, or of an exchange without a delay."""
     apply = lambda state: self._apply_flight(state, given)
+    # Within the lambda, `super()` would take its `state` for `self`.
     exchange = super().exchange
     exchange_now = lambda state: exchange(fragment, state, given)
     return varying.cond(_is_flying(state, fragment), apply, exchange_now, state)
@@ -259,6 +266,7 @@ class Delayed(Mixed):
     self, state: LocalState, fragment: int, moved: jax.Array, p: jax.Array
   ) -> jax.Array:
     """Nothing where an update in flight is applied: it is of movement before, and later movement is dropped."""
+    # Workers go on from the outer parameters, and what they moved in flight is lost.
     left = super().undelivered(state, fragment, moved, p)
     return jnp.where(_is_flying(state, fragment), jnp.zeros_like(left), left)
 

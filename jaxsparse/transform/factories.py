@@ -53,6 +53,7 @@ def transform_function(
     ('dense_transform', 'float32')
     >>> tx = dense_transform("workers", dtype="bfloat16")
   """
+  # Type checkers know `kind` as a callable with options, and its class is needed here.
   cls = cast(type[Collective], kind)
 
   def transform(
@@ -63,6 +64,7 @@ def transform_function(
   ) -> optax.GradientTransformation:
     return collective_transform(make_instance(cls, options), axis, special, shardings)
 
+  # The fields of the collective stand in place of `**options`.
   own = inspect.signature(transform)
   *common, _ = own.parameters.values()
   signature = own.replace(
@@ -81,6 +83,7 @@ def transform_function(
 
 def _documentation(kind: type[Collective]) -> str:
   """The docstring of a collective, completed by references to what all transforms share."""
+  # A pattern with a group returns the names of sections between their texts.
   summary, *sections = re.split(
     r"^(Args|Raises|Example):\n", inspect.getdoc(kind) or "", flags=re.MULTILINE
   )

@@ -154,6 +154,7 @@ def local_steps(
   """
   _check_options(every, fragments, delay, mixing, apply_residual)
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
+  # `Delayed` takes `mixing`, too.
   how = Delayed if delay else Mixed if mixing else Exchange
   exchange = how(inner, outer, Fragments(fragments), apply_residual, mixing, delay)
   steps: _EveryStep | _OnDemand = _OnDemand(exchange)
@@ -175,6 +176,7 @@ def local_steps(
         "local_steps: update needs the parameters, give tx.update(grads, state, params)"
       )
     check_arrays_of(steps.init, state, params)
+    # Gradients are zeros here, and not checked.
     if synchronize or synchronizing.value:
       return steps.synchronize(state, params, extra)
     check_own_gradients(grads, state)
@@ -196,6 +198,7 @@ def _check_options(
     raise ValueError(
       f"local_steps: every(0) has the shape {period.shape}, give a schedule of one number"
     )
+  # A schedule may come down to 1, so it has one fragment and no delay.
   steps = 1 if callable(every) else every or 1
   check_whole("local_steps", 1, steps, fragments=fragments)
   check_whole("local_steps", 0, steps // fragments - 1, delay=delay)
@@ -222,6 +225,7 @@ class _EveryStep(NamedTuple):
   ) -> Result:
     updates, inner, finite = self.exchange.step_inner(grads, state, params, extra)
     given = Given(params, finite & flatten.all_finite(updates), extra)
+    # Outer chains subtract gradients, so an update u has the pseudo-gradient −u.
     pseudo_gradient = jax.tree.map(jnp.negative, updates)
     # Without an entry there is none to mark with NaN.
     if self.exchange.fragments.has_entries(params, 0):
@@ -235,6 +239,7 @@ class _EveryStep(NamedTuple):
   def synchronize(
     self, state: LocalState, params: optax.Params, extra: Extra
   ) -> Result:
+    # Each step has exchanged its updates: nothing is left.
     return optax.tree.zeros_like(params), state
 
 
@@ -253,6 +258,7 @@ class _OnDemand:
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Extra
   ) -> Result:
     updates, inner, finite = self.exchange.step_inner(grads, state, params, extra)
+    # `moved` is θ − θ_w: an update u of the worker lowers it by u.
     moved = jax.tree.map(
       lambda moved, u: moved - u[None].astype(jnp.float32), state.moved, updates
     )
@@ -332,11 +338,13 @@ class _Periods(_OnDemand):
       return self.every
     begin = state.steps - state.since
     steps = jnp.asarray(self.every(begin)).astype(jnp.float32)
+    # Clipped as float32, since Inf or a huge number would overflow i32.
     return jnp.clip(steps, 1, 2**30).astype(jnp.int32)
 
   def _due_fragment(self, state: LocalState, period: int | jax.Array) -> jax.Array:
     """1 + the fragment whose turn it is; 0 for none."""
     count = self.exchange.fragments.count
+    # Turn t of F ends H t / F steps after the period began, its delay included.
     *others, last = (
       period * turn // count - self.exchange.delay for turn in range(1, count + 1)
     )

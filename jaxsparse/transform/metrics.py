@@ -188,6 +188,7 @@ def metrics(
   check_layout(state)
   states = list(nodes.values()), local_states(state), restored_states(state)
   if over is None:
+    # The numbers are those of all processes, so each of them has to call.
     _compat.wait_for_processes(state, "js.metrics", timeout)
     whole = dispatch(_of_all_workers, *states)
   else:
@@ -219,6 +220,7 @@ def _read(
     jnp.max(jnp.array([getattr(node, name) for node in local]))
     for name in ("since", "steps")
   )
+  # `steps` leaves out skipped steps, which have sent words all the same.
   count = jnp.maximum(steps + whole.skipped_steps, 1).astype(jnp.float32)
   per_step = lambda one: one._replace(words_per_step=one.total_words / count)
   whole = whole._replace(parts=tuple(map(per_step, parts)))
@@ -235,7 +237,7 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
   over_workers = functools.partial(_over_workers, comm)
   entries_of = lambda node: node.layout.entries.astype(jnp.float32).max()
   entries = sum(map(entries_of, nodes), jnp.float32(0))
-  # Those of inner optimizers are [P, 1].
+  # Counters of inner optimizers are [P, 1].
   workers = [
     _of_workers(jax.tree.map(jnp.ravel, node.counters), node.devices) for node in nodes
   ]
@@ -245,11 +247,13 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
     skipped=whole.skipped.astype(jnp.int32),
     total_words=sum(words for _, words in workers),
   )
+  # Workers may differ in a counter: by default the largest counts.
   over_all = {
     name: over_workers(x, _OVER_WORKERS.get(name, "max"))
     for name, x in whole._asdict().items()
     if name in Metrics._fields
   }
+  # One root at the end: the norm of all residuals as one vector.
   squares = [
     over_workers(x**2, "sum")
     for x in jax.tree.leaves([node.carried.residual for node in nodes])
@@ -261,6 +265,7 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
       "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
       "drift": jnp.float32(0),
       "since_exchange": jnp.int32(0),
+      # Each step exchanges, unless `_read` finds local steps.
       "words_per_step": over_all["words_sent"].astype(jnp.float32),
       "agreement": jnp.float32(0),
     }
@@ -297,11 +302,13 @@ def drift(nodes: Sequence[LocalState], comm: Comm) -> jax.Array:
 
 def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
   """Counters and words sent since the state was made, f32, of each worker, from the counters of each of its devices."""
+  # Two u32 make up the total: JAX has no 64-bit integers without x64.
   words = counters.total_wraps.astype(
     jnp.float32
   ) * 2.0**32 + counters.total_words.astype(jnp.float32)
   if devices == 1:
     return counters, words
+  # Devices of a worker lie side by side, so their counters become rows [S, P].
   by_device = lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T
   rows = jax.tree.map(by_device, counters)
   each = [jax.tree.map(operator.itemgetter(device), rows) for device in range(devices)]
@@ -318,6 +325,7 @@ def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counte
   whole = Counters(
     **{name: (add if name in _SUMMED else largest)(values) for name, values in columns}
   )
+  # A mean of densities would weigh small transforms as much as large ones.
   return whole._replace(density=whole.delivered.astype(jnp.float32) / jnp.float32(n))
 
 
@@ -339,6 +347,7 @@ def count_step(
     for pair in pairs
   ]
   step = combine_counters(steps, n) if len(steps) > 1 else steps[0]
+  # The sum of u32 wraps around, and is then less than what was added.
   total = before.total_words + step.words_sent
   step = step._replace(
     density=step.delivered.astype(jnp.float32) / float(n),

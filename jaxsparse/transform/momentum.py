@@ -205,6 +205,7 @@ def warmed_up(
   for step, density in densities.items():
     check_whole("warmed_up", 1, step=step)
     check_fraction(f"warmed_up before step {step}", density=density)
+  # Each density holds up to its step, so the steps ascend strictly.
   if not steps or sorted(set(steps)) != list(steps):
     raise ValueError(
       f"warmed_up: densities={dict(densities)!r}, give at least one density, by ascending steps"
@@ -223,6 +224,7 @@ def warmed_up(
     warm = lambda sparse: WarmedUp(
       collective=sparse, steps=steps, densities=tuple(densities.values())
     )
+    # Groups that send all entries, as dense ones, stay as they are.
     return [
       warm(one) if isinstance(one, SparseCollective) else one for one in collectives
     ]

@@ -50,6 +50,7 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
       raise ValueError(
         f"own_params: the state of {max(rows)} workers, give that of one: call it inside shard_map"
       )
+    # A worker that applies its residual has moved on by what is not delivered yet.
     is_applied = isinstance(node.applied, Applied)
     for outer in states.reduce_states(node.outer) if is_applied else ():
       behind |= {
@@ -58,6 +59,7 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
       }
 
   def own(name: str, p: jax.Array) -> jax.Array:
+    # The difference is rounded once, to the dtype of the parameter.
     wide = p.dtype if p.dtype.itemsize > 4 else jnp.float32
     return (
       (p.astype(wide) - behind[name].astype(wide)).astype(p.dtype)
@@ -65,6 +67,7 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
       else p
     )
 
+  # Typed as a worker's own: JAX would sum a gradient at a parameter of all workers.
   nodes = states.reduce_states(state)
   axes = states.axes_of_workers(nodes)
   return varying.as_varying(map_seen(own, nodes, params), axes)
@@ -110,12 +113,14 @@ def take_residuals(
     leaves = list(leaves)
     owing: dict[int, jax.Array] = {}
     for group, part in zip(groups, parts, strict=True):
+      # Movement is delivered of all leaves, also where a group keeps no residual.
       if part.residual is not None or moved is not None:
         wide = [leaves[leaf].astype(jnp.float32) for leaf in group.leaves]
         owing |= zip(group.leaves, _add_flat(wide, part.residual), strict=True)
     left = {}
     means = mean(list(owing.values()))
     for leaf, exact in zip(owing, means, strict=True):
+      # What the dtype of a leaf cannot hold stays owed.
       sent, left[leaf] = flatten.representable(exact, leaves[leaf].dtype)
       leaves[leaf] = sent.astype(leaves[leaf].dtype)
     for index, (group, part) in enumerate(zip(groups, parts, strict=True)):
@@ -125,6 +130,7 @@ def take_residuals(
     return leaves, state.with_groups(parts)
 
   method: Any = node.layout.method
+  # Devices of a worker hold pieces of its residual, and each delivers its own.
   return at_devices(
     step,
     method.groups,

@@ -98,12 +98,13 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
       zeros, after = transform.update(updates, before, params, agree=agree, **extra)
       return zeros, state._replace(exchange=after)
     residuals = lambda node: list(residual_leaves(node).values())
+    # The exchange is given u + r, of which ⟨u, u + r − r′⟩ is delivered.
     entered = _products(updates, updates) + _products(updates, residuals(before))
     # Residuals are read before the exchange writes the next ones to the same buffers.
     updates, entered = jax.lax.optimization_barrier((updates, entered))
     mean, after = transform.update(updates, before, params, **extra)
     delivered = entered - _products(updates, residuals(after))
-    # Of weighted updates the mean is a total: weights are taken for 1/P.
+    # The mean of weighted updates is a total: weights are taken for 1/P.
     shared = _products(updates, mean) * (comm.divisor / comm.size)
     pairs = jnp.stack([shared, delivered], axis=1)
     products = comm.all_reduce(pairs)
@@ -124,6 +125,7 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
 def _scale(mean: optax.Updates, factors: jax.Array) -> optax.Updates:
   """Each leaf times its factor."""
   leaves, structure = jax.tree.flatten(mean)
+  # 16 bits are scaled in float32, and rounded once.
   scaled = [
     (leaf.astype(flatten.wide_dtype(leaf)) * factors[number]).astype(leaf.dtype)
     for number, leaf in enumerate(leaves)

@@ -74,12 +74,14 @@ class Layout(NamedTuple):
           static, lambda _: {}, lambda own, _: own, override=True
         )
     checksum = jnp.uint32(checksum_of(shards, method))
+    # A number beyond u32 is stored as its largest one.
     most = jnp.uint32(min(entries, 2**32 - 1))
     return cls(jnp.int32(workers), most, checksum, shards, method)
 
 
 def checksum_of(shards: Shards | None, method: Method | None) -> int:
   """The checksum of the JSON of a layout."""
+  # A name and a tuple of this name alone are the same sharding.
   names_of_spec = lambda spec: [_compat.names_of(part or ()) for part in spec]
   layout = shards and {
     "axes": shards.axes,
@@ -94,6 +96,7 @@ def checksum_of(shards: Shards | None, method: Method | None) -> int:
     "shapes": method.shapes,
     "groups": groups,
   }
+  # JSON is the same text in all processes; `hash` of strings is not.
   return zlib.crc32(json.dumps({"shards": layout, "method": grouping}).encode())
 
 
@@ -140,6 +143,7 @@ class ReduceState(NamedTuple):
   @property
   def groups(self) -> list[State]:
     """The state of the collective of each group of leaves."""
+    # Each field of `carried` is a tuple with one item a group.
     return [State(*parts) for parts in zip(*self.carried, strict=True)]
 
   def with_groups(self, groups: Sequence[State]) -> Self:
@@ -156,6 +160,7 @@ class ReduceState(NamedTuple):
         of a worker.
       layout: of the layout, the same on all devices.
     """
+    # All but `shared` is a worker's own, counters included.
     carried, counters = jax.tree.map(
       own, (self.carried._replace(shared=()), self.counters)
     )
@@ -165,6 +170,7 @@ class ReduceState(NamedTuple):
   def idle(self, skipped: jax.Array) -> Self:
     """The state after a step without messages; `skipped`, bool[], says whether the workers skip it."""
     before = self.counters
+    # No message was sent: all other counters are 0.
     step = Counters(
       skipped=skipped,
       skipped_steps=before.skipped_steps + skipped.astype(jnp.int32),
@@ -200,6 +206,7 @@ class RestoredState(NamedTuple):
   def factors(self, size: int) -> jax.Array:
     """1/s of each leaf at an exchange of `size` workers, f32[leaves], 1 … √P."""
     shared, own = self.products.T
+    # 1 / P where updates are orthogonal, 1 where they are equal; rounding may pass both.
     ratio = shared / jnp.where(own > 0, own, 1.0)
     agreement = jnp.clip(ratio, 1 / size, 1.0)
     return jnp.where(own > 0, 1 / jnp.sqrt(agreement), 1.0)
@@ -317,6 +324,7 @@ def idle_step(state: OptState, skipped: jax.Array) -> OptState:
 
 def with_own_keys(state: OptState, rank: jax.Array) -> OptState:
   """The state of a worker before the first step, with the random keys of its own optimizers folded with its number."""
+  # The leading axis of a worker's own keys is that of workers, here of one.
   fold = jax.vmap(lambda key: jax.random.fold_in(key, rank))
   own = lambda row, leaf: fold(leaf) if row and _compat.is_key(leaf) else leaf
   return jax.tree.map(own, jax.tree.broadcast(worker_rows(state), state), state)
@@ -332,6 +340,7 @@ def with_rows(state: OptState) -> OptState:
   def fit(path: jax.tree_util.KeyPath, leaf: Any, row: bool) -> ArrayTree:
     if not row or jnp.shape(leaf)[:1] == (workers,):
       return leaf
+    # A number set by hand, as `state.hyperparams["learning_rate"] = 0.1`.
     if jnp.ndim(leaf) == 0 and not isinstance(leaf, jax.ShapeDtypeStruct):
       return jnp.full(workers, leaf)
     raise ValueError(
@@ -372,6 +381,7 @@ def labelled(state: OptState) -> dict[str, ReduceState]:
   is_label = lambda key: isinstance(key, jax.tree_util.DictKey)
   label = lambda path: "/".join(str(key.key) for key in path if is_label(key))
   labels = [label(path) for path, _ in pairs]
+  # Paths are long, but never equal.
   if len(set(labels)) < len(labels) or "" in labels:
     labels = [jax.tree_util.keystr(path) for path, _ in pairs]
   return dict(zip(labels, (node for _, node in pairs), strict=True))
@@ -393,6 +403,7 @@ def worker_rows(state: OptState, within: bool = False) -> OptState:
   """
 
   def rows_of(node: OptState) -> OptState:
+    # Below a row everything has one: no further node is asked.
     if not _has_rows(node) or within:
       return within
     return type(node)(
@@ -424,6 +435,7 @@ def reduce_rows(state: OptState) -> list[tuple[ReduceState, bool]]:
 
 def is_skipped(state: OptState) -> jax.Array:
   """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
+  # Flags are equal on all devices of all workers, so one entry of each suffices.
   flags = [
     _compat.resharded(node.counters.skipped, PartitionSpec()).reshape(-1)[0]
     for node in reduce_states(state)

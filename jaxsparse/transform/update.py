@@ -116,12 +116,15 @@ def grouped_transform(
   def with_collectives(change: _Change) -> Transform:
     def changed(shapes: Shapes) -> list[Group]:
       groups = grouped(shapes)
+      # No leaf has an entry: `change` would find no collective to judge.
       collectives = change([group.collective for group in groups]) if groups else []
       return [
         group._replace(collective=new)
         for group, new in zip(groups, collectives, strict=True)
       ]
 
+    # Here `change` judges the collectives when the transform is made; in `changed`
+    # those that are fitted to groups.
     return grouped_transform(changed, change(collectives), axis, shardings, special)
 
   update = functools.partial(_update, comm, grouped)
@@ -149,6 +152,7 @@ def _update(
     agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
     return optax.tree.zeros_like(updates), state.idle(~agreed)
   groups = grouped(flatten.leaf_shapes(updates))
+  # A state of other groups is refused before its arrays are read.
   checks.check_method(state, groups, updates, comm.size)
   if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
     return updates, state.idle(jnp.bool_(False))
@@ -199,6 +203,7 @@ def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceStat
 
 def _start_groups(groups: Sequence[Group], size: int) -> tuple[State, Counters]:
   """What one device carries before the first step."""
+  # An error about sizes should come before any array of n is made.
   for group in groups:
     group.collective.check_size(group.entries, size)
   return join_groups(
@@ -235,6 +240,7 @@ def at_devices(
   def device(
     leaves: list[jax.Array], carried: State, counters: Counters
   ) -> tuple[list[jax.Array], State, Counters]:
+    # The axis of devices is one of the worker's state, not of what a device carries.
     shared = first_row(carried.shared)
     one = ReduceState(
       carried._replace(shared=shared), counters, layout._replace(shards=None)
@@ -247,6 +253,7 @@ def at_devices(
   program = _compat.shard_map(
     device, None, (specs, split, split), (specs, split, split), shards.names
   )
+  # A shard_map rejects leaves that are sharded otherwise along Explicit axes.
   leaves = [
     _compat.resharded(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)
   ]
@@ -282,6 +289,7 @@ def _reduce(
 ) -> tuple[Reduced, flatten.LeafRounding | None]:
   """What the collective of a group returns for f32[n], and the rounding to the dtypes of its leaves."""
   collective = group.collective
+  # JAX would take the choice of entries for a constant, and differentiate the rest.
   if not collective.traits.differentiable:
     grads = _without_derivative(grads, collective.name)
   sizes = [leaves[leaf].size for leaf in group.leaves]
@@ -299,8 +307,10 @@ def _commit(
 ) -> tuple[jax.Array, State]:
   """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`."""
   update, residual = commit(finite, before.residual, traits.decay)
+  # A total made of messages is equal on all workers, which types cannot show.
   if traits.replicates:
     update = mark_total(update, axes)
+  # `commit` undoes the residual in the pass that writes it; all else is chosen here.
   worker, shared = jax.tree.map(
     functools.partial(jnp.where, finite), reduced.state[1:], before[1:]
   )
@@ -343,13 +353,16 @@ def reduce_groups(
   are_finite: list[jax.Array] = []  # the means, the same at every worker
   for group, before in zip(groups, state.groups, strict=True):
     earlier = [are_finite[number] for number in group.waits_for]
+    # A data dependency holds back the messages until these means are there.
     after_earlier = ordering.following(comm, earlier) if earlier else comm
     flat, unflatten = flatten.flatten([leaves[leaf] for leaf in group.leaves])
     reduced, rounding = _reduce(after_earlier, group, leaves, flat, before, dtypes)
     mean, commit = reduced.mean(divisor, rounding)
     are_finite.append(mark_total(flatten.all_finite(mean), axes))
     results.append((group, before, reduced, commit, unflatten))
+  # The groups of a step are kept together or undone together.
   finite = functools.reduce(jnp.logical_and, are_finite)
+  # Each device has judged its own pieces; a worker skips as a whole.
   if inside:
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
   means = list(leaves)

@@ -26,6 +26,7 @@ synchronizing = jax.make_user_context(False)
 mean_dtypes = jax.make_user_context(())  # pairs of a leaf's name and a dtype
 
 
+# The class is private to optax: a transformation gets hold of an instance.
 def _placeholder() -> type:
   found: list[type] = []
 
@@ -67,6 +68,7 @@ def _concatenate(tree: ArrayTree) -> jax.Array:
 
 def _divide(tree: ArrayTree, seen: jax.Array) -> ArrayTree:
   leaves, structure = jax.tree.flatten(tree)
+  # Leaves of several dtypes were promoted to one.
   pieces = zip(parts(seen, [leaf.size for leaf in leaves]), leaves, strict=True)
   return jax.tree.unflatten(
     structure, [piece.reshape(leaf.shape).astype(leaf.dtype) for piece, leaf in pieces]
@@ -106,6 +108,7 @@ class View(NamedTuple):
   def restore(self, like: ArrayTree, seen: ArrayTree) -> ArrayTree:
     """`like`, a pytree like the parameters, with the leaves that the transform sees replaced by `seen`."""
     for depth in reversed(range(len(self.wrappers))):
+      # What the wrapper at this depth was given: a pytree as all outer ones leave it.
       given = View(self.wrappers[:depth]).see(like)
       seen = self.wrappers[depth].restore(given, seen)
     if isinstance(like, optax.LookaheadParams):
@@ -113,6 +116,7 @@ class View(NamedTuple):
     return with_optimized(like, seen)
 
 
+# The plainest first: `view_of` takes the first one that fits.
 _VIEWS = [
   View(),
   View((_SPLIT,)),
@@ -154,6 +158,7 @@ def with_optimized(
 ) -> ArrayTree:
   """`like` with `new` in place of what an optimizer updates, and other `scales` of fp8, if some are given."""
   own = overwritten(like)
+  # No collection, or an empty one: parameters stand alone.
   if not jax.tree.leaves(own):
     return new
   both = {"params": new, OVERWRITTEN: own if scales is None else scales}
@@ -168,6 +173,7 @@ def view_of(nodes: Sequence[ReduceState], params: optax.Params) -> View:
     shapes = leaf_shapes(_shapes_seen(view, params))
     if all(shapes.get(name) == shape for name, shape in made):
       return view
+  # Errors about parameters come from checks, which name the leaf.
   return View()
 
 
@@ -193,4 +199,5 @@ def _shapes_seen(view: View, params: optax.Params) -> ArrayTree:
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)), params
   )
+  # The identity needs no trace.
   return jax.eval_shape(view.see, shapes) if view.wrappers else view.see(shapes)

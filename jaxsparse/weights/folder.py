@@ -58,6 +58,7 @@ class Folder:
     served = jax.eval_shape(self._cast, params_like)
     self._served = jax.tree.leaves(served)
     self._layout = _layout(served)
+    # Models of other names, dtypes or shapes get folders of their own.
     model = digest(line.encode() for line in self._layout)
     self._folder = pathlib.Path(folder) / f"{dtype and jnp.dtype(dtype)}-{model:x}"
 
@@ -76,9 +77,11 @@ class Folder:
       if jax.process_index() and leaf.is_fully_addressable:
         continue
       for shard in leaf.addressable_shards:
+        # Devices may hold equal shards: one of them is written.
         if shard.replica_id == 0:
           start = [int(part.start or 0) for part in shard.index]
           boxes.append((number, start, shard.data.shape))
+          # Patterns have 1, 2 or 4 bytes, as differences are packed.
           array = np.array(shard.data, order="C").reshape(-1)
           arrays.append(array.view(f"u{min(array.itemsize, 4)}"))
     return Patterns(boxes, arrays)
@@ -89,11 +92,13 @@ class Folder:
     for patterns in parts:
       for (number, start, shape), array in zip(*patterns, strict=True):
         leaf = leaves[number]
+        # A scalar has an empty box, which is all of it.
         box = tuple(map(slice, start, np.add(start, shape)))
         leaf[box] = array.view(leaf.dtype).reshape(shape)
     return jax.tree.unflatten(self._structure, map(_put, leaves, self._like))
 
   def _cast(self, params: ArrayTree) -> ArrayTree:
+    # Counters and other integers keep their dtypes.
     cast = lambda leaf: jnp.asarray(
       leaf,
       self._dtype if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else None,
@@ -108,5 +113,6 @@ def _layout(served: ArrayTree) -> list[str]:
 
 def _put(leaf: np.ndarray, like: Any) -> jax.Array:
   """Where `like` is, unless JAX may move it."""
+  # JAX may move an array that its user has put nowhere.
   sharding = getattr(like, "sharding", None)
   return jax.device_put(leaf, sharding if getattr(like, "committed", True) else None)

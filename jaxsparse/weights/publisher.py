@@ -58,6 +58,7 @@ class Publisher(Folder):
     there = [name.number for name in files.names(self._folder)]
     newest = max(there, default=0)
     own = np.array([newest, secrets.randbits(31)], np.int32)
+    # Process 0 decides, so that all parts are of one run.
     agreed = np.asarray(multihost_utils.broadcast_one_to_all(own))
     self.version, self._run = agreed.tolist()
     self._first = self.version
@@ -74,6 +75,7 @@ class Publisher(Folder):
       OSError: for a full disk, for example.
     """
     patterns = self._patterns(params)
+    # Unset until the version is whole: after an error the next one is an anchor.
     before = self._before
     self._before = None
     self.version += 1
@@ -84,10 +86,13 @@ class Publisher(Folder):
       id_ = before[0]
       link = packing.difference(before[1].arrays, patterns.arrays)
       self._since += link.nbytes
+    # All processes write an anchor, or none does, since a version needs every part.
     is_due = multihost_utils.process_allgather(link is None or self._since > size)
+    # Before writing: a full disk gets room.
     self._prune()
     content = patterns.digest()
     header = {"before": id_, "digest": content}
+    # A longer link costs readers more than the anchor.
     if link is not None and link.nbytes <= size:
       self._write("link", header, [link])
     if np.any(is_due):
@@ -109,6 +114,7 @@ class Publisher(Folder):
         raise ValueError(
           f"Publisher: {self._folder} has {name}: another publisher writes to it"
         )
+      # Parts of a run with more processes are removed by those that there are.
       is_own = name.part % jax.process_count() == jax.process_index()
       if is_own and name.number < self._anchors[0]:
         os.unlink(self._folder / str(name))
