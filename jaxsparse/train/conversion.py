@@ -222,7 +222,8 @@ def _carry_state(
       # Only rows of workers differ in shape; all else is checked by now.
       same = np.shape(old) == new.shape
       return put_like(new, old if same else _mean(gather(old), new))
-    # Nothing has changed for this transform: thresholds and momenta go on as they are.
+    # With equal shards and groups nothing changes for this transform: thresholds and
+    # momenta go on as they are.
     if (
       before == after
       and old.layout[3:] == new.layout[3:]

@@ -306,18 +306,21 @@ def check_replicas(
   arguments = engine.place(trees, specs)
   if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
-  every = jax.tree.leaves(jax.tree.broadcast(specs, trees))
+  spec_of_leaf = jax.tree.leaves(jax.tree.broadcast(specs, trees))
   # What is cut along the workers is their own, and may differ.
-  same = [
+  compared = [
     leaf_index
-    for leaf_index, spec in enumerate(every)
+    for leaf_index, spec in enumerate(spec_of_leaf)
     if axes_of_spec(spec).isdisjoint(_compat.names_of(engine.axis))
   ]
 
   def checksums(*trees: ArrayTree) -> jax.Array:
     leaves = jax.tree.leaves(trees)
     sums = jnp.stack(
-      [hashed(pack(_compat.words_of_keys(leaves[leaf_index]))) for leaf_index in same]
+      [
+        hashed(pack(_compat.words_of_keys(leaves[leaf_index])))
+        for leaf_index in compared
+      ]
     )
     return (
       jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape)
@@ -325,13 +328,15 @@ def check_replicas(
       else sums[None]
     )
 
-  rows = rows_of(flat, checksums, specs)(*arguments)  # [worker, device of it, array, 2]
-  alike = np.stack(
-    [_first_alike(flat, every[leaf_index]) for leaf_index in same], axis=1
+  # u32[worker, device of it, array, 2]
+  hashes = rows_of(flat, checksums, specs)(*arguments)
+  # For each device of a worker, the device of worker 0 that holds the same entries.
+  same_shard = np.stack(
+    [_first_alike(flat, spec_of_leaf[leaf_index]) for leaf_index in compared], axis=1
   )
-  # [worker, device, array]
-  expected = np.take_along_axis(rows[0], alike[..., None], axis=0)
-  differs = np.any(rows != expected, axis=3)
+  expected = np.take_along_axis(hashes[0], same_shard[..., None], axis=0)
+  # bool[worker, device, array]
+  differs = np.any(hashes != expected, axis=3)
   wrong = differs.any(axis=(0, 1))
   if wrong.any():
     first = int(np.argmax(wrong))
@@ -341,10 +346,10 @@ def check_replicas(
     )
     who = f"{workers} and worker 0 hold other values"
     if flat.others:
-      who = f"device {device} of worker {worker} and device {alike[device, first]} of worker 0 hold other values"
-    path, _ = jax.tree_util.tree_leaves_with_path(trees)[same[first]]
+      who = f"device {device} of worker {worker} and device {same_shard[device, first]} of worker 0 hold other values"
+    path, _ = jax.tree_util.tree_leaves_with_path(trees)[compared[first]]
     raise ValueError(
-      f"{name_argument(path)} and {wrong.sum() - 1} other of {len(same)} arrays that "
+      f"{name_argument(path)} and {wrong.sum() - 1} other of {len(compared)} arrays that "
       f"should be the same on every worker are not: {who}"
     )
 

@@ -196,6 +196,7 @@ class Exchange:
 
   def deliver(self, fragment: int, state: LocalState, given: Given) -> Stepped:
     """The update of a fragment when workers synchronize."""
+    # `Delayed` may have one in flight, which it applies in place of an exchange.
     return self.exchange(fragment, state, given)
 
   def undelivered(

@@ -62,6 +62,7 @@ def _join_pairs(tree: ArrayTree, seen: ArrayTree) -> ArrayTree:
 
 
 def _concatenate(tree: ArrayTree) -> jax.Array:
+  """One vector of all leaves in a dtype that holds all of theirs, as `optax.flatten` makes it."""
   with jax.numpy_dtype_promotion("standard"):
     return jnp.concatenate(list(map(jnp.ravel, jax.tree.leaves(tree))))
 

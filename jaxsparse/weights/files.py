@@ -86,11 +86,12 @@ def read(folder: pathlib.Path, name: Name) -> tuple[Header, list[np.ndarray]]:
   seal, rest = np.split(content, [len(_MAGIC) + BYTES])
   if seal.tobytes() != _seal(name, [rest]):
     raise ValueError(f"{name} is truncated, changed or no file of js.weights")
+  # The length of the header, the header, and then the arrays, without gaps.
   end = BYTES + int.from_bytes(rest[:BYTES].tobytes())
   header = json.loads(rest[BYTES:end].tobytes())
   arrays = []
-  # A view: the bytes are not copied once more.
   for dtype, size in header["arrays"]:
+    # A view: the bytes are not copied once more.
     arrays.append(rest[end : end + size].view(dtype))
     end += size
   return header, arrays
