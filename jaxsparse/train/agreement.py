@@ -83,8 +83,7 @@ def agreement(
     (0.2, 1.0)
   """
   checks.check_not_traced("js.agreement", params, batch, given)
-  leaves = jax.tree.leaves(optimized(trained(params)))
-  if not any(map(jnp.size, leaves)):
+  if not any(jnp.size(leaf) for leaf in jax.tree.leaves(optimized(trained(params)))):
     raise ValueError("js.agreement: params have no entries that are trained")
   engine = engine_of(mesh, axis)
   check_batch(batch, engine, axis)
