@@ -16,6 +16,8 @@ ArrayTree = Any
 """A pytree of arrays, or of what stands for one: numbers, `jax.ShapeDtypeStruct`."""
 SpecTree = Any
 """A pytree of a `PartitionSpec` or sharding for each array, or a prefix of one."""
+Scalar = Any
+"""A number, as an array: of one worker, or with an entry for each."""
 
 
 class Sparse(NamedTuple):
@@ -128,31 +130,38 @@ class Counters(NamedTuple):
     0
   """
 
-  words_sent: Any = 0
-  words_used: Any = 0
-  selected: Any = 0
-  delivered: Any = 0
-  density: Any = 0.0
-  overflow: Any = 0
-  imbalance: Any = 1.0
-  balanced: Any = 1.0
-  merged: Any = 0
-  threshold_age: Any = 0
-  skipped: Any = False
-  skipped_steps: Any = 0
-  total_words: Any = 0
-  total_wraps: Any = 0
+  words_sent: Scalar = 0
+  words_used: Scalar = 0
+  selected: Scalar = 0
+  delivered: Scalar = 0
+  density: Scalar = 0.0
+  overflow: Scalar = 0
+  imbalance: Scalar = 1.0
+  balanced: Scalar = 1.0
+  merged: Scalar = 0
+  threshold_age: Scalar = 0
+  skipped: Scalar = False
+  skipped_steps: Scalar = 0
+  total_words: Scalar = 0
+  total_wraps: Scalar = 0
 
   @classmethod
   def zeros(cls) -> Self:
     """Counters of a worker before its first step, one entry each: the leading axis is the worker's."""
+    # The default of a field tells its type.
     dtypes = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
     zeros = {
       name: jnp.zeros(1, dtypes[type(value)])
       for name, value in cls._field_defaults.items()
     }
-    words = ("words_sent", "words_used", "total_words", "total_wraps")
-    return cls(**zeros | {name: jnp.zeros(1, jnp.uint32) for name in words})
+    # Words need all 32 bits; other counts stay below 2³¹.
+    return cls(
+      **zeros
+      | {
+        name: jnp.zeros(1, jnp.uint32)
+        for name in ("words_sent", "words_used", "total_words", "total_wraps")
+      }
+    )
 
 
 # 16 GiB; the words of a step are u32, which needs no 64-bit mode of JAX
@@ -168,9 +177,10 @@ def saturated(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Arra
   """
   if not jnp.issubdtype(dtype, jnp.integer):
     return jnp.asarray(value, dtype)
-  most = int(jnp.iinfo(dtype).max)
+  most = jnp.iinfo(dtype).max
   if not isinstance(value, jax.Array):
     return jnp.asarray(min(int(value), most), dtype)
+  # No array is compared where each value fits.
   if jnp.issubdtype(value.dtype, jnp.integer) and jnp.iinfo(value.dtype).max <= most:
     return value.astype(dtype)
   return jnp.where(
@@ -190,6 +200,7 @@ def saturated_sum(*counts: jax.Array | int) -> jax.Array:
   result = jnp.uint32(0)
   for count in counts:
     added = result + saturated(count, jnp.uint32)
+    # A sum of u32 that wraps around is less than each of its parts.
     result = jnp.where(added < result, jnp.uint32(_MOST_WORDS), added)
   return result
 
@@ -202,15 +213,17 @@ def saturated_product(count: jax.Array | int, factor: int) -> jax.Array:
     (Array(6, dtype=uint32), Array(4294967295, dtype=uint32), Array(0, dtype=uint32))
   """
   factor = min(factor, _MOST_WORDS)
+  # Counts that do not fit u32 are at its limit already.
   count = saturated(count, jnp.uint32)
-  most = jnp.uint32(_MOST_WORDS)
-  return jnp.where(
-    count > jnp.uint32(_MOST_WORDS // max(1, factor)), most, count * jnp.uint32(factor)
-  )
+  # Compared before it is multiplied, since u32 wraps around.
+  limit = jnp.uint32(_MOST_WORDS // max(1, factor))
+  product = count * jnp.uint32(factor)
+  return jnp.where(count > limit, jnp.uint32(_MOST_WORDS), product)
 
 
 def is_number(value: Any, kind: type) -> bool:
   """Whether a value is a number of a kind of `numbers`, and no boolean."""
+  # In Python a boolean is an Integral.
   return isinstance(value, kind) and not isinstance(value, bool)
 
 
@@ -302,6 +315,7 @@ class Reduced(NamedTuple):
     Raises:
       TypeError: for a total that is no array.
     """
+    # Kinds of totals other than f32[n] come in subclasses of `Reduced`.
     if not isinstance(self.total, jax.Array):
       raise TypeError(
         f"js.Reduced has a total that is a {type(self.total).__name__}: give f32[n], or "
@@ -315,9 +329,12 @@ class Reduced(NamedTuple):
     ) -> tuple[jax.Array, Residual]:
       residual = self.state.residual
       if residual is not None and before is not None:
-        after = residual if decay == 1 else decay * residual
-        residual = jnp.where(finite, after, before)
+        # Most collectives have no decay, and no multiplication is traced for them.
+        if decay != 1:
+          residual = decay * residual
+        residual = jnp.where(finite, residual, before)
         if rounding:
+          # Law C: what rounding leaves of the mean stays owed.
           residual = residual + decay * jnp.where(finite, exact - mean, 0.0)
       return jnp.where(finite, mean, 0.0), residual
 
@@ -366,6 +383,7 @@ class Deferred(Reduced):
     """Those numbers of a formula divided; of the total itself where they have to be rounded."""
     if rounding:
       return self.computed().mean(divisor, rounding)
+    # The values are divided in place of the total, which `finish` writes once.
     mean = jax.tree.map(lambda x: x / divisor, self.total.values)
     return mean, functools.partial(self.total.finish, mean)
 

@@ -34,6 +34,7 @@ def ppermute(
   that of the mesh; newer versions reject tuples in another order.
   """
   inner, mesh_number = _in_mesh_order(axis)
+  # The pairs count along the tuple of axes, and `ppermute` along the mesh.
   if mesh_number is not None:
     pairs = [
       (int(mesh_number[source]), int(mesh_number[destination]))
@@ -47,6 +48,7 @@ def all_to_all(rows: jax.Array, axis: AxisName) -> jax.Array:
   inner, mesh_number = _in_mesh_order(axis)
   if mesh_number is None:
     return jax.lax.all_to_all(rows, inner, 0, 0, tiled=True)
+  # Row d has to stand at d's number in the mesh; results come back in that order.
   in_mesh_order = rows[np.argsort(mesh_number)]
   return jax.lax.all_to_all(in_mesh_order, inner, 0, 0, tiled=True)[mesh_number]
 
@@ -55,7 +57,9 @@ def _in_mesh_order(axis: AxisName) -> tuple[AxisName, np.ndarray | None]:
   """The names of `axis` in the order of the mesh and the numbers there of workers 0, 1, ...; None if they are equal."""
   names = names_of(axis)
   order = jax.sharding.get_abstract_mesh().axis_names
-  inner = tuple(sorted(names, key=order.index)) if set(names) <= set(order) else names
+  # Under `vmap` an axis is in no mesh, and its order is that of the tuple.
+  is_in_mesh = set(names) <= set(order)
+  inner = tuple(sorted(names, key=order.index)) if is_in_mesh else names
   if inner == names:
     return axis, None
   sizes = [jax.lax.axis_size(name) for name in inner]
@@ -67,6 +71,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
   """The number of constants and of carried values of a `scan` equation."""
   if "num_consts" in params:
     return params["num_consts"], params["num_carry"]
+  # Newer versions of JAX keep lists of the values in place of their numbers.
   consts, carry, _ = params["ft_in"].unpack()
   return len(consts), len(carry)
 
@@ -74,6 +79,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 def bodies_of(params: Mapping[str, Any]) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
   """The jaxprs in the parameters of an equation: bodies of loops, branches, functions."""
   for value in params.values():
+    # Branches of a conditional are a tuple of jaxprs.
     for item in value if isinstance(value, (tuple, list)) else (value,):
       if isinstance(item, (core.Jaxpr, core.ClosedJaxpr)):
         yield item
@@ -92,6 +98,7 @@ def source_of(equation: core.JaxprEqn) -> str:
   return source_info_util.summarize(equation.source_info)
 
 
+# Part of the key of jit's caches, so a program is traced anew for another platform.
 _PLATFORM = jax.make_user_context()
 _GPUS = ("gpu", "cuda", "rocm")
 _PLATFORMS = ("cpu", *_GPUS, "tpu", "any")
@@ -128,7 +135,10 @@ def traced_for(platform: str) -> contextlib.AbstractContextManager[None]:
 
 
 def by_platform(
-  *, default: Callable[..., Any], gpu: Callable[..., Any] | None = None, **others: Any
+  *,
+  default: Callable[..., Any],
+  gpu: Callable[..., Any] | None = None,
+  **others: Any,
 ) -> Callable:
   """`gpu`, `tpu` or `cpu` in a program for such devices, else `default`; all of them return the same bits.
 
@@ -142,8 +152,9 @@ def by_platform(
     return branches.get(platform, default)
 
   def choose(*args: Any) -> Any:
-    # one of CUDA and ROCm
-    ways = {way: functools.partial(way, *args) for way in (default, *branches.values())}
+    # One function for CUDA and ROCm, of which JAX makes one branch.
+    each = (default, *branches.values())
+    ways = {way: functools.partial(way, *args) for way in each}
     others = {name: ways[way] for name, way in branches.items() if name != "gpu"}
     return jax.lax.platform_dependent(default=ways[default], **others)
 
@@ -154,6 +165,7 @@ def _platform_here() -> str:
   """The platform of the mesh that is traced for, or of the default device."""
   mesh: Any = jax.sharding.get_abstract_mesh()
   config: Any = jax.config  # attributes that type checkers know in some versions only
+  # A mesh that is traced for knows its devices; outside of one the default counts.
   device = mesh.abstract_device or config.jax_default_device or jax.default_backend()
   return device if isinstance(device, str) else device.platform
 
@@ -210,9 +222,11 @@ def partly_mapped(
 
   def mapped(*arguments: Any) -> Any:
     explicit = shard_map(function, mesh, in_specs, out_specs, axes)
+    # Evaluated for the shardings of results, which the boundary has to be told.
     after = jax.tree.map(
       lambda x: x.sharding.spec, jax.eval_shape(explicit, *arguments)
     )
+    # Inside, arguments are sharded along the remaining axes alone.
     specs = jax.tree.map(
       lambda x: without_axes(jax.typeof(x).sharding.spec, axes), arguments
     )
@@ -239,6 +253,8 @@ def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
 def axes_inside(axes: Sequence[str] | None) -> dict[str, int]:
   """Names and sizes of the axes that a shard_map over `axes` leaves to the compiler; none outside such a shard_map."""
   mesh = jax.sharding.get_abstract_mesh()
+  # A shard_map over all axes leaves none, and outside of one the question makes no
+  # sense.
   if not axes or not set(axes) <= set(mesh.manual_axes):
     return {}
   return {
@@ -255,6 +271,7 @@ def is_explicit(axis: str) -> bool:
 def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   """`x` with that spec in its type where axes are Explicit; elsewhere `x`, which the compiler reshards at its use."""
   sharding = jax.typeof(x).sharding
+  # Equal shardings need no equation.
   if AxisType.Explicit not in sharding.mesh.axis_types or trimmed(
     sharding.spec
   ) == trimmed(spec):
@@ -268,9 +285,11 @@ def in_parts(x: jax.Array, parts: int) -> jax.Array:
   sharding = jax.typeof(x).sharding
   if AxisType.Explicit not in sharding.mesh.axis_types:
     return x.reshape(shape)
-  cuts = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))
-  ways = math.prod(sharding.mesh.shape[name] for name in names_of(cuts[0] or ()))
-  spec = PartitionSpec(None, cuts[0] if shape[1] % ways == 0 else None, *cuts[1:])
+  # The rows of a part stay cut if they divide, and are gathered otherwise.
+  first, *others = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))
+  sizes = sharding.mesh.shape
+  ways = math.prod(sizes[name] for name in names_of(first or ()))
+  spec = PartitionSpec(None, first if shape[1] % ways == 0 else None, *others)
   return x.reshape(shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
@@ -285,6 +304,7 @@ def trimmed(spec: PartitionSpec) -> PartitionSpec:
 def axes_of_type(x: Any) -> frozenset[str]:
   """The axes that a value, or an abstract value, varies over by its type."""
   type_of_x = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+  # Newer versions of JAX have varying axes in a type of their own, older ones in `vma`.
   return (
     type_of_x.manual_axis_type.varying
     if hasattr(type_of_x, "manual_axis_type")
@@ -312,15 +332,13 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
   This follows the equations of an unfinished trace backwards from x. It detects
   gradients that are averaged already where the types do not show it.
   """
-  while (
-    isinstance(x, jax.core.Tracer)
-    and (equation := getattr(x, "parent", None)) is not None
-  ):
+  while equation := _equation_of(x):
     if equation.primitive.name.startswith("psum"):
       return (
         set(names_of(axis)) <= set(equation.params["axes"])
         and equation.params.get("axis_index_groups") is None
       )
+    # Operands of one entry scale; one of the same size is what was scaled.
     operands = [
       operand
       for operand in equation.in_tracers
@@ -332,23 +350,26 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
   return False
 
 
-def is_key(x: Any) -> bool:
+def _equation_of(x: jax.Array) -> Any:
+  """The equation of which the traced x is a result; None for other arrays."""
+  return getattr(x, "parent", None) if isinstance(x, jax.core.Tracer) else None
+
+
+def is_key(x: object) -> bool:
   """Whether x is an array of typed random keys."""
   return jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
 
 def is_zero(x: jax.Array) -> bool:
   """Whether the traced x is zero by its last operations, as the gradient of a leaf that a loss does not use."""
-  while (
-    isinstance(x, jax.core.Tracer)
-    and (equation := getattr(x, "parent", None)) is not None
-  ):
+  while equation := _equation_of(x):
     if (
       equation.primitive.name not in (*_SCALINGS, *_COPIES)
       or len(equation.in_tracers) != 1
     ):
       return False
     (x,) = equation.in_tracers
+  # `jnp.zeros` ends in a literal 0.
   return isinstance(value := getattr(x, "val", None), core.Literal) and not np.any(
     value.val
   )
@@ -356,6 +377,7 @@ def is_zero(x: jax.Array) -> bool:
 
 def is_argument_of_shard_map(x: jax.Array) -> bool:
   """Whether the traced x is an argument of the program of a shard_map around it, and not checked for replication."""
+  # Private attributes: in a version without them the answer is no.
   frame = getattr(getattr(x, "_trace", None), "frame", None)
   if frame is None or frame.debug_info.traced_for != "shard_map":
     return False
@@ -407,14 +429,10 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
   Raises:
     RuntimeError: if one of the processes does not call in time.
   """
-  arrays = [
-    x
-    for x in jax.tree.leaves(tree)
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-  ]
   devices: list[Any] = [
     device
-    for x in arrays
+    for x in jax.tree.leaves(tree)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
     if not x.is_fully_addressable
     for device in x.sharding.device_set
   ]
@@ -422,6 +440,7 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
   client = distributed.global_state.client
   if not holders or client is None:
     return
+  # Processes count alike, since all holders of the arrays call.
   count = _BARRIERS[what, holders] = _BARRIERS.get((what, holders), 0) + 1
   try:
     client.wait_at_barrier(

@@ -9,6 +9,7 @@ _GPU = {
   # number is larger than it needs.
   "xla_gpu_experimental_parallel_collective_overlap_limit": 64,
 }
+# This pass would send all gradients at once, after the last one.
 _CPU = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner"}
 _OPTIONS: dict[str, dict] = {
   "cpu": _CPU,

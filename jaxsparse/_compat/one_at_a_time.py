@@ -37,6 +37,7 @@ def dispatch(
   leaves = jax.tree.leaves(arguments)
   if not _share_threads(leaves):
     return program(*arguments)
+  # Arguments may be results that are still computed, by the same threads.
   jax.block_until_ready(leaves)
   before = _last
   _last = None
@@ -45,6 +46,7 @@ def dispatch(
     with contextlib.suppress(Exception):
       jax.block_until_ready(before)
   results = program(*arguments)
+  # Without `follow` nothing is in flight after this call.
   _last = follow(results) if follow else None
   return results if follow else jax.block_until_ready(results)
 

@@ -17,6 +17,7 @@ from jaxsparse._compat import AxisName, axes_of_type, names_of
 def checked_axes() -> frozenset[str]:
   """The axes over which a shard_map around this program checks replication."""
   manual = jax.sharding.get_abstract_mesh().manual_axes
+  # Unchecked axes do not show in the types of their own indices.
   return (
     frozenset(manual)
     if manual and axes_of_type(jax.lax.axis_index(manual[0]))
@@ -28,6 +29,7 @@ def as_varying(tree: Any, axes: frozenset[str]) -> Any:
   """`tree` whose arrays vary over `axes` by their types, too."""
 
   def cast(x: Any) -> Any:
+    # `pcast` rejects axes over which x varies already.
     missing = tuple(sorted(axes - axes_of_type(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
@@ -40,15 +42,27 @@ def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
   return axes <= checked_axes() and not axes & axes_of_type(x)
 
 
-def fori_loop(first: Any, end: Any, step: Callable, start: Any, **options: Any) -> Any:
+def fori_loop(
+  first: Any,
+  end: Any,
+  step: Callable,
+  start: Any,
+  **options: Any,
+) -> Any:
   """`jax.lax.fori_loop`, whose `start` gets the axes of what `step` returns."""
   once = lambda carry: step(jnp.asarray(first), carry)
   return jax.lax.fori_loop(first, end, step, _with_axes_of(once, start), **options)
 
 
-def scan(step: Callable, start: Any, rows: Any, **options: Any) -> tuple[Any, Any]:
+def scan(
+  step: Callable,
+  start: Any,
+  rows: Any,
+  **options: Any,
+) -> tuple[Any, Any]:
   """`jax.lax.scan`, whose `start` gets the axes of what `step` returns."""
-  first = lambda carry: step(carry, jax.tree.map(lambda x: x[0], rows))[0]
+  row = lambda: jax.tree.map(lambda x: x[0], rows)
+  first = lambda carry: step(carry, row())[0]
   return jax.lax.scan(step, _with_axes_of(first, start), rows, **options)
 
 
@@ -68,6 +82,7 @@ def cond(which: jax.Array, true: Callable, false: Callable, *operands: Any) -> A
 
 
 def _alike(branches: Sequence[Callable], operands: Sequence[Any]) -> Sequence[Callable]:
+  # A shard_map further out may have typed operands: without a check no axes are wanted.
   if not checked_axes():
     return [
       lambda *given, branch=branch: jax.tree.map(_without_axes, branch(*given))
@@ -87,14 +102,15 @@ def _with_axes_of(step: Callable, start: Any) -> Any:
   """`start`, typed as varying over the axes of `step(start)`, after any number of steps."""
   if not checked_axes():
     return jax.tree.map(_without_axes, start)
+  # A step can only add axes, so this ends.
   while True:
     after = jax.tree.map(
       lambda x, result: as_varying(x, axes_of_type(result)),
       start,
       jax.eval_shape(step, start),
     )
-    pairs = zip(jax.tree.leaves(after), jax.tree.leaves(start), strict=True)
-    if all(axes_of_type(new) == axes_of_type(old) for new, old in pairs):
+    types = lambda tree: list(map(axes_of_type, jax.tree.leaves(tree)))
+    if types(after) == types(start):
       return start
     start = after
 

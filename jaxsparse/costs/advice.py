@@ -137,6 +137,7 @@ class Prediction(NamedTuple):
   @property
   def to_loss(self) -> float:
     """Seconds to the loss that dense has after one step: of the steps to it, by the evidence, with their compute."""
+    # None stands for trainings that never reached dense's loss.
     steps = 1.0 if self.evidence is None else self.evidence.steps or math.inf
     return steps * (self.compute + self.seconds)
 
@@ -207,6 +208,7 @@ class Advice(NamedTuple):
 def _describe_errors() -> str:
   """One sentence: how far predictions were off where the updates were measured."""
   rows = json.loads(_MEASURED.read_text())
+  # Relative errors: large and small updates count alike.
   errors = sorted(abs(row["predicted"] / row["measured"] - 1) for row in rows)
   near = sum(error <= 0.25 for error in errors)
   return (
@@ -290,6 +292,7 @@ def advise(
     )
   for steps in every:
     check_whole("advise", 1, every=steps)
+  # A number of entries does not tell the words of collectives that depend on shapes.
   labels = [
     label for label in profile.algorithms if not lacks_shapes(label, params)
   ] or profile.algorithms
@@ -351,6 +354,7 @@ def link_of(profile: Profile, name: str | Collective = "dense", **config: Any) -
     (0.0004, 1.2e-08, 1.5)
   """
   collective = make_collective(name, **config)
+  # Labels may name options in another order, or write out defaults.
   wanted = collective_of(collective.label)
   labels = (label for label in profile.algorithms if collective_of(label) == wanted)
   label = next(labels, None)
@@ -364,9 +368,10 @@ def link_of(profile: Profile, name: str | Collective = "dense", **config: Any) -
     )
   n = 2**24  # so large that rounding to whole words does not matter
   once, twice = (_predict(label, entries, profile).seconds for entries in (n, 2 * n))
-  return Link(
-    max(0.0, 2 * once - twice), (twice - once) / (4 * n), max(1.0, profile.gamma)
-  )
+  # The line through both points; a byte is a quarter of an entry.
+  alpha = max(0.0, 2 * once - twice)
+  beta = (twice - once) / (4 * n)
+  return Link(alpha, beta, max(1.0, profile.gamma))
 
 
 def _with_evidence(
@@ -423,6 +428,7 @@ def _predict(label: str, params: Any, profile: Profile) -> Prediction:
   alpha, beta = profile.alpha, profile.beta
   if measured.reduces:
     alpha, beta = reduce_alpha, reduce_beta * measured.slowdown
+  # α a message, agreements as messages of the all-reduce, β a byte.
   wire = cost.messages * alpha + cost.agreements * reduce_alpha + 4 * words * beta
   arithmetic = measured.seconds(_entries_of_device(params, profile))
   inside = count_inside(params, devices=profile.devices).seconds(
@@ -435,6 +441,7 @@ def _predict(label: str, params: Any, profile: Profile) -> Prediction:
 
 def _entries_of_device(params: Any, profile: Profile) -> int:
   """The gradient entries of one device of a worker."""
+  # Rounded up, as the pieces of devices are padded to one size.
   return -(-count_entries(params) // profile.devices)
 
 
@@ -453,6 +460,7 @@ def _explain(predictions: list[Prediction]) -> str:
   """One sentence about the best method and dense, or about dense and the best of the others."""
   best, *others = predictions
   is_dense = lambda prediction: prediction.name == "dense" and not prediction.evidence
+  # The best method is compared with dense, and dense with the best of the others.
   other = next(
     (prediction for prediction in others if is_dense(prediction) != is_dense(best)),
     None,
@@ -474,6 +482,7 @@ def _explain(predictions: list[Prediction]) -> str:
   first = f"{best.title}: {best.seconds:.4f} s per step"
   if is_dense(best):
     return f"{first}. The fastest that is not dense, {other.title}, would take {other.seconds:.4f} s"
+  # Per step, of which every H-th has an exchange.
   saved = other.wire / other.every - best.wire / best.every
   spent = best.arithmetic / best.every - other.arithmetic / other.every
   return (

@@ -18,6 +18,7 @@ _OPERATION = re.compile(
   r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
   r"(?P<start>-start)?\("
 )
+# A dtype with its dimensions, as in bf16[128,64].
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 # Types whose names do not say their bits.
 _BYTES = {
@@ -26,6 +27,7 @@ _BYTES = {
   "c64": 8,
   "c128": 16,
 }
+# Frames within this folder are not the user's.
 _OWN = str(pathlib.Path(__file__).parents[1])
 
 
@@ -149,6 +151,7 @@ def audit(
 
 def _positions(mesh: Mesh, axis: AxisName) -> np.ndarray:
   """The index along the axis of each device, in the order of the mesh."""
+  # HLO numbers devices as the mesh does, row by row.
   names = mesh.axis_names
   places = np.indices(mesh.devices.shape).reshape(len(names), -1)
   chosen = [names.index(name) for name in names_of(axis)]
@@ -170,6 +173,7 @@ class _Text:
   def operations(self, computation: str) -> list[Operation]:
     """Those that cross the axis, in one run of a computation."""
     crossing = list[Operation]()
+    # The pattern takes the first half of an asynchronous pair, and no second one.
     for line in self.computations[computation]:
       if (match := _OPERATION.match(line.removeprefix("ROOT "))) and (
         operation := self._operation(match, line)
@@ -181,6 +185,7 @@ class _Text:
         if name in self.computations
       }
       if " conditional(" in line:
+        # One branch runs: the one that sends most counts.
         crossing += max(
           inside.values(),
           key=lambda branch: sum(operation.bytes for operation in branch),
@@ -236,6 +241,7 @@ class _Text:
       raise ValueError(
         f"audit: the program has a device {bad[0]}, the mesh has {len(self.positions)}: give its mesh"
       )
+    # Groups may differ; the one across the most indices counts.
     widest = max(groups, key=lambda group: len(set(self.positions[group])))
     indices = len(set(self.positions[widest]))
     if indices == 1:
@@ -253,6 +259,7 @@ class _Frames:
   """The tables of files and lines at the head of a program, or what is written beside each instruction."""
 
   def __init__(self, text: str):
+    # A table stands between its name and an empty line.
     head = text.partition("ENTRY")[0]
     table = lambda name, row: dict(
       re.findall(
@@ -267,6 +274,7 @@ class _Frames:
     """File and line of the innermost caller outside of JAX and jaxsparse, else of the outermost that is known."""
     if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
       return f"{plain[1]}:{plain[2]}"
+    # Frames run from the innermost caller to the outermost.
     places = list(self._places(_field(line, "stack_frame_id")))
     users = [
       place
@@ -280,6 +288,7 @@ class _Frames:
       place = self.lines.get(_field(self.frames[frame], "file_location_id"), "")
       yield f"{self.files.get(_field(place, 'file_name_id'), '?')}:{_field(place, 'line')}"
       parent = _field(self.frames[frame], "parent_frame_id")
+      # The outermost frame is its own parent.
       frame = parent if parent != frame else ""
 
 
@@ -294,6 +303,7 @@ def _repeated(line: str, inside: dict[str, list[Operation]]) -> list[Operation]:
         "has, or audit the program of one round"
       )
     return []
+  # A loop tests its condition once more than it runs its body.
   is_condition = lambda name: re.search(rf"condition=%?{re.escape(name)}\b", line)
   return [
     operation._replace(
@@ -310,6 +320,7 @@ def _field(text: str, name: str) -> str:
 
 
 def _itemsize(kind: str) -> float:
+  # The bits are the first number in a name, as in f8e4m3.
   bits = re.search(r"\d+", kind)
   return _BYTES.get(kind) or (int(bits[0]) / 8 if bits else 0)
 
@@ -320,6 +331,7 @@ def computations_of(text: str) -> tuple[dict[str, list[str]], str]:
   current: list[str] = []
   entry = ""
   for line in text.splitlines():
+    # Heads of computations stand at the margin, and instructions are indented.
     if head := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line):
       current = computations.setdefault(head[2], [])
       entry = head[2] if head[1] else entry
@@ -353,21 +365,21 @@ def _groups(line: str, devices: int) -> list[list[int]]:
   if listed := re.match(r"\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", text):
     return [_whole(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
   if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-    return _iota(iota[2], iota[3]).reshape(_whole(iota[1])).tolist()
+    ids = _iota(iota[2], iota[3])
+    return ids.reshape(_whole(iota[1])).tolist()
   if named := re.match(
     r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)*)\}",
     text,
   ):
-    axes = [(name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])]
-    sizes = [size for _, size in axes]
-    inside = [name in re.findall(r"\w+", named[4]) for name, _ in axes]
-    ids = _iota(named[2] or ",".join(map(str, sizes)), named[3]).reshape(sizes)
-    order = sorted(range(len(axes)), key=lambda axis_index: inside[axis_index])
-    return (
-      ids.transpose(order)
-      .reshape(-1, math.prod(itertools.compress(sizes, inside)))
-      .tolist()
-    )
+    names, digits = zip(*re.findall(r"'(\w+)'=(\d+)", named[1]), strict=True)
+    sizes = list(map(int, digits))
+    inside = [name in re.findall(r"\w+", named[4]) for name in names]
+    shape = named[2] or ",".join(digits)
+    ids = _iota(shape, named[3]).reshape(sizes)
+    # The axes of a group go last, so that its devices lie side by side.
+    order = sorted(range(len(sizes)), key=inside.__getitem__)
+    of_group = math.prod(itertools.compress(sizes, inside))
+    return ids.transpose(order).reshape(-1, of_group).tolist()
   raise NotImplementedError(
     f"audit: replica_groups={text[:80]!r}: this notation is not known"
   )

@@ -37,7 +37,7 @@ from jaxsparse.costs.counting import (
 from jaxsparse.train import timing
 from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.transform.metrics import metrics
-from jaxsparse.types import Comm, Link, check_whole
+from jaxsparse.types import ArrayTree, Comm, Link, check_whole
 
 _LONG = 0.3  # seconds of a message that is long enough to measure β
 # words; the longest message of a measurement of β has at least so many
@@ -158,7 +158,14 @@ class Profile:
     return cls(**_fields_of(cls, read) | {"algorithms": algorithms})
 
   @classmethod
-  def of(cls, machine: str, link: Link, *, workers: int, devices: int = 1) -> Self:
+  def of(
+    cls,
+    machine: str,
+    link: Link,
+    *,
+    workers: int,
+    devices: int = 1,
+  ) -> Self:
     """The arithmetic that was measured on a GPU, over a link that was not.
 
     On one H100, with JAX 0.11.2: updates of 14,728,266 entries of one of 8 workers, in
@@ -208,7 +215,7 @@ def fit(
   mesh: Mesh | Comm,
   *,
   axis: AxisName = "workers",
-  n: Any = 2**22,
+  n: ArrayTree = 2**22,
   densities: Sequence[float] = (0.01,),
   algorithms: Sequence[str] | None = None,
   repetitions: int = 5,
@@ -264,6 +271,7 @@ def fit(
     if algorithms is None
     else _add_densities(algorithms, densities)
   )
+  # All labels are read first: a wrong one should not cost minutes.
   collectives = {label: make_sized(label, n, engine.workers)[0] for label in labels}
   n = count_entries(n)
   meter = _Meter(engine, axis, n, repetitions)
@@ -275,6 +283,7 @@ def fit(
     inside = _Meter(
       engine_of(mesh, engine.others).flat, engine.others, n, repetitions
     ).measure_links()[:2]
+  # The slowest process decides, so that all stop at the same algorithm.
   left = lambda: seconds - meter.find_slowest(time.monotonic() - start)
   measured = _measure_algorithms(meter, collectives, reduce[1], left, progress)
   return Profile(engine.workers, *links, *reduce, n, measured, devices, *inside)
@@ -288,6 +297,7 @@ def _measure_algorithms(
   progress: Callable[[str], object] | None,
 ) -> dict[str, Algorithm]:
   """The arithmetic of each collective, by its label, of as many as there is time for, but at least one."""
+  # Made once, for all algorithms.
   grads = timing.gradients(meter.engine, meter.n)(0)
   measured = dict[str, Algorithm]()
   left = seconds_left()
@@ -300,6 +310,7 @@ def _measure_algorithms(
         stacklevel=3,
       )
       break
+    # Each of those that are left gets an equal part of the time.
     measured[label] = meter.measure_algorithm(
       label, collective, grads, reduce_beta, left / len(missing)
     )
@@ -321,11 +332,16 @@ def _check_numbers(measured: Any) -> None:
 
 def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
   """Of `values` those that are fields of a dataclass."""
+  # Other versions may have written fields that are unknown here.
   names = {field.name for field in dataclasses.fields(kind)}
   return {name: value for name, value in values.items() if name in names}
 
 
-def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str]:
+def candidates(
+  workers: int,
+  densities: Sequence[float],
+  n: ArrayTree = 1,
+) -> list[str]:
   """Every algorithm that averages gradients, those that are recommended first, at every density; SparDL with teams.
 
   A2SGD is not among them: its workers apply different totals, which is not an average
@@ -336,6 +352,7 @@ def candidates(workers: int, densities: Sequence[float], n: Any = 1) -> list[str
     >>> candidates(4, [0.01])[-3:]
     ['spardl:teams=2:density=0.01', 'spardl:teams=4:density=0.01', 'dense:dtype=bfloat16']
   """
+  # Totals that differ between workers are no average.
   fits = lambda name: make_plain(name).traits.replicates and not lacks_shapes(name, n)
   recommended = [*filter(fits, _FIRST), *_VARIANTS]
   averaging = [
@@ -393,8 +410,10 @@ class _Meter:
 
   def measure_links(self) -> tuple[float, float, float]:
     """(α, β, γ) of messages from each worker to its successor."""
+    # All workers send at once, as in a round of an update.
     send = lambda comm, x: comm.shift(x, 1)
     alpha, words, seconds, beyond = self._measure_line(send, 4)
+    # Two messages that overlap, for γ.
     both = lambda comm, x: jnp.concatenate([send(comm, x), send(comm, x + 1)])
     return alpha, beyond / (4 * words), self._measure_seconds(both, words) / seconds
 
@@ -418,6 +437,7 @@ class _Meter:
     budget: float,
   ) -> Algorithm:
     """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does."""
+    # The trace tells whether words go by XLA's all-reduce, which has its own α and β.
     jaxpr = schedule(collective, self.n, self.engine.workers)
     reduces = uses_all_reduce(jaxpr, self.engine.workers)
     _, options = collective_of(label)
@@ -429,8 +449,10 @@ class _Meter:
     seconds = self._measure_alone(collective, grads, budget)
     overhead = 0.0
     if self.n > _FEW**2:
+      # An update of few entries takes the time of its calls and kernels.
       few = timing.gradients(self.engine, _FEW**2)(0)
       overhead = self._measure_alone(self._resized(label), few, budget)
+    # Clocks are inexact, and arithmetic is not below 0.
     overhead = min(overhead, seconds)
     fill = self._measure_fill(make_collective(label))
     arithmetic = (seconds - overhead) / self.n
@@ -440,10 +462,9 @@ class _Meter:
     self, collective: Collective, grads: jax.Array, budget: float
   ) -> float:
     """Seconds of an update without its messages; both measurements share the budget."""
-    measured = timing.alone(
+    return timing.alone(
       self.engine, self._watch, collective, grads, self._repetitions, budget / 2
-    )
-    return measured[0]
+    )[0]
 
   def _resized(self, label: str) -> Collective:
     """The collective for the gradients that `overhead` is measured with."""

@@ -21,16 +21,23 @@ from jaxsparse.collectives._base import collective_of
 from jaxsparse.comm import AxisComm, agreement_messages, all_reduce_cost
 from jaxsparse.transform.shards import share_of
 from jaxsparse.transform.update import init_state, reduce_step
-from jaxsparse.types import Cost, check_whole
+from jaxsparse.types import ArrayTree, Cost, check_whole
 
 Branch = Literal["most", "least", "every"]
 
+# The name of an axis without devices, for tracing.
 _AXIS = "workers"
+# Names of all-reduces in several versions of JAX, and under a checked shard_map.
 _ALL_REDUCES = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
 
 
 def count(
-  name: str | Collective, *, n: Any, workers: int, devices: int = 1, **config: Any
+  name: str | Collective,
+  *,
+  n: ArrayTree,
+  workers: int,
+  devices: int = 1,
+  **config: Any,
 ) -> Cost:
   """The messages and words that one worker sends for one update, counted from the jaxpr.
 
@@ -64,7 +71,12 @@ def count(
 
 
 def predict(
-  name: str | Collective, *, n: Any, workers: int, devices: int = 1, **config: Any
+  name: str | Collective,
+  *,
+  n: ArrayTree,
+  workers: int,
+  devices: int = 1,
+  **config: Any,
 ) -> Cost:
   """The messages and words of one update by the formula of `Collective.cost`; arguments as for `count`.
 
@@ -78,7 +90,11 @@ def predict(
 
 
 def count_update(
-  tx: optax.GradientTransformation, params: Any, *, workers: int, axis: str = "workers"
+  tx: optax.GradientTransformation,
+  params: ArrayTree,
+  *,
+  workers: int,
+  axis: str = "workers",
 ) -> Cost:
   """The messages and words that one worker sends for one update of any chain, counted from the jaxpr.
 
@@ -112,6 +128,7 @@ def count_update(
   def counted(**extra: Any) -> Cost:
     def worker(params: optax.Params) -> optax.Updates:
       update = optax.with_extra_args_support(tx).update
+      # The state is made inside, where the axis exists.
       return update(params, tx.init(params), params, value=jnp.float32(0), **extra)[0]
 
     return count_jaxpr(
@@ -123,7 +140,7 @@ def count_update(
   return max(counted(), counted(synchronize=True), key=lambda cost: cost.words)
 
 
-def lacks_shapes(label: str, n: Any) -> bool:
+def lacks_shapes(label: str, n: ArrayTree) -> bool:
   """Whether the words of an algorithm depend on the shapes of leaves, and n is a number of entries."""
   return (
     isinstance(n, numbers.Integral)
@@ -131,7 +148,7 @@ def lacks_shapes(label: str, n: Any) -> bool:
   )
 
 
-def count_inside(params: Any, *, devices: int) -> Cost:
+def count_inside(params: ArrayTree, *, devices: int) -> Cost:
   """The messages and words that a device sends to the other devices of its worker for one update.
 
   After the exchange between workers it gathers the leaves that are replicated inside,
@@ -150,10 +167,13 @@ def count_inside(params: Any, *, devices: int) -> Cost:
   if devices == 1:
     return Cost(0, 0)
   received = 0  # entries beyond a device's own part
+  # A number of entries tells no shardings: nothing counts as gathered.
   for leaf in [] if isinstance(params, numbers.Integral) else jax.tree.leaves(params):
     sharding = getattr(leaf, "sharding", None)
     held = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+    # What a device holds beyond its own part came from the others.
     received += math.prod(held) - -(-math.prod(leaf.shape) // devices)
+  # ⌈log₂ S⌉ rounds.
   messages = (devices - 1).bit_length() if received else 0
   return Cost(messages, received, agreements=agreement_messages(devices))
 
@@ -210,6 +230,7 @@ def uses_all_reduce(jaxpr: core.Jaxpr, workers: int) -> bool:
     >>> uses_all_reduce(schedule(js.make_collective("dense"), n=64, workers=4), workers=4)
     True
   """
+  # The verbs of a comm send by these two primitives.
   return (
     not re.search("ppermute|all_to_all", str(jaxpr))
     and count_jaxpr(jaxpr, workers).messages > 0
@@ -219,21 +240,23 @@ def uses_all_reduce(jaxpr: core.Jaxpr, workers: int) -> bool:
 def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
   primitive = equation.primitive.name
   params = equation.params
+  # Bodies of loops and branches are counted before what runs them.
   inner = [count_jaxpr(jaxpr, workers, branch) for jaxpr in inner_jaxprs(params)]
   operands: list[Any] = [var.aval for var in equation.invars]
+  words = lambda entries: math.ceil(entries * operands[0].dtype.itemsize / 4)
   if primitive == "ppermute":
-    return Cost(1, math.ceil(operands[0].size * operands[0].dtype.itemsize / 4))
+    return Cost(1, words(operands[0].size))
   if primitive == "all_to_all":
+    # A worker's own row goes nowhere.
     size = operands[0].shape[params["split_axis"]]
-    return Cost(
-      size - 1,
-      (size - 1) * math.ceil(operands[0].size // size * operands[0].dtype.itemsize / 4),
-    )
+    return Cost(size - 1, (size - 1) * words(operands[0].size // size))
   if primitive in _ALL_REDUCES:
+    # In a view of teams the sum is over a part of the workers.
     groups = params.get("axis_index_groups")
     size = len(groups[0]) if groups else workers
     return _sum(_all_reduced(aval, size) for aval in operands)
   if primitive == "cond" and branch != "every":
+    # Costs are compared by words first: these are the bulk of the time.
     sign = 1 if branch == "least" else -1
     key = lambda cost: (sign * cost.words, sign * cost.messages, cost.agreements)
     return min(inner, key=key)
@@ -243,6 +266,7 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
     raise NotImplementedError(
       "a collective inside a loop of unknown length has no static cost"
     )
+  # An unknown primitive must not count as free.
   if "axis_name" in params and primitive != "axis_index" and not inner:
     raise NotImplementedError(
       f"the cost of {primitive} is not known: write it over the verbs of a comm"
@@ -252,6 +276,7 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
 
 def _all_reduced(aval: Any, workers: int) -> Cost:
   """Cost of an all-reduce; one of integers is an agreement, on sizes or boundaries."""
+  # Gradients are floating point: integers are sizes that workers agree on.
   if jnp.issubdtype(aval.dtype, jnp.integer):
     return Cost(0, 0, agreements=agreement_messages(workers))
   return all_reduce_cost(aval.size, workers, aval.dtype.itemsize)
@@ -261,7 +286,7 @@ def _sum(costs: Iterable[Cost]) -> Cost:
   return Cost(*map(sum, zip(Cost(0, 0), *costs, strict=True)))
 
 
-def count_entries(n: Any) -> int:
+def count_entries(n: ArrayTree) -> int:
   """The number of entries of a pytree of arrays; a whole number is returned unchanged.
 
   Raises:
@@ -282,7 +307,7 @@ def count_entries(n: Any) -> int:
 
 
 def make_sized(
-  name: str | Collective, n: Any, workers: int, devices: int = 1, **config: Any
+  name: str | Collective, n: ArrayTree, workers: int, devices: int = 1, **config: Any
 ) -> tuple[Collective, int]:
   """The collective for what each of S devices has of n entries or parameters, and its number of entries.
 
@@ -297,6 +322,7 @@ def make_sized(
   check_whole("js.costs", 1, n=count_entries(n), workers=workers, devices=devices)
   collective = make_collective(name, **config).for_devices(devices)
   if not isinstance(n, numbers.Integral):
+    # Every device has an equal share of each leaf, padded to one size.
     shapes = tuple(share_of(leaf.shape, devices) for leaf in jax.tree.leaves(n))
     return collective.for_leaves(shapes), sum(map(math.prod, shapes))
   if collective.traits.needs_shapes:

@@ -125,6 +125,7 @@ def _agreements(
   """The two numbers, f32[2], at one worker."""
   comm = engine.comm
   if "rng" in given:
+    # Each worker draws noise of its own, as in a training step.
     given = given | {"rng": jax.random.fold_in(given["rng"], comm.rank)}
 
   def of(batch: ArrayTree) -> jax.Array:
@@ -138,17 +139,19 @@ def _agreements(
       for grad in jax.tree.leaves(optimized(jax.grad(loss)(trained(params))))
       if grad.size
     ]
-    largest = comm.all_reduce(
-      jnp.max(jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32)), "max"
-    )
+    largest = jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32).max()
+    largest = comm.all_reduce(largest, "max")
+    scale = jnp.where(largest > 0, largest, 1.0)
     mean = jnp.float32(0)
     each = jnp.float32(0)
     # Divided by the largest entry, squares neither over- nor underflow.
     for grad in grads:
-      unit = jnp.ravel(grad) / jnp.where(largest > 0, largest, 1.0).astype(grad.dtype)
+      unit = jnp.ravel(grad) / scale.astype(grad.dtype)
       mean += jnp.sum(jnp.abs(comm.all_reduce(unit) / comm.size) ** 2)
       each += jnp.sum(jnp.abs(unit) ** 2)
-    return jnp.where(largest == 0, 1.0, mean / (comm.all_reduce(each) / comm.size))
+    each = comm.all_reduce(each) / comm.size
+    # Gradients that are all zeros are equal.
+    return jnp.where(largest == 0, 1.0, mean / each)
 
   return jnp.stack([of(batch), of(_dealt(comm, batch))])
 
@@ -157,9 +160,12 @@ def _dealt(comm: Comm, batch: ArrayTree) -> ArrayTree:
   """The rows of the whole batch that are dealt out to this worker, the same for leaves with as many rows."""
 
   def dealt(x: jax.Array) -> jax.Array:
+    # Typed keys are no numbers that a message carries; their words are.
     own = words_of_keys(x)
     rows = jnp.concatenate(in_rank_order(comm, all_gather(comm, own)))
-    order = jax.random.permutation(jax.random.key(0), len(rows)).reshape(comm.size, -1)
+    # The key is the same on all workers, so that each row goes to one of them.
+    shuffled = jax.random.permutation(jax.random.key(0), len(rows))
+    order = shuffled.reshape(comm.size, -1)
     chosen = rows[order[comm.rank]]
     return (
       jax.random.wrap_key_data(chosen, impl=jax.random.key_impl(x))

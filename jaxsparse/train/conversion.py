@@ -99,8 +99,9 @@ def resize(
   def restart(row: bool, node: OptState) -> OptState:
     if not states.is_reduce_state(node):
       return ()
+    # A fresh residual of zeros: `_carry_state` fills in what is owed.
     fresh = first_state(engine.comm, node.layout.method, node.layout.shards)
-    return jax.tree.map(lambda x: x[None], fresh) if row else fresh
+    return states.add_row(fresh) if row else fresh
 
   every_row = states.worker_rows(state)
   restarted, _ = place_state(
@@ -112,8 +113,10 @@ def resize(
   ) -> ArrayTree:
     if states.is_reduce_state(x):
       return restarted
-    rows, axes = ((engine.held,), (axis,)) if row else ((), ())
+    rows = (engine.held,) if row else ()
+    axes = (axis,) if row else ()
     shape = np.shape(x)[len(rows) :]
+    # The leading axis of workers is none of the parameter's.
     spec = _spec_of_moment(path, shape, params)
     sharding = (
       None if spec is None else engine.shardings_of(PartitionSpec(*axes, *spec))
@@ -171,6 +174,7 @@ def convert(
   state = states.with_rows(state)
   checks.check_landed("js.convert", state)
   fresh = init(tx, params, mesh, axis=axis)
+  # Workers get their copies of the optimizer after the state is that of this mesh.
   if states.local_states(fresh) and not states.local_states(state):
     state = _start_local(resize(state, params, mesh, axis=axis), fresh)
   return _carry_state(engine, state, fresh, params)
@@ -181,11 +185,13 @@ def _carry_state(
 ) -> OptState:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
   nodes = states.reduce_states(state)
+  # All workers hold the same layout, so this process's part tells.
   before = int(np.max(gather(nodes[0].layout.workers)))
   after = engine.workers
   rows = nodes[0].counters.skipped.size
   state = _fit_moved(state, fresh, before)
   _check_structure(state, fresh)
+  # A rank of MPI holds one row, and has no way to read the others.
   if rows == 1 < before != after:
     raise ValueError(
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
@@ -213,9 +219,11 @@ def _carry_state(
 
   def carry(old: ArrayTree, new: ArrayTree) -> ArrayTree:
     if not states.is_reduce_state(old):
-      return put_like(
-        new, old if np.shape(old) == new.shape else _mean(gather(old), new)
-      )
+      # Only rows of workers differ in shape; all else is checked by now.
+      same = np.shape(old) == new.shape
+      return put_like(new, old if same else _mean(gather(old), new))
+    # With equal shards and groups nothing changes for this transform: thresholds and
+    # momenta go on as they are.
     if (
       before == after
       and old.layout[3:] == new.layout[3:]
@@ -258,6 +266,7 @@ def _spec_of_moment(
     and np.shape(param) == shape
     and isinstance(getattr(param, "sharding", None), NamedSharding)
   }
+  # The path of one parameter may end that of another: the longest match is meant.
   return specs[max(specs)] if specs else None
 
 
@@ -271,9 +280,12 @@ def _mean(rows: Any, like: ArrayTree) -> ArrayTree:
     again, first = np.divmod(np.arange(like.shape[0]), len(rows))
     words = jnp.asarray(np.asarray(jax.random.key_data(rows))[first])
     keys = jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
-    return jnp.where(again > 0, jax.vmap(jax.random.fold_in)(keys, again), keys)
+    # A key that serves a second worker is folded with how often it has served.
+    folded = jax.vmap(jax.random.fold_in)(keys, again)
+    return jnp.where(again > 0, folded, keys)
   rows = np.asarray(rows)
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
+  # In float64 the mean of equal rows is that row, and no sum overflows.
   value = (
     rows.astype(np.float64).mean(axis=0).astype(rows.dtype)
     if floating
@@ -303,6 +315,7 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
       if type(old) is tuple
       else ()
     )
+    # `inner` may be one optimizer, or a chain of all that followed the transform.
     choices = [rest, *rest] if len(rest) == 1 else [rest]
     like: Any = jax.tree.structure(new.inner)
     inner = [
@@ -314,27 +327,28 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
         "chain: from optax.chain(transform, optimizer) to js.local_steps(optimizer, outer, every=…). For another one "
         "start anew with js.init"
       )
-    if any(np.any(gather(leaf)) for leaf in jax.tree.leaves(nodes[0].carried.residual)):
+    residuals = jax.tree.leaves(nodes[0].carried.residual)
+    if any(np.any(gather(leaf)) for leaf in residuals):
       raise ValueError(
         "js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before"
       )
     following = iter(nodes)  # These have the totals of counters.
-    # Of random keys new ones, which differ between workers.
+    # Random keys are new ones, which differ between workers.
     row = lambda leaf, like: (
       like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
     )
     outer = states.map_states(lambda x: next(following, x), new.outer)
-    return new._replace(inner=jax.tree.map(row, inner[0], new.inner), outer=outer)
+    copies = jax.tree.map(row, inner[0], new.inner)
+    return new._replace(inner=copies, outer=outer)
 
-  is_part = lambda node: states.is_local_state(node) or states.is_reduce_state(node)
-  structure: Any = jax.tree.structure(fresh, is_leaf=is_part)
+  is_ours = states.is_ours
+  structure: Any = jax.tree.structure(fresh, is_leaf=is_ours)
   try:
     parts = structure.flatten_up_to(state)
   except ValueError:
     return state  # `_check_structure` names what else differs
-  return jax.tree.unflatten(
-    structure, map(begin, jax.tree.leaves(fresh, is_leaf=is_part), parts)
-  )
+  nodes = jax.tree.leaves(fresh, is_leaf=is_ours)
+  return jax.tree.unflatten(structure, map(begin, nodes, parts))
 
 
 def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
@@ -343,6 +357,7 @@ def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
   Raises:
     ValueError: the other way round, if it is not zeros.
   """
+  # Both chains have their local steps in the same order.
   following = iter(states.local_states(fresh))
 
   def fit(node: states.LocalState) -> states.LocalState:
@@ -354,11 +369,8 @@ def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
       raise ValueError(
         "workers have moved since the last exchange: call step.synchronize(params, state) before"
       )
-    return node._replace(
-      moved=jax.tree.map(
-        lambda x: np.zeros((workers, *x.shape[1:]), x.dtype), new.moved
-      )
-    )
+    zeros = lambda x: np.zeros((workers, *x.shape[1:]), x.dtype)
+    return node._replace(moved=jax.tree.map(zeros, new.moved))
 
   return states.map_states(fit, state, states.LocalState)
 
@@ -378,6 +390,7 @@ def _check_structure(state: OptState, fresh: OptState) -> None:
 def _described(tree: ArrayTree) -> set[str]:
   """The path of each array of a state, with its type and its shape at a worker."""
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
+  # What a jaxsparse transform holds may differ: it is converted.
   shape = lambda x, row: (
     ""
     if states.is_reduce_state(x)
@@ -397,6 +410,7 @@ def _check_homes(
   for leaf_index, residual in sorted(residuals.items()):
     name = names[leaf_index]
     if leaf_index not in homes:
+      # A residual of zeros owes nothing, and may go.
       if residual.rows.any():
         raise ValueError(
           f"parameters{name} has a residual that is not zero, and its new collective keeps none: deliver it "

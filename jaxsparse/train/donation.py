@@ -21,12 +21,14 @@ def without_aliases(
       share buffers, so for them it is enough to compare the arrays.
   """
   leaves, structure = jax.tree.flatten(arguments)
+  # Parameters and state come first, and are donated.
   given = len(jax.tree.leaves(arguments[:2]))
   donated = set[int]()
   for index, leaf in enumerate(leaves):
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
     own = {id(leaf)}
+    # Two arrays may be one buffer, as after `device_put`; typed keys show no pointer.
     if by_buffer and not is_key(leaf):
       own.update(
         shard.data.unsafe_buffer_pointer()

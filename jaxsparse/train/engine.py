@@ -104,6 +104,7 @@ class Engine:
     where workers have devices.
     """
     program = self.map(worker, in_specs, out_specs)
+    # Inside a worker each array keeps its own sharding; elsewhere specs say all.
     given, results = (self._inside and shardings) or (
       self.shardings_of(in_specs),
       self.shardings_of(out_specs),
@@ -132,7 +133,8 @@ class Engine:
 
   def spread(self, value: np.ndarray) -> jax.Array:
     """The array [workers, …] split along the workers, in which the rows of this process's workers are its `value`."""
-    return self.place(jnp.broadcast_to(value, (self.held, *value.shape)), self.split)
+    rows = jnp.broadcast_to(value, (self.held, *value.shape))
+    return self.place(rows, self.split)
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
     """The values of all processes, [processes, …]; every process must call."""
@@ -147,8 +149,9 @@ def check_batch(
   Raises:
     ValueError: naming the array whose leading axis does not.
   """
+  rows = engine.held * parts
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-    if not np.ndim(leaf) or np.shape(leaf)[0] % (engine.held * parts):
+    if not np.ndim(leaf) or np.shape(leaf)[0] % rows:
       each = f", {parts} micro-batches each" if parts > 1 else ""
       raise ValueError(
         f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
@@ -165,6 +168,7 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
     ValueError: if the mesh has no such axis, or there are no workers.
     TypeError: if `where` is neither a mesh nor such a comm.
   """
+  # Without workers, sizes are 0, and later errors speak of divisions.
   if not (
     where.devices.size
     if isinstance(where, Mesh)
@@ -174,6 +178,7 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
       f"{where!r} has no workers: give a mesh with devices, or a comm with members >= 1"
     )
   if isinstance(where, Mesh):
+    # With axes of size 1 alone, a worker is one device, and programs map over all axes.
     inside = tuple(name for name in where.axis_names if name not in names_of(axis))
     return _OnMesh(
       where, axis, inside if any(where.shape[name] > 1 for name in inside) else ()
@@ -206,7 +211,12 @@ class _OnMesh(Engine):
   and so do the results that replace them; others are replicated inside.
   """
 
-  def __init__(self, mesh: Mesh, axis: AxisName, inside: tuple[str, ...] = ()):
+  def __init__(
+    self,
+    mesh: Mesh,
+    axis: AxisName,
+    inside: tuple[str, ...] = (),
+  ):
     names = names_of(axis)
     if unknown := [name for name in names if name not in mesh.shape]:
       raise ValueError(
@@ -215,8 +225,10 @@ class _OnMesh(Engine):
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm = AxisComm(axis)
     self.axis = axis
-    self.axes = {name: size for name, size in mesh.shape.items() if name not in inside}
+    outside = [name for name in mesh.axis_names if name not in inside]
+    self.axes = {name: mesh.shape[name] for name in outside}
     self.others = tuple(name for name in self.axes if name not in names)
+    # A process without a device of this mesh takes no part.
     taking_part = sorted({device.process_index for device in mesh.devices.flat})
     self.processes = len(taking_part)
     me = jax.process_index()
@@ -254,8 +266,10 @@ class _OnMesh(Engine):
     shard_map = (
       _compat.partly_mapped if self._inside and self._is_explicit else _compat.shard_map
     )
+    # A shard_map over the workers may not name the axes that it leaves to the compiler.
     specs = self._without_inside(in_specs), self._without_inside(out_specs)
     mapped = shard_map(function, self._mesh, *specs, tuple(self.axes))
+    # Along Auto axes XLA reshards arguments by itself.
     if self._inside or not self._is_explicit:
       return mapped
 
@@ -340,6 +354,8 @@ class _OnMesh(Engine):
     spec: PartitionSpec,
   ) -> NamedSharding:
     """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
+    # An array keeps its own cuts inside a worker, if they fit the spec along the
+    # workers.
     own = self._own_spec(lies)
     along_workers = None if own is None else _compat.trimmed(self._without_inside(own))
     if along_workers and not spec:
@@ -386,12 +402,12 @@ class _Simulated(Engine):
   def map(
     self, function: Callable, in_specs: SpecTree, out_specs: SpecTree
   ) -> Callable:
-    split = lambda spec, x: (
-      x.reshape(self.workers, x.shape[0] // self.workers, *x.shape[1:]) if spec else x
-    )
-    joined = lambda spec, x: (
-      x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if spec else x[0]
-    )
+    workers = self.workers
+    # [P·n, …] outside of a program, as on a mesh; [P, n, …] under vmap.
+    rows = lambda x: x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
+    split = lambda spec, x: rows(x) if spec else x
+    flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    joined = lambda spec, x: flat(x) if spec else x[0]
 
     def mapped(*arguments: ArrayTree) -> ArrayTree:
       specs = jax.tree.broadcast(in_specs, arguments)
@@ -423,6 +439,7 @@ class _Rank(Engine):
 @functools.lru_cache(maxsize=4)  # a program compiles for a tenth of a second
 def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
   """A mesh of one device of each process of a mesh, and a program that gathers rows of its devices on all of them."""
+  # Reversed, so that the first device of each process is the one that stays.
   first = {device.process_index: device for device in reversed(list(mesh.devices.flat))}
   devices = np.array([first[process] for process in sorted(first)])
   line = Mesh(devices, ("processes",), axis_types=(AxisType.Auto,))
@@ -433,7 +450,8 @@ def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
 
 @functools.lru_cache(maxsize=4)
 def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
-  return rows_of(_Rank(comm), lambda x: x[0], (_Rank(comm).split,))
+  rank = _Rank(comm)
+  return rows_of(rank, lambda x: x[0], (rank.split,))
 
 
 def shape_of(
@@ -449,8 +467,10 @@ def shape_of(
 
 def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
   """A global array over all processes, from the same whole array on each of them."""
+  # A global array already: this process cannot read all of it.
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return jax.device_put(x, sharding)
+  # Numpy has no dtype of keys.
   if _compat.is_key(x):
     words = put_global(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))

@@ -91,6 +91,7 @@ def flush(
   checks.check_landed("js.flush", state)
   worker = functools.partial(_deliver, engine)
   specs = (engine.same, placed(state, engine.axis))
+  # None unless workers have several devices: then arrays stay sharded as they come.
   kept = engine.shardings((params, state), specs)
   program = engine.jit(worker, specs, specs, shardings=kept and (kept, kept))
   return dispatch(program, *engine.place((params, state), specs))
@@ -102,12 +103,16 @@ def _deliver(
   """The update of `flush` and the state after it, at one worker."""
   mean = functools.partial(_mean, engine)
   nodes = reduce_states(state)
-  zeros = jax.tree.map(jnp.zeros_like, params)
+  zeros = optax.tree.zeros_like(params)
+  # By name, since each transform covers some of the leaves.
   updates = flatten.leaves_by_name(view_of(nodes, params).see(zeros))
+  # What the dtype of a parameter cannot hold of an update stays in `moved`.
   left = {name: leaf.astype(jnp.float32) for name, leaf in updates.items()}
   moved = moved_leaves(state)
 
   def deliver(node: OptState, row: bool) -> OptState:
+    # A transform of an inner optimizer belongs to one worker, which owes nothing to
+    # others.
     if row or not is_reduce_state(node):
       return node
     names = node.layout.method.names
@@ -123,7 +128,8 @@ def _deliver(
 
   def empty(node: LocalState) -> LocalState:
     rest = [left[name][None] for name in flatten.leaves_by_name(node.moved)]
-    return node._replace(moved=jax.tree.unflatten(jax.tree.structure(node.moved), rest))
+    structure = jax.tree.structure(node.moved)
+    return node._replace(moved=jax.tree.unflatten(structure, rest))
 
   state = jax.tree.map(deliver, state, worker_rows(state), is_leaf=is_reduce_state)
   update = map_seen(lambda name, _: updates[name], nodes, zeros)
@@ -134,5 +140,6 @@ def _mean(engine: Engine, owing: list[jax.Array]) -> list[jax.Array]:
   """One all-reduce of the residuals of a transform, at each device of a worker."""
   if not owing:
     return owing
+  # One message for all leaves of a transform.
   flat, restore = flatten.flatten(owing)
   return restore(engine.comm.all_reduce(flat) / engine.workers)

@@ -57,6 +57,7 @@ class ProgramText:
     """All lines, those of a body before the equation that runs it."""
 
     def lines_of(jaxpr: _Jaxpr) -> Iterator[Line]:
+      # Bodies come first, so that the first line that differs is the innermost one.
       for text, equation in self._lines(jaxpr):
         for body in _compat.bodies_of(_params_of(equation)) if equation else ():
           yield from lines_of(body)
@@ -66,6 +67,7 @@ class ProgramText:
 
   def _body(self, jaxpr: _Jaxpr) -> str:
     """The digest of a jaxpr."""
+    # Jaxprs are equal by identity: a body that many equations run is read once.
     if jaxpr not in self._bodies:
       text = "\n".join(line for line, _ in self._lines(jaxpr))
       self._bodies[jaxpr] = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -78,17 +80,18 @@ class ProgramText:
       if isinstance(jaxpr, core.ClosedJaxpr)
       else (jaxpr, ())
     )
+    # Variables are numbered as they appear: their own names differ between processes.
     names: dict[Any, str] = {}
     name = lambda var: names.setdefault(var, f"v{len(names)}")
-    read = lambda atom: (
-      self._value(atom.val, atom.aval) if isinstance(atom, core.Literal) else name(atom)
-    )
+    value = lambda atom: self._value(atom.val, atom.aval)
+    read = lambda atom: value(atom) if isinstance(atom, core.Literal) else name(atom)
     result_of = lambda var: f"{name(var)}:{_shape(var.aval)}"
     for var in inner.invars:
       name(var)
     for var, const in zip(inner.constvars, consts, strict=False):
       yield f"constant {self._value(const, var.aval)} -> {result_of(var)}", None
     for equation in inner.eqns:
+      # The rank is a constant that differs by intent.
       operands = (
         ["of this rank"] if equation.primitive is rank_p else map(read, equation.invars)
       )
@@ -109,6 +112,7 @@ class ProgramText:
   def _value(self, x: Any, aval: Any) -> str:
     """A number, or the hash of an array, with dtype and shape; these alone if other processes hold parts of it."""
     x = _compat.words_of_keys(x)
+    # Other processes hold the rest of such an array, and this one cannot read it.
     in_part = (
       isinstance(x, jax.Array)
       and not x.is_fully_replicated
@@ -120,7 +124,8 @@ class ProgramText:
       return _shape(aval)
     x = _compat.local_shard(x)
     if x.size == 1:  # as a float, 0.1 of float32 is 0.10000000149011612
-      short = str(x.reshape(())[()] if x.dtype == np.float32 else x.item())
+      number = x.reshape(())[()]
+      short = str(number if x.dtype == np.float32 else number.item())
     else:
       short = hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()[:16]
     return f"{short}:{_shape(aval)}"
@@ -137,6 +142,7 @@ class ProgramText:
       return self._value(value, jax.typeof(value))
     if isinstance(value, (tuple, list)):
       return f"({','.join(map(self._text, value))}{',' * (len(value) == 1)})"
+    # The order within a set differs between processes.
     if isinstance(value, (set, frozenset, Mapping)):
       items = value.items() if isinstance(value, Mapping) else value
       return f"{{{','.join(sorted(map(self._text, items)))}}}"
@@ -144,6 +150,7 @@ class ProgramText:
       return self._text((dict(value.shape), value.axis_types))
     if isinstance(value, NamedSharding):
       return self._text((value.mesh, str(value.spec)))
+    # The text of a function has its address.
     if isinstance(value, Sharding) or callable(value):
       return str(getattr(value, "__name__", type(value).__name__))
     if dataclasses.is_dataclass(value):
@@ -158,6 +165,7 @@ class ProgramText:
 
 
 def _shape(aval: Any) -> str:
+  # Weak types promote otherwise, so they count.
   return aval.str_short(short_dtypes=True) + "~" * getattr(aval, "weak_type", False)
 
 

@@ -32,6 +32,7 @@ from jaxsparse.comm import pack
 from jaxsparse.comm.replication import axes_of_spec
 from jaxsparse.train.engine import Engine, local_shard, name_argument, rows_of
 from jaxsparse.train.program_text import Line, ProgramText
+from jaxsparse.transform.checks import is_traced
 from jaxsparse.transform.state import is_reduce_state
 from jaxsparse.types import ArrayTree, SpecTree
 
@@ -61,6 +62,7 @@ def check_processes(engine: Engine, tree: ArrayTree, name: str) -> None:
   """
   if engine.processes == 1:
     return
+  # Checksums in place of values, which would all travel between processes.
   leaves = [
     (
       jax.tree_util.keystr(path),
@@ -71,6 +73,7 @@ def check_processes(engine: Engine, tree: ArrayTree, name: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   ]
   every = gather_where_different(engine, leaves, lambda: leaves)
+  # Names and shapes first: values can be compared only where these are equal.
   if others := unlike_first(
     [[leaf[:3] for leaf in of_process] for of_process in every]
   ):
@@ -94,12 +97,15 @@ def gather_where_different(
   A digest is exchanged as an array of one shape, so that processes need not have
   equally many lines, leaves or shapes.
   """
+  # 64 bits, as two u32: arrays have no 64-bit integers without x64.
   short = hashlib.sha256(json.dumps(digest).encode()).digest()[:8]
   digests = engine.of_processes(np.frombuffer(short, np.uint32))
   if np.all(digests == digests[0]):
     return []
   text = json.dumps(value()).encode()
-  longest = int(engine.of_processes(np.array([len(text)], np.uint32)).max())
+  lengths = engine.of_processes(np.array([len(text)], np.uint32))
+  longest = int(lengths.max())
+  # All rows of a message have one length, in whole words.
   texts = engine.of_processes(
     np.frombuffer(text.ljust(longest + -longest % 4), np.uint32)
   )
@@ -137,9 +143,7 @@ def check_traced(
 
   JAX keeps the trace for the call with the same arguments.
   """
-  if engine.processes > 1 and not any(
-    isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)
-  ):
+  if engine.processes > 1 and not is_traced(arguments):
     traced = program.trace(*arguments)
     check_same(
       engine,
@@ -175,8 +179,10 @@ def check_same(
   ]
   text = ProgramText(jaxpr) if jaxpr else None
   known = [_instructions(), text and text.digest]
-  lines = lambda: [known, list(map(Line, head)), text.lines() if text else []]
+  program = text.lines if text else list
+  lines = lambda: [known, list(map(Line, head)), program()]
   every = gather_where_different(engine, [known, head], lines)
+  # Other instructions are worth a warning, other code is an error.
   computing, digests = (
     zip(*(of_process.pop(0) for of_process in every), strict=True)
     if every
@@ -189,6 +195,7 @@ def check_same(
       "XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have",
       stacklevel=2,
     )
+  # Part 0 is the head, part 1 the program.
   for part, parts in enumerate(zip(*every, strict=True)):
     for line_number, row in enumerate(
       itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1
@@ -204,6 +211,7 @@ def check_same(
           f"0{where[0]}, and `{other}` on process {process}{where[process]}. Every process must run the same code with "
           "the same options, shapes and versions; data of a process's own belongs in the batch"
         )
+  # A difference in what digests cover, and no line above.
   if unlike_first(digests):
     raise ValueError(
       f"{what} is not the same on all processes, but its text is: give every process the same code"
@@ -259,15 +267,13 @@ def described(
 
 def _excerpts(*texts: str) -> list[str]:
   """The parts of two texts around the first character that differs."""
-  same = next(
-    (at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b),
-    min(map(len, texts)),
-  )
+  pairs = enumerate(zip(*texts, strict=False))
+  shorter = min(map(len, texts))
+  same = next((at for at, (a, b) in pairs if a != b), shorter)
   begin = max(0, same - 100)
   end = same + 100
-  return [
-    "…" * (begin > 0) + text[begin:end] + "…" * (end < len(text)) for text in texts
-  ]
+  dots = "…" * (begin > 0)
+  return [f"{dots}{text[begin:end]}{'…' * (end < len(text))}" for text in texts]
 
 
 def _crc(leaf: Any) -> int:
@@ -295,21 +301,26 @@ def check_replicas(
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.
   """
+  # Devices inside a worker are compared, too.
   flat = engine.flat
   arguments = engine.place(trees, specs)
   if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
-  every = jax.tree.leaves(jax.tree.broadcast(specs, trees))
-  same = [
+  spec_of_leaf = jax.tree.leaves(jax.tree.broadcast(specs, trees))
+  # What is cut along the workers is their own, and may differ.
+  compared = [
     leaf_index
-    for leaf_index, spec in enumerate(every)
+    for leaf_index, spec in enumerate(spec_of_leaf)
     if axes_of_spec(spec).isdisjoint(_compat.names_of(engine.axis))
   ]
 
   def checksums(*trees: ArrayTree) -> jax.Array:
     leaves = jax.tree.leaves(trees)
     sums = jnp.stack(
-      [hashed(pack(_compat.words_of_keys(leaves[leaf_index]))) for leaf_index in same]
+      [
+        hashed(pack(_compat.words_of_keys(leaves[leaf_index])))
+        for leaf_index in compared
+      ]
     )
     return (
       jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape)
@@ -317,14 +328,15 @@ def check_replicas(
       else sums[None]
     )
 
-  rows = rows_of(flat, checksums, specs)(*arguments)  # [worker, device of it, array, 2]
-  alike = np.stack(
-    [_first_alike(flat, every[leaf_index]) for leaf_index in same], axis=1
+  # u32[worker, device of it, array, 2]
+  hashes = rows_of(flat, checksums, specs)(*arguments)
+  # For each device of a worker, the device of worker 0 that holds the same entries.
+  same_shard = np.stack(
+    [_first_alike(flat, spec_of_leaf[leaf_index]) for leaf_index in compared], axis=1
   )
-  # [worker, device, array]
-  differs = np.any(
-    rows != np.take_along_axis(rows[0], alike[..., None], axis=0), axis=3
-  )
+  expected = np.take_along_axis(hashes[0], same_shard[..., None], axis=0)
+  # bool[worker, device, array]
+  differs = np.any(hashes != expected, axis=3)
   wrong = differs.any(axis=(0, 1))
   if wrong.any():
     first = int(np.argmax(wrong))
@@ -334,10 +346,10 @@ def check_replicas(
     )
     who = f"{workers} and worker 0 hold other values"
     if flat.others:
-      who = f"device {device} of worker {worker} and device {alike[device, first]} of worker 0 hold other values"
-    path, _ = jax.tree_util.tree_leaves_with_path(trees)[same[first]]
+      who = f"device {device} of worker {worker} and device {same_shard[device, first]} of worker 0 hold other values"
+    path, _ = jax.tree_util.tree_leaves_with_path(trees)[compared[first]]
     raise ValueError(
-      f"{name_argument(path)} and {wrong.sum() - 1} other of {len(same)} arrays that "
+      f"{name_argument(path)} and {wrong.sum() - 1} other of {len(compared)} arrays that "
       f"should be the same on every worker are not: {who}"
     )
 
@@ -347,6 +359,7 @@ def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
   sizes = [flat.axes[name] for name in flat.others]
   cut = axes_of_spec(spec)
   devices = np.arange(math.prod(sizes)).reshape(sizes)
+  # Along an axis that cuts the array each device holds another shard.
   first = devices[
     tuple(slice(None) if name in cut else slice(1) for name in flat.others)
   ]
@@ -360,12 +373,12 @@ def hashed(words: jax.Array) -> jax.Array:
   these were drawn anew: others have the same two with a probability of 2⁻⁶⁴. A change
   of one word always changes the first sum, since `_mixed` is a bijection.
   """
+  # Sums modulo 2³² do not depend on the order in which a device adds.
   index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
   first = _mixed(words ^ _mixed(index + jnp.uint32(0x9E3779B9)))
   second = _mixed(first + jnp.uint32(0x6A09E667))
-  return jnp.stack(
-    [jnp.sum(each, -1, dtype=jnp.uint32) for each in (first, second)], -1
-  )
+  sums = [jnp.sum(each, -1, dtype=jnp.uint32) for each in (first, second)]
+  return jnp.stack(sums, -1)
 
 
 def _mixed(x: jax.Array) -> jax.Array:

@@ -45,10 +45,14 @@ class Residual(NamedTuple):
   def carry_over(self, index: int, devices: int, workers: int) -> np.ndarray:
     """r′ of device `index` of all devices of P′ workers: f32[entries]."""
     worker, device = divmod(index, devices)
+    # Old workers w, w + P′, … go to worker w, each device's piece to the same device.
     indices = [old * devices + device for old in range(worker, self.workers, workers)]
-    owed = [self.rows[row % len(self.rows)].astype(np.float64) for row in indices]
+    held = len(self.rows)
+    owed = [self.rows[row % held].astype(np.float64) for row in indices]
     # A sum that began with 0 would make 0 of -0.
-    total = functools.reduce(np.add, owed) if owed else np.zeros(self.rows.shape[1])
+    none = np.zeros(self.rows.shape[1])
+    total = functools.reduce(np.add, owed) if owed else none
+    # Σ r / P is kept, and the new workers divide by P′.
     return (total * workers / self.workers).astype(np.float32)
 
 
@@ -60,8 +64,10 @@ def residuals_of(
   for node in nodes:
     for part, homes in zip(node.groups, homes_of(node, params), strict=True):
       if homes:
-        rows = np.asarray(gather(part.residual)).reshape(node.counters.skipped.size, -1)
-        leaves = np.split(rows, np.cumsum([size for _, size, _ in homes])[:-1], axis=1)
+        rows = np.asarray(gather(part.residual))
+        rows = rows.reshape(node.counters.skipped.size, -1)
+        ends = np.cumsum([size for _, size, _ in homes])
+        leaves = np.split(rows, ends[:-1], axis=1)
         residuals |= {
           leaf_index: Residual(leaf, workers, lies)
           for leaf, (leaf_index, _, lies) in zip(leaves, homes, strict=True)
@@ -86,9 +92,11 @@ def carry_over(
     engine: the workers of `fresh`.
   """
   devices = fresh.devices
+  # A rank of MPI has one row, its own.
   first = engine.process if fresh.counters.skipped.size == 1 else 0
 
-  def residual_of(homes: Sequence[tuple[int, int, Any]], like: jax.Array) -> jax.Array:
+  def residual_of(homes: Sequence[_Home], like: jax.Array) -> jax.Array:
+    # A leaf that had no residual owes nothing.
     leaves = [
       residuals.get(leaf_index) or Residual(np.zeros((1, size), np.float32))
       for leaf_index, size, _ in homes
@@ -96,6 +104,7 @@ def carry_over(
     entries = sum(size for _, size, _ in homes)
 
     def rows(index: Any) -> np.ndarray:
+      # JAX asks each process for its own rows only.
       low, high, _ = index[0].indices(like.size)
       devices_held = range(first + low // entries, first + high // entries)
       return np.concatenate(
@@ -115,9 +124,8 @@ def carry_over(
   new = fresh.counters
   for name, row in _totals(counters, devices).items():
     like = getattr(new, name)
-    new = new._replace(
-      **{name: put_like(like, np.tile(row, like.size // devices).reshape(like.shape))}
-    )
+    tiled = np.tile(row, like.size // devices).reshape(like.shape)
+    new = new._replace(**{name: put_like(like, tiled)})
   return fresh.with_groups(parts)._replace(counters=new)
 
 
@@ -125,6 +133,7 @@ def gather(x: Any) -> ArrayTree:
   """An array of which this process holds all; every process must call for an array that others hold in part."""
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return x
+  # A process reads its own shards only, so each device gets all of the array.
   if not x.is_fully_replicated:
     x = jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))  # type: ignore[attr-defined]
   return x.addressable_data(0)
@@ -148,14 +157,16 @@ def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
     name: np.asarray(gather(getattr(counters, name))).reshape(-1, devices)
     for name in names
   }
+  # Workers may have sent different numbers of words: the largest stands for all.
   words = rows["total_wraps"].astype(np.float64) * 2.0**32 + rows["total_words"]
   most = int(np.argmax(words.sum(axis=1)))
   return {name: values[most] for name, values in rows.items()}
 
 
-def homes_of(
-  node: ReduceState, params: optax.Params
-) -> list[list[tuple[int, int, Any]]]:
+_Home = tuple[int, int, Any]
+
+
+def homes_of(node: ReduceState, params: optax.Params) -> list[list[_Home]]:
   """Of each leaf of each group its number in the parameters, its entries at a device, and how it lies.
 
   A group without a residual has none.

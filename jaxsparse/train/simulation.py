@@ -84,6 +84,7 @@ def simulate(
   """
   rows = _rows_of("grads", grads)
   collective = make_collective(name, **config).for_leaves(
+    # The shapes at one worker, which some collectives need.
     tuple(jnp.shape(x)[1:] for x in jax.tree.leaves(grads))
   )
   if state is None:
@@ -136,8 +137,10 @@ def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Cont
     >>> js.contraction("topka", jnp.array([[[4.0, 3.0]], [[0.0, 0.0]]]), k=1).left_out  # 3²/5², then nothing
     Array([0.36, 0.  ], dtype=float32)
   """
-  if any(not jnp.shape(leaf)[:1] or not len(leaf) for leaf in jax.tree.leaves(grads)):
+  leaves = jax.tree.leaves(grads)
+  if any(not jnp.shape(leaf)[:1] or not len(leaf) for leaf in leaves):
     raise ValueError("contraction: grads have no step, give a leading axis of them")
+  # One step is checked for all: they have its shapes.
   _rows_of("grads", jax.tree.map(lambda leaf: leaf[0], grads))
   rows = jax.vmap(_flat_rows)(grads)
   collective = make_collective(name, **config).for_leaves(
@@ -148,14 +151,17 @@ def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Cont
 
   def step(state: ReduceState, grads: jax.Array) -> tuple[ReduceState, Contraction]:
     residual = state.carried.residual[0]
+    # The accumulator, which the collective selects from.
     mean = jnp.mean(grads if residual is None else grads + residual, axis=0)
     totals, state = reduce_all(collective, grads, state)
+    # Totals may differ between workers; the mean is what all of them gain.
     delivered = jnp.mean(totals, axis=0) / workers
+    # An exact selection of the mean would deliver these.
     largest = jax.lax.top_k(jnp.abs(mean), k)[1]
     missing = jnp.zeros(n).at[largest].set(mean[largest]) - delivered
-    return state, Contraction(
-      _ratio(mean - delivered, mean) ** 2, _ratio(missing, jnp.mean(grads, axis=0))
-    )
+    left_out = _ratio(mean - delivered, mean) ** 2
+    xi = _ratio(missing, jnp.mean(grads, axis=0))
+    return state, Contraction(left_out, xi)
 
   return jax.lax.scan(step, initial(collective, workers, n), rows)[1]
 
@@ -163,6 +169,7 @@ def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Cont
 def _ratio(x: jax.Array, y: jax.Array) -> jax.Array:
   """‖x‖ / ‖y‖; 0 if both are 0."""
   norm = jnp.linalg.norm(x)
+  # 0 / 0 counts as 0; x / 0 stays Inf.
   return jnp.where(norm == 0, 0.0, norm / jnp.linalg.norm(y))
 
 
@@ -174,6 +181,7 @@ def _results(
   _, restore = flatten.flatten(
     jax.tree.map(lambda leaf: leaf[0].astype(jnp.float32), grads)
   )
+  # A state of flat vectors has one group.
   residual = state.carried.residual[0]
   residuals = jnp.zeros_like(totals) if residual is None else residual
   return restore(totals[0]), jax.vmap(restore)(residuals), summary([state])
@@ -187,11 +195,13 @@ def _flat_rows(tree: ArrayTree) -> jax.Array:
 def _rows_of(what: str, tree: ArrayTree) -> jax.Array:
   """The f32[P, n] of a pytree with a leading axis of P workers."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
-  workers = next((jnp.shape(leaf)[0] for _, leaf in leaves if jnp.ndim(leaf)), 0)
+  shapes = [jnp.shape(leaf) for _, leaf in leaves]
+  workers = next((shape[0] for shape in shapes if shape), 0)
   for path, leaf in leaves:
     name = what + jax.tree_util.keystr(path)
     shape = jnp.shape(leaf)
     dtype = jnp.result_type(leaf)
+    # An array without a path is f32[P, n] itself.
     if not path and (len(shape) != 2 or not jnp.size(leaf)):
       raise ValueError(
         f"simulate: {name} have shape {shape}, give [workers, entries] with at least one of each"
@@ -212,7 +222,8 @@ def _rows_of(what: str, tree: ArrayTree) -> jax.Array:
 def initial(collective: Collective, workers: int, n: int) -> ReduceState:
   """The states of all workers before the first step, along a leading axis."""
   one = init_state(collective, n, workers)
-  return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape)), one)
+  row = lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape))
+  return jax.tree.map(row, one)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -221,6 +232,7 @@ def reduce_all(
 ) -> tuple[jax.Array, ReduceState]:
   """`reduce_step` at every worker, under vmap: the totals of all workers, f32[P, n], and their next states."""
   checks.check_workers(state, len(grads), held=len(grads))
+  # Shapes alone are compared: nothing is computed for them.
   expected = jax.eval_shape(
     functools.partial(initial, collective, *grads.shape)
   ).carried
@@ -228,6 +240,7 @@ def reduce_all(
     raise ValueError(
       f"simulate: the state is not one of {collective.name} with these options and {grads.shape[1]} entries a worker"
     )
+  # The program of a worker on a mesh: vmap takes the place of messages between devices.
   worker = functools.partial(reduce_step, collective, SimComm(_AXIS))
   return jax.vmap(worker, axis_name=_AXIS)(grads, state)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxsparse._compat import local_shard
 from jaxsparse.arrays.flatten import all_finite, leaves_by_name
+from jaxsparse.transform.checks import is_traced
 from jaxsparse.types import ArrayTree
 
 Find = Callable[[], list[str] | None]
@@ -50,8 +51,8 @@ class SkipWatch:
         nothing to note.
       loss: f32[] of the step, if it is known.
     """
-    is_traced = [isinstance(flag, jax.core.Tracer) for flag in jax.tree.leaves(skipped)]
-    if not (self._has_warned or any(is_traced)):
+    if not (self._has_warned or is_traced(skipped)):
+      # Flags are not read here, since that would wait for the step.
       self._flags.append((skipped, loss))
 
   def look(
@@ -80,6 +81,7 @@ class SkipWatch:
       if taken is None:
         self._warn(stacklevel + 1, find, given)
         return
+      # A step that took place ends the row, and all before it are of no use.
       for _ in range(taken + 1):
         self._flags.popleft()
 
@@ -114,7 +116,11 @@ def _read(flags: ArrayTree) -> bool:
   )
 
 
-def _findings(loss: ArrayTree, find: Find, given: dict[str, ArrayTree]) -> list[str]:
+def _findings(
+  loss: ArrayTree,
+  find: Find,
+  given: dict[str, ArrayTree],
+) -> list[str]:
   """What is not finite, and what is."""
   not_finite = []
   for what, tree in given.items():
@@ -132,6 +138,7 @@ def _findings(loss: ArrayTree, find: Find, given: dict[str, ArrayTree]) -> list[
   if not_finite:
     return not_finite
   finite = f"{', '.join(given)} are finite"
+  # None stands for an answer that could not be had.
   at_fault: list[str] | None = None
   # Training goes on, whether or not there is memory for gradients.
   with contextlib.suppress(Exception):
@@ -171,7 +178,8 @@ def is_sound(leaf: ArrayTree, may_be_inf: bool = False) -> bool:
   is_small = np.size(leaf) <= _FEW and getattr(leaf, "is_fully_addressable", True)
   if is_small or isinstance(leaf, np.ndarray):
     values = np.asarray(leaf)
-    return bool((~np.isnan(values) if may_be_inf else np.isfinite(values)).all())
+    sound = ~np.isnan(values) if may_be_inf else np.isfinite(values)
+    return bool(sound.all())
   return bool(_none_nan(leaf) if may_be_inf else _all_finite(leaf))
 
 

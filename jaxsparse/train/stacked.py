@@ -60,6 +60,7 @@ class Stacked(optax.GradientTransformationExtraArgs):
 
   def _replace(self, **functions: Callable) -> "Stacked":
     """A copy with another `init` or `update`, and the same attributes."""
+    # Wrappers of optax copy a transformation, and `super` knows its two functions only.
     copy = super()._replace(**functions)
     vars(copy).update(vars(self))
     return copy
@@ -152,7 +153,9 @@ class _Workers(NamedTuple):
   ) -> tuple[optax.Updates, OptState]:
     engine = self.engine
     _check_rows(grads, state, params, engine.held)
+    # A learning rate set by hand gets its rows before specs are asked.
     state = _of_workers(state, engine)
+    # Parameters are one copy for all workers, or a row for each, as gradients are.
     has_rows = params is not None and _has_rows(state, params, engine.held)
     form = engine.split if has_rows else _SAME
     own = specs(state, engine.axis)
@@ -164,24 +167,27 @@ class _Workers(NamedTuple):
       params: optax.Params,
       extra: dict[str, ArrayTree],
     ) -> tuple[optax.Updates, OptState]:
+      # A context, since wrappers of optax may pass no argument on to local steps.
       with synchronizing(synchronize):
         updates, state = atomic(self.tx).update(
           _first(grads), state, _first(params) if has_rows else params, **extra
         )
-      return _as_row(updates) if has_rows else updates, state
+      return states.add_row(updates) if has_rows else updates, state
 
+    # Results are named as this function returns them.
     mistakes = {"updates": LIKELY_MISTAKES["params"], "state": LIKELY_MISTAKES["state"]}
     checked = replication.checked(
       worker, in_specs, out_specs, engine.axis, mistakes, engine.others, commit_early
     )
     program = engine.map(checked, in_specs, out_specs)
     updates, after = program(grads, state, params, extra)
+    # Under `jit` the flags are tracers, and the watch takes none.
     self.skips.add([node.counters.skipped for node in states.reduce_states(after)])
     self.skips.look(gradients=grads, params=params, state=after)
     return updates, after
 
   def own_params(self, params: optax.Params, state: OptState) -> optax.Params:
-    own_row = lambda own, *_: _as_row(own)
+    own_row = lambda own, *_: states.add_row(own)
     return self._each(own_row, params, state, (), (), self.engine.split)
 
   def value_and_grad(
@@ -199,8 +205,9 @@ class _Workers(NamedTuple):
         of_worker, params, state, batch, shared, results
       )
       params = trained(params)
-      like = overwritten(params)  # which has rows where parameters have
-      scales = jax.tree.map(lambda x, own: jnp.broadcast_to(x, own.shape), scales, like)
+      # Scales have rows where parameters have.
+      as_like = lambda x, own: jnp.broadcast_to(x, own.shape)
+      scales = jax.tree.map(as_like, scales, overwritten(params))
       grads = with_optimized(params, grads, scales)
       return (loss, aux) if has_aux else loss, grads
 
@@ -223,6 +230,7 @@ class _Workers(NamedTuple):
     def worker(
       params: optax.Params, state: OptState, batch: ArrayTree, shared: ArrayTree
     ) -> ArrayTree:
+      # `own_params` subtracts what this worker has moved.
       outer_params = _first(params) if has_rows else params
       return function(own_params(outer_params, state), batch, shared)
 
@@ -240,19 +248,17 @@ def _gradient(
   shared: dict[str, ArrayTree],
 ) -> tuple[jax.Array, ArrayTree, optax.Updates, ArrayTree]:
   """The mean loss, the aux and the gradient of one worker as rows, and the next scales of fp8."""
+  # The fast parameters of `optax.lookahead`.
   params = trained(params)
   value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, **shared)
   loss, aux = value if has_aux else (value, ())
   grads, scales = combine_scales(comm, params, grads)
-  return mean_loss(comm, loss), _as_row(aux), _as_row(grads), scales
+  return mean_loss(comm, loss), states.add_row(aux), states.add_row(grads), scales
 
 
 def _first(tree: ArrayTree) -> ArrayTree:
+  # A worker holds one row.
   return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
-
-
-def _as_row(tree: ArrayTree) -> ArrayTree:
-  return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
 
 def _of_workers(state: OptState, engine: Engine) -> OptState:
@@ -268,14 +274,15 @@ def _has_rows(state: OptState, params: optax.Params, workers: int) -> bool:
   Raises:
     ValueError: if they are other ones.
   """
-  if all(np.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(params)):
+  leaves = jax.tree.leaves(params)
+  if all(np.shape(leaf)[:1] == (workers,) for leaf in leaves):
     nodes = states.reduce_states(state)
     known = {name: shape for node in nodes for name, shape in node.leaves}
-    of_worker = jax.tree.map(lambda x: shape_of(x, shape=np.shape(x)[1:]), params)
-    if (
-      known
-      and known.items() <= flatten.leaf_shapes(shapes_seen(nodes, of_worker)).items()
-    ):
+    # The leading axis may be P by chance: the state knows the shapes of leaves.
+    without_row = lambda x: shape_of(x, shape=np.shape(x)[1:])
+    of_worker = jax.tree.map(without_row, params)
+    seen = flatten.leaf_shapes(shapes_seen(nodes, of_worker))
+    if known and known.items() <= seen.items():
       return True
   check_state(state, params, shapes=True)
   return False
@@ -295,6 +302,7 @@ def _check_rows(
   if params is not None and (
     others := set(leaves) ^ set(flatten.leaves_by_name(trained(params)))
   ):
+    # The first by name, so that the error is the same on all processes.
     raise ValueError(
       f"gradients or parameters have no leaf {min(others)}: give both with the same leaves"
     )
@@ -304,6 +312,7 @@ def _check_rows(
         f"gradients{name} has shape {np.shape(leaf)}, not a row for each of {workers} workers: take gradients by "
         f"tx.value_and_grad(loss_fn)(params, state, batch), before they are averaged. {hint}"
       )
+  # Gradients in the shapes of parameters are averaged already.
   if made and set(made) <= set(flatten.leaf_shapes(grads).items()):
     raise ValueError(
       f"gradients{made[0][0]} has shape {made[0][1]}, that of its parameter in the state: give gradients a row for "

@@ -84,16 +84,19 @@ def abstract_state(
   params = optimized(params)
   with engine.typed() as typed:
     arguments, specs = _specs_of(typed, tx.init, jax.tree.map(shape_of, params))
-    state = jax.eval_shape(typed.map(tx.init, (typed.same,), specs), *arguments)
+    program = typed.map(tx.init, (typed.same,), specs)
+    state = jax.eval_shape(program, *arguments)
   if shardings := engine.shardings(state, specs) or engine.shardings_of(specs):
     state = jax.tree.map(shape_of, state, shardings)
   if workers is None or workers == engine.workers:
     return state
+  # Arrays of other workers fit no sharding of this mesh: they are restored on the host.
   host = _host() if shardings else None
+  row_of_workers = lambda x: shape_of(x, host, (workers, *x.shape[1:]))
 
   def resize(node: OptState, row: bool) -> OptState:
     if row:
-      return jax.tree.map(lambda x: shape_of(x, host, (workers, *x.shape[1:])), node)
+      return jax.tree.map(row_of_workers, node)
     return _resize_node(node, workers, host) if states.is_reduce_state(node) else node
 
   return jax.tree.map(
@@ -115,6 +118,7 @@ def start_workers(
 ) -> tuple[ArrayTree, ArrayTree]:
   """The state that `start(params)` returns at every worker of an engine, and its specs."""
   arguments, spec = _specs_of(engine, start, params)
+  # Random keys of workers' own optimizers have to differ.
   start_worker = lambda params: states.with_own_keys(start(params), engine.comm.rank)
   program = engine.jit(start_worker, (engine.same,), spec, shardings=(None, None))
   replicas.check_traced(
@@ -137,6 +141,7 @@ def check_update(
   gradients before the update or leave them constant, which the state does not show, so
   this is a warning.
   """
+  # What transforms in inner optimizers cover is still a worker's own.
   covered = sum(
     int(np.max(local_shard(node.layout.entries)))
     for node, row in states.reduce_rows(state)
@@ -169,10 +174,12 @@ def check_update(
     replicas.check_same(engine, "tx.update", replicas.described((params, state)), jaxpr)
   if not uncovered:
     return
+  in_specs = (engine.split, *specs[1:])
   checked = replication.checked(
-    updates, (engine.split, *specs[1:]), (engine.same,), engine.axis, LIKELY_MISTAKES
+    updates, in_specs, (engine.same,), engine.axis, LIKELY_MISTAKES
   )
   try:
+    # Evaluated for its error alone.
     jax.eval_shape(engine.map(checked, specs, (engine.same,)), *arguments)
   except ValueError as error:
     warnings.warn(
@@ -212,24 +219,23 @@ def without_not_finite(state: OptState) -> OptState:
 
 def _kinds(state: OptState) -> list[str]:
   """Of each array of a state: "owed", "carried" beside that, where Inf may be a bound, or "" for what is of others."""
-  nothing = lambda tree: jax.tree.map(lambda _: "", tree)
-  carried = lambda tree: jax.tree.map(lambda _: "carried", tree)
-  owed = lambda tree: jax.tree.map(lambda _: "owed", tree)
+  mark = lambda kind, tree: jax.tree.map(lambda _: kind, tree)
 
   def of_node(node: OptState) -> OptState:
     if not states.is_reduce_state(node):
       return ""
-    kinds = carried(node.carried)._replace(residual=owed(node.carried.residual))
-    return nothing(node)._replace(carried=kinds)
+    # A threshold of Inf stands for none, so Inf is no defect beside a residual.
+    carried = mark("carried", node.carried)
+    owed = mark("owed", node.carried.residual)
+    return mark("", node)._replace(carried=carried._replace(residual=owed))
 
   def of_local(node: OptState) -> OptState:
     kinds = jax.tree.map(of_node, node, is_leaf=states.is_reduce_state)
-    return (
-      kinds._replace(moved=owed(node.moved)) if states.is_local_state(node) else kinds
-    )
+    if not states.is_local_state(node):
+      return kinds
+    return kinds._replace(moved=mark("owed", node.moved))
 
-  is_ours = lambda node: states.is_local_state(node) or states.is_reduce_state(node)
-  return jax.tree.leaves(jax.tree.map(of_local, state, is_leaf=is_ours))
+  return jax.tree.leaves(jax.tree.map(of_local, state, is_leaf=states.is_ours))
 
 
 _cleaned = jax.jit(lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0))
@@ -247,6 +253,7 @@ def check_state(
   What is owed in it has to be `finite`.
   """
   check_are_arrays(params, "params")
+  # Nothing can be read of donated arrays, so they are looked for first.
   checks.check_alive({"params": params, "state": state})
   if not shapes:
     checks.check_arrays(state)
@@ -273,11 +280,13 @@ def _specs_of(
   check_entries(params)
 
   def checked(params: optax.Params) -> ArrayTree:
+    # A wrong axis gets its own error before shard_map finds another.
     replication.check_axes(start, (params,), engine.axis)
     return start(params)
 
   arguments = engine.place((params,), (engine.same,))
-  state = jax.eval_shape(engine.map(checked, (engine.same,), engine.same), *arguments)
+  program = engine.map(checked, (engine.same,), engine.same)
+  state = jax.eval_shape(program, *arguments)
   return arguments, placed(state, engine.axis)
 
 
@@ -297,14 +306,18 @@ def _resize_node(
   shards = node.layout.shards
   devices = node.devices
   assert method is not None
+  # Devices of a worker hold pieces, and their shapes make a state's.
   own = (
     dataclasses.replace(method, groups=tuple(shards.groups(method.groups)))
     if shards
     else method
   )
   one = jax.eval_shape(lambda: first_state(SoloComm(workers), own, None))
-  rows = lambda x: shape_of(x, sharding, (workers * devices * x.shape[0], *x.shape[1:]))
-  same = lambda x: shape_of(x, sharding, (devices, *x.shape) if shards else x.shape)
+  # A worker's own arrays lie one after the other along their leading axis.
+  own_shape = lambda shape: (workers * devices * shape[0], *shape[1:])
+  shared_shape = lambda shape: (devices, *shape) if shards else shape
   return one._replace(layout=node.layout).map_arrays(
-    rows, same, lambda x: shape_of(x, sharding)
+    lambda x: shape_of(x, sharding, own_shape(x.shape)),
+    lambda x: shape_of(x, sharding, shared_shape(x.shape)),
+    lambda x: shape_of(x, sharding),
   )

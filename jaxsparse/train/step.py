@@ -82,12 +82,14 @@ def init(
     True
   """
   engine = engine_of(mesh, axis)
+  # optax looks for copies of parameters in the state that a placeholder gives.
   if isinstance(params, PLACEHOLDER):
     return tx.init(params)
   check_are_arrays(params, "params")
   checks.check_alive({"params": params})
   params = optimized(params)
-  if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+  # Under a trace there are no values to compare.
+  if checks.is_traced(params):
     return starting.start_workers(engine, tx.init, params)[0]
   replicas.check_processes(engine, params, "params")
   state, specs = starting.place_state(engine, tx.init, params)
@@ -244,12 +246,15 @@ class TrainStep:
     **named: ArrayTree,
   ) -> tuple[optax.Params, OptState, StepMetrics]:
     """One step; see `make_train_step` for `rng=`, `model_state=`, `shared=` and others."""
+    # Numbers set by hand get a row for each worker.
     arguments = _arguments(params, states.with_rows(state), batch, named)
     program, specs = self._program(*arguments)
     count_step(self._engine.processes)
+    # Before the dispatch: workers of other programs would wait for each other forever.
     self._compare_processes(program, arguments, specs)
     arguments = self._engine.place(arguments, specs)
     if self._donate:
+      # Buffers that a step has returned are its own; only those of users may be shared.
       arguments = without_aliases(
         arguments, by_buffer=_identity(state) is not self._known
       )
@@ -258,6 +263,7 @@ class TrainStep:
     )
     self._known = _identity(state)
     self._skips.add(metrics.skipped, metrics.loss)
+    # Flags of steps that have ended are read; none is waited for.
     self._skips.look(
       find=lambda: self._find_gradients(_arguments(params, state, batch, named)),
       batch=batch,
@@ -272,6 +278,7 @@ class TrainStep:
     None where several processes would have to call.
     """
     engine = self._engine
+    # Processes come here at different times, so no message may be sent.
     if engine.processes > 1:
       return None
     _, specs = self._program(*arguments)
@@ -293,6 +300,7 @@ class TrainStep:
     Leaves without local steps stay as they are. Extra arguments go to `tx`, as those of
     a step, `value` too.
     """
+    # Without local steps nothing has moved.
     if not states.local_states(state):
       return params, state
     starting.check_state(state, params, self._engine)
@@ -364,11 +372,13 @@ class TrainStep:
   def _program(self, *arguments: ArrayTree) -> tuple[Any, SpecTree]:
     """The jitted step for `_arguments` of this structure and these shardings, and their specs."""
     self._check(*arguments)
+    # Specs follow from the state and the named arguments; `jit` tells all else apart.
     structure = jax.tree.structure(arguments[1:2] + arguments[3:])
     in_specs, out_specs = self._once(
       structure, lambda: self._specs(arguments[1], _by_name(arguments))
     )
     shardings = self._engine.shardings(arguments, in_specs)
+    # A program for other shardings inside a worker is another program.
     key = structure, tuple(jax.tree.leaves(shardings))
     return self._once(
       key, lambda: self._jitted(arguments[1], in_specs, out_specs, shardings)
@@ -418,6 +428,7 @@ class TrainStep:
       unspecified, unspecified, unspecified, model_state, unspecified
     )
     lies = shardings and (shardings, (*shardings[:2], metrics))
+    # Messages of one group may run while the next gradients are computed.
     has_groups = any(len(node.groups) > 1 for node in states.reduce_states(state))
     options = compiler_options(engine.platform) if has_groups else None
     return engine.jit(
@@ -433,6 +444,7 @@ class TrainStep:
     # others: they compare once.
     if engine.processes == 1 or (self._alike and isinstance(engine.comm, MpiComm)):
       return
+    # Parameters and state keep their shapes from step to step.
     known = (
       program,
       *(
@@ -444,6 +456,7 @@ class TrainStep:
       return
     options = {
       name: value
+      # Functions have no text of their own here: the jaxpr shows what they do.
       for name, value in self._worker._asdict().items()
       if not callable(value) and name != "tx"
     }
@@ -452,11 +465,12 @@ class TrainStep:
     head += replicas.described(arguments, shardings)
     # Processes come to their first step when they like; to a later one they may not.
     if self._alike:
-      new = replicas.described(
-        (None, None, *arguments[2:]), shardings and (None, None, *shardings[2:])
-      )
+      # Shapes of parameters and state cannot be new, and are long to read.
+      lies = shardings and (None, None, *shardings[2:])
+      new = replicas.described((None, None, *arguments[2:]), lies)
       replicas.wait_for_all(arguments[:2], "the training step", "\n".join(new))
     replicas.check_same(engine, "the training step", head)
+    # A worker's own model state differs by intent.
     own = "model_state" if self._worker.model_state == "worker" else None
     alike = {name: value for name, value in _by_name(arguments).items() if name != own}
     replicas.check_processes(engine, alike, "step: argument ")
@@ -491,6 +505,7 @@ class TrainStep:
           f"leading axis of {self._engine.held}, one entry for each worker. Those of other workers, after js.resize: "
           f"np.resize(x, ({self._engine.held}, *x.shape[1:]))"
         )
+    # The state that this step has returned last is sound.
     if self._known is None or _identity(state) is not self._known:
       starting.check_state(state, params, self._engine, shapes=True)
 
@@ -518,4 +533,5 @@ def _by_name(arguments: ArrayTree) -> dict[str, ArrayTree]:
 def _identity(state: OptState) -> jax.Array | None:
   """An array that identifies a state: a step returns its state with a new one."""
   nodes = states.reduce_states(state)
+  # Any array serves that a step makes anew and does not donate.
   return nodes[0].layout.workers if nodes else None

@@ -41,6 +41,7 @@ class Stopwatch:
 
   def time(self, program: Callable, *arguments: ArrayTree) -> tuple[float, Any]:
     """Seconds of one call, and its result."""
+    # Transfers of arguments are no part of a program.
     jax.block_until_ready(arguments)
     self.gather(0.0)  # a barrier
     start = time.perf_counter()
@@ -74,8 +75,8 @@ class Update:
     self.state, own = start_workers(
       engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n)
     )
-    self.specs = (engine.split, own)
-    self.program = engine.jit(self.function, self.specs, self.specs, donate=(0, 1))
+    specs = self.specs = (engine.split, own)
+    self.program = engine.jit(self.function, specs, specs, donate=(0, 1))
 
 
 def alone(
@@ -96,7 +97,8 @@ def alone(
   )
   times: list[float] = []
   # Warm-up: the first call compiles, the second is the first with a residual.
-  while len(times) < 3 or (len(times) < repetitions + 2 and sum(times[2:]) < budget):
+  has_budget = lambda: len(times) < repetitions + 2 and sum(times[2:]) < budget
+  while len(times) < 3 or has_budget():
     # The program donates both.
     seconds, (_, update.state) = watch.time(
       update.program, jnp.copy(grads), update.state
@@ -109,6 +111,7 @@ def gradients(engine: Engine, n: int) -> Callable[[int], jax.Array]:
   """A function from a seed to the gradients of all workers, n independent standard normal numbers at each."""
 
   def make(seed: jax.Array) -> jax.Array:
+    # Equal gradients would hide what workers with different ones send.
     key = jax.random.fold_in(jax.random.key(seed), engine.comm.rank)
     return jax.random.normal(key, (n,), jnp.float32)
 

@@ -92,15 +92,19 @@ class WorkerStep(NamedTuple):
     (loss, grads, model_state, aux), finite = self._own_gradients(
       comm, params, state, batch, given
     )
+    # The gradient brings scales of fp8 that follow those of the worker's own
+    # parameters.
     at = trained(own_params(params, state))
     grads, scales = combine_scales(comm, at, grads)
     # NaN in it would stay for good: mark the gradient, and all workers skip the step
     if before is not None:
-      grads = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), grads)
+      grads = _nan_unless(finite, grads)
     loss = mean_loss(comm, loss)
+    # Schedules such as optax.contrib.reduce_on_plateau take the loss as `value`.
     extra = {"value": loss} | extra if gives_value else extra
     updates, state = atomic(self.tx).update(grads, state, optimized(params), **extra)
     skipped = states.is_skipped(state)
+    # A skipped step keeps the scales, too.
     scales = jax.tree.map(
       functools.partial(jnp.where, skipped), overwritten(params), scales
     )
@@ -143,7 +147,7 @@ class WorkerStep(NamedTuple):
       for name, grad in flatten.leaves_by_name(grads).items()
     }
     flags["model_state"] = jnp.asarray(finite)
-    return jax.tree.map(lambda flag: flag[None], flags)
+    return states.add_row(flags)
 
   def _own_gradients(
     self,
@@ -155,9 +159,9 @@ class WorkerStep(NamedTuple):
   ) -> tuple[tuple[ArrayTree, ...], jax.Array | bool]:
     """`_gradients` at the parameters of one worker, and whether its model state stays finite."""
     rng, before, shared = (given.get(name) for name in TO_LOSS)
-    own = (
-      jax.tree.map(lambda x: x[0], before) if self.model_state == "worker" else before
-    )
+    # A model state of each worker is a row here.
+    own = states.first_row(before) if self.model_state == "worker" else before
+    # Workers draw noise of their own.
     key = None if rng is None else jax.random.fold_in(rng, comm.rank)
     results = _gradients(
       self, trained(own_params(params, state)), batch, key, own, shared
@@ -183,14 +187,17 @@ class WorkerStep(NamedTuple):
   ) -> tuple[optax.Params, OptState]:
     """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
     before = optimized(params)
+    # Only local steps act in this context, and they ignore gradients.
     with synchronizing(True):
       updates, after = atomic(self.tx).update(
-        jax.tree.map(jnp.zeros_like, before), state, before, **extra
+        optax.tree.zeros_like(before), state, before, **extra
       )
     is_local = states.is_local_state
+    # All other optimizers have taken no step.
     after = jax.tree.map(
       lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local
     )
+    # Leaves outside of local steps stay, even where an outer optimizer would move them.
     moved = moved_leaves(state)
     own = lambda name, u: u if name in moved else jnp.zeros_like(u)
     updates = map_seen(own, states.reduce_states(state), updates)
@@ -215,12 +222,18 @@ def combine_scales(
   if not jax.tree.leaves(before):
     return grads, ()
   finite = flatten.all_finite(optimized(grads)) & flatten.stays_finite(before, after)
-  marked = jax.tree.map(lambda grad: jnp.where(finite, grad, jnp.nan), optimized(grads))
+  marked = _nan_unless(finite, optimized(grads))
   flat, restore = flatten.flatten((jnp.where(finite, 0.0, 1.0), after))
+  # The flag is the first entry; a worker that is not finite sends zeros beside it.
   sent = jnp.where(finite, flat, 0.0).at[0].set(flat[0])
   failed, largest = restore(comm.all_reduce(sent, "max"))
   keep = functools.partial(jnp.where, failed > 0)
   return marked, jax.tree.map(keep, before, largest)
+
+
+def _nan_unless(finite: jax.Array | bool, tree: ArrayTree) -> ArrayTree:
+  """The leaves, or NaN where they are not `finite`: then all workers skip the step."""
+  return jax.tree.map(lambda x: jnp.where(finite, x, jnp.nan), tree)
 
 
 def mean_loss(comm: Comm, loss: jax.Array) -> jax.Array:
@@ -233,19 +246,20 @@ def _gradients(
   worker: WorkerStep,
   params: optax.Params,
   batch: ArrayTree,
-  key: Any,
+  key: jax.Array | None,
   model_state: ArrayTree,
   shared: ArrayTree,
 ) -> tuple[ArrayTree, ...]:
   """(loss, gradients, model state, aux) of one worker's part of the batch."""
 
   def grads_of_part(
-    batch: ArrayTree, key: Any, model_state: ArrayTree
+    batch: ArrayTree, key: jax.Array | None, model_state: ArrayTree
   ) -> tuple[ArrayTree, ...]:
     given = {"rng": key, "model_state": model_state, "shared": shared}
     named = {name: x for name, x in given.items() if x is not None}
 
     def loss_fn(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
+      # What loss_fn should return follows from what the step was given.
       wanted = [
         "loss",
         *["model_state"] * (model_state is not None),
@@ -272,6 +286,7 @@ def _gradients(
 
 def _check_model_state(before: ArrayTree, after: ArrayTree) -> None:
   """Raises ValueError unless both have the same leaves, naming the first that differs."""
+  # Types, since a scan over micro-batches needs the same ones after each.
   types = lambda tree: {
     name: jax.typeof(leaf).str_short()
     for name, leaf in flatten.leaves_by_name(tree).items()
@@ -295,7 +310,7 @@ def _accumulated(
   worker: WorkerStep,
   grads_of_part: Callable,
   batch: ArrayTree,
-  key: Any,
+  key: jax.Array | None,
   model_state: ArrayTree,
   params: optax.Params,
 ) -> tuple[ArrayTree, ...]:
@@ -305,20 +320,23 @@ def _accumulated(
   Each micro-batch gets the model state of the one before, and aux is reduced.
   """
   parts = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
+  # Sums are kept in wide dtypes: 16 bits would lose small gradients.
+  add = lambda a, b: a + b.astype(a.dtype)
 
   def accumulate_part(carry: ArrayTree, part: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
     total, model_state = carry
     part_index, batch = part
+    # Each micro-batch draws noise of its own.
     own = None if key is None else jax.random.fold_in(key, part_index)
     loss, grads, model_state, aux = grads_of_part(batch, own, model_state)
+    # Scales of fp8 are no gradients: of these the largest counts.
     scales = jax.tree.map(jnp.maximum, overwritten(total[1]), overwritten(grads))
-    total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (loss, grads))
+    total = jax.tree.map(add, total, (loss, grads))
     total = total[0], with_optimized(total[1], optimized(total[1]), scales)
     return (total, model_state), aux
 
-  loss = jax.eval_shape(
-    grads_of_part, jax.tree.map(lambda x: x[0], parts), key, model_state
-  )[0]
+  # Traced for the dtype of the loss alone.
+  loss = jax.eval_shape(grads_of_part, states.first_row(parts), key, model_state)[0]
   zeros = jax.tree.map(
     lambda x: jnp.zeros_like(x, flatten.wide_dtype(x)), (loss, params)
   )
@@ -326,6 +344,7 @@ def _accumulated(
   ((loss, grads), model_state), aux = jax.lax.scan(
     accumulate_part, (zeros, model_state), (indices, parts)
   )
+  # Scales are no sums, so only what an optimizer updates is divided.
   mean = jax.tree.map(
     lambda grad, like: (grad / worker.accumulate).astype(like.dtype),
     optimized(grads),
@@ -344,7 +363,7 @@ def _next_model_state(
 ) -> ArrayTree:
   """The model state for the next step: averaged over the workers, or with a leading axis for that of this worker."""
   if worker.model_state == "worker":
-    return jax.tree.map(lambda x: x[None], model_state)
+    return states.add_row(model_state)
   for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
     if _compat.is_key(leaf):
       raise TypeError(
@@ -354,11 +373,12 @@ def _next_model_state(
   over_workers = functools.partial(_over_workers, comm)
 
   def next_leaf(x: jax.Array) -> jax.Array:
+    # Counts have no mean: the largest goes on.
     if not jnp.issubdtype(x.dtype, jnp.inexact):
       return _reduced(x, "max", over_workers).astype(x.dtype)
     mean = over_workers(x, "mean")
-    # Of equal numbers it is that number, also where their sum, or a share of 1/P, is
-    # rounded.
+    # The mean of equal numbers is that number, also where their sum, or a share of
+    # 1/P, is rounded.
     return (
       mean if comm.size & comm.size - 1 == 0 else mean + over_workers(x - mean, "mean")
     )
@@ -375,9 +395,13 @@ def _words_beside(
 ) -> jax.Array:
   """Words of the collectives of `_over_workers` and `combine_scales` that made these."""
   cost = lambda x: all_reduce_cost(x.size, size, x.dtype.itemsize).words
-  rows = lambda x: math.ceil(x.size // size * (size - 1) * x.dtype.itemsize / 4)
-  words = sum(map(rows if worker.aux_reduce == "stack" else cost, jax.tree.leaves(aux)))
+  sent = lambda x: x.size // size * (size - 1) * x.dtype.itemsize
+  # An all-gather sends each row to P − 1 workers.
+  rows = lambda x: math.ceil(sent(x) / 4)
+  of_aux = rows if worker.aux_reduce == "stack" else cost
+  words = sum(map(of_aux, jax.tree.leaves(aux)))
   for leaf in [] if worker.model_state == "worker" else jax.tree.leaves(model_state):
+    # `next_leaf` reduces twice where P is no power of two.
     twice = size & size - 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
     words += cost(leaf) * (2 if twice else 1)
   if entries := sum(leaf.size for leaf in jax.tree.leaves(scales)):
@@ -389,12 +413,16 @@ def _over_parts(x: jax.Array, how: AuxReduce) -> jax.Array:
   """The reduction of a leaf over the micro-batches, its leading axis."""
   if how == "stack":
     return x
-  return x.sum(0, dtype=x.dtype) if how == "sum" else getattr(x, how)(0)
+  # JAX would widen a sum of small integers.
+  if how == "sum":
+    return x.sum(0, dtype=x.dtype)
+  return getattr(x, how)(0)
 
 
 def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:
   """The reduction of a leaf over the workers; "stack" gives it a leading axis of P."""
   if how == "stack":
+    # Rows in the order of ranks are the same on all workers.
     return mark_total(in_rank_order(comm, all_gather(comm, x)), axes_of(comm))
   return comm.all_reduce(x) / comm.size if how == "mean" else comm.all_reduce(x, how)
 
@@ -412,6 +440,7 @@ def _reduced(
       )
     if how == "stack" or jnp.issubdtype(x.dtype, jnp.inexact):
       return reduce(x, how)
+    # A sum over workers of 8 or 16 bits would overflow.
     if x.dtype.itemsize < 4:
       x = x.astype(
         jnp.uint32 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jnp.int32

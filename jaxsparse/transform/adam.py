@@ -113,9 +113,8 @@ class _WindowAdam(NamedTuple):
 
   def init(self, params: optax.Params) -> WindowAdamState:
     """The state before the first step."""
-
-    def zeros() -> optax.Updates:
-      return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf)), params)
+    wide = lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf))
+    zeros = lambda: jax.tree.map(wide, params)
 
     # A step that donates its state needs an array of its own for each.
     mu = self._stored(zeros())
@@ -129,14 +128,16 @@ class _WindowAdam(NamedTuple):
   ) -> tuple[optax.Updates, WindowAdamState]:
     """Adam's update, in the dtypes of `updates`, and the next state."""
     del params
+    # At the largest i32 the count stays: by then the corrections of the bias are 1.
     step = optax.safe_increment(state.step)
     of_leaf = functools.partial(self._update_leaf, step)
     moments = (state.mu, state.average, state.nu)
     # optax adds a complex average to real squares.
     with jax.numpy_dtype_promotion("standard"):
       leaves = jax.tree.map(of_leaf, updates, *moments)
+    averages = jax.tree.structure((0, 0, 0, 0))
     scaled, mu, average, nu = jax.tree.transpose(
-      jax.tree.structure(updates), jax.tree.structure((0, 0, 0, 0)), leaves
+      jax.tree.structure(updates), averages, leaves
     )
     return scaled, WindowAdamState(step, self._stored(mu), average, nu)
 
@@ -150,18 +151,22 @@ class _WindowAdam(NamedTuple):
   ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Adam's update of one leaf, in its dtype, and its averages."""
     dtype = average.dtype
+    # The corrections are powers of decays by this count: float64 where x64 is on.
     count = step.astype(jnp.result_type(float))
     window_decay = (self.window - 1) / (self.window + 1)
     # Arrays, as `inject_hyperparams` gives them, have one dtype for all leaves.
     real = jnp.finfo(dtype).dtype
-    b1, b2, eps = (_cast_number(x, real) for x in (self.b1, self.b2, self.eps))
+    given = self.b1, self.b2, self.eps
+    b1, b2, eps = (_cast_number(x, real) for x in given)
     later = lambda x, decay: optax.tree.bias_correction(
       x, _cast_number(decay, count.dtype), count
     )
     wide = grad.astype(dtype)
+    # Momentum is that of g itself: an average of averages would come later.
     mu = optax.tree.update_moment(wide, mu.astype(dtype), b1, 1)
     average = optax.tree.update_moment(wide, average, window_decay, 1)
     recent = later(average, window_decay)
+    # |â|² of a complex entry, where a plain square would be complex.
     nu = optax.tree.update_moment_per_elem_norm(recent, nu, b2, 2)
     scaled = later(mu, b1) / (jnp.sqrt(later(nu, b2)) + eps)
     return scaled.astype(grad.dtype), mu, average, nu
@@ -169,6 +174,7 @@ class _WindowAdam(NamedTuple):
   def _stored(self, mu: optax.Updates) -> optax.Updates:
     if self.mu_dtype is None:
       return mu
+    # A complex m would lose its imaginary part.
     cast = lambda m: m if jnp.iscomplexobj(m) else m.astype(self.mu_dtype)
     return jax.tree.map(cast, mu)
 
@@ -177,6 +183,8 @@ def _unrounded_decay(decay: Any) -> Any:
   """A decay in float32; below 1, where rounding to 16 bits has made it 1."""
   if wide_dtype(decay) == jnp.result_type(decay):
     return decay
+  # Halfway between 1 and the largest number below it in 16 bits: decays above it were
+  # rounded to 1.
   most = 1 - float(jnp.finfo(decay.dtype).epsneg) / 2
   return jnp.minimum(decay.astype(jnp.float32), most)
 
@@ -185,6 +193,7 @@ def _unrounded_eps(eps: Any) -> Any:
   """ε in float32; above 0, where rounding to 16 bits has made it 0."""
   if wide_dtype(eps) == jnp.result_type(eps):
     return eps
+  # An ε below half of the smallest number was rounded to 0; this is half of that again.
   least = float(jnp.finfo(eps.dtype).smallest_subnormal) / 4
   return jnp.maximum(eps.astype(jnp.float32), least)
 

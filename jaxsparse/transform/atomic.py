@@ -52,18 +52,20 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     **extra: ArrayTree,
   ) -> tuple[optax.Updates, OptState]:
     updates, after = tx.update(updates, state, params, **extra)
+    # A wrapper that computes with a state of ours is refused before its result is used.
     check_kept_types(state, after)
     skipped = states.is_skipped(after)
     updates = zeros_if(skipped, updates)
     # A transform, or local steps, that is the only one has undone itself already,
     # without a pass over residuals. Of several one may skip while another one does not,
     # so then all of their states are chosen here.
-    is_part = lambda node: states.is_reduce_state(node) or states.is_local_state(node)
-    is_only = sum(map(is_part, jax.tree.leaves(after, is_leaf=is_part))) == 1
+    is_ours = states.is_ours
+    nodes = jax.tree.leaves(after, is_leaf=is_ours)
+    is_only = sum(map(is_ours, nodes)) == 1
     keep = lambda old, new: (
-      new if is_only and is_part(old) else select_state(skipped, old, new)
+      new if is_only and is_ours(old) else select_state(skipped, old, new)
     )
-    return updates, jax.tree.map(keep, state, after, is_leaf=is_part)
+    return updates, jax.tree.map(keep, state, after, is_leaf=is_ours)
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -129,6 +131,7 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
   }
   inputs = {*jaxpr.invars}
   stored = collections.Counter(choice.invars[2] for choice in choices)
+  # Only an input can be donated, and a result that is stored twice would need a copy.
   pending = {
     new: choice
     for choice in choices
@@ -142,6 +145,7 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
   equations = first[::-1]
   chosen = dict[Any, Any]()
 
+  # The result of one choice may be what another one replaces: hence the recursion.
   def emit(equation: core.JaxprEqn) -> None:
     equations.append(equation)
     for new in equation.outvars:

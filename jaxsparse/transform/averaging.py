@@ -1,7 +1,6 @@
 """Momentum of optimizers of the workers' own, averaged now and then (DES-LOC, Iacob et al., 2025)."""
 
-import functools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,8 @@ from jaxsparse.transform.update import collective_transform
 from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import ArrayTree, Comm, check_whole
 
-_FIELDS = ("mu", "trace")  # of optax's states
+_FIELDS = ("mu", "trace")  # fields of optax's states
+_Momentum = dict[str, optax.Updates]  # by the paths in an inner state
 
 
 class AveragedState(NamedTuple):
@@ -31,7 +31,7 @@ class AveragedState(NamedTuple):
     since: i32[], steps since momentum was averaged.
   """
 
-  inner: Any
+  inner: OptState
   means: dict[str, ReduceState]
   since: jax.Array
 
@@ -87,10 +87,17 @@ def average_momentum(
       raise ValueError(
         f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}"
       )
+    # An exchange for each momentum: a state may have several, of other leaves.
     means = {path: mean.init(tree) for path, tree in momentum.items()}
     return AveragedState(state, means, jnp.int32(0))
 
-  exchange = functools.partial(_average, mean)
+  def exchange(
+    momentum: _Momentum, means: dict[str, ReduceState]
+  ) -> tuple[_Momentum, dict[str, ReduceState]]:
+    averaged, states = {}, {}
+    for path, tree in momentum.items():
+      averaged[path], states[path] = mean.update(tree, means[path])
+    return averaged, states
 
   def update(
     grads: optax.Updates,
@@ -98,6 +105,7 @@ def average_momentum(
     params: optax.Params | None = None,
     **extra: ArrayTree,
   ) -> tuple[optax.Updates, AveragedState]:
+    # The optimizer steps first, so that the mean is that of the momentum of this step.
     updates, after = inner.update(grads, state.inner, params, **extra)
     keep = lambda momentum, means: (momentum, idle_step(means, jnp.bool_(False)))
     # Workers skip the same steps, so `since` is the same on all of them.
@@ -111,27 +119,17 @@ def average_momentum(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _average(
-  mean: optax.GradientTransformationExtraArgs,
-  momentum: dict[str, optax.Updates],
-  means: dict[str, ReduceState],
-) -> tuple[dict[str, optax.Updates], dict[str, ReduceState]]:
-  """The mean of each momentum over the workers, and the next states of its exchange."""
-  averaged, states = {}, {}
-  for path, tree in momentum.items():
-    averaged[path], states[path] = mean.update(tree, means[path])
-  return averaged, states
-
-
-def _with_momentum(state: OptState, momentum: dict[str, optax.Updates]) -> OptState:
+def _with_momentum(state: OptState, momentum: _Momentum) -> OptState:
   """The state with another momentum at each of these paths."""
   for path, tree in momentum.items():
     is_at_path = lambda own, _, path=path: keystr(own) == path
-    state = optax.tree.set(state, is_at_path, **{path.rpartition(".")[2]: tree})
+    # A path ends with the name of its field, as in `[0].mu`.
+    field = path.rpartition(".")[2]
+    state = optax.tree.set(state, is_at_path, **{field: tree})
   return state
 
 
-def _momentum_of(state: OptState) -> dict[str, Any]:
+def _momentum_of(state: OptState) -> _Momentum:
   """Each momentum in the state of an optimizer, a pytree like the parameters, by its path."""
   is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
   trees = [
@@ -139,6 +137,7 @@ def _momentum_of(state: OptState) -> dict[str, Any]:
     for name in _FIELDS
     for pair in optax.tree.get_all_with_path(state, name, is_field)
   ]
+  # A placeholder stands for parameters of which optax looks for copies.
   has_entries = lambda tree: (
     isinstance(tree, PLACEHOLDER) or any(leaf.size for leaf in jax.tree.leaves(tree))
   )

@@ -23,6 +23,7 @@ from jaxsparse.transform.groups import Group
 from jaxsparse.transform.state import (
   LocalState,
   ReduceState,
+  axes_of_workers,
   checksum_of,
   is_reduce_state,
   local_states,
@@ -60,6 +61,7 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
   Raises:
     ValueError: naming the number of workers it was made for.
   """
+  # Counters have an entry for each device of the `held` workers whose rows are here.
   made_for = state.counters.skipped.size // state.devices * workers // held
   if made_for != workers:
     raise ValueError(
@@ -85,6 +87,7 @@ def check_layout(state: OptState, workers: int | None = None) -> None:
       node.layout.workers, "__array__"
     ):
       continue  # under a trace, or a jax.ShapeDtypeStruct
+    # All rows hold the same numbers, so the rows of this process suffice.
     made_for, entries, checksum = (
       int(np.max(_compat.local_shard(array))) for array in node.layout[:3]
     )
@@ -96,11 +99,13 @@ def check_layout(state: OptState, workers: int | None = None) -> None:
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
         "js.convert"
       )
+    # One row may be that of one worker of many: then the layout alone tells how many.
     expected = workers or (rows // node.devices if rows > 1 else made_for)
     entries = sum(shards.sizes) if shards else entries
     sizes = [
       residual.size for residual in node.carried.residual if residual is not None
     ]
+    # Groups without a residual have no array of n whose size could be compared.
     if made_for != expected or (
       len(sizes) == len(node.groups) and sum(sizes) != rows * entries
     ):
@@ -190,6 +195,7 @@ def check_arrays(state: OptState) -> None:
 def check_agreed(before: ArrayTree, after: ArrayTree) -> None:
   """Raises ValueError if a step without an exchange had one, because `agree` did not reach the transform."""
   pairs = zip(reduce_states(before), reduce_states(after), strict=True)
+  # `idle` passes the carried arrays on as they are; an exchange makes new ones.
   if any(old.carried is not new.carried for old, new in pairs):
     raise ValueError(
       "a wrapper around the jaxsparse transform (of `outer` in js.local_steps) does not pass on extra arguments: make "
@@ -228,6 +234,7 @@ def check_local_state(state: LocalState, params: optax.Params) -> None:
       "local_steps: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
       "one, as in optax.chain(js.dense_transform(axis), optax.sgd(1.0)), which averages the parameters"
     )
+  # A transform without a residual, as a dense average, may stand in `inner`.
   if any(jax.tree.leaves(node.carried.residual) for node in reduce_states(state.inner)):
     raise ValueError(
       "local_steps: inner has a jaxsparse transform with a residual, what the residual holds would be of gradients and "
@@ -283,12 +290,12 @@ def check_method(
   shapes = tuple(map(np.shape, jax.tree.leaves(grads)))
   if method is None or method.shapes != shapes:
     check_params([state], grads)
-  was, now = (
-    {group.leaves: group.collective.label for group in found}
-    for found in (method.groups, groups)
-  )
+  labels_of = lambda groups: {group.leaves: group.collective.label for group in groups}
+  was, now = labels_of(method.groups), labels_of(groups)
   if (was, method.shapes) != (now, shapes):
-    labels = [", ".join(dict.fromkeys(found.values())) for found in (was, now)]
+    # Equal labels in another grouping look alike in the error, so it says that.
+    joined = lambda labels: ", ".join(dict.fromkeys(labels.values()))
+    labels = joined(was), joined(now)
     others = " for other groups of leaves" if labels[0] == labels[1] else ""
     raise ValueError(
       f"the optimizer state is one of {labels[0]}{others}, and this transform is {labels[1]}: make one of it with "
@@ -310,11 +317,7 @@ def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
   Where a shard_map checks replication, the counters of each worker tell the axes of the
   workers.
   """
-  axes = frozenset().union(
-    *(
-      _compat.axes_of_type(node.counters.skipped) for node in reduce_states(state.outer)
-    )
-  )
+  axes = axes_of_workers(reduce_states(state.outer))
   leaves = jax.tree_util.tree_leaves_with_path(grads)
   if (
     axes and leaves and not any(axes & _compat.axes_of_type(leaf) for _, leaf in leaves)
@@ -339,6 +342,7 @@ def warn_of_frozen(state: OptState, *trees: ArrayTree) -> None:
     method: Any = node.layout.method
     for group in method.groups if method else ():
       names = [method.names[leaf] for leaf in group.leaves]
+      # All leaves are zeros where a loss is constant: then none of them is frozen.
       still = [name for name in names if name in zeros]
       if group.collective.traits.moves_zeros and 0 < len(still) < len(names):
         warnings.warn(
@@ -358,6 +362,7 @@ def warn_of_narrow(state: OptState) -> None:
   """Warns of an optimizer that keeps other averages than momentum in 16 bits, naming the first array."""
   narrow = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state):
+    # Fields anywhere in the path, since a momentum is a pytree below its field.
     fields = {getattr(key, "name", "") for key in path}
     is_average = not is_reduce_state(leaf) and _NARROW.isdisjoint(fields)
     if is_average and wide_dtype(leaf) != leaf.dtype:
@@ -408,12 +413,15 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
     )
 
 
+def is_traced(*trees: ArrayTree) -> bool:
+  """Whether a leaf is a tracer, so that its value is not known."""
+  return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+
+
 def check_not_traced(name: str, *trees: ArrayTree) -> None:
   """Raises ValueError under a trace, also of captured arrays: what is computed with them there has no values."""
-  if any(
-    isinstance(leaf, jax.core.Tracer)
-    for leaf in (jnp.int32(0) + 1, *jax.tree.leaves(trees))
-  ):
+  # Under `jit` a new number is a tracer, even where all arguments have values.
+  if is_traced(jnp.int32(0) + 1, trees):
     raise ValueError(
       f"{name}: called under a trace, by jax.jit, jax.vmap or jax.eval_shape, and it computes with values on the "
       "host: call it outside, between two steps"

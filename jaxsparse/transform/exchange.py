@@ -94,7 +94,7 @@ class Exchange:
       self.outer.init(self.fragments.part(params, fragment))
       for fragment in range(self.fragments.count)
     )
-    inner = _add_row(self.inner.init(params))
+    inner = states.add_row(self.inner.init(params))
     applied = Applied() if self.apply_residual else ()
     state = LocalState(inner, outer, (), jnp.int32(0), jnp.int32(0), (), applied)
     check_local_state(state, params)
@@ -104,7 +104,8 @@ class Exchange:
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Extra
   ) -> tuple[optax.Updates, OptState, jax.Array]:
     """The updates of this worker, its next inner state, and whether that stays finite, bool[]."""
-    before = jax.tree.map(lambda leaf: leaf[0], state.inner)
+    # Inner states have a leading axis of workers, here of this one.
+    before = states.first_row(state.inner)
     updates, after = self.inner.update(
       grads, before, own_params(params, state), **extra
     )
@@ -112,7 +113,7 @@ class Exchange:
     finite = flatten.stays_finite(before, after)
     if states.reduce_states(after):  # a transform returns zeros for what is not finite
       finite &= ~states.is_skipped(after)
-    return updates, _add_row(after), finite
+    return updates, states.add_row(after), finite
 
   def step(
     self, due: jax.Array, state: LocalState, given: Given
@@ -147,8 +148,10 @@ class Exchange:
 
   def agree(self, state: LocalState, given: Given) -> Stepped:
     """No update; the workers agree on whether all of them are finite."""
-    zeros = jax.tree.map(jnp.zeros_like, given.params)
-    sent, params = (self.fragments.part(tree, 0) for tree in (zeros, given.params))
+    zeros = optax.tree.zeros_like(given.params)
+    # Any fragment serves: the workers exchange one flag, and no gradient.
+    sent = self.fragments.part(zeros, 0)
+    params = self.fragments.part(given.params, 0)
     before = state.outer[0]
     _, agreed = self.outer.update(
       sent, before, params, agree=given.finite, **given.extra
@@ -161,18 +164,19 @@ class Exchange:
   def exchange(self, fragment: int, state: LocalState, given: Given) -> Stepped:
     """The exchange of the movement of a fragment."""
     # What the dtype of a parameter cannot hold stays in `moved`.
-    held = lambda moved, p: flatten.representable(moved[0], p.dtype)[0].astype(p.dtype)
+    held = lambda moved, p: flatten.representable(moved[0], p.dtype)[0]
     moved = self.fragments.part(state.moved, fragment)
     params = self.fragments.part(given.params, fragment)
-    return self.reduce(fragment, jax.tree.map(held, moved, params), state, given)
+    pseudo_gradient = optax.tree.cast_like(jax.tree.map(held, moved, params), params)
+    return self.reduce(fragment, pseudo_gradient, state, given)
 
   def reduce(
     self, fragment: int, pseudo_gradient: optax.Updates, state: LocalState, given: Given
   ) -> Stepped:
     """The update from the pseudo-gradients of all workers; skipped where that of one is not finite."""
     # `outer` finds the NaN of one worker in its total, so that all skip the exchange.
-    mark = lambda x: jnp.where(given.finite, x, jnp.nan).astype(x.dtype)
-    sent = jax.tree.map(mark, pseudo_gradient)
+    mark = lambda x: jnp.where(given.finite, x, jnp.nan)
+    sent = optax.tree.cast_like(jax.tree.map(mark, pseudo_gradient), pseudo_gradient)
     params = self.fragments.part(given.params, fragment)
     before = state.outer[fragment]
     # Where updates are wider than parameters, sums are rounded to the dtypes of these,
@@ -180,8 +184,9 @@ class Exchange:
     seen = flatten.leaves_by_name(shapes_seen(states.reduce_states(before), params))
     with mean_dtypes(tuple((name, leaf.dtype) for name, leaf in seen.items())):
       updates, after = atomic(self.outer).update(sent, before, params, **given.extra)
-    updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
+    updates = optax.tree.cast_like(updates, params)
     skipped = states.is_skipped(after)
+    # Fragments without a turn count a step, too, so that all counters agree.
     outer = tuple(
       after if index == fragment else states.idle_step(idle, skipped)
       for index, idle in enumerate(state.outer)
@@ -191,6 +196,7 @@ class Exchange:
 
   def deliver(self, fragment: int, state: LocalState, given: Given) -> Stepped:
     """The update of a fragment when workers synchronize."""
+    # `Delayed` may have one in flight, which it applies in place of an exchange.
     return self.exchange(fragment, state, given)
 
   def undelivered(
@@ -215,7 +221,7 @@ class Delayed(Mixed):
   def init(self, params: optax.Params) -> LocalState:
     """The state with nothing in flight."""
     state = super().init(params)
-    return state._replace(flight=_landed(jax.tree.map(jnp.zeros_like, params)))
+    return state._replace(flight=_landed(optax.tree.zeros_like(params)))
 
   def step(
     self, due: jax.Array, state: LocalState, given: Given
@@ -223,6 +229,8 @@ class Delayed(Mixed):
     """A step that applies the update in flight if it is due; until then no fragment has its turn."""
     count = self.fragments.count
     flight = state.flight
+    # Kinds of steps: 0 without an exchange, 1 + f exchanges fragment f, and the last
+    # one applies the update in flight.
     arrives = jnp.where(flight.left == 1, count + 1, 0)
     kind = jnp.where(flight.left > 0, arrives, due)
     kinds = [*self.kinds(given), lambda state: self._apply_flight(state, given)]
@@ -243,12 +251,14 @@ class Delayed(Mixed):
     """The update is in flight from now on."""
     done = super().exchange(fragment, state, given)
     flight = Flight(done.updates, jnp.int32(self.delay), jnp.int32(fragment))
-    zeros = jax.tree.map(jnp.zeros_like, done.updates)
+    # Nothing reaches the parameters in the step that computes the update.
+    zeros = optax.tree.zeros_like(done.updates)
     return done._replace(updates=zeros, flight=flight)
 
   def deliver(self, fragment: int, state: LocalState, given: Given) -> Stepped:
     """The update in flight, or of an exchange without a delay."""
     apply = lambda state: self._apply_flight(state, given)
+    # Within the lambda, `super()` would take its `state` for `self`.
     exchange = super().exchange
     exchange_now = lambda state: exchange(fragment, state, given)
     return varying.cond(_is_flying(state, fragment), apply, exchange_now, state)
@@ -257,6 +267,7 @@ class Delayed(Mixed):
     self, state: LocalState, fragment: int, moved: jax.Array, p: jax.Array
   ) -> jax.Array:
     """Nothing where an update in flight is applied: it is of movement before, and later movement is dropped."""
+    # Workers go on from the outer parameters, and what they moved in flight is lost.
     left = super().undelivered(state, fragment, moved, p)
     return jnp.where(_is_flying(state, fragment), jnp.zeros_like(left), left)
 
@@ -275,7 +286,3 @@ def _landed(zeros: optax.Updates) -> Flight:
 def _is_flying(state: LocalState, fragment: int) -> jax.Array:
   """Whether the update of a fragment is in flight, bool[]."""
   return (state.flight.left > 0) & (state.flight.fragment == fragment)
-
-
-def _add_row(state: OptState) -> OptState:
-  return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], state)

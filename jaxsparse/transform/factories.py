@@ -16,7 +16,7 @@ from jaxsparse._compat import AxisName
 from jaxsparse.collectives import Collective, make_collective, make_instance
 from jaxsparse.transform.groups import Special
 from jaxsparse.transform.update import collective_transform
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, SpecTree
 
 Options = ParamSpec("Options")
 
@@ -30,7 +30,7 @@ class TransformFunction(Protocol[Options]):
     self,
     axis: AxisName | Comm,
     special: Special | None = None,
-    shardings: Any = None,
+    shardings: SpecTree = None,
     *args: Options.args,
     **options: Options.kwargs,
   ) -> optax.GradientTransformation:
@@ -53,16 +53,18 @@ def transform_function(
     ('dense_transform', 'float32')
     >>> tx = dense_transform("workers", dtype="bfloat16")
   """
+  # Type checkers know `kind` as a callable with options, and its class is needed here.
   cls = cast(type[Collective], kind)
 
   def transform(
     axis: AxisName | Comm,
     special: Special | None = None,
-    shardings: Any = None,
+    shardings: SpecTree = None,
     **options: Any,
   ) -> optax.GradientTransformation:
     return collective_transform(make_instance(cls, options), axis, special, shardings)
 
+  # The fields of the collective stand in place of `**options`.
   own = inspect.signature(transform)
   *common, _ = own.parameters.values()
   signature = own.replace(
@@ -81,6 +83,7 @@ def transform_function(
 
 def _documentation(kind: type[Collective]) -> str:
   """The docstring of a collective, completed by references to what all transforms share."""
+  # A pattern with a group returns the names of sections between their texts.
   summary, *sections = re.split(
     r"^(Args|Raises|Example):\n", inspect.getdoc(kind) or "", flags=re.MULTILINE
   )
@@ -113,7 +116,7 @@ def make_transform(
   name: str | Collective,
   axis: AxisName | Comm,
   special: Special | None = None,
-  shardings: Any = None,
+  shardings: SpecTree = None,
   **config: Any,
 ) -> optax.GradientTransformation:
   """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.

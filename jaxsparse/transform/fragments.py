@@ -36,6 +36,7 @@ class Fragments:
     sizes = list(map(jnp.size, leaves))
     entries = [0] * self.count
     numbers = [0] * len(leaves)
+    # Greedy: the sizes of two fragments differ by at most the largest leaf.
     for leaf in sorted(range(len(leaves)), key=lambda leaf: -sizes[leaf]):
       numbers[leaf] = min(range(self.count), key=entries.__getitem__)
       entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
@@ -47,6 +48,7 @@ class Fragments:
 
   def part(self, tree: ArrayTree, fragment: int) -> ArrayTree:
     """The leaves of a fragment, with `optax.MaskedNode` in place of the others."""
+    # The other leaves stay in the structure, so names and order are those of the whole.
     choose = lambda leaf, index: leaf if index == fragment else optax.MaskedNode()
     return (
       tree

@@ -100,8 +100,11 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
       collective = make_collective(label)
     except (TypeError, ValueError) as error:
       raise type(error)(f"special: {pattern!r}: {error}") from error
+    # A k is meant for the leaves of its pattern, so equal collectives with one stay
+    # apart.
     if collective not in collectives or collective.traits.has_k:
       collectives.append(collective)
+    # The last equal one, which is the one just appended where it has a k.
     number = len(collectives) - 1 - collectives[::-1].index(collective)
     try:
       patterns.append((re.compile(pattern), number))
@@ -157,6 +160,7 @@ def groups_of(
     >>> [(group.leaves, group.collective.label) for group in groups]
     [((0,), 'dense'), ((1,), 'topka:k=9'), ((2,), 'spardl:k=9')]
   """
+  # Kind 0 is the default collective.
   kind_of = [
     next((kind for pattern, kind in assignment.patterns if pattern.search(name)), 0)
     for name in shapes
@@ -172,6 +176,7 @@ def groups_of(
     for kind in dict.fromkeys(kind_of[leaf] for leaf in leaves):
       own = tuple(leaf for leaf in leaves if kind_of[leaf] == kind)
       members.setdefault(kind, []).append(len(groups))
+      # Groups of one bundle are sent one after the other, after those of other bundles.
       earlier = {
         *itertools.chain(*(made[other] for other in bundle.waits_for)),
         *range(first, len(groups)),
@@ -185,6 +190,7 @@ def groups_of(
         )
       )
     made.append(range(first, len(groups)))
+  # A k is shared out last, among all groups of its collective.
   for kind, indices in members.items():
     alike = [groups[index] for index in indices]
     fitted = _fit_collective(assignment.collectives[kind], alike, shape_of)

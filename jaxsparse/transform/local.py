@@ -154,6 +154,7 @@ def local_steps(
   """
   _check_options(every, fragments, delay, mixing, apply_residual)
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
+  # `Delayed` takes `mixing`, too.
   how = Delayed if delay else Mixed if mixing else Exchange
   exchange = how(inner, outer, Fragments(fragments), apply_residual, mixing, delay)
   steps: _EveryStep | _OnDemand = _OnDemand(exchange)
@@ -175,6 +176,7 @@ def local_steps(
         "local_steps: update needs the parameters, give tx.update(grads, state, params)"
       )
     check_arrays_of(steps.init, state, params)
+    # Gradients are zeros here, and not checked.
     if synchronize or synchronizing.value:
       return steps.synchronize(state, params, extra)
     check_own_gradients(grads, state)
@@ -196,6 +198,7 @@ def _check_options(
     raise ValueError(
       f"local_steps: every(0) has the shape {period.shape}, give a schedule of one number"
     )
+  # A schedule may come down to 1, so it has one fragment and no delay.
   steps = 1 if callable(every) else every or 1
   check_whole("local_steps", 1, steps, fragments=fragments)
   check_whole("local_steps", 0, steps // fragments - 1, delay=delay)
@@ -222,19 +225,22 @@ class _EveryStep(NamedTuple):
   ) -> Result:
     updates, inner, finite = self.exchange.step_inner(grads, state, params, extra)
     given = Given(params, finite & flatten.all_finite(updates), extra)
+    # Outer chains subtract gradients, so an update u has the pseudo-gradient −u.
     pseudo_gradient = jax.tree.map(jnp.negative, updates)
     # Without an entry there is none to mark with NaN.
     if self.exchange.fragments.has_entries(params, 0):
       done = self.exchange.reduce(0, pseudo_gradient, state, given)
     else:
       done = self.exchange.agree(state, given)
-    after = state._replace(inner=inner, since=jnp.int32(0), steps=state.steps + 1)
+    steps = state.steps + 1
+    after = state._replace(inner=inner, since=jnp.int32(0), steps=steps)
     return _commit(done, state, after)
 
   def synchronize(
     self, state: LocalState, params: optax.Params, extra: Extra
   ) -> Result:
-    return jax.tree.map(jnp.zeros_like, params), state
+    # Each step has exchanged its updates: nothing is left.
+    return optax.tree.zeros_like(params), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,13 +251,14 @@ class _OnDemand:
 
   def init(self, params: optax.Params) -> LocalState:
     state = self.exchange.init(params)
-    moved = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32)[None], params)
-    return state._replace(moved=moved)
+    row = lambda p: jnp.zeros_like(p, jnp.float32)[None]
+    return state._replace(moved=jax.tree.map(row, params))
 
   def step(
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Extra
   ) -> Result:
     updates, inner, finite = self.exchange.step_inner(grads, state, params, extra)
+    # `moved` is θ − θ_w: an update u of the worker lowers it by u.
     moved = jax.tree.map(
       lambda moved, u: moved - u[None].astype(jnp.float32), state.moved, updates
     )
@@ -271,7 +278,7 @@ class _OnDemand:
   def synchronize(
     self, state: LocalState, params: optax.Params, extra: Extra
   ) -> Result:
-    unchanged = lambda: (jax.tree.map(jnp.zeros_like, params), state)
+    unchanged = lambda: (optax.tree.zeros_like(params), state)
     exchange = functools.partial(self._exchange_all, state, params, extra)
     # Right after an exchange that has left no movement, outer momentum would move the
     # parameters all the same.
@@ -286,12 +293,12 @@ class _OnDemand:
     fragments = self.exchange.fragments
     # Made within the branch of a conditional: as its operand it would take equations.
     given = Given(params, jnp.bool_(True), extra)
-    total = jax.tree.map(jnp.zeros_like, params)
+    total = optax.tree.zeros_like(params)
     after = state._replace(inner=())
     skipped = jnp.bool_(False)
     for fragment in range(fragments.count):
       done = self.exchange.deliver(fragment, after, given)
-      total = jax.tree.map(jnp.add, total, done.updates)
+      total = optax.tree.add(total, done.updates)
       skipped |= done.skipped
       after = after._replace(outer=done.outer, flight=done.flight)
     left = functools.partial(self.exchange.undelivered, state)
@@ -329,12 +336,15 @@ class _Periods(_OnDemand):
     """H of the current period; that of a schedule depends on the step where the period begins, so it is constant."""
     if not callable(self.every):
       return self.every
-    steps = jnp.asarray(self.every(state.steps - state.since)).astype(jnp.float32)
+    begin = state.steps - state.since
+    steps = jnp.asarray(self.every(begin)).astype(jnp.float32)
+    # Clipped as float32, since Inf or a huge number would overflow i32.
     return jnp.clip(steps, 1, 2**30).astype(jnp.int32)
 
   def _due_fragment(self, state: LocalState, period: int | jax.Array) -> jax.Array:
     """1 + the fragment whose turn it is; 0 for none."""
     count = self.exchange.fragments.count
+    # Turn t of F ends H t / F steps after the period began, its delay included.
     *others, last = (
       period * turn // count - self.exchange.delay for turn in range(1, count + 1)
     )

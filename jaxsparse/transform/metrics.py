@@ -1,6 +1,7 @@
 """`js.metrics`: the communication of a run, read from its optax state."""
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -187,6 +188,7 @@ def metrics(
   check_layout(state)
   states = list(nodes.values()), local_states(state), restored_states(state)
   if over is None:
+    # The numbers are those of all processes, so each of them has to call.
     _compat.wait_for_processes(state, "js.metrics", timeout)
     whole = dispatch(_of_all_workers, *states)
   else:
@@ -206,8 +208,10 @@ def _read(
   comm: Comm = _ALL_HERE,
 ) -> Metrics:
   """The metrics of transforms together, with those of each as a tuple, of local steps, and of `js.norm_restored`."""
-  parts = tuple(summary([node], comm) for node in nodes) if len(nodes) > 1 else ()
-  shared, own = sum((node.products.sum(0) for node in restored), jnp.zeros(2))
+  several = nodes if len(nodes) > 1 else ()
+  parts = tuple(summary([node], comm) for node in several)
+  products = [node.products.sum(0) for node in restored]
+  shared, own = sum(products, jnp.zeros(2))
   agreement = shared / jnp.where(own > 0, own, 1.0)
   whole = summary(nodes, comm)._replace(parts=parts, agreement=agreement)
   if not local:
@@ -216,6 +220,7 @@ def _read(
     jnp.max(jnp.array([getattr(node, name) for node in local]))
     for name in ("since", "steps")
   )
+  # `steps` leaves out skipped steps, which have sent words all the same.
   count = jnp.maximum(steps + whole.skipped_steps, 1).astype(jnp.float32)
   per_step = lambda one: one._replace(words_per_step=one.total_words / count)
   whole = whole._replace(parts=tuple(map(per_step, parts)))
@@ -230,10 +235,9 @@ _of_all_workers = jax.jit(_read)
 def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
   """Metrics of transforms together, over the workers whose counters and residuals are here, and those of a comm."""
   over_workers = functools.partial(_over_workers, comm)
-  entries = sum(
-    (node.layout.entries.astype(jnp.float32).max() for node in nodes), jnp.float32(0)
-  )
-  # Those of inner optimizers are [P, 1].
+  entries_of = lambda node: node.layout.entries.astype(jnp.float32).max()
+  entries = sum(map(entries_of, nodes), jnp.float32(0))
+  # Counters of inner optimizers are [P, 1].
   workers = [
     _of_workers(jax.tree.map(jnp.ravel, node.counters), node.devices) for node in nodes
   ]
@@ -243,23 +247,29 @@ def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
     skipped=whole.skipped.astype(jnp.int32),
     total_words=sum(words for _, words in workers),
   )
-  read = {name: x for name, x in whole._asdict().items() if name in Metrics._fields}
+  # Workers may differ in a counter: by default the largest counts.
   over_all = {
-    name: over_workers(x, _OVER_WORKERS.get(name, "max")) for name, x in read.items()
+    name: over_workers(x, _OVER_WORKERS.get(name, "max"))
+    for name, x in whole._asdict().items()
+    if name in Metrics._fields
   }
+  # One root at the end: the norm of all residuals as one vector.
   squares = [
     over_workers(x**2, "sum")
     for x in jax.tree.leaves([node.carried.residual for node in nodes])
   ]
-  own = {
-    "skipped": over_all["skipped"] > 0,
-    "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
-    "drift": jnp.float32(0),
-    "since_exchange": jnp.int32(0),
-    "words_per_step": over_all["words_sent"].astype(jnp.float32),
-    "agreement": jnp.float32(0),
-  }
-  return Metrics(**over_all | own)
+  return Metrics(
+    **over_all
+    | {
+      "skipped": over_all["skipped"] > 0,
+      "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
+      "drift": jnp.float32(0),
+      "since_exchange": jnp.int32(0),
+      # Each step exchanges, unless `_read` finds local steps.
+      "words_per_step": over_all["words_sent"].astype(jnp.float32),
+      "agreement": jnp.float32(0),
+    }
+  )
 
 
 def _over_workers(
@@ -269,7 +279,8 @@ def _over_workers(
   if op == "mean":
     x = x.astype(jnp.float32)
   elif op == "sum" and jnp.issubdtype(x.dtype, jnp.integer):
-    x = jnp.minimum(x, jnp.iinfo(x.dtype).max // (x.size * comm.size))
+    most = jnp.iinfo(x.dtype).max // (x.size * comm.size)
+    x = jnp.minimum(x, most)
   x = getattr(jnp, op)(x)
   return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
@@ -284,29 +295,26 @@ def drift(nodes: Sequence[LocalState], comm: Comm) -> jax.Array:
   total = jnp.float32(0)
   for leaf in jax.tree.leaves([node.moved for node in nodes]):
     workers = leaf.shape[0] * comm.size
-    total += (
-      jnp.sum((leaf - comm.all_reduce(leaf.sum(0, keepdims=True)) / workers) ** 2)
-      / workers
-    )
+    mean = comm.all_reduce(leaf.sum(0, keepdims=True)) / workers
+    total += jnp.sum((leaf - mean) ** 2) / workers
   return jnp.sqrt(comm.all_reduce(total))
 
 
 def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
   """Counters and words sent since the state was made, f32, of each worker, from the counters of each of its devices."""
+  # Two u32 make up the total: JAX has no 64-bit integers without x64.
   words = counters.total_wraps.astype(
     jnp.float32
   ) * 2.0**32 + counters.total_words.astype(jnp.float32)
   if devices == 1:
     return counters, words
+  # Devices of a worker lie side by side, so their counters become rows [S, P].
   by_device = lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T
   rows = jax.tree.map(by_device, counters)
-  each = [
-    jax.tree.map(lambda x, device=device: x[device], rows) for device in range(devices)
-  ]
+  each = [jax.tree.map(operator.itemgetter(device), rows) for device in range(devices)]
   # The density is the mean, as devices have equally many entries.
-  return combine_counters(each, 1)._replace(density=rows.density.mean(0)), by_device(
-    words
-  ).sum(0)
+  whole = combine_counters(each, 1)._replace(density=rows.density.mean(0))
+  return whole, by_device(words).sum(0)
 
 
 def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
@@ -317,6 +325,7 @@ def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counte
   whole = Counters(
     **{name: (add if name in _SUMMED else largest)(values) for name, values in columns}
   )
+  # A mean of densities would weigh small transforms as much as large ones.
   return whole._replace(density=whole.delivered.astype(jnp.float32) / jnp.float32(n))
 
 
@@ -338,6 +347,7 @@ def count_step(
     for pair in pairs
   ]
   step = combine_counters(steps, n) if len(steps) > 1 else steps[0]
+  # The sum of u32 wraps around, and is then less than what was added.
   total = before.total_words + step.words_sent
   step = step._replace(
     density=step.delivered.astype(jnp.float32) / float(n),

@@ -83,15 +83,18 @@ def momentum_corrected(
     raise ValueError(
       f"momentum_corrected: clip_norm={clip_norm!r}, choose a number above 0, or None"
     )
-  correct = lambda collective: Corrected(
-    collective=collective, momentum=momentum, nesterov=nesterov, masking=masking
-  )
   corrected = transform.with_collectives(
-    lambda collectives: [correct(collective) for collective in collectives]
+    lambda collectives: [
+      Corrected(
+        collective=collective, momentum=momentum, nesterov=nesterov, masking=masking
+      )
+      for collective in collectives
+    ]
   )
   if clip_norm is None:
     return corrected
-  # The number of workers is known inside the axis only.
+  # The number of workers is known inside the axis only. With independent gradients
+  # the norm of their mean is P^−½ times that of one of them.
   largest = lambda: clip_norm * transform.comm.size**-0.5
 
   def clip(grads: optax.Updates, params: optax.Params) -> optax.Updates:  # noqa: ARG001
@@ -159,9 +162,10 @@ def ef21(
   transform = checked_transform("ef21", transform)
   if not (is_number(momentum, numbers.Real) and 0 <= momentum < 1):
     raise ValueError(f"ef21: momentum={momentum!r}, choose a number from 0 up, below 1")
-  track = lambda collective: EF21(collective=collective, momentum=momentum)
   return transform.with_collectives(
-    lambda collectives: [track(collective) for collective in collectives]
+    lambda collectives: [
+      EF21(collective=collective, momentum=momentum) for collective in collectives
+    ]
   )
 
 
@@ -201,6 +205,7 @@ def warmed_up(
   for step, density in densities.items():
     check_whole("warmed_up", 1, step=step)
     check_fraction(f"warmed_up before step {step}", density=density)
+  # Each density holds up to its step, so the steps ascend strictly.
   if not steps or sorted(set(steps)) != list(steps):
     raise ValueError(
       f"warmed_up: densities={dict(densities)!r}, give at least one density, by ascending steps"
@@ -219,6 +224,7 @@ def warmed_up(
     warm = lambda sparse: WarmedUp(
       collective=sparse, steps=steps, densities=tuple(densities.values())
     )
+    # Groups that send all entries, as dense ones, stay as they are.
     return [
       warm(one) if isinstance(one, SparseCollective) else one for one in collectives
     ]

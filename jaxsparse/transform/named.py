@@ -58,6 +58,7 @@ def _nesterov(
   momentum: float,
 ) -> optax.GradientTransformation:
   """The outer step of DiLoCo."""
+  # The traits are those of the options in the label, so the instance is made first.
   outer = make_collective(collective)
   if not outer.traits.replicates:
     raise ValueError(
@@ -65,6 +66,7 @@ def _nesterov(
       "choose a collective that averages"
     )
   transform = collective_transform(outer, axis)
+  # The outer momentum is DiLoCo's own; inner optimizers keep theirs between exchanges.
   return optax.chain(transform, optax.sgd(rate, momentum=momentum, nesterov=True))
 
 
@@ -160,6 +162,7 @@ def sparseloco(
     >>> import optax, jaxsparse as js
     >>> tx = js.sparseloco(optax.adamw(1e-3), "workers")
   """
+  # Decay, 2 bits and chunks of 4,096 are the settings of the paper.
   collective = make_collective(
     "chunktopk", density=density, decay=decay, wire="2bit", chunk=chunk
   )
@@ -222,6 +225,7 @@ def demo_transform(
   )
   return optax.chain(
     collective_transform(collective, axis, special),
+    # Only the sign of each delivered entry moves the parameters.
     optax.scale_by_sign(),
     optax.scale_by_learning_rate(learning_rate),
   )

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 from optax import OptState
 
-from jaxsparse import _compat
 from jaxsparse._compat import varying
 from jaxsparse.arrays import flatten
 from jaxsparse.transform import state as states
@@ -17,6 +16,8 @@ from jaxsparse.transform.state import Applied, ReduceState
 from jaxsparse.transform.update import at_devices
 from jaxsparse.transform.wrapped import map_seen
 from jaxsparse.types import ArrayTree
+
+_Leaves = list[jax.Array]
 
 
 def own_params(params: optax.Params, state: OptState) -> optax.Params:
@@ -41,21 +42,24 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
     >>> js.own_params(params, state)
     Array([0.75, 1.  ], dtype=float32)
   """
-  behind: dict[str, Any] = {name: leaf[0] for name, leaf in moved_leaves(state).items()}
+  moved = moved_leaves(state).items()
+  behind: dict[str, jax.Array] = {name: leaf[0] for name, leaf in moved}
   for node in states.local_states(state):
-    if rows := {len(leaf) for leaf in jax.tree.leaves((node.inner, node.moved))} - {1}:
+    of_workers = jax.tree.leaves((node.inner, node.moved))
+    if rows := {len(leaf) for leaf in of_workers} - {1}:
       raise ValueError(
         f"own_params: the state of {max(rows)} workers, give that of one: call it inside shard_map"
       )
-    for outer in (
-      states.reduce_states(node.outer) if isinstance(node.applied, Applied) else ()
-    ):
+    # A worker that applies its residual has moved on by what is not delivered yet.
+    is_applied = isinstance(node.applied, Applied)
+    for outer in states.reduce_states(node.outer) if is_applied else ():
       behind |= {
         name: behind.get(name, 0.0) + leaf
         for name, leaf in residual_leaves(outer).items()
       }
 
   def own(name: str, p: jax.Array) -> jax.Array:
+    # The difference is rounded once, to the dtype of the parameter.
     wide = p.dtype if p.dtype.itemsize > 4 else jnp.float32
     return (
       (p.astype(wide) - behind[name].astype(wide)).astype(p.dtype)
@@ -63,10 +67,9 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
       else p
     )
 
+  # Typed as a worker's own: JAX would sum a gradient at a parameter of all workers.
   nodes = states.reduce_states(state)
-  axes = frozenset().union(
-    *(_compat.axes_of_type(node.counters.skipped) for node in nodes)
-  )
+  axes = states.axes_of_workers(nodes)
   return varying.as_varying(map_seen(own, nodes, params), axes)
 
 
@@ -86,11 +89,11 @@ def residual_leaves(node: ReduceState) -> dict[str, jax.Array]:
 
 
 def take_residuals(
-  leaves: list[jax.Array],
+  leaves: _Leaves,
   node: ReduceState,
-  moved: list[jax.Array] | None = None,
-  mean: Callable[[list[jax.Array]], list[jax.Array]] = lambda owing: owing,
-) -> tuple[list[jax.Array], ReduceState]:
+  moved: _Leaves | None = None,
+  mean: Callable[[_Leaves], _Leaves] = lambda owing: owing,
+) -> tuple[_Leaves, ReduceState]:
   """The residual of a worker, in the shapes and dtypes of the leaves, and the state without it.
 
   What the dtype of a leaf rounds off, or cannot hold, stays in the residual.
@@ -104,17 +107,20 @@ def take_residuals(
   """
 
   def step(
-    groups: Sequence[Group], leaves: list[jax.Array], state: ReduceState, **_: ArrayTree
-  ) -> ArrayTree:
+    groups: Sequence[Group], leaves: _Leaves, state: ReduceState, **_: ArrayTree
+  ) -> tuple[_Leaves, ReduceState]:
     parts = state.groups
     leaves = list(leaves)
     owing: dict[int, jax.Array] = {}
     for group, part in zip(groups, parts, strict=True):
+      # Movement is delivered of all leaves, also where a group keeps no residual.
       if part.residual is not None or moved is not None:
         wide = [leaves[leaf].astype(jnp.float32) for leaf in group.leaves]
         owing |= zip(group.leaves, _add_flat(wide, part.residual), strict=True)
     left = {}
-    for leaf, exact in zip(owing, mean(list(owing.values())), strict=True):
+    means = mean(list(owing.values()))
+    for leaf, exact in zip(owing, means, strict=True):
+      # What the dtype of a leaf cannot hold stays owed.
       sent, left[leaf] = flatten.representable(exact, leaves[leaf].dtype)
       leaves[leaf] = sent.astype(leaves[leaf].dtype)
     for index, (group, part) in enumerate(zip(groups, parts, strict=True)):
@@ -124,6 +130,7 @@ def take_residuals(
     return leaves, state.with_groups(parts)
 
   method: Any = node.layout.method
+  # Devices of a worker hold pieces of its residual, and each delivers its own.
   return at_devices(
     step,
     method.groups,
@@ -132,7 +139,7 @@ def take_residuals(
   )
 
 
-def _add_flat(leaves: list[jax.Array], flat: jax.Array | None) -> list[jax.Array]:
+def _add_flat(leaves: _Leaves, flat: jax.Array | None) -> _Leaves:
   """The sum of leaves and a flat vector; leaf by leaf, since the sum of flat vectors would take two passes more."""
   if flat is None:
     return leaves

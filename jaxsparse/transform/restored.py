@@ -5,11 +5,10 @@ s²                   Σ_w ⟨u_w, total/P⟩ / Σ_w ⟨u_w, delivered_w⟩     
 update               total / (P s)                                       the same on every worker
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
+from optax import OptState
 
 from jaxsparse.arrays import flatten
 from jaxsparse.comm import all_reduce_cost
@@ -18,7 +17,7 @@ from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.transform.state import ReduceState, RestoredState
 from jaxsparse.transform.update import Transform
 from jaxsparse.transform.wrapped import PLACEHOLDER
-from jaxsparse.types import saturated_sum
+from jaxsparse.types import ArrayTree, saturated_sum
 
 
 def norm_restored(transform: optax.GradientTransformation) -> Transform:
@@ -79,35 +78,37 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
   transform = checked_transform("norm_restored", transform)
   comm = transform.comm
 
-  def init(params: optax.Params) -> Any:
+  def init(params: optax.Params) -> OptState:
     before = transform.init(params)
     if isinstance(params, PLACEHOLDER):
       return before
-    return RestoredState(before, jnp.zeros((len(jax.tree.leaves(params)), 2)))
+    leaves = len(jax.tree.leaves(params))
+    return RestoredState(before, jnp.zeros((leaves, 2)))
 
   def update(
     updates: optax.Updates,
     state: RestoredState,
-    params: Any = None,
+    params: ArrayTree = None,
     *,
     agree: jax.Array | None = None,
-    **extra: Any,
+    **extra: ArrayTree,
   ) -> tuple[optax.Updates, RestoredState]:
     before = state.exchange
     if agree is not None:  # a step without an exchange
       zeros, after = transform.update(updates, before, params, agree=agree, **extra)
       return zeros, state._replace(exchange=after)
     residuals = lambda node: list(residual_leaves(node).values())
+    # The exchange is given u + r, of which ⟨u, u + r − r′⟩ is delivered.
     entered = _products(updates, updates) + _products(updates, residuals(before))
     # Residuals are read before the exchange writes the next ones to the same buffers.
     updates, entered = jax.lax.optimization_barrier((updates, entered))
     mean, after = transform.update(updates, before, params, **extra)
     delivered = entered - _products(updates, residuals(after))
-    # Of weighted updates the mean is a total: weights are taken for 1/P.
+    # The mean of weighted updates is a total: weights are taken for 1/P.
     shared = _products(updates, mean) * (comm.divisor / comm.size)
     pairs = jnp.stack([shared, delivered], axis=1)
     products = comm.all_reduce(pairs)
-    # without finite products a skipped step, or squares beyond float32
+    # Products that are not finite are those of a skipped step, or beyond float32.
     products = jnp.where(jnp.isfinite(products).all(), products, state.products)
     after = _add_words(after, all_reduce_cost(pairs.size, comm.size).words)
     state = RestoredState(after, products)
@@ -124,6 +125,7 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
 def _scale(mean: optax.Updates, factors: jax.Array) -> optax.Updates:
   """Each leaf times its factor."""
   leaves, structure = jax.tree.flatten(mean)
+  # 16 bits are scaled in float32, and rounded once.
   scaled = [
     (leaf.astype(flatten.wide_dtype(leaf)) * factors[number]).astype(leaf.dtype)
     for number, leaf in enumerate(leaves)
@@ -131,11 +133,12 @@ def _scale(mean: optax.Updates, factors: jax.Array) -> optax.Updates:
   return jax.tree.unflatten(structure, scaled)
 
 
-def _products(a: Any, b: Any) -> jax.Array:
+def _products(a: ArrayTree, b: ArrayTree) -> jax.Array:
   """The inner product of each leaf of two pytrees, f32[leaves]."""
   wide = lambda x: x.astype(jnp.float32)
-  pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-  return jnp.array([jnp.sum(wide(x) * wide(y)) for x, y in pairs])
+  product = lambda x, y: jnp.sum(wide(x) * wide(y))
+  pairs = zip(*map(jax.tree.leaves, (a, b)), strict=True)
+  return jnp.array([product(x, y) for x, y in pairs])
 
 
 def _add_words(state: ReduceState, words: int) -> ReduceState:

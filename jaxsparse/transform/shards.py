@@ -65,6 +65,7 @@ class Shards:
         axes, naming the leaf.
     """
     shapes = flatten.leaf_shapes(tree)
+    # Uneven shards would give devices pieces of several sizes, and one program has one.
     for (name, shape), spec in zip(shapes.items(), specs, strict=True):
       for size, part in zip(shape, spec, strict=False):
         ways = _ways(part, axes)
@@ -73,6 +74,7 @@ class Shards:
             f"parameters{name} has shape {shape} and the sharding {spec}, which cuts {size} entries into {ways} "
             f"shards: choose a dimension that {ways} divides, or replicate it inside"
           )
+    # Equal shardings have equal specs then, for comparisons of states.
     return cls(
       tuple(axes.items()), tuple(shapes.values()), tuple(map(_compat.trimmed, specs))
     )
@@ -96,8 +98,11 @@ class Shards:
     axes = dict(self.axes)
     pieces = []
     for shape, spec in zip(self.shapes, self.specs, strict=True):
-      ways = [_ways(part, axes) for part in spec] + [1] * (len(shape) - len(spec))
+      # A spec may be shorter than a shape: the other dimensions are whole.
+      whole = [1] * (len(shape) - len(spec))
+      ways = [*(_ways(part, axes) for part in spec), *whole]
       shard = tuple(size // count for size, count in zip(shape, ways, strict=True))
+      # Copies of a shard are shared out, so that no entry is reduced twice.
       pieces.append(share_of(shard, _ways(self._replicated(spec), axes)))
     return pieces
 
@@ -111,6 +116,7 @@ class Shards:
     pieces = self.pieces
 
     def of_device(group: Group) -> Group:
+      # The shapes of pieces, since a collective may depend on rows and columns.
       shapes = tuple(pieces[leaf] for leaf in group.leaves)
       collective = group.collective.for_devices(self.devices).for_leaves(shapes)
       return group._replace(entries=sum(map(math.prod, shapes)), collective=collective)
@@ -125,9 +131,9 @@ class Shards:
       alike = self._replicated(spec)
       if alike and flat.size:
         copies = math.prod(map(jax.lax.axis_size, alike))
-        flat = jnp.pad(flat, (0, -flat.size % copies)).reshape(copies, -1)[
-          jax.lax.axis_index(alike)
-        ]
+        # Zeros behind the last entry give all devices pieces of one size.
+        padded = jnp.pad(flat, (0, -flat.size % copies))
+        flat = padded.reshape(copies, -1)[jax.lax.axis_index(alike)]
       pieces.append(flat)
     return pieces
 
@@ -138,21 +144,22 @@ class Shards:
     flat = list(pieces)
     alike: dict[Any, list[int]] = {}
     for index, (piece, spec) in enumerate(zip(pieces, self.specs, strict=True)):
+      # A leaf that is cut along all axes inside has no copies: its piece is its shard.
       if (axes := self._replicated(spec)) and piece.size:
         alike.setdefault((axes, piece.dtype), []).append(index)
     for (axes, _), indices in alike.items():
-      rows = jax.lax.all_gather(
-        jnp.concatenate([pieces[index] for index in indices]), axes
-      )
+      joined = jnp.concatenate([pieces[index] for index in indices])
+      rows = jax.lax.all_gather(joined, axes)
       sizes = [pieces[index].size for index in indices]
-      for index, columns in zip(
-        indices, flatten.parts(rows, sizes, axis=1), strict=True
-      ):
+      columns_of_leaves = flatten.parts(rows, sizes, axis=1)
+      for index, columns in zip(indices, columns_of_leaves, strict=True):
         flat[index] = columns.reshape(-1)[: shards[index].size]
-    return [leaf.reshape(shard.shape) for leaf, shard in zip(flat, shards, strict=True)]
+    pairs = zip(flat, shards, strict=True)
+    return [leaf.reshape(shard.shape) for leaf, shard in pairs]
 
   def _replicated(self, spec: PartitionSpec) -> tuple[str, ...]:
     """The axes inside along which devices hold copies, in the order of the mesh."""
+    # An entry of a spec is a name, a tuple of names, or None.
     used = {name for part in spec for name in names_of(part or ())}
     return tuple(name for name in self.names if name not in used)
 
@@ -192,6 +199,7 @@ def shards_of(
   axes = _compat.axes_inside(axes_of(comm))
   if not axes:
     return None
+  # Types tell shardings along Explicit axes; along Auto ones only the caller knows.
   if shardings is None:
     if hidden := [name for name in axes if not _compat.is_explicit(name)]:
       raise ValueError(
@@ -199,9 +207,10 @@ def shards_of(
         "how they are sharded along it: make the state with js.init, outside jit; or give the transform shardings=, or "
         "the mesh Explicit axes"
       )
-    return Shards.from_specs(
-      params, axes, [jax.typeof(leaf).sharding.spec for leaf in jax.tree.leaves(params)]
-    )
+    leaves = jax.tree.leaves(params)
+    of_types = [jax.typeof(leaf).sharding.spec for leaf in leaves]
+    return Shards.from_specs(params, axes, of_types)
+  # Shardings are the leaves of this tree, and None in it is none.
   is_spec = lambda x: isinstance(x, (PartitionSpec, NamedSharding))
   given = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)
   specs = {
@@ -214,6 +223,7 @@ def shards_of(
     raise ValueError(
       f"shardings={shardings!r}: parameters{unknown[0]} has none, give a PartitionSpec or NamedSharding of each leaf"
     )
+  # A sharding of the caller may also name the workers, along which nothing is cut here.
   workers = axes_of(comm) or ()
   return Shards.from_specs(
     params, axes, [_compat.without_axes(specs[name], workers) for name in names]
@@ -222,6 +232,7 @@ def shards_of(
 
 def check_inside(comm: Comm, shards: Shards | None) -> None:
   """Raises ValueError if a state was made for workers of other devices than those of this program."""
+  # An empty dict is a worker of one device, in the state and in the program alike.
   made = dict(shards.axes) if shards else {}
   found = _compat.axes_inside(axes_of(comm))
   if made != found:

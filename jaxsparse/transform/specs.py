@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from optax import OptState
 
 from jaxsparse._compat import AxisName, names_of
+from jaxsparse.arrays.flatten import leaves_by_name
 from jaxsparse.transform.checks import check_alive, check_layout
 from jaxsparse.transform.state import (
   is_reduce_state,
@@ -71,7 +72,9 @@ def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
     if not is_reduce_state(node):
       return replicated
     devices = node.layout.shards.names if inside and node.layout.shards else ()
+    # Cut along the workers first, so that the rows of a worker lie together.
     own = PartitionSpec((*names_of(axis), *devices))
+    # Equal on all workers, and a part of its own at each device of one.
     same = PartitionSpec(devices) if devices else replicated
     return node.map_arrays(lambda _: own, lambda _: same, lambda _: replicated)
 
@@ -94,6 +97,7 @@ def _check_differing(state: OptState) -> None:
     for node in jax.tree.leaves(state, is_leaf=is_reduce_state)
     if not is_reduce_state(node)
   ]
+  # Scalars, as counts of steps, are computed from no total.
   if differing and any(jnp.ndim(leaf) for leaf in others):
     name = differing[0].name
     raise ValueError(
@@ -103,6 +107,7 @@ def _check_differing(state: OptState) -> None:
     )
 
 
+# States of optax's wrappers: why each is refused, and what inside makes it wrong.
 _WRAPPERS: dict[type, tuple[str, Callable[[Any], list[Any]]]] = {
   optax.MultiStepsState: (
     "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if they were those of "
@@ -139,6 +144,7 @@ def _check_wrappers(state: OptState) -> None:
       message, refused = _WRAPPERS[type(node)]
       if refused(tuple(node)):
         raise ValueError(message)
+      # Wrappers may be nested.
       _check_wrappers(tuple(node))
 
 
@@ -164,10 +170,12 @@ def _check_chain(chain: OptState, averaged: frozenset[str]) -> None:
   parts = list(named)
   for position, (name, part) in enumerate(parts):
     leaves_of_part = _reduced_leaves(part)
+    # Gradients of these leaves are still those of one worker at this position.
     local = _reduced_leaves([later for _, later in parts[position:]]) - averaged
+    arrays = leaves_by_name(part).items()
     if leaves_of_part:
       _check_chains(part, averaged)
-    elif any(_is_local(path, leaf, local, averaged) for path, leaf in _leaves(part)):
+    elif any(_is_local(path, leaf, local, averaged) for path, leaf in arrays):
       raise ValueError(
         f"transformation {name!r} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
         "transform: the arrays would be computed from the gradients of one worker and differ between workers, but be "
@@ -181,18 +189,15 @@ def _reduced_leaves(state: OptState) -> frozenset[str]:
   return frozenset(name for node in reduce_states(state) for name, _ in node.leaves)
 
 
-def _leaves(state: OptState) -> list[tuple[str, Any]]:
-  """The arrays of a state, each with its path."""
-  leaves = jax.tree_util.tree_leaves_with_path(state)
-  return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-
-
-def _is_local(path: str, leaf: Any, local: frozenset[str], averaged: Any) -> bool:
+def _is_local(
+  path: str, leaf: jax.Array, local: frozenset[str], averaged: frozenset[str]
+) -> bool:
   """Whether an array in the state of another transformation is made of gradients that are not averaged yet.
 
   Scalars may be rates, or counts of steps, which are the same on every worker; a
   boolean one is a finding about gradients. Once some leaves are averaged, arrays are
   those of the leaf whose name ends their path.
   """
+  # A scalar is a count or a rate; a flag may be judged from gradients.
   of_gradients = jnp.ndim(leaf) > 0 or jnp.result_type(leaf) == jnp.bool_
   return of_gradients and bool(local) and (not averaged or path.endswith(tuple(local)))

@@ -17,7 +17,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ from jaxsparse.comm.verbs import mark_total
 from jaxsparse.transform.groups import Method
 from jaxsparse.transform.shards import Shards
 from jaxsparse.types import ArrayTree, Counters, State
+
+Node = TypeVar("Node")
 
 
 class Layout(NamedTuple):
@@ -72,13 +74,14 @@ class Layout(NamedTuple):
           static, lambda _: {}, lambda own, _: own, override=True
         )
     checksum = jnp.uint32(checksum_of(shards, method))
-    return cls(
-      jnp.int32(workers), jnp.uint32(min(entries, 2**32 - 1)), checksum, shards, method
-    )
+    # A number beyond u32 is stored as its largest one.
+    most = jnp.uint32(min(entries, 2**32 - 1))
+    return cls(jnp.int32(workers), most, checksum, shards, method)
 
 
 def checksum_of(shards: Shards | None, method: Method | None) -> int:
   """The checksum of the JSON of a layout."""
+  # A name and a tuple of this name alone are the same sharding.
   names_of_spec = lambda spec: [_compat.names_of(part or ()) for part in spec]
   layout = shards and {
     "axes": shards.axes,
@@ -93,6 +96,7 @@ def checksum_of(shards: Shards | None, method: Method | None) -> int:
     "shapes": method.shapes,
     "groups": groups,
   }
+  # JSON is the same text in all processes; `hash` of strings is not.
   return zlib.crc32(json.dumps({"shards": layout, "method": grouping}).encode())
 
 
@@ -139,6 +143,7 @@ class ReduceState(NamedTuple):
   @property
   def groups(self) -> list[State]:
     """The state of the collective of each group of leaves."""
+    # Each field of `carried` is a tuple with one item a group.
     return [State(*parts) for parts in zip(*self.carried, strict=True)]
 
   def with_groups(self, groups: Sequence[State]) -> Self:
@@ -155,6 +160,7 @@ class ReduceState(NamedTuple):
         of a worker.
       layout: of the layout, the same on all devices.
     """
+    # All but `shared` is a worker's own, counters included.
     carried, counters = jax.tree.map(
       own, (self.carried._replace(shared=()), self.counters)
     )
@@ -164,6 +170,7 @@ class ReduceState(NamedTuple):
   def idle(self, skipped: jax.Array) -> Self:
     """The state after a step without messages; `skipped`, bool[], says whether the workers skip it."""
     before = self.counters
+    # No message was sent: all other counters are 0.
     step = Counters(
       skipped=skipped,
       skipped_steps=before.skipped_steps + skipped.astype(jnp.int32),
@@ -199,7 +206,9 @@ class RestoredState(NamedTuple):
   def factors(self, size: int) -> jax.Array:
     """1/s of each leaf at an exchange of `size` workers, f32[leaves], 1 … √P."""
     shared, own = self.products.T
-    agreement = jnp.clip(shared / jnp.where(own > 0, own, 1.0), 1 / size, 1.0)
+    # 1 / P where updates are orthogonal, 1 where they are equal; rounding may pass both.
+    ratio = shared / jnp.where(own > 0, own, 1.0)
+    agreement = jnp.clip(ratio, 1 / size, 1.0)
     return jnp.where(own > 0, 1 / jnp.sqrt(agreement), 1.0)
 
 
@@ -240,7 +249,7 @@ class LocalState(NamedTuple):
       moved − residual; else ().
   """
 
-  inner: Any
+  inner: OptState
   outer: tuple[ArrayTree, ...]
   moved: ArrayTree
   since: jax.Array
@@ -264,13 +273,36 @@ def is_local_state(node: OptState) -> bool:
   return isinstance(node, LocalState)
 
 
+def _nodes(state: OptState, kind: type[Node]) -> list[Node]:
+  """Every node of a kind within an optax state."""
+  is_kind = lambda node: isinstance(node, kind)
+  return list(filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
+
+
+def add_row(tree: ArrayTree) -> ArrayTree:
+  """The arrays with a leading axis of workers, here of one."""
+  return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], tree)
+
+
+def first_row(tree: ArrayTree) -> ArrayTree:
+  """The arrays at the first index of their leading axes."""
+  return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def is_ours(node: OptState) -> bool:
+  """Whether a node of an optax state is that of a jaxsparse transform or of local steps."""
+  return isinstance(node, (ReduceState, LocalState))
+
+
+def axes_of_workers(nodes: Sequence[ReduceState]) -> frozenset[str]:
+  """The axes of the workers, by the types of their counters; none where no replication is checked."""
+  axes = [_compat.axes_of_type(node.counters.skipped) for node in nodes]
+  return frozenset().union(*axes)
+
+
 def reduce_states(state: OptState) -> list[ReduceState]:
   """Every `ReduceState` within an optax state."""
-  return [
-    node
-    for node in jax.tree.leaves(state, is_leaf=is_reduce_state)
-    if is_reduce_state(node)
-  ]
+  return _nodes(state, ReduceState)
 
 
 def map_states(
@@ -292,8 +324,9 @@ def idle_step(state: OptState, skipped: jax.Array) -> OptState:
 
 def with_own_keys(state: OptState, rank: jax.Array) -> OptState:
   """The state of a worker before the first step, with the random keys of its own optimizers folded with its number."""
-  fold = lambda key: jax.random.fold_in(key, rank)
-  own = lambda row, leaf: jax.vmap(fold)(leaf) if row and _compat.is_key(leaf) else leaf
+  # The leading axis of a worker's own keys is that of workers, here of one.
+  fold = jax.vmap(lambda key: jax.random.fold_in(key, rank))
+  own = lambda row, leaf: fold(leaf) if row and _compat.is_key(leaf) else leaf
   return jax.tree.map(own, jax.tree.broadcast(worker_rows(state), state), state)
 
 
@@ -307,6 +340,7 @@ def with_rows(state: OptState) -> OptState:
   def fit(path: jax.tree_util.KeyPath, leaf: Any, row: bool) -> ArrayTree:
     if not row or jnp.shape(leaf)[:1] == (workers,):
       return leaf
+    # A number set by hand, as `state.hyperparams["learning_rate"] = 0.1`.
     if jnp.ndim(leaf) == 0 and not isinstance(leaf, jax.ShapeDtypeStruct):
       return jnp.full(workers, leaf)
     raise ValueError(
@@ -322,7 +356,8 @@ def with_rows(state: OptState) -> OptState:
   workers = outer.counters.skipped.size // outer.devices
   own = [getattr(node, name) for node in nodes for name in node.per_worker()]
   # This runs in every step, so the quick check comes first.
-  if all(jnp.shape(leaf)[:1] == (workers,) for leaf in jax.tree.leaves(own)):
+  shapes = map(jnp.shape, jax.tree.leaves(own))
+  if all(shape[:1] == (workers,) for shape in shapes):
     return state
   return jax.tree_util.tree_map_with_path(
     fit, state, jax.tree.broadcast(worker_rows(state), state)
@@ -331,28 +366,22 @@ def with_rows(state: OptState) -> OptState:
 
 def local_states(state: OptState) -> list[LocalState]:
   """Every `LocalState` within an optax state."""
-  return [
-    node
-    for node in jax.tree.leaves(state, is_leaf=is_local_state)
-    if is_local_state(node)
-  ]
+  return _nodes(state, LocalState)
 
 
 def restored_states(state: OptState) -> list[RestoredState]:
   """Every `RestoredState` within an optax state."""
-  is_restored = lambda node: isinstance(node, RestoredState)
-  nodes = jax.tree.leaves(state, is_leaf=is_restored)
-  return [node for node in nodes if is_restored(node)]
+  return _nodes(state, RestoredState)
 
 
 def labelled(state: OptState) -> dict[str, ReduceState]:
   """Every `ReduceState` within an optax state by its label: that of `optax.multi_transform`, else its path."""
   leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state)
   pairs = [(path, node) for path, node in leaves if is_reduce_state(node)]
-  labels = [
-    "/".join(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
-    for path, _ in pairs
-  ]
+  is_label = lambda key: isinstance(key, jax.tree_util.DictKey)
+  label = lambda path: "/".join(str(key.key) for key in path if is_label(key))
+  labels = [label(path) for path, _ in pairs]
+  # Paths are long, but never equal.
   if len(set(labels)) < len(labels) or "" in labels:
     labels = [jax.tree_util.keystr(path) for path, _ in pairs]
   return dict(zip(labels, (node for _, node in pairs), strict=True))
@@ -374,6 +403,7 @@ def worker_rows(state: OptState, within: bool = False) -> OptState:
   """
 
   def rows_of(node: OptState) -> OptState:
+    # Below a row everything has one: no further node is asked.
     if not _has_rows(node) or within:
       return within
     return type(node)(
@@ -405,11 +435,12 @@ def reduce_rows(state: OptState) -> list[tuple[ReduceState, bool]]:
 
 def is_skipped(state: OptState) -> jax.Array:
   """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
+  # Flags are equal on all devices of all workers, so one entry of each suffices.
   flags = [
-    _compat.resharded(node.counters.skipped, PartitionSpec())
+    _compat.resharded(node.counters.skipped, PartitionSpec()).reshape(-1)[0]
     for node in reduce_states(state)
   ]
-  return mark_total(jnp.any(jnp.array([flag.reshape(-1)[0] for flag in flags])), None)
+  return mark_total(jnp.any(jnp.array(flags)), None)
 
 
 def join_groups(groups: Sequence[State]) -> State:

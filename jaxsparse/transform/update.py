@@ -39,9 +39,15 @@ from jaxsparse.transform.groups import (
 )
 from jaxsparse.transform.metrics import count_step
 from jaxsparse.transform.shards import Shards, check_inside, shards_of
-from jaxsparse.transform.state import Layout, ReduceState, join_groups
+from jaxsparse.transform.state import (
+  Layout,
+  ReduceState,
+  add_row,
+  first_row,
+  join_groups,
+)
 from jaxsparse.transform.wrapped import PLACEHOLDER, mean_dtypes
-from jaxsparse.types import Comm, Commit, Counters, Reduced, State
+from jaxsparse.types import ArrayTree, Comm, Commit, Counters, Reduced, SpecTree, State
 
 
 @jax.tree_util.register_static  # as a pytree with `init` and `update` for leaves it would lose its attributes
@@ -55,16 +61,17 @@ class Transform(optax.GradientTransformationExtraArgs):
   """
 
   comm: Comm
-  with_collectives: Callable[
-    [Callable[[list[Collective]], list[Collective]]], "Transform"
-  ]
+  with_collectives: Callable[["_Change"], "Transform"]
+
+
+_Change = Callable[[list[Collective]], list[Collective]]
 
 
 def collective_transform(
   collective: Collective,
   axis: _compat.AxisName | Comm,
   special: Special | None = None,
-  shardings: Any = None,
+  shardings: SpecTree = None,
 ) -> Transform:
   """The transform that averages gradients with `collective` over the workers of `axis`; see `js.make_transform`."""
   assignment = (
@@ -78,7 +85,7 @@ def grouped_transform(
   grouped: Callable[[Shapes], list[Group]],
   collectives: list[Collective],
   axis: _compat.AxisName | Comm,
-  shardings: Any,
+  shardings: SpecTree,
   special: Special | None,
 ) -> Transform:
   """The transform that reduces the groups of a gradient over the workers of `axis`.
@@ -102,20 +109,22 @@ def grouped_transform(
     if special:
       check_special(special, params)
     shapes = flatten.leaf_shapes(params)
-    method = Method(tuple(shapes), tuple(shapes.values()), tuple(grouped(shapes)))
+    groups = tuple(grouped(shapes))
+    method = Method(tuple(shapes), tuple(shapes.values()), groups)
     return first_state(comm, method, shards_of(comm, params, shardings))
 
-  def with_collectives(
-    change: Callable[[list[Collective]], list[Collective]],
-  ) -> Transform:
+  def with_collectives(change: _Change) -> Transform:
     def changed(shapes: Shapes) -> list[Group]:
       groups = grouped(shapes)
+      # No leaf has an entry: `change` would find no collective to judge.
       collectives = change([group.collective for group in groups]) if groups else []
       return [
         group._replace(collective=new)
         for group, new in zip(groups, collectives, strict=True)
       ]
 
+    # Here `change` judges the collectives when the transform is made; in `changed`
+    # those that are fitted to groups.
     return grouped_transform(changed, change(collectives), axis, shardings, special)
 
   update = functools.partial(_update, comm, grouped)
@@ -129,10 +138,10 @@ def _update(
   grouped: Callable[[Shapes], list[Group]],
   updates: optax.Updates,
   state: ReduceState,
-  params: Any = None,
+  params: ArrayTree = None,
   *,
   agree: jax.Array | None = None,
-  **extra: Any,
+  **extra: ArrayTree,
 ) -> tuple[optax.Updates, ReduceState]:
   """`update` of the transform; in local steps of `js.local_steps` `agree`, bool[], says that this worker is finite."""
   del params, extra
@@ -141,8 +150,9 @@ def _update(
   # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
   if agree is not None:
     agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
-    return jax.tree.map(jnp.zeros_like, updates), state.idle(~agreed)
+    return optax.tree.zeros_like(updates), state.idle(~agreed)
   groups = grouped(flatten.leaf_shapes(updates))
+  # A state of other groups is refused before its arrays are read.
   checks.check_method(state, groups, updates, comm.size)
   if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
     return updates, state.idle(jnp.bool_(False))
@@ -167,7 +177,7 @@ def _without_derivative(flat: jax.Array, name: str) -> jax.Array:  # noqa: ARG00
 
 
 @_without_derivative.defjvp
-def _refuse_derivative(name: str, *_: Any) -> Any:
+def _refuse_derivative(name: str, *_: ArrayTree) -> ArrayTree:
   raise TypeError(
     f"{name}: there is no derivative of an exchange that selects or rounds entries: use js.dense_transform, or give "
     "`update` jax.lax.stop_gradient of the gradients"
@@ -193,6 +203,7 @@ def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceStat
 
 def _start_groups(groups: Sequence[Group], size: int) -> tuple[State, Counters]:
   """What one device carries before the first step."""
+  # An error about sizes should come before any array of n is made.
   for group in groups:
     group.collective.check_size(group.entries, size)
   return join_groups(
@@ -207,9 +218,8 @@ def init_state(collective: Collective, n: int, size: int) -> ReduceState:
     ValueError: for a number of entries that the collective cannot index, or that its
       options do not fit.
   """
-  return ReduceState(
-    *_start_groups([Group((0,), n, collective)], size), Layout.of_workers(size, n)
-  )
+  started = _start_groups([Group((0,), n, collective)], size)
+  return ReduceState(*started, Layout.of_workers(size, n))
 
 
 def at_devices(
@@ -230,7 +240,8 @@ def at_devices(
   def device(
     leaves: list[jax.Array], carried: State, counters: Counters
   ) -> tuple[list[jax.Array], State, Counters]:
-    shared = jax.tree.map(lambda x: x[0], carried.shared)
+    # The axis of devices is one of the worker's state, not of what a device carries.
+    shared = first_row(carried.shared)
     one = ReduceState(
       carried._replace(shared=shared), counters, layout._replace(shards=None)
     )
@@ -242,6 +253,7 @@ def at_devices(
   program = _compat.shard_map(
     device, None, (specs, split, split), (specs, split, split), shards.names
   )
+  # A shard_map rejects leaves that are sharded otherwise along Explicit axes.
   leaves = [
     _compat.resharded(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)
   ]
@@ -251,9 +263,7 @@ def at_devices(
 
 def add_device_axis(carried: State, counters: Counters) -> tuple[State, Counters]:
   """The state of one device with a leading axis of devices everywhere; what workers share has none by itself."""
-  return carried._replace(
-    shared=jax.tree.map(lambda x: x[None], carried.shared)
-  ), counters
+  return carried._replace(shared=add_row(carried.shared)), counters
 
 
 def reduce_step(
@@ -264,9 +274,8 @@ def reduce_step(
   divisor: int = 1,
 ) -> tuple[jax.Array, ReduceState]:
   """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state."""
-  (update,), state = reduce_groups(
-    comm, [Group((0,), grads.size, collective)], [grads], state, divisor, [grads.dtype]
-  )
+  groups = [Group((0,), grads.size, collective)]
+  (update,), state = reduce_groups(comm, groups, [grads], state, divisor, [grads.dtype])
   return update, state
 
 
@@ -280,6 +289,7 @@ def _reduce(
 ) -> tuple[Reduced, flatten.LeafRounding | None]:
   """What the collective of a group returns for f32[n], and the rounding to the dtypes of its leaves."""
   collective = group.collective
+  # JAX would take the choice of entries for a constant, and differentiate the rest.
   if not collective.traits.differentiable:
     grads = _without_derivative(grads, collective.name)
   sizes = [leaves[leaf].size for leaf in group.leaves]
@@ -297,8 +307,10 @@ def _commit(
 ) -> tuple[jax.Array, State]:
   """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`."""
   update, residual = commit(finite, before.residual, traits.decay)
+  # A total made of messages is equal on all workers, which types cannot show.
   if traits.replicates:
     update = mark_total(update, axes)
+  # `commit` undoes the residual in the pass that writes it; all else is chosen here.
   worker, shared = jax.tree.map(
     functools.partial(jnp.where, finite), reduced.state[1:], before[1:]
   )
@@ -311,7 +323,7 @@ def reduce_groups(
   leaves: list[jax.Array],
   state: ReduceState,
   divisor: int,
-  dtypes: Sequence[Any],
+  dtypes: Sequence[jnp.dtype],
   inside: Sequence[str] = (),
 ) -> tuple[list[jax.Array], ReduceState]:
   """One reduction of each group of leaves at one worker, or of their pieces at one of its devices.
@@ -341,13 +353,16 @@ def reduce_groups(
   are_finite: list[jax.Array] = []  # the means, the same at every worker
   for group, before in zip(groups, state.groups, strict=True):
     earlier = [are_finite[number] for number in group.waits_for]
+    # A data dependency holds back the messages until these means are there.
     after_earlier = ordering.following(comm, earlier) if earlier else comm
     flat, unflatten = flatten.flatten([leaves[leaf] for leaf in group.leaves])
     reduced, rounding = _reduce(after_earlier, group, leaves, flat, before, dtypes)
     mean, commit = reduced.mean(divisor, rounding)
     are_finite.append(mark_total(flatten.all_finite(mean), axes))
     results.append((group, before, reduced, commit, unflatten))
+  # The groups of a step are kept together or undone together.
   finite = functools.reduce(jnp.logical_and, are_finite)
+  # Each device has judged its own pieces; a worker skips as a whole.
   if inside:
     finite = jax.lax.pmin(finite.astype(jnp.int32), inside) > 0
   means = list(leaves)

@@ -26,6 +26,7 @@ synchronizing = jax.make_user_context(False)
 mean_dtypes = jax.make_user_context(())  # pairs of a leaf's name and a dtype
 
 
+# The class is private to optax: a transformation gets hold of an instance.
 def _placeholder() -> type:
   found: list[type] = []
 
@@ -61,24 +62,26 @@ def _join_pairs(tree: ArrayTree, seen: ArrayTree) -> ArrayTree:
 
 
 def _concatenate(tree: ArrayTree) -> jax.Array:
+  """One vector of all leaves in a dtype that holds all of theirs, as `optax.flatten` makes it."""
   with jax.numpy_dtype_promotion("standard"):
-    return jnp.concatenate([jnp.reshape(leaf, -1) for leaf in jax.tree.leaves(tree)])
+    return jnp.concatenate(list(map(jnp.ravel, jax.tree.leaves(tree))))
 
 
 def _divide(tree: ArrayTree, seen: jax.Array) -> ArrayTree:
   leaves, structure = jax.tree.flatten(tree)
+  # Leaves of several dtypes were promoted to one.
   pieces = zip(parts(seen, [leaf.size for leaf in leaves]), leaves, strict=True)
   return jax.tree.unflatten(
     structure, [piece.reshape(leaf.shape).astype(leaf.dtype) for piece, leaf in pieces]
   )
 
 
-_SPLIT = _Wrapper(
-  lambda tree: jax.tree.map(
-    lambda x: _Pair(jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else x, tree
-  ),
-  _join_pairs,
-)
+def _split_pairs(tree: ArrayTree) -> ArrayTree:
+  pair = lambda x: _Pair(jnp.real(x), jnp.imag(x))
+  return jax.tree.map(lambda x: pair(x) if jnp.iscomplexobj(x) else x, tree)
+
+
+_SPLIT = _Wrapper(_split_pairs, _join_pairs)
 _FLAT = _Wrapper(_concatenate, _divide)
 
 
@@ -106,15 +109,21 @@ class View(NamedTuple):
   def restore(self, like: ArrayTree, seen: ArrayTree) -> ArrayTree:
     """`like`, a pytree like the parameters, with the leaves that the transform sees replaced by `seen`."""
     for depth in reversed(range(len(self.wrappers))):
-      seen = self.wrappers[depth].restore(View(self.wrappers[:depth]).see(like), seen)
+      # What the wrapper at this depth was given: a pytree as all outer ones leave it.
+      given = View(self.wrappers[:depth]).see(like)
+      seen = self.wrappers[depth].restore(given, seen)
     if isinstance(like, optax.LookaheadParams):
       return like._replace(fast=seen)
     return with_optimized(like, seen)
 
 
+# The plainest first: `view_of` takes the first one that fits.
 _VIEWS = [
-  View(wrappers)
-  for wrappers in ((), (_SPLIT,), (_FLAT,), (_SPLIT, _FLAT), (_FLAT, _SPLIT))
+  View(),
+  View((_SPLIT,)),
+  View((_FLAT,)),
+  View((_SPLIT, _FLAT)),
+  View((_FLAT, _SPLIT)),
 ]
 
 
@@ -150,6 +159,7 @@ def with_optimized(
 ) -> ArrayTree:
   """`like` with `new` in place of what an optimizer updates, and other `scales` of fp8, if some are given."""
   own = overwritten(like)
+  # No collection, or an empty one: parameters stand alone.
   if not jax.tree.leaves(own):
     return new
   both = {"params": new, OVERWRITTEN: own if scales is None else scales}
@@ -164,6 +174,7 @@ def view_of(nodes: Sequence[ReduceState], params: optax.Params) -> View:
     shapes = leaf_shapes(_shapes_seen(view, params))
     if all(shapes.get(name) == shape for name, shape in made):
       return view
+  # Errors about parameters come from checks, which name the leaf.
   return View()
 
 
@@ -189,4 +200,5 @@ def _shapes_seen(view: View, params: optax.Params) -> ArrayTree:
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)), params
   )
+  # The identity needs no trace.
   return jax.eval_shape(view.see, shapes) if view.wrappers else view.see(shapes)

@@ -27,4 +27,5 @@ def chained(before: int, content: int) -> int:
     >>> chained(chained(0, 5), 6) == chained(chained(0, 6), 5)
     False
   """
+  # Both have a fixed width, so no two pairs are the same bytes.
   return digest([before.to_bytes(BYTES), content.to_bytes(BYTES)])

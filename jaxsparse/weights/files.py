@@ -16,7 +16,9 @@ import numpy as np
 
 from jaxsparse.weights.digests import BYTES, digest
 
+# The number is that of the format: a reader refuses files of another one.
 _MAGIC = b"jaxsparse.wts 1\n"
+Header = dict[str, Any]  # what JSON holds
 _NAME = re.compile(r"(\d{12})-(\d+)-(\d+)-(\d+)\.(link|anchor)")
 
 
@@ -42,19 +44,22 @@ class Name(NamedTuple):
 
 def names(folder: pathlib.Path) -> list[Name]:
   """Of all versions, oldest first, and the parts of one in order; other files do not count."""
+  # A folder may hold files of others, and unfinished ones.
   found = map(_NAME.fullmatch, os.listdir(folder))
-  fields = [one.groups() for one in found if one]
-  return sorted(Name._make([*map(int, field[:4]), field[4]]) for field in fields)
+  fields = [match.groups() for match in found if match]
+  rows = [[*map(int, numbers), kind] for *numbers, kind in fields]
+  return sorted(map(Name._make, rows))
 
 
 def write(
-  folder: pathlib.Path, name: Name, header: dict[str, Any], arrays: list[np.ndarray]
+  folder: pathlib.Path, name: Name, header: Header, arrays: list[np.ndarray]
 ) -> None:
   """Writes a file aside, syncs and renames it.
 
   Raises:
     OSError: for a full disk, for example; then no such file is there.
   """
+  # `dtype.str` has the order of bytes, too.
   kinds = [(array.dtype.str, array.nbytes) for array in arrays]
   text = json.dumps(header | {"arrays": kinds}).encode()
   content: list[Any] = [len(text).to_bytes(BYTES), text, *arrays]
@@ -63,12 +68,13 @@ def write(
   with open(aside, "wb") as file:
     for part in (_seal(name, content), *content):
       file.write(part)
+    # On the disk before it has its name, or a crash could leave the name alone.
     file.flush()
     os.fsync(file.fileno())
   os.replace(aside, folder / str(name))
 
 
-def read(folder: pathlib.Path, name: Name) -> tuple[dict[str, Any], list[np.ndarray]]:
+def read(folder: pathlib.Path, name: Name) -> tuple[Header, list[np.ndarray]]:
   """Header and arrays.
 
   Raises:
@@ -76,17 +82,21 @@ def read(folder: pathlib.Path, name: Name) -> tuple[dict[str, Any], list[np.ndar
     OSError: for one that is gone.
   """
   content = np.fromfile(folder / str(name), np.uint8)
+  # The seal covers all that follows it.
   seal, rest = np.split(content, [len(_MAGIC) + BYTES])
   if seal.tobytes() != _seal(name, [rest]):
     raise ValueError(f"{name} is truncated, changed or no file of js.weights")
+  # The length of the header, the header, and then the arrays, without gaps.
   end = BYTES + int.from_bytes(rest[:BYTES].tobytes())
   header = json.loads(rest[BYTES:end].tobytes())
   arrays = []
   for dtype, size in header["arrays"]:
+    # A view: the bytes are not copied once more.
     arrays.append(rest[end : end + size].view(dtype))
     end += size
   return header, arrays
 
 
 def _seal(name: Name, content: Sequence[Any]) -> bytes:
+  # A renamed file is refused, as its name is sealed with its content.
   return _MAGIC + digest([str(name).encode(), *content]).to_bytes(BYTES)

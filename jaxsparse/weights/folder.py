@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxsparse.arrays import flatten
 from jaxsparse.sparse import packing
+from jaxsparse.types import ArrayTree
 from jaxsparse.weights.digests import BYTES, digest
 
 
@@ -44,7 +45,10 @@ class Folder:
   """
 
   def __init__(
-    self, folder: str | os.PathLike[str], params_like: Any, dtype: Any = "bfloat16"
+    self,
+    folder: str | os.PathLike[str],
+    params_like: ArrayTree,
+    dtype: Any = "bfloat16",
   ):
     if "://" in str(folder):
       raise ValueError(f"{folder} is an address: choose a folder, or mount it as one")
@@ -54,10 +58,11 @@ class Folder:
     served = jax.eval_shape(self._cast, params_like)
     self._served = jax.tree.leaves(served)
     self._layout = _layout(served)
+    # Models of other names, dtypes or shapes get folders of their own.
     model = digest(line.encode() for line in self._layout)
     self._folder = pathlib.Path(folder) / f"{dtype and jnp.dtype(dtype)}-{model:x}"
 
-  def _patterns(self, params: Any) -> Patterns:
+  def _patterns(self, params: ArrayTree) -> Patterns:
     """A copy of this process's shards; each shard belongs to one process.
 
     Raises:
@@ -72,35 +77,42 @@ class Folder:
       if jax.process_index() and leaf.is_fully_addressable:
         continue
       for shard in leaf.addressable_shards:
+        # Devices may hold equal shards: one of them is written.
         if shard.replica_id == 0:
           start = [int(part.start or 0) for part in shard.index]
           boxes.append((number, start, shard.data.shape))
+          # Patterns have 1, 2 or 4 bytes, as differences are packed.
           array = np.array(shard.data, order="C").reshape(-1)
           arrays.append(array.view(f"u{min(array.itemsize, 4)}"))
     return Patterns(boxes, arrays)
 
-  def _params(self, parts: Sequence[Patterns]) -> Any:
+  def _params(self, parts: Sequence[Patterns]) -> ArrayTree:
     """The leaves of all parts, where those of `params_like` are."""
     leaves = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._served]
     for patterns in parts:
       for (number, start, shape), array in zip(*patterns, strict=True):
         leaf = leaves[number]
+        # A scalar has an empty box, which is all of it.
         box = tuple(map(slice, start, np.add(start, shape)))
         leaf[box] = array.view(leaf.dtype).reshape(shape)
     return jax.tree.unflatten(self._structure, map(_put, leaves, self._like))
 
-  def _cast(self, params: Any) -> Any:
-    is_float = lambda leaf: jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-    cast = lambda leaf: jnp.asarray(leaf, self._dtype if is_float(leaf) else None)
+  def _cast(self, params: ArrayTree) -> ArrayTree:
+    # Counters and other integers keep their dtypes.
+    cast = lambda leaf: jnp.asarray(
+      leaf,
+      self._dtype if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) else None,
+    )
     return jax.tree.map(cast, params)
 
 
-def _layout(served: Any) -> list[str]:
+def _layout(served: ArrayTree) -> list[str]:
   named = flatten.leaves_by_name(served).items()
   return [f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in named]
 
 
 def _put(leaf: np.ndarray, like: Any) -> jax.Array:
   """Where `like` is, unless JAX may move it."""
+  # JAX may move an array that its user has put nowhere.
   sharding = getattr(like, "sharding", None)
   return jax.device_put(leaf, sharding if getattr(like, "committed", True) else None)

@@ -56,7 +56,9 @@ class Publisher(Folder):
     super().__init__(folder, params_like, dtype)
     self._folder.mkdir(parents=True, exist_ok=True)
     there = [name.number for name in files.names(self._folder)]
-    own = np.array([max(there, default=0), secrets.randbits(31)], np.int32)
+    newest = max(there, default=0)
+    own = np.array([newest, secrets.randbits(31)], np.int32)
+    # Process 0 decides, so that all parts are of one run.
     agreed = np.asarray(multihost_utils.broadcast_one_to_all(own))
     self.version, self._run = agreed.tolist()
     self._first = self.version
@@ -73,18 +75,24 @@ class Publisher(Folder):
       OSError: for a full disk, for example.
     """
     patterns = self._patterns(params)
-    before, self._before = self._before, None
+    # Unset until the version is whole: after an error the next one is an anchor.
+    before = self._before
+    self._before = None
     self.version += 1
     size = sum(array.nbytes for array in patterns.arrays)
-    id_, link = self._run, None
+    id_ = self._run
+    link = None
     if before:
       id_ = before[0]
       link = packing.difference(before[1].arrays, patterns.arrays)
       self._since += link.nbytes
+    # All processes write an anchor, or none does, since a version needs every part.
     is_due = multihost_utils.process_allgather(link is None or self._since > size)
+    # Before writing: a full disk gets room.
     self._prune()
     content = patterns.digest()
     header = {"before": id_, "digest": content}
+    # A longer link costs readers more than the anchor.
     if link is not None and link.nbytes <= size:
       self._write("link", header, [link])
     if np.any(is_due):
@@ -94,7 +102,7 @@ class Publisher(Folder):
     self._before = chained(id_, content), patterns
     return self.version
 
-  def _write(self, kind: str, header: dict[str, Any], arrays: list[np.ndarray]) -> None:
+  def _write(self, kind: str, header: files.Header, arrays: list[np.ndarray]) -> None:
     part, processes = jax.process_index(), jax.process_count()
     name = files.Name(self.version, self._run, part, processes, kind)
     files.write(self._folder, name, header, arrays)
@@ -106,6 +114,7 @@ class Publisher(Folder):
         raise ValueError(
           f"Publisher: {self._folder} has {name}: another publisher writes to it"
         )
+      # Parts of a run with more processes are removed by those that there are.
       is_own = name.part % jax.process_count() == jax.process_index()
       if is_own and name.number < self._anchors[0]:
         os.unlink(self._folder / str(name))

@@ -88,6 +88,7 @@ class Subscriber(Folder):
     except OSError as error:
       self.refused.append(str(error))
       state = _NONE
+    # The same object is returned again where nothing is new.
     if state.number and state is not self._state:
       self._published = Published(
         state.number, self._params([part.patterns for part in state.parts])
@@ -100,10 +101,13 @@ class Subscriber(Folder):
 
   def _newest(self, found: _Files) -> _State:
     """The newest version of the newest publisher that is reached; `_NONE` without one."""
+    # The largest number first, then the run.
     newest, run, _ = max(found)
     own = self._state
+    # Links of another run follow versions that this reader does not have.
     best = own if own.run == run and own.number <= newest else _NONE
     best = self._follow(found, best, best)
+    # From the newest anchor back, until one leads beyond what links have reached.
     for key in sorted(found, reverse=True):
       if key[1:] == (run, "anchor") and key[0] > best.number:
         anchor = self._step(best, found[key])
@@ -118,6 +122,7 @@ class Subscriber(Folder):
       if after is state:
         break
       state = after
+    # Patterns of a version that was returned before are proven.
     if state is otherwise:
       return state
     if all(part.patterns.digest() == part.digest for part in state.parts):
@@ -129,12 +134,15 @@ class Subscriber(Folder):
     """The version after a link, or of an anchor; `state` itself if a file is refused."""
     parts = []
     try:
+      # An anchor may have other parts than the version before, so they are not
+      # compared.
       for name, part in itertools.zip_longest(names, state.parts):
         header, arrays = files.read(self._folder, name)
         before, digest = header["before"], header["digest"]
         if name.kind == "anchor":
           patterns = Patterns(header["boxes"], arrays)
         elif before != part.id:
+          # A link of another branch has the right number and the wrong id.
           raise ValueError(f"{name} follows another version {state.number}")
         else:
           boxes, old = part.patterns
@@ -150,6 +158,7 @@ def _whole(names: list[files.Name]) -> _Files:
   found: _Files = collections.defaultdict(list)
   for name in names:
     found[name.number, name.run, name.kind].append(name)
+  # A version counts once all processes have written their parts.
   return {
     key: parts for key, parts in found.items() if len(parts) == parts[0].processes
   }
