@@ -141,6 +141,7 @@ def check_devices(timeout: float) -> Iterator[Finding]:
     return
   devices = answer["devices"]
   fix = ""
+  # A GPU without the wheels of JAX for it is not seen by JAX, but by the driver.
   if answer["platform"] == "cpu" and (unused := list_gpus()):
     devices = f"{devices}, though NVIDIA GPUs are here: {', '.join(unused)}"
     fix = unset or "pip install 'jax[cuda13]'"
@@ -174,7 +175,8 @@ def check_memory() -> Iterator[Finding]:
   }
   setting_found = f"GLIBC_TUNABLES={tunables}"
   fix = ""
-  if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 35):
+  release = tuple(map(int, version.split(".")[:2])) if libc == "glibc" else (0,)
+  if release < (2, 35):
     setting_found = f"{libc or 'this C library'} {version} cannot ask for huge pages, glibc 2.35 or newer can"
     fix = "use a newer distribution where updates on CPU have to be fast"
   elif missing:
@@ -229,6 +231,8 @@ def check_mpi(timeout: float) -> Iterator[Finding]:
 def check_gpu_messages(cuda: bool, aware: bool | None) -> Finding:
   """How messages of GPUs travel, if mpi4jax was built with `cuda`, and MPI reads GPU memory; None: it does not tell."""
   what = "MPI and GPUs"
+  # With this variable mpi4jax hands MPI pointers to GPU memory, without asking whether
+  # MPI reads it.
   forced = os.environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() in ("1", "true", "on")
   if forced and not aware:
     cause = "may not read it" if aware is None else "does not read it: it would crash"
@@ -237,26 +241,16 @@ def check_gpu_messages(cuda: bool, aware: bool | None) -> Finding:
       "warn" if aware is None else "FAIL", what, cause, "unset MPI4JAX_USE_CUDA_MPI"
     )
   if forced:
-    return Finding(
-      "ok", what, "this MPI reads GPU memory, and MPI4JAX_USE_CUDA_MPI lets it"
+    way = "this MPI reads GPU memory, and MPI4JAX_USE_CUDA_MPI lets it"
+  elif cuda and aware:
+    way = "this MPI reads GPU memory: export MPI4JAX_USE_CUDA_MPI=1 to send from there"
+  elif cuda:
+    way = "mpi4jax copies messages of GPUs to host memory, which every MPI reads"
+  else:
+    way = (
+      "js.MpiComm sends messages of GPUs through host memory and mpi4py (host staging)"
     )
-  if cuda and aware:
-    return Finding(
-      "ok",
-      what,
-      "this MPI reads GPU memory: export MPI4JAX_USE_CUDA_MPI=1 to send from there",
-    )
-  if cuda:
-    return Finding(
-      "ok",
-      what,
-      "mpi4jax copies messages of GPUs to host memory, which every MPI reads",
-    )
-  return Finding(
-    "ok",
-    what,
-    "js.MpiComm sends messages of GPUs through host memory and mpi4py (host staging)",
-  )
+  return Finding("ok", what, way)
 
 
 def _report(what: str, detail: str, fix: str = "") -> Finding:
@@ -272,6 +266,7 @@ def _check_probe(
   answer = _run_probe(probe, timeout, ranks)
   seconds = time.monotonic() - start
   if "error" in answer:
+    # A slow machine explains that the limit was reached as well as a hang.
     longer = (
       f"--timeout={4 * timeout:g} on a slow machine; or " if seconds >= timeout else ""
     )
@@ -279,9 +274,14 @@ def _check_probe(
   return Finding("ok", what, f"{answer['detail']}, {seconds:.1f} s")
 
 
-def _run_probe(name: str, limit: float, ranks: Sequence[str] = ()) -> dict[str, Any]:
+def _run_probe(
+  name: str,
+  limit: float,
+  ranks: Sequence[str] = (),
+) -> dict[str, Any]:
   """The answer of a probe, in a process or in ranks of the launcher with these options; else its `error`."""
   command = [sys.executable, "-m", "jaxsparse.doctor", f"--probe={name}"]
+  # The launcher ends ranks that hang, and says which.
   if ranks:
     limits = [f"--start_timeout={limit:g}", f"--limit={limit:g}"]
     command = [
@@ -328,6 +328,7 @@ def _load_mpi() -> dict[str, Any]:
   from mpi4jax._src import xla_bridge
   from mpi4py import MPI
 
+  # an extension of Open MPI, which other MPIs do not have
   reads = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
   return {
     "library": name_mpi(MPI),
@@ -349,17 +350,20 @@ def _reduce(engine: str) -> dict[str, Any]:
       launch.join()
     else:
       jax.config.update("jax_num_cpu_devices", 2)
+    # One GPU is no two workers: the CPU then has two devices.
     devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
     where = jax.sharding.Mesh(np.array(devices[:2]), (axis,))
+  # With k = n SparDL delivers all entries, by messages of its own.
   for transform in (js.dense_transform(axis), js.spardl_transform(axis, k=_ENTRIES)):
+    # A rate of −1 moves the parameters by the mean itself.
     tx = optax.chain(transform, optax.sgd(-1.0))
     params = jnp.zeros(_ENTRIES)
     step = js.make_train_step(
       lambda params, batch: jnp.vdot(params, batch[0]), tx, where
     )
-    rows = np.outer(np.arange(1, step.workers + 1), np.arange(_ENTRIES) - 9.0).astype(
-      np.float32
-    )
+    # whole numbers: their sums and means are exact
+    gradient = np.arange(_ENTRIES) - 9.0
+    rows = np.outer(np.arange(1, step.workers + 1), gradient).astype(np.float32)
     batch = rows[where.communicator.Get_rank(), None] if engine == "mpi" else rows
     moved, _, _ = step(params, js.init(tx, params, where), batch)
     np.testing.assert_array_equal(moved.addressable_data(0), rows.mean(0))
@@ -382,20 +386,19 @@ def _scatter() -> dict[str, Any]:
     host, device = map(jax.lax.axis_index, axes)
     wrong = jnp.int32(0)
     for along, over in (("hosts", 0), ("devices", 1), (axes, (0, 1))):
-      part = jax.lax.psum_scatter(jnp.asarray(rows)[host, device], along, tiled=True)
+      scattered = jax.lax.psum_scatter(
+        jnp.asarray(rows)[host, device], along, tiled=True
+      )
       sums = jnp.asarray(rows.sum(over, keepdims=True))
-      mine = sums[host % sums.shape[0], device % sums.shape[1]].reshape(-1, part.size)[
-        jax.lax.axis_index(along)
-      ]
-      wrong += jnp.sum(part != mine)
+      # An axis that was summed over has length 1: every worker of it has the same sums.
+      of_group = sums[host % sums.shape[0], device % sums.shape[1]]
+      mine = of_group.reshape(-1, scattered.size)[jax.lax.axis_index(along)]
+      wrong += jnp.sum(scattered != mine)
     return jax.lax.psum(wrong, axes)
 
-  assert (
-    int(
-      jax.jit(_compat.shard_map(count_wrong, mesh, (), jax.sharding.PartitionSpec()))()
-    )
-    == 0
-  ), "wrong sums"
+  spec = jax.sharding.PartitionSpec()
+  wrong = jax.jit(_compat.shard_map(count_wrong, mesh, (), spec))()
+  assert int(wrong) == 0, "wrong sums"
   return {"detail": f"{mesh.size} devices of 2 processes have the sums of psum_scatter"}
 
 

@@ -14,7 +14,9 @@ from jaxsparse import _compat
 from jaxsparse._compat import varying
 
 
-def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+def flatten(
+  tree: Any,
+) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
   """All leaves as one f32[n], in pytree order, and the inverse function, from f32[n] to their shapes and dtypes.
 
   Args:
@@ -31,7 +33,8 @@ def flatten(tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
   """
   leaves, structure = jax.tree.flatten(tree)
   ends = np.cumsum([jnp.size(leaf) for leaf in leaves])
-  flat = jnp.concatenate([jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves])
+  wide = [jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves]
+  flat = jnp.concatenate(wide)
 
   def unflatten(new: jax.Array) -> Any:
     pieces = zip(jnp.split(new, ends[:-1]), leaves, strict=True)
@@ -52,6 +55,7 @@ def wide_dtype(x: Any) -> jnp.dtype:
     ['float32', 'float32', 'complex64']
   """
   dtype = jnp.result_type(x)
+  # complex dtypes have no narrow one
   is_narrow = jnp.issubdtype(dtype, jnp.floating) and _is_narrow(dtype)
   return jnp.dtype(jnp.float32) if is_narrow else dtype
 
@@ -78,9 +82,10 @@ class LeafRounding:
       split = zip(parts(values, self.sizes), self.dtypes, strict=True)
       return jnp.concatenate([_rounded(part, dtype) for part, dtype in split])
     ends = jnp.asarray(np.cumsum(self.sizes), jnp.int32)
+    # the leaf of each flat index
     leaf = jnp.searchsorted(ends, indices, side="right")
     for dtype in filter(_is_narrow, dict.fromkeys(self.dtypes)):
-      has_dtype = jnp.asarray([one == dtype for one in self.dtypes])
+      has_dtype = jnp.asarray([of_leaf == dtype for of_leaf in self.dtypes])
       is_narrow = has_dtype.at[leaf].get(mode="fill", fill_value=False)
       values = jnp.where(is_narrow, _rounded(values, dtype), values)
     return values
@@ -102,7 +107,10 @@ def _is_narrow(dtype: jax.typing.DTypeLike) -> bool:
   return jnp.finfo(dtype).bits < 32
 
 
-def representable(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def representable(
+  values: jax.Array,
+  dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
   """Values rounded to what `dtype` holds, 0 in place of finite numbers that are too large; and what that leaves.
 
   Example:
@@ -113,6 +121,7 @@ def representable(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.A
   rounded = _rounded(values, dtype)
   if rounded is values:
     return values, jnp.zeros_like(values)
+  # Finite numbers beyond the range of the dtype become 0, and stay whole in the rest.
   held = jnp.where(jnp.isinf(rounded) & jnp.isfinite(values), 0.0, rounded)
   return held, values - held
 
@@ -136,12 +145,11 @@ def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def check_are_arrays(tree: Any, what: str) -> None:
   """Raises TypeError for a leaf that is no array and no number, as the functions of a model are, naming its path."""
-  is_number = lambda leaf: isinstance(leaf, bool | int | float | complex)
-  is_array = lambda leaf: (
-    hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
-  )
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    if not is_array(leaf) and not is_number(leaf):
+    is_number = isinstance(leaf, bool | int | float | complex)
+    has_type = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    # the class of an array has both, too
+    if not is_number and (not has_type or isinstance(leaf, type)):
       raise TypeError(
         f"{what}{jax.tree_util.keystr(path)} is {leaf!r}, no array: give the arrays of a model alone, of Equinox "
         "params, static = eqx.partition(model, eqx.is_inexact_array), of Flax graph, params, others = "
@@ -156,7 +164,8 @@ OVERWRITTEN = "_overwrite_with_gradient"
 
 def check_not_overwritten(tree: Any, what: str) -> None:
   """Raises TypeError for a leaf of the collection that Flax overwrites with its gradient, naming its path."""
-  is_variable = lambda node: type(node).__name__ == OVERWRITTEN
+  is_variable = lambda leaf: type(leaf).__name__ == OVERWRITTEN
+  # The collection is a key of Flax's dictionaries, and a type of nnx's variables.
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable):
     name = jax.tree_util.keystr(path)
     if OVERWRITTEN in name or is_variable(leaf):
@@ -212,8 +221,10 @@ def all_finite(tree: Any) -> jax.Array:
     (Array(True, dtype=bool), Array(False, dtype=bool))
   """
   leaves = map(jnp.asarray, jax.tree.leaves(tree))
+  # integers are always finite
   inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-  are_finite = jnp.array([jnp.sum(leaf - leaf) == 0 for leaf in inexact], jnp.bool_)
+  zeros = [jnp.sum(leaf - leaf) for leaf in inexact]
+  are_finite = jnp.array([zero == 0 for zero in zeros], jnp.bool_)
   # Else XLA on CPU computes it anew, from all leaves, in each loop that uses it:
   # compilation is quadratic in their number. On GPUs, without these loops, a barrier
   # takes 40 kernels and half a byte a parameter more in a step.
@@ -229,16 +240,19 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
   Others, as the best loss so far of a schedule, begin with Inf.
   """
   stays = lambda old, new: all_finite(new) | ~all_finite(old)
-  compare = lambda: jnp.all(
-    jnp.array(jax.tree.leaves(jax.tree.map(stays, before, after)), jnp.bool_)
-  )
+  leaves_stay = lambda: jax.tree.leaves(jax.tree.map(stays, before, after))
+  compare = lambda: jnp.all(jnp.array(leaves_stay(), jnp.bool_))
   # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the
   # host.
   look = lambda: varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
   return _compat.by_platform(cpu=look, default=compare)()
 
 
-def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Array]:
+def parts(
+  array: jax.Array,
+  sizes: Sequence[int],
+  axis: int = 0,
+) -> list[jax.Array]:
   """Parts of these sizes, which add up to that of the axis, one after the other.
 
   Example:
@@ -246,7 +260,9 @@ def parts(array: jax.Array, sizes: Sequence[int], axis: int = 0) -> list[jax.Arr
     >>> [part.tolist() for part in parts(jnp.arange(3), [1, 2])]
     [[0], [1, 2]]
   """
-  return jnp.split(array, list(itertools.accumulate(sizes))[:-1], axis=axis)
+  ends = list(itertools.accumulate(sizes))
+  # `jnp.split` takes where to cut: not the end of the last part
+  return jnp.split(array, ends[:-1], axis=axis)
 
 
 VALUE = ".value"  # ends the path of the array in a `flax.nnx.Variable`

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxsparse import _compat
 from jaxsparse._compat import varying
 from jaxsparse.arrays import noise
+from jaxsparse.arrays.flatten import parts
 
 Piece = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -39,7 +40,8 @@ def dense_if(finite: jax.Array, x: Sequence[Piece]) -> jax.Array:
     Array([1., 0.], dtype=float32)
   """
   # The small factors are chosen between, not the n entries.
-  return dense(jax.tree.map(lambda part: jnp.where(finite, part, 0.0), x))
+  zeroed = lambda array: jnp.where(finite, array, 0.0)
+  return dense(jax.tree.map(zeroed, x))
 
 
 def subtract(
@@ -55,94 +57,55 @@ def subtract(
     >>> subtract([jnp.ones(1), jnp.zeros(1)], jnp.array([3.0, 2.0]), jnp.array([0.0, 1.0]), jnp.bool_(True), 0.5)
     Array([1. , 1.5], dtype=float32)
   """
-  # On CPU the other ways take 1.3 and 2 to 3.5 times the CPU time of an update.
-  ways = {
-    "cpu": _subtract_on_cpu,
-    "gpu": _subtract_at_once,
-    "default": _subtract_by_pieces,
-  }
-  return _compat.by_platform(**ways)(x, grads, residual, finite, decay)
-
-
-def _subtract_by_pieces(
-  x: Sequence[Piece],
-  grads: jax.Array,
-  residual: jax.Array,
-  finite: jax.Array,
-  decay: float,
-) -> jax.Array:
-  for start, piece in zip(_starts(x), x, strict=True):
-    entries = _matrix(piece).reshape(-1)
-    grad, old = (part[start : start + entries.size] for part in (grads, residual))
-    residual = jax.lax.dynamic_update_slice(
-      residual, jnp.where(finite, decay * (grad + old - entries), old), (start,)
-    )
-  return residual
-
-
-def _subtract_at_once(
-  x: Sequence[Piece],
-  grads: jax.Array,
-  residual: jax.Array,
-  finite: jax.Array,
-  decay: float,
-) -> jax.Array:
-  """On GPUs, where each piece that is written copies the vector."""
-  return jnp.where(finite, decay * (grads + residual - dense(x)), residual)
-
-
-def _subtract_on_cpu(
-  x: Sequence[Piece],
-  grads: jax.Array,
-  residual: jax.Array,
-  finite: jax.Array,
-  decay: float,
-) -> jax.Array:
-  """Pieces that a conditional returns are stored, each by a loop over rows, before any is copied to its place."""
-  starts = _starts(x)
   shapes = [jax.eval_shape(_matrix, piece).shape for piece in x]
-  cut = lambda flat: [
-    flat[start : start + math.prod(shape)]
-    for start, shape in zip(starts, shapes, strict=True)
-  ]
-  shaped = lambda parts: [
-    part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)
-  ]
-  sums = shaped(map(jnp.add, cut(grads), cut(residual)))
-  new = lambda: [
-    decay * (entries - _matrix(piece)) for entries, piece in zip(sums, x, strict=True)
-  ]
-  return _put_at(
-    starts, varying.cond(finite, new, lambda: shaped(cut(residual))), residual
-  )
+  sizes = list(map(math.prod, shapes))
+  starts = [0, *itertools.accumulate(sizes)][:-1]
 
+  def at_once() -> jax.Array:
+    # On a GPU each piece that is written to its place would copy the vector.
+    return jnp.where(finite, decay * (grads + residual - dense(x)), residual)
 
-def _starts(x: Sequence[Piece]) -> list[int]:
-  """The flat index of each piece."""
-  sizes = [
-    piece.size
-    if isinstance(piece, jax.Array)
-    else piece[0].shape[1] * piece[1].shape[1]
-    for piece in x
-  ]
-  return [0, *itertools.accumulate(sizes)][:-1]
+  def in_place() -> jax.Array:
+    # Each piece is read from what is written so far: else XLA would copy the buffer.
+    into = residual
+    for start, size, piece in zip(starts, sizes, x, strict=True):
+      grad, old = (flat[start : start + size] for flat in (grads, into))
+      new = decay * (grad + old - _matrix(piece).reshape(-1))
+      kept = jnp.where(finite, new, old)
+      into = jax.lax.dynamic_update_slice(into, kept, (start,))
+    return into
 
+  def stored_first() -> jax.Array:
+    # XLA for CPUs stores the pieces that a conditional returns, each by a loop over its
+    # rows, before any is copied to its place.
+    cut = lambda flat: [
+      part.reshape(shape)
+      for part, shape in zip(parts(flat, sizes), shapes, strict=True)
+    ]
+    old = cut(residual)
+    sums = list(map(jnp.add, cut(grads), old))
+    new = lambda: [
+      decay * (entries - _matrix(piece)) for entries, piece in zip(sums, x, strict=True)
+    ]
+    into = residual
+    for start, piece in zip(
+      starts, varying.cond(finite, new, lambda: old), strict=True
+    ):
+      into = jax.lax.dynamic_update_slice(into, piece.reshape(-1), (start,))
+    return into
 
-def _put_at(starts: list[int], pieces: list[jax.Array], into: jax.Array) -> jax.Array:
-  for start, piece in zip(starts, pieces, strict=True):
-    into = jax.lax.dynamic_update_slice(into, piece.reshape(-1), (start,))
-  return into
+  # On CPU the other ways take 1.3 and 2 to 3.5 times the CPU time of an update.
+  return _compat.by_platform(cpu=stored_first, gpu=at_once, default=in_place)()
 
 
 def _matrix(piece: Piece) -> jax.Array:
   """A piece, f32[m] or f32[a, b]."""
   if isinstance(piece, jax.Array):
     return piece
-  left, right = piece
-  return functools.reduce(
-    jnp.add,
-    [column[:, None] * row[None] for column, row in zip(left, right, strict=True)],
-  )
+  # a sum of outer products, which XLA computes where it is written; no product of
+  # matrices, whose result would be stored
+  outer = lambda column, row: column[:, None] * row[None]
+  return functools.reduce(jnp.add, map(outer, *piece))
 
 
 def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
@@ -164,7 +127,8 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   if not factors:
     return jnp.zeros((0, 0, 0), jnp.float32)
   x = _scaled_columns(factors, key)
-  start = x, jnp.zeros_like(x), jnp.zeros(x.shape[:2], jnp.float32)
+  scales = jnp.zeros(x.shape[:2], jnp.float32)
+  start = x, jnp.zeros_like(x), scales
   _, vectors, scales = varying.fori_loop(0, x.shape[1], _reflect, start)
   return _basis(vectors, scales)
 
@@ -173,14 +137,15 @@ def _scaled_columns(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   """The columns of all factors, f32[S, r, most], each divided by its largest magnitude; random for those of zeros."""
   lengths = [len(factor) for factor in factors]
   most = max(lengths)
-  x = jnp.stack(
-    [jnp.pad(factor.T, ((0, 0), (0, most - len(factor)))) for factor in factors]
-  )
+  pad = lambda factor: jnp.pad(factor.T, ((0, 0), (0, most - len(factor))))
+  x = jnp.stack(list(map(pad, factors)))
   largest = jnp.abs(x).max(2, keepdims=True)
+  # Zeros behind a shorter factor stay zeros, so that its basis has its length.
   inside = jnp.arange(most)[None] < jnp.array(lengths)[:, None]
   uniform = noise.uniform(noise.bits(key, x.size)).reshape(x.shape)
   drawn = jnp.where(inside[:, None], uniform - 0.5, 0.0)
-  return jnp.where(largest == 0, drawn, x / jnp.where(largest == 0, 1.0, largest))
+  is_zero = largest == 0
+  return jnp.where(is_zero, drawn, x / jnp.where(is_zero, 1.0, largest))
 
 
 def _reflect(
@@ -194,11 +159,15 @@ def _reflect(
   products = _einsum("sa,sra->sr", column, x)
   square = products[:, column_index, None]
   entry = entries[:, column_index, None]
+  # The sign opposite to the entry's: their difference does not cancel.
   image = jnp.where(entry < 0, 1.0, -1.0) * jnp.sqrt(square)
   vector = column - jnp.where(row == column_index, image, 0.0)
   half = square - image * entry  # ‖v‖² / 2
-  scale = jnp.where(half == 0, 0.0, 1 / jnp.where(half == 0, 1.0, half))
-  x = x - (scale * (products - image * entries))[:, :, None] * vector[:, None]
+  is_zero = half == 0
+  scale = jnp.where(is_zero, 0.0, 1 / jnp.where(is_zero, 1.0, half))
+  # xᵀv of each column, without another product: v is `column` but for one entry
+  weights = scale * (products - image * entries)
+  x = x - weights[:, :, None] * vector[:, None]
   return (
     x,
     vectors.at[:, column_index].set(vector),

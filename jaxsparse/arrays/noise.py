@@ -7,12 +7,11 @@ import jax.numpy as jnp
 def fold(key: jax.Array, number: jax.Array | int) -> jax.Array:
   """Another key u32[2], for each number i32[] or u32[]."""
   number = jnp.asarray(number).astype(jnp.uint32)
-  return jnp.stack(
-    [
-      _mix(key[0] ^ _mix(number + jnp.uint32(0x9E3779B9))),
-      _mix(key[1] + _mix(number ^ key[0])),
-    ]
-  )
+  # Added so that number 0 is mixed, too: `_mix` maps 0 to 0.
+  apart = number + jnp.uint32(0x9E3779B9)
+  first = _mix(key[0] ^ _mix(apart))
+  second = _mix(key[1] + _mix(number ^ key[0]))
+  return jnp.stack([first, second])
 
 
 def key_of(seed: int) -> jax.Array:
@@ -25,9 +24,14 @@ def key_of(seed: int) -> jax.Array:
   return fold(jnp.array([seed, ~seed & 0xFFFFFFFF], jnp.uint32), 0)
 
 
-def bits(key: jax.Array, n: int, start: jax.Array | int = 0) -> jax.Array:
+def bits(
+  key: jax.Array,
+  n: int,
+  start: jax.Array | int = 0,
+) -> jax.Array:
   """Random bits u32[n] of a key, elementwise in the index, from index `start` on."""
-  index = jnp.arange(n, dtype=jnp.uint32) + jnp.asarray(start).astype(jnp.uint32)
+  first = jnp.asarray(start).astype(jnp.uint32)
+  index = jnp.arange(n, dtype=jnp.uint32) + first
   return _mix(_mix(index ^ key[0]) + key[1])
 
 
@@ -38,6 +42,7 @@ def uniform(bits: jax.Array) -> jax.Array:
     >>> uniform(jnp.uint32(2**31))
     Array(0.5, dtype=float32)
   """
+  # float32 has 24 bits; with 32 a number near 1 would round up to 1.
   return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 

@@ -17,7 +17,8 @@ _PIECES = 32
 
 
 def ordered_sum(
-  *parts: jax.Array, term: Callable[[jax.Array], jax.Array] = lambda x: x
+  *parts: jax.Array,
+  term: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
   """The sum of the terms of the sum of `parts`, f32[], in a fixed order.
 
@@ -44,9 +45,10 @@ def row_sums(x: jax.Array) -> jax.Array:
     >>> row_sums(jnp.array([[1.0, 2.0, 4.0]]))
     Array([7.], dtype=float32)
   """
-  while x.shape[1] > 1:
-    half = -(-x.shape[1] // 2)
-    x = x[:, :half] + jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - x.shape[1])))
+  while (width := x.shape[1]) > 1:
+    half = -(-width // 2)
+    second = jnp.pad(x[:, half:], ((0, 0), (0, 2 * half - width)))
+    x = x[:, :half] + second
   return x[:, 0]
 
 
@@ -61,28 +63,32 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
 
 
 def _fold(
-  parts: Sequence[jax.Array], term: Callable[[jax.Array], jax.Array], combine: Callable
+  parts: Sequence[jax.Array],
+  term: Callable[[jax.Array], jax.Array],
+  combine: Callable,
 ) -> jax.Array:
   """Combines the terms of the sum of `parts` to one, f32[]; zeros fill the last piece."""
   size = parts[0].size
   length = -(-size // _PIECES)
+  # fewer pieces where a vector is short
   count = -(-size // length)
   shorter = size - (count - 1) * length  # entries of the last piece
 
   def fold(first: int, end: int, pieces: int) -> jax.Array:
     """Entries first … end − 1 of so many pieces, none of which is compared with an end: a GPU is four times as fast."""
-    cut = lambda start: functools.reduce(
-      jnp.add, [part[start + first : start + end] for part in parts]
-    )
-    return functools.reduce(
-      combine, [term(cut(piece * length)) for piece in range(pieces)]
-    )
 
+    def cut(piece: int) -> jax.Array:
+      start = piece * length
+      entries = [part[start + first : start + end] for part in parts]
+      return term(functools.reduce(jnp.add, entries))
+
+    return functools.reduce(combine, map(cut, range(pieces)))
+
+  # The entries that all pieces have, then those that the last one lacks.
   folded = fold(0, shorter, count)
   if shorter < length:
-    rest = combine(
-      fold(shorter, length, count - 1), jnp.zeros(length - shorter, folded.dtype)
-    )
+    zeros = jnp.zeros(length - shorter, folded.dtype)
+    rest = combine(fold(shorter, length, count - 1), zeros)
     folded = jnp.concatenate(jax.lax.optimization_barrier((folded, rest)))
   return folded[0] if length == 1 else _fold((folded,), lambda x: x, combine)
 
@@ -113,12 +119,14 @@ def fold_rows(
   """
   numbers = np.array(rows)
   if not one_by_one:
-    folded = term(x[:, rows.start : rows.stop], numbers[None, :, None])
+    chosen = x[:, rows.start : rows.stop]
+    folded = term(chosen, numbers[None, :, None])
     while folded.shape[1] > 1:
       folded = combine(*jnp.split(folded, 2, axis=1))
     return folded[:, 0]
   terms = [term(x[:, row], row) for row in numbers]
   while len(terms) > 1:
+    # term i with term i + half, as halves of an array are combined
     half = len(terms) // 2
     terms = list(map(combine, terms[:half], terms[half:]))
   return terms[0]
@@ -147,6 +155,8 @@ def round_mantissa_up(x: jax.Array, bits: int) -> jax.Array:
     >>> float(round_mantissa_up(jnp.float32(1.1), bits=22))
     1.5
   """
+  # Positive floats order as their bits: a carry rounds the mantissa up into the
+  # exponent.
   words = jax.lax.bitcast_convert_type(x, jnp.uint32)
   rest = jnp.uint32((1 << bits) - 1)
   return jnp.where(

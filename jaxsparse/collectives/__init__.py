@@ -37,6 +37,7 @@ __all__ = [
 @functools.cache
 def _kinds() -> dict[str, type[Collective]]:
   """The concrete `Collective` of each public module or package of this folder and of `baselines`, by its name."""
+  # All algorithms are imported here, so not before a name is asked for.
   return dict(map(_kind_of, [*_modules(__name__), *_modules(baselines.__name__)]))
 
 
@@ -55,6 +56,8 @@ def _kind_of(module: str) -> tuple[str, type[Collective]]:
   """The one `Collective` that a module is named after."""
   own_name = module.split(".")[-1]
   classes = inspect.getmembers(importlib.import_module(module), inspect.isclass)
+  # A module may import other collectives, as nbit does onebit: its own one has its
+  # name.
   (kind,) = {
     kind
     for _, kind in classes
@@ -88,8 +91,8 @@ def collective_options(name: str | Collective) -> tuple[str, ...]:
   """
   if isinstance(name, Collective):
     return _checked_options(name, {})
-  kind, own = collective_of(_checked_label(name))
-  return _checked_options(_kind(kind), own)
+  kind, options = collective_of(_checked_label(name))
+  return _checked_options(_kind(kind), options)
 
 
 def make_collective(name: str | Collective, **config: Any) -> Collective:
@@ -97,7 +100,7 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
 
   Args:
     name: one of `js.collective_names()`; or a name with options in one string, as
-      "spardl:teams=2:density=0.01"; or a collective, also one of your own, whose other
+      "spardl:teams=2:density=0.01"; or a collective, also one of your options, whose other
       options stay as they are.
     **config: the options.
 
@@ -114,18 +117,19 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
   """
   if isinstance(name, Collective):
     return make_instance(name, config)
-  kind, own = collective_of(_checked_label(name))
-  if twice := sorted(own.keys() & config.keys()):
+  kind, options = collective_of(_checked_label(name))
+  # Neither of the two values is silently the one that counts.
+  if twice := sorted(options.keys() & config.keys()):
     raise ValueError(f"{name!r} has {', '.join(twice)} already: give it once")
-  return make_instance(_kind(kind), own | config)
+  return make_instance(_kind(kind), options | config)
 
 
 def _checked_label(given: Any) -> str:
   if isinstance(given, str):
     return given
-  found = given.__name__ if isinstance(given, type) else type(given).__name__
+  given_type = given.__name__ if isinstance(given, type) else type(given).__name__
   raise TypeError(
-    f"a collective is given as a {found}: give one of {', '.join(collective_names())}, with options as "
+    f"a collective is given as a {given_type}: give one of {', '.join(collective_names())}, with options as "
     "'spardl:density=0.01', or an instance of js.Collective, as js.make_collective returns"
   )
 
@@ -154,6 +158,7 @@ def _checked_options(
   model: type[Collective] | Collective, config: Mapping[str, Any]
 ) -> tuple[str, ...]:
   kind = model if isinstance(model, type) else type(model)
+  # Fields that users cannot give, as the shapes of leaves, are no parameters.
   options = tuple(inspect.signature(kind).parameters)
   if unknown := sorted(set(config) - set(options)):
     raise TypeError(

@@ -116,6 +116,8 @@ class Collective(abc.ABC):
   """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
 
   def __init_subclass__(cls) -> None:
+    # A module of this folder gives its name, and one of a user's own the last part of
+    # its path.
     inside = cls.__module__.removeprefix(f"{__package__}.").removeprefix("baselines.")
     cls.name = (
       inside.partition(".")[0]
@@ -124,6 +126,7 @@ class Collective(abc.ABC):
     )
     fields = {field.name for field in dataclasses.fields(Traits)}
     options = inspect.get_annotations(cls)
+    # A class attribute with the name of a trait would be ignored without a word.
     if unread := sorted((fields & vars(cls).keys()) - options.keys()):
       raise TypeError(
         f"{cls.__name__}: {', '.join(unread)} is a field of `traits`, and nothing reads it here: override the property "
@@ -146,6 +149,7 @@ class Collective(abc.ABC):
         )
     for field, low, high in self.ranges:
       check_whole(self.name, low, high, **{field: getattr(self, field)})
+    # β of collectives that have the option, 1 of others
     check_fraction(self.name, decay=self.traits.decay)
 
   @property
@@ -255,16 +259,21 @@ class ByLeaf(Collective):
     return self.leaves or ((n,),)
 
 
-def check_shapes(name: str, shapes: tuple[tuple[int, ...], ...], n: int) -> None:
+def check_shapes(
+  name: str,
+  shapes: tuple[tuple[int, ...], ...],
+  n: int,
+) -> None:
   """Raises ValueError unless leaves of these shapes have n entries."""
-  if (found := sum(map(math.prod, shapes))) != n:
+  if (entries := sum(map(math.prod, shapes))) != n:
     raise ValueError(
-      f"{name}: n={n} entries, its leaves of shapes {shapes} have {found}"
+      f"{name}: n={n} entries, its leaves of shapes {shapes} have {entries}"
     )
 
 
 def replace_fields(collective: _Kind, /, **fields: Any) -> _Kind:
   """The collective with other values of some fields, also of those that are no options."""
+  # Not `dataclasses.replace`, which refuses fields that are no parameters.
   changed = copy.copy(collective)
   for name, value in fields.items():
     object.__setattr__(changed, name, value)
@@ -295,14 +304,15 @@ def collective_of(label: str) -> tuple[str, dict[str, Any]]:
     >>> collective_of("spardl:teams=2:density=0.01")
     ('spardl', {'teams': 2, 'density': 0.01})
   """
-  name, *options = (part.strip() for part in label.split(":"))
+  name, *options = (word.strip() for word in label.split(":"))
   config: dict[str, Any] = {}
   for option in options:
-    key, separator, text = (part.strip() for part in option.partition("="))
+    key, separator, text = (word.strip() for word in option.partition("="))
     if not separator:
       raise ValueError(f"{label}: {option!r} is not of the form option=value")
     if key in config:
       raise ValueError(f"{label}: {key} is given twice")
+    # A text that is no literal of Python is itself the value, as in "spardl:wire=int8".
     try:
       config[key] = ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -313,6 +323,7 @@ def collective_of(label: str) -> tuple[str, dict[str, Any]]:
 def choices_of(kind: type[Collective]) -> dict[str, tuple[Any, ...]]:
   """The `Literal` fields of a collective, each with its choices."""
   options = inspect.signature(kind).parameters
+  # annotations of other modules may be strings
   hints = typing.get_type_hints(kind)
   return {
     name: get_args(hints[name])
@@ -392,7 +403,7 @@ class SparseCollective(Collective):
     """
     k = self.k
     if k is None:
-      return super().for_groups(sizes)
+      return [self] * len(sizes)
     self.entries(sum(sizes))  # raises where k does not fit
     if k < len(sizes):
       raise ValueError(
@@ -401,12 +412,14 @@ class SparseCollective(Collective):
     # 1 each, the rest in proportion to size − 1, so that no group gets more than its
     # entries.
     reached = list(itertools.accumulate((size - 1 for size in sizes), initial=0))
-    bounds = [(k - len(sizes)) * upto // max(1, reached[-1]) for upto in reached]
+    more = k - len(sizes)
+    bounds = [more * upto // max(1, reached[-1]) for upto in reached]
     return [
       replace_fields(self, k=1 + high - low) for low, high in itertools.pairwise(bounds)
     ]
 
   def for_devices(self, devices: int) -> Self:
+    # Each device has about 1/d of the entries, and so of k.
     return self if self.k is None else replace_fields(self, k=-(-self.k // devices))
 
   def init(self, n: int, size: int) -> State:
@@ -424,6 +437,7 @@ class SparseCollective(Collective):
       ValueError: if k is more than n.
     """
     if self.density is not None:
+      # The float 0.07 is a little more than 0.07, and would round 7 up to 8.
       return math.ceil(Fraction(repr(float(self.density))) * n)
     k = int(typing.cast(int, self.k))
     if k > n:

@@ -25,7 +25,7 @@ from jaxsparse.sparse.codec import Codec, codec_of
 from jaxsparse.sparse.values import FORMATS, Wire
 from jaxsparse.types import Comm, Sparse, State, saturated, saturated_product
 
-_NOT_FINITE = jnp.iinfo(jnp.int32).max
+_NOT_FINITE = jnp.iinfo(jnp.int32).max  # more slots than any message has
 
 
 class Writer(NamedTuple):
@@ -41,12 +41,12 @@ class Writer(NamedTuple):
   key: jax.Array | None = None
   next_step: Any = ()
 
-  def encode(self, entries: Sparse, number: int) -> tuple[Any, Sparse]:
-    """Rows of entries as message `number` of this step, and their rounding errors, in the slots of the entries."""
+  def encode(self, entries: Sparse, message_index: int) -> tuple[Any, Sparse]:
+    """Rows of entries as a message of this step, and their rounding errors, in the slots of the entries."""
     noise = None
     if self.key is not None:
       noise = jax.random.uniform(
-        jax.random.fold_in(self.key, number), entries.values.shape, jnp.float32
+        jax.random.fold_in(self.key, message_index), entries.values.shape, jnp.float32
       )
     if self.codec.rounds:
       # Without a barrier, XLA for GPUs reads bf16's values again for the errors, and
@@ -61,52 +61,59 @@ class Writer(NamedTuple):
     return self.codec.decode(jax.tree.map(_join_rows, all_gather(comm, message)))
 
   def gather_rows(
-    self, comm: Comm, row: Sparse, number: int, slots: int
+    self, comm: Comm, row: Sparse, message_index: int, slots: int
   ) -> tuple[Sparse, list[Sparse], jax.Array]:
-    """Gathers a row of entries, [1, c], of each worker as message `number` of this step.
+    """Gathers a row of entries, [1, c], of each worker as message `message_index` of this step.
 
     Returns:
       (rows, lost, words): the rows of all workers, first that of worker `rank`, then
       that of rank + 1, …; the rounding errors of the own row in `slots` slots, [] if
       values are not rounded; the words sent.
     """
-    return self.gather_rows_with((), comm, row, number, slots)[1:]
+    return self.gather_rows_with((), comm, row, message_index, slots)[1:]
 
   def gather_rows_with(
-    self, numbers: Any, comm: Comm, row: Sparse, number: int, slots: int
+    self, numbers: Any, comm: Comm, row: Sparse, message_index: int, slots: int
   ) -> tuple[Any, Sparse, list[Sparse], jax.Array]:
     """`gather_rows`, and in the same messages `numbers`, a pytree of i32[] of each worker, which become i32[P]."""
-    message, errors = self.encode(row, number)
+    message, errors = self.encode(row, message_index)
     numbers, messages = all_gather(comm, (numbers, message))
+    # [P, 1, …] of each array of a message to [P, …], as rows of one message
     rows = self.codec.decode(jax.tree.map(_join_rows, messages))
     words = words_of(self.codec, comm.size, row.indices.size)
+    # each of the numbers is a word of each message
     words += len(jax.tree.leaves(numbers)) * (comm.size - 1)
-    lost = (
-      [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
-    )
-    return numbers, rows, lost, saturated(words, jnp.uint32)
+    return numbers, rows, self._lost(errors, slots), saturated(words, jnp.uint32)
 
   def exchange_rows(
-    self, comm: Comm, rows: Sparse, number: int, slots: int
+    self, comm: Comm, rows: Sparse, message_index: int, slots: int
   ) -> tuple[Sparse, list[Sparse], jax.Array]:
-    """Sends row w of entries, [P, c], to worker w as message `number` of this step.
+    """Sends row w of entries, [P, c], to worker w as message `message_index` of this step.
 
     Returns:
       (received, lost, words): a row of each sender; the rounding errors of the rows
       sent, in rows of `slots` slots, [] if values are not rounded; the words sent.
     """
-    message, errors = self.encode(rows, number)
-    words = saturated_product(self.codec.words(1, rows.indices.shape[1]), comm.size - 1)
-    lost = (
-      [sparse.resize(errors, slots, self.codec.length)] if self.codec.rounds else []
-    )
-    return self.codec.decode(comm.all_to_all(message)), lost, words
+    message, errors = self.encode(rows, message_index)
+    received = self.codec.decode(comm.all_to_all(message))
+    words_of_row = self.codec.words(1, rows.indices.shape[1])
+    words = saturated_product(words_of_row, comm.size - 1)
+    return received, self._lost(errors, slots), words
+
+  def _lost(self, errors: Sparse, slots: int) -> list[Sparse]:
+    """Rounding errors in rows of as many slots whatever the capacity: branches of `switch` have the same shapes."""
+    if not self.codec.rounds:
+      return []
+    return [sparse.resize(errors, slots, self.codec.length)]
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
     """Words of `entries` i32[] entries, u32[]: their share of a message of `capacity` slots."""
     words = self.codec.words(1, capacity)
+    # Whole words of a "coo" entry: counted in integers, without the rounding of a
+    # float.
     if words == 2 * capacity:
       return saturated_product(entries, 2)
+    # a float32, since u32 would overflow before the division
     return saturated(entries.astype(jnp.float32) * (words / capacity), jnp.uint32)
 
 
@@ -128,8 +135,10 @@ def geometric(low: int, high: int, count: int = 5) -> tuple[int, ...]:
     >>> geometric(10, 160), geometric(3, 4), geometric(7, 7)
     ((10, 20, 40, 80, 160), (3, 4), (7,))
   """
-  steps = [low * (high / low) ** (i / (count - 1)) for i in range(count)]
-  return tuple(sorted({min(high, math.ceil(round(step, 6))) for step in steps}))
+  ratio = (high / low) ** (1 / (count - 1))
+  # Rounded before it is rounded up: 80.0000001 stands for 80.
+  capacities = [math.ceil(round(low * ratio**power, 6)) for power in range(count)]
+  return tuple(sorted({min(high, capacity) for capacity in capacities}))
 
 
 def agree(
@@ -140,6 +149,7 @@ def agree(
   Selection by a threshold may miss a NaN or Inf, which top-k always selects. So workers
   exchange here whether there is one.
   """
+  # NaN at a worker counts as the most slots of all, so that one message tells both.
   most = comm.all_reduce(jnp.where(finite, needed, _NOT_FINITE), "max")
   return most != _NOT_FINITE, most
 
@@ -168,17 +178,21 @@ def switch(
     functools.partial(branch, capacity) for capacity in capacities
   ]
   branches += [otherwise] if otherwise else []
-  smaller = jnp.sum(
-    needed > jnp.array(capacities[: len(branches) - 1], jnp.int32), dtype=jnp.int32
-  )
-  return varying.switch(smaller, branches)
+  # The last branch is that for all that is larger, and needs no comparison.
+  limits = jnp.array(capacities[: len(branches) - 1], jnp.int32)
+  branch_index = jnp.sum(needed > limits, dtype=jnp.int32)
+  return varying.switch(branch_index, branches)
+
+
+Sent = tuple[Sparse, list[Sparse], jax.Array]
+"""Received rows, rounding errors of the rows sent, words sent."""
 
 
 def send_up_to(
-  send: Callable[[Comm, Sparse, int, int], tuple[Sparse, list[Sparse], jax.Array]],
+  send: Callable[[Comm, Sparse, int, int], Sent],
   comm: Comm,
   entries: Sparse,
-  number: int,
+  message_index: int,
   capacities: Sequence[int],
   needed: jax.Array,
   end: int,
@@ -189,7 +203,7 @@ def send_up_to(
     send: `Writer.gather_rows` or `Writer.exchange_rows`.
     comm: the workers.
     entries: of the largest capacity, or more slots.
-    number: of the message.
+    message_index: of the step.
     capacities: in increasing order.
     needed: i32[], the same on every worker.
     end: length of the vector.
@@ -200,8 +214,9 @@ def send_up_to(
 
   def sized(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     rows, lost, words = send(
-      comm, sparse.resize(entries, capacity, end), number, capacities[-1]
+      comm, sparse.resize(entries, capacity, end), message_index, capacities[-1]
     )
+    # All branches have the shapes of the largest capacity.
     return sparse.resize(rows, capacities[-1], end), lost, words
 
   return switch(capacities, needed, sized)
@@ -215,6 +230,7 @@ class EncodingCollective(SparseCollective):
 
   @property
   def traits(self) -> Traits:
+    # Formats with words beside the values send multiples of a scale.
     has_scale = FORMATS[self.wire].row_words > 0
     return dataclasses.replace(super().traits, scaled=has_scale)
 
@@ -230,11 +246,10 @@ class EncodingCollective(SparseCollective):
     """The writer of a step; workers that give the same number `block`, i32[], round alike."""
     if not FORMATS[self.wire].draws:
       return Writer(codec)
-    return Writer(
-      codec,
-      jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), block),
-      step + 1,
-    )
+    # The key is the same in every run: a run from a checkpoint rounds as the first one
+    # did.
+    key_of_step = jax.random.fold_in(jax.random.key(0), step)
+    return Writer(codec, jax.random.fold_in(key_of_step, block), step + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

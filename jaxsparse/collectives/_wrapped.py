@@ -37,6 +37,7 @@ class Wrapped(Collective):
   collective: Collective
 
   def __post_init__(self) -> None:
+    # An instance's own name, for errors; the class is frozen.
     object.__setattr__(self, "name", f"wrapped {self.collective.name}")
     super().__post_init__()
 
@@ -121,6 +122,8 @@ class Corrected(Wrapped):
     )
     sent = momentum + grads if self.nesterov else momentum
     reduced = self.collective.reduce(comm, sent, self.inner_state(state))
+    # Momentum factor masking (Deep Gradient Compression, §3.3): no momentum is left
+    # where an entry was delivered, or it would be added again later.
     if self.masking and (is_partial := self.is_partial(grads.size, state)) is not False:
       masked = reduced.mask(momentum, sent, state.residual)
       momentum = jnp.where(is_partial, masked, momentum)
@@ -137,7 +140,8 @@ def _check_momentum(wrapper: str, collective: Collective) -> None:
     )
 
 
-# of what is known, in each step: rounding errors of large gradients are forgotten
+# The share of the known means that a step keeps: rounding errors of large gradients are
+# forgotten.
 _KEPT = 1 - 2.0**-13
 
 
@@ -171,6 +175,7 @@ class EF21(Wrapped):
     super().__post_init__()
     _check_momentum("ef21", self.collective)
     inner = self.collective.traits
+    # A part that is lost would be missing from the tracked mean for ever.
     keeps_all = inner.conserves and inner.decay == 1 and not inner.rounds
     if not (keeps_all and inner.replicates):
       raise ValueError(
@@ -197,23 +202,23 @@ class EF21(Wrapped):
     )
 
   def inner_state(self, state: State) -> State:
-    own = state.worker
-    owed = None if own.undelivered is None else _KEPT * own.undelivered
-    return State(owed, own.memory, state.shared.collective)
+    worker: Mean = state.worker
+    owed = None if worker.undelivered is None else _KEPT * worker.undelivered
+    return State(owed, worker.memory, state.shared.collective)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
-    own = state.worker
-    shared = state.shared
-    mean = own.mean + (1 - self.momentum) * (grads - own.mean)
-    change = mean - _KEPT * own.mean
+    before: Mean = state.worker
+    shared: Tracked = state.shared
+    # v ← β v + (1 − β) g; its change is what the collective sends
+    mean = before.mean + (1 - self.momentum) * (grads - before.mean)
+    change = mean - _KEPT * before.mean
     reduced = self.collective.reduce(comm, change, self.inner_state(state)).computed()
-    total, left = reduced.add_to(_KEPT * shared.total)
+    # the sum of all workers' means, as far as it is delivered
+    total, undelivered = reduced.add_to(_KEPT * shared.total)
     step = shared.step + 1
-    after = State(
-      None,
-      Mean(mean, left, reduced.state.worker),
-      Tracked(total, step, reduced.state.shared),
-    )
+    worker = Mean(mean, undelivered, reduced.state.worker)
+    after = State(None, worker, Tracked(total, step, reduced.state.shared))
+    # As Adam does: means begin at 0, and are too small by 1 − βᵗ after t steps.
     bias = 1 - jnp.float32(self.momentum) ** step.astype(jnp.float32)
     return Reduced(total / bias, after, reduced.counters)
 
@@ -240,21 +245,25 @@ class WarmedUp(Wrapped):
   def rungs(self) -> list[SparseCollective]:
     """The collective of each density, its own last."""
     return [
-      *(replace_fields(self.collective, density=one, k=None) for one in self.densities),
+      *(
+        replace_fields(self.collective, density=density, k=None)
+        for density in self.densities
+      ),
       self.collective,
     ]
 
   def is_partial(self, n: int, state: State) -> bool | jax.Array:
-    return jnp.array([one.entries(n) < n for one in self.rungs()])[
-      self._rung(state.shared.step)
-    ]
+    are_partial = jnp.array([rung.entries(n) < n for rung in self.rungs()])
+    return are_partial[self._rung(state.shared.step)]
 
   def slots(self, n: int, size: int) -> int:
-    return max(one.slots(n, size) for one in self.rungs())
+    # Memory is that of the densest rung, whichever runs.
+    return max(rung.slots(n, size) for rung in self.rungs())
 
   def init(self, n: int, size: int) -> State:
-    first, *others = (one.init(n, size) for one in self.rungs())
+    first, *others = (rung.init(n, size) for rung in self.rungs())
     shapes = lambda state: jax.tree.map(jnp.shape, state)
+    # A state must be a fixed point: it passes from one density to the next.
     if any(shapes(other) != shapes(first) for other in others):
       raise ValueError(
         f"{self.name}: the sizes of its state depend on the density, choose other options"
@@ -267,15 +276,18 @@ class WarmedUp(Wrapped):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     step = state.shared.step
     inner = self.inner_state(state)
-    reduced = [
-      lambda one=one: one.reduce(comm, grads, inner).computed() for one in self.rungs()
+    reduces = [
+      lambda rung=rung: rung.reduce(comm, grads, inner).computed()
+      for rung in self.rungs()
     ]
-    count = lambda *rungs: max(
-      one.indices.size if _is_sparse(one) else 0 for one in rungs
+    # All branches return as many slots of entries as the densest.
+    most = lambda *leaves: max(
+      leaf.indices.size if _is_sparse(leaf) else 0 for leaf in leaves
     )
-    slots = jax.tree.map(count, *map(jax.eval_shape, reduced), is_leaf=_is_sparse)
+    slots = jax.tree.map(most, *map(jax.eval_shape, reduces), is_leaf=_is_sparse)
     branches = [
-      lambda one=one: _with_slots(one(), grads.size, slots) for one in reduced
+      lambda reduce=reduce: _with_slots(reduce(), grads.size, slots)
+      for reduce in reduces
     ]
     after = varying.switch(self._rung(step), branches)
     return after._replace(
@@ -284,7 +296,8 @@ class WarmedUp(Wrapped):
 
   def _rung(self, step: jax.Array) -> jax.Array:
     """The number of the collective of a step."""
-    return jnp.sum(step >= jnp.array(self.steps, jnp.int32), dtype=jnp.int32)
+    reached = step >= jnp.array(self.steps, jnp.int32)
+    return jnp.sum(reached, dtype=jnp.int32)
 
 
 def _is_sparse(x: Any) -> bool:
@@ -293,10 +306,14 @@ def _is_sparse(x: Any) -> bool:
 
 def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
   """The same result, with so many slots of entries, in dtypes that do not depend on the collective's numbers."""
-  widen = lambda x, most: (
-    sparse.resize(jax.tree.map(jnp.ravel, x), most, n) if _is_sparse(x) else x
-  )
+
+  def widen(x: jax.Array | Sparse, most: int) -> jax.Array | Sparse:
+    if not isinstance(x, Sparse):
+      return x
+    return sparse.resize(jax.tree.map(jnp.ravel, x), most, n)
+
   total, state, counters = jax.tree.map(widen, reduced, slots, is_leaf=_is_sparse)
+  # Some collectives count in Python numbers, and branches have to agree in dtypes.
   cast = lambda x, like: saturated(x, like.dtype).reshape(())
   counters = jax.tree.map(cast, counters, Counters.zeros())
   return type(reduced)(total, state, counters)

@@ -72,23 +72,19 @@ class A2SGD(Collective):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     parts = flatten.parts(grads, self.leaves or (grads.size,))
-    # Algorithm 1: the two means of this worker, μ₊ and μ₋
-    own = jnp.stack([two_means(part) for part in parts])
+    # Algorithm 1: the two means of this worker, μ₊ and μ₋, f32[parts, 2]
+    local = jnp.stack([two_means(part) for part in parts])
     # Divided before the sum: a product that a sum follows may become a fused
     # multiply-add, in some programs only.
-    mean = comm.all_reduce(own / comm.size)
+    averages = comm.all_reduce(local / comm.size)
     # g′: the entries that the means stand for, shifted to the averages
-    shifts = [
-      shift_entries(part, *pair)
-      for part, pair in zip(parts, zip(own, mean, strict=True), strict=True)
-    ]
+    shifts = list(map(shift_entries, parts, local, averages))
     counters = self.count(
       comm, grads.size, selected=2 * len(parts), delivered=grads.size
     )
     # A NaN at one worker makes the averaged means NaN, so every worker skips the step.
-    total = jnp.where(
-      jnp.isfinite(mean).all(), comm.size * jnp.concatenate(shifts), jnp.nan
-    )
+    update = comm.size * jnp.concatenate(shifts)
+    total = jnp.where(jnp.isfinite(averages).all(), update, jnp.nan)
     return Reduced(total, state, counters)
 
 
@@ -100,18 +96,23 @@ def two_means(grads: jax.Array) -> jax.Array:
     Array([1.5, 1. ], dtype=float32)
   """
   positive = bitset.count_true(grads >= 0)
-  counts = jnp.maximum(jnp.stack([positive, grads.size - positive]), 1).astype(
-    jnp.float32
-  )
+  counts = jnp.stack([positive, grads.size - positive])
+  counts = jnp.maximum(counts, 1).astype(jnp.float32)
   magnitudes = [
-    lambda part: jnp.maximum(part, 0.0),
-    lambda part: jnp.maximum(-part, 0.0),
+    lambda entries: jnp.maximum(entries, 0.0),
+    lambda entries: jnp.maximum(-entries, 0.0),
   ]
   return jnp.stack([ordered_sum(grads, term=term) for term in magnitudes]) / counts
 
 
-def shift_entries(grads: jax.Array, own: jax.Array, mean: jax.Array) -> jax.Array:
+def shift_entries(
+  grads: jax.Array,
+  local: jax.Array,
+  averages: jax.Array,
+) -> jax.Array:
   """g′ of Algorithm 1: `grads`, with the worker's two means f32[2] replaced by the averages over all workers."""
-  positive = jnp.where(grads >= own[0], mean[0] - own[0], 0.0)
-  negative = jnp.where((grads <= -own[1]) & (grads < 0), mean[1] - own[1], 0.0)
-  return grads + positive - negative
+  is_positive = grads >= local[0]
+  is_negative = (grads <= -local[1]) & (grads < 0)
+  up, down = averages - local
+  positive = jnp.where(is_positive, up, 0.0)
+  return grads + positive - jnp.where(is_negative, down, 0.0)

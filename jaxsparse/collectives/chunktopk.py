@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse.arrays import iota
 from jaxsparse.collectives._base import SparseCollective, Traits
 from jaxsparse.collectives._messages import Writer, words_of
 from jaxsparse.comm import in_rank_order, schedules
@@ -70,9 +71,9 @@ class ChunkTopk(SparseCollective):
   def chunks(self, n: int) -> tuple[int, int, int]:
     """The number of chunks, their length, and the entries that each sends."""
     length = min(self.chunk, n)
-    k_chunk = (
-      self.entries(length) if self.k is None else -(-self.entries(n) * length // n)
-    )
+    # by a density ⌈ρ · chunk⌉, by k its share of ⌈k · chunk / n⌉
+    share = length if self.k is None else n
+    k_chunk = -(-self.entries(share) * length // share)
     return -(-n // length), length, k_chunk
 
   def cost(self, n: int, size: int) -> Cost:
@@ -101,29 +102,30 @@ class ChunkTopk(SparseCollective):
       receivers decode them, and what was rounded off of each, in the same slots.
     """
     rows, length, k_chunk = self.chunks(n)
-    starts = length * jnp.arange(rows, dtype=jnp.int32)[:, None]
+    starts = length * iota(rows)[:, None]
     writer = Writer(codec_of(self.wire, length))
+    # A message has all chunks of a worker as its rows.
     message, errors = writer.encode(chosen, 0)
 
     def flat(entries: Sparse) -> Sparse:
       """Entries [rows, k_chunk] with flat indices, [rows · k_chunk]; those of padding are empty slots."""
       whole = entries._replace(indices=entries.indices + starts)
-      return jax.tree.map(jnp.ravel, sparse.where(whole.indices < n, whole, n))
+      inside = sparse.where(whole.indices < n, whole, n)
+      return jax.tree.map(jnp.ravel, inside)
 
-    received = jax.tree.map(
-      lambda x: x.reshape(comm.size, rows, k_chunk), writer.gather(comm, message)
-    )
+    shape = comm.size, rows, k_chunk
+    gathered = writer.gather(comm, message)
+    received = jax.tree.map(lambda x: x.reshape(shape), gathered)
+    # in rank order, so that each worker adds in the same order (Law R)
     by_worker = jax.vmap(flat)(in_rank_order(comm, received))
     total = sparse.merge(by_worker, n)
     if self.combine == "contributors":
-      counts = sparse.merge(
-        by_worker._replace(values=jnp.ones_like(by_worker.values)), n
-      ).values
+      # the number of workers that sent each index of the total, in its slots
+      ones = by_worker._replace(values=jnp.ones_like(by_worker.values))
+      counts = jnp.maximum(sparse.merge(ones, n).values, 1.0)
       # Not P · (sum / count): XLA may merge the factor P with the later division by P,
       # in some programs only.
-      total = total._replace(
-        values=total.values * (comm.size / jnp.maximum(counts, 1.0))
-      )
+      total = total._replace(values=total.values * (comm.size / counts))
     counters = self.count(
       comm, n, selected=rows * k_chunk, delivered=jnp.count_nonzero(total.values)
     )

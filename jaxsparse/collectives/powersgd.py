@@ -31,6 +31,7 @@ from jaxsparse.types import (
   saturated_sum,
 )
 
+Matrix = tuple[int, int]  # a × b entries
 _Factorized = tuple[jax.Array, jax.Array]
 
 
@@ -123,13 +124,10 @@ class PowerSGD(ByLeaf):
   def init(self, n: int, size: int) -> State:
     start = super().init(n, size)
     shapes = [matrix for _, matrix in self._layout(n) if matrix]
-    keys = (
-      jax.random.fold_in(jax.random.key(self.seed), number)
-      for number in range(len(shapes))
-    )
+    seed = jax.random.key(self.seed)
     right = tuple(
-      jax.random.normal(key, (b, self.rank), jnp.float32)
-      for key, (_, b) in zip(keys, shapes, strict=True)
+      jax.random.normal(jax.random.fold_in(seed, index), (b, self.rank), jnp.float32)
+      for index, (_, b) in enumerate(shapes)
     )
     left = (
       tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes)
@@ -142,14 +140,18 @@ class PowerSGD(ByLeaf):
     costs = self._costs(n, size)
     if self.alternate:
       return max(costs, key=lambda cost: cost.words)
+    # both halves of a step
     return Cost(*(sum(parts) for parts in zip(*costs, strict=True)))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
     factors = state.shared
+    # the same random directions on every worker, other ones in each step
     key = noise.fold(noise.key_of(self.seed), factors.step)
     to_left = factors.step % 2 == 0
+    # M_w, a matrix for each leaf, and the entries that are sent whole
     leaves, others = self._split(grads, state.residual)
+    # Stored once: both the message and the residual read it.
     others = jax.lax.optimization_barrier(others)
     add = functools.partial(self._all_reduce, comm)
     left, right = (
@@ -159,6 +161,7 @@ class PowerSGD(ByLeaf):
     # L = Σ_w M_w orth(R), then R = Σ_w M_wᵀ orth(L) (Algorithm 1); with `alternate` in
     # turn
     if self.alternate:
+      # One branch runs: the left factors in even steps, the right ones in odd steps.
       turns = [
         lambda turn=turn: turn(state.residual, others, factors)
         for turn in (left, right)
@@ -174,11 +177,13 @@ class PowerSGD(ByLeaf):
       sent = half
       bound = jnp.maximum(half.bound, done.bound)
       after = done.factors._replace(left=())
-    costs = [saturated(cost.words, jnp.uint32) for cost in self._costs(n, comm.size)]
+    each = self._costs(n, comm.size)
+    costs = [saturated(cost.words, jnp.uint32) for cost in each]
     words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
+    # the total and the residual, computed where the step ends
     total = LowRank(
       total=self._join(n, done.total, sent.others),
-      own=self._join(n, done.own, sent.own_others),
+      projection=self._join(n, done.projection, sent.local_others),
       grads=grads,
       bound=bound,
     )
@@ -186,24 +191,35 @@ class PowerSGD(ByLeaf):
     counters = Counters(words, words, selected=n, delivered=n)
     return Deferred(total, after_state, counters)
 
-  def _layout(self, n: int) -> list[tuple[int, tuple[int, int] | None]]:
+  def _layout(self, n: int) -> list[tuple[int, Matrix | None]]:
     """The entries of each leaf, and its matrix (a, b), None for a leaf that is sent as it is."""
-    shapes = [matrix_of(shape) for shape in self.shapes(n)]
-    return [(a * b, (a, b) if self.rank * (a + b) < a * b else None) for a, b in shapes]
+    layout: list[tuple[int, Matrix | None]] = []
+    for a, b in map(matrix_of, self.shapes(n)):
+      # A leaf whose factors take as many words as itself is sent whole.
+      is_shorter = self.rank * (a + b) < a * b
+      layout.append((a * b, (a, b) if is_shorter else None))
+    return layout
 
   def _costs(self, n: int, size: int) -> list[Cost]:
     """Of the all-reduce for the left factors, and of that for the right ones."""
     layout = self._layout(n)
     others = sum(entries for entries, matrix in layout if not matrix)
-    left, right = (
-      sum(self.rank * matrix[axis] for _, matrix in layout if matrix) for axis in (0, 1)
-    )
+    matrices = [matrix for _, matrix in layout if matrix]
+    left = self.rank * sum(a for a, _ in matrices)
+    right = self.rank * sum(b for _, b in matrices)
+    # The other entries go with the left factors; with `alternate`, with those of each
+    # step.
     counts = left + others, right + others * self.alternate
     cost = all_reduce_cost if self.wire == "f32" else schedules.rounded_all_reduce_cost
     return [cost(count, size) if count else Cost(0, 0) for count in counts]
 
-  def _all_reduce(self, comm: Comm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def _all_reduce(
+    self,
+    comm: Comm,
+    x: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
     """The sum of f32[m] over workers, and what of it is of this worker."""
+    # an all-reduce of nothing would be a message all the same
     if not x.size:
       return x, x
     return (
@@ -217,6 +233,7 @@ class PowerSGD(ByLeaf):
   ) -> tuple[list[_MatrixLeaf], jax.Array]:
     """The matrices of a gradient f32[n], and gradient + residual of all other entries."""
     entries, shapes = zip(*self._layout(grads.size), strict=True)
+    # One more than there are leaves, which `zip` drops.
     starts = [0, *itertools.accumulate(entries)]
     leaves = list(zip(starts, flatten.parts(grads, entries), shapes, strict=False))
     others = [
@@ -233,17 +250,18 @@ class PowerSGD(ByLeaf):
     self, n: int, matrices: Sequence[_Factorized], others: jax.Array
   ) -> tuple[jax.Array | _Factorized, ...]:
     """The pieces of a low-rank vector: undoes `_split`."""
-    found = iter(matrices)
+    remaining = iter(matrices)
     pieces = list[jax.Array | _Factorized]()
     start = 0
     layout = self._layout(n)
+    # Neighbouring leaves that are sent whole are one piece: fewer kernels write it.
     for whole, leaves in itertools.groupby(layout, key=lambda leaf: leaf[1] is None):
       sizes = [entries for entries, _ in leaves]
       if whole:
         pieces = [*pieces, others[start : start + sum(sizes)]]
         start += sum(sizes)
       else:
-        pieces += [next(found) for _ in sizes]
+        pieces += [next(remaining) for _ in sizes]
     return tuple(pieces)
 
 
@@ -252,13 +270,13 @@ class LowRank(NamedTuple):
 
   Attributes:
     total: the pieces of the total, as `low_rank` has them.
-    own: the pieces that the total contains of this worker.
+    projection: the pieces that the total contains of this worker.
     grads: f32[n], of this worker.
     bound: f32[], no magnitude of an entry of the total is larger.
   """
 
   total: Sequence[jax.Array | _Factorized]
-  own: Sequence[jax.Array | _Factorized]
+  projection: Sequence[jax.Array | _Factorized]
   grads: jax.Array
   bound: jax.Array
 
@@ -280,7 +298,7 @@ class LowRank(NamedTuple):
       (left, piece[1]) if isinstance(piece, tuple) else left
       for left, piece in zip(values[0], self.total, strict=True)
     ]
-    residual = low_rank.subtract(self.own, self.grads, residual, finite, decay)
+    residual = low_rank.subtract(self.projection, self.grads, residual, finite, decay)
     # All reads of `grads` precede the reuse of its buffer for the update.
     finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
     return low_rank.dense_if(finite, pieces), residual
@@ -293,43 +311,46 @@ def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
     >>> matrix_of((3, 3, 16, 32)), matrix_of((64, 8, 8)), matrix_of((5,))
     ((144, 32), (64, 64), (1, 5))
   """
-  cuts = [
-    (math.prod(shape[:axis]), math.prod(shape[axis:])) for axis in range(1, len(shape))
-  ]
+  cut = lambda axis: (math.prod(shape[:axis]), math.prod(shape[axis:]))
+  cuts = map(cut, range(1, len(shape)))
   return min(cuts, key=sum, default=(1, math.prod(shape)))
 
 
-def _bases(factors: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
+def _bases(
+  factors: Sequence[jax.Array],
+  key: jax.Array,
+) -> list[jax.Array]:
   """The basis of each factor f32[a, r], as f32[r, a].
 
   Those of about the same length are found at once: few loops to compile, and less
   padding than factors.
   """
-  length = lambda number: (len(factors[number]) - 1).bit_length()
-  found = dict[int, jax.Array]()
-  for bits, group in itertools.groupby(sorted(range(len(factors)), key=length), length):
-    numbers = list(group)
-    bases = low_rank.orthonormal(
-      [factors[number] for number in numbers], noise.fold(key, bits)
-    )
-    found |= {
-      number: basis[:, : len(factors[number])]
-      for number, basis in zip(numbers, bases, strict=True)
-    }
-  return [found[number] for number in range(len(factors))]
+  # lengths up to the same power of two
+  length_bits = lambda index: (len(factors[index]) - 1).bit_length()
+  by_length = sorted(range(len(factors)), key=length_bits)
+  basis_of = dict[int, jax.Array]()
+  for bits, group in itertools.groupby(by_length, length_bits):
+    indices = list(group)
+    alike = [factors[index] for index in indices]
+    bases = low_rank.orthonormal(alike, noise.fold(key, bits))
+    for index, basis in zip(indices, bases, strict=True):
+      basis_of[index] = basis[:, : len(factors[index])]
+  return [basis_of[index] for index in range(len(factors))]
 
 
 def _project(
   leaves: list[_MatrixLeaf], residual: jax.Array, bases: list[jax.Array], to_right: bool
 ) -> list[jax.Array]:
   """The factors of this worker: M_wᵀ orth(L), as f32[r, b], or M_w orth(R), f32[a, r]."""
-  own = list[jax.Array]()
-  for leaf, basis in zip(leaves, bases, strict=True):  # one sum at a time
-    residual = _after(own[-1] if own else basis, residual)
+  factors = list[jax.Array]()
+  # One sum of gradient and residual is stored at a time, so each waits for the last
+  # factor.
+  for leaf, basis in zip(leaves, bases, strict=True):
+    residual = _after(factors[-1] if factors else basis, residual)
     flat = leaf.grads + residual[leaf.start : leaf.start + leaf.grads.size]
     matrix = flat.reshape(leaf.shape)
-    own.append(_matmul(basis, matrix) if to_right else _matmul(matrix, basis.T))
-  return own
+    factors.append(_matmul(basis, matrix) if to_right else _matmul(matrix, basis.T))
+  return factors
 
 
 class _Turn(NamedTuple):
@@ -337,17 +358,17 @@ class _Turn(NamedTuple):
 
   Attributes:
     total: what the all-reduce delivers of each matrix, as factors.
-    own: the projection of each matrix of this worker, which the total contains.
+    projection: the projection of each matrix of this worker, which the total contains.
     others: the sum of all other entries.
-    own_others: what of it is of this worker.
+    local_others: what of it is of this worker.
     bound: f32[], no magnitude of an entry of `total` or `others` is larger.
     factors: those before, with the new ones.
   """
 
   total: list[_Factorized]
-  own: list[_Factorized]
+  projection: list[_Factorized]
   others: jax.Array
-  own_others: jax.Array
+  local_others: jax.Array
   bound: jax.Array
   factors: Factors
 
@@ -367,21 +388,24 @@ def _turn(
   One all-reduce sums all of them, and the other entries.
   """
   bases = _bases(factors.left if to_right else factors.right, key)
-  own = _project(leaves, residual, bases, to_right)
-  flat = jnp.concatenate([*(factor.reshape(-1) for factor in own), others])
+  local = _project(leaves, residual, bases, to_right)
+  flat = jnp.concatenate([*(factor.reshape(-1) for factor in local), others])
   flat, share = add(flat)
-  sizes = [*(factor.size for factor in own), others.size]
+  sizes = [*(factor.size for factor in local), others.size]
 
   def cut(whole: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     *parts, others = flatten.parts(whole, sizes)
-    return [
-      part.reshape(factor.shape) for part, factor in zip(parts, own, strict=True)
-    ], others
+    shaped = [
+      part.reshape(factor.shape) for part, factor in zip(parts, local, strict=True)
+    ]
+    return shaped, others
 
   summed, others = cut(flat)
-  shares, own_others = cut(share)
+  shares, local_others = cut(share)
+  # orth(L) Rᵀ of the new R, or L orth(R)ᵀ of the new L
   factorized = lambda factor, basis: (basis, factor) if to_right else (factor.T, basis)
-  total, mine = (list(map(factorized, found, bases)) for found in (summed, shares))
+  total = list(map(factorized, summed, bases))
+  projection = list(map(factorized, shares, bases))
   new = tuple(factor.T if to_right else factor for factor in summed)
   # No entry of a basis is larger than 1, but for rounding.
   rank = len(bases[0]) if bases else 0
@@ -390,7 +414,7 @@ def _turn(
     2 * rank * largest(flat[: flat.size - others.size]), largest(others)
   )
   after = factors._replace(right=new) if to_right else factors._replace(left=new)
-  return _Turn(total, mine, others, own_others, bound, after)
+  return _Turn(total, projection, others, local_others, bound, after)
 
 
 def _after(read: jax.Array, x: jax.Array) -> jax.Array:

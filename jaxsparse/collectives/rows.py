@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.collectives._base import ByLeaf, Traits
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.select.accumulator import SparseReduced, pending_zeros
@@ -37,8 +38,8 @@ from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State, satura
 # The sums of an owner, over the rows of a worker; with Zipf's ids 0.4 … 0.8 at 64
 # workers, 0.6 … 0.9 at 16.
 _SHARES = (0.4, 0.5, 0.6, 0.7, 0.8)
-# Of the words of the other form. Fewer saved words would not be worth the P − 1
-# messages more.
+# The most words of the form with owners, over those of the other form. Fewer saved
+# words would not be worth the P − 1 messages more.
 _WORTH = 0.9
 
 
@@ -52,8 +53,8 @@ class _RowLeaf(NamedTuple):
 
   def entries(self, rows: jax.Array, n: int) -> jax.Array:
     """The flat indices i32[count, width] of the entries of rows i32[count]; n of those that the leaf does not have."""
-    first = jnp.where(rows < self.rows, self.start + rows * self.width, n)[:, None]
-    return jnp.minimum(first + jnp.arange(self.width, dtype=jnp.int32)[None], n)
+    first = jnp.where(rows < self.rows, self.start + rows * self.width, n)
+    return jnp.minimum(first[:, None] + iota(self.width)[None], n)
 
 
 class _Capacities(NamedTuple):
@@ -122,37 +123,37 @@ class Rows(ByLeaf):
     n = grads.size
     acc = LazySum((grads, state.residual))
     leaves = list(self._leaves(n))
+    # rows(acc_w): numbers i32[sent] of rows, flat indices and values [sent, width]
     chosen = [_largest(acc, leaf) for leaf in leaves]
     sent = [leaf.entries(rows, n) for leaf, rows in zip(leaves, chosen, strict=True)]
     values = list(map(acc.read_at, sent))
+    # numbers: which rows any worker sends
     numbers = in_rank_order(comm, all_gather(comm, chosen))
     touched = [
       _touch(rows, leaf.rows) for rows, leaf in zip(numbers, leaves, strict=True)
     ]
+    # total = Σ_w rows(acc_w), by all-gather or by the owners of regions
     sums, words = self._add(comm, n, [ordinals for _, ordinals in touched], values)
-    found = [
-      bitset.nonzero(members, len(rows))
-      for (members, _), rows in zip(touched, sums, strict=True)
-    ]
     delivered = [
-      leaf.entries(rows, n) for leaf, rows in zip(leaves, found, strict=True)
+      leaf.entries(bitset.nonzero(members, len(rows)), n)
+      for leaf, (members, _), rows in zip(leaves, touched, sums, strict=True)
     ]
-    indices, entries, zeros = (
-      jnp.concatenate([x.reshape(-1) for x in parts])
-      for parts in (delivered, sums, sent)
-    )
-    count = lambda parts: sum(
-      jnp.any(rows != 0, 1).sum() * rows.shape[1] for rows in parts
+    join = lambda arrays: jnp.concatenate([x.reshape(-1) for x in arrays])
+    # next residual_w = acc_w − rows(acc_w)
+    after = state._replace(residual=pending_zeros(acc, join(sent)))
+    total = Sparse(join(delivered), join(sums))
+    count = lambda arrays: sum(
+      jnp.any(rows != 0, 1).sum() * rows.shape[1] for rows in arrays
     )
     counters = Counters(words, words, selected=count(values), delivered=count(sums))
-    return SparseReduced(
-      Sparse(indices, entries),
-      state._replace(residual=pending_zeros(acc, zeros)),
-      counters,
-    )
+    return SparseReduced(total, after, counters)
 
   def _add(
-    self, comm: Comm, n: int, ordinals: list[jax.Array], values: list[jax.Array]
+    self,
+    comm: Comm,
+    n: int,
+    ordinals: list[jax.Array],
+    values: list[jax.Array],
   ) -> tuple[list[jax.Array], jax.Array]:
     """The sums of the rows that any worker sends, of each leaf, in the order of their ordinals; the words of the step.
 
@@ -176,17 +177,20 @@ class Rows(ByLeaf):
     words = saturated(self.cost(n, size).words, jnp.uint32)
     if not forms:
       return gather(), words
-    misfits = jnp.stack([~_fits(form, ordinals) for form in forms]).sum(dtype=jnp.int32)
-    # of the first form that fits, equal already, which no type tells
-    number = comm.all_reduce(misfits, "max")
+    # Forms of more words fit wherever one of fewer does, so this counts the forms
+    # before the first that fits.
+    misfits = jnp.stack([~_fits(form, ordinals) for form in forms])
+    # All workers have the same number already, which no type tells.
+    form_index = comm.all_reduce(misfits.sum(dtype=jnp.int32), "max")
     by_region = [
       functools.partial(_add_by_region, comm, form, leaves, ordinals, values)
       for form in forms
     ]
-    words = jnp.stack(
-      [*(saturated(_words(form, leaves, size), jnp.uint32) for form in forms), words]
-    )
-    return varying.switch(number, [*by_region, gather]), words[number]
+    words_of_forms = [
+      saturated(_words(form, leaves, size), jnp.uint32) for form in forms
+    ]
+    sums = varying.switch(form_index, [*by_region, gather])
+    return sums, jnp.stack([*words_of_forms, words])[form_index]
 
   def _capacities(self, n: int, size: int) -> list[_Capacities]:
     """Those of the form with owners that are worth it, of the fewest words first."""
@@ -194,17 +198,19 @@ class Rows(ByLeaf):
     regions = [-(-leaf.rows // size) for leaf in leaves]
     # About sent / P rows of a worker are in one region, with a standard deviation of
     # the root of that: 4 of these more.
-    likely = (math.ceil((math.sqrt(leaf.sent / size) + 2) ** 2) for leaf in leaves)
+    roots = (math.sqrt(leaf.sent / size) for leaf in leaves)
+    likely = (math.ceil((root + 2) ** 2) for root in roots)
     split = tuple(map(min, regions, likely))
-    found = {}
+    forms = {}  # by the sums, so that none occurs twice
     for share in _SHARES:
       sums = tuple(
         min(region, math.ceil(share * leaf.sent))
         for region, leaf in zip(regions, leaves, strict=True)
       )
-      found[sums] = _Capacities(split, sums)
-    most = _WORTH * sum(leaf.sent * (leaf.width + 1) for leaf in leaves) * (size - 1)
-    return [form for form in found.values() if _words(form, leaves, size) < most]
+      forms[sums] = _Capacities(split, sums)
+    of_gather = sum(leaf.sent * (leaf.width + 1) for leaf in leaves) * (size - 1)
+    most = _WORTH * of_gather
+    return [form for form in forms.values() if _words(form, leaves, size) < most]
 
   def _leaves(self, n: int) -> Iterator[_RowLeaf]:
     """The leaves that have entries."""
@@ -228,15 +234,18 @@ def _words(form: _Capacities, leaves: list[_RowLeaf], size: int) -> int:
 def _largest(acc: LazySum, leaf: _RowLeaf) -> jax.Array:
   """The numbers of the rows of largest mean magnitude, i32[sent], NaN first; `leaf.rows` or more for rows of zeros."""
   # In each branch anew: what both read would be stored.
-  matrix = lambda: acc.values[leaf.start :][: leaf.rows * leaf.width].reshape(
-    leaf.rows, leaf.width
-  )
+  flat = lambda: acc.values[leaf.start :][: leaf.rows * leaf.width]
+  matrix = lambda: flat().reshape(leaf.rows, leaf.width)
   members = bitset.pack(jnp.any(matrix() != 0, 1))
 
   def by_magnitude() -> jax.Array:
     means = (jnp.abs(matrix()) / leaf.width).sum(1)
-    return jax.lax.top_k(jnp.where(jnp.isnan(means), jnp.inf, means), leaf.sent)[1]
+    # top_k ranks NaN last on some platforms
+    means = jnp.where(jnp.isnan(means), jnp.inf, means)
+    _, rows = jax.lax.top_k(means, leaf.sent)
+    return rows
 
+  # Most steps of an embedding touch fewer rows than a message holds: no sort then.
   few = bitset.count(members) <= leaf.sent
   return varying.cond(few, lambda: bitset.nonzero(members, leaf.sent), by_magnitude)
 
@@ -247,24 +256,25 @@ def _touch(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
   Of `numbers`, i32[P, sent], those from `rows` on are empty slots; their ordinal is P ·
   sent.
   """
-  members = bitset.pack(jnp.zeros(rows, bool).at[numbers].set(True, mode="drop"))
-  return members, jnp.where(numbers < rows, bitset.rank(members, numbers), numbers.size)
+  is_sent = jnp.zeros(rows, bool).at[numbers].set(True, mode="drop")
+  members = bitset.pack(is_sent)
+  ordinals = bitset.rank(members, numbers)
+  return members, jnp.where(numbers < rows, ordinals, numbers.size)
 
 
 def _fits(form: _Capacities, ordinals: list[jax.Array]) -> jax.Array:
   """Whether the messages of all workers hold their rows, bool[]."""
-  found = []
-  for numbers, split, sums in zip(ordinals, form.split, form.sums, strict=True):
-    size = len(numbers)
-    sent = numbers < numbers.size
-    regions = jnp.where(sent, numbers % size, size)
-    counts = (
-      jnp.zeros((size, size), jnp.int32)
-      .at[jnp.arange(size)[:, None], regions]
-      .add(1, mode="drop")
-    )
-    found += [counts.max() <= split, jnp.where(sent, numbers // size, -1).max() < sums]
-  return jnp.stack(found).all()
+  fits = []
+  for of_leaf, split, sums in zip(ordinals, form.split, form.sums, strict=True):
+    size = len(of_leaf)
+    is_sent = of_leaf < of_leaf.size
+    # ordinal o is row o // P of region o % P
+    regions = jnp.where(is_sent, of_leaf % size, size)
+    none = jnp.zeros((size, size), jnp.int32)
+    counts = none.at[jnp.arange(size)[:, None], regions].add(1, mode="drop")
+    last_row = jnp.where(is_sent, of_leaf // size, -1).max()
+    fits += [counts.max() <= split, last_row < sums]
+  return jnp.stack(fits).all()
 
 
 def _add_by_region(
@@ -276,37 +286,38 @@ def _add_by_region(
 ) -> list[jax.Array]:
   """What `Rows._add` returns, by the owners of regions."""
   size = comm.size
-  regions = workers = jnp.arange(size, dtype=jnp.int32)
+  workers = iota(size)
   sent = []
   owned = []
-  for own, rows, capacity in zip(ordinals, values, form.split, strict=True):
-    of_regions = jax.vmap(_of_region, (None, 0, None, None))(
-      own[comm.rank], regions, size, capacity
-    )
-    sent.append(sparse.read_at(rows, of_regions))
-    of_workers = jax.vmap(_of_region, (0, None, None, None))(
-      own, comm.rank, size, capacity
-    )
-    owned.append(
-      own.at[workers[:, None], of_workers].get(mode="fill", fill_value=own.size) // size
-    )
-  sums = in_rank_order(
-    comm, all_gather(comm, _sum_rows(owned, comm.all_to_all(sent), list(form.sums)))
-  )
-  found = []
+  for of_leaf, rows, capacity in zip(ordinals, values, form.split, strict=True):
+    # slots of this worker's rows for each owner, i32[P, capacity]
+    to_owners = jax.vmap(_in_region, (None, 0, None, None))
+    slots = to_owners(of_leaf[comm.rank], workers, size, capacity)
+    sent.append(sparse.read_at(rows, slots))
+    # slots of each worker's rows for this owner, and from them the rows of its region
+    from_workers = jax.vmap(_in_region, (0, None, None, None))
+    slots = from_workers(of_leaf, comm.rank, size, capacity)
+    arriving = of_leaf.at[workers[:, None], slots]
+    owned.append(arriving.get(mode="fill", fill_value=of_leaf.size) // size)
+  of_region = _sum_rows(owned, comm.all_to_all(sent), list(form.sums))
+  gathered = in_rank_order(comm, all_gather(comm, of_region))
+  sums = []
   # row o // P of region o % P is that of ordinal o
-  for rows, leaf in zip(sums, leaves, strict=True):
+  for rows, leaf in zip(gathered, leaves, strict=True):
     flat = jnp.swapaxes(rows, 0, 1).reshape(-1, leaf.width)
+    # no more different rows than all workers send, or than there are
     most = min(size * leaf.sent, leaf.rows)
-    found.append(jnp.pad(flat, ((0, max(0, most - len(flat))), (0, 0)))[:most])
-  return found
+    missing = max(0, most - len(flat))
+    sums.append(jnp.pad(flat, ((0, missing), (0, 0)))[:most])
+  return sums
 
 
-def _of_region(
+def _in_region(
   ordinals: jax.Array, region: jax.Array, size: int, capacity: int
 ) -> jax.Array:
   """Which of a worker's ordinals, i32[sent], are of a region, in ascending order, i32[capacity]; `sent` if empty."""
-  inside = (ordinals < size * ordinals.size) & (ordinals % size == region)
+  is_sent = ordinals < size * ordinals.size
+  inside = is_sent & (ordinals % size == region)
   return jnp.nonzero(inside, size=capacity, fill_value=ordinals.size)[0]
 
 
@@ -315,9 +326,16 @@ def _sum_rows(
 ) -> list[jax.Array]:
   """The sums f32[length, width] of each leaf, added in rank order; row s of worker w has the number ordinals[w, s]."""
 
-  def add(worker: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-    parts = zip(sums, ordinals, rows, strict=True)  # the rows of one worker differ
-    return [sparse.add(x, numbers[worker], y[worker]) for x, numbers, y in parts]
+  def add(
+    worker: jax.Array,
+    sums: list[jax.Array],
+  ) -> list[jax.Array]:
+    # The rows of one worker differ, so that their order does not matter; that of the
+    # workers does.
+    leaves = zip(sums, ordinals, rows, strict=True)
+    return [
+      sparse.add(total, slots[worker], sent[worker]) for total, slots, sent in leaves
+    ]
 
   empty = [
     jnp.zeros((length, x.shape[-1]), jnp.float32)

@@ -75,9 +75,14 @@ class MpiComm(CommView):
     return self.communicator.Get_size()
 
   def _engine_rank(self) -> jax.Array:
+    # Marked, since ranks may trace different numbers here and nowhere else.
     return rank_p.bind(jnp.int32(self.communicator.Get_rank()))
 
-  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+  def _ppermute(
+    self,
+    buffer: jax.Array,
+    pairs: list[tuple[int, int]],
+  ) -> jax.Array:
     rank = self.communicator.Get_rank()
     sources = {destination: source for source, destination in pairs}
     return _message(self, buffer, dict(pairs).get(rank), sources.get(rank))
@@ -87,6 +92,7 @@ def _send_message(
   view: MpiComm, buffer: jax.Array, destination: int | None, source: int | None
 ) -> jax.Array:
   """What this rank receives from `source`, while it sends `buffer` to `destination`."""
+  # A message to this rank itself needs no MPI.
   if destination == source == view.communicator.Get_rank():
     return buffer
   through_host = _needs_staging() if view.host_staging is None else view.host_staging
@@ -104,6 +110,7 @@ def _send_direct(
 ) -> jax.Array:
   """Sends one message by mpi4jax, from device memory where mpi4jax can."""
   _, mpi4jax = _mpi4jax()
+  # One call for both directions: two blocking sends to each other would wait for ever.
   if destination is not None and source is not None:
     return mpi4jax.sendrecv(
       buffer, buffer, source=source, dest=destination, comm=communicator
@@ -125,6 +132,7 @@ def _send_staged(
   to, origin = (null if end is None else end for end in (destination, source))
 
   def exchange(words: np.ndarray) -> np.ndarray:
+    # zeros where no message comes, as `permute` promises
     received = np.zeros(buffer.shape, buffer.dtype)
     communicator.Sendrecv(
       np.ascontiguousarray(words), to, recvbuf=received, source=origin

@@ -32,24 +32,24 @@ def depend_on(read: jax.Array, x: jax.Array) -> jax.Array:
     >>> depend_on(jnp.array([1.0, 2.0]), jnp.array([7]))
     Array([7], dtype=int32)
   """
-  add = lambda read, x: (
-    x + jnp.minimum(jnp.sum(read.astype(jnp.bool_), dtype=x.dtype), 0)
-  )
+
+  def add(read: jax.Array) -> jax.Array:
+    # The count is at least 0, so the minimum is 0; compilers do not know that.
+    count = jnp.sum(read.astype(jnp.bool_), dtype=x.dtype)
+    return x + jnp.minimum(count, 0)
+
   # On GPUs one element behind a barrier, which all of `read` precedes, is a kernel
   # less.
-  one = lambda read, x: add(jax.lax.optimization_barrier(read).reshape(-1)[:1], x)
+  first = lambda read: add(jax.lax.optimization_barrier(read).reshape(-1)[:1])
   return (
-    _compat.by_platform(gpu=one, default=add)(read, x)
-    if read.size > 1
-    else add(read, x)
+    _compat.by_platform(gpu=first, default=add)(read) if read.size > 1 else add(read)
   )
 
 
 def following(comm: Comm, totals: Sequence[jax.Array]) -> Comm:
   """`comm`, whose messages start only after all of `totals`, at least one, are computed."""
-  return _Following(
-    comm, jnp.array([depend_on(total, jnp.int32(0)) for total in totals]).min()
-  )
+  zeros = [depend_on(total, jnp.int32(0)) for total in totals]
+  return _Following(comm, jnp.array(zeros).min())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,12 @@ class _Following:
     return self.comm.all_reduce(self._dependent(x), op)
 
   def split(self, teams: int) -> "tuple[_Following, _Following]":
+    # Messages of teams wait for the same totals.
     team, member = self.comm.split(teams)
     return _Following(team, self.sent), _Following(member, self.sent)
 
   def _dependent(self, tree: Tree) -> Tree:
     """The same bits, which depend on `sent`."""
-    return jax.tree.map(lambda x: jnp.where(self.sent >= 0, x, jnp.zeros_like(x)), tree)
+    # always true, which no compiler knows
+    is_sent = self.sent >= 0
+    return jax.tree.map(lambda x: jnp.where(is_sent, x, jnp.zeros_like(x)), tree)

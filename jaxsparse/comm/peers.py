@@ -56,7 +56,11 @@ class PeerComm(CommView):
   def _engine_rank(self) -> jax.Array:
     return self.number
 
-  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+  def _ppermute(
+    self,
+    buffer: jax.Array,
+    pairs: list[tuple[int, int]],
+  ) -> jax.Array:
     return self._ppermutes([buffer], [pairs])[0]
 
   def _ppermutes(
@@ -66,13 +70,17 @@ class PeerComm(CommView):
     to = [dict(pairs) for pairs in moves]
     origin = [{end: start for start, end in pairs} for pairs in moves]
 
-    def send(buffers: list[np.ndarray], rank: np.ndarray) -> list[np.ndarray]:
-      ends = [
-        (of.get(int(rank)), back.get(int(rank)))
-        for of, back in zip(to, origin, strict=True)
-      ]
+    def send(
+      buffers: list[np.ndarray],
+      rank: np.ndarray,
+    ) -> list[np.ndarray]:
+      here = int(rank)
+      moves_of_buffers = zip(buffers, to, origin, strict=True)
       return self.send(
-        [(np.asarray(words), *both) for words, both in zip(buffers, ends, strict=True)]
+        [
+          (np.asarray(words), destinations.get(here), sources.get(here))
+          for words, destinations, sources in moves_of_buffers
+        ]
       )
 
     like = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in buffers]

@@ -92,6 +92,7 @@ def checked(
         raise
       closed, shapes = jax.make_jaxpr(instead(error), return_shape=True)(*arguments)
     follow = _AxesOfValues(axes, axes.union(others))
+    # Axes of a spec that the program is not mapped over only partition an array.
     varying = [
       axes_of_spec(spec) & follow.every
       for spec in jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))
@@ -102,6 +103,7 @@ def checked(
       outputs, allowed, jax.tree_util.tree_leaves_with_path(shapes), strict=True
     ):
       if differs := varies - axes_of_spec(spec):
+        # The first key of a path is the index in the tuple of results.
         name, why = list(results.items())[path[0].idx]
         leaf = name + jax.tree_util.keystr(path[1:])
         raise ValueError(
@@ -144,6 +146,7 @@ class _AxesOfValues:
     Raises:
       ValueError: for a mark over other axes than those of the workers.
     """
+    # constants of a program are equal on all workers
     known = dict(zip(jaxpr.invars, inputs, strict=True)) | dict.fromkeys(
       jaxpr.constvars, frozenset()
     )
@@ -156,11 +159,13 @@ class _AxesOfValues:
   def _equation(self, equation: core.JaxprEqn, inputs: list[Axes]) -> list[Axes]:
     name = equation.primitive.name
     params = equation.params
+    # Loops and branches: axes depend on iterations and on the index of the branch.
     if name in self._loops:
       return self._loops[name](params, inputs)
     body = next(
       inner_jaxprs({key: params[key] for key in _BODIES if key in params}), None
     )
+    # A call, as jit, whose body has its operands: the axes of each result by itself.
     if (
       body is not None
       and len(body.invars) == len(inputs)
@@ -172,16 +177,20 @@ class _AxesOfValues:
     if equation.primitive is total_p:
       if params["axes"] not in (None, self.axes):
         raise other_axes_error(params["axes"], self.axes)
+      # A comm that names no axis, as that of MPI, has one program for each worker:
+      # nothing varies.
       varies = varies - self.axes if params["axes"] else frozenset()
     elif name in _PSUMS:
       varies = (
         varies - _axis_names(params)
+        # A sum over groups differs between groups.
         if params.get("axis_index_groups") is None
         else varies
       )
     elif name in _SENDS or name == "axis_index":
       varies = varies | _axis_names(params)
     elif equation.effects or "callback" in name:
+      # What a callback or a reference returns may be anything.
       varies = self.every
     else:  # an unknown operation may apply its bodies to any of its operands
       bodies = [
@@ -194,6 +203,7 @@ class _AxesOfValues:
   def _cond(self, params: Any, inputs: list[Axes]) -> list[Axes]:
     index, *operands = inputs
     branches = [self.find_axes(branch.jaxpr, operands) for branch in params["branches"]]
+    # Workers that take different branches have different results.
     return [index.union(*results) for results in zip(*branches, strict=True)]
 
   def _scan(self, params: Any, inputs: list[Axes]) -> list[Axes]:
@@ -204,6 +214,7 @@ class _AxesOfValues:
     step = lambda carry: self.find_axes(
       params["jaxpr"].jaxpr, [*consts, *carry, *scanned]
     )
+    # Once more with all axes that the carry may have, for what each step stacks.
     return step(_fixed_point(lambda carry: step(carry)[:count], carry))
 
   def _while(self, params: Any, inputs: list[Axes]) -> list[Axes]:
@@ -216,6 +227,7 @@ class _AxesOfValues:
     def step(carry: list[Axes]) -> list[Axes]:
       (more,) = self.find_axes(params["cond_jaxpr"].jaxpr, [*cond_consts, *carry])
       results = self.find_axes(params["body_jaxpr"].jaxpr, [*body_consts, *carry])
+      # A condition that differs between workers ends their loops after different steps.
       return [more | result for result in results]
 
     return _fixed_point(step, carry)
@@ -234,6 +246,7 @@ def _fixed_point(
 
 def _axis_names(params: Any) -> Axes:
   """Names of the axes of a collective operation."""
+  # psum and the like say `axes`, the others `axis_name`; positional axes are numbers.
   axes = params.get("axes", params.get("axis_name", ()))
   return frozenset(
     axis
@@ -244,4 +257,6 @@ def _axis_names(params: Any) -> Axes:
 
 def axes_of_spec(spec: PartitionSpec) -> Axes:
   """Names of the axes that a spec splits an array along."""
-  return frozenset(name for part in spec if part is not None for name in names_of(part))
+  return frozenset(
+    name for entry in spec if entry is not None for name in names_of(entry)
+  )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.types import Comm, Cost, Reduction, Tree
 
 Pairs = tuple[tuple[int, int], ...]
@@ -60,10 +61,13 @@ def checked_pairs(pairs: Iterable[tuple[int, int]], size: int) -> Pairs:
     Traceback (most recent call last):
     ValueError: route: worker 1 receives more than once in one round of ((0, 1), (2, 1))
   """
+  # numpy's integers become Python's, which compare and print as users expect
   pairs = tuple((int(source), int(destination)) for source, destination in pairs)
   if outside := [pair for pair in pairs if min(pair) < 0 or max(pair) >= size]:
     raise ValueError(f"route {outside[0]}: workers are numbered 0 … {size - 1}")
-  for verb, ends in zip(("sends", "receives"), zip(*pairs, strict=True), strict=False):
+  # two rows, of sources and of destinations; none without pairs
+  ends_of_pairs = zip(*pairs, strict=True)
+  for verb, ends in zip(("sends", "receives"), ends_of_pairs, strict=False):
     worker, times = collections.Counter(ends).most_common(1)[0]
     if times > 1:
       raise ValueError(
@@ -80,6 +84,7 @@ def tree_rounds(size: int) -> tuple[Pairs, ...]:
     (((1, 0), (3, 2), (5, 4)), ((2, 0),), ((4, 0),))
   """
   return tuple(
+    # a parent with no child in reach has no pair
     tuple((parent + stride, parent) for parent in range(0, size - stride, 2 * stride))
     for stride in reversed(strides(size))
   )
@@ -111,6 +116,7 @@ def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
   messages = agreement_messages(workers)
   if n == 1:
     return Cost(0, 0, agreements=messages)
+  # The reduce-scatter and the all-gather send (P − 1)/P of the entries each.
   entries = n if n < workers else 2 * math.ceil(n / workers) * (workers - 1)
   return Cost(messages, math.ceil(entries * itemsize / 4))
 
@@ -119,11 +125,11 @@ def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:
   """Combines rows [P, …] in rank order, 16-bit floats in float32: the bits do not depend on the engine."""
   combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
   dtype = rows.dtype
+  # XLA on CPU sums so, too: both engines round once, at the end.
   if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
     rows = rows.astype(jnp.float32)
-  result, _ = varying.scan(
-    lambda total, row: (combine(total, row), None), rows[0], rows[1:]
-  )
+  add_row = lambda total, row: (combine(total, row), None)
+  result, _ = varying.scan(add_row, rows[0], rows[1:])
   return result.astype(dtype)
 
 
@@ -136,13 +142,11 @@ def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.
   """
   if x.size < comm.size:
     return combine_rows(in_rank_order(comm, all_gather(comm, x)), op)
-  blocks = jnp.pad(x.reshape(-1), (0, -x.size % comm.size)).reshape(comm.size, -1)
+  padded = jnp.pad(x.reshape(-1), (0, -x.size % comm.size))
+  blocks = padded.reshape(comm.size, -1)
   block_sum = combine_rows(comm.all_to_all(blocks), op)
-  return (
-    in_rank_order(comm, all_gather(comm, block_sum))
-    .reshape(-1)[: x.size]
-    .reshape(x.shape)
-  )
+  total = in_rank_order(comm, all_gather(comm, block_sum))
+  return total.reshape(-1)[: x.size].reshape(x.shape)
 
 
 def rounded_all_reduce(comm: Comm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -163,21 +167,16 @@ def rounded_all_reduce(comm: Comm, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     >>> total.ravel(), 512 * share.ravel()
     (Array([1., 1.], dtype=float32), Array([511.,   1.], dtype=float32))
   """
-  blocks = (
-    jnp.pad(x, (0, -x.size % (2 * comm.size)))
-    .reshape(comm.size, -1)
-    .astype(jnp.bfloat16)
-  )
+  # blocks of whole words, of two bfloat16 each
+  padded = jnp.pad(x, (0, -x.size % (2 * comm.size)))
+  blocks = padded.reshape(comm.size, -1).astype(jnp.bfloat16)
   exact = combine_rows(comm.all_to_all(blocks).astype(jnp.float32), "sum")
   rounded = exact.astype(jnp.bfloat16)
-  total = in_rank_order(comm, all_gather(comm, rounded))
-  share = (
-    blocks.astype(jnp.float32).at[comm.rank].add(rounded.astype(jnp.float32) - exact)
-  )
-  total, share = (
-    rows.reshape(-1)[: x.size] for rows in (total.astype(jnp.float32), share)
-  )
-  return total, share
+  total = in_rank_order(comm, all_gather(comm, rounded)).astype(jnp.float32)
+  # what the owner rounded off its block stays with it
+  error = rounded.astype(jnp.float32) - exact
+  share = blocks.astype(jnp.float32).at[comm.rank].add(error)
+  return total.reshape(-1)[: x.size], share.reshape(-1)[: x.size]
 
 
 def rounded_all_reduce_cost(n: int, workers: int) -> Cost:
@@ -208,6 +207,7 @@ def all_gather(comm: Comm, tree: Tree) -> Tree:
   leaves, structure = jax.tree.flatten(tree)
   rows = [leaf[None] for leaf in leaves]
   for stride in reversed(strides(comm.size)):
+    # The last round sends only the rows that the other worker lacks.
     missing = min(stride, comm.size - stride)
     received = comm.shift([x[:missing] for x in rows], -stride)
     rows = [jnp.concatenate(pair) for pair in zip(rows, received, strict=True)]
@@ -216,5 +216,6 @@ def all_gather(comm: Comm, tree: Tree) -> Tree:
 
 def in_rank_order(comm: Comm, rows: Tree) -> Tree:
   """Reorders rows of the home frame, row b of worker (rank + b) mod P, by worker: row w of worker w."""
-  order = (jnp.arange(comm.size, dtype=jnp.int32) - comm.rank) % comm.size
+  # worker w is row (w − rank) mod P of the home frame
+  order = (iota(comm.size) - comm.rank) % comm.size
   return jax.tree.map(lambda x: x[order], rows)

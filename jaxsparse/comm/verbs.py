@@ -19,6 +19,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from jaxsparse import _compat
+from jaxsparse.arrays import iota
 from jaxsparse.comm import schedules
 from jaxsparse.types import Comm, Reduction, Tree
 
@@ -103,6 +104,7 @@ class CommView:
   @property
   def rank(self) -> jax.Array:
     """Number of this worker within the view, i32[]."""
+    # members of a view are `stride` apart, and views of one stride are interleaved
     return self._engine_rank() // self.stride % self.size
 
   @property
@@ -145,6 +147,7 @@ class CommView:
     Raises:
       ValueError: if `teams` does not divide `size`, naming the divisors.
     """
+    # Teams are of neighbours; the members of one position are a team's length apart.
     length = schedules.team_size(self.size, teams)
     member = dataclasses.replace(self, stride=self.stride * length, members=teams)
     return dataclasses.replace(self, members=length), member
@@ -172,13 +175,14 @@ class CommView:
 
   def _all_to_all(self, buffer: jax.Array) -> jax.Array:
     """`all_to_all` of u32[P, words], by messages to the next worker, the one after it, and so on."""
-    numbers = jnp.arange(self.size, dtype=jnp.int32)
-    own_row, *others = buffer[(self.rank + numbers) % self.size]
-    sent = self._ppermutes(
-      others, [self._moves(schedules.ring(self.size, by)) for by in range(1, self.size)]
-    )
+    workers = iota(self.size)
+    # the home frame: row b for worker rank + b
+    own_row, *others = buffer[(self.rank + workers) % self.size]
+    rings = [schedules.ring(self.size, by) for by in range(1, self.size)]
+    received = self._ppermutes(others, list(map(self._moves, rings)))
     # The row of worker rank − b is row P − b of the home frame.
-    return jnp.stack([own_row, *reversed(sent)])[(numbers - self.rank) % self.size]
+    rows = jnp.stack([own_row, *reversed(received)])
+    return rows[(workers - self.rank) % self.size]
 
   def _ppermutes(
     self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]
@@ -194,7 +198,11 @@ class CommView:
     """Number of this worker within the engine, i32[]."""
     raise NotImplementedError
 
-  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+  def _ppermute(
+    self,
+    buffer: jax.Array,
+    pairs: list[tuple[int, int]],
+  ) -> jax.Array:
     """Sends a u32[words] along pairs of workers of the engine; a worker that is no destination gets zeros."""
     raise NotImplementedError
 
@@ -206,6 +214,7 @@ def pack(tree: Tree) -> jax.Array:
     flat = leaf.reshape(-1)
     if jnp.iscomplexobj(flat):
       flat = jnp.stack([flat.real, flat.imag], -1).reshape(-1)
+    # 2 of 16 bits, 4 of 8 bits; an entry of 64 bits is two words
     per_word = max(1, _WORD // flat.dtype.itemsize)
     if per_word > 1:
       flat = jnp.pad(flat, (0, -flat.size % per_word))
@@ -216,9 +225,8 @@ def pack(tree: Tree) -> jax.Array:
 def unpack(words: jax.Array, like: Tree) -> Tree:
   """The inverse of `pack`, for a pytree with the shapes and dtypes of `like`."""
   leaves, structure = jax.tree.flatten(like)
-  ends = itertools.accumulate(
-    (math.ceil(leaf.size * leaf.dtype.itemsize / _WORD) for leaf in leaves), initial=0
-  )
+  sizes = (math.ceil(leaf.size * leaf.dtype.itemsize / _WORD) for leaf in leaves)
+  ends = itertools.accumulate(sizes, initial=0)
   parts = []
   for leaf, (start, end) in zip(leaves, itertools.pairwise(ends), strict=True):
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
@@ -262,6 +270,7 @@ def number_of_each(comm: Comm, number: jax.Array) -> jax.Array:
   # P times a vector with one number at rank 0 would be zero at all other ranks
   if isinstance(comm, SoloComm):
     return jnp.broadcast_to(comm.all_reduce(number, "max"), (comm.size, *number.shape))
+  # One row is not 0 at each worker, so that the sum is a gather.
   rows = jnp.zeros((comm.size, *number.shape), jnp.int32)
   return comm.all_reduce(rows.at[comm.rank].set(number))
 
@@ -294,6 +303,7 @@ class AxisComm(CommView):
   def all_reduce(self, x: jax.Array, op: Reduction = "sum") -> jax.Array:
     """Combines `x` of all workers of the view by the all-reduce of XLA, in its order of summation."""
     reduce = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
+    # XLA reduces all views in one operation, each in its group.
     groups = None if self.members is None else [list(view) for view in self._views()]
     return reduce(x, self.axis, axis_index_groups=groups)
 
@@ -301,6 +311,7 @@ class AxisComm(CommView):
     try:
       return jax.lax.axis_size(self.axis)
     except NameError as error:
+      # Inside a shard_map over other axes the likely mistake is the name.
       if mapped := jax.sharding.get_abstract_mesh().manual_axes:
         raise other_axes_error(_compat.names_of(self.axis), mapped) from error
       raise ValueError(
@@ -312,7 +323,11 @@ class AxisComm(CommView):
   def _engine_rank(self) -> jax.Array:
     return jax.lax.axis_index(self.axis)
 
-  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+  def _ppermute(
+    self,
+    buffer: jax.Array,
+    pairs: list[tuple[int, int]],
+  ) -> jax.Array:
     return _compat.ppermute(buffer, self.axis, pairs)
 
   def _all_to_all(self, buffer: jax.Array) -> jax.Array:
@@ -341,7 +356,8 @@ class SimComm(AxisComm):
     if self.size == self._engine_size():
       return mark_total(schedules.combine_rows(gathered, op), self.axes)
     # All views are reduced at once. For the rows of its view alone, each worker would
-    # have an array of its own.
+    # have an array of its own. Worker (span · size + member) · stride + offset of the
+    # engine is a member of view (span, offset).
     views = gathered.reshape(-1, self.size, self.stride, *x.shape)
     totals = schedules.combine_rows(jnp.moveaxis(views, 1, 0), op)
     return totals[
@@ -349,24 +365,23 @@ class SimComm(AxisComm):
       self._engine_rank() % self.stride,
     ]
 
-  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+  def _ppermute(
+    self,
+    buffer: jax.Array,
+    pairs: list[tuple[int, int]],
+  ) -> jax.Array:
     size = self._engine_size()
-    idle_sources, idle_destinations = (
-      sorted(set(range(size)) - {pair[end] for pair in pairs}) for end in (0, 1)
-    )
-    received = jax.lax.ppermute(
-      buffer, self.axis, [*pairs, *zip(idle_sources, idle_destinations, strict=True)]
-    )
-    if not idle_sources:
+    every = set(range(size))
+    sources = sorted(every - {source for source, _ in pairs})
+    destinations = sorted(every - {destination for _, destination in pairs})
+    idle = zip(sources, destinations, strict=True)
+    received = jax.lax.ppermute(buffer, self.axis, [*pairs, *idle])
+    if not sources:
       return received
-    receives = (
-      jnp.zeros(size, jnp.bool_)
-      .at[jnp.array([d for _, d in pairs], jnp.int32)]
-      .set(True)
-    )
-    return jnp.where(
-      receives[jax.lax.axis_index(self.axis)], received, jnp.zeros_like(received)
-    )
+    # Pairs that complete the permutation bring zeros, as a partial one would give.
+    receives = jnp.array([worker not in destinations for worker in range(size)])
+    is_destination = receives[jax.lax.axis_index(self.axis)]
+    return jnp.where(is_destination, received, jnp.zeros_like(received))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,7 +410,11 @@ class SoloComm(CommView):
   def _engine_rank(self) -> jax.Array:
     return jnp.int32(0)
 
-  def _ppermute(self, buffer: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+  def _ppermute(
+    self,
+    buffer: jax.Array,
+    pairs: list[tuple[int, int]],
+  ) -> jax.Array:
     return message_p.bind(buffer)
 
   def _all_to_all(self, buffer: jax.Array) -> jax.Array:

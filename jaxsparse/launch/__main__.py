@@ -70,6 +70,7 @@ def main() -> None:
   )
   options = vars(parser.parse_args())
   command = options.pop("command")
+  # argparse keeps the "--" before the command
   command = command[command[:1] == ["--"] :]
   if not command:
     parser.error("give the program to run after --")
@@ -78,6 +79,7 @@ def main() -> None:
   except (RunFailed, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
   except KeyboardInterrupt as error:
+    # `run` raises it with the number of the signal that ended the run.
     signal_number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
     with contextlib.suppress(OSError):  # the terminal may be closed
       ended = f"the run of {guard.shorten(' '.join(command))} has ended, no rank is left running"

@@ -63,6 +63,7 @@ def read_mpi() -> list[RankCount] | None:
       and any(count.allows(stated.ranks) for stated in slurm)
     )
   ]
+  # A launcher of one rank does not count beside one of several.
   if several := [count for count in launched + mpi if count.ranks > 1]:
     return several
   return None if read_slurm() else launched + mpi or None
@@ -79,9 +80,10 @@ def _read_step() -> list[RankCount]:
   SLURM_NTASKS counts only without SLURM_STEP_NUM_TASKS: in the shell of salloc, a step
   of one task, it is that of the job.
   """
-  return (
-    (read("", SLURM[0]) or read("", SLURM[1])) if "SLURM_STEP_ID" in os.environ else []
-  )
+  if "SLURM_STEP_ID" not in os.environ:
+    return []
+  tasks_of_step, tasks = SLURM
+  return read("", tasks_of_step) or read("", tasks)
 
 
 def check_mpi(who: str, counts: Sequence[RankCount], mpi: Any) -> None:
@@ -107,6 +109,7 @@ def check(
   """Raises RuntimeError with the variable, both numbers and the advice unless all that is stated allows `ranks`."""
   for count in counts:
     if not count.allows(ranks):
+      # With one variable alone there is none to unset.
       unset = (
         f"Unset {count.variable} if its launcher did not start this process. "
         if len(counts) > 1
@@ -123,6 +126,7 @@ def read(rank: str, size: str) -> list[RankCount]:
         raise ValueError(
           f"{name}={value!r} is not a number, as launchers set it for each rank: unset it"
         )
+      # Rank r tells of at least r + 1 ranks.
       return [RankCount(name, int(value) + (not exact), exact)]
   return []
 
@@ -148,5 +152,6 @@ def free_port() -> int:
     True
   """
   with socket.socket() as probe:
+    # port 0: the kernel chooses a free one
     probe.bind(("127.0.0.1", 0))
     return probe.getsockname()[1]

@@ -72,9 +72,8 @@ _GLOO_OUTPUT = re.compile(rf"(?:{_GLOO})(?:{_GLOO}|\d)*\n")
 
 def rank() -> int | None:
   """Number of this rank; None in a process that no launcher started."""
-  return next(
-    (int(os.environ[name]) for name in (RANK, *MPI) if os.environ.get(name)), None
-  )
+  numbers = filter(None, map(os.environ.get, (RANK, *MPI)))
+  return next(map(int, numbers), None)
 
 
 def record(**facts: Any) -> None:
@@ -244,7 +243,8 @@ def _relay(source: int, last: collections.deque[str]) -> None:
     for line in drop_gloo_lines(iter(lambda: output.readline(_LONGEST_OUTPUT), "")):
       if line.strip():
         last.append(shorten(line))
-      text = (prefix + line + ("" if line.endswith(("\n", "\r")) else "\n")).encode()
+      end = "" if line.endswith(("\n", "\r")) else "\n"
+      text = (prefix + line + end).encode()
       fcntl.flock(turn, fcntl.LOCK_EX)
       # standard error is closed; the pipe must be read all the same
       with contextlib.suppress(OSError):

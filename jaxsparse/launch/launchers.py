@@ -55,6 +55,7 @@ class Launcher(NamedTuple):
 def find() -> tuple[Launcher, list[RankCount]] | None:
   """The innermost launcher that started this process, and all numbers of ranks that are stated; None without one."""
   for launcher in LAUNCHERS:
+    # An inner launcher may count other ranks than the torch variables around it.
     if (counts := launcher.read()) is not None:
       return launcher, counts if launcher.is_inner else list(
         dict.fromkeys([*counts, *read(*_TORCH[:2])])
@@ -84,7 +85,11 @@ def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
     raise RuntimeError(f"{JOIN}: {launcher.rank}={rank}, but RANK={other}: unset RANK")
 
 
-def _need(counts: Sequence[RankCount], names: Sequence[str], advice: str) -> list[str]:
+def _need(
+  counts: Sequence[RankCount],
+  names: Sequence[str],
+  advice: str,
+) -> list[str]:
   """The values of variables; raises RuntimeError with those that are not set."""
   if missing := [name for name in names if not os.environ.get(name)]:
     raise RuntimeError(f"{JOIN}: {counts[0]}, without {', '.join(missing)}. {advice}")
@@ -95,6 +100,7 @@ def _connect(
   address: str, ranks: int | str, rank: int | str, gpu: str = ""
 ) -> dict[str, Any]:
   """All that JAX must know; `gpu` is the variable for the number of the GPU of this rank, if each rank has one."""
+  # JAX would otherwise look for a cluster, and might find an outer one.
   told: dict[str, Any] = {
     "cluster_detection_method": "deactivate",
     "coordinator_address": address,
@@ -136,11 +142,11 @@ def _join_own(_: Sequence[RankCount]) -> dict[str, Any]:
 
 def _read_torch() -> list[RankCount] | None:
   counts = read(*_TORCH[:2])
-  return (
-    None
-    if counts == [RankCount("WORLD_SIZE", 1)] and "MASTER_ADDR" not in os.environ
-    else counts or None
-  )
+  # WORLD_SIZE=1 without an address is no launcher's: the process trains alone.
+  is_alone = counts == [RankCount("WORLD_SIZE", 1)]
+  if is_alone and "MASTER_ADDR" not in os.environ:
+    return None
+  return counts or None
 
 
 def _read_torchrun() -> list[RankCount] | None:
@@ -158,7 +164,9 @@ def _join_torch(counts: Sequence[RankCount]) -> dict[str, Any]:
     )
   # torchrun itself listens there
   taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+  # an address of IPv6
   host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+  # Several ranks on one host have a GPU each; a rank alone has all of them.
   shared = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > 1
   return _connect(
     f"{host}:{int(port) + taken}", ranks, rank, "LOCAL_RANK" if shared else ""
@@ -259,7 +267,7 @@ def _join_pods(counts: Sequence[RankCount]) -> dict[str, Any]:
       f"{JOIN}: {counts[0]}, but the package kubernetes is missing. Install jax[k8s], which asks the cluster for the "
       f"other pods, or set {', '.join(_TORCH)}; unset it in a pod that trains alone"
     )
-  return {}
+  return {}  # JAX finds the other pods by itself
 
 
 LAUNCHERS = (

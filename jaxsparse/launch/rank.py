@@ -196,7 +196,8 @@ def count_step(processes: int) -> None:
   never completes.
   """
   if processes == int(os.environ.get(guard.RANKS, "0")) and (file := _open_steps()):
-    # longer, without a block of the disk, which may be full
+    # The file has as many bytes as this rank has begun steps. One byte longer by its
+    # size alone takes no block of the disk, which may be full.
     file.truncate(file.seek(0, os.SEEK_END) + 1)
 
 

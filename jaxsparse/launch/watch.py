@@ -71,6 +71,7 @@ class Life(NamedTuple):
     """Whether it is stopped or has failed for a reason of its own, so that the other ranks fail."""
     if self.status > 0:
       return not lost_another(self.said or self.line)
+    # JAX aborts a rank that has lost another one, so SIGABRT is no cause.
     return self.stopped < _NEVER or self.status not in (0, -signal.SIGABRT)
 
   def __str__(self) -> str:
@@ -93,6 +94,7 @@ def read_life(folder: pathlib.Path, rank: int, status: int | None = None) -> Lif
   life = Life(rank)
   file = folder / str(rank)
   steps = folder / f"{rank}.steps"
+  # Ranks and guards append lines; the last record of a field counts.
   text = file.read_text() if file.exists() else ""
   for line in text.split("\n")[:-1]:  # the rest is a line that is still being written
     life = life._replace(**json.loads(line))
@@ -139,6 +141,7 @@ def find_failure(
     )
   if status := next(filter(None, statuses), None):
     return RunFailed(f"{before}mpirun ended with status {status}; its message is above")
+  # Ranks that never joined have trained each by itself, although all ended well.
   alone = [
     life
     for life in lives
@@ -178,6 +181,7 @@ def find_overdue(
   running = [life for life in lives if life.ended == _NEVER]
   first = first_over(lives)
   going_on = [life for life in lives if life.over == _NEVER]
+  # Once a rank has left, a step that it has not begun cannot end.
   ahead = [life for life in going_on if first and life.steps > first.steps]
   lost: list[Life] = []
   if missing and len(lives) > 1 and waited > start:

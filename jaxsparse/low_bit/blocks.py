@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.arrays.sums import fold_rows
 from jaxsparse.low_bit import scales as scaling
 from jaxsparse.low_bit.chunked import CHUNK, Arrays, Pass
@@ -87,19 +88,31 @@ class BitBlocks:
     """The codes u32[blocks, width] and the steps of blocks that are in messages of regions."""
     codes, scales = jnp.split(messages, [self.region * self.width], axis=1)
     codes = codes.reshape(-1, self.width)
-    return codes, scaling.steps(scales.reshape(len(codes), -1), self.bits, self.columns)
+    scales = scales.reshape(len(codes), -1)
+    return codes, scaling.steps(scales, self.bits, self.columns)
 
   def encode(
-    self, parts: Sequence[jax.Array], first: jax.Array, count: int, skip: int = 0
+    self,
+    parts: Sequence[jax.Array],
+    first: jax.Array,
+    count: int,
+    skip: int = 0,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Codes u32[count, width], scales u32[count, words], steps f32[count, columns] of the sum of `parts`.
+    """Codes u32[count, width], scales u32[count, words], steps f32[count, columns] of `count` blocks.
 
-    Their blocks are those after `skip` blocks of it, and blocks `first` and following
-    of the vector. Signs have one step for a block, f32[count, 1].
+    Args:
+      parts: arrays whose sum is encoded.
+      first: i32[], number of the first of these blocks in the vector, which tells which
+        of their entries are padding.
+      count: number of blocks.
+      skip: blocks of the sum of `parts` before the first one.
+
+    Returns:
+      (codes, scales, steps); signs have one step for a block, f32[count, 1].
     """
+    # Blocks that reach beyond the end of `parts` are read with padding.
     whole = min(count, parts[0].size // self.block)
-    in_blocks = jnp.arange(count, dtype=jnp.int32)
-    entries = self._entries(first + in_blocks)
+    entries = self._entries(first + iota(count))
     encode = self._encode_signs if self.bits == 1 else self._encode_levels
     return encode(parts, skip, whole, entries)
 
@@ -114,18 +127,23 @@ class BitBlocks:
       whole: number of blocks without padding.
       entries: of each block, i32[count].
     """
-    every = range(ROWS)
     is_long = self.n >= _LONG
 
     def columns_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
+      # The signs of some blocks, and the root of the mean square of each column of
+      # them.
       x = self._read(parts, skip + start, count)
       square = lambda unit: lambda x, _: scaling.truncate(x * unit) ** 2
-      squares = lambda unit: fold_rows(x, every, square(unit), jnp.add, is_long)
+      squares = [
+        fold_rows(x, range(ROWS), square(unit), jnp.add, is_long)
+        for unit in scaling.UNITS
+      ]
       return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / ROWS))
 
     passed = self._pass(columns_of, whole, len(entries), jnp.uint32, jnp.float32)
     # by one kernel of a GPU
     signs, roots = jax.lax.optimization_barrier(passed)
+    # A column has 32 entries of those of its block, zeros of padding among them.
     share = ROWS / jnp.maximum(entries, 1).astype(jnp.float32)
     scales = scaling.of_signs(roots, share)
     return signs, scales, scaling.steps(scales, 1, 1)
@@ -148,10 +166,13 @@ class BitBlocks:
     maxima = jax.lax.optimization_barrier(
       self._pass(maxima_of, whole, count, jnp.float32)
     )[0]
+    # A block's first entries are in its first row, so fewer of them than columns leave
+    # columns empty.
     used = jnp.minimum(entries, self.columns)
     scales, steps = scaling.of_columns(maxima, used, self.bits)
     # Read again behind a barrier: XLA for GPUs would store the sum for both passes.
     *again, scales, steps = jax.lax.optimization_barrier((*parts, scales, steps))
+    # A product by the inverse in place of a quotient, which takes longer.
     inverses = scaling.inverses(steps, self.bits)
     return *self._pass(codes_of, whole, count, jnp.uint32), scales, steps
 
@@ -166,18 +187,26 @@ class BitBlocks:
     )
     return [x.reshape(count, -1) for x in encoding.run(*empty)]
 
-  def _codes(self, x: jax.Array, inverses: jax.Array | None = None) -> jax.Array:
+  def _codes(
+    self,
+    x: jax.Array,
+    inverses: jax.Array | None = None,
+  ) -> jax.Array:
     """The words of the codes of f32[blocks, 32, columns], u32[blocks, width]; `inverses` of the steps if bits > 1."""
+    # A word of a column has the codes of `rows` rows, the first row in the lowest bits.
     rows = ROWS // self.bits
 
     def code(x: jax.Array, row: np.ndarray) -> jax.Array:
+      # The code of each entry of a row, or of all rows, shifted to its bits of a word.
       bit = (self.bits * (row % rows)).astype(np.uint32)
-      sign = jnp.where(x < 0, np.uint32(1 << self.bits - 1) << bit, np.uint32(0))
+      minus = np.uint32(1 << self.bits - 1) << bit
+      sign = jnp.where(x < 0, minus, np.uint32(0))
       if inverses is None:
         return sign
       of_row = inverses if x.ndim == 2 else inverses[:, None]
       return sign | scaling.levels(x, of_row, self.bits) << bit
 
+    # the rows whose codes are in one word of a column
     each = [range(first, first + rows) for first in range(0, ROWS, rows)]
     words = [
       fold_rows(x, of_word, code, jnp.bitwise_or, self.n >= _LONG) for of_word in each
@@ -192,9 +221,12 @@ class BitBlocks:
     codes, steps = self.unpack(received)
 
     def add(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
+      # block of the vector; `start` counts those of the region
       block = rank * self.region + start
 
       def add_message(by: jax.Array, x: jax.Array) -> jax.Array:
+        # Messages are added in the order of their distance, not of ranks: only the
+        # owner adds them.
         first = (rank - by) % size * self.region + start
         return x + self.decode(cut(codes, first, count), cut(steps, first, count))
 
@@ -205,11 +237,14 @@ class BitBlocks:
           x = add_message(jnp.int32(by), x)
       else:
         x = varying.fori_loop(1, size, add_message, x, unroll=_UNROLLED)
-      entries = self._entries(block + jnp.arange(count, dtype=jnp.int32))
-      position = jnp.arange(self.block, dtype=jnp.int32).reshape(1, ROWS, self.columns)
+      entries = self._entries(block + iota(count))
+      # Padding would be rounded to a number that is not 0, and sums of it sent.
+      position = iota(self.block).reshape(1, ROWS, self.columns)
       return (jnp.where(position < entries[:, None, None], x, 0.0),)
 
     empty = jnp.zeros(self.region * self.block + 2 * self.margin, jnp.float32)
+    # Margins of one chunk, so that a chunk that overlaps the region's end can be read
+    # whole.
     sums = Pass(add, self.region, self.region, (self.block,), skip=CHUNK)
     return sums.run(empty)[0]
 
@@ -226,28 +261,31 @@ class BitBlocks:
              [ 5.,  5.]], dtype=float32)
     """
     rows = ROWS // self.bits
-    bit = self.bits * jnp.arange(rows, dtype=jnp.uint32).reshape(1, 1, rows, 1)
-    code = (codes.reshape(-1, self.bits, 1, self.columns) >> bit).reshape(
-      -1, ROWS, self.columns
-    )
+    row = jnp.arange(rows, dtype=jnp.uint32).reshape(1, 1, rows, 1)
+    # [blocks, words of a column, codes of a word, columns]
+    shifted = codes.reshape(-1, self.bits, 1, self.columns) >> self.bits * row
+    code = shifted.reshape(-1, ROWS, self.columns)
     magnitudes = steps[:, None]
     if self.bits > 1:
-      magnitudes = scaling.magnitudes(
-        code & (1 << self.bits - 1) - 1, magnitudes, self.bits
-      )
+      levels = code & (1 << self.bits - 1) - 1
+      magnitudes = scaling.magnitudes(levels, magnitudes, self.bits)
+    # The sign is put in by its bit, in place of a product or a choice.
     words = jax.lax.bitcast_convert_type(magnitudes, jnp.uint32)
-    return jax.lax.bitcast_convert_type(
-      words ^ (code >> self.bits - 1 << 31), jnp.float32
-    )
+    sign = code >> self.bits - 1 << 31
+    return jax.lax.bitcast_convert_type(words ^ sign, jnp.float32)
 
-  def round(self, x: jax.Array, steps: jax.Array, inverses: jax.Array) -> jax.Array:
+  def round(
+    self,
+    x: jax.Array,
+    steps: jax.Array,
+    inverses: jax.Array,
+  ) -> jax.Array:
     """Q(x), as `decode` returns it, with the steps of the entries."""
-    found = (
-      steps
-      if self.bits == 1
-      else scaling.magnitudes(scaling.levels(x, inverses, self.bits), steps, self.bits)
-    )
-    return jnp.where(x < 0, -found, found)
+    magnitudes = steps
+    if self.bits > 1:
+      levels = scaling.levels(x, inverses, self.bits)
+      magnitudes = scaling.magnitudes(levels, steps, self.bits)
+    return jnp.where(x < 0, -magnitudes, magnitudes)
 
   def trim(self, x: jax.Array, start: jax.Array | int) -> jax.Array:
     """Entries of blocks from `start` on; flat and without padding where it is an int."""
@@ -258,22 +296,22 @@ class BitBlocks:
   def _entries(self, block: jax.Array) -> jax.Array:
     """The entries of blocks that are no padding."""
     whole, rest = divmod(self.n, self.block)
-    return jnp.where(block < whole, self.block, jnp.where(block == whole, rest, 0))
+    of_later = jnp.where(block == whole, rest, 0)
+    return jnp.where(block < whole, self.block, of_later)
 
   def _read(
     self, parts: Sequence[jax.Array], start: jax.Array | int, count: int
   ) -> jax.Array:
     """The sum of `parts` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end if it is an int."""
     length = count * self.block
+    first = start * self.block
     if isinstance(start, int):
-      x = functools.reduce(
-        jnp.add, [part[start * self.block :][:length] for part in parts]
-      )
-      x = jnp.pad(x, (0, length - x.size))
+      cuts = [part[first:][:length] for part in parts]
     else:
-      x = functools.reduce(
-        jnp.add, [cut(part, start * self.block, length) for part in parts]
-      )
+      cuts = [cut(part, first, length) for part in parts]
+    x = functools.reduce(jnp.add, cuts)
+    if x.size < length:
+      x = jnp.pad(x, (0, length - x.size))
     return x.reshape(count, ROWS, self.columns)
 
   def _read_padded(
@@ -282,9 +320,12 @@ class BitBlocks:
     """The sum of `parts` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end."""
     length = count * self.block
     start = start * self.block
-    parts = [jnp.pad(part, (0, max(0, length - part.size))) for part in parts]
-    inside = jnp.minimum(start, parts[0].size - length)
-    x = functools.reduce(jnp.add, [cut(part, inside, length) for part in parts])
-    return cut(jnp.pad(x, (0, length)), start - inside, length).reshape(
-      count, ROWS, self.columns
-    )
+    missing = max(0, length - parts[0].size)
+    size = parts[0].size + missing
+    # XLA moves a slice that reaches beyond the end; it starts earlier here, and is
+    # moved back over zeros.
+    inside = jnp.minimum(start, size - length)
+    padded = [jnp.pad(part, (0, missing)) for part in parts]
+    x = functools.reduce(jnp.add, [cut(part, inside, length) for part in padded])
+    moved = cut(jnp.pad(x, (0, length)), start - inside, length)
+    return moved.reshape(count, ROWS, self.columns)

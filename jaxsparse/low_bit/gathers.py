@@ -11,8 +11,6 @@ from jaxsparse.comm import axes_of, comm_of, in_rank_order
 from jaxsparse.low_bit.blocks import BitBlocks
 from jaxsparse.types import Comm
 
-_CHOICES = (2, 4, 8)
-
 
 def all_gather(
   x: jax.Array, axis: AxisName | Comm, *, bits: int = 8, dimension: int = 0
@@ -90,38 +88,60 @@ def psum_scatter(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x: jax.Array, comm: Comm, bits: int, dimension: int) -> jax.Array:
+def _gather(
+  x: jax.Array,
+  comm: Comm,
+  bits: int,
+  dimension: int,
+) -> jax.Array:
   if not x.size:
-    return _stretched(x, dimension, x.shape[dimension] * comm.size)
+    return x.reshape(_shape(x, dimension, x.shape[dimension] * comm.size))
+  # One region: a message has all blocks of the part.
   layout = BitBlocks.of(x.size, 1, bits)
-  codes, scales, _ = layout.encode((_flat(x),), jnp.int32(0), layout.count)
-  messages = in_rank_order(comm, gather_rows(comm, layout.pack(codes, scales)[0]))
-  parts = layout.decode(*layout.unpack(messages)).reshape(comm.size, -1)[:, : x.size]
-  parts = jnp.moveaxis(parts.reshape(comm.size, *x.shape), 0, dimension)
-  shape = *x.shape[:dimension], -1, *x.shape[dimension + 1 :]
-  return parts.reshape(shape).astype(x.dtype)
+  message = _encode(_flat(x), layout)
+  messages = in_rank_order(comm, gather_rows(comm, message))
+  rows = jax.vmap(functools.partial(_decode, layout=layout))(messages)
+  parts = jnp.moveaxis(rows.reshape(comm.size, *x.shape), 0, dimension)
+  # the parts one after the other along their dimension
+  return parts.reshape(_shape(x, dimension, -1)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _scatter(x: jax.Array, comm: Comm, bits: int, dimension: int) -> jax.Array:
+def _scatter(
+  x: jax.Array,
+  comm: Comm,
+  bits: int,
+  dimension: int,
+) -> jax.Array:
   if not x.size:
-    return _stretched(x, dimension, x.shape[dimension] // comm.size)
+    return x.reshape(_shape(x, dimension, x.shape[dimension] // comm.size))
+  # row w is the part of worker w
   parts = jnp.stack(jnp.split(x, comm.size, dimension))
   shape = parts.shape[1:]
   rows = jax.vmap(_flat)(parts)
   layout = BitBlocks.of(rows.shape[1], 1, bits)
-  encode = lambda row: layout.pack(
-    *layout.encode((row,), jnp.int32(0), layout.count)[:2]
-  )[0]
-  received = comm.all_to_all(jax.vmap(encode)(rows))
-  own = rows[comm.rank]
+  messages = jax.vmap(functools.partial(_encode, layout=layout))(rows)
+  received = comm.all_to_all(messages)
+  own_row = rows[comm.rank]
 
   def add(worker: jax.Array, total: jax.Array) -> jax.Array:
-    part = layout.decode(*layout.unpack(received[worker][None])).reshape(-1)[: own.size]
-    return total + jnp.where(worker == comm.rank, own, part)
+    received_row = _decode(received[worker], layout)
+    # The own part is not rounded, but added in its turn: the same order at all.
+    return total + jnp.where(worker == comm.rank, own_row, received_row)
 
-  total = varying.fori_loop(0, comm.size, add, jnp.zeros_like(own))
+  total = varying.fori_loop(0, comm.size, add, jnp.zeros_like(own_row))
   return total.reshape(shape).astype(x.dtype)
+
+
+def _encode(row: jax.Array, layout: BitBlocks) -> jax.Array:
+  """The message u32[words] of f32[n]."""
+  codes, scales, _ = layout.encode((row,), jnp.int32(0), layout.count)
+  return layout.pack(codes, scales)[0]
+
+
+def _decode(message: jax.Array, layout: BitBlocks) -> jax.Array:
+  """The entries f32[n] of a message."""
+  return layout.decode(*layout.unpack(message[None])).reshape(-1)[: layout.n]
 
 
 def _forward(primal, x, comm, bits, dimension):  # type: ignore[no-untyped-def]
@@ -132,6 +152,7 @@ def _backward(transpose, comm, bits, dimension, _, cotangent):  # type: ignore[n
   return (transpose(cotangent, comm, bits, dimension),)
 
 
+# Each is the transpose of the other, with the rounding taken for the identity.
 _gather.defvjp(
   functools.partial(_forward, _gather), functools.partial(_backward, _scatter)
 )
@@ -140,9 +161,9 @@ _scatter.defvjp(
 )
 
 
-def _stretched(x: jax.Array, dimension: int, length: int) -> jax.Array:
-  """An array without entries, with another length of `dimension`."""
-  return x.reshape(*x.shape[:dimension], length, *x.shape[dimension + 1 :])
+def _shape(x: jax.Array, dimension: int, length: int) -> tuple[int, ...]:
+  """The shape of x with another length of `dimension`."""
+  return *x.shape[:dimension], length, *x.shape[dimension + 1 :]
 
 
 def _flat(x: jax.Array) -> jax.Array:
@@ -155,7 +176,7 @@ def _typed(x: jax.Array, comm: Comm) -> jax.Array:
 
 
 def _check(function: str, x: jax.Array, bits: int, dimension: int) -> None:
-  if bits not in _CHOICES:
+  if bits not in (2, 4, 8):
     raise ValueError(f"{function}: bits={bits!r}, choose one of 2, 4 and 8")
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"{function}: entries are {x.dtype}, give floating ones")

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.arrays import iota
 from jaxsparse.comm import ordering
 from jaxsparse.low_bit import scales as scaling
 from jaxsparse.low_bit.blocks import ROWS, BitBlocks, cut
@@ -58,8 +59,9 @@ class Codes(NamedTuple):
       of_entries = lambda steps: blocks.trim(
         jnp.broadcast_to(cut(steps, start, count)[:, None], shape), start
       )
+      codes = cut(self.codes, start, count)
       decode = lambda steps: blocks.trim(
-        blocks.decode(cut(self.codes, start, count), cut(steps, start, count)), start
+        blocks.decode(codes, cut(steps, start, count)), start
       )
       after = entered - blocks.round(
         entered, of_entries(self.kept), of_entries(inverses)
@@ -83,27 +85,29 @@ class Codes(NamedTuple):
     """The residual of some blocks, and what entered them: the sums in the own region, else gradient + residual."""
     blocks = self.blocks
     size = blocks.block
+    # the first of these blocks, counted from the own region's first
     first = start - self.rank * blocks.region
     if at_once:
       residual, grads = buffers
-      own = self.sums[blocks.margin : -blocks.margin]
-      region = jnp.tile(own, blocks.count // blocks.region)[: count * size]
+      # Every region gets a copy of the own one; `is_own` chooses one of them.
+      own_region = self.sums[blocks.margin : -blocks.margin]
+      region = jnp.tile(own_region, blocks.count // blocks.region)[: count * size]
     else:
       if isinstance(start, int):
         # a gather is stored, so that its buffer can be written in place
         rest = jnp.arange(start * size, blocks.n, dtype=jnp.int32)
         residual, grads = (x[rest] for x in buffers)
       else:
-        residual, grads = (
-          cut(x, start * size, count * size).reshape(count, ROWS, -1) for x in buffers
-        )
+        flat = [cut(x, start * size, count * size) for x in buffers]
+        residual, grads = (x.reshape(count, ROWS, -1) for x in flat)
+      # Beyond a margin nothing is read of the sums, so that the slice may stay there.
       inside = jnp.clip(first + CHUNK, 0, blocks.region + CHUNK)
       region = cut(self.sums, inside * size, count * size)
     region = region.reshape(count, ROWS, -1)
-    number = first + jnp.arange(count, dtype=jnp.int32)
-    is_owner = ((number >= 0) & (number < blocks.region))[:, None, None]
-    owner = blocks.trim(jnp.broadcast_to(is_owner, region.shape), start)
-    return residual, jnp.where(owner, blocks.trim(region, start), grads + residual)
+    block = first + iota(count)
+    is_own = ((block >= 0) & (block < blocks.region))[:, None, None]
+    is_own = blocks.trim(jnp.broadcast_to(is_own, region.shape), start)
+    return residual, jnp.where(is_own, blocks.trim(region, start), grads + residual)
 
 
 class CodesReduced(Deferred):

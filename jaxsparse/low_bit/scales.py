@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,6 +12,10 @@ from jaxsparse.arrays.sums import round_mantissa, row_sums
 
 # puts columns of normal entries, whose maxima are near their mean, between two ratios
 _BASE = 0.84
+
+
+UNITS = (2.0**80, 1.0, 2.0**-80)
+"""Factors of small, usual and large numbers whose squares are added."""
 
 
 class _Code(NamedTuple):
@@ -37,10 +41,11 @@ class _Code(NamedTuple):
 
   @property
   def ratios(self) -> list[float]:
-    return [
-      _BASE * 2 ** ((self.first + number + max(number - self.single, 0)) / 2)
-      for number in range(self.ratio_count)
+    exponents = [
+      self.first + index + max(index - self.single, 0)
+      for index in range(self.ratio_count)
     ]
+    return [_BASE * 2 ** (exponent / 2) for exponent in exponents]
 
   @property
   def ratios_per_word(self) -> int:
@@ -70,7 +75,9 @@ def of_signs(means: jax.Array, share: jax.Array) -> jax.Array:
     means: the roots, 0 of padding.
     share: of a column in the entries of its block, f32[blocks].
   """
-  squares = lambda unit: row_sums(round_mantissa(round_mantissa(means * unit) ** 2))
+  # rounded before they are squared: XLA may square the unit alone, which overflows
+  scaled = [round_mantissa(means * unit) for unit in UNITS]
+  squares = [row_sums(round_mantissa(x**2)) for x in scaled]
   return jax.lax.bitcast_convert_type(root_mean(squares, share), jnp.uint32)[:, None]
 
 
@@ -87,23 +94,22 @@ def of_columns(
     used: the number of columns that are not, i32[blocks].
     bits: 2, 4 or 8.
   """
+  # H, over the columns that have entries
   mean = row_sums(maxima) / jnp.maximum(used, 1).astype(jnp.float32)
   code = _CODES[bits]
-  reached = [
-    (maxima >= mean[:, None] * ratio).astype(jnp.uint32) for ratio in code.ratios[1:]
-  ]
-  numbers = functools.reduce(jnp.add, reached)
-  words = words_of_block(bits, maxima.shape[1]) - 1
-  padded = jnp.pad(
-    numbers, ((0, 0), (0, words * code.ratios_per_word - maxima.shape[1]))
-  )
-  fields = padded.reshape(-1, code.ratios_per_word, words) << _shifts(code)
-  packed = functools.reduce(
-    jnp.bitwise_or, [fields[:, number] for number in range(code.ratios_per_word)]
-  )
-  scales = jnp.concatenate(
-    [jax.lax.bitcast_convert_type(mean, jnp.uint32)[:, None], packed], axis=1
-  )
+  columns = maxima.shape[1]
+  # The number of a ratio is how many ratios above the smallest the maximum reaches.
+  reached = [maxima >= mean[:, None] * ratio for ratio in code.ratios[1:]]
+  numbers = functools.reduce(jnp.add, [flags.astype(jnp.uint32) for flags in reached])
+  per_word = code.ratios_per_word
+  words = words_of_block(bits, columns) - 1
+  padded = jnp.pad(numbers, ((0, 0), (0, words * per_word - columns)))
+  fields = padded.reshape(-1, per_word, words) << _shifts(code)
+  # elementwise over rows, in place of a reduction along an axis
+  rows = [fields[:, row] for row in range(per_word)]
+  packed = functools.reduce(jnp.bitwise_or, rows)
+  mean_words = jax.lax.bitcast_convert_type(mean, jnp.uint32)[:, None]
+  scales = jnp.concatenate([mean_words, packed], axis=1)
   # The steps of the numbers, not of the words: XLA for CPUs would compute all numbers
   # of a word for each of them.
   return scales, _steps(mean[:, None], numbers, bits)
@@ -120,35 +126,31 @@ def steps(scales: jax.Array, bits: int, columns: int) -> jax.Array:
   if bits == 1:
     return mean
   code = _CODES[bits]
-  fields = scales[:, None, 1:] >> _shifts(code) & jnp.uint32(
-    (1 << 32 // code.ratios_per_word) - 1
-  )
-  return _steps(mean, fields.reshape(len(scales), -1)[:, :columns], bits)
+  mask = jnp.uint32((1 << 32 // code.ratios_per_word) - 1)
+  fields = scales[:, None, 1:] >> _shifts(code) & mask
+  numbers = fields.reshape(len(scales), -1)[:, :columns]
+  return _steps(mean, numbers, bits)
 
 
 def _steps(mean: jax.Array, numbers: jax.Array, bits: int) -> jax.Array:
   """The steps of columns with the ratios of these numbers, of blocks with these means, f32[blocks, 1]."""
   code = _CODES[bits]
-  # As in `_Code.ratios`.
-  exponents = code.first + (
-    numbers + jnp.maximum(numbers, code.single) - code.single
-  ).astype(jnp.int32)
-  halves = jnp.where(
-    exponents % 2 == 1, code.share * _BASE * math.sqrt(2), code.share * _BASE
-  ).astype(jnp.float32)
-  # by a power of 2
-  factors = halves * jax.lax.bitcast_convert_type(
-    127 + (exponents >> 1) << 23, jnp.float32
-  )
-  # Of so few bits that all multiples are exact, and not finite where a multiple is not.
-  found = jax.lax.reduce_precision(mean * factors, 8, 23 - bits)
-  return jnp.where(jnp.isfinite(found * 2.0**bits), found, jnp.inf)
+  # As in `_Code.ratios`: c · 0.84 · √2ʲ, with the power of 2 as the bits of a float.
+  later = jnp.maximum(numbers, code.single) - code.single
+  exponents = code.first + (numbers + later).astype(jnp.int32)
+  even = code.share * _BASE
+  factors = jnp.where(exponents % 2 == 1, even * math.sqrt(2), even)
+  power_of_2 = jax.lax.bitcast_convert_type(127 + (exponents >> 1) << 23, jnp.float32)
+  factors = factors.astype(jnp.float32) * power_of_2
+  # Steps of so few bits that all multiples are exact; Inf where a multiple is.
+  steps = jax.lax.reduce_precision(mean * factors, 8, 23 - bits)
+  return jnp.where(jnp.isfinite(steps * 2.0**bits), steps, jnp.inf)
 
 
 def inverses(steps: jax.Array, bits: int) -> jax.Array:
   """What `levels` multiplies magnitudes by: 1 over the boundary between the two smallest ones; 0 if the step is 0."""
   code = _CODES[bits]
-  # Of subnormal steps the quotient may be infinite.
+  # The quotient of a subnormal step may be infinite.
   return jnp.where(
     steps >= 2.0**-126, 1 / (code.smallest + code.spacing / 2) / steps, 0.0
   )
@@ -158,7 +160,8 @@ def levels(x: jax.Array, inverses: jax.Array, bits: int) -> jax.Array:
   """The number of the magnitude to which each entry is rounded, u32 like x."""
   # Rounded as whole numbers: a half added to the product might become a fused
   # multiply-add, in some programs only.
-  return jnp.minimum(jnp.abs(x) * inverses, 2**bits - 2).astype(jnp.uint32) + 1 >> 1
+  halves = jnp.minimum(jnp.abs(x) * inverses, 2**bits - 2).astype(jnp.uint32)
+  return halves + 1 >> 1
 
 
 def magnitudes(levels: jax.Array, steps: jax.Array, bits: int) -> jax.Array:
@@ -173,18 +176,22 @@ def truncate(x: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(words, jnp.float32)
 
 
-def root_mean(squares: Callable[[float], jax.Array], share: jax.Array) -> jax.Array:
-  """√(share · Σ x²) of `squares(unit) = Σ (unit · x)²`, with the unit at which squares neither over- nor underflow."""
-  # `squares` rounds products with the unit: XLA may square the unit alone, which
-  # overflows.
-  low, middle, high = (squares(2.0**-unit) for unit in (-80, 0, 80))
-  root = lambda squares, unit: unit * jnp.sqrt(share * squares)
-  few = jnp.where(middle < 2.0**-80, root(low, 2.0**-80), root(middle, 1.0))
-  return jnp.where(middle > 2.0**100, root(high, 2.0**80), few)
+def root_mean(
+  squares: Sequence[jax.Array],
+  share: jax.Array,
+) -> jax.Array:
+  """√(share · Σ x²) of `Σ (unit · x)²` for each of `UNITS`: of the one at which squares neither over- nor underflow."""
+  _, of_usual, _ = squares
+  small, usual, large = (
+    jnp.sqrt(share * of_unit) * (1 / unit)
+    for of_unit, unit in zip(squares, UNITS, strict=True)
+  )
+  at_most_usual = jnp.where(of_usual < 2.0**-80, small, usual)
+  return jnp.where(of_usual > 2.0**100, large, at_most_usual)
 
 
 def _shifts(code: _Code) -> jax.Array:
-  """Of the numbers of ratios in a word, u32[1, numbers, 1]."""
-  return (
-    32 // code.ratios_per_word * jnp.arange(code.ratios_per_word, dtype=jnp.uint32)
-  ).reshape(1, -1, 1)
+  """The first bit of each number of a ratio in a word, u32[1, numbers, 1]."""
+  per_word = code.ratios_per_word
+  first_bits = 32 // per_word * jnp.arange(per_word, dtype=jnp.uint32)
+  return first_bits.reshape(1, -1, 1)

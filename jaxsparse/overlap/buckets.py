@@ -102,7 +102,11 @@ def bucketed_transform(
   return grouped_transform(groups, assignment.collectives, axis, shardings, special)
 
 
-def _bundles(shapes: Shapes, plan: Plan, order: Sequence[int] | None) -> list[Bundle]:
+def _bundles(
+  shapes: Shapes,
+  plan: Plan,
+  order: Sequence[int] | None,
+) -> list[Bundle]:
   """The groups of a plan as leaves of a gradient, which it must fit."""
   names = list(shapes)
   sizes = [_WORD * math.prod(shape) for shape in shapes.values()]
@@ -115,6 +119,7 @@ def _bundles(shapes: Shapes, plan: Plan, order: Sequence[int] | None) -> list[Bu
     raise ValueError(
       f"order={order!r}: give the number of each of the {len(names)} leaves once, as .order of measure"
     )
+  # Sizes in float32, which is what is sent whatever the parameters are.
   for layer, leaf in enumerate(leaf_of):
     if plan.sizes[layer] != sizes[leaf]:
       raise ValueError(

@@ -70,9 +70,8 @@ class Layers(NamedTuple):
   @property
   def at_the_end(self) -> "Layers":
     """The same leaves, all ready at the end of backward: for a runtime that overlaps nothing with arithmetic."""
-    return self._replace(
-      backward_times=(*[0.0] * (len(self.sizes) - 1), sum(self.backward_times))
-    )
+    nothing = [0.0] * (len(self.sizes) - 1)
+    return self._replace(backward_times=(*nothing, sum(self.backward_times)))
 
 
 def measure(
@@ -130,10 +129,12 @@ def measure(
   # Gradients keep the shardings that they are computed with.
   shardings = engine.shardings(arguments, specs), None
   # Each program makes the loss and the gradients of the first leaves.
-  wanted = [[0, *(1 + leaf for leaf in order[:count])] for count in (0, *bounds)]
+  results = [0, *(1 + leaf for leaf in order)]
   programs = [
-    engine.jit(_chosen(gradients, some), specs, specs[1], shardings=shardings)
-    for some in wanted
+    engine.jit(
+      _chosen(gradients, results[: 1 + count]), specs, specs[1], shardings=shardings
+    )
+    for count in (0, *bounds)
   ]
   medians = _median_seconds(engine, programs, arguments, repetitions)
   # each program includes the work of the one before
@@ -167,6 +168,7 @@ def _trace(
   gradients: Callable, engine: Engine, params: optax.Params, batch: Any
 ) -> core.Jaxpr:
   """The jaxpr of `gradients(params, batch)` at one worker."""
+  # shapes alone: nothing of the batch is computed
   rows_of_worker = lambda x: (len(x) // engine.held, *x.shape[1:])
   own_batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(rows_of_worker(x), jnp.result_type(x)), batch
@@ -184,6 +186,7 @@ def _median_seconds(
   engine: Engine, programs: Sequence[Callable], arguments: Any, repetitions: int
 ) -> list[float]:
   """Of each program, run in turn; the first round compiles and does not count."""
+  # In turn, so that a disturbance of the machine hits all of them.
   watch = timing.Stopwatch(engine.flat)
   rounds = [
     [watch.time(program, *arguments)[0] for program in programs]
@@ -203,9 +206,10 @@ def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], np.ndarray]:
   done = [0.0]  # operations before each equation, and at the end
   loss, *makers = _find_makers(jaxpr, [-1] * len(jaxpr.invars), done)
   order = sorted(range(len(makers)), key=lambda leaf: (makers[leaf], -leaf))
-  reached = np.maximum.accumulate(
-    [done[max(loss, maker) + 1] for maker in (-1, *(makers[leaf] for leaf in order))]
-  )
+  # Equations up to the loss are the forward pass, also where they make a gradient.
+  last_equations = [loss, *(max(loss, makers[leaf]) for leaf in order)]
+  operations = [done[equation + 1] for equation in last_equations]
+  reached = np.maximum.accumulate(operations)
   return order, reached - reached[0] + np.arange(len(reached))
 
 
@@ -226,6 +230,7 @@ def _find_makers(
     inner = (
       list(inner_jaxprs(equation.params)) if equation.primitive.name in _CALLS else []
     )
+    # a call that passes its operands on: its equations count as if they stood here
     if len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
       numbers = _find_makers(inner[0], list(map(find, equation.invars)), done)
     else:
@@ -245,18 +250,18 @@ def _count_operations(equation: core.JaxprEqn) -> float:
     for called in jaxpr.eqns
   )
   if inner:
+    # a scan runs its body so many times
     return inner * equation.params.get("length", 1)
-  shapes, outs = (
-    [getattr(var.aval, "shape", ()) for var in some]
-    for some in (equation.invars, equation.outvars)
-  )
-  out = float(sum(map(math.prod, outs)))
+  shape_of = lambda var: getattr(var.aval, "shape", ())
+  shapes = list(map(shape_of, equation.invars))
+  out = float(sum(math.prod(shape_of(var)) for var in equation.outvars))
   if equation.primitive.name == "dot_general":
     (contracted, _), _ = equation.params["dimension_numbers"]
     return 2 * out * math.prod(shapes[0][axis] for axis in contracted)
   if equation.primitive.name == "conv_general_dilated":
     kernel = shapes[1]
     numbers = equation.params["dimension_numbers"].rhs_spec
+    # the multiplications of one output entry: the kernel without its output channels
     return 2 * out * math.prod(kernel) / kernel[numbers[0]]
   return out
 
@@ -272,6 +277,6 @@ def choose_cuts(done: np.ndarray, cuts: int) -> list[int]:
   count = len(done) - 1
   if count <= cuts:
     return list(range(1, count + 1))
-  return sorted(
-    {*np.searchsorted(done, done[-1] * np.arange(1, cuts) / cuts).tolist(), count}
-  )
+  # the last cut is that of all leaves
+  even = done[-1] * np.arange(1, cuts) / cuts
+  return sorted({*np.searchsorted(done, even).tolist(), count})

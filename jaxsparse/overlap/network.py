@@ -57,16 +57,12 @@ class Flows(NamedTuple):
   def start(self, when: np.ndarray, size: np.ndarray, link: Link) -> Self:
     """Starts a communication of `size` bytes on each network at `when`: the first slot goes, a last one comes."""
     flows = self.advance(when, link)
+    # the start-up, in which nothing is on the wire
     begins = when + link.alpha
     left = link.beta * size
     new = begins, left, np.where(left > 0, np.inf, begins)
-    return type(self)(
-      when,
-      *(
-        np.column_stack([old[:, 1:], one])
-        for old, one in zip(flows[1:], new, strict=True)
-      ),
-    )
+    append = lambda old, column: np.column_stack([old[:, 1:], column])
+    return type(self)(when, *map(append, flows[1:], new))
 
   def finish(self, link: Link) -> Self:
     """The same networks at the end of all started communications, if nothing else starts."""
@@ -77,18 +73,23 @@ class Flows(NamedTuple):
     now, begins, left, ends = self
     while np.any(waiting := (left > 0) & (now < when)[:, None]):
       sends = waiting & (begins <= now[:, None])
+      # s senders of each network: γ(s) times the seconds for each byte
       slow = link.slowdown(sends.sum(1))[:, None]  # type: ignore[index]
       finish = np.where(sends, now[:, None] + left * slow, np.inf)
-      event = np.minimum(
-        when, np.minimum(finish, np.where(waiting & ~sends, begins, np.inf)).min(1)
-      )[:, None]
+      begin = np.where(waiting & ~sends, begins, np.inf)
+      # the next time at which a transfer begins or ends, or the time that is asked for
+      event = np.minimum(when, np.minimum(finish, begin).min(1))[:, None]
       done = sends & (finish <= event)
+      passed = np.where(sends, event - now[:, None], 0.0)
       # > 0 despite rounding
-      rest = np.maximum(left - np.where(sends, event - now[:, None], 0.0) / slow, _TINY)
+      rest = np.maximum(left - passed / slow, _TINY)
       ends = np.where(done, finish, ends)
       left = np.where(done, 0.0, np.where(sends, rest, left))
+      # Networks where nothing is left to send keep their time.
       now = np.where(waiting.any(1), event[:, 0], now)
-    return type(self)(np.where(np.isfinite(when), when, now), begins, left, ends)
+    # `finish` asks for infinity: the time is then that of the last event
+    now = np.where(np.isfinite(when), when, now)
+    return type(self)(now, begins, left, ends)
 
 
 class Sent(NamedTuple):
@@ -150,17 +151,16 @@ def simulate(
   flows = Flows.empty(1, count)
   starts = list[float]()
   after = [set[int]()]
-  for group, (there, size, early) in enumerate(zip(ready, sizes, at_once, strict=True)):
+  groups = zip(ready, sizes, at_once, strict=True)
+  for group, (ready_at, size, early) in enumerate(groups):
+    # The ends of the groups before are in the last slots.
     ends = flows.finish(link).ends[0, count - group :]
-    last = (
-      np.argsort(ends, kind="stable")[max(0, group - ways + 1) :].tolist()
-      if early
-      else []
-    )
-    after.append({*range(group)} - {*last} | after[-1])
-    starts.append(
-      max([float(there), *starts[-1:], *(ends[other] for other in after[-1])])
-    )
+    # A group overlaps with the groups that end last.
+    by_end = np.argsort(ends, kind="stable").tolist()
+    overlapping = by_end[max(0, group - ways + 1) :] if early else []
+    after.append({*range(group)} - {*overlapping} | after[-1])
+    ends_before = [ends[other] for other in after[-1]]
+    starts.append(max([float(ready_at), *starts[-1:], *ends_before]))
     flows = flows.start(np.array(starts[-1:]), np.array([size]), link)
   ends = flows.finish(link).ends[0].tolist()
   waits = tuple(tuple(sorted(others)) for others in after[1:])

@@ -181,10 +181,8 @@ def plan(
     raise ValueError(
       f"plan: kind={kind!r}, choose one of {', '.join(map(repr, get_args(Kind)))}"
     )
-  times, bytes_ = (
-    _checked_row("backward_times", backward_times),
-    _checked_row("sizes", sizes),
-  )
+  times = _checked_row("backward_times", backward_times)
+  bytes_ = _checked_row("sizes", sizes)
   if len(times) != len(bytes_):
     raise ValueError(
       f"plan: {len(times)} backward_times and {len(bytes_)} sizes, give one of each for every layer"
@@ -223,13 +221,14 @@ _Firsts = dict[int, bool]
 def _build(plan: Plan, ready: Sequence[float], ways: int, firsts: _Firsts) -> Plan:
   """The plan with these groups, at most `ways` of which overlap."""
   groups = list[LayerGroup]()
-  layers = [
-    tuple(range(first, end)) for end, first in itertools.pairwise([len(ready), *firsts])
-  ]
+  # a group ends where the one sent before it begins
+  bounds = itertools.pairwise([len(ready), *firsts])
+  layers = [tuple(range(first, end)) for end, first in bounds]
   bytes_ = [sum(plan.sizes[layer] for layer in group) for group in layers]
-  after, timeline = simulate(
-    [ready[first] for first in firsts], bytes_, list(firsts.values()), plan.link, ways
-  )
+  # the first layer's gradient is the last of its group
+  ready_groups = [ready[first] for first in firsts]
+  at_once = list(firsts.values())
+  after, timeline = simulate(ready_groups, bytes_, at_once, plan.link, ways)
   for index, (group, waits) in enumerate(zip(layers, after, strict=True)):
     kind_of_group: GroupKind = (
       "simultaneous" if len(waits) < index else "merged" if len(group) > 1 else "normal"
@@ -251,9 +250,8 @@ def _merge(
   start = 0.0
   end = 0.0
   size = 0.0
-  before: tuple[float, float] | None = (
-    None  # start and bytes of the communication before
-  )
+  # start and bytes of the communication before
+  before: tuple[float, float] | None = None
   for layer in reversed(range(len(ready))):
     size += sizes[layer]
     # The start of a normal communication, or of the one that the layer is merged into.
@@ -264,8 +262,11 @@ def _merge(
     at_once = simultaneous  # the first layer, always
     if layer:
       following = ready[layer - 1]
+      # Q1: the communication ends before the next layer is ready, so nothing is gained
       q1 = start + alone <= following
+      # Q2: the next layer is ready within its start-up, so that both can share one
       q2 = following < start + link.alpha
+      # Q3: at once, beside the one before, it ends before the next layer is ready
       q3 = simultaneous and ready[layer] + beside < following
       if not q1 and q2 and not q3:
         continue
@@ -274,15 +275,20 @@ def _merge(
       start = ready[layer]
       alone = beside
     firsts[layer] = at_once
-    before, start, end, size = (start, size), 0.0, max(end, start + alone), 0.0
+    before = start, size
+    end = max(end, start + alone)
+    start = 0.0
+    size = 0.0
   return firsts
 
 
 def _penalty(start: float, earlier: float, size: float, link: Link) -> float:
   """Eq. 13: seconds that a communication at `start` loses to one of `size` bytes that started at `earlier`."""
   alone = link.seconds(size)
+  # the share of the earlier one's seconds that is left
   shared = 1 - (start - earlier) / alone if alone else 0.0
-  return (link.gamma - 1) * link.beta * size * min(1.0, max(0.0, shared))
+  shared = min(1.0, max(0.0, shared))
+  return (link.gamma - 1) * link.beta * size * shared
 
 
 def _checked_row(name: str, values: Sequence[float]) -> tuple[float, ...]:

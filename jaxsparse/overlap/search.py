@@ -82,22 +82,24 @@ def find_fastest(
   )
   # Lower bound on the end of any complete plan: all remaining bytes at the highest
   # total speed of the network.
-  speed = max(senders / float(link.slowdown(senders)) for senders in range(1, ways + 1))
+  speed_of = lambda senders: senders / float(link.slowdown(senders))
+  speed = max(map(speed_of, range(1, ways + 1)))
   remaining = link.beta * np.cumsum([0.0, *sizes]) / speed
   for first in reversed(range(len(ready))):
     plans = plans._replace(waiting=plans.waiting + sizes[first])
-    # if the group waits, if it starts at once
-    free = np.stack([plans.ends.max(1), plans.ends[:, 0]], 1)
+    all_end = plans.ends.max(1)
+    one_ends = plans.ends[:, 0]
+    # columns: the group waits; it starts at once
+    free = np.stack([all_end, one_ends], 1)
     starts = np.maximum(free, ready[first])
     promising = starts + link.alpha + remaining[plans.first, None] <= limit * (1 + 1e-9)
     promising[:, 1] &= starts[:, 1] < free[:, 0]
     grown = _extend(plans, first, starts, promising, link)
     ends = grown.ends
-    # nothing starts before
-    later = np.maximum(ends, ready[first - 1]) if first else ends.max(1, keepdims=True)
-    plans = jax.tree.map(
-      lambda *parts: np.concatenate(parts), plans, _take(grown, _choose_earliest(later))
-    )
+    # Nothing starts before the next layer is ready, so that earlier ends are equal.
+    state = np.maximum(ends, ready[first - 1]) if first else ends.max(1, keepdims=True)
+    kept = _take(grown, _choose_earliest(state))
+    plans = jax.tree.map(lambda *parts: np.concatenate(parts), plans, kept)
   return _read_back(plans)
 
 
@@ -110,8 +112,10 @@ def _extend(
   flows = extended.flows.start(starts[before, at_once], extended.waiting, link)
   ends = flows.finish(link).ends
   order = np.argsort(ends, axis=1, kind="stable")
-  flows = Flows(flows.now, *(np.take_along_axis(part, order, 1) for part in flows[1:]))
-  ends = np.take_along_axis(ends, order, 1)
+  by_end = lambda rows: np.take_along_axis(rows, order, 1)
+  flows = Flows(flows.now, *map(by_end, flows[1:]))
+  ends = by_end(ends)
+  # nothing starts before the last group did
   ends[:, 0] = np.maximum(ends[:, 0], flows.now)
   return _Partial(
     flows,
@@ -141,8 +145,11 @@ def _choose_earliest(ends: np.ndarray) -> np.ndarray:
   left = np.lexsort((ends.sum(1), ends.max(1)))
   kept: list[int] = []
   while left.size and len(kept) < _MOST:
-    kept.append(left[0])
-    left = left[np.any(ends[left] < ends[left[0]], axis=1)]
+    best = left[0]
+    kept.append(best)
+    # drops those that are no earlier in any of their ends
+    is_earlier = np.any(ends[left] < ends[best], axis=1)
+    left = left[is_earlier]
   return np.array(kept, int)
 
 

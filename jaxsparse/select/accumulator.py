@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.arrays.flatten import all_finite
 from jaxsparse.comm import ordering
 from jaxsparse.select import exact
@@ -110,6 +111,8 @@ class TopKAccumulator:
     candidates = exact.find_candidates(blocks, least)
     if candidates is not None and least is not None:
       reaching = candidates
+      # A threshold of the last step that far too many entries reach: candidates are
+      # found anew, by a sample.
       candidates = varying.cond(
         reaching.fits.all(), lambda: reaching, lambda: exact.find_candidates(blocks)
       )
@@ -119,56 +122,49 @@ class TopKAccumulator:
 
   def largest(self, first: int, last: int) -> Sparse:
     """The entries to send of rows first … last − 1, [last − first, k], indices ascending."""
+    blocks = self.blocks
     least = None if self.least is None else self.least[first:last]
+    read = functools.partial(self._read_at, first=first)
+
+    # Rows too short to have candidates are sorted whole.
     if self.candidates is None:
-      indices = self._search_whole(first, last, least)
+      each = iota(blocks.length)
+      every = jnp.broadcast_to(each, (last - first, blocks.length))
+      indices = exact.top_k(read(every), blocks.k).indices
     else:
-      indices = self._search_candidates(first, last, least)
+      known = self._known(self.candidates, first, last)
+      starts = blocks.order[first:last] * blocks.length
+      search_all = functools.partial(
+        search_keys, self._keys_from, starts, blocks.length, blocks.k
+      )
+      indices = exact.search_among(known, read, blocks, search_all, least)
+    if least is not None:
+      reaches = keys_of(read(indices)) >= least[:, None]
+      indices = jnp.where(reaches, indices, blocks.length)
     has_received = any(first < len(new) for new in self.new)
     if least is not None or has_received:
       # A threshold leaves empty slots between entries, and received candidates are
       # behind those of this worker.
       indices = jnp.sort(indices, axis=1)
-    return Sparse(indices, self._read_at(indices, first))
+    return Sparse(indices, read(indices))
 
-  def _search_whole(self, first: int, last: int, least: jax.Array | None) -> jax.Array:
-    """The indices of `largest`, in any order, of rows that are short."""
-    length = self.blocks.length
-    rows = last - first
-    every = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    chosen = exact.top_k(self._read_at(every, first), self.blocks.k)
-    if least is None:
-      return chosen.indices
-    return jnp.where(keys_of(chosen.values) >= least[:, None], chosen.indices, length)
-
-  def _search_candidates(
-    self, first: int, last: int, least: jax.Array | None
-  ) -> jax.Array:
-    """The indices of `largest`, in any order, found among the candidates where these provably contain them."""
-    assert self.candidates is not None
-    blocks = self.blocks
-    rows = last - first
-    known = [self.candidates.indices[first:last]]
+  def _known(
+    self, candidates: exact.Candidates, first: int, last: int
+  ) -> exact.Candidates:
+    """The candidates of some rows, and the entries that were received there."""
+    known = [candidates.indices[first:last]]
     for new in (new[first:last] for new in self.new if first < len(new)):
-      more = ((0, rows - len(new)), (0, bitset.align(new.shape[1]) - new.shape[1]))
-      known.append(jnp.pad(new, more, constant_values=blocks.length))
-    candidates = self.candidates._replace(
+      # Each addition is padded to all rows, and to slots that the search packs in whole
+      # groups.
+      missing_rows = last - first - len(new)
+      missing_slots = bitset.align(new.shape[1]) - new.shape[1]
+      more = ((0, missing_rows), (0, missing_slots))
+      known.append(jnp.pad(new, more, constant_values=self.blocks.length))
+    return candidates._replace(
       indices=jnp.concatenate(known, axis=1),
-      low=self.candidates.low[first:last],
-      fits=self.candidates.fits[first:last],
+      low=candidates.low[first:last],
+      fits=candidates.fits[first:last],
     )
-
-    def search_all() -> jax.Array:
-      starts = blocks.order[first:last] * blocks.length
-      chosen = search_keys(self._keys_from, starts, blocks.length, blocks.k)
-      return (
-        chosen
-        if least is None
-        else jnp.where(keys_of(read(chosen)) >= least[:, None], chosen, blocks.length)
-      )
-
-    read = functools.partial(self._read_at, first=first)
-    return exact.search_among(candidates, read, blocks, search_all, least)
 
   def add(self, entries: Sparse) -> Self:
     """Adds [r, c] entries to the first r rows."""
@@ -176,18 +172,22 @@ class TopKAccumulator:
     flat = self.blocks.flat_indices(entries.indices)
     before = self._read_flat(flat)
     untouched = ~bitset.contains(self.touched, flat)
+    # Entries that no list of candidates has yet: only they have to be searched beside
+    # it.
     new = (
       untouched & ~bitset.contains(self.candidates.members, flat)
       if self.candidates
       else untouched
     )
     indices = jnp.where(untouched, flat, n)
+    initial = Sparse(indices.reshape(-1), before.reshape(-1))
+    new_indices = jnp.where(new, entries.indices, self.blocks.length)
     return dataclasses.replace(
       self,
       grads=sparse.put(self.grads, flat, before + entries.values),
       touched=bitset.insert(self.touched, indices, n),
-      new=(*self.new, jnp.where(new, entries.indices, self.blocks.length)),
-      before=(*self.before, Sparse(indices.reshape(-1), before.reshape(-1))),
+      new=(*self.new, new_indices),
+      before=(*self.before, initial),
     )
 
   def pending(self, delivered: jax.Array, sent: Sparse) -> Pending:
@@ -202,11 +202,12 @@ class TopKAccumulator:
     """
     n = self.blocks.x.size
     none = jnp.zeros_like(self.touched)
+    # the flat indices where the residual is the current value, not the initial one
     current = bitset.insert(none, self.blocks.flat_indices(delivered), n)
     flat = self.blocks.flat_indices(sent.indices).reshape(-1)
-    given = Sparse(
-      jnp.where(bitset.contains(current, flat), flat, n), sent.values.reshape(-1)
-    )
+    flat = jnp.where(bitset.contains(current, flat), flat, n)
+    given = Sparse(flat, sent.values.reshape(-1))
+    # every entry that was added to, once: with its first addition
     added = sparse.concatenate(self.before)
     # Where nothing was added, the sum of gradient and residual is the initial value and
     # the current one.
@@ -215,18 +216,16 @@ class TopKAccumulator:
       sparse.read_at(self.grads, added.indices),
       added.values,
     )
-    known = bitset.insert(none, given.indices, n)
-    others = Sparse(
-      jnp.where(bitset.contains(known, added.indices), n, added.indices), values
-    )
-    return pending_except(self.blocks.x, sparse.concatenate([given, others]))._replace(
-      grads=self.grads
-    )
+    # an index that was sent and added to has the value of `given`
+    is_given = bitset.contains(bitset.insert(none, flat, n), added.indices)
+    others = Sparse(jnp.where(is_given, n, added.indices), values)
+    _, residual = self.blocks.x.parts
+    return Pending(self.grads, residual, sparse.concatenate([given, others]))
 
   def _keys_from(self, start: jax.Array) -> jax.Array:
     """The keys of the current values of a block that starts there; those beyond the end are 0."""
     n = self.blocks.x.size
-    flat = jnp.minimum(start + jnp.arange(self.blocks.length, dtype=jnp.int32), n)
+    flat = jnp.minimum(start + iota(self.blocks.length), n)  # n reads 0
     return keys_of(self._read_flat(flat))
 
   def _read_at(self, indices: jax.Array, first: jax.Array | int) -> jax.Array:
@@ -236,24 +235,16 @@ class TopKAccumulator:
   def _read_flat(self, flat: jax.Array) -> jax.Array:
     _, residual = self.blocks.x.parts
     grads = sparse.read_at(self.grads, flat)
+    sums = grads + sparse.read_at(residual, flat)
     # Not the sum with 0 where touched: −0 + 0 would be 0.
-    return jnp.where(
-      bitset.contains(self.touched, flat), grads, grads + sparse.read_at(residual, flat)
-    )
-
-
-def pending_except(x: LazySum, entries: Sparse) -> Pending:
-  """The residual of a vector that is sent at once: `entries`, of any shape, and the values of x elsewhere.
-
-  Each index below n occurs once, others are ignored.
-  """
-  grads, residual = x.parts
-  return Pending(grads, residual, entries)
+    return jnp.where(bitset.contains(self.touched, flat), grads, sums)
 
 
 def pending_zeros(x: LazySum, indices: jax.Array) -> Pending:
   """The residual with zeros where entries were delivered, at `indices` of any shape, and the values of x elsewhere."""
-  return pending_except(x, Sparse(indices, jnp.zeros(indices.shape, jnp.float32)))
+  grads, residual = x.parts
+  zeros = jnp.zeros(indices.shape, jnp.float32)
+  return Pending(grads, residual, Sparse(indices, zeros))
 
 
 def pending_returned(
@@ -272,6 +263,8 @@ def pending_returned(
     returned: entries that this worker dropped or rounded off, added in their order;
       each index once.
   """
+  # An index of the total has its slot by its rank among all of them, which are
+  # ascending.
   members = bitset.insert(bitset.empty(x.size), indices, x.size)
 
   def slots_of(flat: jax.Array) -> jax.Array:
@@ -279,12 +272,13 @@ def pending_returned(
       bitset.contains(members, flat), bitset.rank(members, flat), indices.size
     )
 
-  values = sparse.put(x.read_at(indices), slots_of(sent.reshape(-1)), 0.0)
-  for part in returned:
-    values = sparse.add(
-      values, slots_of(part.indices.reshape(-1)), part.values.reshape(-1)
-    )
-  return pending_except(x, Sparse(indices, values))
+  sent_slots = slots_of(sent.reshape(-1))
+  values = sparse.put(x.read_at(indices), sent_slots, 0.0)
+  for entries in returned:
+    slots = slots_of(entries.indices.reshape(-1))
+    values = sparse.add(values, slots, entries.values.reshape(-1))
+  grads, residual = x.parts
+  return Pending(grads, residual, Sparse(indices, values))
 
 
 def pending_nonzero(
@@ -303,6 +297,7 @@ def pending_nonzero(
   members = bitset.insert(
     bitset.empty(n), jnp.where(total.values != 0, total.indices, n), n
   )
+  # Without rounding, each sent entry is either delivered whole or kept whole.
   if not returned:
     return pending_zeros(x, jnp.where(bitset.contains(members, sent), sent, n))
   ascending = jnp.minimum(bitset.nonzero(members, total.indices.size), n)
@@ -368,7 +363,10 @@ class SparseReduced(Reduced):
   def mask(
     self, momentum: jax.Array, grads: jax.Array, residual: jax.Array
   ) -> jax.Array:
-    """Compares the entries that replace the sum of `grads` and `residual`, and no others."""
+    """The momentum with zeros where the next residual is not `grads + residual`.
+
+    That can only be at the entries that replace the sum, so no others are compared.
+    """
     indices, values = self.state.residual.entries
     before = sparse.read_at(grads, indices) + sparse.read_at(residual, indices)
     changed = jnp.where(values != before, indices, momentum.size)

@@ -16,9 +16,11 @@ import numpy as np
 
 from jaxsparse import _compat, sparse
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Comm
 
+# one above the bits of infinity: the key of every NaN
 _NAN = 0x7F80_0001
 TOP = _NAN + 1
 """Every key of `keys_of` is smaller."""
@@ -56,9 +58,8 @@ class LazySum:
 
   def slice(self, start: jax.Array, length: int) -> jax.Array:
     """The entries start … start + length − 1, f32[length]; all of them must exist."""
-    return functools.reduce(
-      jnp.add, [jax.lax.dynamic_slice(part, (start,), (length,)) for part in self.parts]
-    )
+    cut = lambda part: jax.lax.dynamic_slice(part, (start,), (length,))
+    return functools.reduce(jnp.add, map(cut, self.parts))
 
   def window(self, start: jax.Array, length: int) -> "LazySum":
     """The entries start … start + length − 1 as a vector, f32[length ≤ n]; zeros beyond the end.
@@ -67,14 +68,14 @@ class LazySum:
       >>> LazySum((jnp.array([1.0, 2.0, 3.0]),)).window(jnp.int32(2), 2).values
       Array([3., 0.], dtype=float32)
     """
+    # A slice that would reach beyond the end starts earlier, and is moved back by a
+    # second one, over zeros.
     inside = jnp.minimum(start, self.size - length)
     cut = lambda x, start: jax.lax.dynamic_slice(x, (start,), (length,))
-    ends_late = lambda part: cut(
-      jnp.pad(cut(part, inside), (0, length)), jnp.minimum(start - inside, length)
-    )
-    return LazySum(
-      tuple(jax.lax.optimization_barrier([ends_late(part) for part in self.parts]))
-    )
+    beyond = jnp.minimum(start - inside, length)
+    ends_late = lambda part: cut(jnp.pad(cut(part, inside), (0, length)), beyond)
+    windows = jax.lax.optimization_barrier(list(map(ends_late, self.parts)))
+    return LazySum(tuple(windows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,16 +107,20 @@ class Blocks:
   @classmethod
   def for_workers(cls, comm: Comm, x: LazySum, k: int) -> Self:
     """One block for each worker of `comm`, in the home frame: row b is block (rank + b) mod P, row 0 the own one."""
-    order = (comm.rank + jnp.arange(comm.size, dtype=jnp.int32)) % comm.size
+    order = (comm.rank + iota(comm.size)) % comm.size
     return cls(x, order, length=-(-x.size // comm.size), k=k)
 
-  def flat_indices(self, indices: jax.Array, first: jax.Array | int = 0) -> jax.Array:
+  def flat_indices(
+    self,
+    indices: jax.Array,
+    first: jax.Array | int = 0,
+  ) -> jax.Array:
     """Flat indices of block-relative ones, i32[r, c] of the rows from `first` on; n for empty slots and padding."""
     n = self.x.size
     order = jax.lax.dynamic_slice_in_dim(self.order, first, len(indices))
-    return jnp.where(
-      indices < self.length, jnp.minimum(indices + self.length * order[:, None], n), n
-    )
+    # at most n, for the padding of the last block
+    flat = jnp.minimum(indices + self.length * order[:, None], n)
+    return jnp.where(indices < self.length, flat, n)
 
 
 def check_float32(x: jax.Array) -> None:
@@ -159,7 +164,10 @@ class Cut(NamedTuple):
 
 
 def kth_largest(
-  keys: jax.Array, indices: jax.Array, k: jax.Array | int, low: jax.Array | int = 0
+  keys: jax.Array,
+  indices: jax.Array,
+  k: jax.Array | int,
+  low: jax.Array | int = 0,
 ) -> Cut:
   """The cut that selects the k largest keys of each row, ties to the lowest index.
 
@@ -178,35 +186,29 @@ def kth_largest(
     >>> jnp.flatnonzero(cut.selects(keys, indices)[0])
     Array([1, 2], dtype=int32)
   """
-  k, low = (
-    jnp.broadcast_to(jnp.asarray(value, jnp.int32), keys.shape[:1])[:, None]
-    for value in (k, low)
-  )
+  k = jnp.broadcast_to(jnp.int32(k), keys.shape[:1])[:, None]
+  low = jnp.broadcast_to(jnp.int32(low), keys.shape[:1])[:, None]
+
+  def by_halves() -> Cut:
+    high = jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1
+    selects = functools.partial(Cut.selects, keys=keys, indices=indices)
+    return search_by_halves(selects, k, low, high)
+
+  def by_digits() -> Cut:
+    selects = functools.partial(
+      Cut.selects, keys=keys[:, None], indices=indices[:, None]
+    )
+    return search_by_digits(selects, k)
+
   # Digits take 1.9 times the CPU time of an update of SparDL.
-  return _compat.by_platform(cpu=_kth_by_halves, default=_kth_by_digits)(
-    keys, indices, k, low
-  )
-
-
-def _kth_by_halves(
-  keys: jax.Array, indices: jax.Array, k: jax.Array, low: jax.Array
-) -> Cut:
-  selects = functools.partial(Cut.selects, keys=keys, indices=indices)
-  return search_by_halves(
-    selects, k, low, high=jnp.maximum(jnp.max(keys, axis=1, keepdims=True), low) + 1
-  )
-
-
-def _kth_by_digits(
-  keys: jax.Array, indices: jax.Array, k: jax.Array, _: jax.Array
-) -> Cut:
-  return search_by_digits(
-    functools.partial(Cut.selects, keys=keys[:, None], indices=indices[:, None]), k
-  )
+  return _compat.by_platform(cpu=by_halves, default=by_digits)()
 
 
 def search_keys(
-  read: Callable[[jax.Array], jax.Array], starts: jax.Array, length: int, k: int
+  read: Callable[[jax.Array], jax.Array],
+  starts: jax.Array,
+  length: int,
+  k: int,
 ) -> jax.Array:
   """The k largest keys of each of several long rows, by counting: their indices, ascending, i32[rows, k].
 
@@ -216,30 +218,27 @@ def search_keys(
     length: keys of a row.
     k: how many to select.
   """
-  # One by one: a batch takes memory, and XLA on CPU compiles it to slower code.
-  return jax.lax.map(functools.partial(_search_row, read, length, k), starts)
-
-
-def _search_row(
-  read: Callable[[jax.Array], jax.Array], length: int, k: int, start: jax.Array
-) -> jax.Array:
-  def selects(cut: Cut) -> jax.Array:
-    # Keys are computed again in each round: a compiler that took them out of the loop
-    # would store them. XLA for TPUs removes barriers first, but does not know that the
-    # key is at least 0.
-    cut, here = jax.lax.optimization_barrier((cut, start))
-    key, last = (end.reshape(()) for end in cut)
-    chosen = Cut(key, last).selects(
-      read(here + jnp.minimum(key, 0)), jnp.arange(length, dtype=jnp.int32)
-    )
-    return chosen.reshape(*cut.key.shape[:-1], length)
-
   by_halves = functools.partial(search_by_halves, low=jnp.int32(0), high=jnp.int32(TOP))
-  search = _compat.by_platform(
-    cpu=by_halves, default=functools.partial(search_by_digits, bits=1)
-  )
-  cut = search(selects, jnp.int32(k))
-  return bitset.nonzero(bitset.pack(selects(cut).reshape(-1)), k)
+  # One cut a round: more would store as many rows of flags.
+  by_digits = functools.partial(search_by_digits, bits=1)
+  search = _compat.by_platform(cpu=by_halves, default=by_digits)
+
+  def search_row(start: jax.Array) -> jax.Array:
+    def selects(cut: Cut) -> jax.Array:
+      # Keys are computed again in each round: a compiler that took them out of the loop
+      # would store them. XLA for TPUs removes barriers first, but does not know that
+      # the key is at least 0.
+      cut, here = jax.lax.optimization_barrier((cut, start))
+      key, last = (end.reshape(()) for end in cut)
+      keys = read(here + jnp.minimum(key, 0))
+      chosen = Cut(key, last).selects(keys, iota(length))
+      return chosen.reshape(*cut.key.shape[:-1], length)
+
+    cut = search(selects, jnp.int32(k))
+    return bitset.nonzero(bitset.pack(selects(cut).reshape(-1)), k)
+
+  # One by one: a batch takes memory, and XLA on CPU compiles it to slower code.
+  return jax.lax.map(search_row, starts)
 
 
 def search_by_digits(
@@ -266,19 +265,20 @@ def search_by_digits(
   rounds = -(-31 // bits)
   rows = len(k)
   more = -len(k) % 8
-  cut_at = lambda state: Cut(state[0], jnp.iinfo(jnp.int32).max - state[1])
+  largest = jnp.iinfo(jnp.int32).max
+  cut_at = lambda state: Cut(state[0], largest - state[1])
 
   def refine(step: jax.Array, state: jax.Array) -> jax.Array:
     shift = (rounds - 1 - step % rounds) * bits
-    part = (jnp.arange(2, dtype=jnp.int32) == step // rounds).astype(jnp.int32)[
-      :, None, None
-    ]
-    cuts = cut_at((state[:, :rows] + part * (digits << shift))[..., None])
-    counts = jnp.sum(selects(cuts), axis=2, dtype=jnp.int32)
+    # 1 for the half of the state that this round refines, the key or the index; else 0
+    refined = (iota(2) == step // rounds).astype(jnp.int32)[:, None, None]
+    shifted = digits << shift
+    candidates = state[:, :rows] + refined * shifted
+    counts = jnp.sum(selects(cut_at(candidates[..., None])), axis=2, dtype=jnp.int32)
     # a digit may be beyond 31 bits
-    enough = (counts >= k) & ((digits << shift) >> shift == digits)[0]
-    found = jnp.sum(enough, axis=1, keepdims=True, dtype=jnp.int32) << shift
-    return state + part * jnp.pad(found, ((0, more), (0, 0)))[None]
+    enough = (counts >= k) & (shifted >> shift == digits)[0]
+    digit = jnp.sum(enough, axis=1, keepdims=True, dtype=jnp.int32) << shift
+    return state + refined * jnp.pad(digit, ((0, more), (0, 0)))[None]
 
   # In rows of 8, so that one kernel makes the zeros of several searches.
   start = jnp.zeros((2, rows + more, 1), jnp.int32)
@@ -287,7 +287,10 @@ def search_by_digits(
 
 
 def search_by_halves(
-  selects: Callable[[Cut], jax.Array], k: jax.Array, low: jax.Array, high: jax.Array
+  selects: Callable[[Cut], jax.Array],
+  k: jax.Array,
+  low: jax.Array,
+  high: jax.Array,
 ) -> Cut:
   """The cut at which k keys are selected; k, low and high are i32 of one shape.
 
@@ -300,18 +303,21 @@ def search_by_halves(
 
   def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Halves low … high, first of the last key; then, with `ties`, of minus the last index of that key."""
+    # Two searches, one after the other: `ties` says which one a row is in.
     low, high, key, ties = state
-    middle = low + (high - low) // 2
-    cut = Cut(jnp.where(ties, key, middle), jnp.where(ties, -middle, _LAST))
-    found = bitset.count(bitset.pack(selects(cut))).reshape(k.shape)
-    low = jnp.where(found >= k, middle, low)
-    high = jnp.where(found >= k, high, middle)
+    middle = low + (high - low) // 2  # not (low + high) // 2, which may overflow
+    last = jnp.where(ties, -middle, _LAST)
+    selected = selects(Cut(jnp.where(ties, key, middle), last))
+    count = bitset.count(bitset.pack(selected)).reshape(k.shape)
+    low = jnp.where(count >= k, middle, low)
+    high = jnp.where(count >= k, high, middle)
     # At −_LAST all indices of `key` are selected, at 1 none.
-    to_ties = ~ties & ((found == k) | (high - low <= 1))
+    to_ties = ~ties & ((count == k) | (high - low <= 1))
     key = jnp.where(to_ties, low, key)
     low = jnp.where(to_ties, -_LAST, low)
     high = jnp.where(to_ties, 1, high)
-    return low, jnp.where(found == k, low, high), key, ties | to_ties
+    # exactly k are selected: nothing is left to halve
+    return low, jnp.where(count == k, low, high), key, ties | to_ties
 
   def is_open(state: tuple[jax.Array, ...]) -> jax.Array:
     low, high, _, ties = state

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxsparse import _compat
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.select.blocks import TOP, LazySum, keys_of
 from jaxsparse.select.exact import sort_rows
 from jaxsparse.select.threshold import largest_that
@@ -49,22 +50,24 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
            [ 4.,  0.]], dtype=float32))
   """
   rows = -(-x.size // length)
+  # A TPU sorts, in pieces that bound the memory of a sort.
   on_tpu = functools.partial(_in_pieces, _by_sorting, x, length, k, _PIECES)
   on_gpu = (
     functools.partial(_in_pieces, _by_groups, x, length, k, 1)
     if 2 * _GROUP * k <= length
     else on_tpu
   )
+  # Chunks of whole words of flags, and groups of at least four entries.
   bracketed = length % (bitset.GROUP * bitset.BITS) == 0 and 4 * _groups(k) <= length
+  # Each piece is read twice, so it has to stay in the cache.
   pieces = max(1, rows * length // _CACHED)
   on_cpu = functools.partial(
     _in_pieces, _by_threshold if bracketed else _by_sorting, x, length, k, pieces
   )
   # The way of GPUs takes 6 times the CPU time, that of CPUs 1.8 times the kernels.
   indices = _compat.by_platform(gpu=on_gpu, tpu=on_tpu, default=on_cpu)()
-  return Sparse(
-    indices, x.read_at(indices + length * jnp.arange(rows, dtype=jnp.int32)[:, None])
-  )
+  flat = indices + length * iota(rows)[:, None]
+  return Sparse(indices, x.read_at(flat))
 
 
 def _in_pieces(
@@ -74,21 +77,30 @@ def _in_pieces(
   size = -(-x.size // (length * pieces)) * length
   whole, rest = divmod(x.size, size)
 
-  def one(start: jax.Array) -> jax.Array:
-    return select(x.slice(start, size), lambda at: x.read_at(start + at), length, k)
+  def select_piece(start: jax.Array, values: jax.Array) -> jax.Array:
+    return select(values, lambda at: x.read_at(start + at), length, k)
 
-  found = jnp.zeros((0, k), jnp.int32)
+  chosen = jnp.zeros((0, k), jnp.int32)
   if whole:
-    found = jax.lax.map(one, size * jnp.arange(whole, dtype=jnp.int32)).reshape(-1, k)
+    starts = size * iota(whole)
+    chosen = jax.lax.map(
+      lambda start: select_piece(start, x.slice(start, size)), starts
+    )
+    chosen = chosen.reshape(-1, k)
   if not rest:
-    return found
-  values = jnp.pad(x.slice(jnp.int32(whole * size), rest), (0, -rest % length))
-  return jnp.concatenate(
-    [found, select(values, lambda at: x.read_at(whole * size + at), length, k)]
-  )
+    return chosen
+  # a shorter piece, whose last chunk is filled with zeros
+  start = jnp.int32(whole * size)
+  values = jnp.pad(x.slice(start, rest), (0, -rest % length))
+  return jnp.concatenate([chosen, select_piece(start, values)])
 
 
-def _by_sorting(values: jax.Array, _: _Read, length: int, k: int) -> jax.Array:
+def _by_sorting(
+  values: jax.Array,
+  _: _Read,
+  length: int,
+  k: int,
+) -> jax.Array:
   """The positions of the k largest of each chunk, i32[rows, k].
 
   Args:
@@ -100,31 +112,34 @@ def _by_sorting(values: jax.Array, _: _Read, length: int, k: int) -> jax.Array:
   return sort_rows(keys_of(values).reshape(-1, length), k)
 
 
-def _by_groups(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array:
+def _by_groups(
+  values: jax.Array,
+  read: _Read,
+  length: int,
+  k: int,
+) -> jax.Array:
   """`_by_sorting`, of groups of groups before groups, and of these before entries.
 
   The k groups with the largest maxima, ties to the first group, contain the k largest
   entries: for an entry of another group, each of them has a larger one, or an equal one
   of a lower index.
   """
-  levels = [keys_of(values).reshape(-1, length)]
-  rows = len(levels[0])
-  while levels[-1].shape[1] >= _GROUP * k:
-    groups = jnp.pad(
-      levels[-1], ((0, 0), (0, -levels[-1].shape[1] % _GROUP)), constant_values=-1
-    )
-    levels.append(groups.reshape(rows, -1, _GROUP).max(axis=2))
-  keys = levels[-1]
-  indices = jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
-  for keys_below in reversed([None, *levels[1:-1]]):
-    indices = (
-      _first(keys, jnp.broadcast_to(indices, keys.shape), k)[:, :, None] * _GROUP
-    )
-    indices = (indices + jnp.arange(_GROUP, dtype=jnp.int32)[None, None]).reshape(
-      rows, -1
-    )
+  keys = keys_of(values).reshape(-1, length)
+  rows = len(keys)
+  levels = []
+  while (width := keys.shape[1]) >= _GROUP * k:
+    more = ((0, 0), (0, -width % _GROUP))
+    groups = jnp.pad(keys, more, constant_values=-1).reshape(rows, -1, _GROUP)
+    keys = groups.max(axis=2)
+    levels.append(keys)
+  indices = iota(keys.shape[1])[None]
+  # the entries themselves, None, are read again instead of stored
+  for keys_below in reversed([None, *levels[:-1]]):
+    groups = _first(keys, jnp.broadcast_to(indices, keys.shape), k)
+    members = groups[:, :, None] * _GROUP + iota(_GROUP)[None, None]
+    indices = members.reshape(rows, -1)
     if keys_below is None:
-      chunk = jnp.arange(rows, dtype=jnp.int32)[:, None]
+      chunk = iota(rows)[:, None]
       keys = jnp.where(indices < length, keys_of(read(chunk * length + indices)), -1)
     else:
       keys = jnp.take_along_axis(
@@ -135,9 +150,9 @@ def _by_groups(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array
 
 def _first(keys: jax.Array, indices: jax.Array, k: int) -> jax.Array:
   """The indices of the k largest keys of each row, the largest first; indices below 2¹⁵ are sorted as 16 bits."""
-  return jax.lax.sort(
-    (TOP - keys, indices.astype(jnp.int16)), num_keys=2, is_stable=False
-  )[1][:, :k].astype(jnp.int32)
+  operands = TOP - keys, indices.astype(jnp.int16)
+  _, ordered = jax.lax.sort(operands, num_keys=2, is_stable=False)
+  return ordered[:, :k].astype(jnp.int32)
 
 
 def _groups(k: int) -> int:
@@ -145,13 +160,20 @@ def _groups(k: int) -> int:
   return max(128, 1 << (3 * k - 1).bit_length())
 
 
-def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Array:
+def _by_threshold(
+  values: jax.Array,
+  read: _Read,
+  length: int,
+  k: int,
+) -> jax.Array:
   """`_by_sorting`, of the entries that reach the k-th largest of the maxima of groups, where these are not too many."""
   size = values.size
   groups = _groups(k)
   rows = size // length
   # entries of random order that reach the threshold
   mean = -groups * np.log1p(-k / groups)
+  # Room for nearly twice the mean in a chunk, and for a tenth more than the mean in all
+  # of them.
   slots = 32 * -(-int(1.9 * mean) // 32)
   capacity = bitset.align(int(rows * (1.1 * mean + 2)) + slots)
   members = _reaching(keys_of(values), rows, k, groups)
@@ -159,29 +181,37 @@ def _by_threshold(values: jax.Array, read: _Read, length: int, k: int) -> jax.Ar
   ends = bitset.running_sum(counts)
 
   def search() -> jax.Array:
-    found = bitset.nonzero(members.reshape(-1), capacity)
-    slot = (ends - counts)[:, None] + jnp.arange(slots, dtype=jnp.int32)[None]
-    found = jnp.where(slot < ends[:, None], found[slot], size)
-    keys = jnp.where(found < size, keys_of(read(found)), -1).T
+    ascending = bitset.nonzero(members.reshape(-1), capacity)
+    slot = (ends - counts)[:, None] + iota(slots)[None]
+    # [rows, slots], each row with the members of its chunk
+    flat = jnp.where(slot < ends[:, None], ascending[slot], size)
+    keys = jnp.where(flat < size, keys_of(read(flat)), -1).T
     chosen = bitset.pack(_is_largest(keys, k).T.reshape(-1))
-    largest = found.reshape(-1)[bitset.nonzero(chosen, rows * k)]
+    largest = flat.reshape(-1)[bitset.nonzero(chosen, rows * k)]
     return largest.reshape(rows, k) % length
 
+  # data of another order than random may need more
   fits = (jnp.max(counts) <= slots) & (ends[-1] <= capacity)
   return varying.cond(fits, search, lambda: _by_sorting(values, read, length, k))
 
 
-def _reaching(keys: jax.Array, rows: int, k: int, groups: int) -> jax.Array:
+def _reaching(
+  keys: jax.Array,
+  rows: int,
+  k: int,
+  groups: int,
+) -> jax.Array:
   """The bitset, u32[rows, words], of the entries of chunks that reach the k-th largest of the maxima of groups."""
   length = keys.size // rows
   of_groups = keys.reshape(rows, -1, groups)  # every `groups`-th entry
   # Not `max(axis=1)`, which XLA on CPU compiles to slower code.
   best = functools.reduce(
-    jnp.maximum, [of_groups[:, number] for number in range(length // groups)]
+    jnp.maximum, [of_groups[:, group] for group in range(length // groups)]
   )
   # a lower threshold, by half as many rounds of twice as wide vectors
   upper = (best >> 16).astype(jnp.int16).T
-  low = _kth_largest(upper, jnp.int16(k), 15).astype(jnp.int32)[:, None] << 16
+  kth = _kth_largest(upper, jnp.int16(k), 15)
+  low = kth.astype(jnp.int32)[:, None] << 16
   reaches = keys.reshape(rows, length) >= jnp.maximum(low, 1)
   # Where fewer than k entries are not 0, the others are zeros among the first k.
   first = bitset.pack(jnp.arange(length) < k)[None]
@@ -196,14 +226,20 @@ def _is_largest(keys: jax.Array, k: int) -> jax.Array:
   above = keys > least[None]
   ties = keys == least[None]
   left = k - jnp.sum(above, axis=0, dtype=jnp.int32)
-  backward = jnp.where(ties, slots - jnp.arange(slots, dtype=jnp.int32)[:, None], 0)
+  # numbers the ties so that the first has the largest number
+  backward = jnp.where(ties, slots - iota(slots)[:, None], 0)
+  # the number of the last tie that is still among the k
   last = _kth_largest(backward, left, slots.bit_length())
   return above | (backward >= jnp.maximum(last, 1)[None])
 
 
 def _kth_largest(keys: jax.Array, k: jax.Array, bits: int) -> jax.Array:
   """The k-th largest of each column, bit by bit; keys are integers [c, rows] below 2 to the power of `bits`."""
-  reaches = lambda key: (
-    jnp.sum((keys >= key[None]).astype(keys.dtype), axis=0, dtype=keys.dtype) >= k
-  )
-  return largest_that(reaches, jnp.zeros(keys.shape[1], keys.dtype), bits)
+  dtype = keys.dtype
+
+  def has_enough(key: jax.Array) -> jax.Array:
+    # counted in the dtype of the keys, so that a vector register holds as many
+    reaches = (keys >= key[None]).astype(dtype)
+    return jnp.sum(reaches, axis=0, dtype=dtype) >= k
+
+  return largest_that(has_enough, jnp.zeros(keys.shape[1], dtype), bits)

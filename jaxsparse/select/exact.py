@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxsparse import _compat, sparse
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.select.blocks import (
   Blocks,
   LazySum,
@@ -38,7 +39,12 @@ _NO_SLOT = jnp.iinfo(jnp.int32).max
 _DEVIATIONS = 3.5  # a sample is off by more once in 4,000 times
 
 
-def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sparse:
+def top_k(
+  x: jax.Array | LazySum,
+  k: int,
+  *,
+  method: Search | None = None,
+) -> Sparse:
   """The k entries of largest magnitude of each row, in the order of their indices.
 
   Ties go to the lowest index, and NaN ranks above everything. Whatever the method, the
@@ -66,8 +72,9 @@ def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sp
     Sparse(indices=Array([1, 3], dtype=int32), values=Array([-3.,  3.], dtype=float32))
   """
   shape = (x.size,) if isinstance(x, LazySum) else jnp.shape(x)
-  lazy = x if isinstance(x, LazySum) else LazySum((jnp.asarray(x).reshape(-1),))
-  for part in lazy.parts:
+  if not isinstance(x, LazySum):
+    x = LazySum((jnp.asarray(x).reshape(-1),))
+  for part in x.parts:
     check_float32(part)
   n = shape[-1]
   if k % 1 or not 1 <= k <= n:
@@ -79,11 +86,12 @@ def top_k(x: jax.Array | LazySum, k: int, *, method: Search | None = None) -> Sp
     raise ValueError(
       f"method={method!r}, choose one of {', '.join(map(repr, _METHODS))}"
     )
-  rows = lazy.size // n
-  blocks = Blocks(lazy, jnp.arange(rows, dtype=jnp.int32), n, k)
+  rows = x.size // n
+  blocks = Blocks(x, iota(rows), n, k)
   indices = _METHODS[method](blocks) if rows else jnp.zeros((0, k), jnp.int32)
-  values = lazy.read_at(blocks.flat_indices(indices))
-  return Sparse(indices.reshape(*shape[:-1], k), values.reshape(*shape[:-1], k))
+  values = x.read_at(blocks.flat_indices(indices))
+  shape_of_result = *shape[:-1], k
+  return Sparse(indices.reshape(shape_of_result), values.reshape(shape_of_result))
 
 
 def method_for(n: int, k: int) -> Search:
@@ -108,9 +116,14 @@ def plan_search(length: int, k: int) -> tuple[int, int, int] | None:
     >>> plan_search(1_000_000, 10_000), plan_search(1_000_000, 900_000)
     ((16384, 209, 16128), None)
   """
-  size = bitset.align(min(max(length // 128, _SAMPLES[0]), _SAMPLES[1]))
+  least, most = _SAMPLES
+  size = bitset.align(min(max(length // 128, least), most))
+  # The number of the k largest that a sample contains is binomial, about Poisson: its
+  # deviation is the root of its mean.
   mean = size * k / length
   rank = min(size, int(mean + _DEVIATIONS * mean**0.5 + 1))
+  # As many entries of the block as there are in the sample up to `rank`, with its
+  # deviation, in proportion.
   slots = bitset.align(int(k * (rank + _DEVIATIONS * rank**0.5 + 1) / mean))
   return (size, rank, slots) if length > SHORT and slots < length // 2 else None
 
@@ -167,22 +180,23 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     by_block, n, length
   )
   members = bitset.pack(keys_of(blocks.x.values) >= low_of_entry)
-  found = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
+  # the candidates of all blocks, ascending; empty slots hold n or more
+  flat = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
-  # empty slots hold n or more
-  edges = jnp.minimum(jnp.arange(rows + 1, dtype=jnp.int32) * length, n)
+  edges = jnp.minimum(iota(rows + 1) * length, n)
   starts = _compat.by_platform(
     gpu=lambda: bitset.rank(members, edges),
-    default=lambda: jnp.searchsorted(found, edges).astype(jnp.int32),
+    default=lambda: jnp.searchsorted(flat, edges).astype(jnp.int32),
   )()
+  # candidates of a row: slots begin … end − 1 of the list
   begin = starts[blocks.order]
   end = starts[blocks.order + 1]
-  slots = begin[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
-  relative = (
-    found[jnp.minimum(slots, found.size - 1)] - (blocks.order * length)[:, None]
-  )
-  fits = (end - begin <= capacity) & (end < found.size)  # else the list may be cut
+  slots = begin[:, None] + iota(capacity)[None]
+  starts_of_rows = (blocks.order * length)[:, None]
+  relative = flat[jnp.minimum(slots, flat.size - 1)] - starts_of_rows
+  fits = (end - begin <= capacity) & (end < flat.size)  # else the list may be cut
   indices = jnp.where(slots < end[:, None], relative, length)
+  # With a given threshold fewer than k entries may reach it, so none are needed.
   needed = jnp.int32(blocks.k if low is None else 0)
   return Candidates(members, indices, by_block[blocks.order], fits, needed)
 
@@ -194,10 +208,11 @@ def _estimate_keys(blocks: Blocks, size: int, rank: int) -> jax.Array:
   # One at random from each of equal parts of a block, so that periodic data give a fair
   # sample.
   parts = np.arange(size) + np.random.default_rng(length).random(size)
-  sample = jnp.array(np.minimum(parts * length / size, length - 1), jnp.int32)[None]
-  starts = length * jnp.arange(rows, dtype=jnp.int32)[:, None]
+  positions = np.minimum(parts * length / size, length - 1)
+  sample = jnp.array(positions, jnp.int32)[None]
+  starts = length * iota(rows)[:, None]
   keys = keys_of(blocks.x.read_at(sample + starts))
-  slots = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), keys.shape)
+  slots = jnp.broadcast_to(iota(size), keys.shape)
   # so few that a GPU sorts them in one kernel
   by_sort = lambda keys: jnp.sort(keys, axis=1)[:, -rank]
   by_search = lambda keys: kth_largest(keys, slots, rank).key[:, 0]
@@ -215,14 +230,13 @@ def _low_of_words(by_block: jax.Array, n: int, length: int) -> jax.Array:
   """
   starts = jnp.arange(0, n, bitset.BITS, dtype=jnp.int32)
   ends = jnp.minimum(starts + (bitset.BITS - 1), n - 1)
-  return jnp.repeat(
-    jnp.minimum(by_block[starts // length], by_block[ends // length]), bitset.BITS
-  )[:n]
+  low = jnp.minimum(by_block[starts // length], by_block[ends // length])
+  return jnp.repeat(low, bitset.BITS)[:n]
 
 
 def _low_of_entries(by_block: jax.Array, n: int, length: int) -> jax.Array:
   """The key of the block of each of n entries, i32[n]: a TPU would pad rows of 32 to 128, and store them."""
-  index = jnp.arange(n, dtype=jnp.int32)
+  index = iota(n)
   low = jnp.broadcast_to(by_block[0], n)
   for row in range(1, len(by_block)):
     low = jnp.where(index >= row * length, by_block[row], low)
@@ -254,9 +268,10 @@ def search_among(
   search = _compat.by_platform(
     gpu=_by_order, tpu=_by_count, default=_by_count_with_zeros
   )
-  found, known = search(candidates.indices, candidates.low, read, blocks, least)
+  largest, known = search(candidates.indices, candidates.low, read, blocks, least)
+  # Not proven about once in some thousand searches: then all entries are searched.
   proven = candidates.fits & (known >= candidates.needed)
-  return varying.cond(proven.all(), lambda: found, search_all)
+  return varying.cond(proven.all(), lambda: largest, search_all)
 
 
 def _by_order(
@@ -273,38 +288,30 @@ def _by_order(
   length = blocks.length
   known = indices.shape[1]
   width = bitset.align(k)
-  slots = jnp.broadcast_to(
-    jnp.arange(known + width, dtype=jnp.int32), (len(indices), known + width)
-  )
+  slots = jnp.broadcast_to(iota(known + width), (len(indices), known + width))
+  # Candidates first, then the first k entries of the block.
+  is_candidate = slots < known
   # No concatenation, which XLA would not compute in one kernel with the keys.
-  indices = jnp.where(
-    slots < known, jnp.pad(indices, ((0, 0), (0, width))), slots - known
-  )
+  padded = jnp.pad(indices, ((0, 0), (0, width)))
+  indices = jnp.where(is_candidate, padded, slots - known)
   keys = keys_of(read(indices))
-  keys = jnp.where(
-    jnp.where(
-      slots < known, (indices < length) & (keys > 0), (indices < k) & (keys == 0)
-    ),
-    keys,
-    -1,
-  )
+  is_zero = (indices < k) & (keys == 0)
+  is_entry = (indices < length) & (keys > 0)
+  keys = jnp.where(jnp.where(is_candidate, is_entry, is_zero), keys, -1)
   cut = kth_largest(keys, indices, k)
   chosen = cut.selects(keys, indices)
   is_full = cut.key[:, 0] >= low
   if least is not None:
     chosen &= keys >= least[:, None]
   # With zeros in the order of indices, else in that of the slots.
-  order = jnp.where(
-    chosen, jnp.where(is_full.all() | (least is not None), slots, indices), _NO_SLOT
-  )
+  by_slot = is_full.all() | (least is not None)
+  order = jnp.where(chosen, jnp.where(by_slot, slots, indices), _NO_SLOT)
   order = jax.lax.sort(order, is_stable=False)[:, :k]
-  found = jnp.where(
-    is_full.all() | (least is not None),
-    jnp.take_along_axis(indices, order, 1, mode="clip"),
-    order,
-  )
-  reached = jnp.where(is_full | (low == 1), jnp.int32(k), jnp.int32(0))
-  return jnp.where(order < _NO_SLOT, found, length), reached
+  at_slots = jnp.take_along_axis(indices, order, 1, mode="clip")
+  largest = jnp.where(by_slot, at_slots, order)
+  is_known = is_full | (low == 1)
+  reached = jnp.where(is_known, jnp.int32(k), jnp.int32(0))
+  return jnp.where(order < _NO_SLOT, largest, length), reached
 
 
 def _by_count(
@@ -322,15 +329,15 @@ def _by_count(
     entries, in which zeros are selected, to the search of all.
   """
   keys = jnp.where(indices < blocks.length, keys_of(read(indices)), -1)
+  # Below `low` the candidates are incomplete, so those there prove nothing.
   reached = bitset.count_true(keys >= low[:, None])
-  chosen = kth_largest(keys, indices, jnp.minimum(blocks.k, reached), low).selects(
-    keys, indices
-  )
+  cut = kth_largest(keys, indices, jnp.minimum(blocks.k, reached), low)
+  chosen = cut.selects(keys, indices)
   if least is not None:
     chosen &= keys >= least[:, None]
   empty = jnp.full((len(indices), blocks.k), blocks.length, jnp.int32)
-  found = _append(empty, jnp.zeros_like(low), chosen, indices)
-  return found, reached if least is None else jnp.where(low == 1, blocks.k, reached)
+  largest = _append(empty, jnp.zeros_like(low), chosen, indices)
+  return largest, reached if least is None else jnp.where(low == 1, blocks.k, reached)
 
 
 def _by_count_with_zeros(
@@ -341,30 +348,32 @@ def _by_count_with_zeros(
   least: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
   """`_by_count`, with zeros of the lowest indices, which are among the first k; on a TPU the sort compiles for long."""
-  found, reached = _by_count(indices, low, read, blocks, least)
+  largest, reached = _by_count(indices, low, read, blocks, least)
 
   def add_zeros() -> jax.Array:
-    first = jnp.broadcast_to(jnp.arange(blocks.k, dtype=jnp.int32), found.shape)
-    return jnp.sort(_append(found, reached, keys_of(read(first)) == 0, first), axis=1)
+    first = jnp.broadcast_to(iota(blocks.k), largest.shape)
+    is_zero = keys_of(read(first)) == 0
+    return jnp.sort(_append(largest, reached, is_zero, first), axis=1)
 
   if least is None:
-    found = varying.cond((reached < blocks.k).any(), add_zeros, lambda: found)
+    largest = varying.cond((reached < blocks.k).any(), add_zeros, lambda: largest)
   # Where all that reach the smallest key above 0 are known, all others are zeros.
-  return found, jnp.where(low == 1, blocks.k, reached)
+  return largest, jnp.where(low == 1, blocks.k, reached)
 
 
 def _append(
-  found: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array
+  chosen: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array
 ) -> jax.Array:
-  """`found` [rows, k], in whose slots from `filled` i32[rows] on are the first flagged entries of `new` [rows, c]."""
-  rows, k = found.shape
+  """`chosen` [rows, k], in whose slots from `filled` i32[rows] on are the first flagged entries of `new` [rows, c]."""
+  rows, k = chosen.shape
   ones = flags.astype(jnp.int32)
+  # flagged entries before each one, in all rows so far; less those of earlier rows
   before = bitset.running_sum(ones.reshape(-1)).reshape(ones.shape) - ones
   slot = filled[:, None] + before - before[:, :1]
-  slot = jnp.where(
-    flags & (slot < k), slot + k * jnp.arange(rows, dtype=jnp.int32)[:, None], rows * k
-  )
-  return sparse.put(found.reshape(-1), slot.reshape(-1), new.reshape(-1)).reshape(-1, k)
+  # slots of all rows in one vector: a scatter into a vector is fewer operations
+  slot = jnp.where(flags & (slot < k), slot + k * iota(rows)[:, None], rows * k)
+  flat = sparse.put(chosen.reshape(-1), slot.reshape(-1), new.reshape(-1))
+  return flat.reshape(-1, k)
 
 
 def _by_bracket(blocks: Blocks) -> jax.Array:
@@ -397,7 +406,8 @@ def sort_rows(keys: jax.Array, k: int) -> jax.Array:
   # the key, so that none is NaN, which ranks last among the few that XLA for GPUs
   # selects without sorting.
   below = jax.lax.bitcast_convert_type(keys - 1, jnp.float32)
-  return jnp.sort(jax.lax.top_k(jnp.where(keys > 0, below, -1), k)[1], axis=-1)
+  _, largest = jax.lax.top_k(jnp.where(keys > 0, below, -1), k)
+  return jnp.sort(largest, axis=-1)
 
 
 _METHODS = {"bracket": _by_bracket, "bisect": _by_bisection, "sort": _by_sorting}
@@ -424,17 +434,14 @@ def top_k_of_entries(
     >>> kept.indices, rest.indices
     (Array([1, 3], dtype=int32), Array([0, 9, 9, 9], dtype=int32))
   """
-  more = (0, -entries.indices.size % (bitset.GROUP * bitset.BITS))
-  keys = jnp.pad(
-    jnp.where(entries.indices < end, keys_of(entries.values), -1),
-    more,
-    constant_values=-1,
-  )[None]
+  size = entries.indices.size
+  more = (0, bitset.align(size) - size)
+  keys = jnp.where(entries.indices < end, keys_of(entries.values), -1)
+  keys = jnp.pad(keys, more, constant_values=-1)[None]
   indices = jnp.pad(entries.indices, more)[None]
   count = jnp.minimum(k, sparse.count(entries, end))
-  chosen = kth_largest(keys, indices, count).selects(keys, indices)[
-    0, : entries.indices.size
-  ] & (count > 0)
-  return sparse.compress(entries, chosen, slots, end), sparse.where(
-    ~chosen, entries, end
-  )
+  cut = kth_largest(keys, indices, count)
+  # the cut of k = 0 is that of k = 1
+  chosen = cut.selects(keys, indices)[0, :size] & (count > 0)
+  kept = sparse.compress(entries, chosen, slots, end)
+  return kept, sparse.where(~chosen, entries, end)

@@ -20,7 +20,8 @@ import numpy as np
 
 from jaxsparse import _compat, sparse
 from jaxsparse._compat import varying
-from jaxsparse.select.accumulator import Pending, pending_except
+from jaxsparse.arrays import iota
+from jaxsparse.select.accumulator import Pending
 from jaxsparse.select.blocks import Blocks, keys_of
 from jaxsparse.types import Sparse
 
@@ -29,7 +30,7 @@ _WIDE = 4096
 _ROWS = 4  # compared at a time, so that the maximum is not read and written for each
 
 
-def find_champions(blocks: Blocks) -> jax.Array:
+def largest_of_chunks(blocks: Blocks) -> jax.Array:
   """The index of the largest entry of each of k chunks of each block.
 
   Returns:
@@ -39,14 +40,14 @@ def find_champions(blocks: Blocks) -> jax.Array:
   Example:
     >>> from jaxsparse.select.blocks import LazySum
     >>> x = LazySum((jnp.array([1.0, -5.0, 2.0, 3.0, 4.0, 0.5]),))
-    >>> find_champions(Blocks(x, order=jnp.array([1, 0]), length=4, k=2))
+    >>> largest_of_chunks(Blocks(x, order=jnp.array([1, 0]), length=4, k=2))
     Array([[0, 1],
            [2, 1]], dtype=int32)
   """
   # At once an update takes 1.8 times the CPU time; loops 1.5 times the kernels.
-  return _compat.by_platform(
-    gpu=find_champions_at_once, default=_find_champions_in_loops
-  )(blocks)
+  return _compat.by_platform(gpu=largest_of_chunks_at_once, default=_largest_in_loops)(
+    blocks
+  )
 
 
 def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:
@@ -64,25 +65,20 @@ def _mask(length: int, chunks: int) -> int:
   return (1 << (-(-length // chunks)).bit_length()) - 1
 
 
-def find_champions_at_once(blocks: Blocks) -> jax.Array:
-  """`find_champions` by one reduction: loops whose length depends on a block would make a GPU wait for the host."""
+def largest_of_chunks_at_once(blocks: Blocks) -> jax.Array:
+  """`largest_of_chunks` by one reduction: loops whose length depends on a block would make a GPU wait for the host."""
   length = blocks.length
   chunks = blocks.k
   count = blocks.order.size
   mask = _mask(length, chunks)
   rows = -(-length // chunks)
-  keys = jnp.pad(
-    keys_of(blocks.x.values), (0, count * length - blocks.x.size), constant_values=-1
-  )
-  keys = jnp.pad(
-    keys.reshape(count, length),
-    ((0, 0), (0, rows * chunks - length)),
-    constant_values=-1,
-  )
-  row = jnp.arange(rows, dtype=jnp.int32)[None, :, None]
-  best = (coarse(keys, length, chunks).reshape(count, rows, chunks) | (mask - row)).max(
-    axis=1
-  )
+  # a key of −1 is below every entry's
+  pad = functools.partial(jnp.pad, constant_values=-1)
+  keys = pad(keys_of(blocks.x.values), (0, count * length - blocks.x.size))
+  # [count, rows, chunks]: the entries of a chunk are below each other
+  keys = pad(keys.reshape(count, length), ((0, 0), (0, rows * chunks - length)))
+  magnitudes = coarse(keys, length, chunks).reshape(count, rows, chunks)
+  best = (magnitudes | (mask - iota(rows)[None, :, None])).max(axis=1)
   return _indices_of(best, length, chunks)[blocks.order]
 
 
@@ -93,17 +89,19 @@ def _indices_of(best: jax.Array, length: int, chunks: int) -> jax.Array:
   return jnp.where(best < 0, length, (mask - (best & mask)) * chunks + chunk)
 
 
-def _find_champions_in_loops(blocks: Blocks) -> jax.Array:
+def _largest_in_loops(blocks: Blocks) -> jax.Array:
   # One block after the other: XLA on CPU compiles a batch of slices to slower code.
-  return jax.lax.map(functools.partial(_champions_of_block, blocks), blocks.order)
+  return jax.lax.map(functools.partial(_largest_of_block, blocks), blocks.order)
 
 
-def _champions_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
+def _largest_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
   length = blocks.length
   chunks = blocks.k
   start = block * length
   mask = _mask(length, chunks)
   filled = jnp.clip(blocks.x.size - start, 0, length)
+  # Whole rows of chunks: as many as compare 4,096 entries, but no more than a block or
+  # the vector has.
   width = chunks * min(
     -(-_WIDE // chunks), -(-length // chunks), blocks.x.size // chunks
   )
@@ -119,18 +117,20 @@ def _champions_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
     """The maximum of `best` and of `count` rows, all of them in the block; XLA fuses reading with the comparison."""
 
     def step(i: jax.Array, best: jax.Array) -> jax.Array:
-      firsts = [(count * i + number) * width for number in range(count)]
+      firsts = [(count * i + row) * width for row in range(count)]
       rows = [rank(blocks.x.slice(start + first, width), first) for first in firsts]
       return functools.reduce(jnp.maximum, rows, best)
 
     return step
 
   best = jnp.full(width, -1, jnp.int32)
-  best = varying.fori_loop(0, filled // (_ROWS * width), compare(_ROWS), best)
-  best = varying.fori_loop(
-    filled // (_ROWS * width) * _ROWS, filled // width, compare(1), best
-  )
+  # four rows at a time, then the up to three that are left, then a part of a row
+  fours = filled // (_ROWS * width)
+  best = varying.fori_loop(0, fours, compare(_ROWS), best)
+  best = varying.fori_loop(fours * _ROWS, filled // width, compare(1), best)
   first = filled // width * width
+  # The last row may be cut by the end of the block; entries beyond it read 0, and do
+  # not count.
   rest = rank(blocks.x.read_at(start + first + column), first)
   best = jnp.maximum(best, jnp.where(first + column < filled, rest, -1))
   best = best.reshape(-1, chunks).max(axis=0)
@@ -173,7 +173,7 @@ class ChunkAccumulator:
   @classmethod
   def start(cls, blocks: Blocks) -> Self:
     """Finds the largest entry of each chunk, in one pass."""
-    indices = find_champions(blocks)
+    indices = largest_of_chunks(blocks)
     return cls(blocks, Sparse(indices, blocks.x.read_at(blocks.flat_indices(indices))))
 
   def largest(self, first: int, last: int) -> Sparse:
@@ -187,9 +187,9 @@ class ChunkAccumulator:
     k = self.blocks.k
     values = self._current_values(entries.indices) + entries.values
     known = _rows(self.best, 0, rows)
-    larger = coarse(keys_of(values), length, k) > coarse(
-      keys_of(known.values), length, k
-    )
+    magnitudes = lambda values: coarse(keys_of(values), length, k)
+    larger = magnitudes(values) > magnitudes(known.values)
+    # An entry that was known already is replaced by its sum, whatever its size.
     wins = (entries.indices < length) & ((entries.indices == known.indices) | larger)
     best = Sparse(
       jnp.where(wins, entries.indices, known.indices),
@@ -200,12 +200,13 @@ class ChunkAccumulator:
 
   def pending(self, delivered: jax.Array, sent: Sparse) -> Pending:
     """The next residual: where delivered, one entry a chunk, the current values without what was sent; else initial."""
+    # Where this worker sent the delivered entry, it keeps only the rounding error.
     values = jnp.where(
       delivered == sent.indices, sent.values, self._current_values(delivered)
     )
-    return pending_except(
-      self.blocks.x, Sparse(self.blocks.flat_indices(delivered), values)
-    )
+    entries = Sparse(self.blocks.flat_indices(delivered), values)
+    grads, residual = self.blocks.x.parts
+    return Pending(grads, residual, entries)
 
   def _current_values(self, indices: jax.Array) -> jax.Array:
     """The values of one entry of each chunk of the first rows, from which sent ones are not subtracted."""
@@ -214,12 +215,8 @@ class ChunkAccumulator:
       rows = min(len(added.indices), len(indices))
       old = values[:rows]
       more = _rows(added, 0, rows)
-      values = jnp.concatenate(
-        [
-          jnp.where(indices[:rows] == more.indices, old + more.values, old),
-          values[rows:],
-        ]
-      )
+      new = jnp.where(indices[:rows] == more.indices, old + more.values, old)
+      values = jnp.concatenate([new, values[rows:]])
     return values
 
 

@@ -20,6 +20,7 @@ from jaxsparse.types import Sparse
 Accumulator = TopKAccumulator | ChunkAccumulator
 # entries: a magnitude keeps its exponent beside the number of a row
 _LONGEST_CHUNK = 1 << 22
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class Selector(abc.ABC):
@@ -48,9 +49,8 @@ class Selector(abc.ABC):
 
   def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
     """The k entries of a whole vector, [1, k], which are sent at once."""
-    return self.start(Blocks(x, jnp.zeros(1, jnp.int32), x.size, k), memory).largest(
-      0, 1
-    )
+    whole = Blocks(x, jnp.zeros(1, jnp.int32), x.size, k)
+    return self.start(whole, memory).largest(0, 1)
 
   def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
     """The memory for the next step, from the entries [rows, k] selected in this step."""
@@ -136,16 +136,19 @@ class Reuse(Selector):
     valid = chosen.indices < length
     count = jnp.sum(valid, axis=1, dtype=jnp.int32)
     k = valid.shape[1]
-    least = jnp.min(jnp.where(valid, jnp.abs(chosen.values), jnp.inf), axis=1)
+    magnitudes = jnp.where(valid, jnp.abs(chosen.values), jnp.inf)
+    least = jnp.min(magnitudes, axis=1)
     full = count == k
+    # Twice at most: a spike would raise the threshold beyond the magnitudes of usual
+    # steps.
     growth = jnp.where(
       memory.levels > 0, jnp.clip(least / memory.levels, 1.0, 2.0), 1.0
     )
-    lower = jnp.where(
-      2 * count < k, 0.0, memory.bounds * (0.75 + count.astype(jnp.float32) / (4 * k))
-    )
+    # From 3/4 with no entry to 1 with k of them.
+    factor = 0.75 + count.astype(jnp.float32) / (4 * k)
+    lower = jnp.where(2 * count < k, 0.0, memory.bounds * factor)
     # At most the largest finite number: no entry would reach infinity.
-    raised = jnp.minimum(least * jnp.sqrt(growth), jnp.finfo(jnp.float32).max)
+    raised = jnp.minimum(least * jnp.sqrt(growth), _LARGEST)
     return Reused(jnp.where(full, raised, lower), jnp.where(full, least, 0.0))
 
 

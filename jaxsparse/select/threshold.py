@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.select.exact import top_k
 from jaxsparse.sparse import bitset
@@ -28,7 +29,8 @@ def select_reaching(x: LazySum, threshold: jax.Array) -> jax.Array:
     Array(2, dtype=int32)
   """
   values = x.values
-  # Not |x| ≥ threshold, which is false for NaN: a NaN would stay in the residual unnoticed.
+  # Not |x| ≥ threshold, which is false for NaN: a NaN would stay in the residual
+  # unnoticed.
   return bitset.pack(~(jnp.abs(values) < threshold) & (values != 0))
 
 
@@ -58,6 +60,8 @@ def choose_reaching(
   """
 
   def search() -> tuple[jax.Array, jax.Array, jax.Array]:
+    # One search serves both: the threshold of an exact step, and the cut where too many
+    # reach it.
     largest = top_k(x, most)
     threshold = jnp.where(is_exact, kth_magnitude(largest, k, x.size), last)
     reach = select_reaching(x, threshold)
@@ -82,10 +86,10 @@ def kth_magnitude(entries: Sparse, k: int, end: int) -> jax.Array:
     >>> kth_magnitude(Sparse(jnp.arange(3), jnp.array([1.0, -3.0, 2.0])), k=2, end=3)
     Array(2., dtype=float32)
   """
+  # an empty slot reaches no key
   keys = jnp.where(entries.indices < end, keys_of(entries.values), -1)
-  key = largest_that(
-    lambda key: bitset.count(bitset.pack(keys >= key)) >= k, jnp.int32(0), bits=31
-  )
+  has_enough = lambda key: bitset.count(bitset.pack(keys >= key)) >= k
+  key = largest_that(has_enough, jnp.int32(0), bits=31)
   return jax.lax.bitcast_convert_type(key, jnp.float32)
 
 
@@ -103,11 +107,10 @@ def largest_that(
     Array(7, dtype=int32)
   """
 
-  def decide(step: jax.Array, found: jax.Array) -> jax.Array:
-    candidate = found | (
-      jnp.ones((), zero.dtype) << (bits - 1 - step).astype(zero.dtype)
-    )
-    return jnp.where(holds(candidate), candidate, found)
+  def decide(step: jax.Array, decided: jax.Array) -> jax.Array:
+    bit = jnp.ones((), zero.dtype) << (bits - 1 - step).astype(zero.dtype)
+    candidate = decided | bit
+    return jnp.where(holds(candidate), candidate, decided)
 
   return varying.fori_loop(0, bits, decide, zero)
 
@@ -125,6 +128,7 @@ def read_first(x: LazySum, members: jax.Array, capacity: int) -> Sparse:
     >>> read_first(x, select_reaching(x, jnp.float32(1)), 2).indices
     Array([0, 2], dtype=int32)
   """
+  # the last words of a bitset reach beyond n
   indices = jnp.minimum(bitset.nonzero(members, capacity), x.size)
   return Sparse(indices, x.read_at(indices))
 
@@ -163,15 +167,15 @@ def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) ->
            [2, 4]], dtype=int32)
   """
   sizes = jnp.diff(starts)
+  # Regions seldom overflow, and the search of a cut is many passes over the entries.
   cut = lambda: _cut_regions(entries, starts, capacity, end)
   entries, starts = varying.cond(
     (sizes > capacity).any(), cut, lambda: (entries, starts)
   )
-  slots = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
+  slots = starts[:-1, None] + iota(capacity)[None]
   inside = slots < starts[1:, None]
-  return sparse.where(
-    inside, jax.tree.map(lambda x: x[jnp.where(inside, slots, 0)], entries), end
-  )
+  at = jnp.where(inside, slots, 0)
+  return sparse.where(inside, jax.tree.map(lambda x: x[at], entries), end)
 
 
 def _cut_regions(
@@ -184,20 +188,27 @@ def _cut_regions(
   """
   sizes = jnp.diff(starts)
   keys = keys_of(entries.values)
-  slots = jnp.arange(entries.indices.size, dtype=jnp.int32)
+  slots = iota(entries.indices.size)
   region = jnp.searchsorted(
     starts[1:-1], slots, side="right", method="compare_all"
   ).astype(jnp.int32)
-  inside = lambda number: bitset.pack((region == number) & (slots < starts[-1]))
-  members = jax.vmap(inside)(jnp.arange(sizes.size, dtype=jnp.int32))
+  # the slots of each region as a bitset, u32[r, words]
+  in_region = lambda index: bitset.pack((region == index) & (slots < starts[-1]))
+  members = jax.vmap(in_region)(iota(sizes.size))
+  # flagged entries of each region, i32[r]
   count = lambda flags: bitset.count(bitset.pack(flags)[None] & members)
   zero = jnp.zeros_like(sizes)
   kept = jnp.minimum(sizes, capacity)
+  # the largest key that `kept` entries of a region reach, for each entry of the region
   has_enough = lambda key: count(keys >= key[region]) >= kept
   key = largest_that(has_enough, zero, bits=31)[region]
-  reaches = lambda last: (keys > key) | ((keys == key) & (slots < last[region]))
+  # Entries with that very key count up to a slot: the last one with no more entries
+  # than `kept`.
+  is_tie = keys == key
+  reaches = lambda last: (keys > key) | (is_tie & (slots < last[region]))
   fits = lambda last: count(reaches(last)) <= kept
   last = largest_that(fits, zero, slots.size.bit_length())
+  # slots behind the last region are empty
   keep = reaches(last) & (slots < starts[-1])
   ends = jnp.cumsum(kept, dtype=jnp.int32)
   largest = sparse.compress(entries, keep, slots.size, end)

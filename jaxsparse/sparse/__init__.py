@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
@@ -44,7 +45,11 @@ def read_at(x: jax.Array, indices: jax.Array) -> jax.Array:
   return x.at[indices].get(mode="fill", fill_value=0.0)
 
 
-def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Array:
+def put(
+  x: jax.Array,
+  indices: jax.Array,
+  values: jax.Array | float,
+) -> jax.Array:
   """`x` with `values` at `indices`, each of which occurs once; indices beyond the end are dropped.
 
   Example:
@@ -54,7 +59,11 @@ def put(x: jax.Array, indices: jax.Array, values: jax.Array | float) -> jax.Arra
   return x.at[indices].set(values, mode="drop", unique_indices=True)
 
 
-def add(x: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+def add(
+  x: jax.Array,
+  indices: jax.Array,
+  values: jax.Array,
+) -> jax.Array:
   """`x` with `values` added at `indices`, each of which occurs once; indices beyond the end are dropped.
 
   Example:
@@ -100,7 +109,8 @@ def resize(entries: Sparse, slots: int, end: int) -> Sparse:
   """
   indices = entries.indices[..., :slots]
   values = entries.values[..., :slots]
-  more = [(0, 0)] * (indices.ndim - 1) + [(0, slots - indices.shape[-1])]
+  missing = slots - indices.shape[-1]
+  more = [(0, 0)] * (indices.ndim - 1) + [(0, missing)]
   return Sparse(jnp.pad(indices, more, constant_values=end), jnp.pad(values, more))
 
 
@@ -112,9 +122,15 @@ def compress(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse:
     >>> compress(entries, jnp.array([True, False, True]), slots=3, end=9)
     Sparse(indices=Array([4, 7, 9], dtype=int32), values=Array([2., 5., 0.], dtype=float32))
   """
-  slot = jnp.where(keep, bitset.running_sum(keep.astype(jnp.int32)) - 1, slots)
-  empty = Sparse(jnp.full(slots, end, jnp.int32), jnp.zeros(slots, jnp.float32))
-  return jax.tree.map(lambda row, new: put(row, slot, new), empty, entries)
+  kept_so_far = bitset.running_sum(keep.astype(jnp.int32))
+  slot = jnp.where(keep, kept_so_far - 1, slots)
+  put_kept = lambda row, new: put(row, slot, new)
+  return jax.tree.map(put_kept, empty((slots,), end), entries)
+
+
+def empty(shape: tuple[int, ...], end: int) -> Sparse:
+  """Empty slots."""
+  return Sparse(jnp.full(shape, end, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
 def add_rows(rows: Sparse, end: int) -> jax.Array:
@@ -156,27 +172,27 @@ def merge(rows: Sparse, end: int) -> Sparse:
   rows = jax.lax.optimization_barrier(rows)
 
   def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, None]:
-    return bitset.insert(
-      members, jnp.where(bitset.contains(members, indices), end, indices), end
-    ), None
+    new = jnp.where(bitset.contains(members, indices), end, indices)
+    return bitset.insert(members, new, end), None
 
+  # row after row, since `insert` takes no member twice
   members, _ = varying.scan(unite, bitset.empty(end), rows.indices)
+  # No more different indices than the vector has.
   slots = min(rows.indices.size, end)
   slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
   # Barriers order what XLA for GPUs would have in memory all at once: the slots, the
   # values of the sum, its indices.
   slot, size = jax.lax.optimization_barrier((slot, bitset.count(members)))
-  filled = lambda size: jnp.arange(slots, dtype=jnp.int32) < size
+  filled = lambda size: iota(slots) < size
   add_row = lambda values, row: (add(values, *row), None)
   # Sums start at −0: −0 + x is x, and 0 + −0 would be 0.
-  values, _ = varying.scan(
-    add_row,
-    jnp.where(filled(size), jnp.float32(-0.0), jnp.float32(0)),
-    (slot, rows.values),
-  )
+  start = jnp.where(filled(size), jnp.float32(-0.0), jnp.float32(0))
+  values, _ = varying.scan(add_row, start, (slot, rows.values))
   slot, size, values = jax.lax.optimization_barrier((slot, size, values))
   indices = jnp.where(filled(size), jnp.int32(0), jnp.int32(end))
-  indices = indices.at[slot.reshape(-1)].set(rows.indices.reshape(-1), mode="drop")
+  # Workers that send the same index write the same number to its slot.
+  flat = rows.indices.reshape(-1)
+  indices = indices.at[slot.reshape(-1)].set(flat, mode="drop")
   return jax.lax.optimization_barrier(Sparse(indices, values))
 
 

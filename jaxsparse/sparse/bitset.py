@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import _compat
+from jaxsparse.arrays import iota
 
 BITS = 32
 # shifts and masks: JAX writes a quotient or a remainder of integers as ten operations
@@ -59,18 +60,19 @@ def _pack_by_product(flags: jax.Array) -> jax.Array:
   Words of 32 neighbours are rows of 32 lanes on a TPU, which compile for minutes, and
   so are quotients of indices.
   """
-  rows = jnp.pad(flags, (0, -flags.size % _ROW)).reshape(-1, BITS, _LANES)
+  padded = jnp.pad(flags, (0, -flags.size % _ROW))
+  rows = padded.reshape(-1, BITS, _LANES)
+  # Flag (row, lane) of 32 × 128 is bit lane mod 32 of word 4 row + lane / 32; all by
+  # shifts.
   row, lane, half = (
     jax.lax.broadcasted_iota(jnp.int32, (BITS, _LANES, 2 * _LANES), axis)
     for axis in range(3)
   )
   # First the lower halves of the words of a row of 4,096 flags, then the upper ones.
-  inside = ((row << 2 | lane >> 5) == (half & _LANES - 1)) & (
-    (lane >> 4 & 1) == half >> 7
-  )
-  weights = jnp.where(inside, (1 << (lane & 15)).astype(jnp.float32), 0.0).astype(
-    jnp.bfloat16
-  )
+  in_word = (row << 2 | lane >> 5) == (half & _LANES - 1)
+  in_half = (lane >> 4 & 1) == half >> 7
+  power = (1 << (lane & 15)).astype(jnp.float32)
+  weights = jnp.where(in_word & in_half, power, 0.0).astype(jnp.bfloat16)
   both = (((1, 2), (0, 1)), ((), ()))
   halves = jax.lax.dot_general(
     rows.astype(jnp.bfloat16), weights, both, preferred_element_type=jnp.float32
@@ -85,17 +87,15 @@ def _pack_whole(flags: jax.Array) -> jax.Array:
   words = _pack_words(flags[:whole])
   rest = flags[whole:]
   if rest.size:
-    words = jnp.concatenate([words, _pack_words(jnp.pad(rest, (0, BITS - rest.size)))])
+    last = _pack_words(jnp.pad(rest, (0, BITS - rest.size)))
+    words = jnp.concatenate([words, last])
   return jnp.pad(words, (0, -words.size % GROUP))
 
 
 def _pack_words(flags: jax.Array) -> jax.Array:
   bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
-  return jnp.sum(
-    jnp.where(flags.reshape(-1, BITS), bits[None], jnp.uint32(0)),
-    axis=1,
-    dtype=jnp.uint32,
-  )
+  shifted = jnp.where(flags.reshape(-1, BITS), bits[None], jnp.uint32(0))
+  return jnp.sum(shifted, axis=1, dtype=jnp.uint32)
 
 
 def empty(n: int) -> jax.Array:
@@ -158,18 +158,15 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
 
 def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
   """Each index below 32 · words.size that is a member writes itself to the slot of its rank: few kernels, all wide."""
-  index = jnp.arange(BITS * words.size, dtype=jnp.int32)
+  index = iota(BITS * words.size)
+  word = index >> _LOG_BITS
   # The word of each index, shifted so that the bit of the index is the highest.
-  up_to = words[index >> _LOG_BITS] << (BITS - 1 - (index & BITS - 1)).astype(
-    jnp.uint32
-  )
-  counts = jax.lax.population_count(words).astype(jnp.int32)
-  before = (running_sum(counts) - counts)[index >> _LOG_BITS]
-  slot = jnp.where(
-    up_to >> (BITS - 1) != 0,
-    before + jax.lax.population_count(up_to).astype(jnp.int32) - 1,
-    capacity,
-  )
+  above = BITS - 1 - (index & BITS - 1)
+  up_to = words[word] << above.astype(jnp.uint32)
+  counts = _members(words)
+  before = (running_sum(counts) - counts)[word]
+  is_member = up_to >> (BITS - 1) != 0
+  slot = jnp.where(is_member, before + _members(up_to) - 1, capacity)
   empty = jnp.full(capacity, BITS * words.size, jnp.int32)
   return empty.at[slot].set(index, mode="drop", unique_indices=True)
 
@@ -179,12 +176,14 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
   counts = count(words.reshape(-1, group))
   ends = running_sum(counts)
   starts = ends - counts
-  slots = jnp.arange(align(capacity), dtype=jnp.int32)
+  slots = iota(align(capacity))
   marks = (
     jnp.zeros(slots.size, jnp.int32)
     .at[starts]
     .add(1, mode="drop", indices_are_sorted=True)
   )
+  # Groups without a member mark the slot of the next one, which counts for the last of
+  # them.
   group_of_slot = running_sum(marks) - 1
   # The word of the member of that rank in the group.
   ordinal = slots - starts[group_of_slot]
@@ -194,7 +193,8 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
   within = ordinal
   for offset in range(group):
     candidate = words[first + offset]
-    members = jax.lax.population_count(candidate).astype(jnp.int32)
+    members = _members(candidate)
+    # true for one of the words of a group
     inside = (ordinal >= 0) & (ordinal < members)
     word = jnp.where(inside, first + offset, word)
     bits = jnp.where(inside, candidate, bits)
@@ -218,7 +218,7 @@ def _bit_of_rank(word: jax.Array, rank: jax.Array) -> jax.Array:
   position = jnp.zeros(word.shape, jnp.int32)
   for width in (16, 8, 4, 2, 1):
     low = word & jnp.uint32((1 << width) - 1)
-    members = jax.lax.population_count(low).astype(jnp.int32)
+    members = _members(low)
     upper = rank >= members
     rank = jnp.where(upper, rank - members, rank)
     position = jnp.where(upper, position + width, position)
@@ -233,13 +233,19 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
     >>> rank(pack(jnp.array([True, False, True])), jnp.array([0, 1, 2, 999]))
     Array([0, 1, 1, 2], dtype=int32)
   """
+  # An index beyond the end has all members below it.
   word = jnp.minimum(indices >> _LOG_BITS, words.size - 1)
   bit = jnp.minimum(indices - BITS * word, BITS).astype(jnp.uint32)
-  below = jnp.where(bit < BITS, (jnp.uint32(1) << (bit & BITS - 1)) - 1, ~jnp.uint32(0))
-  counts, inside = (
-    jax.lax.population_count(x).astype(jnp.int32) for x in (words, words[word] & below)
-  )
-  return (running_sum(counts) - counts)[word] + inside
+  lower_bits = (jnp.uint32(1) << (bit & BITS - 1)) - 1
+  # a shift by 32 is undefined
+  below = jnp.where(bit < BITS, lower_bits, ~jnp.uint32(0))
+  counts = _members(words)
+  return (running_sum(counts) - counts)[word] + _members(words[word] & below)
+
+
+def _members(words: jax.Array) -> jax.Array:
+  """The number of bits that are set in each word, i32 like them."""
+  return jax.lax.population_count(words).astype(jnp.int32)
 
 
 def running_sum(x: jax.Array) -> jax.Array:
@@ -256,9 +262,11 @@ def running_sum(x: jax.Array) -> jax.Array:
 
 def _running_sum_of_lanes(x: jax.Array) -> jax.Array:
   """For TPU: by shifts within rows of 128, a tile's width. `reduce_window` and shorter rows compile for seconds."""
-  sums = jnp.pad(x, (0, -x.size % (8 * _LANES))).reshape(-1, _LANES)
+  padded = jnp.pad(x, (0, -x.size % (8 * _LANES)))
+  sums = padded.reshape(-1, _LANES)
   for step in (1, 2, 4, 8, 16, 32, 64):
-    sums += jnp.pad(sums[:, :-step], ((0, 0), (step, 0)))
+    shifted = jnp.pad(sums[:, :-step], ((0, 0), (step, 0)))
+    sums += shifted
   if x.size > _LANES:
     totals = sums[:, -1]
     sums += (_running_sum_of_lanes(totals) - totals)[:, None]
@@ -270,17 +278,16 @@ def _running_sum_of_rows(x: jax.Array) -> jax.Array:
   n = x.size
   width = n if n <= _SHORT else 16 if n <= _SHORT**2 else 8
   rows = jnp.pad(x, (0, -n % width)).reshape(-1, width)
-  column = jnp.arange(width, dtype=jnp.int32)
-  sums = jnp.sum(
-    jnp.where(column[:, None] >= column[None], rows[:, None], 0),
-    axis=2,
-    dtype=jnp.int32,
-  )
+  column = iota(width)
+  # a product with a triangle of ones: entry [r, i, j] is x[r, j] where j ≤ i
+  terms = jnp.where(column[:, None] >= column[None], rows[:, None], 0)
+  sums = jnp.sum(terms, axis=2, dtype=jnp.int32)
   if len(rows) == 1:
     return sums[0]
   # not the last column of `sums`, which XLA would compute in full
   totals = jnp.sum(rows, axis=1, dtype=jnp.int32)
-  return (sums + (_running_sum_of_rows(totals) - totals)[:, None]).reshape(-1)[:n]
+  before = _running_sum_of_rows(totals) - totals
+  return (sums + before[:, None]).reshape(-1)[:n]
 
 
 def of_indices(indices: np.ndarray, words: int) -> np.ndarray:
@@ -315,6 +322,7 @@ def insert(words: jax.Array, indices: jax.Array, n: int) -> jax.Array:
     >>> count(insert(pack(jnp.array([True, False, True])), jnp.array([1, 3, 3]), n=3))
     Array(3, dtype=int32)
   """
+  # Each bit is added once to a word without it, so that a sum is a union.
   bits = jnp.uint32(1) << (indices & BITS - 1).astype(jnp.uint32)
   word = jnp.where(indices < n, indices >> _LOG_BITS, words.size)
   return words.at[word].add(bits, mode="drop", wrap_negative_indices=False)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import sparse
+from jaxsparse.arrays import iota
 from jaxsparse.sparse import bitset, fields
 from jaxsparse.sparse.values import FORMATS, Values, Wire
 from jaxsparse.types import Sparse
@@ -77,6 +78,7 @@ class _Coordinates:
     return message
 
   def words(self, rows: int, capacity: int) -> int:
+    # an index and a value
     return 2 * rows * capacity
 
 
@@ -94,6 +96,7 @@ class _Formatted:
   def encode(
     self, entries: Sparse, noise: jax.Array | None = None
   ) -> tuple[Message, jax.Array]:
+    # The sender decodes its own codes, so that the errors are those of its receivers.
     codes, beside = self.format.write(entries.values, noise)
     rounded = self.format.read(codes, beside)
     if self._is_packed:
@@ -112,6 +115,8 @@ class _Formatted:
     return sparse.where(indices < self.length, Sparse(indices, values), self.length)
 
   def words(self, rows: int, capacity: int) -> int:
+    # Bits of 8 or more are whole bytes, of which rows share words; fewer bits are
+    # packed by row.
     values = (
       rows * fields.words(self.format.bits, capacity)
       if self._is_packed
@@ -144,10 +149,16 @@ class _IndexSet(_Formatted):
     indices = jnp.minimum(indices, self.length)
     # Empty slots, which are last, have index `length`, which is in the last bucket.
     count = high_words(low, capacity, self.length)
-    self._check_bits(rows, capacity, count)
+    bits = bitset.BITS * rows * count
+    if bits > _MOST_BITS:
+      raise ValueError(
+        f"messages of {rows} rows of {capacity} entries take {bits} indices of bits, "
+        "which have 31 bits: choose wire='coo', a smaller density or k, or groups of "
+        "leaves (js.bucketed_transform)"
+      )
     # All rows at once, as one bitset.
     bit = (indices >> low) + _offsets(rows, count * bitset.BITS, capacity)
-    flags = jnp.zeros(rows * count * bitset.BITS, jnp.bool_)
+    flags = jnp.zeros(bits, jnp.bool_)
     high = bitset.pack(sparse.put(flags, bit.reshape(-1), True))
     high = high[: rows * count].reshape(rows, count)
     return fields.pack(indices & ((1 << low) - 1), low), high
@@ -176,15 +187,6 @@ class _IndexSet(_Formatted):
   def _index_words(self, capacity: int) -> int:
     return _set_words(low_bits(capacity, self.length), capacity, self.length)
 
-  def _check_bits(self, rows: int, capacity: int, words: int) -> None:
-    bits = bitset.BITS * rows * words
-    if bits > _MOST_BITS:
-      raise ValueError(
-        f"messages of {rows} rows of {capacity} entries take {bits} indices of bits, "
-        "which have 31 bits: choose wire='coo', a smaller density or k, or groups of "
-        "leaves (js.bucketed_transform)"
-      )
-
 
 @dataclasses.dataclass(frozen=True)
 class _ByChunk(_Formatted):
@@ -200,8 +202,9 @@ class _ByChunk(_Formatted):
   def _read_indices(self, message: Message) -> jax.Array:
     chunks = message.capacity
     positions = fields.unpack(message.low, self._bits(chunks), chunks)
+    # A peer may send anything: a larger number is an empty slot, too.
     positions = jnp.minimum(positions.astype(jnp.int32), self._no_position(chunks))
-    return positions * chunks + jnp.arange(chunks, dtype=jnp.int32)[None]
+    return positions * chunks + iota(chunks)[None]
 
   def _index_words(self, capacity: int) -> int:
     return fields.words(self._bits(capacity), capacity)
@@ -269,6 +272,7 @@ def low_bits(capacity: int, length: int) -> int:
     >>> low_bits(500, 1000), low_bits(10, 1000), low_bits(10_000, 1_000_000)
     (0, 6, 6)
   """
+  # Each low bit more takes a bit an entry, and halves the buckets.
   sizes = [_set_words(low, capacity, length) for low in range(length.bit_length() + 1)]
   return sizes.index(min(sizes))
 
@@ -285,12 +289,14 @@ def high_words(low: int, capacity: int, length: int) -> int:
 def _buckets(high: jax.Array, capacity: int) -> jax.Array:
   """The high part of each slot, i32[rows, capacity], of rows with `capacity` set bits."""
   rows, count = high.shape
-  whole = jnp.pad(high.reshape(-1), (0, -high.size % bitset.GROUP))
+  missing = -high.size % bitset.GROUP
+  whole = jnp.pad(high.reshape(-1), (0, missing))
   bit = bitset.nonzero(whole, rows * capacity).reshape(rows, capacity)
   return bit - _offsets(rows, count * bitset.BITS, capacity)
 
 
 def _offsets(rows: int, row_bits: int, capacity: int) -> jax.Array:
   """The first bit of each row of a bitset of all rows, plus the number of the slot, i32[rows, capacity]."""
-  starts = row_bits * jnp.arange(rows, dtype=jnp.int32)
-  return starts[:, None] + jnp.arange(capacity, dtype=jnp.int32)[None]
+  # Bit `high + slot`: slots that share a high part have different bits.
+  starts = row_bits * iota(rows)
+  return starts[:, None] + iota(capacity)[None]

@@ -46,11 +46,14 @@ def pack(numbers: _Array, width: int) -> _Array:
   for bits in _parts(width):
     part = (numbers >> below) & ((1 << bits) - 1)
     columns = _part_words(bits, count)
-    part = xp.pad(part, ((0, 0), (0, columns * (BITS // bits) - count)))
+    missing = columns * (BITS // bits) - count
+    part = xp.pad(part, ((0, 0), (0, missing)))
+    # slot s of a word is row s, shifted to its bits
     shifted = part.reshape(rows, BITS // bits, columns) << _shifts(xp, bits)
     packed.append(xp.sum(shifted, axis=1, dtype=np.uint32))
     below += bits
-  return xp.concatenate([xp.zeros((rows, 0), np.uint32), *packed], axis=1)
+  nothing = xp.zeros((rows, 0), np.uint32)  # the only array where `width` is 0
+  return xp.concatenate([nothing, *packed], axis=1)
 
 
 def unpack(packed: _Array, width: int, count: int) -> _Array:
@@ -68,6 +71,7 @@ def unpack(packed: _Array, width: int, count: int) -> _Array:
   below = 0
   for bits in _parts(width):
     columns = _part_words(bits, count)
+    # one row of words for all 32 / b slots, by shifts
     words_of_part = packed[:, None, start : start + columns]
     part = (words_of_part >> _shifts(xp, bits)) & ((1 << bits) - 1)
     numbers |= part.reshape(rows, columns * (BITS // bits))[:, :count] << below

@@ -14,6 +14,7 @@ Of the bit patterns of two arrays the numbers are the differences as integers: 1
 
 import concurrent.futures
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +27,11 @@ _LOG_BITS = 5  # bits of the width in the word that begins a level
 _PIECE = 1 << 22  # entries that are packed together, by a thread: below 2^27
 
 
-def pack(indices: np.ndarray, numbers: np.ndarray, length: int) -> list[np.ndarray]:
+def pack(
+  indices: np.ndarray,
+  numbers: np.ndarray,
+  length: int,
+) -> list[np.ndarray]:
   """An array as u32 words, of which most are 0.
 
   Args:
@@ -42,6 +47,7 @@ def pack(indices: np.ndarray, numbers: np.ndarray, length: int) -> list[np.ndarr
   count = len(indices)
   if not count:
     return [np.zeros(1, np.uint32)]
+  # No entry is 0, so that all are counted from 0.
   numbers = numbers - np.uint32(1)
   width = _width(numbers)
   high = numbers >> width
@@ -55,7 +61,10 @@ def pack(indices: np.ndarray, numbers: np.ndarray, length: int) -> list[np.ndarr
   ]
 
 
-def unpack(words: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def unpack(
+  words: np.ndarray,
+  length: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Indices, numbers and the words behind them: the inverse of `pack`."""
   count, width = divmod(int(words[0]), 1 << _LOG_BITS)
   words = words[1:]
@@ -69,7 +78,10 @@ def unpack(words: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.n
   return indices, numbers + np.uint32(1), words
 
 
-def difference(old: Sequence[np.ndarray], new: Sequence[np.ndarray]) -> np.ndarray:
+def difference(
+  old: Sequence[np.ndarray],
+  new: Sequence[np.ndarray],
+) -> np.ndarray:
   """The words that turn the patterns of old arrays into those of new ones.
 
   Args:
@@ -81,16 +93,20 @@ def difference(old: Sequence[np.ndarray], new: Sequence[np.ndarray]) -> np.ndarr
     >>> after([old], difference([old], [new]))
     [array([    1, 65535,     3], dtype=uint16)]
   """
-  parts = each_piece(_pack_difference, old, new)
-  words = [np.zeros(0, np.uint32), *(one for part in parts for one in part)]
-  return np.concatenate(words)
+  pieces = each_piece(_pack_difference, old, new)
+  words = itertools.chain.from_iterable(pieces)
+  return np.concatenate([np.zeros(0, np.uint32), *words])
 
 
-def after(old: Sequence[np.ndarray], words: np.ndarray) -> list[np.ndarray]:
+def after(
+  old: Sequence[np.ndarray],
+  words: np.ndarray,
+) -> list[np.ndarray]:
   """New arrays: the inverse of `difference`."""
   new = [array.copy() for array in old]
   for piece in _pieces(new):
     changed, numbers, words = unpack(words, piece.size)
+    # undoes the zigzag: 1, 2, 3, 4 are −1, 1, −2, 2
     differences = (numbers >> 1) ^ -(numbers & 1)
     piece[changed] += differences.astype(piece.dtype)
   return new
@@ -114,7 +130,9 @@ def _pieces(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def _pack_difference(old: np.ndarray, new: np.ndarray) -> list[np.ndarray]:
   changed = np.flatnonzero(old != new)
+  # Unsigned patterns wrap around, and the view reads the sign of the difference.
   signed = (new[changed] - old[changed]).view(f"i{new.itemsize}").astype(np.int32)
+  # Zigzag: small differences of either sign are small numbers.
   numbers = (signed << 1) ^ (signed >> 31)
   return pack(changed, numbers.view(np.uint32), new.size)
 
@@ -124,12 +142,17 @@ def _width(numbers: np.ndarray) -> int:
   count = len(numbers)
   bits = np.frexp(numbers.astype(np.float64))[1]
   # above[w] numbers have more than w bits
-  above = count - np.cumsum(np.bincount(bits, minlength=fields.BITS))[: fields.BITS]
+  with_bits = np.bincount(bits, minlength=fields.BITS)[: fields.BITS]
+  above = count - np.cumsum(with_bits)
+  # bits of an index of Elias and Fano, about
   index_bits = 2 + np.log2(count / np.maximum(above, 1))
+  # the high bits of all numbers, as if each level packed one of them
   rest = np.cumsum(above[::-1])[::-1]
   size = count * np.arange(fields.BITS) + above * index_bits + rest
+  # a level more has a word of its own, and words that are not full
   size += 2 * fields.BITS * (above > 0)
-  # The largest of several: a level without low bits has fewer numbers than the one before.
+  # The largest width of several: a level without low bits has fewer numbers than the
+  # one before.
   return fields.BITS - 1 - int(np.argmin(size[::-1]))
 
 
@@ -150,11 +173,9 @@ def _pack_set(indices: np.ndarray, length: int) -> list[np.ndarray]:
     case None:
       return [bitset.of_indices(indices, _bitset_words(length))]
     case low, _, size:
+      lows = indices & ((1 << low) - 1)
       high = (indices >> low) + np.arange(len(indices))
-      return [
-        fields.pack((indices & ((1 << low) - 1))[None], low)[0],
-        bitset.of_indices(high, size),
-      ]
+      return [fields.pack(lows[None], low)[0], bitset.of_indices(high, size)]
 
 
 def _unpack_set(

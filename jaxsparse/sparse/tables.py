@@ -51,13 +51,13 @@ def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   squares = round_mantissa(apart * apart)
   width = _WIDTH * jnp.sqrt(row_sums(squares) / max(1, count - 1))
   width = jnp.where((width > 0) & jnp.isfinite(width), width, 1.0)
-  codes = jnp.clip(jnp.round(apart / width[:, None] + BINS / 2), 0, BINS - 1).astype(
-    jnp.int32
-  )
+  nearest = jnp.round(apart / width[:, None] + BINS / 2)
+  codes = jnp.clip(nearest, 0, BINS - 1).astype(jnp.int32)
   means = _bin_means(apart, codes, range(BINS))
   # a mean of finite values is finite
   table = jnp.clip(unit * (means + mean[:, None]), -_LARGEST, _LARGEST)
-  return codes, jnp.where(jnp.isfinite(values).all(axis=1)[:, None], table, jnp.nan)
+  is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
+  return codes, jnp.where(is_finite, table, jnp.nan)
 
 
 def quantize_magnitudes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -102,6 +102,6 @@ def _bin_means(x: jax.Array, codes: jax.Array, bins: range) -> jax.Array:
   numbers = jnp.array(bins, jnp.int32)[None, :, None]
   inside = codes[:, None] == numbers
   members = jnp.maximum(jnp.sum(inside, axis=2, dtype=jnp.int32), 1)
-  entries = jnp.where(inside, x[:, None], 0.0).reshape(-1, x.shape[1])
-  sums = row_sums(entries).reshape(-1, len(bins))
+  entries = jnp.where(inside, x[:, None], 0.0)
+  sums = row_sums(entries.reshape(-1, x.shape[1])).reshape(-1, len(bins))
   return sums / members.astype(jnp.float32)

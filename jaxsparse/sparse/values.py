@@ -90,6 +90,7 @@ class Int8(Values):
     # Tested explicitly: XLA's maximum of thousands of values drops a NaN on CPU.
     is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
     largest = jnp.where(is_finite, largest, jnp.nan)
+    # Rounded up, so that the largest value is no more than 127 scales.
     scale = round_mantissa_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
     level = jnp.floor(values / jnp.where(scale == 0, 1.0, scale) + noise)
     return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), scale
@@ -145,6 +146,7 @@ Wire = Literal[
   "int4",
 ]
 FORMATS: dict[str, Values] = {
+  # Its indices alone differ from those of "f32".
   "coo": Values(),
   "f32": Values(),
   "bf16": BFloat16(),
@@ -156,8 +158,10 @@ FORMATS: dict[str, Values] = {
 
 def _clamped(x: jax.Array) -> jax.Array:
   """Clips finite numbers to the largest finite bf16, so that rounding keeps them finite."""
+  # Rounded to the nearest, larger numbers would be infinite.
   largest = float(jnp.finfo(jnp.bfloat16).max)
-  return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+  clipped = jnp.clip(x, -largest, largest)
+  return jnp.where(jnp.isfinite(x), clipped, x)
 
 
 def _look_up(table: jax.Array | None, codes: jax.Array) -> jax.Array:

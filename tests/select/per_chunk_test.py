@@ -12,15 +12,17 @@ from jaxsparse.select.blocks import Blocks, LazySum
   ("n", "workers", "k"),
   [(1, 1, 1), (30, 3, 4), (5, 4, 1), (103, 5, 3), (10_000, 3, 7), (30_000, 2, 3000)],
 )
-def test_champions_of_chunks(n, workers, k):
+def test_largest_of_chunks(n, workers, k):
   """Small whole numbers, whose last bits are zeros and of which some tie; with a NaN, and blocks short or empty."""
   random, length = np.random.default_rng(n), -(-n // workers)
   parts = random.integers(-9, 10, (2, n)).astype(np.float32)
   parts[1, n // 2] = np.nan
   order = random.permutation(workers).astype(np.int32)
   blocks = lambda order, *parts: Blocks(LazySum(parts), order, length, k)
-  best = jax.jit(lambda *args: per_chunk.find_champions(blocks(*args)))(order, *parts)
-  at_once = jax.jit(lambda *args: per_chunk.find_champions_at_once(blocks(*args)))(
+  best = jax.jit(lambda *args: per_chunk.largest_of_chunks(blocks(*args)))(
+    order, *parts
+  )
+  at_once = jax.jit(lambda *args: per_chunk.largest_of_chunks_at_once(blocks(*args)))(
     order, *parts
   )
   np.testing.assert_array_equal(at_once, best)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxsparse import sparse
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.arrays.sums import ordered_sum, round_mantissa
 from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives._messages import (
@@ -28,7 +29,7 @@ from jaxsparse.collectives._messages import (
 )
 from jaxsparse.comm import in_rank_order, schedules
 from jaxsparse.select import threshold, top_k
-from jaxsparse.select.accumulator import SparseReduced, pending_except, pending_zeros
+from jaxsparse.select.accumulator import Pending, SparseReduced, pending_zeros
 from jaxsparse.select.blocks import LazySum, keys_of
 from jaxsparse.sparse import bitset
 from jaxsparse.sparse.codec import codec_of
@@ -84,18 +85,7 @@ class GaussianK(EncodingCollective):
     k = self.entries(n)
     most = self.capacity(n)
     acc = LazySum((grads, state.residual))
-    # the threshold of the paper, then its correction
-    limit = fit_threshold(acc, k)
-    if self.correction:
-      largest = top_k(acc, min(5 * k // 4 + 1, n))
-      limit = correct_threshold(limit, largest, k, n)
-      selected = bitset.count(threshold.select_reaching(acc, limit))
-      sent = cut_reaching(largest, limit, most, n)
-    else:
-      _, chosen, selected = threshold.choose_reaching(
-        acc, limit, jnp.bool_(False), k, most
-      )
-      sent = threshold.read_first(acc, chosen, most)
+    sent, selected = self._select(acc, k)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains
     # them.
     finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
@@ -112,9 +102,31 @@ class GaussianK(EncodingCollective):
     delivered = jnp.count_nonzero(total.values)
     overflow = jnp.maximum(selected - most, 0)
     counters = Counters(words, used, selected, delivered, overflow=overflow)
-    residual = pending_except(acc, *lost) if lost else pending_zeros(acc, sent.indices)
+    # Where values are rounded, the errors of what was sent stay; else zeros.
+    residual = (
+      Pending(grads, state.residual, *lost)
+      if lost
+      else pending_zeros(acc, sent.indices)
+    )
     total = total._replace(values=jnp.where(finite, total.values, jnp.nan))
     return SparseReduced(total, State(residual, shared=writer.next_step), counters)
+
+  def _select(self, acc: LazySum, k: int) -> tuple[Sparse, jax.Array]:
+    """The entries that reach the threshold, at most ⌈5k/4⌉ of them, and how many do."""
+    n = acc.size
+    most = self.capacity(n)
+    # the threshold of the paper, then its correction
+    limit = fit_threshold(acc, k)
+    if not self.correction:
+      _, chosen, selected = threshold.choose_reaching(
+        acc, limit, jnp.bool_(False), k, most
+      )
+      return threshold.read_first(acc, chosen, most), selected
+    # The entry beyond 5k/4 tells whether the threshold is too low.
+    largest = top_k(acc, min(5 * k // 4 + 1, n))
+    limit = correct_threshold(limit, largest, k, n)
+    selected = bitset.count(threshold.select_reaching(acc, limit))
+    return cut_reaching(largest, limit, most, n), selected
 
 
 def fit_threshold(x: LazySum, k: int) -> jax.Array:
@@ -127,23 +139,33 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
   """
   if k == x.size:
     return jnp.float32(0)
+  # Φ⁻¹(ρ/2): half of the k entries are below minus this many standard deviations
   tail = abs(statistics.NormalDist().inv_cdf(k / x.size / 2))
 
   def average(
-    number: jax.Array, before: tuple[jax.Array, jax.Array]
+    moment: jax.Array, before: tuple[jax.Array, jax.Array]
   ) -> tuple[jax.Array, jax.Array]:
     """First of the values, then of the squares of their distances from that mean."""
-    term = lambda values: jnp.where(
-      number == 0, values, round_mantissa((values - before[1]) ** 2)
-    )
-    return before[1], ordered_sum(*x.parts, term=term) / x.size
+    _, mean = before
+
+    def term(values: jax.Array) -> jax.Array:
+      squares = round_mantissa((values - mean) ** 2)
+      return jnp.where(moment == 0, values, squares)
+
+    return mean, ordered_sum(*x.parts, term=term) / x.size
 
   # A loop of two rounds: otherwise XLA on CPUs computes the mean again for every entry.
-  mean, variance = varying.fori_loop(0, 2, average, (jnp.float32(0), jnp.float32(0)))
+  start = jnp.float32(0), jnp.float32(0)
+  mean, variance = varying.fori_loop(0, 2, average, start)
   return jnp.abs(mean) + tail * jnp.sqrt(variance)
 
 
-def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> jax.Array:
+def correct_threshold(
+  limit: jax.Array,
+  largest: Sparse,
+  k: int,
+  end: int,
+) -> jax.Array:
   """A threshold f32[] that 3k/4 … 5k/4 entries reach: `limit`, multiplied by 1.02 up to 20 times, or divided by it.
 
   At least 3k/4 entries reach a threshold if the ⌈3k/4⌉-th largest does, and more than
@@ -161,6 +183,7 @@ def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> ja
     >>> round(float(correct_threshold(jnp.float32(2), ones, k=8, end=8)), 3)  # 36 steps down
     0.98
   """
+  # 3k/4 to 5k/4 entries are near enough.
   few = -(-3 * k // 4)
   many = 5 * k // 4
   least = threshold.kth_magnitude(largest, few, end)
@@ -173,6 +196,8 @@ def correct_threshold(limit: jax.Array, largest: Sparse, k: int, end: int) -> ja
     return limit * jnp.where(too_few, 1 / _FACTOR, jnp.where(too_many, _FACTOR, 1.0))
 
   limit = varying.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)
+  # A threshold that is still too high after 20 steps is lowered at once, by as many
+  # steps as are missing.
   steps = jnp.ceil(jnp.log(limit / least) / math.log(_FACTOR))
   lowered = jnp.fmin(limit * _FACTOR**-steps, least)  # NaN where a number is infinite
   return jnp.where(keys_of(limit) > enough, lowered, limit)
@@ -193,7 +218,9 @@ def cut_reaching(largest: Sparse, limit: jax.Array, most: int, end: int) -> Spar
   """
   reach = ~(jnp.abs(largest.values) < limit) & (largest.values != 0)
   if largest.indices.size > most:
+    # One entry more than slots: where all reach, the last of the smallest is cut.
     keys = keys_of(largest.values)
-    slots = jnp.arange(most + 1, dtype=jnp.int32)
-    reach &= (slots != jnp.max(jnp.where(keys == keys.min(), slots, -1))) | ~reach.all()
+    slots = iota(most + 1)
+    last_smallest = jnp.max(jnp.where(keys == keys.min(), slots, -1))
+    reach &= (slots != last_smallest) | ~reach.all()
   return sparse.compress(largest, reach, most, end)

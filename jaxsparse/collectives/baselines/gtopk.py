@@ -44,7 +44,8 @@ class GTopk(SelectingCollective):
 
   def cost(self, n: int, size: int) -> Cost:
     rounds = 2 * len(schedules.strides(size))
-    return Cost(rounds, codec_of(self.wire, n).words(1, self.entries(n)) * rounds)
+    words = codec_of(self.wire, n).words(1, self.entries(n))
+    return Cost(rounds, words * rounds)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
@@ -67,26 +68,26 @@ class GTopk(SelectingCollective):
     merged = chosen
     rounds = schedules.tree_rounds(comm.size)
     returned = list[Sparse]()
-    for number, edges in enumerate(rounds):
-      message, errors = writer.encode(merged, number)
+    for round_index, edges in enumerate(rounds):
+      message, errors = writer.encode(merged, round_index)
       received = writer.codec.decode(comm.permute(message, edges))
       # Empty slots where no message arrives: `permute` returns zeros, which would be
       # entries of index 0.
-      received = sparse.where(
-        _is_among(comm, [parent for _, parent in edges]), received, n
-      )
+      receives = _is_among(comm, [parent for _, parent in edges])
+      received = sparse.where(receives, received, n)
       if writer.codec.rounds:
-        returned.append(
-          sparse.where(_is_among(comm, [child for child, _ in edges]), errors, n)
-        )
-      kept, rest = top_k_of_entries(
-        sparse.merge(sparse.concatenate([merged, received]), n), k, k, n
-      )
+        sends = _is_among(comm, [child for child, _ in edges])
+        returned.append(sparse.where(sends, errors, n))
+      # a ⊕ b = top_k(a + b)
+      both = sparse.merge(sparse.concatenate([merged, received]), n)
+      kept, rest = top_k_of_entries(both, k, k, n)
       merged = sparse.as_row(kept)
       returned.append(rest)
+    # Encoded once: every worker decodes the same message, worker 0 too (Law R).
     message, errors = writer.encode(merged, len(rounds))
     if writer.codec.rounds:
       returned.append(sparse.where(comm.rank == 0, errors, n))
+    # The result of worker 0 goes down the tree that it came up.
     for edges in reversed(rounds):
       received = comm.permute(message, [(parent, child) for child, parent in edges])
       receives = _is_among(comm, [child for child, _ in edges])

@@ -59,8 +59,10 @@ class Micro(SparseCollective):
     acc = LazySum((grads, state.residual))
     length = -(-n // comm.size)
     start = (state.shared + comm.rank) % comm.size * length
-    chosen = jnp.minimum(start + top_k(acc.window(start, length), each).indices, n)
+    largest = top_k(acc.window(start, length), each).indices
     # n in slots of padding
+    chosen = jnp.minimum(start + largest, n)
+    # no index twice, since parts do not overlap
     indices = jnp.sort(in_rank_order(comm, all_gather(comm, chosen)).reshape(-1))
     # A NaN or Inf that no worker selects would stay in the residual, so the worker then
     # sends NaN only.

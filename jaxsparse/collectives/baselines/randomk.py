@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.arrays import iota
 from jaxsparse.collectives._base import SparseCollective
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.select.accumulator import SparseReduced, pending_zeros
@@ -40,7 +41,7 @@ class RandomK(SparseCollective):
   ranges = (("seed", 0, 2**32 - 1),)
 
   def init(self, n: int, size: int) -> State:
-    return super().init(n, size)._replace(shared=jnp.zeros((), jnp.int32))
+    return super().init(n, size)._replace(shared=jnp.int32(0))
 
   def cost(self, n: int, size: int) -> Cost:
     return all_reduce_cost(self.entries(n), size)
@@ -49,14 +50,12 @@ class RandomK(SparseCollective):
     n = grads.size
     k = self.entries(n)
     acc = LazySum((grads, state.residual))
-    indices = draw_indices(
-      jax.random.fold_in(jax.random.key(self.seed), state.shared), n, k
-    )
+    key = jax.random.fold_in(jax.random.key(self.seed), state.shared)
+    indices = draw_indices(key, n, k)
     # A NaN outside the drawn indices would stay in the residual unnoticed, so the
     # worker then sends NaN only.
-    values = comm.all_reduce(
-      jnp.where(jnp.isfinite(acc.values).all(), acc.read_at(indices), jnp.nan)
-    )
+    is_finite = jnp.isfinite(acc.values).all()
+    values = comm.all_reduce(jnp.where(is_finite, acc.read_at(indices), jnp.nan))
     state = state._replace(
       residual=pending_zeros(acc, indices), shared=state.shared + 1
     )
@@ -73,8 +72,8 @@ def draw_indices(key: jax.Array, n: int, k: int) -> jax.Array:
     Array([0, 1, 2], dtype=int32)
   """
   short, longer = divmod(n, k)  # the first `longer` strata have one more index
-  stratum = jnp.arange(k, dtype=jnp.int32)
+  stratum = iota(k)
+  # the first index of each stratum
   start = stratum * short + jnp.minimum(stratum, longer)
-  return start + jax.random.randint(
-    key, (k,), 0, short + (stratum < longer).astype(jnp.int32), jnp.int32
-  )
+  length = short + (stratum < longer).astype(jnp.int32)
+  return start + jax.random.randint(key, (k,), 0, length, jnp.int32)

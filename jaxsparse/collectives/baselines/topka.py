@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxsparse import sparse
 from jaxsparse.collectives._messages import SelectingCollective, words_of
 from jaxsparse.comm import in_rank_order, schedules
-from jaxsparse.select.accumulator import SparseReduced, pending_except
+from jaxsparse.select.accumulator import Pending, SparseReduced
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.types import Comm, Cost, Reduced, State, saturated_product
 
@@ -42,12 +42,16 @@ class TopkA(SelectingCollective):
     acc = LazySum((grads, state.residual))
     chosen, selected, memory = self.choose(acc, state.worker)
     writer = self.writer(self.chosen_codec(n), state.shared, comm.rank)
+    # top_k(acc_w), as `wire` rounds it
     message, errors = writer.encode(chosen, 0)
+    # total = Σ_w top_k(acc_w), in rank order (Law R)
     total = sparse.merge(in_rank_order(comm, writer.gather(comm, message)), n)
     used = saturated_product(writer.words_used(selected, k), comm.size - 1)
     counters = self.count(comm, n, selected, jnp.count_nonzero(total.values))._replace(
       words_used=used
     )
     return SparseReduced(
-      total, State(pending_except(acc, errors), memory, writer.next_step), counters
+      total,
+      State(Pending(grads, state.residual, errors), memory, writer.next_step),
+      counters,
     )

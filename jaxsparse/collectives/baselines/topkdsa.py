@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse.arrays import iota
 from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives._messages import (
   SelectingCollective,
@@ -69,8 +70,10 @@ class TopkDSA(SelectingCollective):
     length = math.ceil(n / size)
     # The published words are for entries of two words each; a very short message of
     # another format may take more.
-    more = sum(max(0, codec_of(self.wire, end).words(1, 1) - 2) for end in (n, length))
-    words = (2 * math.ceil(self.entries(n) / size) + length + more) * (size - 1)
+    words_of_one = [codec_of(self.wire, end).words(1, 1) for end in (n, length)]
+    more = sum(max(0, words - 2) for words in words_of_one)
+    even = math.ceil(self.entries(n) / size)
+    words = (2 * even + length + more) * (size - 1)
     agreements = 2 * schedules.agreement_messages(size)
     return Cost(size - 1 + len(schedules.strides(size)), words, agreements)
 
@@ -78,8 +81,10 @@ class TopkDSA(SelectingCollective):
     """The capacities of a message of the split; gathering the sums as entries limits the largest."""
     k = self.entries(n)
     even = math.ceil(k / size)
+    # words of each other worker: of the split, and of its P sums as entries
     budget = 2 * even + math.ceil(n / size)
-    return geometric(even, max(even, min(k, budget // (2 * size + 2))), count=4)
+    most = min(k, budget // (2 * size + 2))
+    return geometric(even, max(even, most), count=4)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
@@ -90,17 +95,23 @@ class TopkDSA(SelectingCollective):
     capacities = self.capacities(n, size)
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
     picked, count, memory = self.choose(acc, state.worker)
+    # Through a bitset, so that the entries ascend: chunked selection has them in the
+    # order of chunks.
     members = bitset.insert(bitset.empty(n), picked.indices[0], n)
     chosen = threshold.read_first(acc, members, k)
     # split: each worker sends each region to its owner, which adds them
     sent, fullest = _cut(comm, chosen, length, capacities[-1], n)
-    own, lost, split_words = _split(comm, writer, sent, capacities, fullest, length)
+    region_sums, lost, split_words = _split(
+      comm, writer, sent, capacities, fullest, length
+    )
     # all-gather of the sums, as entries or, where these are too many, as a vector
     sums = writer._replace(codec=codec_of(self.wire, length))
     even = -(-k // size)
+    most = size * capacities[-1]
     total, rounded_off, words = _gather(
-      comm, own, sums, most=size * capacities[-1], even=even, slots=min(size * k, n)
+      comm, region_sums, sums, most=most, even=even, slots=min(size * k, n)
     )
+    # entries of each region that have a slot, i32[P]
     fitting = jnp.sum(sent.indices < n, axis=1, dtype=jnp.int32)
     kept = sparse.count(sent, n)
     counters = Counters(
@@ -122,6 +133,7 @@ def _cut(
   """The entries of each region, [P, capacity]; and how many the fullest one of all workers has, i32[]."""
   bounds = [min(region * length, n) for region in range(comm.size + 1)]
   starts = threshold.region_starts(chosen.indices, jnp.array(bounds, jnp.int32))
+  # Messages have one capacity on all workers, that of the fullest.
   fullest = comm.all_reduce(jnp.diff(starts).max(), "max")
   return threshold.read_regions(chosen, starts, capacity, n), fullest
 
@@ -139,6 +151,7 @@ def _split(
   def split(capacity: int) -> tuple[jax.Array, list[Sparse], jax.Array]:
     row = sparse.resize(sent, capacity, writer.codec.length)
     rows, lost, words = writer.exchange_rows(comm, row, 0, capacities[-1])
+    # relative to the own region, which is a dense vector
     inside = rows._replace(indices=rows.indices - comm.rank * length)
     return sparse.add_rows(inside, length), lost, words
 
@@ -146,14 +159,14 @@ def _split(
 
 
 def _gather(
-  comm: Comm, own: jax.Array, writer: Writer, most: int, even: int, slots: int
+  comm: Comm, region_sums: jax.Array, writer: Writer, most: int, even: int, slots: int
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """The non-zero sums of all regions, [slots] entries, the rounding errors of the own region, and the words sent.
 
   Of the own region, f32[length], at most `most` sums are not 0; the smallest capacity
   of a message is `even`.
   """
-  length = own.size
+  length = region_sums.size
   size = comm.size
   end = length * size
   # more entries than that take more words than the dense region
@@ -161,21 +174,22 @@ def _gather(
   capacities = geometric(min(few, even), few, count=4) if few else ()
   if most > few:
     capacities += (length,)
-  chosen = bitset.pack(own != 0)
+  chosen = bitset.pack(region_sums != 0)
   fullest = comm.all_reduce(bitset.count(chosen), "max")
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     if capacity == length:
-      indices = jnp.full((1, few), end, jnp.int32)
-      nothing = Sparse(indices, jnp.zeros((1, few), jnp.float32))
       words = saturated_product(length, size - 1)
-      total = _gather_whole(comm, own, slots)
-      return total, [nothing] * writer.codec.rounds, words
-    sums = threshold.read_first(LazySum((own,)), chosen, capacity)
+      total = _gather_whole(comm, region_sums, slots)
+      # a vector is not rounded
+      no_errors = [sparse.empty((1, few), end)] * writer.codec.rounds
+      return total, no_errors, words
+    sums = threshold.read_first(LazySum((region_sums,)), chosen, capacity)
     rows, lost, words = writer.gather_rows(comm, sparse.as_row(sums), 1, few)
-    region = jnp.arange(size, dtype=jnp.int32)[:, None]
+    region = iota(size)[:, None]
     by_region = _flat(in_rank_order(comm, rows), region, length, end)
     entries = jax.tree.map(jnp.ravel, by_region)
+    # More slots than entries of all workers together: the empty ones are dropped.
     if size * capacity > slots:
       entries = sparse.compress(entries, entries.indices < end, slots, end)
     rounded_off = [_flat(errors, comm.rank, length, end) for errors in lost]
@@ -184,9 +198,9 @@ def _gather(
   return switch(capacities, fullest, gather)
 
 
-def _gather_whole(comm: Comm, own: jax.Array, slots: int) -> Sparse:
+def _gather_whole(comm: Comm, region_sums: jax.Array, slots: int) -> Sparse:
   """The non-zero sums of all regions, [slots] entries, sent as vectors."""
-  regions = in_rank_order(comm, all_gather(comm, own)).reshape(-1)
+  regions = in_rank_order(comm, all_gather(comm, region_sums)).reshape(-1)
   return threshold.read_first(LazySum((regions,)), bitset.pack(regions != 0), slots)
 
 

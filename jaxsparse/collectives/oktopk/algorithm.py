@@ -126,9 +126,9 @@ class OkTopk(EncodingCollective):
   def sizes(self, n: int, size: int) -> Sizes:
     """The capacities of messages, in entries."""
     even = -(-self.entries(n) // size)
-    return Sizes(
-      even, even + even // 2, geometric(-(-even // 2), min(n, TRIGGER * even), count=6)
-    )
+    largest_block = min(n, TRIGGER * even)
+    blocks = geometric(-(-even // 2), largest_block, count=6)
+    return Sizes(even, even + even // 2, blocks)
 
   def balances(self, size: int) -> bool:
     """Whether a step may balance the owners: none of `size` can have more than `size` times the mean."""
@@ -137,9 +137,9 @@ class OkTopk(EncodingCollective):
   def init(self, n: int, size: int) -> State:
     # its step also numbers the noise of `wire`
     reused = PeriodicValues(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
-    return (
-      super().init(n, size)._replace(worker=jnp.zeros(1, jnp.float32), shared=reused)
-    )
+    local_threshold = jnp.zeros(1, jnp.float32)
+    start = super().init(n, size)
+    return start._replace(worker=local_threshold, shared=reused)
 
   def cost(self, n: int, size: int) -> Cost:
     sizes = self.sizes(n, size)
@@ -147,19 +147,21 @@ class OkTopk(EncodingCollective):
     even, most, direct = (
       codec.words(1, capacity) for capacity in (sizes.even, sizes.most, sizes.direct)
     )
+    # the split, then blocks of the largest capacity, or of L after balancing by
+    # messages of L
     words = (most + max(direct, 2 * even)) * (size - 1)
     # On the largest message; on a threshold and the number of sums that reach it; on
     # boundaries.
     all_reduces = 1 + (2 if self.nudge == "search" else 1)
+    # exact thresholds in every step: `kth_of_all` is seven all-reduces
     if self.threshold_period == 1:
       all_reduces = 1 + 7
     if self.region_period == 1 and self.regions == "balanced":
       all_reduces += 1
-    return Cost(
-      (1 + self.balances(size)) * (size - 1) + len(schedules.strides(size)),
-      words,
-      all_reduces * schedules.agreement_messages(size),
-    )
+    # the split, and the balancing if there may be one, then the all-gather
+    point_to_point = (1 + self.balances(size)) * (size - 1)
+    messages = point_to_point + len(schedules.strides(size))
+    return Cost(messages, words, all_reduces * schedules.agreement_messages(size))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
@@ -180,6 +182,7 @@ class OkTopk(EncodingCollective):
     sums, lost, words, finite = _split(comm, writer, sent, crowd.max(), sizes)
     # global threshold b (lines 9 to 12)
     threshold, owned = self._threshold(comm, reused, sums, exact, k, n)
+    # the own region's sums that are in the total
     mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
     # balance and all-gather (line 13, §3.1.2)
     kept, rounded_off, balanced, gather_words = balance_and_gather(
@@ -195,6 +198,7 @@ class OkTopk(EncodingCollective):
     )
     local, threshold = self._nudge(local, threshold, selected, owned, k)
     shared = PeriodicValues(reused.step + 1, threshold, bounds)
+    # Once a worker has sent a NaN or Inf, every entry of the total is NaN (`agree`).
     total = kept._replace(values=jnp.where(finite, kept.values, jnp.nan))
     return SparseReduced(total, State(residual, local[None], shared), counters)
 
@@ -273,6 +277,7 @@ def _split(
   """
   n = writer.codec.length
   finite, needed = agree(comm, fullest, jnp.isfinite(sent.values).all())
+  # Usual steps fill about L slots, so the smallest message has half of that.
   capacities = geometric(-(-sizes.even // 2), sizes.most, count=4)
   rows, lost, words = send_up_to(
     writer.exchange_rows, comm, sent, 0, capacities, needed, n
@@ -293,8 +298,10 @@ def _count(
   """The counters of an all-gather that delivers `kept` of the selected sums, of which each worker has `owned`."""
   n = writer.codec.length
   delivered = sparse.count(kept, n)
+  # Selected sums that overflow a block are counted once, at worker 0.
   undelivered = jnp.sum(owned, dtype=jnp.int32) - delivered
   fitting = sparse.count(sent, n)
+  # Entries of the own region are not sent.
   to_others = fitting - jnp.minimum(crowd[comm.rank], sizes.most)
   from_others = delivered - jnp.minimum(owned[comm.rank], delivered)
   return Counters(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse import sparse
+from jaxsparse.arrays import iota
 from jaxsparse.collectives._messages import Writer, switch
 from jaxsparse.select import threshold as by_threshold
 from jaxsparse.sparse import bitset
@@ -44,7 +45,8 @@ def even_bounds(n: int, size: int) -> jax.Array:
     >>> even_bounds(10, 4)
     Array([ 0,  2,  5,  7, 10], dtype=int32)
   """
-  return jnp.array([n * region // size for region in range(size + 1)], jnp.int32)
+  bounds = [n * region // size for region in range(size + 1)]
+  return jnp.array(bounds, jnp.int32)
 
 
 def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
@@ -65,14 +67,16 @@ def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
   cut = jnp.arange(1, size, dtype=jnp.int32)
   # cut · selected / P without overflow
   ranks = cut * (selected // size) + cut * (selected % size) // size
-  proposal = jnp.where(selected < size, even_bounds(n, size)[1:-1], chosen[ranks])
+  even = even_bounds(n, size)[1:-1]
+  proposal = jnp.where(selected < size, even, chosen[ranks])
   edge = lambda value: jnp.full(1, value, jnp.int32)
   return jnp.concatenate([edge(0), floor_mean(comm, proposal), edge(n)])
 
 
 def floor_mean(comm: Comm, x: jax.Array) -> jax.Array:
   """⌊Σ_w x_w / P⌋ of i32 arrays; the sum may exceed int32."""
-  quotient, rest = comm.all_reduce(jnp.stack([x // comm.size, x % comm.size]))
+  parts = jnp.stack([x // comm.size, x % comm.size])
+  quotient, rest = comm.all_reduce(parts)
   return quotient + rest // comm.size
 
 
@@ -84,9 +88,12 @@ def imbalance(owned: jax.Array) -> jax.Array:
     Array(2.25, dtype=float32)
   """
   counts = owned.astype(jnp.float32)
-  return jnp.where(
-    counts.max() > 0, counts.max() / jnp.maximum(counts.mean(), 1e-9), 1.0
-  )
+  most = counts.max()
+  return jnp.where(most > 0, most / jnp.maximum(counts.mean(), 1e-9), 1.0)
+
+
+Gathered = tuple[Sparse, list[Sparse], jax.Array, jax.Array]
+"""Entries, rounding errors of this worker's messages, imbalance, words sent."""
 
 
 def balance_and_gather(
@@ -96,7 +103,7 @@ def balance_and_gather(
   owned: jax.Array,
   sizes: Sizes,
   balances: bool,
-) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
+) -> Gathered:
   """Gathers the selected sums of all owners on every worker, after balancing if an owner has far more than the mean.
 
   Far more is more than 4 times the mean, as in the paper, and more than fits in blocks
@@ -120,19 +127,20 @@ def balance_and_gather(
   n = writer.codec.length
   block = _own_block(comm, mine, owned, sizes, n)
   gather = functools.partial(_gather, comm, writer, most=sizes.direct)
-  shape = comm.size, sizes.even
-  # of the messages that balance
-  nothing = Sparse(jnp.full(shape, n, jnp.int32), jnp.zeros(shape, jnp.float32))
+  # Branches return the same shapes: errors of messages that balance, or as many empty
+  # slots.
+  nothing = sparse.empty((comm.size, sizes.even), n)
   unmoved = [nothing] if balances and writer.codec.rounds else []
 
-  def direct(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
+  def direct(capacity: int) -> Gathered:
     kept, lost, words = gather(sparse.resize(block, capacity, n))
     return kept, lost + unmoved, imbalance(owned), words
 
-  def balanced() -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
+  def balanced() -> Gathered:
     even, moved, balance_words = balance(comm, writer, mine, owned, sizes.even)
     kept, lost, words = gather(sparse.as_row(even))
-    counts = jnp.sum((kept.indices < n).reshape(comm.size, -1), axis=1, dtype=jnp.int32)
+    is_entry = (kept.indices < n).reshape(comm.size, -1)
+    counts = jnp.sum(is_entry, axis=1, dtype=jnp.int32)
     return kept, lost + moved, imbalance(counts), saturated_sum(words, balance_words)
 
   if not balances:
@@ -144,6 +152,8 @@ def _own_block(
   comm: Comm, mine: Sparse, owned: jax.Array, sizes: Sizes, n: int
 ) -> Sparse:
   """The largest sums of the own region, [1, direct] entries."""
+  # The selected sums stand anywhere among those of the region; a block has them in
+  # front.
   packed = sparse.compress(mine, mine.indices < n, mine.indices.size, n)
   region = jnp.stack([jnp.int32(0), owned[comm.rank]])
   return by_threshold.read_regions(packed, region, sizes.direct, n)
@@ -152,6 +162,7 @@ def _own_block(
 def _needed(owned: jax.Array, sizes: Sizes) -> jax.Array:
   """Entries of the fullest block, i32[], at most `direct`; more than that where owners are to be balanced (§5.3)."""
   most = owned.max()
+  # the largest block that takes no more words than balancing
   cheap = max(capacity for capacity in sizes.blocks if capacity <= 2 * sizes.even)
   unbalanced = (imbalance(owned) > TRIGGER) & (most > cheap)
   return jnp.where(unbalanced, sizes.direct + 1, jnp.minimum(most, sizes.direct))
@@ -190,26 +201,24 @@ def balance(
     the words sent; entries without a free slot are in no result.
   """
   n = writer.codec.length
-  mean = jnp.minimum(-(-jnp.sum(owned, dtype=jnp.int32) // comm.size), even)
+  all_owned = jnp.sum(owned, dtype=jnp.int32)
+  mean = jnp.minimum(-(-all_owned // comm.size), even)
   magnitudes = jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0)
   _, order = jax.lax.top_k(magnitudes, mine.indices.size)
   # the largest magnitude first, empty slots last
   ordered = Sparse(mine.indices[order], mine.values[order])
   # at least 0 for surplus entries
-  beyond = jnp.arange(ordered.indices.size, dtype=jnp.int32) - mean
+  beyond = iota(ordered.indices.size) - mean
   has_slot, worker, column = _free_slots(comm, owned, mean, even, beyond)
+  # The smallest magnitudes move: if slots run out, they are what is lost.
   moves = (beyond >= 0) & (ordered.indices < n) & has_slot
-  slot = jnp.where(moves, worker * even + column, comm.size * even)
-  empty = (
-    jnp.full(comm.size * even, n, jnp.int32),
-    jnp.zeros(comm.size * even, jnp.float32),
-  )
-  put = lambda row, new: sparse.put(row, slot, new).reshape(comm.size, even)
-  moved = jax.tree.map(put, Sparse(*empty), ordered)
+  slots = comm.size * even
+  slot = jnp.where(moves, worker * even + column, slots)
+  put_moved = lambda row, new: sparse.put(row, slot, new).reshape(comm.size, even)
+  moved = jax.tree.map(put_moved, sparse.empty((slots,), n), ordered)
   received, lost, words = writer.exchange_rows(comm, moved, 2, even)
-  together = sparse.concatenate(
-    [sparse.where(beyond < 0, ordered, n), jax.tree.map(jnp.ravel, received)]
-  )
+  stays = sparse.where(beyond < 0, ordered, n)
+  together = sparse.concatenate([stays, jax.tree.map(jnp.ravel, received)])
   return sparse.compress(together, together.indices < n, even, n), lost, words
 
 
@@ -229,14 +238,17 @@ def _free_slots(
     (has_slot, worker, column), [c] each: whether there is a free slot for the entry,
     whose it is, and its number in the message to that worker.
   """
+  # surplus entries and free slots of each worker
   above = jnp.maximum(owned - mean, 0)
   below = jnp.maximum(mean - owned, 0)
-  start = jnp.cumsum(above, dtype=jnp.int32)[comm.rank] - above[comm.rank]
-  free = jnp.arange(even, dtype=jnp.int32)[:, None] < below[None]
+  # the surplus entries of lower ranks
+  start = (jnp.cumsum(above, dtype=jnp.int32) - above)[comm.rank]
+  # round-robin: row t is the t-th free slot of each worker
+  free = iota(even)[:, None] < below[None]
   slots = bitset.nonzero(bitset.pack(free.ravel()), free.size)
-  first, slot = (
-    slots[jnp.clip(start + number, 0, free.size - 1)] for number in (0, surplus)
-  )
+  slot_of = lambda entry: slots[jnp.clip(start + entry, 0, free.size - 1)]
+  first = slot_of(0)
+  slot = slot_of(surplus)
   turn = slot // comm.size
   worker = slot % comm.size
   # The free slots before the first one of this rank are for lower ranks.

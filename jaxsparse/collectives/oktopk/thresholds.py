@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse._compat import varying
+from jaxsparse.arrays import iota
 from jaxsparse.comm import number_of_each
 from jaxsparse.select.blocks import keys_of
 from jaxsparse.sparse import bitset
@@ -34,8 +35,10 @@ def search_near(
     The threshold f32[], and the number of entries of each worker that reach it, i32[P].
   """
   magnitude = jnp.where(entries.indices < end, jnp.abs(entries.values), -1.0)
-  around = lambda octave: np.exp2(np.arange(-16, 17) / octave).astype(np.float32)
+  steps = np.arange(-16, 17)
+  around = lambda per_octave: np.exp2(steps / per_octave).astype(np.float32)
   nearest = lambda reached: jnp.argmin(jnp.abs(reached - k))
+  # 8 candidates an octave, over two octaves up and down
   coarse = threshold * around(8)
   best = coarse[nearest(comm.all_reduce(_count_reaching(magnitude, coarse)))]
   fine = best * around(256)
@@ -61,8 +64,9 @@ def kth_of_all(
     reached = comm.all_reduce(_count_reaching(keys, candidates))
     return key | (jnp.sum(reached >= k, dtype=jnp.int32) << shift)
 
+  # six digits of five bits, the highest first
   key = varying.fori_loop(0, 31 // _DIGIT, decide, jnp.int32(0))
-  candidates = key | jnp.arange(2, dtype=jnp.int32)
+  candidates = key | iota(2)
   of_each = number_of_each(comm, _count_reaching(keys, candidates))
   last = (of_each[:, 1].sum() >= k).astype(jnp.int32)
   return jax.lax.bitcast_convert_type(candidates[last], jnp.float32), of_each[:, last]
@@ -78,6 +82,7 @@ def count_reaching(
 
 def _count_reaching(x: jax.Array, candidates: jax.Array) -> jax.Array:
   """The number of x that are at least each of the candidates, i32[c]."""
+  # As bitsets: XLA for CPUs stores a comparison that is summed as one byte an entry.
   return jax.vmap(lambda least: bitset.count(bitset.pack(x >= least)))(candidates)
 
 
@@ -92,8 +97,8 @@ def nudge_by_factor(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Ar
   """
   many = min(5 * k // 4, _INT32)
   few = -(-2 * k // 3)
-  factor = jnp.where(selected > many, _STEP, jnp.where(selected < few, 1 / _STEP, 1.0))
-  return threshold * factor
+  lower = jnp.where(selected < few, 1 / _STEP, 1.0)
+  return threshold * jnp.where(selected > many, _STEP, lower)
 
 
 def nudge_in_proportion(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Array:
@@ -103,4 +108,6 @@ def nudge_in_proportion(threshold: jax.Array, selected: jax.Array, k: int) -> ja
     >>> [round(float(nudge_in_proportion(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 0)]
     [1.0, 1.03, 0.9]
   """
-  return threshold * jnp.minimum(0.9 + selected.astype(jnp.float32) / (10.0 * k), 2.0)
+  # 1 + (selected / k − 1) / 10
+  factor = 0.9 + selected.astype(jnp.float32) / (10.0 * k)
+  return threshold * jnp.minimum(factor, 2.0)

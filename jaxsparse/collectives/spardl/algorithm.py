@@ -118,6 +118,7 @@ class SparDL(SelectingCollective):
       ValueError: if `teams` does not divide `size`, naming the divisors.
     """
     team = schedules.team_size(size, self.teams)
+    # L = ⌈k d / P⌉
     k_block = -(-self.entries(n) // team)
     self.selection.check(self.name, -(-n // team), k_block)
     # whole blocks, of which no entry is dropped
@@ -158,6 +159,7 @@ class SparDL(SelectingCollective):
     capacities = self.capacities(grads.size, comm.size)
     k_block = capacities[-1]
     team, same_block = comm.split(self.teams)
+    # acc_w = gradient_w + residual_w, in the P/d blocks of a team
     blocks = Blocks.for_workers(team, LazySum((grads, state.residual)), k_block)
     # The noise depends on the block, not on the team: all teams must round the sum of a
     # block alike.
@@ -171,7 +173,7 @@ class SparDL(SelectingCollective):
     # All-gather inside teams (line 11); N is needed in the next step only, so it
     # travels with the blocks.
     merged, delivered, errors, gather_words = writer.gather_rows_with(
-      summed.merged, team, summed.own, 0, k_block
+      summed.merged, team, summed.block, 0, k_block
     )
     # Global residual collection (§3.2; lines 12 to 14)
     acc = self._add_back(acc, summed.returned, errors)
@@ -202,24 +204,29 @@ class SparDL(SelectingCollective):
     writer: Writer,
   ) -> Summed:
     """The sum over teams of the own block, row 0 of `chosen`."""
-    own = Sparse(chosen.indices[:1], chosen.values[:1])
+    block = Sparse(chosen.indices[:1], chosen.values[:1])
     if self.is_bruck:
-      return b_sag(same_block, own, state.shared.adaptive.h, capacities, writer)
+      return b_sag(same_block, block, state.shared.adaptive.h, capacities, writer)
     if self.teams > 1:
-      return r_sag(same_block, own, writer)
-    return Summed(own, [], None, jnp.uint32(0))
+      return r_sag(same_block, block, writer)
+    return Summed(block, [], None, jnp.uint32(0))
 
   def _add_back(
     self, acc: Accumulator, returned: list[Sparse], errors: list[Sparse]
   ) -> Accumulator:
     """The accumulator with what was dropped or rounded off on the way."""
-    for entries in returned:
+    # All teams have the same errors of the all-gather, so that each keeps a share.
+    shares = [lost._replace(values=lost.values / self.teams) for lost in errors]
+    for entries in [*returned, *shares]:
       acc = acc.add(entries)
-    for entries in errors:  # each team has the same
-      acc = acc.add(entries._replace(values=entries.values / self.teams))
     return acc
 
-  def _used(self, words: jax.Array, selected: jax.Array, slots: int) -> jax.Array:
+  def _used(
+    self,
+    words: jax.Array,
+    selected: jax.Array,
+    slots: int,
+  ) -> jax.Array:
     """The words that carry an entry, where `selected` of so many slots are filled."""
     if self.selection.fills_slots:
       return words
@@ -236,6 +243,7 @@ class SparDL(SelectingCollective):
     if self.residual == "partial":
       n = blocks.x.size
       flat = blocks.flat_indices(delivered.indices)
+      # A worker keeps what it sent where the total does not deliver it.
       members = bitset.insert(bitset.empty(n), flat, n)
       is_delivered = bitset.contains(members, blocks.flat_indices(indices))
       indices = jnp.where(is_delivered, indices, blocks.length)
@@ -268,22 +276,27 @@ def reduce_scatter(
   bags = []
   lost = []
   for stride in schedules.strides(comm.size):
+    # Transmission with sparsification (§3.1): the L largest entries of each block of
+    # the bag, with all that was received so far.
     bag = acc.largest(stride, min(2 * stride, comm.size))
     message, errors = writer.encode(bag, stride)
+    # The bag that arrives is of blocks that this worker still has (Theorem 3.1).
     acc = acc.add(writer.codec.decode(comm.shift(message, stride)))
     bags.append(bag)
     lost.append(errors)
-  own = acc.largest(0, 1)
+  own_block = acc.largest(0, 1)
   # Subtract the own block; what R-SAG, B-SAG or rounding drop of it is added back by
   # `reduce`.
-  acc = acc.add(own._replace(values=-own.values))
-  not_sent = own._replace(indices=jnp.full_like(own.indices, writer.codec.length))
+  acc = acc.add(own_block._replace(values=-own_block.values))
+  not_sent = own_block._replace(
+    indices=jnp.full_like(own_block.indices, writer.codec.length)
+  )
   return (
     acc,
-    sparse.concatenate([own, *reversed(bags)]),
+    sparse.concatenate([own_block, *reversed(bags)]),
     sparse.concatenate([not_sent, *reversed(lost)]),
   )
 
 
-def _is_power_of_two(number: int) -> bool:
-  return number & (number - 1) == 0
+def _is_power_of_two(count: int) -> bool:
+  return count & (count - 1) == 0

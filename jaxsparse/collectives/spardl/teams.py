@@ -20,7 +20,7 @@ class Summed(NamedTuple):
   """The sum of a block over teams, at one worker.
 
   Attributes:
-    own: [1, L] entries, the largest of the sum.
+    block: [1, L] entries, the largest of the sum.
     returned: dropped entries and rounding errors that this worker adds back to its
       accumulator.
     merged: i32[], of B-SAG N, the number of different indices of the sum before it is
@@ -28,13 +28,13 @@ class Summed(NamedTuple):
     words: u32[], words sent.
   """
 
-  own: Sparse
+  block: Sparse
   returned: list[Sparse]
   merged: jax.Array | None
   words: jax.Array
 
 
-def r_sag(same_block: Comm, own: Sparse, writer: Writer) -> Summed:
+def r_sag(same_block: Comm, block: Sparse, writer: Writer) -> Summed:
   """Sums one block over 2^j teams by recursive doubling and keeps the L largest entries of the sum after each step.
 
   After step t = 0, 1, … groups of 2^(t + 1) workers have the same sum and drop the same
@@ -44,34 +44,36 @@ def r_sag(same_block: Comm, own: Sparse, writer: Writer) -> Summed:
 
   Args:
     same_block: the workers that own this block, one in each team.
-    own: [1, L] entries, the sum of the block inside this worker's team.
+    block: [1, L] entries, the sum of the block inside this worker's team.
     writer: encodes messages.
   """
-  (k_block,) = own.indices.shape[1:]
+  (k_block,) = block.indices.shape[1:]
   length = writer.codec.length
   strides = schedules.strides(same_block.size)
   returned = []
   for step, stride in enumerate(reversed(strides)):
-    message, errors = writer.encode(own, _MESSAGES + step)
+    message, errors = writer.encode(block, _MESSAGES + step)
     received = same_block.permute(
       message, [(worker, worker ^ stride) for worker in range(same_block.size)]
     )
+    # The own message is decoded, too, so that both workers add the same rounded values.
     both = sparse.concatenate(
       [writer.codec.decode(message), writer.codec.decode(received)]
     )
     kept, rest = top_k_of_entries(sparse.merge(both, length), k_block, k_block, length)
-    own = sparse.as_row(kept)
+    block = sparse.as_row(kept)
     rest = sparse.as_row(rest)
+    # 2^(t + 1) workers drop the same entries, so that each returns its share
     returned.append(rest._replace(values=rest.values / 2 ** (step + 1)))
     if writer.codec.rounds:
       returned.append(errors._replace(values=errors.values / 2**step))
   words = saturated(writer.codec.words(1, k_block) * len(strides), jnp.uint32)
-  return Summed(own, returned, None, words)
+  return Summed(block, returned, None, words)
 
 
 def b_sag(
   same_block: Comm,
-  own: Sparse,
+  block: Sparse,
   h: jax.Array,
   capacities: tuple[int, ...],
   writer: Writer,
@@ -80,23 +82,26 @@ def b_sag(
 
   The L largest entries of the sum are kept. The others are in no total, so the
   accumulators they come from still have them, and they are not returned. Entries of
-  `own` beyond h are: other teams may deliver their indices.
+  `block` beyond h are: other teams may deliver their indices.
 
   Args:
     same_block: the workers that own this block, one in each team.
-    own: [1, L] entries, the sum of the block inside this worker's team.
+    block: [1, L] entries, the sum of the block inside this worker's team.
     h: i32[], the number of entries that each team sends.
     capacities: the message sizes that are compiled, up to L.
     writer: encodes messages.
   """
-  (k_block,) = own.indices.shape[1:]
+  (k_block,) = block.indices.shape[1:]
   length = writer.codec.length
   h = jnp.minimum(h, k_block)  # it may be that of another number of workers
   head, tail = map(
-    sparse.as_row, top_k_of_entries(sparse.only_row(own), h, k_block, length)
+    sparse.as_row, top_k_of_entries(sparse.only_row(block), h, k_block, length)
   )
 
-  def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
+  def gather(
+    capacity: int,
+  ) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
+    # Algorithm 2's h entries travel in the smallest message that is compiled for them.
     rows, lost, words = writer.gather_rows(
       same_block, sparse.resize(head, capacity, length), _MESSAGES, k_block
     )
@@ -125,9 +130,8 @@ class Adaptive(NamedTuple):
   @classmethod
   def start(cls, low: int, k_block: int) -> Self:
     """The state before the first update: h = ⌈L/d⌉, to be changed by 1 % of its range."""
-    return cls(
-      jnp.int32(low), jnp.int32(max(1, round(0.01 * (k_block - low)))), jnp.bool_(False)
-    )
+    step = max(1, round(0.01 * (k_block - low)))
+    return cls(jnp.int32(low), jnp.int32(step), jnp.bool_(False))
 
 
 def adapt(state: Adaptive, merged: jax.Array, low: int, k_block: int) -> Adaptive:
@@ -144,9 +148,14 @@ def adapt(state: Adaptive, merged: jax.Array, low: int, k_block: int) -> Adaptiv
     low: ⌈L/d⌉, the minimum of h.
     k_block: L, the maximum of h.
   """
+  # too many different indices and h shrinks, or too few and h grows
   right_way = (merged > k_block) ^ (state.step > 0)
   doubled = jnp.clip(2 * state.step, -k_block, k_block)
-  turned = -jnp.sign(state.step) * jnp.maximum(1, jnp.abs(state.step) // 2)
-  step = jnp.where(right_way, jnp.where(state.right, doubled, state.step), turned)
+  half = jnp.maximum(1, jnp.abs(state.step) // 2)
+  turned = -jnp.sign(state.step) * half
+  onward = jnp.where(state.right, doubled, state.step)
+  step = jnp.where(right_way, onward, turned)
   h = jnp.clip(state.h + step, low, k_block)
+  # A doubled step does not count, so that the next one is doubled only after another
+  # right one.
   return Adaptive(h, step, right_way & ~state.right)

@@ -75,11 +75,13 @@ class DctTopk(ChunkTopk):
     n = grads.size
     tiling = Tiling(self.leaves or ((n,),), math.isqrt(self.chunk))
     _, length, k_chunk = self.chunks(n)
+    # the largest coefficients of each chunk of C acc_w
     chosen = tiling.largest(grads, state.residual, length, k_chunk)
     total, sent, _, counters = self.exchange(comm, chosen, n)
     # Inf or NaN where an entry of the total may be: a coefficient has a share of less
     # than 2 in one of an axis's terms.
     bound = largest_magnitude(total.values) * (4.0 * self.chunk)
+    # total = Cᵀ Σ_w sent_w, computed where the step ends
     coefficients = Coefficients(tiling, grads, total, sent, bound)
     return Deferred(coefficients, state, counters)
 
@@ -115,40 +117,31 @@ class Coefficients(NamedTuple):
   ) -> tuple[jax.Array, jax.Array]:
     """As `Formula.finish`."""
     _, factor = values
-    ways = {"gpu": self._by_pieces, "default": self._at_once}
-    finish = _compat.by_platform(**ways)
-    return finish(self.grads, residual, factor, finite, decay)
+    tiling = self.tiling
 
-  def _at_once(
-    self,
-    grads: jax.Array,
-    residual: jax.Array,
-    factor: jax.Array,
-    finite: jax.Array,
-    decay: float,
-  ) -> tuple[jax.Array, jax.Array]:
-    inverse = lambda entries: self.tiling.entries(
-      sparse.put(jnp.zeros_like(grads), entries.indices, entries.values)
-    )
-    rest = decay * (grads + residual - inverse(self.sent))
-    update = jnp.where(finite, factor * inverse(self.total), 0.0)
-    return update, jnp.where(finite, rest, residual)
+    def at_once() -> tuple[jax.Array, jax.Array]:
+      inverse = lambda entries: tiling.entries(
+        sparse.put(jnp.zeros_like(residual), entries.indices, entries.values)
+      )
+      # the transform is linear, so that what was not sent is the same in both bases
+      rest = decay * (self.grads + residual - inverse(self.sent))
+      update = jnp.where(finite, factor * inverse(self.total), 0.0)
+      return update, jnp.where(finite, rest, residual)
 
-  def _by_pieces(
-    self,
-    grads: jax.Array,
-    residual: jax.Array,
-    factor: jax.Array,
-    finite: jax.Array,
-    decay: float,
-  ) -> tuple[jax.Array, jax.Array]:
-    """`_at_once` in place: in the buffer of the residual, and then in that of the gradient."""
+    def keep(
+      old: jax.Array,
+      entries: jax.Array,
+      at: jax.Array,
+    ) -> jax.Array:
+      before = old[at]
+      return jnp.where(finite, decay * (self.grads[at] + before - entries), before)
 
-    def keep(residual: jax.Array, entries: jax.Array, at: jax.Array) -> jax.Array:
-      old = residual[at]
-      return jnp.where(finite, decay * (grads[at] + old - entries), old)
+    def in_place() -> tuple[jax.Array, jax.Array]:
+      after = tiling.put_entries(residual, self.sent, keep)
+      # The update takes the buffer of the gradient, once `keep` has read it.
+      grads, after = jax.lax.optimization_barrier((self.grads, after))
+      new = lambda _, entries, __: jnp.where(finite, factor * entries, 0.0)
+      return tiling.put_entries(grads, self.total, new), after
 
-    residual = self.tiling.put_entries(residual, self.sent, keep)
-    grads, residual = jax.lax.optimization_barrier((grads, residual))
-    new = lambda _, entries, __: jnp.where(finite, factor * entries, 0.0)
-    return self.tiling.put_entries(grads, self.total, new), residual
+    # At once a GPU needs five arrays of n beside the gradient and the residual.
+    return _compat.by_platform(gpu=in_place, default=at_once)()

@@ -14,7 +14,7 @@ shorter ones by decreasing size.
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxsparse import _compat, sparse
 from jaxsparse._compat import varying
-from jaxsparse.arrays import flatten
+from jaxsparse.arrays import flatten, iota
 from jaxsparse.arrays.sums import round_mantissa
 from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.chunks import top_k_of_chunks
@@ -39,9 +39,13 @@ class _Region(NamedTuple):
   height: int
   width: int
   leaf: int
-  part: tuple[slice, slice]
+  slices: tuple[slice, slice]
   down: int
   across: int
+
+  @property
+  def tiles(self) -> int:
+    return self.down * self.across
 
 
 class Tiling(NamedTuple):
@@ -68,8 +72,9 @@ class Tiling(NamedTuple):
     parts = []
     for group in self._groups():
       tiles = jnp.concatenate(
-        [_cut(leaves[one.leaf][one.part], one) for one in group.regions]
+        [_cut(leaves[region.leaf][region.slices], region) for region in group.regions]
       )
+      # Tiles of one size are transformed together, whatever leaf they are of.
       parts.append(_transform(tiles, *group.cosines).reshape(-1))
     return jnp.concatenate(parts)
 
@@ -85,10 +90,11 @@ class Tiling(NamedTuple):
       left, right = group.cosines
       parts = flatten.parts(
         _transform(tiles, left.T, right.T),
-        [one.down * one.across for one in group.regions],
+        [region.tiles for region in group.regions],
       )
-      for one, part in zip(group.regions, parts, strict=True):
-        leaves[one.leaf] = leaves[one.leaf].at[one.part].set(_join(part, one))
+      for region, part in zip(group.regions, parts, strict=True):
+        leaf = leaves[region.leaf]
+        leaves[region.leaf] = leaf.at[region.slices].set(_join(part, region))
     return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
 
   def largest(
@@ -99,20 +105,21 @@ class Tiling(NamedTuple):
     def by_pieces(*parts: jax.Array) -> Sparse:
       """Pieces of whole chunks of the largest tiles, which may be almost all, one after the other; then the rest."""
       groups = self._groups()
+      # whole chunks in a piece, and whole tiles in a chunk, or no pieces
       rows = max(1, self.size // _GPU_PIECES // length)
       per_piece = 0 if length % groups[0].area else rows * length // groups[0].area
       pieces = groups[0].tiles // per_piece if per_piece else 0
 
       coefficients = functools.partial(self._coefficients_of, parts)
 
-      def one(number: jax.Array) -> Sparse:
-        tiles = number * per_piece + jnp.arange(per_piece, dtype=jnp.int32)
+      def select_piece(piece: jax.Array) -> Sparse:
+        tiles = piece * per_piece + iota(per_piece)
         return top_k_of_chunks(LazySum((coefficients(groups[0], tiles),)), length, k)
 
-      found = []
+      largest = []
       if pieces:
-        by_piece = jax.lax.map(one, jnp.arange(pieces, dtype=jnp.int32))
-        found.append(jax.tree.map(lambda x: x.reshape(-1, k), by_piece))
+        by_piece = jax.lax.map(select_piece, iota(pieces))
+        largest.append(jax.tree.map(lambda x: x.reshape(-1, k), by_piece))
       firsts = [pieces * per_piece] + [0] * (len(groups) - 1)
       rest = [
         coefficients(group, jnp.arange(first, group.tiles, dtype=jnp.int32))
@@ -120,8 +127,9 @@ class Tiling(NamedTuple):
         if first < group.tiles
       ]
       if rest:
-        found.append(top_k_of_chunks(LazySum((jnp.concatenate(rest),)), length, k))
-      return sparse.concatenate(found)
+        # shorter tiles follow the rest of the largest ones, in the same chunks
+        largest.append(top_k_of_chunks(LazySum((jnp.concatenate(rest),)), length, k))
+      return sparse.concatenate(largest)
 
     at_once = lambda *parts: top_k_of_chunks(
       LazySum((self.coefficients(parts[0] + parts[1]),)), length, k
@@ -133,6 +141,7 @@ class Tiling(NamedTuple):
     self, parts: tuple[jax.Array, ...], group: "_Group", tiles: jax.Array
   ) -> jax.Array:
     """The coefficients of some tiles of the sum of `parts`, flat; behind barriers, so that a GPU stores them."""
+    # Tiles are read where they are in the leaves, none is copied before.
     at = self._positions(group, tiles)
     entries = functools.reduce(jnp.add, [part[at] for part in parts])
     entries = jax.lax.optimization_barrier(entries)
@@ -144,28 +153,26 @@ class Tiling(NamedTuple):
   ) -> jax.Array:
     """f32[n] with `new(x, entries, at)` at flat indices `at`: of all entries of sparse coefficients, by pieces."""
     for group in self._groups():
+      # Pieces bound what is in memory at once: a 32nd of the vector.
       tiles = min(group.tiles, max(1, self.size // _GPU_PIECES // group.area))
 
       def put(
-        number: jax.Array, x: jax.Array, group: _Group = group, tiles: int = tiles
+        piece: jax.Array, x: jax.Array, group: _Group = group, tiles: int = tiles
       ) -> jax.Array:
-        numbers = number * tiles + jnp.arange(tiles, dtype=jnp.int32)
-        slots = coefficients.indices - (group.start + number * (tiles * group.area))
+        tile_numbers = piece * tiles + iota(tiles)
+        # the coefficients of these tiles alone, in their slots
+        slots = coefficients.indices - (group.start + piece * (tiles * group.area))
         size = tiles * group.area
         slots = jnp.where((slots >= 0) & (slots < size), slots, size)
         dense = sparse.put(jnp.zeros(size, jnp.float32), slots, coefficients.values)
         left, right = group.cosines
-        at = self._positions(group, numbers)
-        entries = _transform_at_once(
-          dense.reshape(-1, group.height, group.width), left.T, right.T
-        )
-        return sparse.put(
-          x,
-          at,
-          jax.lax.optimization_barrier(
-            new(x, jax.lax.optimization_barrier(entries), at)
-          ),
-        )
+        at = self._positions(group, tile_numbers)
+        coefficient_tiles = dense.reshape(-1, group.height, group.width)
+        entries = _transform_at_once(coefficient_tiles, left.T, right.T)
+        # Behind barriers, so that a GPU stores what it computes of the tiles, and
+        # neither computes it for each use nor copies x.
+        values = new(x, jax.lax.optimization_barrier(entries), at)
+        return sparse.put(x, at, jax.lax.optimization_barrier(values))
 
       x = varying.fori_loop(0, -(-group.tiles // tiles), put, x)
     return x
@@ -177,46 +184,58 @@ class Tiling(NamedTuple):
 
   def _positions(self, group: "_Group", tiles: jax.Array) -> jax.Array:
     """The flat indices of the entries of some tiles of a group, i32[tiles, height, width]; n beyond the last tile."""
+    # the length of a row of each leaf
     rows = [_matrix_shape(shape)[1] for shape in self.shapes]
+    # the first flat index of each leaf
     leaves = [0, *itertools.accumulate(map(math.prod, self.shapes))]
-    starts = [0, *itertools.accumulate(one.down * one.across for one in group.regions)]
-    corners = [
-      leaves[one.leaf] + one.part[0].start * rows[one.leaf] + one.part[1].start
-      for one in group.regions
-    ]
+    starts = [0, *itertools.accumulate(region.tiles for region in group.regions)]
+    # the flat index of the first entry of each region
+    corners = []
+    for region in group.regions:
+      top, left = (part.start for part in region.slices)
+      corners.append(leaves[region.leaf] + top * rows[region.leaf] + left)
     table = (
       starts[:-1],
       corners,
-      [rows[one.leaf] for one in group.regions],
-      [one.across for one in group.regions],
+      [rows[region.leaf] for region in group.regions],
+      [region.across for region in group.regions],
     )
+    # region i has tiles starts[i] … starts[i + 1] − 1 of the group
     bounds = jnp.array(starts[1:-1], jnp.int32)
-    region = jnp.searchsorted(bounds, tiles, side="right", method="compare_all")
+    region_of_tile = jnp.searchsorted(bounds, tiles, side="right", method="compare_all")
     start, corner, row, across = (
-      jnp.array(column, jnp.int32)[region] for column in table
+      jnp.array(column, jnp.int32)[region_of_tile] for column in table
     )
+    # row and column of a tile among those of its region
     down, right = jnp.divmod(tiles - start, across)
     first = corner + down * group.height * row + right * group.width
-    inside = row[:, None] * jnp.arange(group.height, dtype=jnp.int32)[None]
-    at = (first[:, None] + inside)[:, :, None] + jnp.arange(
-      group.width, dtype=jnp.int32
-    )[None, None]
-    return jnp.where((tiles < group.tiles)[:, None, None], at, self.size)
+    rows_of_tile = first[:, None] + row[:, None] * iota(group.height)[None]
+    at = rows_of_tile[:, :, None] + iota(group.width)[None, None]
+    exists = (tiles < group.tiles)[:, None, None]
+    return jnp.where(exists, at, self.size)
 
   def _groups(self) -> list["_Group"]:
     """The tiles of each size, the largest first."""
     regions = []
-    for number, shape in enumerate(self.shapes):
+    for leaf_index, shape in enumerate(self.shapes):
+      # up to four regions a leaf: full tiles, shorter ones below, beside, and in the
+      # corner
       axes = (_split_axis(size, self.side) for size in _matrix_shape(shape))
       for (rows, height, down), (columns, width, across) in itertools.product(*axes):
-        regions.append(_Region(height, width, number, (rows, columns), down, across))
-    regions.sort(key=lambda one: (-one.height * one.width, one.height))
+        regions.append(
+          _Region(height, width, leaf_index, (rows, columns), down, across)
+        )
+    # Larger tiles first, so that chunks of full tiles come before those of shorter
+    # ones.
+    regions.sort(key=lambda region: (-region.height * region.width, region.height))
     groups = list[_Group]()
     start = 0
-    for (height, width), same in itertools.groupby(regions, key=lambda one: one[:2]):
+    for (height, width), same in itertools.groupby(
+      regions, key=lambda region: region[:2]
+    ):
       alike = list(same)
       groups.append(
-        _Group(height, width, start, sum(one.down * one.across for one in alike), alike)
+        _Group(height, width, start, sum(region.tiles for region in alike), alike)
       )
       start += groups[-1].tiles * groups[-1].area
     return groups
@@ -253,22 +272,24 @@ def _split_axis(length: int, side: int) -> list[tuple[slice, int, int]]:
     (slice(0, length - rest), side, count),
     (slice(length - rest, length), rest, 1),
   ]
+  # no part where the side divides the axis, or is longer than it
   return [part for part in parts if part[0].stop > part[0].start]
 
 
-def _cut(region: jax.Array, one: _Region) -> jax.Array:
+def _cut(entries: jax.Array, region: _Region) -> jax.Array:
   """The tiles of a region, [tiles, height, width]."""
   return (
-    region.reshape(one.down, one.height, one.across, one.width)
+    entries.reshape(region.down, region.height, region.across, region.width)
     .swapaxes(1, 2)
-    .reshape(-1, one.height, one.width)
+    .reshape(-1, region.height, region.width)
   )
 
 
-def _join(tiles: jax.Array, one: _Region) -> jax.Array:
+def _join(tiles: jax.Array, region: _Region) -> jax.Array:
   """Undoes `_cut`."""
-  rows = tiles.reshape(one.down, one.across, one.height, one.width).swapaxes(1, 2)
-  return rows.reshape(one.down * one.height, one.across * one.width)
+  shape = region.down, region.across, region.height, region.width
+  rows = tiles.reshape(shape).swapaxes(1, 2)
+  return rows.reshape(region.down * region.height, region.across * region.width)
 
 
 @functools.cache
@@ -283,11 +304,16 @@ def cosines(length: int) -> np.ndarray:
   matrix = np.sqrt(2 / length) * np.cos(
     np.pi * frequency * (2 * index + 1) / (2 * length)
   )
+  # so that all rows have norm 1
   matrix[0] /= np.sqrt(2)
   return matrix.astype(np.float32)
 
 
-def _transform(tiles: jax.Array, left: np.ndarray, right: np.ndarray) -> jax.Array:
+def _transform(
+  tiles: jax.Array,
+  left: np.ndarray,
+  right: np.ndarray,
+) -> jax.Array:
   """`left · tile · rightᵀ` of each tile, in place: a few tiles at a time, so that their terms stay in a cache."""
   count = len(tiles) // _PIECES
 
@@ -297,25 +323,25 @@ def _transform(tiles: jax.Array, left: np.ndarray, right: np.ndarray) -> jax.Arr
     )
     return jax.lax.dynamic_update_slice_in_dim(tiles, part, piece * count, 0)
 
-  if count * _PIECES < len(tiles):
-    tiles = tiles.at[count * _PIECES :].set(
-      _transform_at_once(tiles[count * _PIECES :], left, right)
-    )
+  whole = count * _PIECES
+  if whole < len(tiles):
+    rest = _transform_at_once(tiles[whole:], left, right)
+    tiles = tiles.at[whole:].set(rest)
   return varying.fori_loop(0, _PIECES, replace, tiles) if count else tiles
 
 
 def _transform_at_once(
   tiles: jax.Array, left: np.ndarray, right: np.ndarray
 ) -> jax.Array:
-  tiles = _sum_in_order(
-    [tiles[:, :, j, None] * right[None, None, :, j] for j in range(len(right))]
-  )
-  return _sum_in_order(
-    [tiles[:, j, None, :] * left[None, :, j, None] for j in range(len(left))]
-  )
+  """`left · tile · rightᵀ` of each tile."""
+  # Products of one column each, so that the order of their sum is fixed.
+  by_column = lambda j: tiles[:, :, j, None] * right[None, None, :, j]
+  rows = _sum_in_order(map(by_column, range(len(right))))
+  by_row = lambda j: rows[:, j, None, :] * left[None, :, j, None]
+  return _sum_in_order(map(by_row, range(len(left))))
 
 
-def _sum_in_order(terms: list[jax.Array]) -> jax.Array:
+def _sum_in_order(terms: Iterable[jax.Array]) -> jax.Array:
   """The sum of products in their order, with the same bits in every program.
 
   The order of a matrix product depends on its sizes and on the machine, and the last
