@@ -246,7 +246,6 @@ def test_batches_of_an_iterable_begin_again_and_seeds_begin_apart():
     ({"links": ("1 gb",)}, "'1 gb', write 10gbit"),
     ({"links": ()}, "links is empty"),
   ],
-  ids=str,
 )
 def test_bad_input_is_refused(changed, error):
   with pytest.raises(ValueError, match=error):
