@@ -384,7 +384,7 @@ def test_rounds(tmp_path):
     step,
     f"{step}\n    number == 2 and worker.round > 1 and signal.raise_signal(signal.SIGTERM)",
   )
-  run_workers(tmp_path, worker, ["--quorum=2", "--grace=0.5"])
+  run_workers(tmp_path, worker, ["--quorum=2"])
 
 
 @pytest.mark.long

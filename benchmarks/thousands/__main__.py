@@ -3,6 +3,7 @@ r"""How many workers rounds hold: thousands on paper, 200 at a real server, 32 i
 --parts chooses what is measured:
 
     simulated   --workers with the real protocol in virtual time, beside lockstep: goodput, messages, CPU of the server
+    windows     where workers differ: the window that chooses itself beside fixed ones, by scenario and delay
     state       of the server of so many: its memory, CPU time, and the messages that begin a round
     levels      the first in groups of √P, each with a server of its own, and rounds among groups, of their links
     server      200 real connections that join at once, then rounds of 64 while workers come and go
@@ -29,10 +30,17 @@ from typing import Any
 from absl import flags, logging
 
 from benchmarks import entry, report, tables, workers
-from benchmarks.thousands import levels, load, processes, simulation, state
+from benchmarks.thousands import (
+  levels,
+  load,
+  processes,
+  simulation,
+  state,
+  windows,
+)
 from benchmarks.thousands.members import Setting
 
-_ALL = ["simulated", "state", "levels", "server", "processes"]
+_ALL = ["simulated", "windows", "state", "levels", "server", "processes"]
 _GOAL = 0.9  # goodput of 1,000 workers of which each fails once an hour
 _PARTS = flags.DEFINE_list("parts", _ALL, f"What to measure: {', '.join(_ALL)}.")
 _WORKERS = entry.define_numbers(
@@ -51,9 +59,10 @@ _INTERVAL = flags.DEFINE_float(
   lower_bound=1,
 )
 _QUORUM = flags.DEFINE_float("quorum", 0.5, "K / P.", lower_bound=0.0, upper_bound=1.0)
-_GRACE = flags.DEFINE_float(
-  "grace", 2.0, "Virtual seconds that K workers wait for others.", lower_bound=0
+_GRACE = flags.DEFINE_string(
+  "grace", "auto", "Virtual seconds that K workers wait for others, or auto."
 )
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Of each row of windows.", lower_bound=1)
 _COLLECTIVE = flags.DEFINE_string(
   "collective", "onebit", "Of the rounds that are simulated."
 )
@@ -81,6 +90,11 @@ _REPORT_DIR = entry.define_report_dir("thousands.json")
 _JSON = entry.define_json()
 
 entry.require_choices(_PARTS, _ALL, empty=False)
+entry.require(
+  _GRACE,
+  lambda text: text == "auto" or text.replace(".", "", 1).isdecimal(),
+  "auto, or 0 seconds or more",
+)
 
 
 def _settings() -> Iterator[Setting]:
@@ -91,7 +105,8 @@ def _settings() -> Iterator[Setting]:
         "collective": _COLLECTIVE.value,
         "seed": _SEED.value,
       }
-      options |= {"quorum": _QUORUM.value, "grace": _GRACE.value}
+      grace = _GRACE.value if _GRACE.value == "auto" else float(_GRACE.value)
+      options |= {"quorum": _QUORUM.value, "grace": grace}
       yield Setting(size, failures, _SECONDS.value, _INTERVAL.value, **options)
 
 
@@ -106,6 +121,15 @@ def _simulated() -> Iterator[Any]:
       | beside
       | {"simulating": time.process_time() - begin}
     )
+
+
+def _windows() -> Iterator[Any]:
+  for setting in _settings():
+    for scenario in windows.SCENARIOS:
+      for delay in (0.5, 0.0):
+        chosen = setting._replace(scenario=scenario, delay=delay, straggle=0.0)
+        found = windows.compare(chosen, seeds=_SEEDS.value)
+        yield chosen._asdict() | found
 
 
 def _state() -> Iterator[Any]:
@@ -139,9 +163,9 @@ def main() -> None:
   path = pathlib.Path(_REPORT_DIR.value, "thousands.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
   key = lambda row: [
-    row.get(name) for name in (*Setting._fields, "groups") if name != "seconds"
+    row.get(name) or None for name in (*Setting._fields, "groups") if name != "seconds"
   ]
-  makers = _simulated, _state, _levels, _server, _processes
+  makers = _simulated, _windows, _state, _levels, _server, _processes
   for part, make in zip(_ALL, makers, strict=True):
     for row in make() if part in _PARTS.value else ():
       row = json.loads(json.dumps(report.rounded(report.plain(row))))

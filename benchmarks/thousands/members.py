@@ -1,7 +1,7 @@
 """Workers of a simulation: what they train, and what exchanges and fetches take on their links."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -41,13 +41,14 @@ class Setting(NamedTuple):
   straggle: float = 0.01  # part of the intervals of a worker that take twice as long
   jitter: float = 0.01  # standard deviation of the seconds of an interval, relative
   quorum: float = 0.5  # K / P
-  grace: float = 2.0
+  grace: float | Literal["auto"] = "auto"
   limit: float = 5.0
   server_rate: float = 1e9 / 8  # bytes a second, each way
   seed: int = 0
   succeeds: bool = (
     False  # whether the next process goes on from what the one before has not delivered
   )
+  scenario: str = ""  # of `windows`
 
 
 class Link(NamedTuple):
@@ -136,6 +137,7 @@ class Member(VirtualWorker):
     self._since: float | None = None  # when the interval began
     self._turn = 0.0  # seconds of the interval
     self._run: Run | None = None
+    self._asked_after = 0  # rounds of its anchor when it was ready
     super().__init__(network, number, entries=network.setting.entries, timeout=_TIMEOUT)
 
   @property
@@ -157,17 +159,20 @@ class Member(VirtualWorker):
   def apply(self) -> None:
     """A new interval begins, and in it an exchange."""
     network = self.network
-    self._carried = self.undelivered
+    trained = self.undelivered
+    if self._since is not None:
+      network.over += trained - self._carried - self._turn
+    self._carried = trained
     self._since = network.now
-    slow = 2 if network.random.random() < network.setting.straggle else 1
     self._turn = network.setting.interval * max(
-      0.1, slow * network.random.gauss(1, network.setting.jitter)
+      0.1, network.slowness(self) * network.random.gauss(1, network.setting.jitter)
     )
     network.at(network.now + self._turn * (1 - network.setting.delay), self, self._ask)
 
   def _ask(self) -> None:
     if self.lives:
       self._given = self.undelivered
+      self._asked_after = self.protocol.membership.position.round
       self.protocol.undelivered = round(self._given)
       self.handle(RoundRequest(WorkerMessage.READY, weight=1))
 
@@ -217,6 +222,8 @@ class Member(VirtualWorker):
     assert self._given is not None
     group = self._run.group
     self.network.deliver(group, self._given)
+    if group.iteration > self._asked_after:
+      self.network.late += self._given
     self._carried -= self._given
     self._given = None
     return RoundPosition(group.iteration + 1, group.number)

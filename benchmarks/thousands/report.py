@@ -19,7 +19,7 @@ _SIMULATED: Mapping[str, Column] = {
   "workers": _plain("workers", ",.0f"),
   "failures an hour": _plain("failures", "g"),
   "K / P": _plain("quorum"),
-  "grace, s": _plain("grace", "g"),
+  "window, s": lambda row: f"{row['grace']}".removesuffix(".0"),
   "goodput": _plain("goodput", ".1%"),
   "lockstep": _plain("lockstep", ".1%"),
   "s a round": _plain("round", ".0f"),
@@ -31,6 +31,21 @@ _SIMULATED: Mapping[str, Column] = {
   "kB/s in": _kilo("bytes_in"),
   "kB/s out": _kilo("bytes_out"),
   "core": _plain("cpu", ".1%"),
+}
+# the first of windows as good
+_best = lambda row: max(row["fixed"], key=lambda pair: pair[1])
+_worst = lambda row: min(row["fixed"], key=lambda pair: pair[1])
+_WINDOWS: Mapping[str, Column] = {
+  "scenario": lambda row: row["scenario"],
+  "τ / H": _plain("delay"),
+  "failures an hour": _plain("failures", "g"),
+  "worst fixed, s": lambda row: f"{_worst(row)[0]:g}",
+  "useful": lambda row: f"{_worst(row)[1]:.1%}",
+  "best fixed, s": lambda row: f"{_best(row)[0]:g}",
+  "useful ": lambda row: f"{_best(row)[1]:.1%}",
+  "auto: useful": lambda row: f"{row['auto']['useful']:.1%}",
+  "late": lambda row: f"{row['auto']['late']:.1%}",
+  "goodput": lambda row: f"{row['auto']['goodput']:.1%}",
 }
 _STATE: Mapping[str, Column] = {
   "workers": _plain("workers", ",.0f"),
@@ -84,6 +99,7 @@ def make(part: str, rows: list[Row]) -> rich.table.Table:
   """The table of a part, by the number of workers."""
   columns = {
     "simulated": _SIMULATED,
+    "windows": _WINDOWS,
     "state": _STATE,
     "levels": _LEVELS,
     "server": _SERVER,

@@ -114,6 +114,10 @@ class Simulation(VirtualNetwork):
     """From now on what happens is counted."""
     self._begin = self.now
     self.lost = 0.0
+    self.late = 0.0  # seconds of training in a round after the one that it was for
+    self.over = (
+      0.0  # seconds of training after an interval, until its round was applied
+    )
     self.counted = collections.Counter[
       int
     ]()  # members of rounds that count, by the number of the group
@@ -165,6 +169,10 @@ class Simulation(VirtualNetwork):
       self.lineages[group.iteration + 1] = before.after(group.number)
     self.counted[group.number] += 1
     self.delivered[group.number] += seconds
+
+  def slowness(self, member: Member) -> float:
+    """How many times as long the next interval of a worker takes."""
+    return 2 if self.random.random() < self.setting.straggle else 1
 
   # Failures.
 

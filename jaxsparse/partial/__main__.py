@@ -16,6 +16,10 @@ from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.server import LIMIT, Server
 
 
+def _read_seconds(text: str) -> float | str:
+  return text if text == "auto" else float(text)
+
+
 def _make_parser() -> argparse.ArgumentParser:
   defaults = argparse.ArgumentDefaultsHelpFormatter
   parser = argparse.ArgumentParser(
@@ -45,8 +49,8 @@ def _make_parser() -> argparse.ArgumentParser:
   )
   add(
     "--grace",
-    type=float,
-    help="seconds that K workers wait for more; default 2",
+    type=_read_seconds,
+    help="seconds that K workers wait for more, or auto, from the seconds that workers take; default auto",
   )
   add(
     "--weights",
@@ -78,9 +82,9 @@ def _make_parser() -> argparse.ArgumentParser:
   add("--own_keys", type=pathlib.Path, help=each)
   add(
     "--limit",
-    type=float,
-    default=LIMIT,
-    help="seconds without heartbeat until a worker is dropped",
+    type=_read_seconds,
+    default="auto",
+    help=f"seconds without heartbeat until a worker is dropped; auto: {LIMIT:g}, or more if it was silent before",
   )
   add(
     "--start_timeout",

@@ -7,7 +7,7 @@ workers 0, 3, 5 <── GROUP … ──── ROUTER <── RoundServer    <�
 import secrets
 import threading
 import time
-from typing import Self
+from typing import Literal, Self
 
 from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial.groups.controller import Controller
@@ -33,7 +33,8 @@ class Server:
       any free port.
     keys: CURVE keys of the run, required for any address but loopback.
     limit: seconds without a heartbeat of a worker's thread after which the worker is
-      dropped.
+      dropped; "auto": 5, or three times as long as the worker has been silent lately, at
+      most 20.
     start_timeout: seconds after which workers that have never joined are dropped.
 
   Attributes:
@@ -58,10 +59,14 @@ class Server:
     address: str = sockets.LOOPBACK,
     *,
     keys: Keys | None = None,
-    limit: float = LIMIT,
+    limit: float | Literal["auto"] = "auto",
     start_timeout: float = START_TIMEOUT,
   ):
     sockets.check_address(address, keys)
+    most = 1.0
+    if limit == "auto":
+      limit = LIMIT
+      most = 4.0
     for name, value in (("limit", limit), ("start_timeout", start_timeout)):
       if not value > 0:
         raise ValueError(f"{name}={value!r}, choose more than 0 seconds")
@@ -77,6 +82,7 @@ class Server:
       self._protocol = GroupServer(
         controller, Members(GroupMember, self._send, *times), first=secrets.randbits(62)
       )
+    self._protocol.members.most = most
     receive = lambda frames: self._protocol.receive(
       frames[0], frames[1:], time.monotonic()
     )

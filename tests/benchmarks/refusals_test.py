@@ -113,8 +113,9 @@ REFUSED = {
   "thousands": [
     (
       ["--parts=all"],
-      "--parts=['all']: choose from simulated, state, levels, server, processes",
-    )
+      "--parts=['all']: choose from simulated, windows, state, levels, server, processes",
+    ),
+    (["--grace=soon"], "--grace=soon: choose auto, or 0 seconds or more"),
   ],
   "rounds": [
     (

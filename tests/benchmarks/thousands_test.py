@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from benchmarks.thousands import levels, load, report, simulation, state
+from benchmarks.thousands import levels, load, report, simulation, state, windows
 from benchmarks.thousands.members import Exchange, Link, Setting
 from benchmarks.thousands.simulation import Simulation
 from benchmarks.thousands.timeline import Timeline
@@ -135,10 +135,19 @@ def test_the_command(tmp_path):
     "--rounds=2",
     "--joining=6",
     "--members=4",
+    "--seeds=1",
   )
   found = result_of("thousands", *small, "--churn=10", f"--report_dir={tmp_path}")
-  assert set(found) == {"simulated", "state", "levels", "server", "processes"}
+  assert set(found) == {
+    "simulated",
+    "windows",
+    "state",
+    "levels",
+    "server",
+    "processes",
+  }
   assert found["processes"][0]["equal"]
   assert found["simulated"][0]["lockstep"] < found["simulated"][0]["goodput"] <= 1.02
+  assert len(found["windows"]) == 2 * len(windows.SCENARIOS)
   for part, rows in found.items():
-    assert report.make(part, rows).row_count == 1
+    assert report.make(part, rows).row_count == len(rows)

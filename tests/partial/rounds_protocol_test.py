@@ -380,6 +380,7 @@ class Network(VirtualNetwork, protocols_test.Network):
   """With one or two servers of rounds."""
 
   kind = Process
+  grace = GRACE
 
   def __init__(self, random, workers, quorum, servers, links=()):
     self.links = links  # their numbers
@@ -447,9 +448,15 @@ class Network(VirtualNetwork, protocols_test.Network):
   def start(self, number):
     """A server that knows nobody."""
     controller = js.partial.Quorum(
-      self.workers, self.size, grace=GRACE, first=self.random.getrandbits(40)
+      self.workers, self.size, grace=self.grace, first=self.random.getrandbits(40)
     )
     self.start_server(number, controller, LIMIT)
+
+
+class AutoNetwork(Network):
+  """With windows that choose themselves."""
+
+  grace = "auto"
 
 
 @settings(max_examples=2 * settings().max_examples)
@@ -464,7 +471,8 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(
 ):
   """A random schedule with the disturbances in it, then a quiet one for `ROUNDS` rounds more."""
   random, (servers, disturbances) = Random(seed), disturbed
-  network = Network(random, workers, workers // 2 + 1, servers, links)
+  make = Network if seed % 2 else AutoNetwork
+  network = make(random, workers, workers // 2 + 1, servers, links)
   for kind in disturbances:
     network.at(random.random() * 30, None, network.disturb, kind)
   run_until_goal(network)

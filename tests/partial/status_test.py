@@ -93,7 +93,10 @@ def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delive
     "undelivered": 12,
     "silent": 0.25,
   }
-  assert found["workers"][2] == late | {"address": "tcp://h:3"}
+  assert found["workers"][2] == late | {
+    "limit": 5.0,
+    "address": "tcp://h:3",
+  }
   hub.tell(WorkerMessage.READY, 0, 1, now=5.0, position=RoundPosition(1, 1))
   hub.tell(WorkerMessage.READY, 1, 1, now=5.0, position=RoundPosition(1, 1))
   hub.server.tick(6.5)
@@ -139,7 +142,7 @@ def test_over_sockets_as_text_and_as_numbers(capsys, monkeypatch, tmp_path):
         shown,
       )
       assert re.search(
-        r"^0 +(trains|exchanges|waits for others) +\d+ +\d+ +[\d.]+ s +tcp://127",
+        r"^0 +(trains|exchanges|waits for others) +\d+ +\d+ +[\d.]+ s +5\.0 s +tcp://127",
         shown,
         re.MULTILINE,
       )

@@ -39,6 +39,8 @@ _BEATS = 5  # heartbeats in the time after which the server drops a silent worke
 # the same number
 _PULSE = 1.0
 _RIVALRY = 4  # times `limit`, for which a rival of a living worker is remembered
+_SILENCES = 3  # times the longest silence lately, after which a worker is dropped
+_DECAY = 0.99  # of a silence at each message: half in a minute of heartbeats
 _PROBES = 10  # heartbeats of the server to each worker in `limit` seconds
 # words of early pieces beside their entries: some thousands without entries
 _EARLY_WORDS = 1 << 20
@@ -306,6 +308,7 @@ class Member:
   connection: bytes = b""
   address: str = ""  # where other workers reach it
   heard: float = 0.0  # when its last message came
+  silence: float = 0.0  # seconds between two messages: the most, older ones decay
   told: int = 0  # how many changes of addresses it has been told
   # since when others send HELLO with its number
   rivals: dict[bytes, float] = dataclasses.field(default_factory=dict)
@@ -327,6 +330,9 @@ class Members(Generic[M]):
   # who is dropped when, if no message comes
   dead_at: dict[int, float] = dataclasses.field(default_factory=dict)
   rejected: int = 0  # messages
+  most: float = (
+    1.0  # times `limit`, after which one is dropped that has been silent before
+  )
   # by the number of the worker
   known: dict[int, M] = dataclasses.field(default_factory=dict)
   alike: Alike = _UNKNOWN  # what the workers that are there have alike
@@ -359,8 +365,13 @@ class Members(Generic[M]):
       return
     member = self.known.get(signal.worker)
     if member and member.connection == connection:
+      member.silence = max(now - member.heard, _DECAY * member.silence)
       member.heard = now
-      self.dead_at[signal.worker] = now + self.limit
+      self.dead_at[signal.worker] = now + self.limit_of(member)
+
+  def limit_of(self, member: Member) -> float:
+    """Seconds of silence after which this worker is dropped."""
+    return min(max(_SILENCES * member.silence, self.limit), self.most * self.limit)
 
   def tick(self, now: float, **beat: Any) -> list[int]:
     """Sends heartbeats, with these facts, and returns who is dead; to be called several times in `limit` seconds."""

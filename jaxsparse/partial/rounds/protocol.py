@@ -258,6 +258,7 @@ class RoundProtocol:
     # else its donor has not answered, and others with the anchor may be elsewhere
     is_first = kind == ServerMessage.WELCOME and membership.fetches_since is None
     membership.learn(content.get("addresses", {}))
+    self.grace = content.get("grace", self.grace)
     if "base" in content:
       self._last = RoundPosition(content["round"], content["base"])
       self._digest = content["digest"]
@@ -296,7 +297,6 @@ class RoundProtocol:
     position = self.membership.position
     if not content.keys() >= {"grace", "sizes", "base", "number"}:
       raise Rejected("malformed: WELCOME of a server of partial reduce, not of rounds")
-    self.grace = content["grace"]
     self.sizes = tuple(content["sizes"])
     # an index and a value of each entry
     self._early = EarlyPieces(2 * self.sizes[1] * self.entries)

@@ -17,7 +17,7 @@ import collections
 import functools
 import secrets
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxsparse.collectives._base import check_whole
 from jaxsparse.partial.net.messages import Rejected, RoundPosition, WorkerGroup
@@ -58,7 +58,7 @@ class Quorum:
 
   - A round begins as soon as all workers that are there are ready, but for those that
     are new, or at `release`, which the server calls when K workers have been ready for
-    `grace` seconds: with all that are ready then.
+    the grace window: with all that are ready then.
   - Its members have the same anchor, that of the last round whose result counted.
   - Two workers that have missed messages of each other in a round are not together in
     the next 2 rounds, after the next failure not in 4, then in 8, up to 64 (`Pairs`).
@@ -74,7 +74,8 @@ class Quorum:
     workers: numbers that workers may have: 0 … N − 1.
     quorum: K, the number of workers that a round takes. More than N/2 if there is a
       second server, so that they never hold rounds at the same time.
-    grace: seconds for which K workers that are ready wait for others.
+    grace: seconds for which K workers that are ready wait for others; "auto": chosen in
+      each round by what workers took before (`Window`).
 
   Attributes:
     position: of the last round whose result counted, and `digest` of that; 0 if another
@@ -101,15 +102,20 @@ class Quorum:
   """
 
   def __init__(
-    self, workers: int, quorum: int, *, grace: float = 2.0, first: int | None = None
+    self,
+    workers: int,
+    quorum: int,
+    *,
+    grace: float | Literal["auto"] = "auto",
+    first: int | None = None,
   ):
     check_whole("quorum", 1, workers=workers)
     check_whole("quorum", 1, workers, quorum=quorum)
-    if not isinstance(grace, int | float) or not grace >= 0:
-      raise ValueError(f"grace={grace!r}, choose 0 seconds or more")
+    if grace != "auto" and not (isinstance(grace, int | float) and grace >= 0):
+      raise ValueError(f"grace={grace!r}, choose 'auto', or 0 seconds or more")
     self.workers = workers
     self.quorum = quorum
-    self.grace = float(grace)
+    self.grace = grace
     self.position = RoundPosition()
     self.lineage = FIRST
     self.digest = 0

@@ -28,6 +28,7 @@ from jaxsparse.partial.net.messages import (
 )
 from jaxsparse.partial.rounds.lineage import FIRST, Lineage
 from jaxsparse.partial.rounds.quorum import Behind, Quorum, Verdict
+from jaxsparse.partial.rounds.window import Window
 
 _START = RoundPosition()
 _MOST_WEIGHT = 2**47  # weight of a step, with 16 bits behind the point
@@ -107,6 +108,7 @@ class RoundServer:
     self._run = secrets.randbits(62)
     # when the last rounds that counted ended
     self._ended = collections.deque[float](maxlen=_RECENT)
+    self._window = Window(quorum.grace, quorum.quorum)
     self._counted = 0  # rounds
     self._failed = 0  # rounds
     self._delivered = 0  # the weight of steps
@@ -128,8 +130,14 @@ class RoundServer:
     )
     for worker in self.members.tick(now, alive=len(known)):
       self._leave(worker)
-    enough = self._quorum.waiting[self._quorum.quorum - 1 :]
-    if enough and known[enough[0]].waits_until < now:
+    waiting = self._quorum.waiting
+    enough = waiting[self._quorum.quorum - 1 :]
+    if not enough:
+      self._window.close(now)
+    elif (
+      self._window.is_over(len(waiting), known.keys() - waiting, now)
+      and known[enough[0]].waits_until < now
+    ):
       self._announce(self._quorum.release())
 
   def status(self) -> dict[str, Any]:
@@ -145,6 +153,8 @@ class RoundServer:
       "round": self._quorum.position.round,
       "since": now - self._ended[-1] if self._ended else None,
       "seconds": seconds,
+      "window": self._window.seconds,
+      "turn": self._window.usual or None,
       "rounds_counted": self._counted,
       "rounds_failed": self._failed,
       "steps_delivered": self._delivered,
@@ -156,6 +166,7 @@ class RoundServer:
           "round": member.position.round,
           "undelivered": member.weight,
           "silent": now - member.heard,
+          "limit": self.members.limit_of(member),
           "address": member.address,
         }
         for worker, member in sorted(self.members.known.items())
@@ -232,8 +243,9 @@ class RoundServer:
     if signal.position.round <= self._quorum.position.round:
       member.position = signal.position._replace(last=0)
     leaves = signal.kind in messages.LEAVING.values()
+    self._window.end(signal.worker, self.members.now)
     # who leaves waits longer, for one that takes over its residual
-    member.waits_until = self.members.now + (1 + leaves) * self._quorum.grace
+    member.waits_until = self.members.now + (1 + leaves) * self._window.least
     is_link = signal.kind in (WorkerMessage.LINK, WorkerMessage.LEAVING_LINK)
     position = signal.position
     try:
@@ -260,7 +272,7 @@ class RoundServer:
     for worker, member in self.members.known.items():
       if not member.is_late:
         continue
-      seconds = 2 * (member.fetch_seconds or 0.0) + self._quorum.grace
+      seconds = 2 * (member.fetch_seconds or 0.0) + self._window.least
       since = self._awaits_since if self._awaited else now
       if (
         member.fetch_seconds is not None
@@ -385,14 +397,15 @@ class RoundServer:
     return _Branch(self._run, self._quorum.lineage)
 
   @property
-  def _last(self) -> dict[str, int]:
-    """The last round, for a worker that checks the anchor of a donor."""
+  def _last(self) -> dict[str, float]:
+    """The last round, for a worker that checks the anchor of a donor, and how long to wait for the next one."""
     position = self._quorum.position
     return {
       "round": position.round,
       "base": position.base,
       "digest": self._quorum.digest,
       "run": self._run,
+      "grace": self._window.wait,
     }
 
   # Rounds that begin, count, or count for nobody.
@@ -400,6 +413,7 @@ class RoundServer:
   def _announce(self, groups: list[WorkerGroup]) -> None:
     """Also says which workers a round leaves out."""
     for group in groups:
+      self._window.close(self.members.now)
       for worker in self._quorum.waiting:
         others = [
           str(member)
@@ -420,6 +434,7 @@ class RoundServer:
     self._counted += 1
     self._stayed = set(known)
     self._ended.append(self.members.now)
+    self._window.begin(verdict.group.members, self.members.now)
     for worker in verdict.group.members:
       self._delivered += known[worker].weight
       known[worker].weight = 0
@@ -467,7 +482,7 @@ class RoundServer:
     )
     # or the first member that is ready again would begin with them alone
     for other in self._quorum.waiting:
-      self.members.known[other].waits_until = self.members.now + self._quorum.grace
+      self.members.known[other].waits_until = self.members.now + self._window.least
 
   # Workers that join and leave.
 
@@ -528,7 +543,6 @@ class RoundServer:
       donor=donor,
       number=counted,
       limit=self.members.limit,
-      grace=quorum.grace,
       sizes=[quorum.quorum, quorum.workers],
       **self._last,
     )
@@ -637,6 +651,7 @@ class RoundServer:
 
   def _leave(self, worker: int, *, lost: bool = True) -> None:
     member = self.members.forget(worker)
+    self._window.forget(worker)
     if member:  # else it was expected, and has never come
       if self._stayed:
         self._stayed.discard(worker)

@@ -45,13 +45,16 @@ def describe(status: dict[str, Any]) -> str:
   """A status in words, and a line for each worker.
 
   Example:
-    >>> worker = {"worker": 3, "doing": "trains", "round": 7, "undelivered": 16, "silent": 0.2, "address": "tcp://h:1"}
+    >>> worker = {"worker": 3, "doing": "trains", "round": 7, "undelivered": 16, "address": "tcp://h:1"}
     >>> totals = {"rounds_counted": 7, "rounds_failed": 1, "steps_delivered": 90, "steps_lost": 10}
-    >>> print(describe({"run": "3f", "round": 7, "seconds": 2.5, "since": 1.0, **totals, "workers": [worker]}))
+    >>> worker |= {"silent": 0.2, "limit": 5.0}
+    >>> times = {"seconds": 2.5, "since": 1.0, "window": 0.3, "turn": 2.0}
+    >>> print(describe({"run": "3f", "round": 7, **times, **totals, "workers": [worker]}))
     run 3f: round 7, ended 1.0 s ago, one every 2.5 s; 7 counted and 1 failed at this server
     goodput 90.0 %: steps of the weight 90 delivered, 10 lost
-    worker  doing                  round  undelivered  silent  address
-    3       trains                     7           16   0.2 s  tcp://h:1
+    the last window was open for 0.3 s; enough workers are ready 2.0 s after a round
+    worker  doing                  round  undelivered  silent  of at most  address
+    3       trains                     7           16   0.2 s       5.0 s  tcp://h:1
   """
   last = f"round {status['round']}, ended {_seconds(status['since'])} ago, one every {_seconds(status['seconds'])}"
   made = status["steps_delivered"] + status["steps_lost"]
@@ -60,10 +63,13 @@ def describe(status: dict[str, Any]) -> str:
   lines = [
     f"run {status['run']}: {last}; {counts}",
     f"goodput {goodput}: steps of the weight {status['steps_delivered']} delivered, {status['steps_lost']} lost",
-    f"{'worker':6}  {'doing':21}  round  undelivered  silent  address",
+    f"the last window was open for {_seconds(status['window'])}; "
+    f"enough workers are ready {_seconds(status['turn'])} after a round",
+    f"{'worker':6}  {'doing':21}  round  undelivered  silent  of at most  address",
   ]
   row = (
-    "{worker:<6}  {doing:21}  {round:5}  {undelivered:11}  {silent:4.1f} s  {address}"
+    "{worker:<6}  {doing:21}  {round:5}  {undelivered:11}  {silent:4.1f} s  "
+    "{limit:8.1f} s  {address}"
   )
   return "\n".join([*lines, *(row.format(**worker) for worker in status["workers"])])
 

@@ -76,7 +76,8 @@ class Rounds:
       have moved: Σ_links (θ_w − θ) is added to the anchor in a round, as it is, in
       float32. Its steps have no weight.
     wait: every H steps, wait up to so many seconds for the round to end; a late round
-      is applied after a later step. By default the grace window of the server.
+      is applied after a later step. By default the `grace` of the server, or with "auto"
+      what H steps take less than 2 s.
     bind, keys: as in `js.partial.Worker`.
     timeout: seconds to wait for the server at the start, and for the next message of a
       worker that the server has.

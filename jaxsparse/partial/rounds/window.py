@@ -1,0 +1,134 @@
+"""How long ready workers wait for others: a window that is given, or one chosen from how long each took before.
+
+A worker that waits delivers its work later, and one that is late does so by a round
+later. The window is that of the smallest sum of both, in seconds of workers:
+
+    w = argmin_w  Σ_{i: t_i <= w} (w - t_i)  +  C · |{i: t_i > w}|
+
+where t_i is 0 for a worker that is ready, and for another one the seconds until it is,
+as probable as they have been, and C is what late work costs.
+"""
+
+import collections
+import statistics
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+
+# seconds of a turn, while the usual ones are not known
+FIRST = 2.0
+# C in usual turns: late work misses the next turn, and enters the round after it
+_LATE = 2
+_RECENT = 5  # turns of a worker, whose median is usual: it follows day and night
+_RATIOS = 512  # turns of all workers that say how far they are from usual ones
+_LEVELS = (np.arange(16) + 0.5) / 16  # quantiles of these
+
+
+class Window:
+  """Decides when enough workers that are ready wait no longer.
+
+  A turn of a worker is from when a round of it counts until it is ready. With the
+  median of its last turns, and the quantiles q of (turn / median) of all workers, a
+  worker is expected `median · q` seconds after its turn has begun, each as probable,
+  but those that have passed. The window is open for at most C.
+
+  Args:
+    grace: seconds of the window, or "auto".
+    quorum: K, how many workers are enough.
+
+  Attributes:
+    usual: seconds of a turn: the K-th smallest of the medians of workers; 0 while they
+      are not known.
+    seconds: that the last window was open.
+
+  Example:
+    >>> window = Window("auto", quorum=1)
+    >>> for time in (0.0, 100.0, 200.0):
+    ...   window.begin((0, 1), time)
+    ...   window.end(0, time + 30)
+    ...   window.end(1, time + 40) if time < 200.0 else None
+    >>> window.usual, window.choose(1, {1}, 230.0)
+    (30.0, 10.0)
+  """
+
+  def __init__(self, grace: float | Literal["auto"], quorum: int):
+    self._grace = None if grace == "auto" else grace
+    self._quorum = quorum
+    self.usual = 0.0
+    self.seconds = 0.0
+    self._opened: float | None = None  # when enough workers were ready
+    self._until = 0.0  # when it is decided anew
+    self._begun = dict[int, float]()  # by worker: when its turn began
+    self._turns = dict[int, collections.deque[float]]()  # by worker: seconds
+    self._ratios = collections.deque([1.0], _RATIOS)
+
+  @property
+  def least(self) -> float:
+    """Seconds for which each worker that is ready waits: after a failure messages take as long."""
+    auto = min(FIRST, self.usual / 10) or FIRST
+    return auto if self._grace is None else self._grace
+
+  @property
+  def wait(self) -> float:
+    """Seconds for which training may stop for a round: none where a turn takes longer."""
+    auto = max(0.0, FIRST - self.usual)
+    return auto if self._grace is None else self._grace
+
+  def begin(self, workers: Iterable[int], now: float) -> None:
+    """A round of these workers counts."""
+    self._begun |= dict.fromkeys(workers, now)
+    medians = sorted(map(statistics.median, self._turns.values()))
+    if len(medians) >= self._quorum:
+      self.usual = medians[self._quorum - 1]
+
+  def end(self, worker: int, now: float) -> None:
+    """A worker is ready, perhaps again with the same work."""
+    if (begun := self._begun.pop(worker, None)) is None:
+      return
+    turns = self._turns.setdefault(worker, collections.deque(maxlen=_RECENT))
+    if turns:
+      self._ratios.append((now - begun) / (statistics.median(turns) or 1.0))
+    turns.append(now - begun)
+
+  def forget(self, worker: int) -> None:
+    """A worker is not there any more."""
+    self._begun.pop(worker, None)
+    self._turns.pop(worker, None)
+
+  def close(self, now: float) -> None:
+    """A round begins, or fewer workers than enough are ready."""
+    if self._opened is not None:
+      self.seconds = now - self._opened
+      self._opened = None
+
+  def is_over(self, ready: int, away: Iterable[int], now: float) -> bool:
+    """Whether so many workers, which are enough, wait no longer for those that are away."""
+    if self._opened is None:
+      self._opened = self._until = now
+    if now >= self._until and self._grace is None:
+      end = self._opened + _LATE * self.usual
+      self._until = min(now + self.choose(ready, away, now), end)
+    return now >= self._until
+
+  def choose(self, ready: int, away: Iterable[int], now: float) -> float:
+    """The seconds from now for which it costs least that so many workers wait for those that are away."""
+    known = sorted(self._begun.keys() & self._turns.keys() & {*away})
+    if not known:
+      return 0.0
+    ratios = np.quantile(self._ratios, _LEVELS)
+    rows = [
+      self._begun[worker] - now + statistics.median(self._turns[worker]) * ratios
+      for worker in known
+    ]
+    expected = np.array(rows)
+    ahead = expected > 0
+    parts = ahead / np.maximum(ahead.sum(1, keepdims=True), 1)
+    times = np.append(0.0, np.maximum(expected, 0.0))
+    order = np.argsort(times, kind="stable")
+    times = times[order]
+    workers = np.append(float(ready), parts)[order]
+    come = np.cumsum(workers)
+    waiting = times * come - np.cumsum(times * workers)
+    late = _LATE * self.usual * (come[-1] - come)
+    return float(times[np.argmin(waiting + late)])
