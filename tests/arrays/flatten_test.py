@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsparse.arrays import flatten
+from tests.cases import AS_USERS
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,17 @@ def test_only_a_leaf_that_was_finite_has_to_stay_so(before, after, stays):
     {"a": jnp.zeros(2), "b": jnp.array(leaf, jnp.float32)} for leaf in (before, after)
   )
   assert bool(flatten.stays_finite(*trees)) == stays
+
+
+@pytest.mark.parametrize("shape", [(64, 3), (64, 4), (195,)])
+def test_products_are_finite_unless_they_overflow(shape):
+  """As users compile them: a multiply-add with the product, not rounded, is not 0."""
+  is_finite = lambda x, rate: flatten.all_finite([x * rate])
+  x = jax.random.normal(jax.random.key(0), shape)
+  program = jax.jit(is_finite).lower(x, jnp.float32(0)).compile(AS_USERS)
+  assert program(x, jnp.float32(-0.004))
+  assert program(x, jnp.float32(1e38) / jnp.abs(x).max())
+  assert not program(x, jnp.float32(3e38))
 
 
 def test_a_program_that_skips_leaves_grows_linearly_with_their_number():
