@@ -14,6 +14,7 @@ from jaxsparse.partial.net.messages import (
   WorkerGroup,
   WorkerMessage,
 )
+from jaxsparse.partial.net.transfers import PREFIX
 from jaxsparse.partial.rounds.protocol import RoundRequest
 from jaxsparse.partial.rounds.run import Done
 
@@ -176,12 +177,19 @@ class Member(VirtualWorker):
       self.protocol.undelivered = round(self._given)
       self.handle(RoundRequest(WorkerMessage.READY, weight=1))
 
-  def make_model(self, peer: VirtualWorker) -> tuple[Piece, float]:
-    """The anchor: its round, and the number of its last group."""
+  def make_model(self, peer: VirtualWorker, request: Piece) -> tuple[Piece, float]:
+    """A slice of the anchor, or of links of signs: the number of its last group."""
     assert isinstance(peer, Member)
+    setting = self.network.setting
     round_, base, _ = self.protocol.membership.position
-    seconds = 4 * self.network.setting.entries / min(self.link.rate, peer.link.rate)
-    return Piece(PieceKind.MODEL, round_, self.number, np.array([base])), seconds
+    start, _, *which = request.values.view(np.int64).tolist()
+    bits = 32 if start < 0 else round_ - start  # of an entry
+    has_none = start >= 0 and (bits >= 32 or setting.collective != "onebit")
+    content = [] if has_none else [base]
+    seconds = setting.entries / 8 * bits / min(self.link.rate, peer.link.rate)
+    seconds *= not has_none
+    values = np.array([0, 0, *which, *content], np.int64).view(np.float32)
+    return Piece(PieceKind.MODEL, round_, self.number, values), seconds / which[1]
 
   def receive(self, sender: VirtualWorker, piece: Piece) -> None:
     """As at an `Endpoint`; nothing answers for a machine that is gone."""
@@ -245,4 +253,5 @@ class Member(VirtualWorker):
     """The anchor of a donor, unless it is older."""
     if piece.number < self.protocol.membership.position.round:
       raise ValueError("it is older")
-    return RoundPosition(piece.number, int(piece.values[0]))
+    base = int(piece.values[PREFIX : PREFIX + 2].view(np.int64)[0])
+    return RoundPosition(piece.number, base)

@@ -15,7 +15,7 @@ from jaxsparse.partial.net.membership import (
   Unreachable,
 )
 from jaxsparse.partial.net.messages import Answer, Piece, PieceKind, Signal
-from jaxsparse.partial.net.transfers import Transfers
+from jaxsparse.partial.net.transfers import Assembly, Transfers
 from jaxsparse.partial.rounds.protocol import RoundProtocol
 from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
@@ -48,6 +48,7 @@ class VirtualWorker:
     self.visits = 0
     # of the anchor to other processes, one after the other
     self._transfers = Transfers()
+    self._assembly = Assembly(longest=1000)
     self._busy_until = 0.0
     self._receiver: VirtualWorker | None = None
     outlets = self.tell, self.send, self.take
@@ -70,8 +71,8 @@ class VirtualWorker:
     """The training loop gets the answer to its request."""
     raise NotImplementedError
 
-  def make_model(self, peer: "VirtualWorker") -> tuple[Piece, float]:
-    """The anchor for a peer, and the seconds that it takes."""
+  def make_model(self, peer: "VirtualWorker", request: Piece) -> tuple[Piece, float]:
+    """The slice of the anchor, or of links, that a peer has asked for, and the seconds that it takes."""
     raise NotImplementedError
 
   def handle(self, event: Any) -> None:
@@ -118,17 +119,26 @@ class VirtualWorker:
     """Begins the next transfer."""
     now = self.network.now
     round_ = self.protocol.membership.position.round
-    if now >= self._busy_until and (peer := self._transfers.next(round_, now)):
-      piece, seconds = self.make_model(peer)
+    if now >= self._busy_until and (asked := self._transfers.next(round_, now)):
+      peer, request = asked
+      piece, seconds = self.make_model(peer, request)
       self._busy_until = now + seconds
       self._receiver = peer
       self.network.at(self._busy_until, self, self._end_transfer, peer, piece)
 
   def _end_transfer(self, peer: "VirtualWorker", model: Piece) -> None:
     if self.lives:
-      self.network.post((self, peer), peer, peer.handle, model)
+      self.network.post((self, peer), peer, peer.take_slice, self.address, model)
     else:
       peer.handle(Unreachable(self.address))
+
+  def take_slice(self, address: str, piece: Piece) -> None:
+    """A slice of another process has come."""
+    place = self.protocol.membership
+    if address in place.donors and (
+      model := self._assembly.add(address, piece, place.donors)
+    ):
+      self.handle(model)
 
   def tick(self) -> None:
     """Time has passed."""

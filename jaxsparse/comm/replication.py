@@ -17,7 +17,7 @@ check trusts these marks, as do the types of JAX in a shard_map of the user's ow
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
@@ -122,6 +122,66 @@ def check_axes(function: Callable, arguments: Sequence[Any], axis: AxisName) -> 
   _AxesOfValues(axes, axes).find_axes(jaxpr, [frozenset()] * len(jaxpr.invars))
 
 
+class Halves(NamedTuple):
+  """A program of one worker in two: the first one ends with all messages, the second one is the same on all workers.
+
+      first:  arguments             -> totals, results that vary
+      second: totals, arguments     -> results that are equal
+
+  Attributes:
+    first: the jaxpr.
+    second: the jaxpr; of arguments that are equal alone.
+    totals: how many there are.
+    equal: of each result, whether it is equal on all workers.
+  """
+
+  first: core.ClosedJaxpr
+  second: core.ClosedJaxpr
+  totals: int
+  equal: list[bool]
+
+
+def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> Halves:
+  """Splits a checked program where values become equal on all workers that no equal ones determine.
+
+  Args:
+    closed: the program.
+    varying: the axes that each of its inputs may vary over.
+    axis: of the workers.
+  """
+  jaxpr = closed.jaxpr
+  axes = frozenset(names_of(axis))
+  varies = _AxesOfValues(axes, axes).follow(jaxpr, varying)
+  results = [atom for atom in jaxpr.outvars if not varies(atom)]
+  needed = {atom for atom in results if isinstance(atom, core.Var)}
+  after = []
+  for equation in reversed(jaxpr.eqns):
+    if needed.isdisjoint(equation.outvars) or any(map(varies, equation.invars)):
+      continue
+    after.append(equation)
+    needed.update(atom for atom in equation.invars if isinstance(atom, core.Var))
+  known = {*jaxpr.invars, *jaxpr.constvars}
+  known.update(variable for equation in after for variable in equation.outvars)
+  totals = [
+    variable
+    for equation in jaxpr.eqns
+    for variable in equation.outvars
+    if variable in needed - known
+  ]
+  rest = [atom for atom in jaxpr.outvars if varies(atom)]
+  first = jaxpr.replace(outvars=[*totals, *rest])
+  second = jaxpr.replace(
+    invars=[*totals, *jaxpr.invars],
+    outvars=results,
+    eqns=after[::-1],
+    effects=core.no_effects,
+  )
+  consts = closed.consts
+  equal = [not varies(atom) for atom in jaxpr.outvars]
+  of = core.ClosedJaxpr
+  return Halves(of(first, consts), of(second, consts), len(totals), equal)
+
+
 class _AxesOfValues:
   """Computes the axes that each value of a jaxpr may vary over.
 
@@ -146,6 +206,13 @@ class _AxesOfValues:
     Raises:
       ValueError: for a mark over other axes than those of the workers.
     """
+    read = self.follow(jaxpr, inputs)
+    return [read(atom) for atom in jaxpr.outvars]
+
+  def follow(
+    self, jaxpr: core.Jaxpr, inputs: Sequence[Axes]
+  ) -> Callable[[core.Var | core.Literal], Axes]:
+    """As `find_axes`, of each value."""
     # constants of a program are equal on all workers
     known = dict(zip(jaxpr.invars, inputs, strict=True)) | dict.fromkeys(
       jaxpr.constvars, frozenset()
@@ -154,7 +221,7 @@ class _AxesOfValues:
     for equation in jaxpr.eqns:
       results = self._equation(equation, [read(atom) for atom in equation.invars])
       known.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return read
 
   def _equation(self, equation: core.JaxprEqn, inputs: list[Axes]) -> list[Axes]:
     name = equation.primitive.name

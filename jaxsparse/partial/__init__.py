@@ -18,6 +18,7 @@ there, by any collective, and all have the same anchor afterwards.
     its state         protocol: `Model`                            anchor: outer parameters, round, residual
     server            server                                       server
     its decisions     controller: `Controller`                     quorum: `Quorum`, pairs that miss messages
+    readers                                                          follower; chain: the last rounds as links
     besides           base: NaN enters no average; saving          moving, checks: what was moved, saved states
     of processes                                                   slices, parts, lead, processes
 
@@ -39,6 +40,7 @@ from jaxsparse.partial.groups.saving import restore
 from jaxsparse.partial.groups.worker import Worker
 from jaxsparse.partial.net.endpoint import ControllerLost
 from jaxsparse.partial.net.sockets import Keys
+from jaxsparse.partial.rounds.follower import Follower
 from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.rounds.worker import Rounds
 from jaxsparse.partial.server import Server
@@ -47,6 +49,7 @@ __all__ = [
   "Controller",
   "ControllerLost",
   "Devices",
+  "Follower",
   "Keys",
   "Quorum",
   "Rounds",

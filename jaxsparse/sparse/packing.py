@@ -24,6 +24,7 @@ import numpy as np
 from jaxsparse.sparse import bitset, codec, fields
 
 _LOG_BITS = 5  # bits of the width in the word that begins a level
+_BLOCK = 4096  # entries with two values, those of `low_bit`
 _PIECE = 1 << 22  # entries that are packed together, by a thread: below 2^27
 
 
@@ -118,6 +119,64 @@ def each_piece(
   """The results for parts of arrays, in order, by threads: numpy and hashlib do not hold the lock."""
   with concurrent.futures.ThreadPoolExecutor() as pool:
     return list(pool.map(function, *map(_pieces, arrays)))
+
+
+def compress(words: np.ndarray) -> np.ndarray:
+  """Words in the fewest of three forms: as they are, where most are 0, or where each block has two values, as of signs.
+
+  Args:
+    words: u32[n].
+
+  Returns:
+    u32[m], the number of the form first; `expand` needs n, too.
+
+  Example:
+    >>> signs = np.where(np.arange(8192) % 3 == 0, np.float32(0.5), np.float32(-0.5)).view(np.uint32)
+    >>> packed = compress(signs)
+    >>> packed.size, np.array_equal(expand(packed, 8192), signs)
+    (261, True)
+  """
+  forms = {0: words}
+  if 2 * np.count_nonzero(words) < words.size:
+    forms[1] = difference([np.zeros_like(words)], [words])
+  if (pairs := _pack_pairs(words)) is not None:
+    forms[2] = pairs
+  form = min(forms, key=lambda form: forms[form].size)
+  return np.concatenate([np.array([form], np.uint32), forms[form]])
+
+
+def expand(words: np.ndarray, length: int) -> np.ndarray:
+  """The inverse of `compress`.
+
+  Raises:
+    ValueError: for other words.
+  """
+  form, rest = words[0], words[1:]
+  if form == 1:
+    return after([np.zeros(length, np.uint32)], rest)[0]
+  if form == 2:
+    values, bits = np.split(rest, [2 * math.ceil(length / _BLOCK)])
+    first, other = values.reshape(2, -1, 1)
+    flags = np.unpackbits(bits.view(np.uint8)).view(np.bool_)
+    blocks = np.where(flags.reshape(len(first), _BLOCK), first, other)
+    return blocks.reshape(-1)[:length]
+  if form or rest.size != length:
+    raise ValueError(f"{words.size} words are no form of {length}")
+  return rest
+
+
+def _pack_pairs(words: np.ndarray) -> np.ndarray | None:
+  """The two values of each block and a bit for each word; None where a block has more."""
+  if not words.size:
+    return None
+  blocks = np.pad(words, (0, -words.size % _BLOCK), "edge").reshape(-1, _BLOCK)
+  first = blocks[:, :1]
+  are_first = blocks == first
+  other = np.take_along_axis(blocks, are_first.argmin(axis=1)[:, None], axis=1)
+  if not (are_first | (blocks == other)).all():
+    return None
+  bits = np.packbits(are_first).view(np.uint32)
+  return np.concatenate([first.ravel(), other.ravel(), bits])
 
 
 def _pieces(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

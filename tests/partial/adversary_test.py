@@ -129,6 +129,14 @@ def run_until_goal(network):
   st.lists(st.sampled_from(KINDS), min_size=1, max_size=12),
 )
 @example(1479, 2, ["forges"] * 12)
+@example(
+  1,
+  2,
+  [
+    *("resume", "resume", "rewinds", "forges", "rewinds", "suspended", "dead"),
+    *("suspended", "forges", "suspended", "suspended", "suspended"),
+  ],
+)
 @example(7, 3, ["rewinds", "forges", "forges", "serve", "returns", "leaves"])
 @example(3, 3, ["suspended", "cut", "suspended", "forges", "leaves"])
 def test_a_member_that_lies_stops_no_rounds_and_nothing_is_counted_twice(

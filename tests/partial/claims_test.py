@@ -114,7 +114,7 @@ def test_a_worker_of_another_branch_is_behind_however_many_rounds_it_has(ahead):
     lineage = lineage.after(number)
   answer = server.hello(2, RoundPosition(newest.round + ahead, 5), lineage=lineage)
   assert answer.kind == ServerMessage.WELCOME
-  assert answer.content["donor"] in ("tcp://h:1", "tcp://h:2")
+  assert answer.content["donor"].split()[0] in ("tcp://h:1", "tcp://h:2")
   assert server.position == newest
   server.round(0, 1)
 
@@ -280,7 +280,7 @@ def test_a_worker_whose_result_differs_fetches_that_of_another_one():
   number = server.server._quorum.under_way.number
   for worker, digest in ((0, 8), (1, 7), (2, 7)):
     server.say(WorkerMessage.DONE, worker, number, digest=digest)
-  assert server.answers[b"0"].content["donor"] in ("tcp://h:2", "tcp://h:3")
+  assert server.answers[b"0"].content["donor"].split()[0] in ("tcp://h:2", "tcp://h:3")
 
 
 def test_a_worker_that_was_suspended_waits_for_what_it_has_not_read():

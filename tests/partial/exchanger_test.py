@@ -12,6 +12,7 @@ import pytest
 import jaxsparse as js
 from jaxsparse.partial.net.membership import EarlyPieces
 from jaxsparse.partial.net.messages import Piece, PieceKind, RoundPosition, WorkerGroup
+from jaxsparse.partial.net.transfers import PREFIX
 from jaxsparse.partial.rounds.anchor import Forked
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.leaving import pass_residuals
@@ -34,10 +35,11 @@ class Worker:
     self.exchanger, self.events = Exchanger(step, anchor, number), queue.Queue()
     self.exchanger.post = self.events.put
 
-  def round(self, number, *given, commit=True, others=()):
+  def round(self, number, *given, commit=True, others=(), links=()):
     """A round of which `others` are members, too, as the anchor says."""
     self.exchanger.given = given[0] if isinstance(given[0], dict) else jnp.array(given)
-    self.exchanger.begin(WorkerGroup((self.number,), (1.0,), 0, number=number))
+    group = WorkerGroup((self.number,), (1.0,), 0, number=number, links=links)
+    self.exchanger.begin(group)
     event = self.events.get(timeout=60)
     assert isinstance(event, Done), event
     if commit:
@@ -55,6 +57,16 @@ class Worker:
   @property
   def residual(self):
     return self.exchanger.outer.residual(self.exchanger.anchor).tolist()
+
+
+def model_of(donor, worker=None):
+  """What a donor sends: its anchor, or links from the round of a worker on, if it has them."""
+  values = np.empty(0, np.float32)
+  if worker:
+    lineage = worker.exchanger.anchor.lineage
+    integers = np.array([lineage.round, lineage.id, 0, 1], np.int64)
+    values = integers.view(np.float32)
+  return donor.exchanger.model(Piece(PieceKind.FETCH, 0, 9, values))
 
 
 @pytest.fixture
@@ -78,27 +90,25 @@ def test_the_anchor_of_a_donor_with_the_residual_of_this_worker(worker):
   worker.round(5, 4.0, 2.0, 1.0)
   donor.round(5, 4.0, 0.0, 1.0, others=[0])
   donor.round(6, 0.0, 7.0, 0.0)
-  assert worker.exchanger.adopt(donor.exchanger.model(), 0, 0) == RoundPosition(2, 6)
+  assert worker.exchanger.adopt(model_of(donor), 0, 0) == RoundPosition(2, 6)
   assert (worker.anchor, worker.residual) == ([-4, -7, 0], [0, 2, 1])
   refused = lambda reason: pytest.raises(ValueError, match=reason)
   with refused("it is that of round 0, before round 2"):
-    donor.exchanger.adopt(Worker().exchanger.model(), 0, 0)
+    donor.exchanger.adopt(model_of(Worker()), 0, 0)
   with refused("."):
     donor.exchanger.adopt(Piece(PieceKind.MODEL, 0, 0, np.ones(7, np.float32)), 0, 0)
   broken = Worker()
   broken.exchanger.anchor = donor.exchanger.anchor._replace(params=jnp.full(3, jnp.nan))
   with refused("the parameters of the anchor have NaN or Inf"):
-    worker.exchanger.adopt(broken.exchanger.model(), 0, 0)
+    worker.exchanger.adopt(model_of(broken), 0, 0)
   assert donor.anchor == worker.anchor
   digest = donor.exchanger.digest()
   with refused(f"its digest is {digest:x}, that of round 2 is {digest + 1:x}"):
-    worker.exchanger.adopt(donor.exchanger.model(), 6, digest + 1)
-  assert worker.exchanger.adopt(donor.exchanger.model(), 6, digest) == RoundPosition(
+    worker.exchanger.adopt(model_of(donor), 6, digest + 1)
+  assert worker.exchanger.adopt(model_of(donor), 6, digest) == RoundPosition(2, 6)
+  assert worker.exchanger.adopt(model_of(donor), 5, digest + 1) == RoundPosition(
     2, 6
-  )
-  assert worker.exchanger.adopt(
-    donor.exchanger.model(), 5, digest + 1
-  ) == RoundPosition(2, 6)  # of a round before
+  )  # of a round before
   assert worker.exchanger.returned is None
 
 
@@ -109,7 +119,7 @@ def test_a_last_round_that_another_server_knows_nothing_of_is_undone(worker):
   worker.round(6, 8.0, 0.0, 0.0)
   donor.round(5, 4.0, 2.0, 1.0, others=[0])
   donor.round(16, 0.0, 7.0, 0.0)
-  worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
+  worker.exchanger.adopt(model_of(donor), 0, 0)
   assert (worker.anchor, worker.residual) == ([-4, -9, 0], [0, 2, 1])
   assert np.asarray(worker.exchanger.returned).tolist() == [8, 0, 0]
 
@@ -122,7 +132,7 @@ def test_what_the_undone_round_had_not_delivered_does_not_come_back(largest, ret
   worker.round(5, {"a": jnp.array([largest]), "b": jnp.array([3.0])})
   donor.round(15, zeros)
   donor.round(16, zeros)
-  worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
+  worker.exchanger.adopt(model_of(donor), 0, 0)
   found = worker.exchanger.returned
   assert (
     found if found is None else [float(found[name][0]) for name in "ab"]
@@ -142,7 +152,7 @@ def test_a_donor_knows_whether_a_round_counts_of_which_the_worker_was_not_told(
   for number in rounds:
     donor.round(number, 1.0, 0.0, 0.0)
   assert (
-    worker.exchanger.was_committed(donor.exchanger.model(), RoundPosition(1, 5, last=6))
+    worker.exchanger.was_committed(model_of(donor), RoundPosition(1, 5, last=6))
     is counts
   )
 
@@ -152,7 +162,7 @@ def test_a_donor_of_another_history_knows_nothing_of_a_round(worker):
   worker.round(5, 4.0, 2.0, 1.0)
   donor.round(15, 1.0, 0.0, 0.0)
   assert (
-    worker.exchanger.was_committed(donor.exchanger.model(), RoundPosition(1, 5, last=6))
+    worker.exchanger.was_committed(model_of(donor), RoundPosition(1, 5, last=6))
     is False
   )
 
@@ -167,7 +177,7 @@ def test_a_last_round_that_was_long_ago_counts(worker):
     later = later.after(number)
   position = RoundPosition(later.round, 399)
   donor.exchanger.anchor = anchor._replace(lineage=later, position=position)
-  worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
+  worker.exchanger.adopt(model_of(donor), 0, 0)
   assert worker.exchanger.returned is None
   assert worker.residual == [0, 2, 1]
 
@@ -192,19 +202,19 @@ def test_a_worker_whose_rounds_do_not_count_for_the_others_drops_its_residual(
     worker.round(number, 8.0, 0.0, 0.0)
   for number in (16, 17):
     donor.round(number, 0.0, 7.0, 0.0)
-  position = worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
+  position = worker.exchanger.adopt(model_of(donor), 0, 0)
   assert position == RoundPosition(3, 17)
   assert (worker.anchor, worker.residual) == (donor.anchor, [0, 0, 0])
   assert worker.exchanger.returned is None
   assert "rounds that it was in do not count for the others" in caplog.text
-  worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
+  worker.exchanger.adopt(model_of(donor), 0, 0)
   assert caplog.text.count("do not count") == 1
 
 
 def test_a_new_worker_with_the_number_of_one_before_has_nothing_to_drop(caplog):
   worker, donor = Worker(), Worker(number=1)
   donor.round(5, 4.0, 2.0, 1.0, others=[0])
-  worker.exchanger.adopt(donor.exchanger.model(), 0, 0)
+  worker.exchanger.adopt(model_of(donor), 0, 0)
   assert (worker.exchanger.anchor.residual_group, caplog.text) == (5, "")
 
 
@@ -229,7 +239,7 @@ def test_a_saved_residual_counts_until_its_worker_is_in_another_round(
   for number in later:
     donor.round(number, 0.0, 0.0, 0.0, others=others)
   step, restored = worker.exchanger.outer, restore(worker)
-  restored.adopt(donor.exchanger.model(), 0, 0)
+  restored.adopt(model_of(donor), 0, 0)
   assert step.residual(restored.anchor).tolist() == residual
   assert restored.is_stale == bool(others)
   assert ("its state is of an older round" in caplog.text) == bool(others)
@@ -243,7 +253,126 @@ def test_a_state_of_another_branch_is_refused(worker):
     donor.round(number, 4.0, 2.0, 1.0, others=[0])
   restored = restore(worker)
   with pytest.raises(Forked, match=r"round 3 of another branch.* are at round 2"):
-    restored.adopt(donor.exchanger.model(), 0, 0)
+    restored.adopt(model_of(donor), 0, 0)
+
+
+def wide(number=0, fragments=1, chain=None):
+  """A worker of 10,000 parameters and momentum; all have the same ones."""
+  leaves = {"a": jnp.zeros(5000), "b": jnp.ones(5000)}
+  made = Worker(leaves, fragments, number)
+  step = OuterStep(chain or MOMENTUM, fragments)
+  made.exchanger.outer, made.exchanger.anchor = step, step.start(leaves)
+  return made
+
+
+MOMENTUM = lambda comm: optax.chain(
+  js.onebit_transform(comm), optax.sgd(0.7, momentum=0.9)
+)
+SPARSE = lambda comm: optax.chain(
+  js.make_transform("topka", comm, k=10), optax.sgd(0.1, 0.9, nesterov=True)
+)
+
+
+def given_in(number):
+  rows = np.random.default_rng(number).standard_normal((2, 5000), np.float32)
+  return dict(zip("ab", rows, strict=True))
+
+
+def go_on(donor, numbers, **options):
+  for number in numbers:
+    donor.round(number, given_in(number), **options)
+  donor.exchanger._thread.submit(lambda: None).result()  # links are packed
+
+
+@pytest.mark.parametrize("missed", [1, 3])
+@pytest.mark.parametrize(
+  ("chain", "fragments"), [(MOMENTUM, 1), (SPARSE, 2)], ids=["momentum", "sparse"]
+)
+def test_links_turn_the_anchor_of_a_worker_that_was_away_into_that_of_the_others(
+  chain, fragments, missed
+):
+  """Bit for bit, with the state of the outer optimizer, in fewer bytes; then it is a donor of links itself."""
+  worker, late, donor = (wide(n, fragments, chain) for n in range(3))
+  go_on(donor, range(5, 9))
+  for other in (worker, late):
+    other.exchanger.adopt(model_of(donor), 0, 0)
+  own = np.arange(10_000, dtype=np.float32)
+  outer = worker.exchanger.outer
+  worker.exchanger.anchor = outer.add_residual(worker.exchanger.anchor, own)
+  before = outer.residual(worker.exchanger.anchor)
+  go_on(donor, range(20, 20 + missed))
+  content = model_of(donor, worker)
+  assert 4 * content.values.size < model_of(donor).values.size
+  position = worker.exchanger.adopt(content, 19 + missed, donor.exchanger.digest())
+  assert position == donor.exchanger.anchor.position
+  assert outer.pack(worker.exchanger.anchor) == outer.pack(donor.exchanger.anchor)
+  np.testing.assert_array_equal(outer.residual(worker.exchanger.anchor), before)
+  assert model_of(worker, late).values.tobytes() == content.values.tobytes()
+  late.exchanger.adopt(model_of(worker, late), 0, 0)
+  assert outer.pack(late.exchanger.anchor) == outer.pack(donor.exchanger.anchor)
+
+
+def test_links_of_rounds_that_were_skipped_or_moved_by_a_link():
+  """A round whose sum is not finite, and one to which a link adds what others have moved."""
+  worker, donor = wide(number=0), wide(number=1)
+  donor.exchanger.is_link = True
+  donor.round(5, jax.tree.map(lambda leaf: leaf * np.nan, given_in(5)))
+  go_on(donor, [6], links=(1,))
+  donor.round(7, jax.tree.map(lambda leaf: leaf * np.inf, given_in(5)), links=(1,))
+  go_on(donor, [])
+  worker.exchanger.adopt(model_of(donor, worker), 0, 0)
+  outer = donor.exchanger.outer
+  assert outer.pack(worker.exchanger.anchor) == outer.pack(donor.exchanger.anchor)
+  assert len(worker.exchanger._links) == 3
+  assert not np.array_equal(donor.exchanger.anchor.params["a"], np.zeros(5000))
+
+
+def test_links_that_lead_from_another_anchor_or_elsewhere_are_refused():
+  """The worker keeps what it has, and the anchor itself is sent where links are no use."""
+  worker, donor, other = (wide(number=number) for number in range(3))
+  go_on(donor, [5, 6])
+  go_on(other, [15])
+  before = worker.exchanger.outer.pack(worker.exchanger.anchor)
+  whole = model_of(donor).values.size
+  good = model_of(donor, worker)
+  assert good.values.size < whole
+  assert model_of(donor, other).values.size == PREFIX  # of another branch
+  ahead = wide(number=3)
+  ahead.exchanger.adopt(model_of(donor), 0, 0)
+  assert model_of(donor, ahead).values.size == PREFIX  # nothing is missed
+  refuse = lambda why: pytest.raises(ValueError, match=why)
+  words = good.values.copy()
+  words.view(np.uint32)[words.size // 4] ^= 4
+  with refuse("its digest is"):
+    worker.exchanger.adopt(good._replace(values=words), 0, 0)
+  with refuse("words, its donor has"):
+    worker.exchanger.adopt(good._replace(values=good.values[:-1]), 0, 0)
+  with refuse("its links begin at another round 0|its digest is"):
+    other.exchanger.adopt(good, 0, 0)
+  moved = wide(number=4)  # it says that it has been through no round, and has
+  params = jax.tree.map(lambda leaf: leaf + 1, moved.exchanger.anchor.params)
+  moved.exchanger.anchor = moved.exchanger.anchor._replace(params=params)
+  with refuse("its digest is"):
+    moved.exchanger.adopt(good, 0, 0)
+  assert worker.exchanger.outer.pack(worker.exchanger.anchor) == before
+
+
+def test_links_are_kept_until_they_are_as_large_as_an_anchor():
+  """Then the oldest are forgotten, and who has missed these gets the anchor; so are all after a round is taken back."""
+  worker, donor = wide(number=0), wide(number=1)
+  go_on(donor, range(5, 5 + 90))
+  anchor = donor.exchanger.outer.size(donor.exchanger.anchor)
+  kept = [link.nbytes for link in donor.exchanger._links]
+  assert anchor / 2 < sum(kept[:-1]) <= anchor
+  assert len(kept) < 90
+  assert model_of(donor, worker).values.size == PREFIX
+  donor.exchanger.go_back()
+  assert len(donor.exchanger._links) == len(kept) - 1
+  other = wide(number=2)
+  for one, number in ((worker, 1000), (other, 1001)):
+    go_on(one, [number])
+  worker.exchanger.adopt(model_of(other), 0, 0)
+  assert not worker.exchanger._links  # which were of another branch
 
 
 def leave_together(residuals, leaving, skipped=False):

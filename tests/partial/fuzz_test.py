@@ -149,14 +149,32 @@ def contents(draw):
   numbers = np.frombuffer(good[4 : 4 + size], np.int64).tolist()
   for index in draw(st.lists(st.integers(0, len(numbers) - 1), max_size=2)):
     numbers[index] = draw(NUMBERS)
-  return draw(
+  content = draw(
     st.binary(max_size=24)
     | st.just(model_of(numbers))
     | st.just(good)
+    | links_of(draw(st.lists(st.integers(0, 3) | NUMBERS, max_size=9)))
     | st.sampled_from([len(text).to_bytes(4) + text.encode() for text in DEEP])
     | st.just(struct.pack("4f", *[float("nan")] * 4))
     | st.just((2**32 - 1).to_bytes(4))
   )
+  digest = OUTER.digest(OUTER.start(START))
+  words = draw(st.just(len(content) // 4) | NUMBERS)
+  prefix = [digest, words, draw(st.integers(0, 1)), draw(st.integers(0, 2))]
+  return draw(st.just(np.array(prefix, np.int64).tobytes()) | st.just(b"")) + content
+
+
+@st.composite
+def links_of(draw, numbers):
+  """Links of these integers, from the first round on or another one."""
+  good = [0, 0, [[5, 1, [0], 2], [6, 1, [], 0]]]
+  start = draw(st.just(good[:2]) | st.just(numbers[:2]))
+  links = draw(st.just(good[2]) | st.just([[5, 1, numbers, 2]]) | st.just([numbers]))
+  text = draw(st.just(json.dumps([*start, links])) | st.sampled_from(DEEP))
+  header = text.encode() + b" " * (-len(text.encode()) % 4)
+  count = draw(st.just(len(header) // 4) | st.integers(0, 2**32 - 1))
+  first = np.array([0, count], np.uint32).tobytes()
+  return first + header + draw(st.binary(max_size=12))
 
 
 @st.composite

@@ -10,6 +10,7 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.partial.net.messages import RoundPosition, WorkerGroup
+from jaxsparse.partial.rounds.chain import Link
 from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.outer_step import OuterStep
 from jaxsparse.partial.rounds.run import Run
@@ -81,16 +82,26 @@ class Team:
       return self.steps[worker].run(self.anchors[worker], *operands)
 
     with futures.ThreadPoolExecutor(len(members)) as pool:
-      for worker, result in zip(
-        members, pool.map(run, range(len(members)), members, timeout=280), strict=True
-      ):
-        self.anchors[worker] = result.anchor
+      results = pool.map(run, range(len(members)), members, timeout=280)
+      for worker, result in zip(members, results, strict=True):
+        last, self.anchors[worker] = self.anchors[worker], result.anchor
+    self.check_link(self.steps[worker], last, result, group)
     packs = {self.steps[worker].pack(self.anchors[worker]) for worker in members}
     assert len(packs) == 1  # what all have alike
     assert (
       len({self.steps[worker].digest(self.anchors[worker]) for worker in members}) == 1
     )
     return packs.pop()
+
+  def check_link(self, step, before, result, group):
+    """A worker that was away has the same bits, by the packed totals."""
+    link = Link.of(group, result)
+    link.pack(most=10**9)
+    after = link.follow(step, before)
+    if not result.skipped:
+      after = after._replace(latest=result.anchor.latest)
+    assert step.digest(after) == step.digest(result.anchor)
+    np.testing.assert_array_equal(step.residual(after), step.residual(before))
 
   def catch_up(self, worker, content):
     self.anchors[worker] = self.steps[worker].unpack(content, self.anchors[worker])

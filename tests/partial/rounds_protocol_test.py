@@ -21,6 +21,7 @@ import collections
 import functools
 import re
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -38,10 +39,12 @@ from jaxsparse.partial.net.messages import (
   RoundPosition,
   ServerMessage,
   Signal,
+  WorkerGroup,
   WorkerMessage,
 )
+from jaxsparse.partial.net.transfers import PREFIX
 from jaxsparse.partial.rounds.anchor import Forked
-from jaxsparse.partial.rounds.lineage import FIRST
+from jaxsparse.partial.rounds.lineage import FIRST, Lineage
 from jaxsparse.partial.rounds.protocol import RoundProtocol, RoundRequest
 from jaxsparse.partial.rounds.run import Done, Outgoing
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
@@ -61,6 +64,15 @@ DISTURBED = st.tuples(st.just(1), ONE_SERVER) | st.tuples(st.just(2), TWO_SERVER
 RETURNING = st.lists(
   st.sampled_from([*PASSING, *LASTING, "returns", "returns"]), max_size=12
 )
+
+
+class Sent(NamedTuple):
+  """What a donor sends: its anchor, and the round where its links begin, or None."""
+
+  anchor: tuple[int, ...]
+  digest: int
+  start: int | None
+  is_broken: bool
 
 
 class Run:
@@ -168,6 +180,7 @@ class Process(VirtualWorker):
 
   def __init__(self, network, number):
     self.is_link = number in network.links
+    self.kept = Random(len(network.processes)).choice(network.kept)
     self.failed = self.diverges = self.wrong = self.leaves = self.left = False
     self.made = self.moved = self.offered = self.residual = self.anchor_digest = 0
     self.anchor, self.run, self.before = (), None, None
@@ -233,12 +246,39 @@ class Process(VirtualWorker):
     if run.active:
       self.handle(event)
 
-  def make_model(self, peer):
-    self.network.models.append(self.anchor)
-    self.network.digests.append(self.anchor_digest)
-    self.network.fetched[peer.serial].append(self.network.now)
-    values = np.array([len(self.network.models) - 1], np.float32)
-    return Piece(PieceKind.MODEL, 0, self.number, values), self.network.transfer
+  def make_model(self, peer, request):
+    """A slice of links, if it has them, or of the anchor."""
+    network = self.network
+    round_, id_, *which = request.values.view(np.int64).tolist()
+    missed = len(self.anchor) - round_
+    is_known = lineage_of(self.anchor).includes(Lineage(round_, (id_,)))
+    has_links = 0 < missed <= self.kept and is_known
+    network.returns += has_links
+    is_broken = (
+      has_links and network.broken and network.random.random() < network.broken
+    )
+    prefix = np.array([0, 0, *which], np.int64).view(np.float32)
+    is_late = which[1] > 1 and request.number != len(self.anchor)
+    if (round_ >= 0 and not has_links) or is_late:
+      return Piece(PieceKind.MODEL, 0, self.number, prefix), 0.0
+    start = round_ if has_links else None
+    network.models.append(Sent(self.anchor, self.anchor_digest, start, is_broken))
+    network.fetched[peer.serial].append(network.now)
+    values = np.array([*prefix, len(network.models) - 1], np.float32)
+    seconds = network.transfer * (0.1 if has_links else 1) / which[1]
+    return Piece(PieceKind.MODEL, 0, self.number, values), seconds
+
+  def unpack(self, piece):
+    """What donors have sent, whose digest proves it: links lead on from the own anchor alone."""
+    numbers = piece.values[PREFIX:].astype(int)
+    if not numbers.size or numbers.size < len(self.protocol.membership.donors):
+      raise ValueError("a slice is missing")
+    first, *others = (self.network.models[number] for number in numbers)
+    start = first.start or 0
+    is_own = start <= len(self.anchor) and self.anchor[:start] == first.anchor[:start]
+    if first.is_broken or not is_own or any(other != first for other in others):
+      raise ValueError("it has another digest")
+    return first
 
   # What an `Exchanger` does.
 
@@ -280,17 +320,17 @@ class Process(VirtualWorker):
       self.run.active = False
 
   def was_committed(self, piece, position):
-    anchor = self.network.models[int(piece.values[0])]
+    anchor = self.unpack(piece).anchor
     if len(anchor) < position.round or anchor == self.anchor:
       return None
     return position.last in anchor[position.round :][:1]
 
   def adopt(self, piece, base, digest):
-    anchor = self.network.models[int(piece.values[0])]
+    anchor, anchor_digest, *_ = self.unpack(piece)
     if len(anchor) < len(self.anchor) and anchor == self.anchor[: len(anchor)]:
       raise ValueError("it is older")
     self.wrong = False
-    self.anchor_digest = self.network.digests[int(piece.values[0])]
+    self.anchor_digest = anchor_digest
     if self.anchor != anchor[: len(self.anchor)]:
       if self.is_restored:
         raise Forked
@@ -380,6 +420,7 @@ class Network(VirtualNetwork, protocols_test.Network):
   """With one or two servers of rounds."""
 
   kind = Process
+  kept = 0, 2, 100  # links of a donor
   grace = GRACE
 
   def __init__(self, random, workers, quorum, servers, links=()):
@@ -395,7 +436,8 @@ class Network(VirtualNetwork, protocols_test.Network):
     # processes, by the number of the group
     self.members = collections.defaultdict(list)
     self.totals, self.models, self.anchors, self.goal, self.cut = {}, [], {}, 0, {}
-    self.digests = []  # of `models`
+    self.returns = 0  # slices of links
+    self.broken = 0.1  # of these
     # of rounds that began, and of those that count
     self.numbers = {
       ServerMessage.GROUP: set(),
@@ -604,9 +646,11 @@ def run_until(network, happened, seconds=60):
 @pytest.mark.parametrize("disturbance", ["dead", "suspended", "leaves", "restart"])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_behind(
-  seed, disturbance, caplog
+  seed, disturbance, caplog, monkeypatch
 ):
+  monkeypatch.setattr(Network, "kept", (100,))  # no donor is asked in vain
   network = Network(Random(seed), 4, 2, servers=1)
+  network.broken = 0.0
   for time in (10, 20, 30, 40):
     network.at(
       time, None, network.disturb, disturbance if disturbance != "restart" else "dead"
@@ -703,6 +747,7 @@ def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of
   """
   network = Network(Random(seed), workers + 2, 2, servers=1)
   network.transfer = transfer
+  network.broken = 0.0
   new = [network.processes.pop() for _ in range(2)]
   run_until(network, lambda: network.now > 20)
   if event == "stopped":
@@ -930,6 +975,92 @@ def test_a_worker_that_gets_no_anchor_says_so_rarely(donor, caplog):
     Answer(ServerMessage.BEHIND, {"donor": None, **options, "round": 6}), 75.0
   )
   assert sorted(said()) == ["membership"] * 5 + ["server"]
+
+
+class Taking(Pieces):
+  """An exchange that takes any anchor."""
+
+  lineage = (3, 8)
+
+  def adopt(self, *_):
+    return RoundPosition(9, 5)
+
+
+@pytest.mark.parametrize("event", ["refused", "unreachable", "none", "taken"])
+def test_links_of_one_donor_then_slices_of_several_then_the_anchor_of_one(event):
+  """The next where those before are refused, or a donor is lost; links again once an anchor was taken."""
+  sent = []
+  quiet = lambda *_: None
+  send = lambda address, piece: sent.append((address, *piece.values.view(np.int64)))
+  place = Membership(0, "tcp://a:1", TIMEOUT, 0.0, quiet, send, quiet, TIMEOUT)
+  exchange = Complaining() if event == "refused" else Taking()
+  exchange.lineage = Taking.lineage
+  protocol = RoundProtocol(place, exchange, 4, quiet)
+  options = {"grace": GRACE, "sizes": [1, 3], "round": 9, "base": 5, "digest": 0}
+  donors = "tcp://b:1 tcp://c:1"
+  welcome = {"limit": LIMIT, "donor": donors, "number": 0, "run": 7, **options}
+  model = Piece(PieceKind.MODEL, 9, 1, np.zeros(4, np.float32))
+  none = model._replace(values=np.zeros(PREFIX, np.float32))
+  links = [("tcp://b:1", 0, 8, 0, 1)]
+  slices = [("tcp://b:1", -1, 0, 0, 2), ("tcp://c:1", -1, 0, 1, 2)]
+  whole = [("tcp://b:1", -1, 0, 0, 1)]
+  last = {"refused": model, "none": none, "taken": model}
+  fail = last.get(event, Unreachable("tcp://b:1"))
+  protocol.handle(Answer(ServerMessage.WELCOME, welcome), 0.0)
+  assert sent == links
+  protocol.handle(fail, 0.0)
+  if event == "taken":
+    assert place.position == (9, 5, 0)
+    return
+  if event != "none":
+    protocol.handle(Answer(ServerMessage.WELCOME, welcome), 0.0)
+  assert sent == links + slices
+  lost = Unreachable("tcp://c:1")
+  protocol.handle(model if event == "refused" else lost, 0.0)
+  protocol.handle(Answer(ServerMessage.WELCOME, welcome), 0.0)
+  assert sent == links + slices + whole
+  protocol.exchange = Taking()
+  protocol.handle(model, 0.0)
+  protocol.handle(RoundRequest(WorkerMessage.READY, 1), 0.0)
+  protocol.handle(Answer(ServerMessage.BEHIND, welcome | {"round": 10}), 0.0)
+  assert sent[4:] == [("tcp://b:1", 9, 8, 0, 1)]
+
+
+def test_the_server_names_several_donors_the_one_of_fewest_others_first():
+  """Those that have the last anchor, but for those that the worker does not reach."""
+  server = RoundServer(
+    js.partial.Quorum(9, quorum=5), Members(RoundMember, lambda *_: True, LIMIT, 0.0)
+  )
+  hello = lambda worker: Signal(
+    WorkerMessage.HELLO, worker, address=f"tcp://h:{worker + 1}"
+  )
+  for worker in range(9):
+    server.receive(b"%d" % worker, [hello(worker).pack()], 0.0)
+  donors = lambda worker: [
+    int(address.rpartition(":")[2]) - 1
+    for address in server._find_donor(worker).split()
+  ]
+  newest = RoundPosition(5, 9)
+  server._quorum.position = newest
+  for worker in (7, 8):  # rounds wait for these
+    server.members.known[worker].fetch_seconds = 1.0
+  for worker in range(6):
+    server.members.known[worker].position = newest
+  assert donors(8) == [0, 1, 2, 3]
+  server.members.known[8].fetches_since = 0.0
+  group = WorkerGroup((1, 2, 7), (), 0, number=4)
+  server._quorum._pairs.part(group, 7, 2)
+  assert len(donors(7)) == 1  # while another one fetches
+  server.members.known[8].fetches_since = server.members.known[7].donor = None
+  for worker in range(3, 6):
+    server.members.known[worker].position = RoundPosition(4, 8)
+  assert donors(7) == [0, 1]
+  server.members.known[0].position = RoundPosition(4, 8)
+  asked = set()
+  for _ in range(6):  # in vain: also one that it has missed messages of
+    server.members.now += LIMIT
+    asked.add(donors(7)[0])
+  assert asked == {1, 2}
 
 
 def test_a_server_remembers_only_workers_that_it_knows_and_that_have_asked_of_late():

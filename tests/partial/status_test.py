@@ -55,6 +55,21 @@ class Hub:
     self.server.receive(connection or b"%d" % worker, [frame], now)
 
 
+def test_a_link_is_shown_as_one_once_it_has_moved_something():
+  hub = Hub()
+  for worker in range(2):
+    address = f"tcp://h:{worker + 1}"
+    hub.tell(WorkerMessage.HELLO, worker, address=address, alike=Alike.of(jnp.zeros(2)))
+  hub.server.tick(6.0)
+  for kind, worker in ((WorkerMessage.LINK, 0), (WorkerMessage.READY, 1)):
+    hub.tell(WorkerMessage.BEAT, worker, now=6.0)
+    hub.tell(kind, worker, 1, now=6.0)
+  for worker in range(2):
+    hub.tell(WorkerMessage.DONE, worker, 1, now=6.5)
+  shown = [worker["doing"] for worker in hub.server.status()["workers"]]
+  assert shown == ["is a link", "trains"]
+
+
 def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delivered():
   hub = Hub()
   for worker in range(3):

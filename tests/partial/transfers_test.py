@@ -8,7 +8,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import optax
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsparse as js
@@ -30,11 +30,12 @@ def test_chunks_are_joined_also_after_a_transfer_that_has_not_ended(
 ):
   """From another donor, or the same one, which has been asked again."""
   assembly = Assembly(longest=3 * 10**6)
+  add = lambda donor, chunk: assembly.add(donor, chunk, [donor])
   for chunk in list(split(model(2 * 10**6)))[:before]:
-    assert assembly.add(DONOR if others else "tcp://h:1", chunk) is None
+    assert add("tcp://h:1" if others else DONOR, chunk) is None
   *chunks, last = split(model(size, number=8))
-  assert all(assembly.add(DONOR, chunk) is None for chunk in chunks)
-  whole = assembly.add(DONOR, last)
+  assert all(add(DONOR, chunk) is None for chunk in chunks)
+  whole = add(DONOR, last)
   assert whole.tag == 0
   np.testing.assert_array_equal(whole.values, model(size).values)
 
@@ -43,10 +44,44 @@ def test_a_forged_model_does_not_fill_the_memory():
   assembly = Assembly(longest=1000)
   for tag in range(4000, -1, -1):
     chunk = Piece(PieceKind.MODEL, 7, 3, np.zeros(100, np.float32), tag)
-    assembly.add(DONOR, chunk)
-    assert sum(values.size for values in assembly._chunks) <= 1000
-  assert assembly.add(DONOR, chunk._replace(tag=10**9)) is None
-  assert assembly._chunks == []
+    assembly.add(DONOR, chunk, [DONOR])
+    kept = assembly._chunks.get(DONOR, [])
+    assert sum(chunk.values.size for chunk in kept) <= 1000
+  assert assembly.add(DONOR, chunk._replace(tag=10**9), [DONOR]) is None
+  assert assembly._chunks == {DONOR: []}
+
+
+def sliced(content, donors, number=7):
+  """The slices of a model, as several donors send them."""
+  cuts = [content.size * cut // donors for cut in range(donors + 1)]
+  for index in range(donors):
+    prefix = np.array([5, content.size, index, donors], np.int64).view(np.float32)
+    values = np.concatenate([prefix, content[cuts[index] : cuts[index + 1]]])
+    yield Piece(PieceKind.MODEL, number, index, values)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10**5), st.integers(1, 4), st.randoms(), st.booleans())
+def test_slices_are_joined_in_whatever_order_their_chunks_come(
+  size, count, random, is_late
+):
+  """Also if a slice for an earlier request, of fewer donors, comes first."""
+  content = np.arange(size, dtype=np.float32)
+  donors = [f"tcp://h:{number + 1}" for number in range(count)]
+  assembly = Assembly(longest=10**6)
+  if is_late and count > 1:
+    old, *_ = sliced(content, count + 1)
+    for chunk in split(old):
+      assert assembly.add(donors[-1], chunk, donors) is None
+  queues = [list(split(piece)) for piece in sliced(content, count)]
+  found = []
+  while any(queues):
+    number = random.choice([index for index, queue in enumerate(queues) if queue])
+    found.append(assembly.add(donors[number], queues[number].pop(0), donors))
+  *before, whole = found
+  assert not any(before)
+  np.testing.assert_array_equal(whole.values[transfers.PREFIX :], content)
+  assert whole.values[:4].view(np.int64).tolist() == [5, size]
 
 
 def test_a_transfer_goes_on_while_bytes_come_and_is_asked_for_again_soon_after_the_last_one():

@@ -114,7 +114,9 @@ class Subject:
 
   def send(self, address, piece):
     assert piece.sender == ME
-    self.actions.append((address, piece.kind, piece.number, piece.values.tolist()))
+    # those of FETCH are for rounds
+    values = [] if piece.kind == PieceKind.FETCH else piece.values.tolist()
+    self.actions.append((address, piece.kind, piece.number, values))
     if self.broken:
       self.protocol.handle(Unreachable(address), self.now)
 

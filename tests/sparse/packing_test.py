@@ -90,3 +90,27 @@ def test_bits_of_small_differences(dtype):
     np.testing.assert_array_equal(got, one)
     if one is new:
       assert 32 * len(words) / 2000 < 8.8
+
+
+@hypothesis.given(st.integers(1, 20_000), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_words_are_compressed_in_the_shortest_of_three_forms(length, values, seed):
+  """A bit for each word where a block has two values; the indices where most are 0; else they are as they are."""
+  random = np.random.default_rng(seed)
+  kinds = random.integers(1, 2**32, values, np.uint32)
+  words = kinds[random.integers(0, values, length)]
+  packed = packing.compress(words)
+  np.testing.assert_array_equal(packing.expand(packed, length), words)
+  blocks = -(-length // 4096)
+  if values <= 2:
+    assert packed.size == 1 + min(length, blocks * (2 + 4096 // 32))
+  sparse = np.where(random.random(length) < 0.01, words, np.uint32(0))
+  packed = packing.compress(sparse)
+  np.testing.assert_array_equal(packing.expand(packed, length), sparse)
+  assert packed.size <= 1 + np.count_nonzero(sparse) * 2 + 60
+
+
+def test_words_of_no_form_are_refused():
+  with pytest.raises(ValueError, match="4 words are no form of 4"):
+    packing.expand(np.array([0, 1, 2, 3], np.uint32), 4)
+  with pytest.raises(ValueError, match="no form"):
+    packing.expand(np.array([7, 1, 2, 3, 4], np.uint32), 4)

@@ -234,12 +234,12 @@ class Endpoint:
     """Sends the model to the next worker that has asked for it, after the one before has it."""
     if self._transfer is None or self._transfer.done:
       self._transfer = None
-      peer = self._transfers.next(
+      asked = self._transfers.next(
         self._protocol.membership.position.round, time.monotonic()
       )
-      if peer is not None:
-        model = self._answer[PieceKind.FETCH](Piece(PieceKind.FETCH, 0, 0))
-        for chunk in split(model):
+      if asked:
+        peer, request = asked
+        for chunk in split(self._answer[PieceKind.FETCH](request)):
           self._transfer = self._send_back(peer, chunk)
     for peer in self._transfers.waiting(time.monotonic()):
       self._send_back(peer, Piece(PieceKind.WAITS, 0, self._protocol.membership.number))
@@ -282,8 +282,10 @@ class Endpoint:
     if piece is None or piece.kind not in (PieceKind.MODEL, PieceKind.WAITS):
       self._from_worker([b"", *frames])
       return
-    if address == self._protocol.membership.donor:
+    membership = self._protocol.membership
+    if address in membership.donors:
       self._handle(Progress(address))
       is_chunk = piece.kind == PieceKind.MODEL
-      if is_chunk and (model := self._assembly.add(address, piece)):
+      donors = membership.donors
+      if is_chunk and (model := self._assembly.add(address, piece, donors)):
         self._handle(model)

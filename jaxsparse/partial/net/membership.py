@@ -24,7 +24,6 @@ from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.log import Warnings
 from jaxsparse.partial.net.messages import (
   Piece,
-  PieceKind,
   Rejected,
   RoundPosition,
   ServerMessage,
@@ -97,9 +96,12 @@ class Membership:
   state: Literal["joining", "fetching", "joined", "ended"] = "joining"
   position: RoundPosition = _START  # in rounds
   alike: Alike = _UNKNOWN  # what all workers need alike
-  donor: str | None = (
-    None  # the address of the worker whose model has to replace that of this one
-  )
+  # the address of the worker whose model has to replace that of this one; in rounds
+  # several addresses, with spaces
+  donor: str | None = None
+  # how often donors have been asked in vain: one for links, then all for slices of their
+  # anchor, then one for its anchor
+  in_vain: int = 0
   fetches_since: float | None = (
     None  # when it began to ask for a model that has not come
   )
@@ -143,10 +145,10 @@ class Membership:
       self.stalled_until = max(self.stalled_until, now + self.limit)
     self._last_tick = now
     if self.state == "fetching" and now > self.stalled_until:
-      assert self.donor
       self.warn(f"has no byte of the model of {self.donor} for a while, and asks again")
-      self.disconnect(self.donor)
-      self.miss_donor(self.donor)
+      for donor in self.donors:
+        self.disconnect(donor)
+        self.miss_donor(donor)
 
   def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
     """Sends a signal to the server."""
@@ -208,13 +210,23 @@ class Membership:
     """Waits for so long, or `timeout`, for the next message of another worker."""
     self.peer_until = self.now + (self.timeout if seconds is None else seconds)
 
-  def fetch(self, round_: int = 0) -> bool:
-    """Asks the donor for its model, in rounds once it has been through that round; whether it can be reached."""
-    assert self.donor
+  @property
+  def donors(self) -> list[str]:
+    """The addresses of those that are asked."""
+    return (self.donor or "").split()[: None if self.in_vain == 1 else 1]
+
+  def fetch(self, round_: int = 0, id_: int = 0) -> bool:
+    """Asks the donor for its model, and whether it can be reached.
+
+    In rounds once that has been through that round, for links from the own round on, of
+    that id, or each of several for a slice of its anchor.
+    """
     self.state = "fetching"
     self.fetches_since = self.now if self.fetches_since is None else self.fetches_since
     self._await_donor()
-    self.send(self.donor, Piece(PieceKind.FETCH, round_, self.number))
+    has = (-1, 0) if self.in_vain else (self.position.round, id_)
+    for request in transfers.requests(self.donors, round_, self.number, *has):
+      self.send(*request)
     return self.state == "fetching"
 
   def _await_donor(self) -> None:
@@ -223,13 +235,14 @@ class Membership:
 
   def hear_donor(self, address: str) -> None:
     """The worker at an address has sent something of its model, or that others get it first."""
-    if self.state == "fetching" and address == self.donor:
+    if self.state == "fetching" and address in self.donors:
       self.await_peer()
       self._await_donor()
 
   def miss_donor(self, address: str) -> None:
     """The worker at an address cannot be reached: the server names another donor, if that is this one's."""
-    if self.state == "fetching" and address == self.donor:
+    if self.state == "fetching" and address in self.donors:
+      self.in_vain += 1
       self.join_again(RETRY)
 
   def open_request(self) -> bool:

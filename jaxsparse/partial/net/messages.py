@@ -179,8 +179,8 @@ class Next(enum.StrEnum):
 class PieceKind(enum.IntEnum):
   """The kinds of pieces, from a worker to another one."""
 
-  # asks for the receiver's model, without values; in rounds once that has been through
-  # round `number`
+  # asks for the receiver's model; in rounds once that has been through round `number`,
+  # with what `transfers` describes
   FETCH = 1
   # to FETCH, a chunk of f32[n]; number is the model's iteration, the tag says how many
   # chunks follow
@@ -391,6 +391,12 @@ def _is_address(value: object) -> bool:
   return value is None or (isinstance(value, str) and _are_addresses(value))
 
 
+def _are_donors(value: object) -> bool:
+  return value is None or (
+    isinstance(value, str) and all(map(_are_addresses, value.split(" ")))
+  )
+
+
 def _is_text(value: object) -> bool:
   return isinstance(value, str)
 
@@ -427,7 +433,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
   "limit": lambda value: strict_json.is_number(value) and value > 0,
   "grace": lambda value: strict_json.is_number(value) and value >= 0,
   "sizes": _are_sizes,
-  "donor": _is_address,
+  "donor": _are_donors,
   "number": strict_json.is_whole,
   "round": _is_round,
   "base": strict_json.is_whole,

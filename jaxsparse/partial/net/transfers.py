@@ -2,18 +2,27 @@
 
     FETCH ──> WAITS, once a second while others get the model first ──> MODEL, chunk by chunk
 
+In rounds a worker says which anchor it has and asks a donor for the links since then;
+where it has none, or they are as large, several donors for a slice of their anchor each.
+The values of FETCH are integers, i64, and so are the first ones of each slice:
+
+    FETCH   its round, -1 for an anchor | id of that round   | which slice | of how many
+    MODEL   digest                      | words of the whole | which slice | of how many | words
+
 A worker whose donor sends nothing for `STALLED` seconds closes the connection and asks
 again: packets may be lost for a while, or the donor has closed a connection whose end
 does not reach the worker.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxsparse.partial.net.messages import Piece
+from jaxsparse.partial.net.messages import Piece, PieceKind
 
+MOST_DONORS = 4  # of one worker at a time
+PREFIX = 8  # words of the integers
 STALLED = 10.0  # seconds without a byte of a donor after which a worker asks again
 # seconds that a request waits for the anchor of a round that this worker may hear of
 # soon
@@ -32,8 +41,18 @@ def split(model: Piece) -> Iterator[Piece]:
     yield model._replace(values=values, tag=count - 1 - index)
 
 
+def requests(
+  donors: Sequence[str], round_: int, number: int, has: int, id_: int
+) -> Iterator[tuple[str, Piece]]:
+  """FETCH of worker `number` to each donor, once that has been through a round, for a slice from its own round on."""
+  for index, donor in enumerate(donors):
+    integers = np.array([has, id_, index, len(donors)], np.int64)
+    values = integers.view(np.float32)
+    yield donor, Piece(PieceKind.FETCH, round_, number, values)
+
+
 class Assembly:
-  """The model that comes in chunks from one donor.
+  """The model that comes in chunks from one donor, or in slices from several.
 
   Args:
     longest: words of a model; of more, as only a forged one has, nothing is kept.
@@ -42,34 +61,56 @@ class Assembly:
     >>> from jaxsparse.partial.net.messages import PieceKind
     >>> model = Piece(PieceKind.MODEL, 7, 3, np.arange(40_000, dtype=np.float32))
     >>> assembly = Assembly(longest=50_000)
-    >>> [whole and whole.values.size for whole in (assembly.add("tcp://a:1", chunk) for chunk in split(model))]
+    >>> add = lambda chunk: assembly.add("tcp://a:1", chunk, ["tcp://a:1"])
+    >>> [whole and whole.values.size for whole in map(add, split(model))]
     [None, None, 40000]
   """
 
   def __init__(self, longest: int):
     self._longest = longest
-    self._clear()
+    self._chunks = dict[str, list[Piece]]()  # of the last model or slice, by donor
+    self._sizes = dict[str, int]()  # words of these
 
-  def _clear(self) -> None:
-    self._last: tuple[str, int, int] | None = None  # donor, number and tag of the last
-    self._chunks = list[np.ndarray]()
-    self._size = 0  # words of these
+  def add(self, donor: str, chunk: Piece, donors: Sequence[str]) -> Piece | None:
+    """The model, if this is the last chunk; one that follows no other begins a model, or a slice.
 
-  def add(self, donor: str, chunk: Piece) -> Piece | None:
-    """The model, if this is the last chunk; one that follows no other begins a model."""
-    if self._last != (donor, chunk.number, chunk.tag + 1):
-      self._clear()
-    self._size += chunk.values.size
-    if self._size > self._longest or chunk.tag >= _MOST_CHUNKS:
-      self._clear()
+    Args:
+      donor: that has sent the chunk.
+      chunk: of its model, or slice.
+      donors: all, in the order of their slices.
+    """
+    kept = self._chunks.items()
+    self._chunks = {other: chunks for other, chunks in kept if other in donors}
+    chunks = self._chunks.setdefault(donor, [])
+    last = chunks[-1] if chunks else chunk
+    if (last.number, last.tag) != (chunk.number, chunk.tag + 1):
+      chunks.clear()
+      self._sizes[donor] = 0
+    chunks.append(chunk)
+    self._sizes[donor] += chunk.values.size
+    if self._sizes[donor] > self._longest or chunk.tag >= _MOST_CHUNKS:
+      chunks.clear()
+    if chunk.tag or not chunks:
       return None
-    self._last = donor, chunk.number, chunk.tag
-    self._chunks.append(chunk.values)
-    if chunk.tag:
+    count = len(donors)
+    if count > 1 and not _is_slice(chunks[0], donors.index(donor), count):
+      chunks.clear()  # the answer to an earlier request
+    parts = [self._chunks.get(other, []) for other in donors]
+    if not all(part and part[-1].tag == 0 for part in parts):
       return None
-    values = self._chunks[0] if len(self._chunks) == 1 else np.concatenate(self._chunks)
-    self._clear()
-    return chunk._replace(values=values)
+    self._chunks.clear()
+    first, *others = [
+      np.concatenate([piece.values for piece in part]) for part in parts
+    ]
+    return chunk._replace(
+      values=np.concatenate([first, *(other[PREFIX:] for other in others)])
+    )
+
+
+def _is_slice(first: Piece, index: int, count: int) -> bool:
+  """Whether a chunk begins slice `index` of so many."""
+  fields = first.values[PREFIX // 2 : PREFIX]
+  return fields.tobytes() == np.array([index, count], np.int64).tobytes()
 
 
 class Transfers:
@@ -81,21 +122,23 @@ class Transfers:
   """
 
   def __init__(self) -> None:
-    self._waiting: dict[
-      Any, tuple[int, float]
-    ] = {}  # by peer: the round, and until when the request waits for it
+    # by peer: its request, and until when that waits for its round
+    self._waiting: dict[Any, tuple[Piece, float]] = {}
     self._told = 0.0  # when peers were told that they wait
 
   def ask(self, peer: Any, request: Piece, now: float) -> None:
     """A peer asks for a model that has been through as many rounds as the number of its request says, or more."""
-    self._waiting[peer] = request.number, now + _PATIENCE
+    self._waiting[peer] = request, now + _PATIENCE
 
-  def next(self, round_: int, now: float) -> Any:
-    """The peer to send the model to, which has been through so many rounds, once the last one has it; None for none."""
-    for peer, (wanted, until) in self._waiting.items():
-      if wanted <= round_ or now > until:
+  def next(self, round_: int, now: float) -> tuple[Any, Piece] | None:
+    """The peer to send the model to, which has been through so many rounds, and its request.
+
+    None for none; to be called once the last one has the model.
+    """
+    for peer, (request, until) in self._waiting.items():
+      if request.number <= round_ or now > until:
         del self._waiting[peer]
-        return peer
+        return peer, request
     return None
 
   def waiting(self, now: float) -> list[Any]:

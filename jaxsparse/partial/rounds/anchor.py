@@ -11,15 +11,21 @@
 An exchange that is under way has no part in this until its round counts.
 """
 
+import collections
 import logging
 
 import numpy as np
 import optax
 
 from jaxsparse.partial.net.messages import Piece, PieceKind, RoundPosition, WorkerGroup
+from jaxsparse.partial.net.transfers import MOST_DONORS, PREFIX
+from jaxsparse.partial.rounds import chain
+from jaxsparse.partial.rounds.chain import Link
 from jaxsparse.partial.rounds.checks import SavedState
+from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
 from jaxsparse.transform.fragments import fill_zeros
+from jaxsparse.weights import digests
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,6 +64,8 @@ class OwnAnchor:
     self._number = worker
     # the anchor before the last round, and what was given in it
     self._before: tuple[Anchor, optax.Params] | None = None
+    # of the last rounds of `anchor`, at most as many bytes as it has
+    self._links = collections.deque[Link]()
 
   def restore(self, state: SavedState) -> None:
     """Begins with what `arrays` was."""
@@ -79,9 +87,13 @@ class OwnAnchor:
     """The result of a round counts."""
     self._before = self.anchor, self.given
     self.anchor = result.anchor
-    self.delivered = result
+    self.delivered = result._replace(totals=())  # which are large
     self.group = group
     self._is_restored = False
+    most = self.outer.size(self.anchor)
+    while sum(link.nbytes for link in self._links) > most:
+      self._links.popleft()
+    self._links.append(Link.of(group, result))
     return self.anchor.position
 
   @property
@@ -89,10 +101,16 @@ class OwnAnchor:
     """The ids of the last rounds of the anchor."""
     return self.anchor.lineage.ids
 
+  @property
+  def id(self) -> int:
+    """The id of the last round, 0 before the first one."""
+    return self.anchor.lineage.id or 0
+
   def go_back(self) -> RoundPosition:
     """The result that has counted last differs from that of most members: the anchor is again that before."""
     assert self._before is not None
     before, _ = self._before
+    self._links.pop()
     self.anchor = self.outer.with_residual(before, self.anchor)
     return self.anchor.position
 
@@ -102,7 +120,7 @@ class OwnAnchor:
     Raises:
       ValueError: for an anchor of another model.
     """
-    anchor = self._unpack(model)
+    anchor, *_ = self._unpack(model)
     if anchor.position.round < position.round or anchor.position[:2] == position[:2]:
       return None
     after = self.anchor.lineage.after(position.last)
@@ -110,11 +128,39 @@ class OwnAnchor:
     is_there = anchor.lineage.at(after.round) in (None, after.id)
     return is_there and anchor.position.round >= after.round
 
-  def _unpack(self, model: Piece) -> Anchor:
+  def _unpack(self, model: Piece) -> tuple[Anchor, int, list[Link]]:
+    """The anchor of a donor, with what is of this worker alone, its digest, and the links to it, if it has sent links.
+
+    Raises:
+      ValueError: for bytes that are none, or that do not prove to be those of the donor.
+    """
+    prefix, words = np.split(model.values.view(np.uint32), [PREFIX])
+    links = list[Link]()
     try:
-      return self.outer.unpack(model.values.tobytes(), self.anchor)
-    except TypeError as error:  # the header is none
+      digest, size, *_ = prefix.view(np.int64).tolist()
+      if size != words.size:
+        raise ValueError(f"{words.size} words, its donor has {size}")
+      if chain.are_links(words):
+        anchor, links = self._follow(*chain.parse(words))
+        found = self.outer.digest(anchor)
+      else:
+        found = digests.digest([words])
+        anchor = self.outer.unpack(words.tobytes(), self.anchor)
+    except (IndexError, StopIteration, TypeError) as error:
       raise ValueError(str(error)) from error
+    if found != digest:
+      raise ValueError(f"its digest is {found:x}, its donor says {digest:x}")
+    return anchor, digest, links
+
+  def _follow(self, start: Lineage, links: list[Link]) -> tuple[Anchor, list[Link]]:
+    """The anchor after those of these links whose rounds it has not been through, and these."""
+    anchor = self.anchor
+    if not anchor.lineage.includes(start):
+      raise ValueError(f"its links begin at another round {start.round}")
+    missed = links[anchor.position.round - start.round :]
+    for link in missed:
+      anchor = link.follow(self.outer, anchor)
+    return anchor, missed
 
   def digest(self) -> int:
     """Of the anchor, as that of the result of its last round."""
@@ -128,13 +174,9 @@ class OwnAnchor:
         digest than this one, unless that is not above 0, or of another model.
       Forked: if this worker was started with an anchor of another branch.
     """
-    anchor = self._unpack(model)
+    anchor, digest_of_donor, links = self._unpack(model)
     position = anchor.position
-    if (
-      digest > 0
-      and position.base == base
-      and (digest_of_donor := self.outer.digest(anchor)) != digest
-    ):
+    if digest > 0 and position.base == base and digest_of_donor != digest:
       raise ValueError(
         f"its digest is {digest_of_donor:x}, that of round {position.round} is {digest:x}"
       )
@@ -147,6 +189,9 @@ class OwnAnchor:
       anchor = self._change_branch(anchor)
     if anchor.residual_group != anchor.latest.get(self._number, 0):
       anchor = self._drop_residual(anchor)
+    if not links:  # an anchor, perhaps of another branch
+      self._links.clear()
+    self._links.extend(links)
     self.anchor = anchor
     self._is_restored = False
     return anchor.position
@@ -193,12 +238,42 @@ class OwnAnchor:
     )
     return self.outer.without_residual(anchor, latest)
 
-  def model(self) -> Piece:
-    """The anchor, for a worker that joins or has missed a round."""
-    content = self.outer.pack(self.anchor)
+  def model(self, request: Piece) -> Piece:
+    """A slice of the anchor, or of the links of rounds that a worker has missed: none where these are as large.
+
+    Its first words are the digest of the anchor, the number of all words, and which
+    slice it is of how many.
+    """
+    round_, id_, index, count = -1, 0, 0, 1
+    if request.values.size == PREFIX:
+      round_, id_, index, count = request.values.view(np.int64).tolist()
+    if not 0 <= index < count <= MOST_DONORS:
+      index, count = 0, 1
+    is_late = count > 1 and request.number != self.anchor.position.round
+    if is_late:  # the slices of others are of another anchor
+      words = np.empty(0, np.uint32)
+    elif round_ < 0:
+      words = np.frombuffer(self.outer.pack(self.anchor), np.uint32)
+    else:
+      words = self._links_from(Lineage(round_, (id_,)))
+    prefix = np.array([self.digest(), words.size, index, count], np.int64)
+    start, end = (words.size * cut // count for cut in (index, index + 1))
+    values = np.concatenate([prefix.view(np.uint32), words[start:end]])
     return Piece(
       PieceKind.MODEL,
       self.anchor.position.round,
       self._number,
-      np.frombuffer(content, np.float32),
+      values.view(np.float32),
     )
+
+  def _links_from(self, start: Lineage) -> np.ndarray:
+    """The links of all rounds after one, if they are here, and fewer bytes than the anchor; else no words."""
+    nothing = np.empty(0, np.uint32)
+    count = self.anchor.position.round - start.round
+    links = [*self._links][-count:]
+    if not 0 < count == len(links) or not self.anchor.lineage.includes(start):
+      return nothing
+    if any(link.words is None for link in links):
+      return nothing
+    words = chain.pack(start, links)
+    return words if words.nbytes < self.outer.size(self.anchor) else nothing

@@ -15,6 +15,7 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.comm import replication
 from jaxsparse.comm.peers import PEERS
 from jaxsparse.transform import state as states
+from jaxsparse.types import State
 
 SavedState = dict[str, Any]  # arrays and numbers by name, as `Rounds.state` has them
 _UNLIKE = (
@@ -22,6 +23,8 @@ _UNLIKE = (
   "worker gives (by a transformation before the transform, or around it, as optax.apply_if_finite), or the totals of "
   "the collective differ (A2SGD). Give every leaf a transform, and begin the chain with it"
 )
+_ALIKE = PartitionSpec()
+_OF_WORKER = PartitionSpec(PEERS)
 MOST_WEIGHT = 2**31 - 1  # weight of a step
 # all entries of a state but its digest, in its order: dtype, and how many dimensions
 _SEALED = {
@@ -99,18 +102,33 @@ def check_alike(step: Callable, outer: optax.OptState) -> Callable:
       anchor, to the next anchor, the next state, and whether the step is skipped.
     outer: that state.
   """
-  alike = PartitionSpec()
-  of_worker = PartitionSpec(PEERS)
-  spec = lambda node: of_worker if states.is_reduce_state(node) else alike
-  state = jax.tree.map(spec, outer, is_leaf=states.is_reduce_state)
   results = dict.fromkeys(("anchor", "outer", "skipped"), _UNLIKE)
-  return replication.checked(
-    step,
-    (of_worker, of_worker, of_worker, state, alike),
-    (alike, state, alike),
-    PEERS,
-    results,
-  )
+  inputs = _specs(outer)
+  outputs = _ALIKE, inputs[3], _ALIKE
+  return replication.checked(step, inputs, outputs, PEERS, results)
+
+
+def halve_step(step: Callable, operands: tuple) -> tuple[replication.Halves, Any]:
+  """An outer step in two, the second one alike on all workers, and the shapes of its results."""
+  outer = operands[3]
+  checked = check_alike(step, outer)
+  closed, shapes = jax.make_jaxpr(checked, return_shape=True)(*operands)
+  specs = jax.tree.leaves(jax.tree.broadcast(_specs(outer), operands))
+  varying = list(map(replication.axes_of_spec, specs))
+  return replication.halve(closed, varying, PEERS), shapes
+
+
+def _specs(outer: optax.OptState) -> tuple:
+  """Which operands of an outer step vary between workers."""
+
+  def spec(node: Any) -> Any:
+    if not states.is_reduce_state(node):
+      return _ALIKE
+    own = State(_OF_WORKER, _OF_WORKER, shared=_ALIKE)
+    return states.ReduceState._make((own, _OF_WORKER, _OF_WORKER))
+
+  state = jax.tree.map(spec, outer, is_leaf=states.is_reduce_state)
+  return (_OF_WORKER, _OF_WORKER, _OF_WORKER, state, _ALIKE)
 
 
 def seal(state: SavedState, number: int, run: int) -> SavedState:

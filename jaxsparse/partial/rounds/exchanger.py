@@ -107,6 +107,9 @@ class Exchanger(OwnAnchor):
         "the sum of what they gave, or the outer step, is not finite"
       )
     position = self.replace(run.group, run.result)
+    run.result = self.delivered
+    # while it has nothing else to do
+    self._thread.submit(self._links[-1].pack, self.outer.size(self.anchor))
     # the sizes of the group if a worker is lost, or joins
     for size in (self.anchor.size - 1, self.anchor.size + 1):
       self._compiler.submit(self._compile, size)

@@ -146,8 +146,9 @@ class LeadProtocol(PartProtocol):
           worker: choose(address, part)
           for worker, address in answer["addresses"].items()
         }
-      if "donor" in answer:
-        answer["donor"] = choose(answer["donor"], part)
+      if answer.get("donor"):
+        donors = (choose(one, part) for one in answer["donor"].split())
+        answer["donor"] = " ".join(filter(None, donors)) or None
       if part:
         self.others.tell([part], kind, **answer)
       else:

@@ -31,15 +31,22 @@ def add_moved(
     send: as in `PeerComm`.
   """
   for link in () if result.skipped else map(group.members.index, group.links):
-    vector, unflatten = flatten(outer.fragments.part(given, result.fragment))
-    moved = unflatten(
-      outer.on_cpu(broadcast(np.asarray(vector), link, rank, len(group.members), send))
-    )
-    params = jax.tree.map(_subtract, result.anchor.params, moved)
-    if not all_finite(params):
+    part = outer.fragments.part(given, result.fragment)
+    own = np.asarray(flatten(part)[0])
+    vector = broadcast(own, link, rank, len(group.members), send)
+    anchor = subtract(outer, result.anchor, part, vector)
+    if not all_finite(anchor.params):
       return outer.skip(before, result)
-    result = result._replace(anchor=result.anchor._replace(params=params))
+    result = result._replace(anchor=anchor, totals=(*result.totals, vector))
   return result
+
+
+def subtract(
+  outer: OuterStep, anchor: Anchor, part: optax.Params, vector: np.ndarray
+) -> Anchor:
+  """`anchor` after a link has moved it by f32[n], the entries of leaves like those of `part`."""
+  moved = flatten(part)[1](outer.on_cpu(vector))
+  return anchor._replace(params=jax.tree.map(_subtract, anchor.params, moved))
 
 
 def _subtract(leaf: jax.Array, moved: jax.Array | optax.MaskedNode) -> jax.Array:

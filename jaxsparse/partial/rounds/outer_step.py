@@ -5,7 +5,7 @@ given_w = weight_w · (θ − θ_w)          θ′ = θ + outer(given, residual)
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 
 from jaxsparse._compat import is_key, words_of_keys
 from jaxsparse.arrays import flatten
@@ -20,7 +21,7 @@ from jaxsparse.comm.peers import PEERS, PeerComm, Send
 from jaxsparse.comm.verbs import mark_total
 from jaxsparse.partial.net.alike import MOST_ID
 from jaxsparse.partial.net.messages import MOST_MEMBERS, MOST_ROUNDS, RoundPosition
-from jaxsparse.partial.rounds.checks import check_alike
+from jaxsparse.partial.rounds.checks import check_alike, halve_step
 from jaxsparse.partial.rounds.lineage import MOST_IDS, Lineage
 from jaxsparse.train.program_text import ProgramText
 from jaxsparse.transform import state as states
@@ -31,6 +32,7 @@ from jaxsparse.types import Comm
 from jaxsparse.weights import digests
 
 _MOST_TEAMS = 8
+_NOBODY = np.int32(0), np.float32(0)  # rank and weight of an operand without values
 _FORMAT = 2  # version of the bytes of an anchor
 _NUMBERS = 7  # in the header before its lists
 
@@ -73,11 +75,40 @@ class Result(NamedTuple):
     anchor: after the round.
     fragment: the number of the fragment that was exchanged.
     skipped: whether the total was not finite, so that nothing has happened.
+    totals: all that a worker that was away needs to do the same.
   """
 
   anchor: Anchor
   fragment: int
   skipped: bool
+  totals: tuple[np.ndarray, ...] = ()
+
+
+class _Program(NamedTuple):
+  """The compiled halves of the outer step, of leaves.
+
+  Attributes:
+    exchange: sends all messages; returns totals and what is of this worker alone.
+    apply: from totals, what is the same on all workers.
+    totals: shapes and dtypes.
+    equal: of each result, whether it is the same on all workers.
+    structure: of the results.
+  """
+
+  exchange: Callable[..., list[jax.Array]]
+  apply: Callable[..., list[jax.Array]]
+  totals: Sequence[Any]
+  equal: list[bool]
+  structure: Any
+
+  def finish(
+    self, operands: tuple, totals: Sequence[Any], own: Iterable[Any]
+  ) -> tuple[optax.Params, optax.OptState, jax.Array]:
+    """The results, of those of `exchange`."""
+    alike = iter(self.apply(*totals, *jax.tree.leaves(operands)))
+    of_worker = iter(own)
+    leaves = [next(alike if equal else of_worker) for equal in self.equal]
+    return jax.tree.unflatten(self.structure, leaves)
 
 
 class OuterStep:
@@ -105,7 +136,7 @@ class OuterStep:
     self._cpu = device or _first_cpu()
     # sends messages of the exchange that runs
     self._send: Send = lambda messages: [words for words, *_ in messages]
-    self._programs: dict[tuple[int, int], Callable] = {}
+    self._programs: dict[tuple[int, int], _Program] = {}
 
   def start(self, params: optax.Params) -> Anchor:
     """The anchor of a worker before the first round."""
@@ -149,15 +180,42 @@ class OuterStep:
       outer[fragment],
       anchor.params,
     )
-    params, after, skipped = self.program(size, fragment, operands)(*operands)
-    following = anchor._replace(
-      params=params,
-      outer=outer | {fragment: after},
-      size=size,
-      position=RoundPosition(anchor.position.round + 1, number),
-      lineage=anchor.lineage.after(number),
+    program = self.program(size, fragment, operands)
+    results = program.exchange(*jax.tree.leaves(operands))
+    totals = results[: len(program.totals)]
+    own = results[len(totals) :]
+    params, after, skipped = program.finish(operands, totals, own)
+    following = _after(anchor, size, number, params, outer | {fragment: after})
+    kept = () if skipped else tuple(map(np.asarray, totals))
+    return Result(following, fragment, bool(skipped), kept)
+
+  def follow(
+    self,
+    anchor: Anchor,
+    size: int,
+    number: int,
+    totals: Callable[[Any], Any] | None = None,
+  ) -> tuple[Anchor, int]:
+    """`anchor` after a round of others, bit for bit as theirs, and its fragment.
+
+    Args:
+      anchor: before it; what is of this worker alone stays.
+      size: as in `run`.
+      number: as in `run`.
+      totals: of the round, from their shapes and dtypes; None if it was skipped.
+    """
+    fragment = anchor.position.round % self.fragments.count
+    outer = self._carry(anchor, size)
+    if totals is None:
+      return _after(anchor, size, number, anchor.params, outer), fragment
+    operands = self._operands(
+      fragment, *_NOBODY, anchor.params, outer[fragment], anchor.params
     )
-    return Result(following, fragment, bool(skipped))
+    program = self.program(size, fragment, operands)
+    before = jax.tree.leaves((anchor.params, outer[fragment], False))
+    own = [x for x, equal in zip(before, program.equal, strict=True) if not equal]
+    params, after, _ = program.finish(operands, totals(program.totals), own)
+    return _after(anchor, size, number, params, outer | {fragment: after}), fragment
 
   def skip(self, anchor: Anchor, result: Result) -> Result:
     """`result`, of a round that began with `anchor`, with a skipped outer step in place of the one that took place."""
@@ -174,7 +232,7 @@ class OuterStep:
       latest=anchor.latest,
       residual_group=anchor.residual_group,
     )
-    return result._replace(anchor=unmoved, skipped=True)
+    return result._replace(anchor=unmoved, skipped=True, totals=())
 
   def _operands(
     self,
@@ -189,15 +247,25 @@ class OuterStep:
       (rank, weight, self.fragments.part(given, fragment), outer, params), self._cpu
     )
 
-  def program(self, size: int, fragment: int, operands: tuple) -> Callable:
+  def program(self, size: int, fragment: int, operands: tuple) -> _Program:
     """The compiled outer step of a fragment for groups of a size."""
     key = size, fragment
     if key not in self._programs:
+      step = functools.partial(self._step, size, fragment)
       with jax.default_device(self._cpu):
-        step = jax.jit(
-          check_alike(functools.partial(self._step, size, fragment), operands[-2])
+        halves, shapes = halve_step(step, operands)
+        leaves = jax.tree.leaves(operands)
+        totals = halves.second.in_avals[: halves.totals]
+        compiled = lambda closed, *of: (
+          jax.jit(core.jaxpr_as_fun(closed)).lower(*of).compile()
         )
-        self._programs[key] = step.lower(*operands).compile()
+        self._programs[key] = _Program(
+          compiled(halves.first, *leaves),
+          compiled(halves.second, *totals, *leaves),
+          totals,
+          halves.equal,
+          jax.tree.structure(shapes),
+        )
     return self._programs[key]
 
   def chain_digest(self, anchor: Anchor) -> str:
@@ -209,9 +277,7 @@ class OuterStep:
       except ValueError:  # teams do not divide this size
         if size == _MOST_TEAMS:
           raise
-    operands = self._operands(
-      0, np.int32(0), np.float32(0), anchor.params, outer[0], anchor.params
-    )
+    operands = self._operands(0, *_NOBODY, anchor.params, outer[0], anchor.params)
     with jax.default_device(self._cpu):
       step = check_alike(functools.partial(self._step, size, 0), outer[0])
       return ProgramText(jax.make_jaxpr(step)(*operands)).digest
@@ -225,7 +291,7 @@ class OuterStep:
     ]
     outer = self._carry(anchor, size) if missing else {}
     for fragment in missing:
-      zeros = np.int32(0), np.float32(0), anchor.params
+      zeros = *_NOBODY, anchor.params
       self.program(
         size, fragment, self._operands(fragment, *zeros, outer[fragment], anchor.params)
       )
@@ -350,17 +416,22 @@ class OuterStep:
     ]
     header = np.array([*numbers, *anchor.lineage.ids, *sum(latest, ())], np.int64)
     yield from (header.nbytes.to_bytes(4), header.tobytes())
-    for leaf in (*jax.tree.leaves(anchor.params), *_alike(anchor.outer)):
+    leaves = (*jax.tree.leaves(anchor.params), *_alike(anchor.outer))
+    for leaf in leaves:
       yield np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
+    yield bytes(-sum(leaf.nbytes for leaf in leaves) % 4)
 
   def pack(self, anchor: Anchor) -> bytes:
     """The bytes of what all workers have alike; they are the same on each of them."""
-    content = b"".join(self._parts(anchor))
-    return content + bytes(-len(content) % 4)
+    return b"".join(self._parts(anchor))
 
   def digest(self, anchor: Anchor) -> int:
     """62 bits of a hash of what all workers have alike."""
     return digests.digest(self._parts(anchor))
+
+  def size(self, anchor: Anchor) -> int:
+    """Bytes of `pack`."""
+    return sum(map(len, self._parts(anchor)))
 
   def unpack(self, content: bytes, mine: Anchor) -> Anchor:
     """The anchor of another worker, with the residuals of this one.
@@ -408,6 +479,23 @@ class OuterStep:
   def without_residual(self, anchor: Anchor, number: int) -> Anchor:
     """`anchor` with what a worker has that was in no round yet, but for its last round, of this number."""
     return self.with_residual(anchor, Anchor(anchor.params, {}, residual_group=number))
+
+
+def _after(
+  anchor: Anchor,
+  size: int,
+  number: int,
+  params: optax.Params,
+  outer: dict[int, optax.OptState],
+) -> Anchor:
+  """`anchor` one round later."""
+  return anchor._replace(
+    params=params,
+    outer=outer,
+    size=size,
+    position=RoundPosition(anchor.position.round + 1, number),
+    lineage=anchor.lineage.after(number),
+  )
 
 
 def _first_cpu() -> jax.Device:

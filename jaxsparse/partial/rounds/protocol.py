@@ -39,6 +39,7 @@ from jaxsparse.partial.net.messages import (
   ServerMessage,
   WorkerMessage,
 )
+from jaxsparse.partial.net.transfers import PREFIX
 from jaxsparse.partial.rounds.anchor import Forked
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.run import Done, Outgoing, Run
@@ -230,7 +231,8 @@ class RoundProtocol:
       self._say_goodbye()
     elif membership.donor:
       membership.await_peer()
-      membership.fetch(self._last.round)
+      *_, id_ = 0, *self.exchange.lineage
+      membership.fetch(self._last.round, id_)
     elif self._request.kind == WorkerMessage.HELLO:
       membership.reply(membership.position)
     else:
@@ -310,6 +312,10 @@ class RoundProtocol:
 
   def _take_model(self, piece: Piece) -> None:
     membership = self.membership
+    if piece.values.size == PREFIX:  # the donor has no links
+      membership.in_vain = 1
+      self._begin_request()
+      return
     try:
       if (
         self._run
@@ -328,11 +334,13 @@ class RoundProtocol:
       raise
     except ValueError as error:
       membership.warn(f"refuses the anchor of worker {piece.sender}: {error}")
+      membership.in_vain += 1
       membership.join_again(RETRY)
       return
     # fewer rounds than before, where its own do not count for the others
     self._own_round = min(self._own_round, membership.position.round)
     membership.donor = membership.fetches_since = None
+    membership.in_vain = 0
     membership.state = "joined"
     membership.await_peer()
     self._begin_request()

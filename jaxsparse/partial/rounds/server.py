@@ -26,6 +26,7 @@ from jaxsparse.partial.net.messages import (
   WorkerGroup,
   WorkerMessage,
 )
+from jaxsparse.partial.net.transfers import MOST_DONORS
 from jaxsparse.partial.rounds.lineage import FIRST, Lineage
 from jaxsparse.partial.rounds.quorum import Behind, Quorum, Verdict
 from jaxsparse.partial.rounds.window import Window
@@ -62,6 +63,7 @@ class RoundMember(Member):
   weight: int = 0  # what it has trained for since it last delivered
   waits_until: float = 0.0  # once it is ready: until when it waits for others
   is_late: bool = False  # it is behind, and has not been told so
+  is_link: bool = False  # it has brought what a link has moved
   donor: int | None = None  # worker that has given, or gives, its last anchor
   donor_named: float = 0.0  # when
   in_vain_since: float | None = None  # while it has asked donors again and again
@@ -149,8 +151,8 @@ class RoundServer:
       else None
     )
     return {
+      **self._last,
       "run": f"{self._run:x}",
-      "round": self._quorum.position.round,
       "since": now - self._ended[-1] if self._ended else None,
       "seconds": seconds,
       "window": self._window.seconds,
@@ -180,7 +182,9 @@ class RoundServer:
       return "waits for others"
     if member.fetches_since is not None:
       return "fetches the anchor"
-    return "is behind" if member.is_late else "trains"
+    if member.is_late:
+      return "is behind"
+    return "is a link" if member.is_link else "trains"
 
   def _handle(self, connection: bytes, signal: Signal) -> None:
     kind, worker, value = signal[:3]
@@ -247,6 +251,7 @@ class RoundServer:
     # who leaves waits longer, for one that takes over its residual
     member.waits_until = self.members.now + (1 + leaves) * self._window.least
     is_link = signal.kind in (WorkerMessage.LINK, WorkerMessage.LEAVING_LINK)
+    member.is_link |= is_link
     position = signal.position
     try:
       self._announce(
@@ -316,9 +321,9 @@ class RoundServer:
       self.members.tell([worker], ServerMessage.BEHIND, donor=donor, **self._last)
 
   def _find_donor(self, worker: int) -> str | None:
-    """The address of one with the anchor of the last round, for a worker: of the donor of fewest others.
+    """The addresses of some with the anchor of the last round, for a worker: first of the donor of fewest others.
 
-    It is another one than before when a worker asks again that was not told just now.
+    That is another one than before when a worker asks again that was not told just now.
 
     If there is none for a while, and it is not at another server either, the last round
     is that of the newest anchor.
@@ -338,16 +343,24 @@ class RoundServer:
         member.in_vain_since = member.in_vain_since or now
         if self._disbelieve(donors):
           return None
+      loads = collections.Counter(
+        other.donor
+        for other in known.values()
+        if other.fetches_since is not None and other is not member
+      )
+      apart = [one for one in donors if self._quorum.have_failed(worker, one)]
+      since = member.in_vain_since or now
+      was = member.donor if now > since + self.members.limit else None
+      donors.sort(key=lambda other: (other == was, other in apart, loads[other]))
       if member.donor not in donors or asks_again:
-        loads = collections.Counter(
-          other.donor for other in known.values() if other.fetches_since is not None
-        )
-        member.donor = min(
-          donors,
-          key=lambda other: (self._quorum.have_failed(worker, other), loads[other]),
-        )
+        member.donor = donors[0]
         member.donor_named = now
-      return known[member.donor].address
+      others = [other for other in donors if other not in (member.donor, *apart)]
+      # Slices of busy donors would come later, and be of another round if that does
+      # not wait for this worker.
+      most = 1 if loads or member.fetch_seconds is None else MOST_DONORS
+      chosen = [member.donor, *others][:most]
+      return " ".join(known[donor].address for donor in chosen)
     self._sought = self._sought or now
     if self._started and now > self._sought + _RETURN * self.members.limit:
       self._go_back_to_newest([*known.values()])

@@ -21,12 +21,11 @@ def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
       reduce.
   """
   sockets.check_address(address, keys, reachable=True, any_port=False)
-  number = keys.workers.index(keys.own[0]) if keys and keys.own else 0
   network = sockets.Network(keys)
   try:
     socket = network.client()
     socket.connect(address)
-    socket.send(Signal(WorkerMessage.STATUS, number).pack())
+    socket.send(Signal(WorkerMessage.STATUS, number_of(keys)).pack())
     if not socket.poll(round(1000 * _TIMEOUT)):
       raise TimeoutError(
         f"no server of rounds at {address} answers within {_TIMEOUT:g} s: has it these keys?"
@@ -39,6 +38,11 @@ def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
       f"{address} is not the server of rounds: {answer.content['reason']}"
     )
   return answer.content
+
+
+def number_of(keys: Keys | None) -> int:
+  """Of the worker whose keys these are; 0 where all have the same."""
+  return keys.workers.index(keys.own[0]) if keys and keys.own else 0
 
 
 def describe(status: dict[str, Any]) -> str:

@@ -220,7 +220,7 @@ class Rounds:
       flatten(exchanger.anchor.params)[0].size,
       servers,
     )
-    answers = {PieceKind.FETCH: lambda _: exchanger.model()}
+    answers = {PieceKind.FETCH: exchanger.model}
     name = f"rounds, worker {self._number}"
     endpoint.start(self._protocol, answers, ControllerLost, name)
     with endpoint.ended_by_errors():

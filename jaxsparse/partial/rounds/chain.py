@@ -1,0 +1,131 @@
+"""The last rounds of an anchor as links: the packed totals that its members have applied.
+
+    anchor of round r  ── links of the rounds r + 1 … s ──>  anchor of round s, bit for bit
+
+A worker that was away applies them to its own anchor by the members' own program. The
+bytes of links, as a donor sends them in place of its anchor:
+
+    0 u32 | words of the header u32 | header, JSON: round r, its id, of each link the
+    number and the size of the group, its members, words | words of each link
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsparse.arrays.flatten import flatten
+from jaxsparse.partial.net import strict_json
+from jaxsparse.partial.net.messages import MOST_MEMBERS, WorkerGroup
+from jaxsparse.partial.rounds.lineage import Lineage
+from jaxsparse.partial.rounds.links import subtract
+from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
+from jaxsparse.sparse import packing
+
+_START = 2  # words before the header
+
+
+@dataclasses.dataclass
+class Link:
+  """What turns an anchor into that of the next round.
+
+  Attributes:
+    number: of the group.
+    size: of the group.
+    members: of the group; () if the outer step was skipped.
+    totals: until they are packed.
+    words: u32[m], packed totals; None until then, and where an anchor is as small.
+  """
+
+  number: int
+  size: int
+  members: tuple[int, ...]
+  totals: Sequence[np.ndarray] = ()
+  words: np.ndarray | None = None
+
+  @classmethod
+  def of(cls, group: WorkerGroup, result: Result) -> "Link":
+    """The link of a round that counts."""
+    members = () if result.skipped else group.members
+    return cls(group.number, result.anchor.size, members, result.totals)
+
+  @property
+  def nbytes(self) -> int:
+    """Of the packed totals."""
+    return 0 if self.words is None else self.words.nbytes
+
+  def pack(self, most: int) -> None:
+    """Packs the totals, unless that takes `most` bytes or more."""
+    packed = [packing.compress(_words_of(total)) for total in self.totals]
+    sizes = [np.array([part.size], np.uint32) for part in packed]
+    parts = [part for pair in zip(sizes, packed, strict=True) for part in pair]
+    words = np.concatenate([np.empty(0, np.uint32), *parts])
+    self.totals = ()
+    self.words = words if words.nbytes < most else None
+
+  def follow(self, outer: OuterStep, anchor: Anchor) -> Anchor:
+    """`anchor` after this round; what is of this worker alone stays."""
+    if not self.members:
+      return outer.follow(anchor, self.size, self.number)[0]
+    assert self.words is not None
+    parts = _split(self.words)
+    take = lambda likes: [_array_of(next(parts), like) for like in likes]
+    after, fragment = outer.follow(anchor, self.size, self.number, take)
+    part = outer.fragments.part(anchor.params, fragment)
+    like = flatten(part)[0]
+    for words in parts:
+      after = subtract(outer, after, part, _array_of(words, like))
+    moved = after.has_moved(self.members, self.number)
+    return moved._replace(residual_group=anchor.residual_group)
+
+
+def pack(start: Lineage, links: list[Link]) -> np.ndarray:
+  """u32[m]: links from the round of `start` on, all of them packed."""
+  fields = [(link.number, link.size, link.members, link.nbytes // 4) for link in links]
+  text = json.dumps([start.round, start.id, fields])
+  header = np.frombuffer(text.ljust(-(-len(text) // 4) * 4).encode(), np.uint32)
+  first = np.array([0, header.size], np.uint32)
+  return np.concatenate([first, header, *(link.words for link in links)])
+
+
+def are_links(words: np.ndarray) -> bool:
+  """Whether a donor has sent links in place of an anchor."""
+  return words.size > _START and words[0] == 0
+
+
+def parse(words: np.ndarray) -> tuple[Lineage, list[Link]]:
+  """The inverse of `pack`.
+
+  Raises:
+    ValueError: for other words.
+  """
+  end = _START + int(words[1])
+  round_, id_, fields = strict_json.parse(words[_START:end].tobytes())
+  links = []
+  for number, size, members, length in fields:
+    are_whole = map(strict_json.is_whole, (number, size, length, round_, id_, *members))
+    if not all(are_whole) or not 0 < size <= MOST_MEMBERS:
+      raise ValueError(f"no link: {size} members {members}")
+    links.append(Link(number, size, tuple(members), words=words[end : end + length]))
+    end += length
+  return Lineage(round_, (id_,)), links
+
+
+def _words_of(array: np.ndarray) -> np.ndarray:
+  flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+  return np.pad(flat, (0, -flat.size % 4)).view(np.uint32)
+
+
+def _array_of(words: np.ndarray, like: Any) -> np.ndarray:
+  size = like.size * like.dtype.itemsize
+  array = packing.expand(words, -(-size // 4)).view(np.uint8)[:size]
+  return array.view(like.dtype).reshape(like.shape)
+
+
+def _split(words: np.ndarray) -> Iterator[np.ndarray]:
+  while words.size:
+    size = int(words[0])
+    yield words[1 : 1 + size]
+    words = words[1 + size :]

@@ -1,0 +1,164 @@
+"""A reader of rounds, which is no member: it follows links, for evaluation and inference while training goes on."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse.partial.net import messages, sockets, transfers
+from jaxsparse.partial.net.messages import Piece, PieceKind
+from jaxsparse.partial.net.sockets import Keys
+from jaxsparse.partial.rounds import status
+from jaxsparse.partial.rounds.anchor import OwnAnchor
+from jaxsparse.partial.rounds.outer_step import OuterStep
+from jaxsparse.types import Comm
+from jaxsparse.weights.subscriber import Published
+
+_MOST_ARRAYS = 64  # for each parameter in a message
+
+
+class Follower:
+  """Reads the outer parameters of `js.partial.Rounds`, bit for bit as all workers have them after a round.
+
+  The server says which workers have the last anchor. A few of these send a slice each:
+  of the links since the version that is here, or of the anchor where that is smaller. A
+  digest proves the result. What is refused changes nothing.
+
+  Args:
+    address: of the server.
+    params: as of `Rounds`, or another pytree with these shapes.
+    outer: the outer chain of the workers.
+    fragments: as of the workers.
+    dtype: of the leaves to return; by default those of `params`.
+    rate: bytes a second, on average, that a worker sends to this reader at most.
+    keys: as of `Rounds`.
+    timeout: seconds to wait for workers.
+    device: as of `Rounds`.
+
+  Attributes:
+    refused: why the last call of `latest` has no newer version, if one is there.
+
+  Raises:
+    ValueError: for an address that requires keys without them, or a rate that is not
+      above 0.
+
+  Example:
+    >>> import jax.numpy as jnp, optax, jaxsparse as js
+    >>> outer = lambda comm: optax.chain(js.onebit_transform(comm), optax.sgd(1.0))
+    >>> with js.partial.Server(js.partial.Quorum(1, quorum=1)) as server:
+    ...   with js.partial.Rounds(server.address, 0, jnp.zeros(3), outer, every=1) as worker:
+    ...     params = worker.step(worker.params + 0.5)
+    ...     reader = js.partial.Follower(server.address, jnp.zeros(3), outer, dtype="bfloat16")
+    ...     reader.latest()
+    Published(version=1, params=Array([0.5, 0.5, 0.5], dtype=bfloat16))
+  """
+
+  def __init__(
+    self,
+    address: str,
+    params: optax.Params,
+    outer: Callable[[Comm], optax.GradientTransformation],
+    *,
+    fragments: int = 1,
+    dtype: Any = None,
+    rate: float = 1e6,
+    keys: Keys | None = None,
+    timeout: float = 60.0,
+    device: jax.Device | None = None,
+  ):
+    sockets.check_address(address, keys, reachable=True, any_port=False)
+    if not rate > 0:
+      raise ValueError(f"Follower: rate={rate!r}, choose more than 0 bytes a second")
+    step = OuterStep(outer, fragments, device)
+    self._number = status.number_of(keys)
+    self._own = OwnAnchor(step, step.start(params), worker=-1)
+    self._dtypes = jax.tree.map(lambda leaf: dtype or jnp.result_type(leaf), params)
+    self._address = address
+    self._keys = keys
+    self._rate = rate
+    self._timeout = timeout
+    self._next = 0.0  # when donors may be asked again
+    self._in_vain = 0  # as in `Membership`
+    self.refused = list[str]()
+    self._publish()
+
+  def latest(self) -> Published:
+    """The newest version that can be read, by the number of its round; the same object if there is no newer one.
+
+    Before round 1 that of the given parameters.
+    """
+    self.refused = []
+    if time.monotonic() < self._next:
+      return self._published
+    before = self._own.anchor.position
+    try:
+      self._catch_up(status.ask(self._address, self._keys))
+    except (OSError, ValueError) as error:
+      self.refused.append(str(error))
+      self._in_vain += 1
+    if self._own.anchor.position != before:
+      self._in_vain = 0
+      self._publish()
+    return self._published
+
+  def _publish(self) -> None:
+    anchor = self._own.anchor
+    params = jax.tree.map(jnp.asarray, anchor.params, self._dtypes)
+    self._published = Published(anchor.position.round, params)
+
+  def _catch_up(self, server: dict[str, Any]) -> None:
+    """The anchor of the last round, from workers that have it."""
+    position = self._own.anchor.position
+    last = server["round"]
+    workers = server["workers"]
+    donors = [worker["address"] for worker in workers if worker["round"] == last]
+    if (last, server["base"]) == position[:2] or not donors:
+      return
+    if "," in donors[0]:
+      raise ValueError("Follower: workers of several processes have a part each")
+    donors = random.sample(donors, min(transfers.MOST_DONORS, len(donors)))
+    model = self._fetch(donors, last)
+    if model.values.size == transfers.PREFIX:  # the donor has no links
+      self._in_vain = 1
+      model = self._fetch(donors, last)
+    seconds = model.values.nbytes / len(donors) / self._rate
+    self._next = time.monotonic() + seconds
+    self._own.adopt(model, server["base"], server["digest"])
+
+  def _fetch(self, donors: Sequence[str], round_: int) -> Piece:
+    """What donors send, joined: at first one of them links.
+
+    Raises:
+      TimeoutError: if one of them does not answer.
+    """
+    own = self._own
+    donors = donors[: None if self._in_vain == 1 else 1]
+    longest = _MOST_ARRAYS * own.outer.size(own.anchor) + messages.LONGEST
+    assembly = transfers.Assembly(longest // 4)
+    models = list[Piece]()
+    lost = list[str]()
+
+    def answered(address: str, frames: list[bytes]) -> None:
+      piece = messages.parse_piece(frames)
+      if piece and piece.kind == PieceKind.MODEL:
+        model = assembly.add(address, piece, donors)
+        models.extend([model] if model else [])
+
+    network = sockets.Network(self._keys)
+    peers = sockets.Peers(network, longest, answered, lost.append)
+    has = (-1, 0) if self._in_vain else (own.anchor.position.round, own.id)
+    end = time.monotonic() + self._timeout
+    try:
+      for donor, request in transfers.requests(donors, round_, self._number, *has):
+        peers.send(donor, request)
+      while not models and not lost and time.monotonic() < end:
+        network.wait(0.1)
+    finally:
+      network.close(linger=0)
+    if not models:
+      raise TimeoutError(f"no anchor of {', '.join(lost or donors)}")
+    return models[0]

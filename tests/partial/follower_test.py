@@ -1,0 +1,148 @@
+"""Readers of rounds: the parameters of the workers bit for bit, and no voice in their rounds."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse as js
+from jaxsparse.partial.net import transfers
+from jaxsparse.partial.rounds import status
+from jaxsparse.partial.rounds.anchor import OwnAnchor
+from tests.partial.rounds_test import in_threads, join, serve
+
+START = {"a": jnp.zeros(5000), "b": jnp.ones((50, 100))}
+
+
+def outer(comm):
+  return optax.chain(js.onebit_transform(comm), optax.sgd(0.7, momentum=0.9))
+
+
+def noise(number, step):
+  rows = np.random.default_rng((number, step)).standard_normal((2, 5000), np.float32)
+  return {"a": rows[0], "b": rows[1].reshape(50, 100)}
+
+
+def train(server, reads, rounds=4, workers=2):
+  """Workers train; after each round worker 0 calls `reads(its anchor, the round)` before the next one begins."""
+
+  def work(number):
+    with join(server, number, START, outer, every=1, wait=60.0) as worker:
+      params = worker.params
+      for step in range(rounds):
+        params = worker.step(jax.tree.map(jnp.add, params, noise(number, step)))
+        if number == 0:
+          reads(worker._exchanger.anchor.params, worker.round)
+
+  in_threads(workers, work)
+
+
+def read_from(server, **options):
+  device = jax.devices()[5]
+  return js.partial.Follower(server.address, START, outer, device=device, **options)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+  """Bytes of each slice that donors send."""
+  sizes = []
+  model = OwnAnchor.model
+
+  def counted(self, request):
+    piece = model(self, request)
+    sizes.append(piece.values.nbytes)
+    return piece
+
+  monkeypatch.setattr(OwnAnchor, "model", counted)
+  return sizes
+
+
+def test_a_follower_has_the_parameters_of_each_round_by_links_and_is_no_worker(sent):
+  with serve(2, grace=60.0) as server:
+    exact = read_from(server, rate=1e9)
+    half = read_from(server, rate=1e9, dtype="bfloat16")
+    assert exact.latest().version == 0
+    seen = []
+
+    def reads(anchor, round_):
+      time.sleep(0.3)  # the other worker knows that the round counts, links are packed
+      version, params = exact.latest()
+      assert exact.refused == []
+      assert version == round_
+      jax.tree.map(np.testing.assert_array_equal, params, anchor)
+      halved = half.latest()
+      assert halved.version == round_
+      cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), anchor)
+      jax.tree.map(np.testing.assert_array_equal, halved.params, cast)
+      assert exact.latest() is exact.latest()
+      asked = status.ask(server.address)
+      assert {worker["worker"] for worker in asked["workers"]} <= {0, 1}
+      seen.append(version)
+
+    train(server, reads)
+  assert seen == [1, 2, 3, 4]
+  assert exact._own._links
+  whole = 2 * 4 * 10_000
+  # of each later version two readers got a link
+  assert sum(sent) < 2 * (whole + 4 * whole / 8)
+
+
+def test_a_donor_sends_a_follower_at_most_the_rate_that_it_has_set(sent):
+  """Meanwhile it has the version of before."""
+  with serve(1, quorum=1) as server:
+    reader = read_from(server, rate=1.0)
+    found = []
+
+    def reads(*_):
+      found.append(reader.latest())
+
+    train(server, reads, workers=1)
+  assert [version for version, _ in found] == [1] * 4
+  assert len(sent) == 1
+  assert reader._next > time.monotonic() + sent[0] - 60
+
+
+def test_what_a_donor_sends_wrongly_is_refused_and_then_asked_for_whole(monkeypatch):
+  """The reader keeps what it has; whoever is not there ends nothing."""
+  model = OwnAnchor.model
+
+  def wrong(self, request):
+    piece = model(self, request)
+    is_long = piece.values.size > transfers.PREFIX + 40
+    if is_long and request.values.view(np.int64)[0] > 0:  # links
+      values = piece.values.copy()
+      values.view(np.uint32)[transfers.PREFIX + 40] ^= 1
+      piece = piece._replace(values=values)
+    return piece
+
+  monkeypatch.setattr(OwnAnchor, "model", wrong)
+  with serve(1, quorum=1) as server:
+    reader = read_from(server, rate=1e9)
+    found = []
+
+    def reads(_, round_):
+      time.sleep(0.3)
+      found.append((round_, reader.latest().version, len(reader.refused)))
+
+    train(server, reads, workers=1)
+  assert found == [(1, 1, 0), (2, 1, 1), (3, 3, 0), (4, 3, 1)]
+  kept = reader.latest()
+  assert kept.version == 3
+  assert reader.refused
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"rate": 0}, "rate=0, choose more than 0"),
+    ({"address": "tcp://10.0.0.1:5"}, "give keys"),
+    ({"address": "10.0.0.1"}, "choose tcp://HOST:PORT"),
+  ],
+)
+def test_bad_arguments_of_a_follower(options, message):
+  arguments = {"address": "tcp://127.0.0.1:1"} | options
+  with pytest.raises(ValueError, match=message):
+    js.partial.Follower(params=START, outer=outer, **arguments)
