@@ -4,6 +4,8 @@ evidence.json, from the curves in benchmarks/results/race_*.json and best_lm.jso
 steps of each method to the loss that dense has after its last step, over the steps of
 dense. A method that did not reach it from every seed has none: null.
 
+From results/sweeps percents of each recipe's loss above that of dense.
+
 predictions.json, from the kept table of predictions: milliseconds of updates as
 predicted, and as measured.
 """
@@ -15,7 +17,15 @@ from typing import Any
 import jaxsparse as js
 from benchmarks import entry, methods, report, tables
 from benchmarks.race.results import Results
-from benchmarks.race.standings import DENSE, Target, baselines, standings
+from benchmarks.race.standings import (
+  DENSE,
+  Point,
+  Target,
+  baselines,
+  points,
+  standings,
+)
+from benchmarks.sweep import training as sweep
 from benchmarks.tasks import registry
 
 _FOLDER = pathlib.Path(__file__).parent / "results"
@@ -61,6 +71,43 @@ def rows(results: Results) -> list[dict[str, Any]]:
   return found
 
 
+def sweep_rows(results: Results) -> list[dict[str, Any]]:
+  """A row for each method of a sweep but dense, at the best of its rates that do not diverge."""
+  steps = results.rows["curves"][0].steps[-1]
+  trained = [one for one in points(results, steps) if not one.above.missing]
+  seeds = max(one.seeds for one in trained)
+  best: dict[str, Point] = {}
+  for one in trained:  # the lowest loss first
+    if one.seeds == seeds:
+      best.setdefault(one.method, one)
+  rate_of = lambda point: point.optimizer.split(":")[1]
+  same_rate = [one for one in trained if rate_of(one) == rate_of(best[DENSE])]
+  untuned = {one.method: one.above.mean for one in same_rate}
+  task = registry.make(results.setting["task"])
+  hosts = results.setting["hosts"]
+  found = []
+  for name, one in best.items():
+    (method,) = methods.parse("method", [name], hosts)
+    row = {
+      "method": name,
+      "collective": js.costs.label_of(method.spec.name, method.spec.config),
+      "every": method.every,
+      "optimizer": one.optimizer,
+      "task": f"{task.name}, {task.entries:,} parameters",
+      "workers": hosts,
+      "steps": None,
+      "deviation": None,
+      "seeds": seeds,
+      "gap": one.above.mean,
+      "gap_error": one.above.deviation / seeds**0.5,
+      "gap_untuned": untuned.get(name),
+      "bits": one.bits,
+      "own_data": task.name.endswith("_apart"),
+    }
+    found += [row] if name != DENSE else []
+  return found
+
+
 def predictions() -> list[dict[str, Any]]:
   """A row for each algorithm and network of the kept table."""
   found = []
@@ -73,9 +120,10 @@ def predictions() -> list[dict[str, Any]]:
 
 def texts() -> dict[str, str]:
   """The files, by name."""
-  evidence = [
-    report.rounded(row) for path in RESULTS for row in rows(Results(path, None))
-  ]
+  found = [row for path in RESULTS for row in rows(Results(path, None))]
+  for path in sorted(sweep.FOLDER.glob("*.json")):
+    found += sweep_rows(Results(path, None))
+  evidence = list(map(report.rounded, found))
   files = {"evidence.json": evidence, "predictions.json": predictions()}
   return {
     name: "[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n"

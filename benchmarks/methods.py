@@ -106,7 +106,7 @@ def corrected(exchange: _Exchange, momentum: float = 0.9) -> _Exchange:
 
 
 def ef21(exchange: _Exchange, momentum: float = 0.9) -> _Exchange:
-  """Changes of each worker's mean gradient, added up after the exchange (EF21); take an optimizer without momentum."""
+  """Changes of each worker's mean gradient, added up after the exchange (EF21); take an optimizer with momentum."""
   return lambda axis, densities: js.ef21(exchange(axis, densities), momentum)
 
 

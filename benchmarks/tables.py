@@ -10,9 +10,11 @@ benchmarks/results/tables, and `kept NAME` writes one.
 
 import collections
 import functools
+import itertools
 import json
 import pathlib
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -37,8 +39,10 @@ from benchmarks.race.results import Results
 from benchmarks.race.standings import DENSE, Target, standings
 from benchmarks.report import means, number
 from benchmarks.rounds import report as rounds_report
+from benchmarks.sweep import training as sweep
 from benchmarks.thousands import report as rows_of_thousands
 from benchmarks.weights import report as rows_of_weights
+from jaxsparse.costs.advice import Evidence, holds
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -454,6 +458,52 @@ def summary() -> str:
   )
 
 
+def recipes(*families: str) -> str:
+  """How often each recipe of training.toml is within 2 % of dense, over the tasks of its condition."""
+  names = {
+    (one["method"], one["optimizer"]): one["words"] for one in sweep.RECIPES.values()
+  }
+  known = js.costs.evidence(own_data=None)
+  rows = [row for row in known if row.gap is not None and row.workers == 4]
+  cells = []
+  for family, own_data in itertools.product(families, (False, True)):
+    groups: dict[str, list[Evidence]] = {}
+    for row in rows:
+      kind = row.optimizer.split(":")[0]
+      if row.own_data == own_data and kind.split("_")[-1] == family:
+        groups.setdefault(names[row.method, kind], []).append(row)
+    data = "differ" if own_data else "shares of all"
+    in_order = sorted(groups.items(), key=lambda one: _median_gap(one[1]))
+    cells += [[data, words, *_recipe_cells(found)] for words, found in in_order]
+  head = ["workers' data", "recipe", "bits", "median, %", "worst, %", "tasks"]
+  head += ["within 2 %", "undecided", "within 2 % at dense's rate", "holds"]
+  return markdown(head, cells)
+
+
+def _median_gap(rows: Sequence[Evidence]) -> float:
+  return statistics.median(row.gap for row in rows if row.gap is not None)
+
+
+def _recipe_cells(rows: Sequence[Evidence]) -> list[str]:
+  """The cells of one recipe; a task is undecided whose gap is over 2 % by less than its standard error."""
+  gaps = {row.task.split(",")[0]: (row.gap or 0, row.gap_error or 0) for row in rows}
+  worst = max(gaps, key=lambda task: gaps[task])
+  within = sum(gap <= 2 for gap, _ in gaps.values())
+  above = sum(gap - error > 2 for gap, error in gaps.values())
+  untuned = sum(row.gap_untuned is not None and row.gap_untuned <= 2 for row in rows)
+  bits = statistics.median(row.bits or 0 for row in rows)
+  return [
+    f"{bits:.2g}",
+    f"{_median_gap(rows):+.1f}",
+    f"{gaps[worst][0]:+.0f} ({worst})",
+    str(len(rows)),
+    str(within),
+    str(len(rows) - within - above),
+    str(untuned),
+    "yes" if holds(rows) else "no",
+  ]
+
+
 def wire() -> str:
   """Seconds on the wire of one update, by the formulas: the most that a method can save."""
   # α, β
@@ -513,6 +563,7 @@ _SIMPLE = (
   wire,
   wires,
   peers,
+  recipes,
 )
 TABLES = {
   function.__name__: function

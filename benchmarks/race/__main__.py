@@ -39,7 +39,7 @@ _PRESET = flags.DEFINE_enum("preset", None, list(presets.PRESETS), presets.HELP)
 _TASK = flags.DEFINE_enum(
   "task",
   "lm",
-  [*registry.TEXTS, *registry.IMAGES],
+  registry.NAMES,
   "What to train; see benchmarks/tasks.",
 )
 _METHOD = flags.DEFINE_multi_string(

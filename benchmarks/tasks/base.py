@@ -21,6 +21,19 @@ Arrays: TypeAlias = tuple[np.ndarray, np.ndarray]  # inputs and labels
 Batch: TypeAlias = dict[str, np.ndarray]  # the same by name: input, label
 Batches: TypeAlias = Iterator[Batch]
 Stream: TypeAlias = Callable[[int, int, int], Batches]
+# (model, inputs, labels) -> the sum of the losses, the number of labels that are the
+# most likely ones (0 where there are none), and what the loss is divided by
+Score: TypeAlias = Callable[[nnx.Module, Any, Any], tuple[jax.Array, ...]]
+
+
+def score_labels(module: nnx.Module, inputs: Any, labels: Any) -> tuple[jax.Array, ...]:
+  """The cross-entropy of logits over the last axis; labels that are `IGNORED` do not count."""
+  return _scores(module(inputs), labels)
+
+
+def score_squares(found: jax.Array, wanted: Any) -> tuple[jax.Array, ...]:
+  """The squared errors of numbers, as a `Score`."""
+  return jnp.sum((found - wanted) ** 2), jnp.float32(0), jnp.float32(found.size)
 
 
 class Task(NamedTuple):
@@ -38,6 +51,8 @@ class Task(NamedTuple):
   train: Arrays | None = (
     None  # inputs and labels of the training set, if the loss on all of it is asked for
   )
+  score: Score = score_labels  # of a batch
+  test: Score | None = None  # of what is held out; `score` by default
 
   def __str__(self) -> str:
     return f"{self.name} ({self.entries:,} parameters) on {self.source}"
@@ -56,13 +71,16 @@ class Task(NamedTuple):
     )
 
 
-def drawn(draw: Callable[[np.random.Generator, int], Arrays]) -> Stream:
-  """Batches of which each worker draws its share, decided by seed, step and worker: draw(random, size)."""
+def drawn(draw: Callable[..., Arrays], own: bool = False) -> Stream:
+  """Batches of which each worker draws its share, decided by seed, step and worker: draw(random, size).
+
+  If workers have data of their `own`: draw(random, size, worker).
+  """
 
   def stream(seed: int, workers: int, size: int) -> Iterator[Batch]:
     for step in itertools.count():
       shares = [
-        draw(np.random.default_rng([seed, step, worker]), size)
+        draw(np.random.default_rng([seed, step, worker]), size, *[worker][: int(own)])
         for worker in range(workers)
       ]
       inputs, labels = (np.concatenate(parts) for parts in zip(*shares, strict=True))
@@ -80,17 +98,19 @@ class Model(NamedTuple):
   # maybe without leaves
   statistics: Any
   held_out: Arrays  # inputs and labels to be tested on
+  score: Score = score_labels  # of a batch
+  test: Score = score_labels  # of what is held out
 
   def loss(self, params: Any, batch: Batch, model_state: Any) -> tuple[jax.Array, Any]:
-    """Mean cross-entropy f32[] of a batch, and the next statistics."""
+    """Mean loss f32[] of a batch, and the next statistics."""
     # those of the caller stay as they are
     module = nnx.merge(self.structure, params, *model_state, copy=True)
-    losses, _, count = _scores(module(batch["input"]), batch["label"])
+    losses, _, count = self.score(module, batch["input"], batch["label"])
     _, _, *after = nnx.split(module, nnx.Param, ...)
     return losses / count, after
 
   def plain_loss(self, params: Any, batch: Batch) -> jax.Array:
-    """Mean cross-entropy f32[] of a batch, for a model without statistics."""
+    """Mean loss f32[] of a batch, for a model without statistics."""
     return self.loss(params, batch, self.statistics)[0]
 
   def evaluate(
@@ -102,7 +122,7 @@ class Model(NamedTuple):
     home = jax.device_put(
       jax.tree.map(local_shard, (params, statistics)), jax.local_devices()[0]
     )
-    scores = functools.partial(_evaluated, self.structure, *home)
+    scores = functools.partial(_evaluated, self.structure, self.test, *home)
     rows = [[float(x) for x in scores(inputs[part], labels[part])] for part in parts]
     losses, right, count = (sum(column) for column in zip(*rows, strict=True))
     return losses / count, right / count
@@ -115,12 +135,14 @@ class Model(NamedTuple):
 def model_of(task: Task, seed: int) -> Model:
   """The untrained model of a task."""
   structure, params, *statistics = nnx.split(task.module(seed), nnx.Param, ...)
-  return Model(structure, params, statistics, task.held_out)
+  scores = task.score, task.test or task.score
+  return Model(structure, params, statistics, task.held_out, *scores)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluated(
   structure: nnx.GraphDef,
+  test: Score,
   params: Any,
   statistics: Any,
   inputs: jax.Array,
@@ -129,7 +151,7 @@ def _evaluated(
   """The scores of a model."""
   module = nnx.merge(structure, params, *statistics)
   module.eval()  # batch normalization by the running statistics
-  return _scores(module(inputs), labels)
+  return test(module, inputs, labels)
 
 
 def _scores(

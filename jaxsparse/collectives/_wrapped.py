@@ -154,10 +154,9 @@ class Mean(NamedTuple):
 
 
 class Tracked(NamedTuple):
-  """The same on every worker: the sum of the means, as delivered, f32[n]; the steps; and what the collective shares."""
+  """The same on every worker: the sum of the means, as delivered, f32[n]; and what the collective shares."""
 
   total: jax.Array
-  step: jax.Array
   collective: Any
 
 
@@ -198,7 +197,7 @@ class EF21(Wrapped):
     return State(
       None,
       Mean(zeros, state.residual, state.worker),
-      Tracked(zeros, jnp.int32(0), state.shared),
+      Tracked(zeros, state.shared),
     )
 
   def inner_state(self, state: State) -> State:
@@ -215,12 +214,12 @@ class EF21(Wrapped):
     reduced = self.collective.reduce(comm, change, self.inner_state(state)).computed()
     # the sum of all workers' means, as far as it is delivered
     total, undelivered = reduced.add_to(_KEPT * shared.total)
-    step = shared.step + 1
     worker = Mean(mean, undelivered, reduced.state.worker)
-    after = State(None, worker, Tracked(total, step, reduced.state.shared))
-    # As Adam does: means begin at 0, and are too small by 1 − βᵗ after t steps.
-    bias = 1 - jnp.float32(self.momentum) ** step.astype(jnp.float32)
-    return Reduced(total / bias, after, reduced.counters)
+    after = State(None, worker, Tracked(total, reduced.state.shared))
+    # An optimizer with the same momentum gets `total` back as its first moment, and
+    # the square of a single gradient, not that of a mean, for its second.
+    recent = (total - self.momentum * shared.total) / (1 - self.momentum)
+    return Reduced(recent, after, reduced.counters)
 
 
 class WarmUp(NamedTuple):

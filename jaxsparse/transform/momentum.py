@@ -113,12 +113,13 @@ def ef21(
 
       mean′_w = m mean_w + (1 − m) g_w,    u_w = mean′_w − a mean_w     of each worker
       total′ = a total + exchange(u)                                    the same on every worker
-      update = total′ / (P (1 − m^t))                                   at step t, without bias as in Adam
+      update = (total′ − m total) / (P (1 − m))
 
   What is exchanged becomes small where gradients change slowly, however much the
   workers' gradients differ, and with it what the exchange leaves out. So workers with
   data of their own keep the accuracy of dense training with 4 bits (1/8 of the words),
-  in some tasks with signs (1/32), where optimizers of each worker's own lose it. Law:
+  where optimizers of each worker's own lose it. Signs are too coarse for one Adam: their
+  rounding is most of its second moment. Law:
 
       total = Σ_w (mean_w − what the exchange still owes of it)
 
@@ -126,17 +127,21 @@ def ef21(
   is forgotten, once gradients are small: a part of 2⁻¹³ of the means is sent again in
   each step.
 
+  The update is the mean gradient, less what is owed of it, so the optimizer that
+  follows is that of dense training, with its rate and **with the momentum m**:
+  `optax.adam(rate, b1=0.9)`, `optax.sgd(rate, momentum=0.9)`. Its moving average of
+  updates is then total / P to rounding. (Without the momentum, total / P itself would
+  be what Adam divides by its root mean square. On noise that of an average is
+  √((1 − m)/(1 + m)) of that of a gradient, and Adam's step 4.4 times as large.)
+
   A worker holds `mean` and what is owed of it, f32[n] each, and `total`. Nothing of
   these is a residual: after `js.resize` and `js.convert` all begin at 0, and `js.flush`
   has nothing to deliver. A skipped step keeps them.
 
-  The optimizer that follows has **no momentum of its own**, for that is m:
-  `optax.adam(rate, b1=0.0)`, `optax.sgd(rate)`.
-
   Args:
     transform: a jaxsparse transform, `js.onebit_transform(...)` for instance, not a
       chain.
-    momentum: m in [0, 1); 0 is EF21.
+    momentum: m in [0, 1), that of the optimizer that follows; 0 is EF21.
 
   Returns:
     An `optax.GradientTransformation`, to be the first of its chain.
@@ -151,7 +156,7 @@ def ef21(
 
     >>> import jax.numpy as jnp, optax, jaxsparse as js
     >>> comm = js.SimComm("workers", members=2)
-    >>> tx = optax.chain(js.ef21(js.onebit_transform(comm), momentum=0.5), optax.sgd(1.0))
+    >>> tx = optax.chain(js.ef21(js.onebit_transform(comm), momentum=0.5), optax.sgd(0.5, momentum=0.5))
     >>> step = js.make_train_step(lambda x, batch: jnp.vdot(x, batch[0]), tx, comm, donate=False)
     >>> x, state = jnp.zeros(2), js.init(tx, jnp.zeros(2), comm)
     >>> for _ in range(30):

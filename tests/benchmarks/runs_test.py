@@ -1,6 +1,7 @@
 """Benchmarks as a user runs them: their results have what they promise."""
 
 import json
+import math
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 import jaxsparse as js
 from benchmarks import evidence, hierarchy, specs
+from benchmarks.race.results import Curve, Results
 from tests.benchmarks import commands
 from tests.benchmarks.commands import result_of
 
@@ -98,9 +100,37 @@ def test_costs_are_counted_beside_formulas():
   )
 
 
+def test_a_row_of_evidence_from_a_sweep(tmp_path):
+  """Losses of two seeds: dense is best at 0.2, 4 bits at 0.1, and diverge once at 0.2."""
+  same = {"data": "", "hosts": 4, "batch_size": 1, "recipe": ""}
+  results = Results(tmp_path / "flow_adam.json", {"task": "flow_apart"} | same)
+  losses = {
+    ("dense", "adam:0.1"): [(4, 3, 2.5), (4, 3, 2.5)],
+    ("dense", "adam:0.2"): [(3, 2, 1), (3, 2.5, 2)],
+    ("nbit:bits=4", "adam:0.1"): [(3, 2, 1.01), (3, 2.5, 2.06)],
+    ("nbit:bits=4", "adam:0.2"): [(3, 2, 1.2), (3, 2.5, math.inf)],
+  }
+  words = {"dense": 1500.0, "nbit:bits=4": 200.0}
+  for (method, optimizer), seeds in losses.items():
+    for seed, loss in enumerate(seeds):
+      key = method, optimizer, seed
+      curve = Curve(*key, [10, 40, 50], list(loss), [0.0] * 3, words[method])
+      results.add(curve)
+  (row,) = evidence.sweep_rows(results)
+  assert (row["method"], row["optimizer"]) == ("nbit:bits=4", "adam:0.1")
+  assert row["own_data"]
+  # 1 % and 3 %
+  assert (row["gap"], row["gap_error"]) == pytest.approx((2, 1))
+  assert row["gap_untuned"] is None
+  assert row["bits"] == pytest.approx(32 * 200 / 1000)
+
+
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_evidence_of_the_library_is_that_of_the_results():
   """After results of a race or of predictions changed: python -m benchmarks.evidence."""
-  for name, text in evidence.texts().items():
+  with jax.numpy_rank_promotion("allow"):
+    texts = evidence.texts()
+  for name, text in texts.items():
     assert (evidence.COSTS / name).read_text() == text
 
 

@@ -11,8 +11,19 @@ from flax import nnx
 from benchmarks import methods, recipes, workers
 from benchmarks.one_training import Trainer
 from benchmarks.overlap import architectures
-from benchmarks.tasks import base, data, images, lm, registry, text
+from benchmarks.sweep import training as sweep
+from benchmarks.tasks import (
+  base,
+  cartpole,
+  data,
+  images,
+  lm,
+  physics,
+  registry,
+  text,
+)
 from benchmarks.tasks.base import IGNORED, Task, drawn, entries_of, model_of
+from tests.cases import quick_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of flax
 ENTRIES = {
@@ -26,6 +37,14 @@ ENTRIES = {
   "vgg16": 14_728_266,  # the same, and Ok-Topk, Table 2
   "fnn3": 199_210,  # A2SGD, Table I
 }
+MADE = {
+  "recommender": 75_002,
+  "flow": 84_934,
+  "letters": 49_306,
+  "physics": 8_577,
+  "adapters": 7_032,
+  "cartpole": 4_675,
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +55,7 @@ def tasks():
 @pytest.mark.long
 def test_parameter_counts_are_the_papers(tasks):
   assert {name: task.entries for name, task in tasks.items()} == ENTRIES
+  assert {name: registry.make(name).entries for name in MADE} == MADE
   assert lm.small().entries == 136_896
   # A2SGD, Table I
   assert entries_of(lambda: lm.LSTM(10_000, 1500, nnx.Rngs(0))) == 66_034_000
@@ -155,6 +175,88 @@ def test_each_task_trains(tasks, name):
   assert np.isfinite([first, loss]).all()
   assert 0 <= accuracy <= 1
   assert first < 8  # about that of guessing, log 10 or log 256
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+  "name", quick_of(registry.MADE, quick=["adapters", "cartpole", "physics_apart"])
+)
+def test_dense_training_lowers_the_loss_on_what_is_held_out(name):
+  setting = sweep.Setting(registry.make(name), workers=4, batch_size=16, steps=30)
+  method, optimizer = sweep.parsed(sweep.RECIPES["dense"], setting.workers)
+  model = model_of(setting.task, 0)
+  with jax.numpy_rank_promotion("allow"):
+    (curve,) = sweep.curves(setting, method, optimizer, [0.005], [0])
+    before, _ = model.evaluate(model.params, model.statistics)
+  assert 0 < curve.loss[-1] < 0.99 * before
+
+
+@pytest.mark.parametrize("recipe", ["signs_4", "ef21"])
+def test_a_sweep_has_the_curve_of_the_race(recipe):
+  setting = sweep.Setting(registry.make("mlp"), workers=3, batch_size=4, steps=10)
+  method, optimizer = sweep.parsed(sweep.RECIPES[recipe], setting.workers)
+  recipe = setting.recipe(optimizer._replace(rate=0.01))
+  place = workers.here("sim", setting.workers)
+  losses, words = [], []
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    (curve,) = sweep.curves(setting, method, optimizer, [0.01], [1])
+    trainer = Trainer(setting.task, method, recipe, place, 4, seed=1)
+    for _ in range(setting.steps):
+      trainer.step()
+      words.append(trainer.metrics()["words_sent"])
+      losses.append(trainer.evaluate()[0])
+  assert (curve.method, curve.optimizer) == (method.label, str(recipe.optimizer))
+  assert curve.steps == [2, 4, 6, 8, 10]
+  np.testing.assert_allclose(curve.loss, losses[1::2], rtol=2e-3)
+  assert curve.words == np.mean(words)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", ["recommender", "physics", "adapters", "mlp"])
+def test_workers_have_data_of_their_own(name):
+  """A worker has a fourth of the items, or of the square, or few classes."""
+  batch = next(registry.make(f"{name}_apart").stream(0, 4, 64))
+  of = {
+    "recommender": lambda batch: batch["input"][:, 1] % 4,
+    "physics": lambda batch: (4 * batch["input"][:, 0]).astype(int),
+  }
+  kinds = of.get(name, lambda batch: batch["label"])(batch).reshape(4, 64)
+  if name in of:
+    np.testing.assert_array_equal(kinds, np.arange(4)[:, None].repeat(64, 1))
+  else:  # few classes
+    assert np.mean([len(np.unique(row)) for row in kinds]) < 7
+
+
+def test_minus_the_laplacian_of_a_potential():
+  module = physics.Potential(nnx.Rngs(0))
+  points = np.random.default_rng(0).random((5, 2)).astype(np.float32)
+
+  def potential(point):
+    x = 2 * point - 1
+    for layer in module.layers:
+      x = jnp.tanh(x @ layer.kernel[...] + layer.bias[...])
+    x = x @ module.head.kernel[...] + module.head.bias[...]
+    return 16 * jnp.prod(point * (1 - point)) * x[0]
+
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    expected = [-jnp.trace(jax.hessian(potential)(point)) for point in points]
+    np.testing.assert_allclose(module(points), expected, rtol=1e-3)
+
+
+def test_a_pole_falls_as_in_barto_sutton_and_anderson():
+  """Their equations in numpy, of a cart of 1 kg, a pole of 0.1 kg and half a metre to its middle."""
+  place, speed, angle, turn = 0.1, -0.2, 0.05, 0.3
+  force, masses = -10.0, 1.1
+  common = (force + 0.1 * 0.5 * turn**2 * np.sin(angle)) / masses
+  fall = (9.8 * np.sin(angle) - np.cos(angle) * common) / (
+    0.5 * (4 / 3 - 0.1 * np.cos(angle) ** 2 / masses)
+  )
+  push = common - 0.1 * 0.5 * fall * np.cos(angle) / masses
+  state = np.array([place, speed, angle, turn])
+  expected = state + 0.02 * np.array([speed, push, turn, fall])
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    found = cartpole.move(jnp.asarray(state[None]), jnp.array([False]))
+  np.testing.assert_allclose(found[0], expected, rtol=1e-5)
 
 
 def test_cifar10(tmp_path):

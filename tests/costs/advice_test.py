@@ -295,6 +295,26 @@ def test_a_gain_within_its_deviation_puts_dense_first():
   )
 
 
+@pytest.mark.parametrize(
+  ("gaps", "steps"),
+  [
+    ([(1, 0), (-3, 0), (2, 0), (0, 0), (20, 1)], 1.2),
+    ([(1, 0), (-3, 0), (2, 0), (20, 1)], None),
+    ([(1, 0), (20, 19)], 1.2),
+  ],
+  ids=["four of five", "three of four", "one of them does not decide"],
+)
+def test_a_method_has_to_be_near_dense_on_four_of_five_tasks(gaps, steps):
+  timed = row_of("updates/spardl")
+  rows = [
+    row_of("updates/spardl", steps=None)._replace(gap=gap, gap_error=error)
+    for gap, error in gaps
+  ]
+  for evidence, expected in (([timed, *rows], steps), (rows, steps and 1.0)):
+    found = js.costs.advise(1000, PROFILE, evidence=evidence).predictions
+    assert [one.evidence.steps for one in found if one.evidence] == [expected]
+
+
 def test_the_worst_training_of_a_method_counts():
   for steps in (2.0, None):
     rows = [row_of("updates/spardl"), row_of("updates/spardl", steps=steps)]

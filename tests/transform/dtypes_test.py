@@ -200,7 +200,7 @@ STATEFUL = {
   ),
   "corrected momentum": corrected,
   "EF21": lambda comm: optax.chain(
-    js.ef21(js.onebit_transform(comm), momentum=0.5), optax.sgd(1e-5)
+    js.ef21(js.onebit_transform(comm), momentum=0.5), optax.sgd(1e-5, momentum=0.5)
   ),
 }
 

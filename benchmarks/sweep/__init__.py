@@ -1,0 +1,1 @@
+"""The sweep: recipes on many small tasks, all with the same multiples of a rate."""
