@@ -77,8 +77,8 @@ class Program(NamedTuple):
 
   def over_workers(self, function: Callable, in_axes: Any) -> Callable:
     """The function at every worker."""
-    axis = {"axis_name": workers.AXIS, "axis_size": self.setting.workers}
-    return jax.vmap(function, in_axes=in_axes, **axis)
+    size = self.setting.workers
+    return jax.vmap(function, in_axes, axis_name=workers.AXIS, axis_size=size)
 
   def run(self, rate: jax.Array, values: Any, batches: Any) -> tuple[jax.Array, ...]:
     """Loss, accuracy and words at each evaluation, from parameters and statistics."""
@@ -139,12 +139,12 @@ def curves(
     model, batches = model_of(setting.task, seed), setting.batches(seed)
     for rate in missing:
       found = run(rate, (model.params, model.statistics), batches)
-      losses, right, words = (np.asarray(x, float) for x in found)
+      losses, right, words_sent = (np.asarray(x, float) for x in found)
       finite = np.isfinite(losses)
       ends = len(losses) if finite.all() else int(np.argmin(finite)) + 1
       steps = [every * (number + 1) for number in range(ends)]
       kept = np.where(finite, losses, math.inf)[:ends].tolist()
-      words = float(words.sum()) / setting.steps
+      words = float(words_sent.sum()) / setting.steps
       key = method.label, _label(optimizer, rate), seed
       yield Curve(*key, steps, kept, right[:ends].tolist(), words)
 

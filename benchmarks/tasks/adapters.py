@@ -80,4 +80,4 @@ def _train_layers() -> list[tuple[jax.Array, jax.Array]]:
   start = params, adam.init(params)
   (params, _), _ = jax.jit(lambda x: jax.lax.scan(step, x, None, _STEPS))(start)
   layers = nnx.merge(structure, params).layers
-  return [(layer.kernel[...], layer.bias[...]) for layer in layers]
+  return [(layer.kernel[...], layer.bias[...]) for layer in layers]  # type: ignore[index]

@@ -19,7 +19,7 @@ losses after 300 and 1,000 steps are those of 7 and 6 % fewer steps.
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.thousands.members import Link, Member, Setting
 from benchmarks.thousands.simulation import Simulation
@@ -91,11 +91,12 @@ def compare(
   setting: Setting, fixed: Sequence[float] = WINDOWS, seeds: int = 3
 ) -> dict[str, Any]:
   """The window that chooses itself, and what is useful with fixed ones: means over seeds."""
+  windows: list[float | Literal["auto"]] = [*fixed, "auto"]
   found = {
     grace: _mean(
       [measure(setting._replace(grace=grace, seed=seed)) for seed in range(seeds)]
     )
-    for grace in (*fixed, "auto")
+    for grace in windows
   }
   return {
     "seeds": seeds,
