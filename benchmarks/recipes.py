@@ -100,7 +100,7 @@ class Optimizer(NamedTuple):
   """The optimizer behind the all-reduce."""
 
   name: str  # one of `OPTIMIZERS`
-  rate: float | jax.Array  # peak learning rate
+  rate: float  # peak learning rate
   options: tuple[tuple[str, Any], ...] = ()  # of the optimizer, besides the rate
 
   def __str__(self) -> str:

@@ -83,7 +83,7 @@ class Program(NamedTuple):
   def run(self, rate: jax.Array, values: Any, batches: Any) -> tuple[jax.Array, ...]:
     """Loss, accuracy and words at each evaluation, from parameters and statistics."""
     params, statistics = values
-    optimizer = self.optimizer._replace(rate=rate)
+    optimizer = self.optimizer._replace(rate=rate)  # type: ignore[arg-type]  # traced
     tx = self.method.make(self.comm, self.setting.recipe(optimizer).make())
     start = lambda params: states.with_own_keys(tx.init(params), self.comm.rank)
     state = self.over_workers(start, None)(params)
