@@ -137,4 +137,4 @@ def test_nothing_grows_unnoticed():
 
 def test_pages_stay_short():
   assert sizes.words("benchmarks/**/*.md") <= 4_600
-  assert sizes.words("README.md", "docs/**/*.md", "benchmarks/**/*.md") <= 14_700
+  assert sizes.words("README.md", "docs/**/*.md", "benchmarks/**/*.md") <= 14_800
