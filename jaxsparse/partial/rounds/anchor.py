@@ -20,7 +20,7 @@ import optax
 from jaxsparse.partial.net.messages import Piece, PieceKind, RoundPosition, WorkerGroup
 from jaxsparse.partial.net.transfers import MOST_DONORS, PREFIX
 from jaxsparse.partial.rounds import chain
-from jaxsparse.partial.rounds.chain import Link
+from jaxsparse.partial.rounds.chain import RoundLink
 from jaxsparse.partial.rounds.checks import SavedState
 from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
@@ -65,7 +65,7 @@ class OwnAnchor:
     # the anchor before the last round, and what was given in it
     self._before: tuple[Anchor, optax.Params] | None = None
     # of the last rounds of `anchor`, at most as many bytes as it has
-    self._links = collections.deque[Link]()
+    self._links = collections.deque[RoundLink]()
 
   def restore(self, state: SavedState) -> None:
     """Begins with what `arrays` was."""
@@ -93,7 +93,7 @@ class OwnAnchor:
     most = self.outer.size(self.anchor)
     while sum(link.nbytes for link in self._links) > most:
       self._links.popleft()
-    self._links.append(Link.of(group, result))
+    self._links.append(RoundLink.of(group, result))
     return self.anchor.position
 
   @property
@@ -128,14 +128,14 @@ class OwnAnchor:
     is_there = anchor.lineage.at(after.round) in (None, after.id)
     return is_there and anchor.position.round >= after.round
 
-  def _unpack(self, model: Piece) -> tuple[Anchor, int, list[Link]]:
+  def _unpack(self, model: Piece) -> tuple[Anchor, int, list[RoundLink]]:
     """The anchor of a donor, with what is of this worker alone, its digest, and the links to it, if it has sent links.
 
     Raises:
       ValueError: for bytes that are none, or that do not prove to be those of the donor.
     """
     prefix, words = np.split(model.values.view(np.uint32), [PREFIX])
-    links = list[Link]()
+    links = list[RoundLink]()
     try:
       digest, size, *_ = prefix.view(np.int64).tolist()
       if size != words.size:
@@ -152,7 +152,9 @@ class OwnAnchor:
       raise ValueError(f"its digest is {found:x}, its donor says {digest:x}")
     return anchor, digest, links
 
-  def _follow(self, start: Lineage, links: list[Link]) -> tuple[Anchor, list[Link]]:
+  def _follow(
+    self, start: Lineage, links: list[RoundLink]
+  ) -> tuple[Anchor, list[RoundLink]]:
     """The anchor after those of these links whose rounds it has not been through, and these."""
     anchor = self.anchor
     if not anchor.lineage.includes(start):
