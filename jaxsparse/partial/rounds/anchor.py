@@ -43,7 +43,6 @@ class OwnAnchor:
     worker: its number.
 
   Attributes:
-    anchor: after the last round that counted, with the residual of this worker.
     group: of the last round that counted.
     given: θ − θ_w, what this worker gives in the next round.
     delivered: the result of the last round of this worker that counted.
@@ -64,8 +63,18 @@ class OwnAnchor:
     self._number = worker
     # the anchor before the last round, and what was given in it
     self._before: tuple[Anchor, optax.Params] | None = None
-    # of the last rounds of `anchor`, at most as many bytes as it has
+    # links of the last rounds of `anchor`: at most as many bytes as it has, and the newest
     self._links = collections.deque[RoundLink]()
+
+  @property
+  def anchor(self) -> Anchor:
+    """The anchor after the last round that counted, with the residual of this worker."""
+    return self._anchor
+
+  @anchor.setter
+  def anchor(self, anchor: Anchor) -> None:
+    self._anchor = anchor
+    self._digest: int | None = None  # another anchor, another digest
 
   def restore(self, state: SavedState) -> None:
     """Begins with what `arrays` was."""
@@ -83,10 +92,11 @@ class OwnAnchor:
       "latest": np.int64(self.anchor.residual_group),
     }
 
-  def replace(self, group: WorkerGroup, result: Result) -> RoundPosition:
-    """The result of a round counts."""
+  def replace(self, group: WorkerGroup, result: Result, digest: int) -> RoundPosition:
+    """The result of a round counts; `digest` is that of its anchor."""
     self._before = self.anchor, self.given
     self.anchor = result.anchor
+    self._digest = digest
     self.delivered = result._replace(totals=())  # which are large
     self.group = group
     self._is_restored = False
@@ -165,8 +175,10 @@ class OwnAnchor:
     return anchor, missed
 
   def digest(self) -> int:
-    """Of the anchor, as that of the result of its last round."""
-    return self.outer.digest(self.anchor)
+    """The digest of the anchor, computed once: `model` sends it with each answer."""
+    if self._digest is None:
+      self._digest = self.outer.digest(self.anchor)
+    return self._digest
 
   def adopt(self, model: Piece, base: int, digest: int) -> RoundPosition:
     """Takes the anchor of a donor; the residual of this worker stays, and what it gives.
