@@ -53,7 +53,7 @@ class RoundLink:
 
   @property
   def nbytes(self) -> int:
-    """Of the packed totals."""
+    """Bytes of the packed totals; 0 without them."""
     return 0 if self.words is None else self.words.nbytes
 
   def pack(self, most: int) -> None:
