@@ -124,8 +124,8 @@ def _specs(outer: optax.OptState) -> tuple:
   def spec(node: Any) -> Any:
     if not states.is_reduce_state(node):
       return _ALIKE
-    own = State(_OF_WORKER, _OF_WORKER, shared=_ALIKE)
-    return states.ReduceState._make((own, _OF_WORKER, _OF_WORKER))
+    carried = State(_OF_WORKER, _OF_WORKER, shared=_ALIKE)
+    return states.ReduceState._make((carried, _OF_WORKER, _OF_WORKER))
 
   state = jax.tree.map(spec, outer, is_leaf=states.is_reduce_state)
   return (_OF_WORKER, _OF_WORKER, _OF_WORKER, state, _ALIKE)

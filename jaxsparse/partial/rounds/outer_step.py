@@ -213,7 +213,7 @@ class OuterStep:
     )
     program = self.program(size, fragment, operands)
     before = jax.tree.leaves((anchor.params, outer[fragment], False))
-    own = [x for x, equal in zip(before, program.equal, strict=True) if not equal]
+    own = [leaf for leaf, equal in zip(before, program.equal, strict=True) if not equal]
     params, after, _ = program.finish(operands, totals(program.totals), own)
     return _after(anchor, size, number, params, outer | {fragment: after}), fragment
 
@@ -330,8 +330,8 @@ class OuterStep:
     with jax.default_device(self._cpu):
       chain = self._chain(self._comm(size, jnp.int32(0)))
       first = {
-        n: chain.init(self.fragments.part(params, n))
-        for n in range(self.fragments.count)
+        fragment: chain.init(self.fragments.part(params, fragment))
+        for fragment in range(self.fragments.count)
       }
     if not all(map(states.reduce_states, first.values())):
       raise ValueError(
