@@ -312,7 +312,8 @@ class RoundProtocol:
 
   def _take_model(self, piece: Piece) -> None:
     membership = self.membership
-    if piece.values.size == PREFIX:  # the donor has no links
+    has_no_links = not membership.in_vain and piece.values.size == PREFIX
+    if has_no_links:
       membership.in_vain = 1
       self._begin_request()
       return

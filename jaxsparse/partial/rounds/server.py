@@ -356,9 +356,8 @@ class RoundServer:
         member.donor = donors[0]
         member.donor_named = now
       others = [other for other in donors if other not in (member.donor, *apart)]
-      # Slices of busy donors would come later, and be of another round if that does
-      # not wait for this worker.
-      most = 1 if loads or member.fetch_seconds is None else MOST_DONORS
+      # Slices of busy donors would come later, and be of another round.
+      most = 1 if loads else MOST_DONORS
       chosen = [member.donor, *others][:most]
       return " ".join(known[donor].address for donor in chosen)
     self._sought = self._sought or now
