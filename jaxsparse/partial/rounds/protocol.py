@@ -306,7 +306,8 @@ class RoundProtocol:
       self._commit(self._run, content)
     elif self._run and content["base"] == position.base:
       self._drop(self._run, "the server has not heard that all members have the result")
-    self.membership.enter(content["limit"], content["donor"])
+    most = content.get("most", 1.0)
+    self.membership.enter(content["limit"], content["donor"], most)
     if self.membership.waits:
       self._begin_request()
 

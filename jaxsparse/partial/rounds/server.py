@@ -555,6 +555,7 @@ class RoundServer:
       donor=donor,
       number=counted,
       limit=self.members.limit,
+      most=self.members.most,
       sizes=[quorum.quorum, quorum.workers],
       **self._last,
     )
