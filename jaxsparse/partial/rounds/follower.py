@@ -141,6 +141,7 @@ class Follower:
     assembly = transfers.Assembly(longest // 4)
     models = list[Piece]()
     lost = list[str]()
+    until = time.monotonic() + self._timeout
 
     def answered(address: str, frames: list[bytes]) -> None:
       nonlocal until
@@ -153,7 +154,6 @@ class Follower:
     network = sockets.Network(self._keys)
     peers = sockets.Peers(network, longest, answered, lost.append)
     has = (-1, 0) if self._in_vain else (own.anchor.position.round, own.id)
-    until = time.monotonic() + self._timeout
     try:
       for donor, request in transfers.requests(donors, round_, self._number, *has):
         peers.send(donor, request)

@@ -165,6 +165,7 @@ class RoundServer:
         {
           "worker": worker,
           "doing": self._doing_of(worker, member),
+          "link": member.is_link,
           "round": member.position.round,
           "undelivered": member.weight,
           "silent": now - member.heard,
@@ -184,7 +185,7 @@ class RoundServer:
       return "fetches the anchor"
     if member.is_late:
       return "is behind"
-    return "is a link" if member.is_link else "trains"
+    return "waits for its groups" if member.is_link else "trains"
 
   def _handle(self, connection: bytes, signal: Signal) -> None:
     kind, worker, value = signal[:3]
