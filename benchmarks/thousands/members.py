@@ -27,7 +27,7 @@ _TIMEOUT = 120.0  # that of `js.partial.Rounds`
 
 
 class Setting(NamedTuple):
-  """Of a simulation."""
+  """The setting of a simulation."""
 
   workers: int
   failures: float  # of a worker in an hour
@@ -53,7 +53,7 @@ class Setting(NamedTuple):
 
 
 class Link(NamedTuple):
-  """Of a worker to the backbone."""
+  """The link of a worker to the backbone."""
 
   latency: float  # seconds, one way
   rate: float  # bytes a second, each way
@@ -192,7 +192,7 @@ class Member(VirtualWorker):
     return Piece(PieceKind.MODEL, round_, self.number, values), seconds / which[1]
 
   def receive(self, sender: VirtualWorker, piece: Piece) -> None:
-    """As at an `Endpoint`; nothing answers for a machine that is gone."""
+    """Takes a piece, as an `Endpoint` does; nothing answers for a machine that is gone."""
     if self.dead and self.is_silent:
       self.network.at(
         self.network.now + STALLED, sender, sender.handle, Unreachable(self.address)

@@ -158,7 +158,7 @@ class Cut(NamedTuple):
   last: jax.Array
 
   def selects(self, keys: jax.Array, indices: jax.Array) -> jax.Array:
-    """Which of i32[rows, c] or i32[c] keys are in the selection, bool like them."""
+    """Whether each of the i32[rows, c] or i32[c] keys is in the selection, bool like them."""
     # One use of the keys, which XLA for TPUs would store for two.
     return keys > self.key - (indices <= self.last).astype(jnp.int32)
 

@@ -163,7 +163,7 @@ def _gather(
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """The non-zero sums of all regions, [slots] entries, the rounding errors of the own region, and the words sent.
 
-  Of the own region, f32[length], at most `most` sums are not 0; the smallest capacity
+  At most `most` sums of the own region, f32[length], are not 0; the smallest capacity
   of a message is `even`.
   """
   length = region_sums.size

@@ -307,7 +307,7 @@ class EarlyPieces:
       self.kept += piece.words
 
   def take(self, number: int) -> list[Piece]:
-    """Those of a group; no other group can come any more."""
+    """The pieces of a group; no other group can come any more."""
     pieces = [piece for piece in self.pieces.values() if piece.number == number]
     self.pieces.clear()
     self.kept = 0

@@ -119,7 +119,7 @@ def halve_step(step: Callable, operands: tuple) -> tuple[replication.Halves, Any
 
 
 def _specs(outer: optax.OptState) -> tuple:
-  """Which operands of an outer step vary between workers."""
+  """Partition specs that tell which operands of an outer step vary between workers."""
 
   def spec(node: Any) -> Any:
     if not states.is_reduce_state(node):

@@ -115,7 +115,7 @@ class LeadProtocol(PartProtocol):
     self._take_signal(0, self._mark(signal))
 
   def relay_answer(self, answer: Any) -> None:
-    """As of another part, but for parameters that are not finite, of which this one tells the loop."""
+    """Takes an answer as other parts do, and tells the loop of parameters that are not finite."""
     if answer is None:
       self.membership.answer_loop(None)
     else:

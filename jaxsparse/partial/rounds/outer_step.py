@@ -256,8 +256,8 @@ class OuterStep:
         halves, shapes = halve_step(step, operands)
         leaves = jax.tree.leaves(operands)
         totals = halves.second.in_avals[: halves.totals]
-        compiled = lambda closed, *of: (
-          jax.jit(core.jaxpr_as_fun(closed)).lower(*of).compile()
+        compiled = lambda closed, *inputs: (
+          jax.jit(core.jaxpr_as_fun(closed)).lower(*inputs).compile()
         )
         self._programs[key] = _Program(
           compiled(halves.first, *leaves),
@@ -269,7 +269,7 @@ class OuterStep:
     return self._programs[key]
 
   def chain_digest(self, anchor: Anchor) -> str:
-    """Of the traced outer step of the first fragment, for the smallest group of two or more that the chain allows."""
+    """A digest of the traced outer step of fragment 0, for the smallest group of two or more that the chain allows."""
     for size in range(2, _MOST_TEAMS + 1):
       try:
         outer = self._first(anchor.params, size)
@@ -366,7 +366,9 @@ class OuterStep:
   def residual(self, anchor: Anchor, fragment: int | None = None) -> np.ndarray:
     """f32[m], the residuals of this worker in the unit of an update, of all transforms, concatenated.
 
-    Of one fragment, or of all.
+    Args:
+      anchor: of this worker.
+      fragment: whose residuals; by default those of all fragments.
     """
     residuals = _residuals(_of_fragment(anchor, fragment))
     return np.concatenate(

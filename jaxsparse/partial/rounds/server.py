@@ -39,7 +39,7 @@ _RETURN = 4
 
 
 class _Branch(NamedTuple):
-  """Which rounds an anchor has been through: those of a run, which begins anew at round 0."""
+  """The rounds that an anchor has been through, of a run, which begins anew at round 0."""
 
   run: int
   lineage: Lineage
@@ -615,8 +615,8 @@ class RoundServer:
   ) -> None:
     """Raises Rejected for a worker of another branch of rounds while it is open which branch goes on.
 
-    That of most workers does, where they are a quorum, and else, after a while, that of
-    those who came first. The others are behind, or are refused if they are of another
+    The branch of most workers does, where they are a quorum, and else, after a while,
+    the branch of those who came first. The others are behind, or are refused if they are of another
     run.
     """
     quorum = self._quorum

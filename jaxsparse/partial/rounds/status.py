@@ -41,7 +41,7 @@ def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
 
 
 def number_of(keys: Keys | None) -> int:
-  """Of the worker whose keys these are; 0 where all have the same."""
+  """The number of the worker whose keys these are; 0 where all workers have the same."""
   return keys.workers.index(keys.own[0]) if keys and keys.own else 0
 
 
