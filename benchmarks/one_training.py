@@ -1,6 +1,5 @@
 """One training of one method, a step at a time, on any engine."""
 
-import itertools
 import time
 from typing import Any
 
@@ -64,17 +63,6 @@ class Trainer:
     self.statistics = metrics.model_state
     self.steps += 1
     return float(local_shard(metrics.loss))
-
-  @property
-  def trained(self) -> Any:
-    """Parameters, optimizer state and statistics."""
-    return self.params, self.state, self.statistics
-
-  def go_on(self, trained: Any, steps: int) -> None:
-    """Takes what another training from the same seed had `trained` in so many steps, and goes on behind them."""
-    self.params, self.state, self.statistics = trained
-    self.batches = itertools.islice(self.batches, steps - self.steps, None)
-    self.steps = steps
 
   def metrics(self) -> dict[str, float]:
     """What `js.metrics` says of the last step, over all workers."""

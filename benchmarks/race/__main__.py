@@ -28,8 +28,8 @@ from benchmarks import entry, methods, netlab, papers, recipes, report, specs, w
 from benchmarks.one_training import Trainer
 from benchmarks.race import measuring, presets
 from benchmarks.race import report as tables
-from benchmarks.race.measuring import Length, Runner
-from benchmarks.race.results import KINDS, Results
+from benchmarks.race.measuring import Length, Program, Runner
+from benchmarks.race.results import KINDS, Curve, Results
 from benchmarks.race.standings import DENSE, Target, points, standings
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import Task
@@ -210,6 +210,7 @@ def _is_trained(
 
 def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None:
   """Loss over steps of each method from each seed, unless the file has it."""
+  assert plan.task is not None
   place = workers.here("sim", _HOSTS.value)
   console.print(
     f"{plan.task}, {place}, {plan.runners[0].recipe}", highlight=False, soft_wrap=True
@@ -220,18 +221,29 @@ def _curves(plan: Plan, results: Results, console: rich.console.Console) -> None
     itertools.product(_SEED.value, plan.runners),
     key=lambda one: one[1].method.label != DENSE,
   )
+  programs: dict[str, Program] = {}
   for seed, runner in in_order:
     if _is_trained("curves", plan, results, seed, runner):
       continue
     length = _length_of("curves", plan, results, seed, runner)
-    training = hashlib.sha256(
+    digest = hashlib.sha256(
       repr((results.setting, runner.key, seed, length.every)).encode()
     ).hexdigest()
-    folder = pathlib.Path(_CACHE_DIR.value) / "curves" / training[:16]
+    folder = pathlib.Path(_CACHE_DIR.value) / "curves" / digest[:16]
+    # One program for all rates and seeds.
+    family = runner.at(1.0)
+    name = str(family)
+    if name not in programs:
+      programs[name] = Program(plan.task, family, _HOSTS.value)
+    rate = runner.recipe.optimizer.rate
+    training = programs[name].begin(rate, seed, _BATCH_SIZE.value)
     with report.progress(console, f"{runner}, seed {seed}", length.most) as show:
-      measuring.curve(
-        plan.start(runner, place, seed), length, results.add, show, folder
-      )
+
+      def keep(curve: Curve) -> None:
+        results.add(curve)
+        show(curve.steps[-1], curve.loss[-1])
+
+      measuring.curve(training, runner.curve(seed), length, keep, folder)
     (row,) = results.find("curves", **runner.key, seed=seed)
     console.print(tables.line(row), highlight=False, soft_wrap=True)
 

@@ -1,25 +1,34 @@
 """Measures a method: its loss over steps, its seconds a step and their parts, and a whole training on the clock."""
 
+import itertools
 import math
 import pathlib
 import shutil
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from jax.sharding import PartitionSpec
 
+import jaxsparse as js
 from benchmarks import report
 from benchmarks.methods import Method
 from benchmarks.netlab import sent_bytes
 from benchmarks.one_training import Trainer
 from benchmarks.race.results import Curve, Pace, Whole
 from benchmarks.recipes import Recipe
+from benchmarks.tasks.base import Task, model_of
 from benchmarks.workers import AXIS
 from jaxsparse.comm import SoloComm
+from jaxsparse.racing import training as racing
+from jaxsparse.racing.training import Training
 from jaxsparse.train import timing
+from jaxsparse.train.engine import engine_of
 from jaxsparse.train.starting import start_workers
 from jaxsparse.train.worker import WorkerStep
 
@@ -39,6 +48,15 @@ class Runner(NamedTuple):
   def key(self) -> dict[str, str]:
     """The fields by which the results know it."""
     return {"method": self.method.label, "optimizer": str(self.recipe.optimizer)}
+
+  def at(self, rate: Any) -> "Runner":
+    """The same at another rate."""
+    optimizer = self.recipe.optimizer._replace(rate=rate)
+    return self._replace(recipe=self.recipe._replace(optimizer=optimizer))
+
+  def curve(self, seed: int) -> Curve:
+    """Its curve before the first step."""
+    return Curve(*self.key.values(), seed, [], [], [], 0.0)
 
 
 class Length(NamedTuple):
@@ -60,19 +78,81 @@ class Length(NamedTuple):
     """Whether the model is evaluated after so many steps."""
     return steps % self.every == 0 or steps in (self.steps, self.most)
 
+  def next_evaluation(self, steps: int) -> int:
+    """The steps of the first evaluation after so many."""
+    return next(filter(self.is_evaluated, itertools.count(steps + 1)))
+
+
+class Program(racing.Program):
+  """The steps of a method on simulated workers, at any rate and from any seed, as `js.race` takes them."""
+
+  def __init__(self, task: Task, runner: Runner, workers: int):
+    self.task = task
+    self.accuracies: list[float] = []
+    comm = js.SimComm(AXIS, members=workers)
+    model = model_of(task, seed=0)
+
+    def make(_: Any, rate: Any) -> optax.GradientTransformation:
+      return runner.method.make(comm, runner.at(rate).recipe.make())
+
+    def evaluate(params: Any, statistics: Any) -> float:
+      own = jax.tree.map(lambda x: x[0], statistics)
+      loss, accuracy = model.evaluate(params, own)
+      self.accuracies.append(accuracy)
+      return loss
+
+    def read(state: Any) -> tuple[jax.Array, jax.Array]:
+      metrics = js.metrics(state)
+      return metrics.words_sent, metrics.drift
+
+    where = comm, AXIS, engine_of(comm, AXIS)
+    # Each worker normalizes by its own batches.
+    options = {"model_state": "worker"}
+    setting = racing.Setting(
+      model.loss, evaluate, *where, options, {}, None, None, read
+    )
+    super().__init__(setting, make)
+
+  def begin(self, rate: float, seed: int, batch_size: int) -> Training:
+    """A training before its first step."""
+    model = model_of(self.task, seed)
+    workers = self.setting.engine.workers
+    params, state, _ = self.start(rate, model.params)
+    each = lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape))
+    trained = params, state, jax.tree.map(each, model.statistics)
+    batches = self.task.stream(seed, workers, batch_size)
+    return Training(self, jnp.float32(rate), None, batches, trained)
+
+
+def go_on(training: Training, length: Length, so_far: Curve) -> Iterator[Curve]:
+  """The curve of a training after each evaluation; `words` are those of all steps."""
+  while not length.is_done(max(so_far.steps, default=0), so_far.loss):
+    until = length.next_evaluation(max(so_far.steps, default=0))
+    training.go_on(until, length.most)
+    words, drift = training.read
+    so_far = so_far._replace(
+      steps=[*so_far.steps, until],
+      loss=[*so_far.loss, _round_loss(training.losses[-1])],
+      accuracy=[*so_far.accuracy, training.program.accuracies[-1]],
+      words=so_far.words + float(np.sum(words, dtype=float)),
+      drift=max(so_far.drift, float(np.max(drift))),
+    )
+    yield so_far
+
 
 def curve(
-  trainer: Trainer, length: Length, keep: Callable, show: Callable, folder: pathlib.Path
+  training: Training,
+  start: Curve,
+  length: Length,
+  keep: Callable[[Curve], object],
+  folder: pathlib.Path,
 ) -> None:
-  """Trains one method; `keep` gets the curve so far at each evaluation, `show` each step and its loss.
+  """Trains one method; `keep` gets the curve so far at each evaluation.
 
   A training that was interrupted goes on behind its last evaluation, from `folder`,
   which is removed at the end.
   """
-  so_far = Curve(
-    trainer.method.label, str(trainer.recipe.optimizer), trainer.seed, [], [], [], 0.0
-  )
-  leaves, structure = jax.tree.flatten(trainer.trained)
+  leaves, structure = jax.tree.flatten(training.trained)
   options = ocp.CheckpointManagerOptions(
     max_to_keep=1, enable_async_checkpointing=False
   )
@@ -80,24 +160,15 @@ def curve(
   with ocp.CheckpointManager(folder.resolve(), **checkpoints) as saver:
     if begin := saver.latest_step():
       leaves = saver.restore(begin, args=ocp.args.StandardRestore(leaves))
-      trainer.go_on(jax.tree.unflatten(structure, leaves), begin)
-      so_far = Curve(**saver.metadata(begin).custom_metadata)
-    while not length.is_done(trainer.steps, so_far.loss):
-      show(trainer.steps + 1, trainer.step())
-      found = trainer.metrics()
-      words, drift = (
-        so_far.words + found["words_sent"],
-        max(so_far.drift, found["drift"]),
-      )
-      so_far = so_far._replace(words=words, drift=drift)
-      if length.is_evaluated(trainer.steps):
-        loss, accuracy = trainer.evaluate()
-        so_far.steps.append(trainer.steps)
-        so_far.loss.append(_round_loss(loss))
-        so_far.accuracy.append(accuracy)
-        keep(so_far._replace(words=so_far.words / trainer.steps))
-        trained = ocp.args.StandardSave(jax.tree.leaves(trainer.trained))
-        saver.save(trainer.steps, args=trained, custom_metadata=so_far._asdict())
+      training.trained = jax.tree.unflatten(structure, leaves)
+      training.batches = itertools.islice(training.batches, begin, None)
+      training.steps = [begin]
+      start = Curve(**saver.metadata(begin).custom_metadata)
+    for so_far in go_on(training, length, start):
+      steps = so_far.steps[-1]
+      keep(so_far._replace(words=so_far.words / steps))
+      trained = ocp.args.StandardSave(jax.tree.leaves(training.trained))
+      saver.save(steps, args=trained, custom_metadata=so_far._asdict())
   shutil.rmtree(folder)
 
 

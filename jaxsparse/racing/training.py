@@ -41,6 +41,8 @@ class Setting(NamedTuple):
   given: dict[str, ArrayTree]  # to each step by name, besides those below
   rng: jax.Array | None
   model_state: ArrayTree
+  # what is kept of the optimizer state after each step
+  read: Callable[[ArrayTree], ArrayTree] = lambda _: None
 
 
 class Program:
@@ -60,20 +62,20 @@ class Program:
 
   def _run(
     self, rate: jax.Array, trained: ArrayTree, keys: ArrayTree, batches: ArrayTree
-  ) -> ArrayTree:
+  ) -> tuple[ArrayTree, ArrayTree]:
     setting = self.setting
     place = {"mesh": setting.where, "axis": setting.axis}
 
-    def one_step(trained: ArrayTree, row: ArrayTree) -> tuple[ArrayTree, None]:
+    def one_step(trained: ArrayTree, row: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
       params, state, model_state = trained
       key, batch = row
       options = place | setting.options
       step = make_train_step(setting.loss_fn, self.chain(rate), donate=False, **options)
       own = {"rng": key, "model_state": model_state}
       params, state, metrics = step.traced(params, state, batch, **own, **setting.given)
-      return (params, state, metrics.model_state), None
+      return (params, state, metrics.model_state), setting.read(state)
 
-    return jax.lax.scan(one_step, trained, (keys, batches))[0]
+    return jax.lax.scan(one_step, trained, (keys, batches))
 
 
 @dataclasses.dataclass
@@ -86,6 +88,7 @@ class Training:
     losses: at these steps, Inf where the loss is not finite.
     seconds: the fewest that a step of all workers took here.
     tenth: the parameters at the first evaluation.
+    read: what the setting read of the state after each step since the last evaluation.
   """
 
   program: Program
@@ -97,6 +100,7 @@ class Training:
   losses: list[float] = dataclasses.field(default_factory=list)
   seconds: float = math.inf
   tenth: ArrayTree = None
+  read: ArrayTree = None
 
   def go_on(self, until: int, every: int) -> None:
     """Trains until so many steps, with an evaluation after every few."""
@@ -107,7 +111,8 @@ class Training:
       numbers = np.arange(done, done + count)
       keys = None if self.key is None else _fold(self.key, numbers)
       arguments = self.rate, self.trained, keys, stack(self.batches, count)
-      self.trained = jax.block_until_ready(dispatch(self.program.run, *arguments))
+      results = jax.block_until_ready(dispatch(self.program.run, *arguments))
+      self.trained, self.read = results
       self.seconds = min(self.seconds, (time.perf_counter() - begin) / count)
       done += count
       self.steps.append(done)

@@ -9,8 +9,7 @@ import optax
 import pytest
 
 import jaxsparse as js
-from benchmarks import methods, papers, recipes, report, workers
-from benchmarks.one_training import Trainer
+from benchmarks import methods, papers, recipes, report
 from benchmarks.race import measuring, presets
 from benchmarks.race.results import Curve, Pace, Results, Whole
 from benchmarks.race.standings import (
@@ -429,29 +428,30 @@ def test_a_preset_measures_the_papers_cells_where_every_seed_has_a_number(result
 @pytest.mark.filterwarnings("ignore::UserWarning")  # orbax's own
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_curve_that_was_interrupted_goes_on_bit_for_bit(tmp_path):
-  place, task = workers.here("sim", 2), registry.make("fnn3")
   (method,) = methods.parse("method", ["local:every=4:apply_residual=True/onebit"], 2)
   recipe = recipes.Recipe(recipes.Optimizer("adam", 0.001), "cosine", steps=12)
-  kept, started = [], []
+  runner = measuring.Runner(method, recipe)
+  program = measuring.Program(registry.make("fnn3"), runner.at(1.0), workers=2)
+  kept = []
 
   def train(until):
-    def show(step, _):
-      started.append(step)
-      if step == until:
+    def keep(curve):
+      kept.append(curve)
+      if curve.steps[-1] == until:
         raise KeyboardInterrupt
 
-    trainer = Trainer(task, method, recipe, place, 4, seed=0)
-    measuring.curve(
-      trainer, measuring.Length(12, 12, 3), kept.append, show, tmp_path / "curve"
-    )
+    training = program.begin(0.001, 0, 4)
+    length = measuring.Length(12, 12, 3)
+    measuring.curve(training, runner.curve(0), length, keep, tmp_path / "curve")
     return kept[-1]
 
-  whole = train(until=13)
+  whole = train(until=None)
   assert not (tmp_path / "curve").exists()
   with pytest.raises(KeyboardInterrupt):
-    train(until=8)
-  assert train(until=13) == whole
-  assert started[12:] == [*range(1, 9), *range(7, 13)]
+    train(until=9)
+  assert train(until=None) == whole
+  # The second training was interrupted before step 9 was kept for the third.
+  assert [one.steps[-1] for one in kept[4:]] == [3, 6, 9, 9, 12]
 
 
 SMALL = (

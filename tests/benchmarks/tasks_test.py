@@ -197,18 +197,21 @@ def test_a_sweep_has_the_curve_of_the_race(recipe):
   method, optimizer = sweep.parsed(sweep.RECIPES[recipe], setting.workers)
   recipe = setting.recipe(optimizer._replace(rate=0.01))
   place = workers.here("sim", setting.workers)
-  losses, words = [], []
+  losses, words, drifts = [], [], []
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     (curve,) = sweep.curves(setting, method, optimizer, [0.01], [1])
     trainer = Trainer(setting.task, method, recipe, place, 4, seed=1)
     for _ in range(setting.steps):
       trainer.step()
-      words.append(trainer.metrics()["words_sent"])
+      metrics = trainer.metrics()
+      words.append(metrics["words_sent"])
+      drifts.append(metrics["drift"])
       losses.append(trainer.evaluate()[0])
   assert (curve.method, curve.optimizer) == (method.label, str(recipe.optimizer))
   assert curve.steps == [2, 4, 6, 8, 10]
   np.testing.assert_allclose(curve.loss, losses[1::2], rtol=2e-3)
   assert curve.words == np.mean(words)
+  assert curve.drift == pytest.approx(max(drifts), rel=1e-4)
 
 
 @pytest.mark.usefixtures("standard_promotion")
