@@ -2,7 +2,7 @@
 
 import subprocess
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from absl import app, flags, logging
@@ -82,6 +82,23 @@ def require_choices(
   """Refuses a list with other values than these, and an empty one unless `empty`."""
   holds = lambda values: set(values) <= set(choices) and (empty or bool(values))
   require(flag, holds, f"from {', '.join(dict.fromkeys(choices))}")
+
+
+def define_grace() -> flags.FlagHolder[str]:
+  """The flag --grace; `read_grace` gives its value."""
+  flag = flags.DEFINE_string(
+    "grace", "auto", "Seconds that K workers wait for others, or auto."
+  )
+  is_seconds = lambda text: text.replace(".", "", 1).isdecimal()
+  require(
+    flag, lambda text: text == "auto" or is_seconds(text), "auto, or 0 seconds or more"
+  )
+  return flag
+
+
+def read_grace(flag: flags.FlagHolder[str]) -> float | Literal["auto"]:
+  """What `js.partial.Quorum` takes as `grace`."""
+  return "auto" if flag.value == "auto" else float(flag.value)
 
 
 def define_report_dir(files: str) -> flags.FlagHolder[str]:

@@ -27,7 +27,7 @@ class GatheredRows(Rows):
     return dataclasses.replace(super().traits, sizes_vary=False)
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
-    """That of the only leaf."""
+    """The collective of the only leaf."""
     if len(shapes) != 1:
       raise ValueError(
         f"gathered_rows: {len(shapes)} leaves, choose --gradients=zipf, whose gradients have one"

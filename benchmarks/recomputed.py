@@ -60,7 +60,7 @@ def _schedule(label: str, workers: int) -> Any:
 
 
 def cost(label: str, workers: int, what: str) -> int:
-  """Of one update of VGG-16: words, messages or bits by the formula, or the "least words", counted."""
+  """The cost of one update of VGG-16: words, messages or bits by the formula, or the "least words", counted."""
   (spec,) = specs.parse([label], workers)
   if what == "least words":
     return counting.count_jaxpr(_schedule(label, workers), workers, "least").words
@@ -71,7 +71,7 @@ def cost(label: str, workers: int, what: str) -> int:
 
 
 def parameters(name: str) -> int:
-  """Of a network of the papers."""
+  """The number of parameters of a network of the papers."""
   if name == "BERT":
     tensors = architectures.bert_base()
     return sum(one.entries for one in tensors) + 768 * _VOCABULARY

@@ -59,7 +59,7 @@ class Comm(Protocol):
 
   @property
   def divisor(self) -> int:
-    """Of a total, for its mean: `size`, or 1 where workers give what is weighted already."""
+    """The divisor of a total, for its mean: `size`, or 1 where workers give weighted values."""
 
   def shift(self, tree: Tree, by: int) -> Tree:
     """Sends `tree` to rank + by, modulo `size`, and returns the tree that rank − by sent: one message."""
@@ -380,7 +380,7 @@ class Deferred(Reduced):
   """
 
   def mean(self, divisor: int, rounding: Rounding | None) -> tuple[Any, Commit]:
-    """Those numbers of a formula divided; of the total itself where they have to be rounded."""
+    """The values of the formula, divided; those of the computed total where they have to be rounded."""
     if rounding:
       return self.computed().mean(divisor, rounding)
     # The values are divided in place of the total, which `finish` writes once.

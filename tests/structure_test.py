@@ -1,6 +1,7 @@
 """The structure of the package: layers, tokens of code, and a library that knows no benchmark."""
 
 import ast
+import collections
 import pathlib
 import tomllib
 
@@ -83,6 +84,12 @@ def test_every_module_is_in_a_layer():
 @EVERY_MODULE
 def test_the_library_does_not_know_the_benchmarks(module):
   assert "benchmarks" not in MODULES[module].read_text()
+
+
+def test_a_name_is_that_of_one_class():
+  nodes = [node for module in MODULES for node in ast.walk(tree(module))]
+  names = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
+  assert [name for name, n in collections.Counter(names).items() if n > 1] == []
 
 
 CONTROL_FLOW = {"cond", "switch", "while_loop", "fori_loop"}

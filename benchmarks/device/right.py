@@ -179,7 +179,7 @@ def select(kind: str, setting: Setting) -> Row:
 
 
 def select_few() -> Row:
-  """Of few entries, the largest and those that are not finite."""
+  """Selects, from few entries, the largest and those that are not finite."""
   x = INPUTS["ties"](np.random.default_rng(0), _FEW)
   x[[700, 5, 900, 3]] = np.nan, -np.nan, -np.inf, np.inf
   found = np.asarray(jax.jit(functools.partial(js.select.top_k, k=7))(x).indices)

@@ -84,7 +84,7 @@ class Lost(NamedTuple):
 
 
 def settings(seed: int) -> Phase:
-  """Of a run from this seed, as the flags say."""
+  """The settings of a run from this seed, as the flags say."""
   return Phase(seed, _STEPS.value, _BATCH_SIZE.value, _DENSITY.value, _SAVE_EVERY.value)
 
 

@@ -126,7 +126,7 @@ def _end_processes(names: list[str]) -> int:
 
 
 def _processes(names: list[str]) -> set[int]:
-  """Those in the namespaces, never in our own: one pass over /proc, where `ip netns pids` makes one for each name."""
+  """The processes in these namespaces, never in our own: one pass over /proc; `ip netns pids` makes one a name."""
   spaces = {
     f"net:[{(RUN / name).stat().st_ino}]" for name in names if (RUN / name).exists()
   }

@@ -63,7 +63,7 @@ class Training:
 
   @property
   def loss(self) -> float:
-    """Of the training set."""
+    """The loss on the training set."""
     return self._loss(self.params)
 
   def gradients(self) -> np.ndarray:

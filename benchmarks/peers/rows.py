@@ -14,7 +14,7 @@ from benchmarks.race.report import milliseconds as parts_of
 from benchmarks.race.results import Pace, Results, Whole
 from benchmarks.race.standings import Target, crossing
 
-# Of peers' results, relative to the norm of the mean; else 2⁻¹⁶.
+# Rounding errors of peers' results, relative to the norm of the mean; else 2⁻¹⁶.
 _ROUNDING = {"fp16": 2**-10, "powersgd": 2**-14}
 _ROUNDING |= {
   "hivemind:float16": 2**-10,

@@ -64,7 +64,7 @@ def sent_bytes() -> int:
 
 
 def gradients(shapes: list[list[int]], rank: int) -> list[torch.Tensor]:
-  """Those of a rank, the same in every step; each rank can make those of all others."""
+  """The gradients of a rank, the same in every step; each rank can make those of all others."""
   generator = torch.Generator().manual_seed(rank)
   return [torch.randn(shape, generator=generator) for shape in shapes]
 
@@ -146,7 +146,7 @@ class Method:
 def measure(
   method: Any, setting: dict[str, Any], grads: list[torch.Tensor], mean: torch.Tensor
 ) -> dict[str, Any]:
-  """Of a method: seconds and bytes of each timed update, and how far the result is from the mean."""
+  """The row of a method: seconds and bytes of each timed update, and how far the result is from the mean."""
   seconds, sent = list[float](), list[float]()
   delivered, steps, warming = torch.zeros_like(mean), 0, 0.0
   while len(seconds) < setting["repetitions"] and sum(seconds) < MOST:

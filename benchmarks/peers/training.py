@@ -110,7 +110,7 @@ def _first_losses(
 
 
 def _settings_of(optimizer: recipes.Optimizer) -> dict[str, Any]:
-  """Of Adam, and of Muon or None, with the names of PyTorch's."""
+  """The options of Adam, and of Muon or None, with the names of PyTorch's."""
   given = dict(optimizer.options)
   if optimizer.name == "adam":
     return {

@@ -19,7 +19,7 @@ benchmarks/pages/faults.md explains the numbers.
 
 Example:
   python -m benchmarks.rounds --parts=goodput --seconds=120 --seed=1 python -m
-  benchmarks.rounds --parts=vector --rate=25mbit --every=16 --pace=2 --grace=8
+  benchmarks.rounds --parts=vector --rate=25mbit --every=16 --pace=2
   --kill_every=30
 """
 
@@ -90,12 +90,7 @@ _BESIDE = flags.DEFINE_string(
   "benchmarks/results/blocks_lm.json",
   "The synchronous race, with its optimizer; its pace is measured anew.",
 )
-_GRACE = flags.DEFINE_float(
-  "grace",
-  1,
-  "Seconds that a quorum waits for more: in those of H steps, workers out of step meet again.",
-  lower_bound=0,
-)
+_GRACE = entry.define_grace()
 _EXCHANGES = flags.DEFINE_list(
   "exchanges", ["onebit", "dense", "torchft"], f"Of {', '.join(_BESIDE_TORCHFT)}."
 )
@@ -151,7 +146,7 @@ def _team(
         settings.batch,
         _DRAWN,
       )
-    team = Team(hosts, quorum, _GRACE.value, settings)
+    team = Team(hosts, quorum, entry.read_grace(_GRACE), settings)
     yield stack.enter_context(team)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.rounds.worker import Settings
 from jaxsparse.launch.start import MALLOC, Host
@@ -26,6 +26,8 @@ PROGRAMS |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 PROGRAMS |= MALLOC  # as of ranks that jaxsparse.launch starts
 _START = 240.0  # seconds in which a worker has to join
 _PORT = 2900
+# seconds that its lighthouse waits for others where ours chooses them itself
+_TORCHFT_GRACE = 1.0
 _TORCHFT = pathlib.Path(__file__).parents[1] / "peers" / "torchft_worker.py"
 
 
@@ -33,7 +35,11 @@ class Team:
   """A controller on the last host, and a worker on each of the others; `with` ends them."""
 
   def __init__(
-    self, hosts: Sequence[Host], quorum: int, grace: float, settings: Settings
+    self,
+    hosts: Sequence[Host],
+    quorum: int,
+    grace: float | Literal["auto"],
+    settings: Settings,
   ):
     *self.hosts, self._controller_host = hosts
     self._quorum, self._grace, self.folder = (
@@ -85,7 +91,8 @@ class Team:
         "min_replicas": self._quorum,
         "heartbeat_timeout_ms": int(1000 * LIMIT),
       }
-      options["join_timeout_ms"] = int(1000 * self._grace)
+      grace = _TORCHFT_GRACE if self._grace == "auto" else self._grace
+      options["join_timeout_ms"] = int(1000 * grace)
       program = [str(pathlib.Path(python).with_name("torchft_lighthouse"))]
     flags = [f"--{name}={value}" for name, value in options.items()]
     command = [*self._controller_host.enter, *program, *flags]

@@ -22,7 +22,7 @@ from jaxsparse.partial.net.sockets import Keys, zmq
 
 
 class Settings(NamedTuple):
-  """Of a worker."""
+  """The settings of a worker."""
 
   # cnn, of the digits, the name of another task, or the number of entries that move by
   # a number each step
@@ -86,7 +86,7 @@ def _model(one: Settings) -> Training:
 
 
 def _vector(one: Settings) -> Training:
-  """As many entries, which move by the same number in each step."""
+  """A vector of `task` entries, which move by the same number in each step."""
   step = lambda params, state, batch: (params + batch, state, jnp.zeros(()))
   params = np.zeros(int(one.task), np.float32)
   return Training(

@@ -128,7 +128,7 @@ class Model(NamedTuple):
     return losses / count, right / count
 
   def accuracy(self, params: Any) -> float:
-    """That over what is held out, for a model without statistics."""
+    """The accuracy on what is held out, for a model without statistics."""
     return self.evaluate(params, self.statistics)[1]
 
 

@@ -53,7 +53,7 @@ class VisionTransformer(nnx.Module):
 
 
 def make(apart: bool = False) -> Task:
-  """Which letter it is, moved and with noise; `apart`: each of four workers has two of the eight fonts."""
+  """Classify letters, moved and with noise; `apart`: each of four workers has two of the eight fonts."""
   glyphs = render()
 
   def draw(random: np.random.Generator, size: int, fonts: np.ndarray) -> Arrays:

@@ -59,9 +59,7 @@ _INTERVAL = flags.DEFINE_float(
   lower_bound=1,
 )
 _QUORUM = flags.DEFINE_float("quorum", 0.5, "K / P.", lower_bound=0.0, upper_bound=1.0)
-_GRACE = flags.DEFINE_string(
-  "grace", "auto", "Virtual seconds that K workers wait for others, or auto."
-)
+_GRACE = entry.define_grace()
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Of each row of windows.", lower_bound=1)
 _COLLECTIVE = flags.DEFINE_string(
   "collective", "onebit", "Of the rounds that are simulated."
@@ -90,11 +88,6 @@ _REPORT_DIR = entry.define_report_dir("thousands.json")
 _JSON = entry.define_json()
 
 entry.require_choices(_PARTS, _ALL, empty=False)
-entry.require(
-  _GRACE,
-  lambda text: text == "auto" or text.replace(".", "", 1).isdecimal(),
-  "auto, or 0 seconds or more",
-)
 
 
 def _settings() -> Iterator[Setting]:
@@ -105,7 +98,7 @@ def _settings() -> Iterator[Setting]:
         "collective": _COLLECTIVE.value,
         "seed": _SEED.value,
       }
-      grace = _GRACE.value if _GRACE.value == "auto" else float(_GRACE.value)
+      grace = entry.read_grace(_GRACE)
       options |= {"quorum": _QUORUM.value, "grace": grace}
       yield Setting(size, failures, _SECONDS.value, _INTERVAL.value, **options)
 

@@ -21,7 +21,7 @@ _GRACE = 30.0
 
 
 class Outcome(NamedTuple):
-  """Of a simulation."""
+  """The outcome of a simulation."""
 
   # of the seconds that all workers would train without failures, those that reach all
   # groups
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 
 class _Link(Member):
-  """That of a group, always ready; has nothing to deliver of its own."""
+  """The link of a group, always ready; has nothing to deliver of its own."""
 
   network: "_Group"
 
@@ -126,7 +126,7 @@ class _Top(Simulation):
 
 
 def simulate(setting: Setting) -> Outcome:
-  """Of so many workers in groups of √P; two intervals among groups pass before anything is counted."""
+  """The outcome of so many workers in groups of √P; two intervals among groups pass before anything is counted."""
   size = round(math.sqrt(setting.workers))
   count = -(-setting.workers // size)
   long = setting.interval * _EVERY

@@ -27,7 +27,7 @@ _TIMEOUT = 120.0  # that of `js.partial.Rounds`
 
 
 class Setting(NamedTuple):
-  """Of a simulation."""
+  """The setting of a simulation."""
 
   workers: int
   failures: float  # of a worker in an hour
@@ -53,7 +53,7 @@ class Setting(NamedTuple):
 
 
 class Link(NamedTuple):
-  """Of a worker to the backbone."""
+  """The link of a worker to the backbone."""
 
   latency: float  # seconds, one way
   rate: float  # bytes a second, each way
@@ -185,6 +185,7 @@ class Member(VirtualWorker):
     start, _, *which = request.values.view(np.int64).tolist()
     bits = 32 if start < 0 else round_ - start  # of an entry
     has_none = start >= 0 and (bits >= 32 or setting.collective != "onebit")
+    has_none |= which[1] > 1 and request.number != round_  # the others' is another one
     content = [] if has_none else [base]
     seconds = setting.entries / 8 * bits / min(self.link.rate, peer.link.rate)
     seconds *= not has_none
@@ -192,7 +193,7 @@ class Member(VirtualWorker):
     return Piece(PieceKind.MODEL, round_, self.number, values), seconds / which[1]
 
   def receive(self, sender: VirtualWorker, piece: Piece) -> None:
-    """As at an `Endpoint`; nothing answers for a machine that is gone."""
+    """Takes a piece, as an `Endpoint` does; nothing answers for a machine that is gone."""
     if self.dead and self.is_silent:
       self.network.at(
         self.network.now + STALLED, sender, sender.handle, Unreachable(self.address)
@@ -251,7 +252,11 @@ class Member(VirtualWorker):
 
   def adopt(self, piece: Piece, base: int, digest: int) -> RoundPosition:
     """The anchor of a donor, unless it is older."""
-    if piece.number < self.protocol.membership.position.round:
+    place = self.protocol.membership
+    if piece.number < place.position.round:
       raise ValueError("it is older")
-    base = int(piece.values[PREFIX : PREFIX + 2].view(np.int64)[0])
+    bases = {*piece.values[PREFIX:].view(np.int64).tolist()}
+    if len(bases) != 1 or piece.values.size < PREFIX + 2 * len(place.donors):
+      raise ValueError("a slice is missing")
+    base = bases.pop()
     return RoundPosition(piece.number, base)

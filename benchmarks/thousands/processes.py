@@ -26,7 +26,7 @@ _OF_GROUPS = 2  # rounds of a group from one among groups to the next
 
 
 class Round(NamedTuple):
-  """Of a worker that took part in it."""
+  """A round, at a worker that took part in it."""
 
   ended: float  # seconds of the clock
   number: int  # of its group
@@ -35,7 +35,7 @@ class Round(NamedTuple):
 
 
 class Outcome(NamedTuple):
-  """Of a run."""
+  """The outcome of a run."""
 
   workers: int
   groups: int

@@ -131,7 +131,7 @@ class Simulation(VirtualNetwork):
     self.calls = collections.defaultdict[str, list[float]](lambda: [0, 0.0])
 
   def cost(self, size: int) -> js.Cost:
-    """Of an exchange of so many members."""
+    """The cost of an exchange of so many members."""
     if size not in self._costs:
       name = self.setting.collective if size > 1 else "dense"
       self._costs[size] = js.costs.predict(name, n=self.setting.entries, workers=size)

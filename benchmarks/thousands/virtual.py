@@ -167,7 +167,7 @@ class VirtualNetwork(Timeline):
     """A server sends an answer to a process."""
 
   def send(self, connection: Connection, frame: bytes) -> bool:
-    """As `Server._send`: whether the connection is there."""
+    """Sends as `Server._send`; whether the connection is there."""
     server, serial, visit = connection
     process = self.processes[serial]
     if not process.lives or visit != process.visits:

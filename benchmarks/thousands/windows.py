@@ -68,7 +68,7 @@ class _Scenario(Simulation):
 
 
 def measure(setting: Setting) -> dict[str, float]:
-  """Of rounds of a scenario; two intervals pass before anything is counted."""
+  """Shares of the seconds of all workers in a scenario, counted from the end of its second interval on."""
   network = _Scenario(setting)
   network.run(2 * setting.interval)
   network.restart_counts()

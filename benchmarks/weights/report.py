@@ -106,7 +106,7 @@ def _by_rate(rows: list[Row]) -> list[tuple[float, list[Row]]]:
 
 
 def goals(rows: list[Row]) -> list[report.Goal]:
-  """Those of the library: near 1 % of the weights, and beside zstd."""
+  """The goals of the library: near 1 % of the weights, and beside zstd."""
   near = [row.index_bits for row in rows if 0.005 < row.changed / row.entries < 0.02]
   ratios = [row.link / row.zstd for row in rows if row.zstd]
   return [

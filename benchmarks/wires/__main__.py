@@ -36,7 +36,7 @@ def main() -> None:
   """Compiles every program, reports, and keeps the rows."""
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", wires.WORKERS)
-  # Of machine code, which sends nothing.
+  # Optimizations of machine code, which sends nothing.
   jax.config.update("jax_disable_most_optimizations", True)
   found = specs.parse(_ALGORITHMS.value, wires.WORKERS, density=_DENSITY.value)
   console, rows = make_console(), list[wires.Row]()

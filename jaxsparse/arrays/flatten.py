@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxsparse import _compat
 from jaxsparse._compat import varying
@@ -31,20 +33,9 @@ def flatten(
     >>> unflatten(2 * flat)["b"]
     Array([2], dtype=bfloat16)
   """
-  leaves, structure = jax.tree.flatten(tree)
-  ends = np.cumsum([jnp.size(leaf) for leaf in leaves])
-  wide = [jnp.ravel(leaf).astype(jnp.float32) for leaf in leaves]
-  flat = jnp.concatenate(wide)
-
-  def unflatten(new: jax.Array) -> Any:
-    pieces = zip(jnp.split(new, ends[:-1]), leaves, strict=True)
-    restored = [
-      piece.reshape(jnp.shape(leaf)).astype(jnp.result_type(leaf))
-      for piece, leaf in pieces
-    ]
-    return jax.tree.unflatten(structure, restored)
-
-  return flat, unflatten
+  wide = optax.tree.cast(tree, jnp.float32)
+  flat, unflatten = jax.flatten_util.ravel_pytree(wide)
+  return flat, lambda new: optax.tree.cast_like(unflatten(new), tree)
 
 
 def wide_dtype(x: Any) -> jnp.dtype:

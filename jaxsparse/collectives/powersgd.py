@@ -201,7 +201,7 @@ class PowerSGD(ByLeaf):
     return layout
 
   def _costs(self, n: int, size: int) -> list[Cost]:
-    """Of the all-reduce for the left factors, and of that for the right ones."""
+    """The costs of the all-reduce for the left factors, and of that for the right ones."""
     layout = self._layout(n)
     others = sum(entries for entries, matrix in layout if not matrix)
     matrices = [matrix for _, matrix in layout if matrix]
@@ -293,7 +293,7 @@ class LowRank(NamedTuple):
     residual: jax.Array,
     decay: float,
   ) -> tuple[jax.Array, jax.Array]:
-    """As `Formula.finish`."""
+    """The total and the residual, as `Formula.finish` returns them."""
     pieces = [
       (left, piece[1]) if isinstance(piece, tuple) else left
       for left, piece in zip(values[0], self.total, strict=True)
@@ -322,7 +322,7 @@ def _bases(
 ) -> list[jax.Array]:
   """The basis of each factor f32[a, r], as f32[r, a].
 
-  Those of about the same length are found at once: few loops to compile, and less
+  The bases of factors of about the same length are found at once: few loops to compile, and less
   padding than factors.
   """
   # lengths up to the same power of two

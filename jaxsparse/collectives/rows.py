@@ -193,7 +193,7 @@ class Rows(ByLeaf):
     return sums, jnp.stack([*words_of_forms, words])[form_index]
 
   def _capacities(self, n: int, size: int) -> list[_Capacities]:
-    """Those of the form with owners that are worth it, of the fewest words first."""
+    """The capacities of the form with owners that are worth it, of the fewest words first."""
     leaves = list(self._leaves(n))
     regions = [-(-leaf.rows // size) for leaf in leaves]
     # About sent / P rows of a worker are in one region, with a standard deviation of
@@ -253,8 +253,7 @@ def _largest(acc: LazySum, leaf: _RowLeaf) -> jax.Array:
 def _touch(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
   """The set of the `rows` rows that any worker sends, and which of these each worker sends, i32[P, sent].
 
-  Of `numbers`, i32[P, sent], those from `rows` on are empty slots; their ordinal is P ·
-  sent.
+  The `numbers`, i32[P, sent], from `rows` on are empty slots; their ordinal is P · sent.
   """
   is_sent = jnp.zeros(rows, bool).at[numbers].set(True, mode="drop")
   members = bitset.pack(is_sent)
@@ -315,7 +314,7 @@ def _add_by_region(
 def _in_region(
   ordinals: jax.Array, region: jax.Array, size: int, capacity: int
 ) -> jax.Array:
-  """Which of a worker's ordinals, i32[sent], are of a region, in ascending order, i32[capacity]; `sent` if empty."""
+  """Where a worker's ordinals, i32[sent], are of a region: i32[capacity], ascending; empty slots are `sent`."""
   is_sent = ordinals < size * ordinals.size
   inside = is_sent & (ordinals % size == region)
   return jnp.nonzero(inside, size=capacity, fill_value=ordinals.size)[0]

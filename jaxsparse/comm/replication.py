@@ -176,10 +176,9 @@ def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> 
     eqns=after[::-1],
     effects=core.no_effects,
   )
-  consts = closed.consts
   equal = [not varies(atom) for atom in jaxpr.outvars]
-  of = core.ClosedJaxpr
-  return Halves(of(first, consts), of(second, consts), len(totals), equal)
+  close = lambda half: core.ClosedJaxpr(half, closed.consts)
+  return Halves(close(first), close(second), len(totals), equal)
 
 
 class _AxesOfValues:
@@ -212,7 +211,7 @@ class _AxesOfValues:
   def follow(
     self, jaxpr: core.Jaxpr, inputs: Sequence[Axes]
   ) -> Callable[[core.Var | core.Literal], Axes]:
-    """As `find_axes`, of each value."""
+    """A function from a value of a jaxpr to its axes; arguments as in `find_axes`."""
     # constants of a program are equal on all workers
     known = dict(zip(jaxpr.invars, inputs, strict=True)) | dict.fromkeys(
       jaxpr.constvars, frozenset()

@@ -171,7 +171,7 @@ class _Text:
     self.frames = _Frames(text)
 
   def operations(self, computation: str) -> list[Operation]:
-    """Those that cross the axis, in one run of a computation."""
+    """The operations that cross the axis, in one run of a computation."""
     crossing = list[Operation]()
     # The pattern takes the first half of an asynchronous pair, and no second one.
     for line in self.computations[computation]:

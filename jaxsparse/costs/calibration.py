@@ -331,7 +331,7 @@ def _check_numbers(measured: Any) -> None:
 
 
 def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
-  """Of `values` those that are fields of a dataclass."""
+  """The `values` that are fields of a dataclass."""
   # Other versions may have written fields that are unknown here.
   names = {field.name for field in dataclasses.fields(kind)}
   return {name: value for name, value in values.items() if name in names}

@@ -98,8 +98,8 @@ def count_update(
 ) -> Cost:
   """The messages and words that one worker sends for one update of any chain, counted from the jaxpr.
 
-  Of local steps (`js.local_steps`) it is the cost of an exchange, of fragments
-  (`js.streaming_diloco`) that of the exchanges of all of them. `Cost.words_per_step`
+  For local steps (`js.local_steps`) it is the cost of an exchange, for fragments
+  (`js.streaming_diloco`) the cost of the exchanges of all of them. `Cost.words_per_step`
   divides it among the steps.
 
   Args:

@@ -44,7 +44,7 @@ class Codes(NamedTuple):
     decay: float,
     error: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
-    """As `Formula.finish`; `error`, like `values`, is what was rounded off them."""
+    """The total and the residual, as of `Formula.finish`; `error`, like `values`, is what was rounded off them."""
     blocks = self.blocks
     # blocks; with few entries a worker the regions of the last workers may have none
     used = -(-blocks.n // blocks.block)

@@ -185,7 +185,7 @@ def _chosen(gradients: Callable, indices: Sequence[int]) -> Callable:
 def _median_seconds(
   engine: Engine, programs: Sequence[Callable], arguments: Any, repetitions: int
 ) -> list[float]:
-  """Of each program, run in turn; the first round compiles and does not count."""
+  """The median seconds of each program, run in turn; the first round compiles and does not count."""
   # In turn, so that a disturbance of the machine hits all of them.
   watch = timing.Stopwatch(engine.flat)
   rounds = [

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxsparse.overlap import search
 from jaxsparse.overlap.network import Sent, simulate
-from jaxsparse.types import Link, check_whole
+from jaxsparse.types import Link, check_whole, is_number
 
 Kind = Literal["single", "wfbp", "mg_wfbp", "theorem_1", "asc_wfbp", "optimal"]
 GroupKind = Literal["normal", "merged", "simultaneous"]
@@ -303,8 +303,7 @@ def _checked_row(name: str, values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _checked(name: str, value: Any, least: float = 0) -> float:
-  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  if not is_number or not least <= float(value) <= _MOST:
+  if not is_number(value, numbers.Real) or not least <= float(value) <= _MOST:
     raise ValueError(
       f"plan: {name}={value!r}, choose a number from {least} to {_MOST:g}"
     )

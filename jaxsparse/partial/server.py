@@ -77,12 +77,12 @@ class Server:
     times = limit, now, dict.fromkeys(controller.alive, now + start_timeout)
     self._protocol: GroupServer | RoundServer
     if isinstance(controller, Quorum):
-      self._protocol = RoundServer(controller, Members(RoundMember, self._send, *times))
-    else:
-      self._protocol = GroupServer(
-        controller, Members(GroupMember, self._send, *times), first=secrets.randbits(62)
+      self._protocol = RoundServer(
+        controller, Members(RoundMember, self._send, *times, most=most)
       )
-    self._protocol.members.most = most
+    else:
+      members = Members(GroupMember, self._send, *times, most=most)
+      self._protocol = GroupServer(controller, members, first=secrets.randbits(62))
     receive = lambda frames: self._protocol.receive(
       frames[0], frames[1:], time.monotonic()
     )

@@ -18,7 +18,7 @@ from jaxsparse.racing.batching import Batches, check_batches
 from jaxsparse.racing.recipes import Method, recipes
 from jaxsparse.racing.result import DENSE, Race, Row
 from jaxsparse.racing.training import Setting
-from jaxsparse.racing.tuning import Plan
+from jaxsparse.racing.tuning import RaceConfig
 from jaxsparse.train.agreement import Agreement
 from jaxsparse.train.engine import engine_of
 from jaxsparse.types import ArrayTree, Link
@@ -121,19 +121,21 @@ def race(
   setting = Setting(
     loss_fn, evaluate, where, axis, engine, options, given, rng, model_state
   )
-  plan = Plan(setting, params, batches, steps, rate, tuple(sorted(rates)), seeds)
-  plan.check()
+  config = RaceConfig(
+    setting, params, batches, steps, rate, tuple(sorted(rates)), seeds
+  )
+  config.check()
   chosen = recipes("adam", workers=engine.workers) if methods is None else methods
   if DENSE not in chosen:
     raise ValueError(
       f"race: methods are {', '.join(map(repr, chosen))}: one has to be 'dense', to compare with"
     )
   places = _links(links, profile)
-  kept = _Kept(file, plan.key)
+  kept = _Kept(file, config.key)
   in_order = {DENSE: chosen[DENSE]} | chosen
-  left_out = kept.add_missing(plan, in_order, budget, progress)
+  left_out = kept.add_missing(config, in_order, budget, progress)
   rows = [kept.rows[name] for name in in_order if name in kept.rows]
-  sizes = steps, engine.workers, plan.key["entries"], rate
+  sizes = steps, engine.workers, config.key["entries"], rate
   return Race(rows, *sizes, places, kept.agreements, left_out)
 
 
@@ -175,7 +177,7 @@ class _Kept:
 
   def add_missing(
     self,
-    plan: Plan,
+    config: RaceConfig,
     methods: dict[str, Method],
     budget: float,
     progress: Callable[[str], object] | None,
@@ -189,7 +191,7 @@ class _Kept:
       if self.rows and time.monotonic() - begin > budget:
         left_out.append(name)
         continue
-      row, agreements = plan.tune(name, method, self.rows.get(DENSE), progress)
+      row, agreements = config.tune(name, method, self.rows.get(DENSE), progress)
       self.rows[name] = row
       self.agreements = self.agreements or agreements
       self._write()

@@ -25,7 +25,7 @@ _MORE = 5  # evaluations beyond the steps, for methods above dense
 _ROWS = 4  # batches whose rows the agreement of gradients is measured on
 
 
-class Plan(NamedTuple):
+class RaceConfig(NamedTuple):
   """What `js.race` was asked for."""
 
   setting: Setting

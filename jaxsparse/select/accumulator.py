@@ -124,7 +124,7 @@ class TopKAccumulator:
     """The entries to send of rows first … last − 1, [last − first, k], indices ascending."""
     blocks = self.blocks
     least = None if self.least is None else self.least[first:last]
-    read = functools.partial(self._read_at, first=first)
+    read = lambda indices: self._read_at(blocks.flat_indices(indices, first))
 
     # Rows too short to have candidates are sorted whole.
     if self.candidates is None:
@@ -133,10 +133,8 @@ class TopKAccumulator:
       indices = exact.top_k(read(every), blocks.k).indices
     else:
       known = self._known(self.candidates, first, last)
-      starts = blocks.order[first:last] * blocks.length
-      search_all = functools.partial(
-        search_keys, self._keys_from, starts, blocks.length, blocks.k
-      )
+      order = blocks.order[first:last]
+      search_all = functools.partial(search_keys, self._keys_from, blocks, order)
       indices = exact.search_among(known, read, blocks, search_all, least)
     if least is not None:
       reaches = keys_of(read(indices)) >= least[:, None]
@@ -170,7 +168,7 @@ class TopKAccumulator:
     """Adds [r, c] entries to the first r rows."""
     n = self.blocks.x.size
     flat = self.blocks.flat_indices(entries.indices)
-    before = self._read_flat(flat)
+    before = self._read_at(flat)
     untouched = ~bitset.contains(self.touched, flat)
     # Entries that no list of candidates has yet: only they have to be searched beside
     # it.
@@ -226,13 +224,10 @@ class TopKAccumulator:
     """The keys of the current values of a block that starts there; those beyond the end are 0."""
     n = self.blocks.x.size
     flat = jnp.minimum(start + iota(self.blocks.length), n)  # n reads 0
-    return keys_of(self._read_flat(flat))
+    return keys_of(self._read_at(flat))
 
-  def _read_at(self, indices: jax.Array, first: jax.Array | int) -> jax.Array:
-    """The current values of [r, c] entries of rows from `first` on, from which sent ones are not subtracted."""
-    return self._read_flat(self.blocks.flat_indices(indices, first))
-
-  def _read_flat(self, flat: jax.Array) -> jax.Array:
+  def _read_at(self, flat: jax.Array) -> jax.Array:
+    """The current values of entries, from which sent ones are not subtracted."""
     _, residual = self.blocks.x.parts
     grads = sparse.read_at(self.grads, flat)
     sums = grads + sparse.read_at(residual, flat)

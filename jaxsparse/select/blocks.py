@@ -158,7 +158,7 @@ class Cut(NamedTuple):
   last: jax.Array
 
   def selects(self, keys: jax.Array, indices: jax.Array) -> jax.Array:
-    """Which of i32[rows, c] or i32[c] keys are in the selection, bool like them."""
+    """Whether each of the i32[rows, c] or i32[c] keys is in the selection, bool like them."""
     # One use of the keys, which XLA for TPUs would store for two.
     return keys > self.key - (indices <= self.last).astype(jnp.int32)
 
@@ -205,18 +205,14 @@ def kth_largest(
 
 
 def search_keys(
-  read: Callable[[jax.Array], jax.Array],
-  starts: jax.Array,
-  length: int,
-  k: int,
+  read: Callable[[jax.Array], jax.Array], blocks: Blocks, order: jax.Array
 ) -> jax.Array:
-  """The k largest keys of each of several long rows, by counting: their indices, ascending, i32[rows, k].
+  """The k largest keys of each of several long blocks, by counting: their indices, ascending, i32[rows, k].
 
   Args:
-    read: returns the keys of the row that starts there, i32[length].
-    starts: i32[rows].
-    length: keys of a row.
-    k: how many to select.
+    read: returns the keys of the block that starts there, i32[length].
+    blocks: says the length of a block, and k.
+    order: i32[rows], the blocks.
   """
   by_halves = functools.partial(search_by_halves, low=jnp.int32(0), high=jnp.int32(TOP))
   # One cut a round: more would store as many rows of flags.
@@ -231,14 +227,14 @@ def search_keys(
       cut, here = jax.lax.optimization_barrier((cut, start))
       key, last = (end.reshape(()) for end in cut)
       keys = read(here + jnp.minimum(key, 0))
-      chosen = Cut(key, last).selects(keys, iota(length))
-      return chosen.reshape(*cut.key.shape[:-1], length)
+      chosen = Cut(key, last).selects(keys, iota(blocks.length))
+      return chosen.reshape(*cut.key.shape[:-1], blocks.length)
 
-    cut = search(selects, jnp.int32(k))
-    return bitset.nonzero(bitset.pack(selects(cut).reshape(-1)), k)
+    cut = search(selects, jnp.int32(blocks.k))
+    return bitset.nonzero(bitset.pack(selects(cut).reshape(-1)), blocks.k)
 
   # One by one: a batch takes memory, and XLA on CPU compiles it to slower code.
-  return jax.lax.map(search_row, starts)
+  return jax.lax.map(search_row, order * blocks.length)
 
 
 def search_by_digits(

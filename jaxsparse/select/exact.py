@@ -391,7 +391,7 @@ def _by_bisection(blocks: Blocks) -> jax.Array:
     first = jnp.where(start >= 0, first, 0.0)
     return keys_of(LazySum((first, *others)).slice(start, blocks.length))
 
-  return search_keys(read, blocks.order * blocks.length, blocks.length, blocks.k)
+  return search_keys(read, blocks, blocks.order)
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:

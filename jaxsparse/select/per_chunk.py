@@ -44,10 +44,12 @@ def largest_of_chunks(blocks: Blocks) -> jax.Array:
     Array([[0, 1],
            [2, 1]], dtype=int32)
   """
-  # At once an update takes 1.8 times the CPU time; loops 1.5 times the kernels.
-  return _compat.by_platform(gpu=largest_of_chunks_at_once, default=_largest_in_loops)(
-    blocks
+  # One block after the other: XLA on CPU compiles a batch of slices to slower code.
+  in_loops = lambda blocks: jax.lax.map(
+    functools.partial(_largest_of_block, blocks), blocks.order
   )
+  # At once an update takes 1.8 times the CPU time; loops 1.5 times the kernels.
+  return _compat.by_platform(gpu=largest_of_chunks_at_once, default=in_loops)(blocks)
 
 
 def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:
@@ -87,11 +89,6 @@ def _indices_of(best: jax.Array, length: int, chunks: int) -> jax.Array:
   mask = _mask(length, chunks)
   chunk = jax.lax.broadcasted_iota(jnp.int32, best.shape, best.ndim - 1)
   return jnp.where(best < 0, length, (mask - (best & mask)) * chunks + chunk)
-
-
-def _largest_in_loops(blocks: Blocks) -> jax.Array:
-  # One block after the other: XLA on CPU compiles a batch of slices to slower code.
-  return jax.lax.map(functools.partial(_largest_of_block, blocks), blocks.order)
 
 
 def _largest_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:

@@ -39,7 +39,7 @@ def choose_reaching(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """The entries that reach the last threshold or, where `is_exact`, the k-th largest magnitude.
 
-  Of more than `most` of them, the `most` largest, ties to the lowest index.
+  If more than `most` entries do, the `most` largest, ties to the lowest index.
 
   Args:
     x: f32[n].

@@ -53,7 +53,7 @@ def resize(
 
       r′_w = P′/P Σ_{v ≡ w mod P′} r_v
 
-  Of fewer workers each takes over the residuals of several; new workers begin with
+  With fewer workers each takes over the residuals of several; new workers begin with
   zeros. This is exact where P′/P is a power of two, else an entry is rounded once, to
   float32. Totals of counters continue, in each worker those of the one that had sent
   most. What a collective remembers otherwise (thresholds, regions, random steps) starts
@@ -273,8 +273,8 @@ def _spec_of_moment(
 def _mean(rows: Any, like: ArrayTree) -> ArrayTree:
   """The mean over workers of an array with a row for each, the maximum of integers, in rows of another number.
 
-  Of random keys those of the first workers; what else there is of workers has these
-  folded with a number of its own.
+  Random keys are those of the first workers; further workers have these folded with a
+  number of their own.
   """
   if is_key(rows):
     again, first = np.divmod(np.arange(like.shape[0]), len(rows))

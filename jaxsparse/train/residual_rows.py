@@ -167,7 +167,7 @@ _Home = tuple[int, int, Any]
 
 
 def homes_of(node: ReduceState, params: optax.Params) -> list[list[_Home]]:
-  """Of each leaf of each group its number in the parameters, its entries at a device, and how it lies.
+  """For each leaf of each group: its number in the parameters, its entries at a device, and its sharding.
 
   A group without a residual has none.
   """

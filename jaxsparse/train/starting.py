@@ -218,7 +218,7 @@ def without_not_finite(state: OptState) -> OptState:
 
 
 def _kinds(state: OptState) -> list[str]:
-  """Of each array of a state: "owed", "carried" beside that, where Inf may be a bound, or "" for what is of others."""
+  """The kind of each array of a state: "owed", "carried" beside it (Inf may be a bound), or "" for other arrays."""
   mark = lambda kind, tree: jax.tree.map(lambda _: kind, tree)
 
   def of_node(node: OptState) -> OptState:

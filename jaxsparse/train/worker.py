@@ -105,18 +105,14 @@ class WorkerStep(NamedTuple):
     updates, state = atomic(self.tx).update(grads, state, optimized(params), **extra)
     skipped = states.is_skipped(state)
     # A skipped step keeps the scales, too.
-    scales = jax.tree.map(
-      functools.partial(jnp.where, skipped), overwritten(params), scales
-    )
+    scales = optax.tree.where(skipped, overwritten(params), scales)
     params = with_optimized(
       params, optax.apply_updates(optimized(params), updates), scales
     )
     model_state = _next_model_state(self, comm, model_state)
     # Running statistics never recover from NaN, which optax.zero_nans may have hidden.
-    keep = functools.partial(
-      jnp.where, skipped | ~flatten.stays_finite(before, model_state)
-    )
-    model_state = jax.tree.map(keep, before, model_state)
+    keep = skipped | ~flatten.stays_finite(before, model_state)
+    model_state = optax.tree.where(keep, before, model_state)
     aux = _reduced(aux, self.aux_reduce, functools.partial(_over_workers, comm))
     return (
       params,
@@ -227,8 +223,7 @@ def combine_scales(
   # The flag is the first entry; a worker that is not finite sends zeros beside it.
   sent = jnp.where(finite, flat, 0.0).at[0].set(flat[0])
   failed, largest = restore(comm.all_reduce(sent, "max"))
-  keep = functools.partial(jnp.where, failed > 0)
-  return marked, jax.tree.map(keep, before, largest)
+  return marked, optax.tree.where(failed > 0, before, largest)
 
 
 def _nan_unless(finite: jax.Array | bool, tree: ArrayTree) -> ArrayTree:

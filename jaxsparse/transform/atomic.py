@@ -72,8 +72,7 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
 
 def zeros_if(skipped: jax.Array, updates: optax.Updates) -> optax.Updates:
   """The updates, or zeros where the step is skipped."""
-  zero = lambda update: jnp.where(skipped, jnp.zeros_like(update), update)
-  return jax.tree.map(zero, updates)
+  return optax.tree.where(skipped, optax.tree.zeros_like(updates), updates)
 
 
 def select_state(skipped: jax.Array, before: ArrayTree, after: ArrayTree) -> ArrayTree:

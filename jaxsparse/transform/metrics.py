@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 from optax import OptState
 
@@ -362,4 +363,4 @@ def count_step(
   steps = before.skipped_steps
   of_array = lambda: (bits(update[:1]) < 0) & (steps >= 0)
   always_false = _compat.by_platform(gpu=of_array, default=lambda: steps < 0)()
-  return jax.tree.map(functools.partial(jnp.where, always_false), before, step)
+  return optax.tree.where(always_false, before, step)

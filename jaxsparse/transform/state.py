@@ -12,7 +12,6 @@ and the movement of local steps only, so a wrapper that keeps gradients has to d
 them itself.
 """
 
-import functools
 import json
 import sys
 import zlib
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 from optax import OptState
 
@@ -185,9 +185,7 @@ class ReduceState(NamedTuple):
       skipped=jnp.full_like(self.counters.skipped, skipped),
       skipped_steps=before.counters.skipped_steps + skipped.astype(jnp.int32),
     )
-    carried = jax.tree.map(
-      functools.partial(jnp.where, skipped), before.carried, self.carried
-    )
+    carried = optax.tree.where(skipped, before.carried, self.carried)
     return self._replace(carried=carried, counters=counters)
 
 

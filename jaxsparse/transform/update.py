@@ -279,22 +279,18 @@ def reduce_step(
   return update, state
 
 
-def _reduce(
-  comm: Comm,
-  group: Group,
-  leaves: list[jax.Array],
-  grads: jax.Array,
-  state: State,
-  dtypes: Sequence[jnp.dtype],
-) -> tuple[Reduced, flatten.LeafRounding | None]:
-  """What the collective of a group returns for f32[n], and the rounding to the dtypes of its leaves."""
-  collective = group.collective
+def _flatten(
+  group: Group, leaves: list[jax.Array], dtypes: Sequence[jnp.dtype]
+) -> tuple[jax.Array, Callable, flatten.LeafRounding | None]:
+  """The gradient of a group, f32[n]; the function from f32[n] to its leaves; and the rounding to their dtypes."""
+  own = [leaves[leaf] for leaf in group.leaves]
+  flat, unflatten = flatten.flatten(own)
   # JAX would take the choice of entries for a constant, and differentiate the rest.
-  if not collective.traits.differentiable:
-    grads = _without_derivative(grads, collective.name)
-  sizes = [leaves[leaf].size for leaf in group.leaves]
+  if not group.collective.traits.differentiable:
+    flat = _without_derivative(flat, group.collective.name)
+  sizes = [leaf.size for leaf in own]
   rounding = flatten.rounding(sizes, [dtypes[leaf] for leaf in group.leaves])
-  return collective.reduce(comm, grads, state), rounding
+  return flat, unflatten, rounding
 
 
 def _commit(
@@ -311,9 +307,7 @@ def _commit(
   if traits.replicates:
     update = mark_total(update, axes)
   # `commit` undoes the residual in the pass that writes it; all else is chosen here.
-  worker, shared = jax.tree.map(
-    functools.partial(jnp.where, finite), reduced.state[1:], before[1:]
-  )
+  worker, shared = optax.tree.where(finite, reduced.state[1:], before[1:])
   return update, State(residual, worker, mark_total(shared, axes))
 
 
@@ -355,8 +349,8 @@ def reduce_groups(
     earlier = [are_finite[number] for number in group.waits_for]
     # A data dependency holds back the messages until these means are there.
     after_earlier = ordering.following(comm, earlier) if earlier else comm
-    flat, unflatten = flatten.flatten([leaves[leaf] for leaf in group.leaves])
-    reduced, rounding = _reduce(after_earlier, group, leaves, flat, before, dtypes)
+    flat, unflatten, rounding = _flatten(group, leaves, dtypes)
+    reduced = group.collective.reduce(after_earlier, flat, before)
     mean, commit = reduced.mean(divisor, rounding)
     are_finite.append(mark_total(flatten.all_finite(mean), axes))
     results.append((group, before, reduced, commit, unflatten))

@@ -43,7 +43,7 @@ class Name(NamedTuple):
 
 
 def names(folder: pathlib.Path) -> list[Name]:
-  """Of all versions, oldest first, and the parts of one in order; other files do not count."""
+  """The names of all versions, oldest first, and the parts of one in order; without other files."""
   # A folder may hold files of others, and unfinished ones.
   found = map(_NAME.fullmatch, os.listdir(folder))
   fields = [match.groups() for match in found if match]

@@ -121,7 +121,8 @@ REFUSED = {
     (
       ["--parts=races"],
       "--parts=['races']: choose from goodput, faults, synchronous, hidden, race, ",
-    )
+    ),
+    (["--grace=-1"], "--grace=-1: choose auto, or 0 seconds or more"),
   ],
   "scale": [(["--workers=8,1"], "flag --workers=8,1: ")],
   "selection": [(["--density=1.5"], "--density=1.5: choose a share above 0, up to 1")],

@@ -375,6 +375,34 @@ def test_links_are_kept_until_they_are_as_large_as_an_anchor():
   assert not worker.exchanger._links  # which were of another branch
 
 
+def test_each_answer_has_the_digest_of_the_anchor_which_is_computed_once(worker):
+  exchanger = worker.exchanger
+  digest = exchanger.outer.digest
+  computed = []
+  exchanger.outer.digest = lambda anchor: computed.append(anchor) or digest(anchor)
+
+  def count():
+    """Digests computed so far, after three answers more."""
+    for _ in range(3):
+      prefix = model_of(worker).values[:2].view(np.int64)
+      assert prefix == digest(exchanger.anchor)
+    return len(computed)
+
+  donor = Worker(number=1)
+  donor.round(15, 0.0, 7.0, 0.0)
+  assert count() == 1
+  worker.round(5, 4.0, 2.0, 1.0, commit=None)
+  assert count() == 2  # of the result, which does not count yet
+  exchanger.commit()
+  assert count() == 2
+  exchanger.go_back()
+  assert count() == 3
+  exchanger.adopt(model_of(donor), 0, 0)
+  assert count() == 4
+  exchanger.restore(donor.exchanger.arrays)
+  assert count() == 5
+
+
 def leave_together(residuals, leaving, skipped=False):
   """The residuals of members after a round of which some leave."""
   step = OuterStep(outer)

@@ -1,6 +1,7 @@
 """Readers of rounds: the parameters of the workers bit for bit, and no voice in their rounds."""
 
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.partial.net import transfers
-from jaxsparse.partial.rounds import status
+from jaxsparse.partial.rounds import follower, status
 from jaxsparse.partial.rounds.anchor import OwnAnchor
 from tests.partial.rounds_test import in_threads, join, serve
 
@@ -132,6 +133,50 @@ def test_what_a_donor_sends_wrongly_is_refused_and_then_asked_for_whole(monkeypa
   kept = reader.latest()
   assert kept.version == 3
   assert reader.refused
+
+
+@pytest.mark.parametrize(("gap", "is_there"), [(0.9, True), (1.1, False)])
+def test_a_fetch_may_take_as_long_as_it_takes_while_bytes_come(
+  monkeypatch, gap, is_there
+):
+  """Of 15.5 M entries at 10 Mbit/s for example 50 s: it is silence that ends a fetch."""
+  clock = [0.0]
+  words = np.arange(30 << 14, dtype=np.float32)
+  chunks = transfers.split(transfers.Piece(transfers.PieceKind.MODEL, 1, 0, words))
+
+  class Network:
+    def __init__(self, *_):
+      pass
+
+    due = gap
+
+    def wait(self, seconds):
+      clock[0] += seconds
+      if clock[0] > self.due:
+        self.due += gap
+        self.answered("tcp://a:1", [bytes(frame) for frame in next(chunks).pack()])
+
+    def close(self, linger):
+      pass
+
+  class Peers:
+    def __init__(self, network, longest, answered, lost):
+      network.answered = answered
+
+    def send(self, *_):
+      pass
+
+  reader = js.partial.Follower("tcp://127.0.0.1:1", START, outer, timeout=1.0)
+  times = types.SimpleNamespace(monotonic=lambda: clock[0])
+  monkeypatch.setattr(follower, "time", times)
+  monkeypatch.setattr(follower.sockets, "Network", Network)
+  monkeypatch.setattr(follower.sockets, "Peers", Peers)
+  if is_there:
+    np.testing.assert_array_equal(reader._fetch(["tcp://a:1"], 1).values, words)
+    assert clock[0] > 20 * reader._timeout
+  else:
+    with pytest.raises(TimeoutError, match="no anchor of tcp://a:1"):
+      reader._fetch(["tcp://a:1"], 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 import jaxsparse as js
 from jaxsparse.partial.net.messages import RoundPosition, WorkerGroup
-from jaxsparse.partial.rounds.chain import Link
+from jaxsparse.partial.rounds.chain import RoundLink
 from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.outer_step import OuterStep
 from jaxsparse.partial.rounds.run import Run
@@ -95,7 +95,7 @@ class Team:
 
   def check_link(self, step, before, result, group):
     """A worker that was away has the same bits, by the packed totals."""
-    link = Link.of(group, result)
+    link = RoundLink.of(group, result)
     link.pack(most=10**9)
     after = link.follow(step, before)
     if not result.skipped:

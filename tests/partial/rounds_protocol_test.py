@@ -986,14 +986,17 @@ class Taking(Pieces):
     return RoundPosition(9, 5)
 
 
-@pytest.mark.parametrize("event", ["refused", "unreachable", "none", "taken"])
+@pytest.mark.parametrize("event", ["refused", "unreachable", "none", "late", "taken"])
 def test_links_of_one_donor_then_slices_of_several_then_the_anchor_of_one(event):
-  """The next where those before are refused, or a donor is lost; links again once an anchor was taken."""
+  """The next where those before are refused, or a donor is lost; links again once an anchor was taken.
+
+  Slices of donors that have been through another round since are empty.
+  """
   sent = []
   quiet = lambda *_: None
   send = lambda address, piece: sent.append((address, *piece.values.view(np.int64)))
   place = Membership(0, "tcp://a:1", TIMEOUT, 0.0, quiet, send, quiet, TIMEOUT)
-  exchange = Complaining() if event == "refused" else Taking()
+  exchange = Complaining() if event in ("refused", "late") else Taking()
   exchange.lineage = Taking.lineage
   protocol = RoundProtocol(place, exchange, 4, quiet)
   options = {"grace": GRACE, "sizes": [1, 3], "round": 9, "base": 5, "digest": 0}
@@ -1004,7 +1007,7 @@ def test_links_of_one_donor_then_slices_of_several_then_the_anchor_of_one(event)
   links = [("tcp://b:1", 0, 8, 0, 1)]
   slices = [("tcp://b:1", -1, 0, 0, 2), ("tcp://c:1", -1, 0, 1, 2)]
   whole = [("tcp://b:1", -1, 0, 0, 1)]
-  last = {"refused": model, "none": none, "taken": model}
+  last = {"refused": model, "none": none, "late": none, "taken": model}
   fail = last.get(event, Unreachable("tcp://b:1"))
   protocol.handle(Answer(ServerMessage.WELCOME, welcome), 0.0)
   assert sent == links
@@ -1012,11 +1015,11 @@ def test_links_of_one_donor_then_slices_of_several_then_the_anchor_of_one(event)
   if event == "taken":
     assert place.position == (9, 5, 0)
     return
-  if event != "none":
+  if event not in ("none", "late"):
     protocol.handle(Answer(ServerMessage.WELCOME, welcome), 0.0)
   assert sent == links + slices
   lost = Unreachable("tcp://c:1")
-  protocol.handle(model if event == "refused" else lost, 0.0)
+  protocol.handle({"refused": model, "late": none}.get(event, lost), 0.0)
   protocol.handle(Answer(ServerMessage.WELCOME, welcome), 0.0)
   assert sent == links + slices + whole
   protocol.exchange = Taking()
@@ -1027,7 +1030,7 @@ def test_links_of_one_donor_then_slices_of_several_then_the_anchor_of_one(event)
 
 
 def test_the_server_names_several_donors_the_one_of_fewest_others_first():
-  """Those that have the last anchor, but for those that the worker does not reach."""
+  """Those that have the last anchor, but for those that the worker does not reach: also the first time."""
   server = RoundServer(
     js.partial.Quorum(9, quorum=5), Members(RoundMember, lambda *_: True, LIMIT, 0.0)
   )
@@ -1042,8 +1045,6 @@ def test_the_server_names_several_donors_the_one_of_fewest_others_first():
   ]
   newest = RoundPosition(5, 9)
   server._quorum.position = newest
-  for worker in (7, 8):  # rounds wait for these
-    server.members.known[worker].fetch_seconds = 1.0
   for worker in range(6):
     server.members.known[worker].position = newest
   assert donors(8) == [0, 1, 2, 3]

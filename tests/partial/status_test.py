@@ -66,8 +66,12 @@ def test_a_link_is_shown_as_one_once_it_has_moved_something():
     hub.tell(kind, worker, 1, now=6.0)
   for worker in range(2):
     hub.tell(WorkerMessage.DONE, worker, 1, now=6.5)
-  shown = [worker["doing"] for worker in hub.server.status()["workers"]]
-  assert shown == ["is a link", "trains"]
+  found = hub.server.status()
+  shown = [(worker["link"], worker["doing"]) for worker in found["workers"]]
+  assert shown == [(True, "waits for its groups"), (False, "trains")]
+  hub.tell(WorkerMessage.LINK, 0, 1, now=7.0, position=hub.server._quorum.position)
+  *_, link, _ = status.describe(hub.server.status()).splitlines()
+  assert re.match(r"0 +yes +waits for others ", link)
 
 
 def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delivered():
@@ -110,6 +114,7 @@ def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delive
   }
   assert found["workers"][2] == late | {
     "limit": 5.0,
+    "link": False,
     "address": "tcp://h:3",
   }
   hub.tell(WorkerMessage.READY, 0, 1, now=5.0, position=RoundPosition(1, 1))

@@ -12,7 +12,7 @@ import jaxsparse as js
 from benchmarks.thousands import windows
 from benchmarks.thousands.members import Setting
 from jaxsparse.partial.net import messages
-from jaxsparse.partial.net.membership import Member, Members
+from jaxsparse.partial.net.membership import Member, Members, Membership
 from jaxsparse.partial.net.messages import ServerMessage, Signal, WorkerMessage
 from jaxsparse.partial.rounds import window as module
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
@@ -234,6 +234,42 @@ def test_who_has_been_silent_is_dropped_later():
   for _ in range(200):
     members.receive(b"0", [beat], now, lambda *_: None)
   assert members.dead_at[0] == now + 5.0
+
+
+@pytest.mark.parametrize(
+  ("most", "gaps", "limit"),
+  [
+    (4.0, (0.5, 1.0), 5.0),  # the floor
+    (4.0, (0.5, 4.0, 0.5), 11.9),  # three times the longest silence, which decays
+    (4.0, (0.5, 9.0), 20.0),  # the ceiling
+    (4.0, (9.0, "suspended", 0.5), 20.0),
+    (4.0, ("suspended", 0.5), 5.0),  # of this process, not of the server
+    (4.0, (9.0, "welcome", 0.5), 5.0),  # of another server
+    (1.0, (0.5, 9.0), 5.0),  # a limit that was given
+  ],
+)
+def test_a_worker_waits_longer_for_a_server_that_has_been_silent(most, gaps, limit):
+  quiet = lambda *_: None
+  place = Membership(0, "tcp://a:1", 120.0, 0.0, quiet, quiet, quiet, limit=5.0)
+  place.enter(5.0, None, most)
+  for gap in gaps:
+    match gap:
+      case "welcome":
+        place.enter(5.0, None, most)
+      case "suspended":
+        place.tick(place.now + 30.0)
+      case _:
+        place.now += gap
+        place._last_tick = place.now
+        place.hear()
+  assert place.server_until == pytest.approx(place.now + limit, abs=0.03)
+
+
+def test_a_server_says_how_long_it_may_be_silent():
+  hub = Hub()
+  hub.server.members.most = 4.0
+  hub.tell(WorkerMessage.HELLO, 0, 0.0, address="tcp://h:1")
+  assert hub.answers[0].content["most"] == 4.0
 
 
 @pytest.mark.parametrize("grace", ["soon", -1, None, math.nan])

@@ -163,7 +163,7 @@ def _gather(
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """The non-zero sums of all regions, [slots] entries, the rounding errors of the own region, and the words sent.
 
-  Of the own region, f32[length], at most `most` sums are not 0; the smallest capacity
+  At most `most` sums of the own region, f32[length], are not 0; the smallest capacity
   of a message is `even`.
   """
   length = region_sums.size
@@ -180,7 +180,9 @@ def _gather(
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
     if capacity == length:
       words = saturated_product(length, size - 1)
-      total = _gather_whole(comm, region_sums, slots)
+      regions = in_rank_order(comm, all_gather(comm, region_sums)).reshape(-1)
+      members = bitset.pack(regions != 0)
+      total = threshold.read_first(LazySum((regions,)), members, slots)
       # a vector is not rounded
       no_errors = [sparse.empty((1, few), end)] * writer.codec.rounds
       return total, no_errors, words
@@ -196,12 +198,6 @@ def _gather(
     return sparse.resize(entries, slots, end), rounded_off, words
 
   return switch(capacities, fullest, gather)
-
-
-def _gather_whole(comm: Comm, region_sums: jax.Array, slots: int) -> Sparse:
-  """The non-zero sums of all regions, [slots] entries, sent as vectors."""
-  regions = in_rank_order(comm, all_gather(comm, region_sums)).reshape(-1)
-  return threshold.read_first(LazySum((regions,)), bitset.pack(regions != 0), slots)
 
 
 def _flat(entries: Sparse, region: jax.Array, length: int, end: int) -> Sparse:

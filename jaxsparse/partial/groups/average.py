@@ -50,7 +50,8 @@ class Average:
     self._model = model
     bounds = np.linspace(0, model.size, len(group.members) + 1).astype(int)
     self._shards = {
-      member: slice(*bounds[i : i + 2]) for i, member in enumerate(group.members)
+      member: slice(*bounds[rank : rank + 2])
+      for rank, member in enumerate(group.members)
     }
     shard = self._shards[me]
     self._initial = initial[shard]

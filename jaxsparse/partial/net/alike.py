@@ -101,7 +101,7 @@ class Alike(NamedTuple):
   def of(
     cls, params: optax.Params, start: optax.Params | None = None, **options: Any
   ) -> Self:
-    """That of a worker that starts from `params`, and has options with short representations.
+    """The `Alike` of a worker that starts from `params`, and has options with short representations.
 
     Args:
       params: of the worker.
@@ -123,7 +123,7 @@ class Alike(NamedTuple):
     return cls(_shortened(layout), _shortened(values))
 
   def joined(self, others: Iterable["Alike"]) -> "Alike":
-    """That of a worker of several processes, of which this is the first."""
+    """The `Alike` of a worker of several processes, of which this is that of the first."""
     values = itertools.chain(self.start, *(other.start for other in others))
     return self._replace(start=_shortened([*values]))
 

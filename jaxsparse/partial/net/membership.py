@@ -38,7 +38,7 @@ _BEATS = 5  # heartbeats in the time after which the server drops a silent worke
 # the same number
 _PULSE = 1.0
 _RIVALRY = 4  # times `limit`, for which a rival of a living worker is remembered
-_SILENCES = 3  # times the longest silence lately, after which a worker is dropped
+_SILENCES = 3  # times the longest silence lately, after which one is lost
 _DECAY = 0.99  # of a silence at each message: half in a minute of heartbeats
 _PROBES = 10  # heartbeats of the server to each worker in `limit` seconds
 # words of early pieces beside their entries: some thousands without entries
@@ -69,6 +69,11 @@ class Relay(Protocol):
     """An answer to the training loop."""
 
 
+def limit_after(silence: float, limit: float, most: float) -> float:
+  """Seconds until a silent one is lost: more if it was silent for so long before, up to `most` times `limit`."""
+  return min(max(_SILENCES * silence, limit), most * limit)
+
+
 @dataclasses.dataclass(eq=False)
 class Membership:
   """The place of one worker at its server, which is in one of several states.
@@ -90,6 +95,9 @@ class Membership:
   limit: float  # how long the server may be silent; it states its own limit in WELCOME
   # closes the connection to an address; may handle `Unreachable` before it returns
   disconnect: Callable[[str], None] = lambda _: None
+  # times `limit`, after which a server is lost that has been silent before
+  most: float = 1.0
+  silence: float = 0.0  # seconds between two messages of the server, as of a `Member`
   reconnect: float = (
     0.0  # how long to wait for a server that has been silent for its limit
   )
@@ -117,6 +125,7 @@ class Membership:
   relay: Relay | None = None
 
   def __post_init__(self) -> None:
+    self._heard = self.now  # when the last message of the server came
     self.server_until = self.now + self.limit  # for the next message of the server
     # for WELCOME, and for the next message of another worker
     self.peer_until = self.now + self.timeout
@@ -140,6 +149,7 @@ class Membership:
     self.now = now
     # this process was suspended, messages may be unread
     if now - self._last_tick > self.limit / 2:
+      self._heard = now
       self.server_until = max(self.server_until, now + self.limit)
       self.peer_until = max(self.peer_until, now + self.limit)
       self.stalled_until = max(self.stalled_until, now + self.limit)
@@ -170,7 +180,10 @@ class Membership:
 
   def hear(self) -> None:
     """The server has sent something."""
-    self.server_until = self.now + self.limit + self.reconnect
+    self.silence = max(self.now - self._heard, _DECAY * self.silence)
+    self._heard = self.now
+    limit = limit_after(self.silence, self.limit, self.most)
+    self.server_until = self.now + limit + self.reconnect
 
   def warn(self, text: str) -> None:
     """Logs why this worker does not go on: when that changes, and after 10, 20, 40, … seconds while it does not."""
@@ -195,10 +208,13 @@ class Membership:
       )
     return group
 
-  def enter(self, limit: float, donor: str | None) -> None:
-    """The server has answered WELCOME."""
+  def enter(self, limit: float, donor: str | None, most: float = 1.0) -> None:
+    """The server has answered WELCOME, perhaps another one than before."""
     self.state = "joined"
     self.limit = limit
+    self.most = most
+    self.silence = 0.0
+    self._heard = self.now
     self.donor = donor
 
   def join_again(self, delay: float) -> None:
@@ -307,7 +323,7 @@ class EarlyPieces:
       self.kept += piece.words
 
   def take(self, number: int) -> list[Piece]:
-    """Those of a group; no other group can come any more."""
+    """The pieces of a group; no other group can come any more."""
     pieces = [piece for piece in self.pieces.values() if piece.number == number]
     self.pieces.clear()
     self.kept = 0
@@ -384,7 +400,7 @@ class Members(Generic[M]):
 
   def limit_of(self, member: Member) -> float:
     """Seconds of silence after which this worker is dropped."""
-    return min(max(_SILENCES * member.silence, self.limit), self.most * self.limit)
+    return limit_after(member.silence, self.limit, self.most)
 
   def tick(self, now: float, **beat: Any) -> list[int]:
     """Sends heartbeats, with these facts, and returns who is dead; to be called several times in `limit` seconds."""

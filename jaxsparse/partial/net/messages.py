@@ -431,6 +431,7 @@ _is_round = functools.partial(strict_json.is_whole, most=MOST_ROUNDS)
 # fields of all answers but STATUS, and what they hold
 _FIELDS: dict[str, Callable[[Any], bool]] = {
   "limit": lambda value: strict_json.is_number(value) and value > 0,
+  "most": lambda value: strict_json.is_number(value) and value > 0,
   "grace": lambda value: strict_json.is_number(value) and value >= 0,
   "sizes": _are_sizes,
   "donor": _are_donors,

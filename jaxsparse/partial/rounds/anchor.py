@@ -20,7 +20,7 @@ import optax
 from jaxsparse.partial.net.messages import Piece, PieceKind, RoundPosition, WorkerGroup
 from jaxsparse.partial.net.transfers import MOST_DONORS, PREFIX
 from jaxsparse.partial.rounds import chain
-from jaxsparse.partial.rounds.chain import Link
+from jaxsparse.partial.rounds.chain import RoundLink
 from jaxsparse.partial.rounds.checks import SavedState
 from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
@@ -43,7 +43,6 @@ class OwnAnchor:
     worker: its number.
 
   Attributes:
-    anchor: after the last round that counted, with the residual of this worker.
     group: of the last round that counted.
     given: θ − θ_w, what this worker gives in the next round.
     delivered: the result of the last round of this worker that counted.
@@ -64,8 +63,18 @@ class OwnAnchor:
     self._number = worker
     # the anchor before the last round, and what was given in it
     self._before: tuple[Anchor, optax.Params] | None = None
-    # of the last rounds of `anchor`, at most as many bytes as it has
-    self._links = collections.deque[Link]()
+    # links of the last rounds of `anchor`: at most as many bytes as it has, and the newest
+    self._links = collections.deque[RoundLink]()
+
+  @property
+  def anchor(self) -> Anchor:
+    """The anchor after the last round that counted, with the residual of this worker."""
+    return self._anchor
+
+  @anchor.setter
+  def anchor(self, anchor: Anchor) -> None:
+    self._anchor = anchor
+    self._digest: int | None = None  # another anchor, another digest
 
   def restore(self, state: SavedState) -> None:
     """Begins with what `arrays` was."""
@@ -83,17 +92,18 @@ class OwnAnchor:
       "latest": np.int64(self.anchor.residual_group),
     }
 
-  def replace(self, group: WorkerGroup, result: Result) -> RoundPosition:
-    """The result of a round counts."""
+  def replace(self, group: WorkerGroup, result: Result, digest: int) -> RoundPosition:
+    """The result of a round counts; `digest` is that of its anchor."""
     self._before = self.anchor, self.given
     self.anchor = result.anchor
+    self._digest = digest
     self.delivered = result._replace(totals=())  # which are large
     self.group = group
     self._is_restored = False
     most = self.outer.size(self.anchor)
     while sum(link.nbytes for link in self._links) > most:
       self._links.popleft()
-    self._links.append(Link.of(group, result))
+    self._links.append(RoundLink.of(group, result))
     return self.anchor.position
 
   @property
@@ -128,14 +138,14 @@ class OwnAnchor:
     is_there = anchor.lineage.at(after.round) in (None, after.id)
     return is_there and anchor.position.round >= after.round
 
-  def _unpack(self, model: Piece) -> tuple[Anchor, int, list[Link]]:
+  def _unpack(self, model: Piece) -> tuple[Anchor, int, list[RoundLink]]:
     """The anchor of a donor, with what is of this worker alone, its digest, and the links to it, if it has sent links.
 
     Raises:
       ValueError: for bytes that are none, or that do not prove to be those of the donor.
     """
     prefix, words = np.split(model.values.view(np.uint32), [PREFIX])
-    links = list[Link]()
+    links = list[RoundLink]()
     try:
       digest, size, *_ = prefix.view(np.int64).tolist()
       if size != words.size:
@@ -152,7 +162,9 @@ class OwnAnchor:
       raise ValueError(f"its digest is {found:x}, its donor says {digest:x}")
     return anchor, digest, links
 
-  def _follow(self, start: Lineage, links: list[Link]) -> tuple[Anchor, list[Link]]:
+  def _follow(
+    self, start: Lineage, links: list[RoundLink]
+  ) -> tuple[Anchor, list[RoundLink]]:
     """The anchor after those of these links whose rounds it has not been through, and these."""
     anchor = self.anchor
     if not anchor.lineage.includes(start):
@@ -163,8 +175,10 @@ class OwnAnchor:
     return anchor, missed
 
   def digest(self) -> int:
-    """Of the anchor, as that of the result of its last round."""
-    return self.outer.digest(self.anchor)
+    """The digest of the anchor, computed once: `model` sends it with each answer."""
+    if self._digest is None:
+      self._digest = self.outer.digest(self.anchor)
+    return self._digest
 
   def adopt(self, model: Piece, base: int, digest: int) -> RoundPosition:
     """Takes the anchor of a donor; the residual of this worker stays, and what it gives.

@@ -28,7 +28,7 @@ _START = 2  # words before the header
 
 
 @dataclasses.dataclass
-class Link:
+class RoundLink:
   """What turns an anchor into that of the next round.
 
   Attributes:
@@ -46,14 +46,14 @@ class Link:
   words: np.ndarray | None = None
 
   @classmethod
-  def of(cls, group: WorkerGroup, result: Result) -> "Link":
+  def of(cls, group: WorkerGroup, result: Result) -> "RoundLink":
     """The link of a round that counts."""
     members = () if result.skipped else group.members
     return cls(group.number, result.anchor.size, members, result.totals)
 
   @property
   def nbytes(self) -> int:
-    """Of the packed totals."""
+    """Bytes of the packed totals; 0 without them."""
     return 0 if self.words is None else self.words.nbytes
 
   def pack(self, most: int) -> None:
@@ -81,7 +81,7 @@ class Link:
     return moved._replace(residual_group=anchor.residual_group)
 
 
-def pack(start: Lineage, links: list[Link]) -> np.ndarray:
+def pack(start: Lineage, links: list[RoundLink]) -> np.ndarray:
   """u32[m]: links from the round of `start` on, all of them packed."""
   fields = [(link.number, link.size, link.members, link.nbytes // 4) for link in links]
   text = json.dumps([start.round, start.id, fields])
@@ -95,7 +95,7 @@ def are_links(words: np.ndarray) -> bool:
   return words.size > _START and words[0] == 0
 
 
-def parse(words: np.ndarray) -> tuple[Lineage, list[Link]]:
+def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:
   """The inverse of `pack`.
 
   Raises:
@@ -108,7 +108,9 @@ def parse(words: np.ndarray) -> tuple[Lineage, list[Link]]:
     are_whole = map(strict_json.is_whole, (number, size, length, round_, id_, *members))
     if not all(are_whole) or not 0 < size <= MOST_MEMBERS:
       raise ValueError(f"no link: {size} members {members}")
-    links.append(Link(number, size, tuple(members), words=words[end : end + length]))
+    links.append(
+      RoundLink(number, size, tuple(members), words=words[end : end + length])
+    )
     end += length
   return Lineage(round_, (id_,)), links
 

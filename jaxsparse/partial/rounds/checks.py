@@ -119,13 +119,13 @@ def halve_step(step: Callable, operands: tuple) -> tuple[replication.Halves, Any
 
 
 def _specs(outer: optax.OptState) -> tuple:
-  """Which operands of an outer step vary between workers."""
+  """Partition specs that tell which operands of an outer step vary between workers."""
 
   def spec(node: Any) -> Any:
     if not states.is_reduce_state(node):
       return _ALIKE
-    own = State(_OF_WORKER, _OF_WORKER, shared=_ALIKE)
-    return states.ReduceState._make((own, _OF_WORKER, _OF_WORKER))
+    carried = State(_OF_WORKER, _OF_WORKER, shared=_ALIKE)
+    return states.ReduceState._make((carried, _OF_WORKER, _OF_WORKER))
 
   state = jax.tree.map(spec, outer, is_leaf=states.is_reduce_state)
   return (_OF_WORKER, _OF_WORKER, _OF_WORKER, state, _ALIKE)

@@ -106,7 +106,7 @@ class Exchanger(OwnAnchor):
         f"worker {self._number}: {run.group.round} is skipped: "
         "the sum of what they gave, or the outer step, is not finite"
       )
-    position = self.replace(run.group, run.result)
+    position = self.replace(run.group, run.result, run.digest)
     run.result = self.delivered
     # while it has nothing else to do
     self._thread.submit(self._links[-1].pack, self.outer.size(self.anchor))

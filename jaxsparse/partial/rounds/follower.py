@@ -36,7 +36,7 @@ class Follower:
     dtype: of the leaves to return; by default those of `params`.
     rate: bytes a second, on average, that a worker sends to this reader at most.
     keys: as of `Rounds`.
-    timeout: seconds to wait for workers.
+    timeout: seconds without a byte of a worker after which others are asked.
     device: as of `Rounds`.
 
   Attributes:
@@ -141,8 +141,11 @@ class Follower:
     assembly = transfers.Assembly(longest // 4)
     models = list[Piece]()
     lost = list[str]()
+    until = time.monotonic() + self._timeout
 
     def answered(address: str, frames: list[bytes]) -> None:
+      nonlocal until
+      until = time.monotonic() + self._timeout
       piece = messages.parse_piece(frames)
       if piece and piece.kind == PieceKind.MODEL:
         model = assembly.add(address, piece, donors)
@@ -151,11 +154,10 @@ class Follower:
     network = sockets.Network(self._keys)
     peers = sockets.Peers(network, longest, answered, lost.append)
     has = (-1, 0) if self._in_vain else (own.anchor.position.round, own.id)
-    end = time.monotonic() + self._timeout
     try:
       for donor, request in transfers.requests(donors, round_, self._number, *has):
         peers.send(donor, request)
-      while not models and not lost and time.monotonic() < end:
+      while not models and not lost and time.monotonic() < until:
         network.wait(0.1)
     finally:
       network.close(linger=0)

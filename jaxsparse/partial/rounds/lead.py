@@ -25,7 +25,7 @@ _UNEQUAL = RoundPosition(0, -1)  # no round: parts have different anchors
 
 def _digest_of(digests: dict[int, int]) -> int:
   """The digest of a worker, of those of its parts."""
-  return digest([np.array([own for _, own in sorted(digests.items())])])
+  return digest([np.array([of_part for _, of_part in sorted(digests.items())])])
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -115,7 +115,7 @@ class LeadProtocol(PartProtocol):
     self._take_signal(0, self._mark(signal))
 
   def relay_answer(self, answer: Any) -> None:
-    """As of another part, but for parameters that are not finite, of which this one tells the loop."""
+    """Takes an answer as other parts do, and tells the loop of parameters that are not finite."""
     if answer is None:
       self.membership.answer_loop(None)
     else:
@@ -147,7 +147,7 @@ class LeadProtocol(PartProtocol):
           for worker, address in answer["addresses"].items()
         }
       if answer.get("donor"):
-        donors = (choose(one, part) for one in answer["donor"].split())
+        donors = (choose(donor, part) for donor in answer["donor"].split())
         answer["donor"] = " ".join(filter(None, donors)) or None
       if part:
         self.others.tell([part], kind, **answer)

@@ -1,4 +1,4 @@
-"""Which rounds an anchor has been through: ids that are chained from round to round."""
+"""The rounds that an anchor has been through: ids that are chained from round to round."""
 
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ class Lineage(NamedTuple):
 
   @property
   def id(self) -> int | None:
-    """Of the last round; 0 before the first one."""
+    """The id of the last round; 0 before the first one."""
     return self.at(self.round)
 
   def at(self, round_: int) -> int | None:
@@ -41,12 +41,12 @@ class Lineage(NamedTuple):
     return self.ids[-1 - later] if 0 <= later < len(self.ids) else None
 
   def after(self, number: int) -> "Lineage":
-    """That after one round more, whose group has this number."""
+    """The lineage after one round more, whose group has this number."""
     id_ = chained(self.id or 0, number)
     return Lineage(self.round + 1, (*self.ids, id_)[-MOST_IDS:])
 
   def cut(self, round_: int) -> "Lineage":
-    """That after so many of these rounds."""
+    """The lineage after so many of these rounds."""
     dropped = max(0, self.round - round_)
     return Lineage(round_, self.ids[: max(0, len(self.ids) - dropped)])
 

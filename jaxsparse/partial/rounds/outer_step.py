@@ -213,7 +213,7 @@ class OuterStep:
     )
     program = self.program(size, fragment, operands)
     before = jax.tree.leaves((anchor.params, outer[fragment], False))
-    own = [x for x, equal in zip(before, program.equal, strict=True) if not equal]
+    own = [leaf for leaf, equal in zip(before, program.equal, strict=True) if not equal]
     params, after, _ = program.finish(operands, totals(program.totals), own)
     return _after(anchor, size, number, params, outer | {fragment: after}), fragment
 
@@ -256,8 +256,8 @@ class OuterStep:
         halves, shapes = halve_step(step, operands)
         leaves = jax.tree.leaves(operands)
         totals = halves.second.in_avals[: halves.totals]
-        compiled = lambda closed, *of: (
-          jax.jit(core.jaxpr_as_fun(closed)).lower(*of).compile()
+        compiled = lambda closed, *inputs: (
+          jax.jit(core.jaxpr_as_fun(closed)).lower(*inputs).compile()
         )
         self._programs[key] = _Program(
           compiled(halves.first, *leaves),
@@ -269,7 +269,7 @@ class OuterStep:
     return self._programs[key]
 
   def chain_digest(self, anchor: Anchor) -> str:
-    """Of the traced outer step of the first fragment, for the smallest group of two or more that the chain allows."""
+    """A digest of the traced outer step of fragment 0, for the smallest group of two or more that the chain allows."""
     for size in range(2, _MOST_TEAMS + 1):
       try:
         outer = self._first(anchor.params, size)
@@ -330,8 +330,8 @@ class OuterStep:
     with jax.default_device(self._cpu):
       chain = self._chain(self._comm(size, jnp.int32(0)))
       first = {
-        n: chain.init(self.fragments.part(params, n))
-        for n in range(self.fragments.count)
+        fragment: chain.init(self.fragments.part(params, fragment))
+        for fragment in range(self.fragments.count)
       }
     if not all(map(states.reduce_states, first.values())):
       raise ValueError(
@@ -366,7 +366,9 @@ class OuterStep:
   def residual(self, anchor: Anchor, fragment: int | None = None) -> np.ndarray:
     """f32[m], the residuals of this worker in the unit of an update, of all transforms, concatenated.
 
-    Of one fragment, or of all.
+    Args:
+      anchor: of this worker.
+      fragment: whose residuals; by default those of all fragments.
     """
     residuals = _residuals(_of_fragment(anchor, fragment))
     return np.concatenate(

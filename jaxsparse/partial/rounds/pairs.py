@@ -1,4 +1,4 @@
-"""Which workers of a round reach each other: a state machine for each pair.
+"""The workers of a round that reach each other: a state machine for each pair.
 
     state of a pair     event                                              next state
     together            a round fails, one misses a message of the other   apart, f = 1
@@ -64,7 +64,7 @@ class Pairs:
   def choose(
     self, workers: Collection[int], last_group: int, last_rounds: Mapping[int, int]
   ) -> Collection[int]:
-    """As many of these workers as reach each other.
+    """The largest part of these workers that reach each other, chosen greedily.
 
     Workers that are apart from few come first, then those that were in a round longest
     ago.

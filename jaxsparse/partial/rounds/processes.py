@@ -62,7 +62,7 @@ class PartEndpoint(Endpoint):
       raise self._last_answer
 
   def take(self, seconds: float | None = None) -> Any:
-    """As `Endpoint.take`."""
+    """The next answer, as `Endpoint.take` returns it; notes that `PartLost` has been raised."""
     try:
       return super().take(seconds)
     except PartLost:

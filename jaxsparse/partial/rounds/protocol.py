@@ -306,13 +306,15 @@ class RoundProtocol:
       self._commit(self._run, content)
     elif self._run and content["base"] == position.base:
       self._drop(self._run, "the server has not heard that all members have the result")
-    self.membership.enter(content["limit"], content["donor"])
+    most = content.get("most", 1.0)
+    self.membership.enter(content["limit"], content["donor"], most)
     if self.membership.waits:
       self._begin_request()
 
   def _take_model(self, piece: Piece) -> None:
     membership = self.membership
-    if piece.values.size == PREFIX:  # the donor has no links
+    has_no_links = not membership.in_vain and piece.values.size == PREFIX
+    if has_no_links:
       membership.in_vain = 1
       self._begin_request()
       return

@@ -62,7 +62,7 @@ class Quorum:
   - Its members have the same anchor, that of the last round whose result counted.
   - Two workers that have missed messages of each other in a round are not together in
     the next 2 rounds, after the next failure not in 4, then in 8, up to 64 (`Pairs`).
-    Of the two that one takes part that was in a round longer ago; if that leaves fewer
+    The one of the two takes part that was in a round longer ago; if that leaves fewer
     than K of all workers, both are tried again.
   - Its result counts when all members have it, and for nobody if one of them is lost
     before.
@@ -234,7 +234,7 @@ class Quorum:
     return [self.under_way]
 
   def _choose(self) -> Collection[int]:
-    """Of the workers that are ready as many as reach each other; all if not enough of those that are there do."""
+    """The ready workers that reach each other; all ready ones if too few of the expected workers do."""
     choose = functools.partial(
       self._pairs.choose, last_group=self._last_group, last_rounds=self._counted
     )

@@ -39,7 +39,7 @@ _RETURN = 4
 
 
 class _Branch(NamedTuple):
-  """Which rounds an anchor has been through: those of a run, which begins anew at round 0."""
+  """The rounds that an anchor has been through, of a run, which begins anew at round 0."""
 
   run: int
   lineage: Lineage
@@ -165,6 +165,7 @@ class RoundServer:
         {
           "worker": worker,
           "doing": self._doing_of(worker, member),
+          "link": member.is_link,
           "round": member.position.round,
           "undelivered": member.weight,
           "silent": now - member.heard,
@@ -184,7 +185,7 @@ class RoundServer:
       return "fetches the anchor"
     if member.is_late:
       return "is behind"
-    return "is a link" if member.is_link else "trains"
+    return "waits for its groups" if member.is_link else "trains"
 
   def _handle(self, connection: bytes, signal: Signal) -> None:
     kind, worker, value = signal[:3]
@@ -356,9 +357,8 @@ class RoundServer:
         member.donor = donors[0]
         member.donor_named = now
       others = [other for other in donors if other not in (member.donor, *apart)]
-      # Slices of busy donors would come later, and be of another round if that does
-      # not wait for this worker.
-      most = 1 if loads or member.fetch_seconds is None else MOST_DONORS
+      # Slices of busy donors would come later, and be of another round.
+      most = 1 if loads else MOST_DONORS
       chosen = [member.donor, *others][:most]
       return " ".join(known[donor].address for donor in chosen)
     self._sought = self._sought or now
@@ -556,6 +556,7 @@ class RoundServer:
       donor=donor,
       number=counted,
       limit=self.members.limit,
+      most=self.members.most,
       sizes=[quorum.quorum, quorum.workers],
       **self._last,
     )
@@ -615,8 +616,8 @@ class RoundServer:
   ) -> None:
     """Raises Rejected for a worker of another branch of rounds while it is open which branch goes on.
 
-    That of most workers does, where they are a quorum, and else, after a while, that of
-    those who came first. The others are behind, or are refused if they are of another
+    The branch of most workers does, where they are a quorum, and else, after a while,
+    the branch of those who came first. The others are behind, or are refused if they are of another
     run.
     """
     quorum = self._quorum

@@ -41,7 +41,7 @@ def ask(address: str, keys: Keys | None = None) -> dict[str, Any]:
 
 
 def number_of(keys: Keys | None) -> int:
-  """Of the worker whose keys these are; 0 where all have the same."""
+  """The number of the worker whose keys these are; 0 where all workers have the same."""
   return keys.workers.index(keys.own[0]) if keys and keys.own else 0
 
 
@@ -51,14 +51,14 @@ def describe(status: dict[str, Any]) -> str:
   Example:
     >>> worker = {"worker": 3, "doing": "trains", "round": 7, "undelivered": 16, "address": "tcp://h:1"}
     >>> totals = {"rounds_counted": 7, "rounds_failed": 1, "steps_delivered": 90, "steps_lost": 10}
-    >>> worker |= {"silent": 0.2, "limit": 5.0}
+    >>> worker |= {"silent": 0.2, "limit": 5.0, "link": False}
     >>> times = {"seconds": 2.5, "since": 1.0, "window": 0.3, "turn": 2.0}
     >>> print(describe({"run": "3f", "round": 7, **times, **totals, "workers": [worker]}))
     run 3f: round 7, ended 1.0 s ago, one every 2.5 s; 7 counted and 1 failed at this server
     goodput 90.0 %: steps of the weight 90 delivered, 10 lost
     the last window was open for 0.3 s; enough workers are ready 2.0 s after a round
-    worker  doing                  round  undelivered  silent  of at most  address
-    3       trains                     7           16   0.2 s       5.0 s  tcp://h:1
+    worker  link  doing                  round  undelivered  silent  of at most  address
+    3             trains                     7           16   0.2 s       5.0 s  tcp://h:1
   """
   last = f"round {status['round']}, ended {_seconds(status['since'])} ago, one every {_seconds(status['seconds'])}"
   made = status["steps_delivered"] + status["steps_lost"]
@@ -69,13 +69,17 @@ def describe(status: dict[str, Any]) -> str:
     f"goodput {goodput}: steps of the weight {status['steps_delivered']} delivered, {status['steps_lost']} lost",
     f"the last window was open for {_seconds(status['window'])}; "
     f"enough workers are ready {_seconds(status['turn'])} after a round",
-    f"{'worker':6}  {'doing':21}  round  undelivered  silent  of at most  address",
+    f"{'worker':6}  link  {'doing':21}  round  undelivered  silent  of at most  address",
   ]
   row = (
-    "{worker:<6}  {doing:21}  {round:5}  {undelivered:11}  {silent:4.1f} s  "
+    "{worker:<6}  {mark:4}  {doing:21}  {round:5}  {undelivered:11}  {silent:4.1f} s  "
     "{limit:8.1f} s  {address}"
   )
-  return "\n".join([*lines, *(row.format(**worker) for worker in status["workers"])])
+  rows = [
+    row.format(mark="yes" if worker["link"] else "", **worker)
+    for worker in status["workers"]
+  ]
+  return "\n".join([*lines, *rows])
 
 
 def _seconds(value: float | None) -> str:

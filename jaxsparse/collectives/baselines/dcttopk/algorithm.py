@@ -115,7 +115,7 @@ class Coefficients(NamedTuple):
     residual: jax.Array,
     decay: float,
   ) -> tuple[jax.Array, jax.Array]:
-    """As `Formula.finish`."""
+    """The total and the residual, as `Formula.finish` returns them."""
     _, factor = values
     tiling = self.tiling
 
