@@ -187,6 +187,16 @@ def law_1_each_entry_arrives_exactly_once(case, collective, workers, n):
   np.testing.assert_array_equal(residuals_of(state, workers, n), np.zeros((workers, n)))
 
 
+def what_is_not_partial_keeps_no_entry_whole(_, collective, workers, n):
+  """An entry that is kept as it is would still be in the momentum, as momentum correction masks none."""
+  grads = normals(0, workers, n)
+  state = simulation.initial(collective, workers, n)
+  _, after = simulation.reduce_all(collective, jnp.asarray(grads), state)
+  one = jax.tree.map(lambda leaf: leaf[0], state)
+  if collective.is_partial(n, one) is False:
+    assert np.all(residuals_of(after, workers, n) != grads)
+
+
 LAWS = (
   law_c_nothing_is_lost,
   what_declares_to_lose_mass_loses_it,
@@ -208,6 +218,10 @@ EXEMPT = {
   what_declares_to_lose_mass_loses_it: {str(case) for case in CASES} - LOSING,
   any_input_is_delivered_or_kept: LOSING,
   law_r_every_worker_has_the_same_bits: {"a2sgd", "a2sgd-means=leaf"},
+  # rounding to 0 keeps an entry whole
+  what_is_not_partial_keeps_no_entry_whole: {
+    str(case) for case in CASES if not case.exact
+  },
   law_1_each_entry_arrives_exactly_once: {
     str(case)
     for case in CASES
@@ -276,7 +290,11 @@ def test_nothing_is_lost_of_blocks_that_are_searched_by_candidates(case, workers
 @each(CASES, [1, 2, 3, 5, 6, 8, 13], quick=[3], options="$")
 def test_the_laws_where_everything_is_delivered(case, workers, subtests):
   """Also of fewer entries than workers, of which a share is rounded up to all."""
-  laws = (law_1_each_entry_arrives_exactly_once, any_input_is_delivered_or_kept)
+  laws = (
+    law_1_each_entry_arrives_exactly_once,
+    any_input_is_delivered_or_kept,
+    what_is_not_partial_keeps_no_entry_whole,
+  )
   if workers == 3:
     hold((laws[0], *LAWS), case, case.make(density=DENSITY), workers, 1, subtests)
   else:

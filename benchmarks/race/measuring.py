@@ -56,7 +56,8 @@ class Runner(NamedTuple):
 
   def curve(self, seed: int) -> Curve:
     """Its curve before the first step."""
-    return Curve(*self.key.values(), seed, [], [], [], 0.0)
+    optimizer = str(self.recipe.optimizer)
+    return Curve(self.method.label, optimizer, seed, [], [], [], 0.0)
 
 
 class Length(NamedTuple):
@@ -126,6 +127,8 @@ class Program(racing.Program):
 
 def go_on(training: Training, length: Length, so_far: Curve) -> Iterator[Curve]:
   """The curve of a training after each evaluation; `words` are those of all steps."""
+  program = training.program
+  assert isinstance(program, Program)
   while not length.is_done(max(so_far.steps, default=0), so_far.loss):
     until = length.next_evaluation(max(so_far.steps, default=0))
     training.go_on(until, length.most)
@@ -133,7 +136,7 @@ def go_on(training: Training, length: Length, so_far: Curve) -> Iterator[Curve]:
     so_far = so_far._replace(
       steps=[*so_far.steps, until],
       loss=[*so_far.loss, _round_loss(training.losses[-1])],
-      accuracy=[*so_far.accuracy, training.program.accuracies[-1]],
+      accuracy=[*so_far.accuracy, program.accuracies[-1]],
       words=so_far.words + float(np.sum(words, dtype=float)),
       drift=max(so_far.drift, float(np.max(drift))),
     )

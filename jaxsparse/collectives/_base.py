@@ -173,7 +173,11 @@ class Collective(abc.ABC):
     return n
 
   def is_partial(self, n: int, state: State) -> bool | jax.Array:
-    """Whether a step delivers some of n entries and keeps the others as they are; not with a density of 1."""
+    """Whether a step delivers some of n entries and keeps the others as they are; not with a density of 1.
+
+    `js.momentum_corrected` masks momentum unless it is False. Override it where a step
+    may deliver fewer than `entries(n)`, e.g. those above a given threshold.
+    """
     return self.entries(n) < n
 
   def slots(self, n: int, size: int) -> int:

@@ -15,6 +15,7 @@ DENSE = "dense"
 # mean square, is less than `_SHARE` of that of shuffled rows, and by `_MARGIN` more.
 _SHARE = 0.6
 _MARGIN = 0.05
+_WITHIN = 2.0  # percent above dense
 
 
 class Row(NamedTuple):
@@ -104,7 +105,7 @@ class Race:
     curves = zip(row.losses, targets, strict=True)
     return np.array([_crossing(row.steps, losses, target) for losses, target in curves])
 
-  def best(self, link: str | None = None, within: float = 2.0) -> Row:
+  def best(self, link: str | None = None, within: float = _WITHIN) -> Row:
     """The method with the fewest seconds a step on a link whose loss is within so many percent of dense's.
 
     Args:
@@ -184,6 +185,11 @@ class Race:
       notes.append("one seed: nothing is known of the noise")
     elif rows := [row for row in self.rows[1:] if self.is_noise(row)]:
       notes.append(f"within the noise of the seeds of dense: {names(rows)}")
+    wide = lambda row: _deviation(self.above(row)) > _WITHIN
+    if rows := list(filter(wide, self.rows[1:])):
+      notes.append(
+        f"seeds differ by more than {_WITHIN:g} %, race longer or with more: {names(rows)}"
+      )
     pairs = [f"{found.own:.2f} / {found.dealt:.2f}" for found in self.agreements]
     if any(_differs(found, self.workers) for found in self.agreements):
       notes.append(

@@ -20,6 +20,20 @@ from jaxsparse.arrays import iota
 from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
+__all__ = [
+  "add",
+  "add_rows",
+  "as_row",
+  "compress",
+  "concatenate",
+  "count",
+  "merge",
+  "only_row",
+  "put",
+  "read_at",
+]
+__all__ += ["resize", "where"]
+
 
 def read_at(x: jax.Array, indices: jax.Array) -> jax.Array:
   """x[indices], and 0 for an index beyond the end.
