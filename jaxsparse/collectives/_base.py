@@ -349,7 +349,7 @@ class SparseCollective(Collective):
     density: ρ in (0, 1]; k = ⌈ρ n⌉, where ρ is the decimal number that Python prints,
       so that 0.07 of 100 is 7, not 8.
     k: the number of entries instead, 1 … n: those that are delivered, or those that
-      each worker sends.
+      each worker sends; the most of them, where a threshold selects.
     decay: β in (0, 1]: each worker reduces `gradient + β · (what it has not
       delivered)`, and the residual holds the product. Less than 1 forgets old gradients
       (SparseLoCo: 0.95); 1 loses nothing. A skipped step does not decay it.

@@ -15,7 +15,7 @@ merge them: by `compiler_options`, which `js.make_train_step` sets by itself.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import optax
@@ -27,6 +27,7 @@ from jaxsparse.transform.groups import (
   Bundle,
   Group,
   Shapes,
+  Special,
   assign_collectives,
   groups_of,
 )
@@ -42,7 +43,7 @@ def bucketed_transform(
   *,
   plan: Plan,
   order: Sequence[int] | None = None,
-  special: Mapping[str, str] | None = None,
+  special: Special | None = None,
   shardings: Any = None,
   **config: Any,
 ) -> optax.GradientTransformation:

@@ -44,7 +44,7 @@ def choose_reaching(
   Args:
     x: f32[n].
     last: f32[], the last threshold.
-    is_exact: bool[].
+    is_exact: bool[]. False selects by a given threshold, `last`, and ignores k.
     k: at most `most`.
     most: at most n.
 

@@ -19,6 +19,9 @@ _Array = TypeVar("_Array", jax.Array, np.ndarray)
 def words(width: int, count: int) -> int:
   """The words of a row of `count` numbers of `width` bits, at most 31.
 
+  A number is cut into parts of 16, 8, 4, 2 and 1 bits, and each part of a row is
+  rounded up to words: few numbers of 6 bits take more words than of 8.
+
   Example:
     >>> words(6, 100), words(4, 8), words(0, 5)
     (20, 1, 0)

@@ -93,6 +93,7 @@ def check_rounding(values, got, wire_):
     size = np.abs(exact).max(1, keepdims=True) / 127 * (1 + 2.0**-16) + 1.5e-36
     assert (np.abs(got - exact) <= size).all()
   else:
+    assert wire_ == "int4"
     check_bins(values.astype(np.float64), got.astype(np.float64))
 
 
