@@ -53,9 +53,8 @@ def tasks():
 
 
 @pytest.mark.long
-@jax.numpy_dtype_promotion(
-  "standard"
-)  # adam, which trains the layers of adapters, needs it
+# Adam, which trains the layers of adapters, needs it.
+@jax.numpy_dtype_promotion("standard")
 def test_parameter_counts_are_the_papers(tasks):
   assert {name: task.entries for name, task in tasks.items()} == ENTRIES
   assert {name: registry.make(name).entries for name in MADE} == MADE
