@@ -92,7 +92,8 @@ class Race:
   def is_noise(self, row: Row) -> bool:
     """Whether the difference to dense is within two standard errors over the seeds."""
     above = self.above(row)
-    return abs(above.mean()) <= 2 * _deviation(above) / math.sqrt(len(above))
+    error = _deviation(above) / math.sqrt(len(above))
+    return abs(float(above.mean())) <= 2 * error
 
   def is_at_edge(self, row: Row) -> bool:
     """Whether the best of several rates is the lowest or the highest of them."""
