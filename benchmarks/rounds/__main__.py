@@ -18,9 +18,8 @@ in which the core is idle for most of the time, as on a host with an accelerator
 benchmarks/pages/faults.md explains the numbers.
 
 Example:
-  python -m benchmarks.rounds --parts=goodput --seconds=120 --seed=1 python -m
-  benchmarks.rounds --parts=vector --rate=25mbit --every=16 --pace=2
-  --kill_every=30
+  python -m benchmarks.rounds --parts=goodput --seconds=120 --seed=1
+  python -m benchmarks.rounds --parts=vector --rate=25mbit --every=16 --pace=2 --kill_every=30
 """
 
 import contextlib
