@@ -14,7 +14,7 @@ from jaxsparse.partial.groups.controller import Controller
 from jaxsparse.partial.groups.server import GroupMember, GroupServer
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.membership import Members
-from jaxsparse.partial.net.sockets import Keys, zmq
+from jaxsparse.partial.net.sockets import Keys
 from jaxsparse.partial.rounds.quorum import Quorum
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer
 
@@ -87,9 +87,6 @@ class Server:
       frames[0], frames[1:], time.monotonic()
     )
     self._socket, self.address = self._network.bind(address, messages.LONGEST, receive)
-    self._socket.router_mandatory = (
-      True  # a message to a connection that is gone raises an error
-    )
     self._stop = threading.Event()
     self._thread = threading.Thread(target=self.serve, daemon=True)
 
@@ -118,11 +115,4 @@ class Server:
       self._network.close(linger=0)
 
   def _send(self, connection: bytes, frame: bytes) -> bool:
-    """Sends without waiting; whether the connection is there, and its worker reads."""
-    try:
-      self._socket.send_multipart([connection, frame], zmq.NOBLOCK)
-    except zmq.ZMQError as error:
-      if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-        raise
-      return False
-    return True
+    return sockets.tell(self._socket, connection, frame)

@@ -280,10 +280,7 @@ class Worker:
     self.exchanger = Waiting(OUTER, OUTER.start(START), 0, self.is_link)
     self.exchanger.post = quiet
     self.protocol = self.loop._protocol = self.make()
-    model = lambda _: Piece(PieceKind.MODEL, 0, 0, START)
-    self.loop._answer = {
-      PieceKind.FETCH: model,
-    }
+    self.loop._make_model = lambda _: Piece(PieceKind.MODEL, 0, 0, START)
     self.answer(ServerMessage.WELCOME, **self.welcome())
     if not self.fetches:
       self.ask()

@@ -101,7 +101,7 @@ class Worker(BaseWorker):
     self._protocol = GroupProtocol(membership, np.asarray(initial))
     endpoint.start(
       self._protocol,
-      {PieceKind.FETCH: self._model},
+      self._model,
       self._lose,
       f"partial reduce, worker {number}",
     )

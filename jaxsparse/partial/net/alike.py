@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -24,11 +23,8 @@ from jaxsparse.partial.net import strict_json
 # digest
 _LONGEST = 1 << 19
 MOST_ID = 1 << 62  # ids of a lineage are digests of 62 bits
-
-
-REFUSALS = (
-  10  # so many models of one worker in succession that are not finite raise an error
-)
+# so many models of one worker in succession that are not finite raise an error
+REFUSALS = 10
 
 
 def first_not_finite(params: optax.Params) -> str | None:
@@ -39,7 +35,7 @@ def first_not_finite(params: optax.Params) -> str | None:
     "params['w']"
   """
   with np.errstate(over="ignore"):
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for name, leaf in leaves_by_name(params).items():
       # else all processes of a worker find it together
       is_here = getattr(leaf, "is_fully_addressable", True)
       if not (
@@ -47,7 +43,7 @@ def first_not_finite(params: optax.Params) -> str | None:
         if is_here
         else all_finite(leaf.astype(np.float32))
       ):
-        return f"params{jax.tree_util.keystr(path)}"
+        return f"params{name}"
   return None
 
 
@@ -60,15 +56,15 @@ def check_start(params: optax.Params) -> None:
     ...
     TypeError: params['step'] has dtype int32, choose floating point: keep other leaves out of the parameters
   """
-  leaves = jax.tree_util.tree_leaves_with_path(params)
+  leaves = leaves_by_name(params)
   if not leaves:
     raise ValueError(f"params={params!r} has no arrays: give the parameters of a model")
   check_are_arrays(params, "params")
   check_not_overwritten(params, "params")
-  for where, leaf in leaves:
+  for name, leaf in leaves.items():
     if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
       raise TypeError(
-        f"params{jax.tree_util.keystr(where)} has dtype {dtype.name}, "
+        f"params{name} has dtype {dtype.name}, "
         "choose floating point: keep other leaves out of the parameters"
       )
   if path := first_not_finite(params):

@@ -13,7 +13,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from jaxsparse.partial.net import messages, sockets
@@ -24,6 +24,7 @@ from jaxsparse.partial.net.transfers import Assembly, Transfers, split
 
 # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
 _LAST_WORDS = 1000
+_OF_DONORS = PieceKind.MODEL, PieceKind.WAITS
 
 
 class ControllerLost(RuntimeError):
@@ -84,9 +85,6 @@ class Endpoint:
     self._data, self.address = self._network.bind(
       bind, longest, self._from_worker, closes_stalled=True
     )
-    self._data.router_mandatory = (
-      True  # a message to a connection that is gone raises an error
-    )
     self._transfers = Transfers()
     self._assembly = Assembly(longest // 4)
     self._transfer: zmq.MessageTracker | None = None  # the model that was sent last
@@ -108,7 +106,7 @@ class Endpoint:
   def start(
     self,
     protocol: WorkerProtocol,
-    answers: Mapping[PieceKind, Callable[[Piece], Piece]],
+    make_model: Callable[[Piece], Piece],
     lose: Callable[[str], Exception],
     name: str,
   ) -> None:
@@ -116,14 +114,13 @@ class Endpoint:
 
     Args:
       protocol: made with the methods of this endpoint.
-      answers: by the kind of a piece of another worker, the piece that answers it;
-        others go to the protocol.
+      make_model: the MODEL that answers a FETCH; other pieces go to the protocol.
       lose: saves what is to be saved after the server was lost, as the message says;
         every request raises the result.
       name: of the thread.
     """
     self._protocol = protocol
-    self._answer = answers
+    self._make_model = make_model
     self._lose = lose
     self._thread = threading.Thread(target=self._run, daemon=True, name=name)
     self._thread.start()
@@ -239,7 +236,7 @@ class Endpoint:
       )
       if asked:
         peer, request = asked
-        for chunk in split(self._answer[PieceKind.FETCH](request)):
+        for chunk in split(self._make_model(request)):
           self._transfer = self._send_back(peer, chunk)
     for peer in self._transfers.waiting(time.monotonic()):
       self._send_back(peer, Piece(PieceKind.WAITS, 0, self._protocol.membership.number))
@@ -270,22 +267,19 @@ class Endpoint:
     piece = messages.parse_piece(content)
     if piece and piece.kind == PieceKind.FETCH:
       self._transfers.ask(connection, piece, time.monotonic())
-    elif piece and piece.kind in self._answer:
-      self._send_back(connection, self._answer[piece.kind](piece))
     # a model comes from the donor alone, by the connection to it
-    elif piece and piece.kind not in (PieceKind.MODEL, PieceKind.WAITS):
+    elif piece and piece.kind not in _OF_DONORS:
       self._handle(piece)
 
   def _from_peer(self, address: str, frames: list[bytes]) -> None:
     """A message of a worker by the connection that this one has made to its address."""
     piece = messages.parse_piece(frames)
-    if piece is None or piece.kind not in (PieceKind.MODEL, PieceKind.WAITS):
+    if piece is None or piece.kind not in _OF_DONORS:
       self._from_worker([b"", *frames])
       return
-    membership = self._protocol.membership
-    if address in membership.donors:
+    donors = self._protocol.membership.donors
+    if address in donors:
       self._handle(Progress(address))
       is_chunk = piece.kind == PieceKind.MODEL
-      donors = membership.donors
       if is_chunk and (model := self._assembly.add(address, piece, donors)):
         self._handle(model)

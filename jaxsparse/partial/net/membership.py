@@ -98,9 +98,8 @@ class Membership:
   # times `limit`, after which a server is lost that has been silent before
   most: float = 1.0
   silence: float = 0.0  # seconds between two messages of the server, as of a `Member`
-  reconnect: float = (
-    0.0  # how long to wait for a server that has been silent for its limit
-  )
+  # how long to wait for a server that has been silent for its limit
+  reconnect: float = 0.0
   state: Literal["joining", "fetching", "joined", "ended"] = "joining"
   position: RoundPosition = _START  # in rounds
   alike: Alike = _UNKNOWN  # what all workers need alike
@@ -110,18 +109,14 @@ class Membership:
   # how often donors have been asked in vain: one for links, then all for slices of their
   # anchor, then one for its anchor
   in_vain: int = 0
-  fetches_since: float | None = (
-    None  # when it began to ask for a model that has not come
-  )
+  # when it began to ask for a model that has not come
+  fetches_since: float | None = None
   # whether a request of the training loop is open; the first one is that for a start
   waits: bool = True
   # addresses of the workers of whom the server has told it
   addresses: dict[int, str] = dataclasses.field(default_factory=dict)
   # once the server is lost, which message has not come for how many seconds
-  lost: tuple[str, float] = (
-    "",
-    0.0,
-  )
+  lost: tuple[str, float] = "", 0.0
   relay: Relay | None = None
 
   def __post_init__(self) -> None:
@@ -231,8 +226,8 @@ class Membership:
     """The addresses of those that are asked."""
     return (self.donor or "").split()[: None if self.in_vain == 1 else 1]
 
-  def fetch(self, round_: int = 0, id_: int = 0) -> bool:
-    """Asks the donor for its model, and whether it can be reached.
+  def fetch(self, round_: int = 0, id_: int = 0) -> None:
+    """Asks the donor for its model.
 
     In rounds once that has been through that round, for links from the own round on, of
     that id, or each of several for a slice of its anchor.
@@ -243,7 +238,6 @@ class Membership:
     has = (-1, 0) if self.in_vain else (self.position.round, id_)
     for request in transfers.requests(self.donors, round_, self.number, *has):
       self.send(*request)
-    return self.state == "fetching"
 
   def _await_donor(self) -> None:
     """The donor may be silent for a while from now on."""
@@ -282,17 +276,17 @@ class Membership:
   def take_rejection(self, reason: str, *, awaits_group: bool) -> bool:
     """Whether the server does not know this worker, which joins again; other reasons answer the open request."""
     kind = reason.partition(":")[0]
+    is_joining = self.state == "joining"
     if kind != "absent":
-      if kind != "duplicate" and (awaits_group or self.state == "joining"):
-        state = "ended" if self.state == "joining" else "joined"
+      if kind != "duplicate" and (awaits_group or is_joining):
         # if no request is open, the next one raises it
         self.reply(ValueError(f"worker {self.number}: {reason}"))
-        self.state = state  # type: ignore[assignment]
-      elif self.state == "joining":
+        if is_joining:
+          self.state = "ended"
+      elif is_joining:
         self.warn(f"is not admitted yet: {reason}")
-    elif (
-      self.state != "joining"
-    ):  # the server has dropped this worker and aborted its group, or is another server
+    # the server has dropped this worker and aborted its group, or is another server
+    elif not is_joining:
       self.await_peer()
       self.join_again(RETRY)
     return kind == "absent"
@@ -359,9 +353,8 @@ class Members(Generic[M]):
   # who is dropped when, if no message comes
   dead_at: dict[int, float] = dataclasses.field(default_factory=dict)
   rejected: int = 0  # messages
-  most: float = (
-    1.0  # times `limit`, after which one is dropped that has been silent before
-  )
+  # times `limit`, after which one is dropped that has been silent before
+  most: float = 1.0
   # by the number of the worker
   known: dict[int, M] = dataclasses.field(default_factory=dict)
   alike: Alike = _UNKNOWN  # what the workers that are there have alike
@@ -370,9 +363,8 @@ class Members(Generic[M]):
     self._last_tick = self.now
     self._last_probe = -float("inf")
     self._changes = 0  # how often workers have joined and left
-    self._addresses = dict[
-      int, tuple[int, str | None]
-    ]()  # by worker: the number of its last change; None: it has left
+    # by worker: the number of its last change; None: it has left
+    self._addresses = dict[int, tuple[int, str | None]]()
 
   def receive(
     self,

@@ -42,6 +42,15 @@ _MOST_NAMES = 20  # members of a group that a text names
 MOST_MEMBERS = 2**16  # in a group: numbers of workers have 16 bits
 MOST_ROUNDS = 2**40  # more than a run of a round a millisecond has in 30 years
 _MOST = 2**63 - 1  # numbers of groups, and digests, have 62 bits
+# the numbers of a signal after its kind and worker, in their order, and their bounds
+_BOUNDS = {
+  "value": (0, _MOST),
+  "round": (0, MOST_ROUNDS),
+  "base": (-1, _MOST),  # -1: parts of a worker have different ones
+  "last": (0, _MOST),
+  "digest": (0, _MOST),
+  "missing": (-1, MOST_MEMBERS - 1),
+}
 _LONGEST_ADDRESSES = 1 << 16  # characters of the addresses of a worker
 
 
@@ -117,9 +126,8 @@ class WorkerMessage(enum.IntEnum):
   # heartbeat; in rounds `value` is the weight that the worker has trained for and not
   # delivered
   BEAT = 5
-  SYNCHRONIZE = (
-    6  # has done `value` iterations and waits for the average of all workers
-  )
+  # has done `value` iterations and waits for the average of all workers
+  SYNCHRONIZE = 6
   # HELLO of a worker whose model is not finite: welcome once another worker has a model
   # for it
   NOT_FINITE = 7
@@ -156,9 +164,8 @@ class ServerMessage(enum.IntEnum):
   # all members have the result of a round; with its number and digest, and a donor for
   # another digest
   COMMIT = 6
-  BEHIND = (
-    7  # to READY of a worker that has missed a round; with the address of a donor
-  )
+  # to READY of a worker that has missed a round; with the address of a donor
+  BEHIND = 7
   STATUS = 8  # to STATUS
   # the lead to another process of its worker: what is `next`, for round `number`, with
   # the reason
@@ -185,9 +192,8 @@ class PieceKind(enum.IntEnum):
   # to FETCH, a chunk of f32[n]; number is the model's iteration, the tag says how many
   # chunks follow
   MODEL = 2
-  PART = (
-    3  # the receiver's shard of the sender's model, for the average of group `number`
-  )
+  # the receiver's shard of the sender's model, for the average of group `number`
+  PART = 3
   MEAN = 4  # the sender's shard of that average
   MESSAGE = 5  # message `tag` of the sender to the receiver in round `number`
   WAITS = 6  # to FETCH, once a second while the model of the sender goes to others
@@ -251,15 +257,13 @@ class Signal(NamedTuple):
   def pack(self) -> bytes:
     """The bytes of this signal."""
     text = f"{self.address}\n{self.alike}" if self.address else ""
-    numbers = (
-      self.kind,
-      self.worker,
-      self.value,
-      *self.position,
-      self.digest,
-      self.missing,
-    )
-    return _SIGNAL.pack(*numbers) + text.encode()
+    numbers = _SIGNAL.pack(self.kind, self.worker, *self.numbers)
+    return numbers + text.encode()
+
+  @property
+  def numbers(self) -> tuple[int, ...]:
+    """Those of `_BOUNDS`."""
+    return self.value, *self.position, self.digest, self.missing
 
 
 _JOINING = WorkerMessage.HELLO, WorkerMessage.NOT_FINITE
@@ -305,20 +309,11 @@ def parse_signal(frames: list[bytes]) -> Signal:
   Raises:
     Rejected: if it is not exactly one signal, or has a number that no worker has.
   """
-  signal = _read_signal(frames)
-  if signal is None:
-    raise Rejected(f"malformed: {[frame[:60] for frame in frames[:2]]} is no signal")
-  _check_plausible(signal)
-  return signal
-
-
-def _read_signal(frames: list[bytes]) -> Signal | None:
-  with contextlib.suppress(ValueError, struct.error):
+  try:
     (frame,) = frames
-    kind, worker, value, *position, digest, missing = _SIGNAL.unpack(
-      frame[: _SIGNAL.size]
-    )
-    address, newline, words = frame[_SIGNAL.size :].decode().partition("\n")
+    head, text = frame[: _SIGNAL.size], frame[_SIGNAL.size :].decode()
+    kind, worker, value, *position, digest, missing = _SIGNAL.unpack(head)
+    address, newline, words = text.partition("\n")
     alike = Alike.parse(words) if newline else Alike()
     signal = Signal(
       WorkerMessage(kind),
@@ -330,27 +325,19 @@ def _read_signal(frames: list[bytes]) -> Signal | None:
       digest,
       missing,
     )
-    joins = kind in _JOINING
-    if _are_addresses(address) if joins else not address and not newline:
-      return signal
-  return None
-
-
-def _check_plausible(signal: Signal) -> None:
-  """Raises Rejected for a number that no worker has; parts of a worker that differ have the base -1."""
-  bounds = {
-    "value": (signal.value, 0, _MOST),
-    "round": (signal.position.round, 0, MOST_ROUNDS),
-    "base": (signal.position.base, -1, _MOST),
-    "last": (signal.position.last, 0, _MOST),
-    "digest": (signal.digest, 0, _MOST),
-    "missing": (signal.missing, -1, MOST_MEMBERS - 1),
-  }
-  for name, (number, least, most) in bounds.items():
+    if not (_are_addresses(address) if kind in _JOINING else not text):
+      raise ValueError(address)
+  except (ValueError, struct.error) as error:
+    shown = [frame[:60] for frame in frames[:2]]
+    raise Rejected(f"malformed: {shown} is no signal") from error
+  for (name, (least, most)), number in zip(
+    _BOUNDS.items(), signal.numbers, strict=True
+  ):
     if not least <= number <= most:
       raise Rejected(
-        f"malformed: {name}={number} of worker {signal.worker}, choose {least} … {most}"
+        f"malformed: {name}={number} of worker {worker}, choose {least} … {most}"
       )
+  return signal
 
 
 def _are_addresses(text: str) -> bool:
@@ -363,14 +350,12 @@ def _are_addresses(text: str) -> bool:
 
 def parse_piece(frames: list[bytes]) -> Piece | None:
   """The piece in a message of another worker; None for any other message."""
-  if len(frames) != 2 or len(frames[0]) != _PIECE.size or len(frames[1]) % 4:
-    return None
-  kind, number, sender, tag = _PIECE.unpack(frames[0])
-  return (
-    Piece(PieceKind(kind), number, sender, np.frombuffer(frames[1], np.float32), tag)
-    if kind in set(PieceKind)
-    else None
-  )
+  with contextlib.suppress(ValueError, struct.error):
+    head, content = frames
+    kind, number, sender, tag = _PIECE.unpack(head)
+    values = np.frombuffer(content, np.float32)
+    return Piece(PieceKind(kind), number, sender, values, tag)
+  return None
 
 
 def sender_of(frames: list[bytes]) -> int | None:
@@ -395,10 +380,6 @@ def _are_donors(value: object) -> bool:
   return value is None or (
     isinstance(value, str) and all(map(_are_addresses, value.split(" ")))
   )
-
-
-def _is_text(value: object) -> bool:
-  return isinstance(value, str)
 
 
 def _are_workers(value: object) -> bool:
@@ -427,7 +408,6 @@ def _are_addresses_of_workers(value: object) -> bool:
   )
 
 
-_is_round = functools.partial(strict_json.is_whole, most=MOST_ROUNDS)
 # fields of all answers but STATUS, and what they hold
 _FIELDS: dict[str, Callable[[Any], bool]] = {
   "limit": lambda value: strict_json.is_number(value) and value > 0,
@@ -436,7 +416,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
   "sizes": _are_sizes,
   "donor": _are_donors,
   "number": strict_json.is_whole,
-  "round": _is_round,
+  "round": functools.partial(strict_json.is_whole, most=MOST_ROUNDS),
   "base": strict_json.is_whole,
   # a part of a worker gets -1 if the parts have another one together
   "digest": functools.partial(strict_json.is_whole, least=-1),
@@ -449,16 +429,11 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
   "initial": lambda value: strict_json.is_number(value) and math.isfinite(value),
   "addresses": _are_addresses_of_workers,
   "worker": strict_json.is_whole,
-  "reason": _is_text,
+  "reason": lambda value: isinstance(value, str),
   "alive": strict_json.is_whole,
   "next": lambda value: value in [*Next],
 }
-_LAST_ROUND = {
-  "round",
-  "base",
-  "digest",
-  "run",
-}  # fields of rounds, which come together
+_LAST_ROUND = {"round", "base", "digest", "run"}  # of rounds, which come together
 _REQUIRED: dict[ServerMessage, set[str]] = {
   ServerMessage.WELCOME: {"limit", "donor"},
   ServerMessage.GROUP: {*WorkerGroup._fields, "addresses"},

@@ -208,6 +208,8 @@ class Network:
     """A bound ROUTER and its address; `handler` gets frames; a message of over `longest` bytes ends its connection."""
     socket = self.context.socket(zmq.ROUTER)
     socket.maxmsgsize = longest
+    # a message to a connection that is gone raises an error
+    socket.router_mandatory = True
     if closes_stalled:
       socket.tcp_maxrt = _STALLED
       socket.sndhwm = 0  # all chunks of a model
@@ -262,6 +264,17 @@ class Network:
     self.context.destroy(linger)
 
 
+def tell(router: zmq.Socket, connection: bytes, frame: bytes) -> bool:
+  """Sends without waiting; whether the connection is there, and its worker reads."""
+  try:
+    router.send_multipart([connection, frame], zmq.NOBLOCK)
+  except zmq.ZMQError as error:
+    if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+      raise
+    return False
+  return True
+
+
 class Peers:
   """Connections to other workers, by address; each is made when something is first sent there.
 
@@ -284,12 +297,10 @@ class Peers:
     self._longest = longest
     self._answered = answered
     self._lost = lost
-    self._peers: dict[
-      str, tuple[zmq.Socket, zmq.Socket]
-    ] = {}  # the second one reports when the connection breaks
-    self._sent: list[
-      tuple[str, zmq.MessageTracker]
-    ] = []  # messages that may not have been handed to the kernel yet
+    # the second one reports when the connection breaks
+    self._peers = dict[str, tuple[zmq.Socket, zmq.Socket]]()
+    # messages that may not have been handed to the kernel yet
+    self._sent: list[tuple[str, zmq.MessageTracker]] = []
 
   def send(self, address: str, piece: Piece) -> None:
     """Sends without waiting; closes the connection if its queue is full or the address is malformed."""

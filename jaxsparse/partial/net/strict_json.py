@@ -49,19 +49,3 @@ def is_whole(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
 def is_number(value: Any) -> bool:
   """Whether a value is a number, and not NaN."""
   return type(value) in (int, float) and abs(value) <= float("inf")
-
-
-def parse_whole(content: bytes | str) -> list[int]:
-  """The numbers of a JSON list of whole numbers of 63 bits.
-
-  Raises:
-    ValueError: for any other text.
-
-  Example:
-    >>> parse_whole("[3, 4]")
-    [3, 4]
-  """
-  values = parse(content)
-  if not isinstance(values, list) or not all(map(is_whole, values)):
-    raise ValueError("no list of whole numbers")
-  return values

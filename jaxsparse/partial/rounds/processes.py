@@ -14,11 +14,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsparse.launch import rank
-from jaxsparse.partial.net import messages
+from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.endpoint import Endpoint
 from jaxsparse.partial.net.membership import Member, Members, Membership
 from jaxsparse.partial.net.messages import Next
-from jaxsparse.partial.net.sockets import zmq
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.lead import LeadProtocol
 from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
@@ -49,11 +48,7 @@ class PartEndpoint(Endpoint):
 
   def tell_part(self, connection: bytes, frame: bytes) -> bool:
     """Sends an answer to a part of this worker; whether the connection is there."""
-    try:
-      self._data.send_multipart([connection, frame], zmq.NOBLOCK)
-    except zmq.ZMQError as error:
-      return error.errno != zmq.EHOSTUNREACH
-    return True
+    return sockets.tell(self._data, connection, frame)
 
   def check_parts(self) -> None:
     """Raises PartLost if the thread has ended since a part of this worker is lost."""

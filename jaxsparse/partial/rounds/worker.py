@@ -16,7 +16,7 @@ from jaxsparse.launch.rank import START_TIMEOUT
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.alike import REFUSALS, Alike, check_start
 from jaxsparse.partial.net.endpoint import ControllerLost
-from jaxsparse.partial.net.messages import Next, PieceKind, WorkerMessage
+from jaxsparse.partial.net.messages import Next, WorkerMessage
 from jaxsparse.partial.net.sockets import Keys
 from jaxsparse.partial.rounds import checks, moving, processes, slices
 from jaxsparse.partial.rounds.checks import SavedState
@@ -220,9 +220,8 @@ class Rounds:
       flatten(exchanger.anchor.params)[0].size,
       servers,
     )
-    answers = {PieceKind.FETCH: exchanger.model}
     name = f"rounds, worker {self._number}"
-    endpoint.start(self._protocol, answers, ControllerLost, name)
+    endpoint.start(self._protocol, exchanger.model, ControllerLost, name)
     with endpoint.ended_by_errors():
       processes.take(self._place, endpoint)
       exchanger.compile(self._protocol.sizes)
