@@ -65,7 +65,7 @@ class Run:
 
   group: WorkerGroup
   digest: int = 0
-  missing: int | None = None
+  missing: int = -1
   active: bool = True
 
   def receive(self, piece: Piece) -> None:

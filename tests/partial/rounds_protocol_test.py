@@ -112,7 +112,7 @@ class Run:
   @property
   def missing(self):
     return next(
-      (member for member in self.group.members if member not in self.parts), None
+      (member for member in self.group.members if member not in self.parts), -1
     )
 
   def begin(self):

@@ -28,6 +28,7 @@ from jaxsparse.transform.fragments import fill_zeros
 from jaxsparse.weights import digests
 
 _LOG = logging.getLogger(__name__)
+_NO_WORDS = np.empty(0, np.uint32)
 
 
 class Forked(ValueError):
@@ -265,7 +266,7 @@ class OwnAnchor:
       index, count = 0, 1
     is_late = count > 1 and request.number != self.anchor.position.round
     if is_late:  # the slices of others are of another anchor
-      words = np.empty(0, np.uint32)
+      words = _NO_WORDS
     elif round_ < 0:
       words = np.frombuffer(self.outer.pack(self.anchor), np.uint32)
     else:
@@ -282,12 +283,11 @@ class OwnAnchor:
 
   def _links_from(self, start: Lineage) -> np.ndarray:
     """The links of all rounds after one, if they are here, and fewer bytes than the anchor; else no words."""
-    nothing = np.empty(0, np.uint32)
     count = self.anchor.position.round - start.round
     links = [*self._links][-count:]
-    if not 0 < count == len(links) or not self.anchor.lineage.includes(start):
-      return nothing
-    if any(link.words is None for link in links):
-      return nothing
-    words = chain.pack(start, links)
-    return words if words.nbytes < self.outer.size(self.anchor) else nothing
+    is_known = 0 < count == len(links) and self.anchor.lineage.includes(start)
+    if is_known and all(link.words is not None for link in links):
+      words = chain.pack(start, links)
+      if words.nbytes < self.outer.size(self.anchor):
+        return words
+    return _NO_WORDS

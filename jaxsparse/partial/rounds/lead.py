@@ -45,19 +45,15 @@ class LeadProtocol(PartProtocol):
     self._joined = 0  # how often all parts have
     self._all = set(range(len(self.addresses)))
     self._answers = collections.deque[Answer]()  # to this part, after what it does now
-    self._last_signals: dict[
-      int, Signal
-    ] = {}  # HELLO of all parts, and what has their positions
-    self._hellos: dict[int, Signal] = {}
-    self._joining = set[int]()
+    self._last_signals = dict[int, Signal]()  # of each part, with its position
+    self._joining = dict[int, Signal]()  # HELLO of the parts that join
     self._ready = set[int]()
     self._answered = set[int]()
     self._group = 0  # the number of that under way
-    self._digests: dict[int, int] = {}  # digests of the results of its parts
+    self._digests = dict[int, int]()  # of the results of its parts
     self._digest_of_last = 0  # digest of the last round of all, as the server says
-    self._refused = (
-      False  # whether the anchor that all parts have fetched is another one
-    )
+    # whether the anchor that all parts have fetched is another one
+    self._refused = False
     self._skipping = set[int]()
     self._digest_of_all = 0  # digest that the server was told last
     self._has_left = False
@@ -129,8 +125,8 @@ class LeadProtocol(PartProtocol):
     self, parts: set[int], next_: Next, number: int = 0, reason: str = ""
   ) -> None:
     """Tells parts what they do together."""
-    follow = ServerMessage.FOLLOW
-    self._tell_parts(parts, follow, next=next_, number=number, reason=reason)
+    facts = {"next": next_, "number": number, "reason": reason}
+    self._tell_parts(parts, ServerMessage.FOLLOW, **facts)
 
   def _tell_parts(self, parts: set[int], kind: ServerMessage, **content: Any) -> None:
     """Tells parts something, each with the addresses of the same part of other workers."""
@@ -141,13 +137,12 @@ class LeadProtocol(PartProtocol):
 
     for part in sorted(parts):
       answer = dict(content)
-      if "addresses" in answer:
+      if addresses := content.get("addresses"):
         answer["addresses"] = {
-          worker: choose(address, part)
-          for worker, address in answer["addresses"].items()
+          worker: choose(address, part) for worker, address in addresses.items()
         }
-      if answer.get("donor"):
-        donors = (choose(donor, part) for donor in answer["donor"].split())
+      if donor := content.get("donor"):
+        donors = (choose(address, part) for address in donor.split())
         answer["donor"] = " ".join(filter(None, donors)) or None
       if part:
         self.others.tell([part], kind, **answer)
@@ -181,19 +176,16 @@ class LeadProtocol(PartProtocol):
   def _take_hello(self, part: int, signal: Signal) -> None:
     """The worker joins when all parts do."""
     is_new = part not in self._joining
-    self._hellos[part] = signal
-    self._joining.add(part)
+    self._joining[part] = signal
     self._ready.discard(part)
+    others = self._all - self._joining.keys()
     if is_new:
       reason = "absent: another part of this worker has to join again"
-      self._tell_parts(self._all - self._joining, ServerMessage.REJECTED, reason=reason)
-    if self._joining != self._all:
-      return
-    if is_new or part == 0:  # all parts repeat it
-      alike = self._hellos[0].alike.joined(
-        self._hellos[other].alike for other in sorted(self._all - {0})
-      )
-      signal = signal._replace(address=",".join(self.addresses), alike=alike)
+      self._tell_parts(others, ServerMessage.REJECTED, reason=reason)
+    if not others and (is_new or part == 0):  # all parts repeat it
+      first, *rest = (self._joining[part].alike for part in sorted(self._all))
+      address = ",".join(self.addresses)
+      signal = signal._replace(address=address, alike=first.joined(rest))
       self._pass_to_server(signal._replace(value=self.membership.fetching))
 
   def _take_ready(self, part: int, signal: Signal) -> None:
@@ -243,10 +235,8 @@ class LeadProtocol(PartProtocol):
     self.others.forget(part)
     if not self._has_left:
       if self._group:
-        reason = "this worker leaves"
-        self._tell_parts(
-          self._all - {part}, ServerMessage.ABORT, number=self._group, reason=reason
-        )
+        facts = {"number": self._group, "reason": "this worker leaves"}
+        self._tell_parts(self._all - {part}, ServerMessage.ABORT, **facts)
         self._group = 0
       self._pass_to_server(signal)
       self._has_left = True
@@ -269,7 +259,7 @@ class LeadProtocol(PartProtocol):
   def _pass_on(self, kind: ServerMessage, content: messages.Content) -> None:
     """An answer of the server to all parts."""
     if kind == ServerMessage.WELCOME:
-      if self._joining != self._all:  # to HELLO that the lead has repeated
+      if self._joining.keys() != self._all:  # to HELLO that the lead has repeated
         return
       self._joining.clear()
       self._joined += 1

@@ -28,11 +28,10 @@ from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
 from jaxsparse.transform.fragments import Fragments, fill_zeros
 from jaxsparse.transform.residuals import residual_leaves
-from jaxsparse.types import Comm
+from jaxsparse.types import Comm, State
 from jaxsparse.weights import digests
 
 _MOST_TEAMS = 8
-_NOBODY = np.int32(0), np.float32(0)  # rank and weight of an operand without values
 _FORMAT = 2  # version of the bytes of an anchor
 _NUMBERS = 7  # in the header before its lists
 
@@ -172,15 +171,8 @@ class OuterStep:
     fragment = anchor.position.round % self.fragments.count
     outer = self._carry(anchor, size)
     self._send = send
-    operands = self._operands(
-      fragment,
-      np.int32(rank),
-      np.float32(weight),
-      given,
-      outer[fragment],
-      anchor.params,
-    )
-    program = self.program(size, fragment, operands)
+    operands = self._operands(fragment, anchor, outer, given, rank, weight)
+    program = self._program(size, fragment, operands)
     results = program.exchange(*jax.tree.leaves(operands))
     totals = results[: len(program.totals)]
     own = results[len(totals) :]
@@ -208,10 +200,8 @@ class OuterStep:
     outer = self._carry(anchor, size)
     if totals is None:
       return _after(anchor, size, number, anchor.params, outer), fragment
-    operands = self._operands(
-      fragment, *_NOBODY, anchor.params, outer[fragment], anchor.params
-    )
-    program = self.program(size, fragment, operands)
+    operands = self._operands(fragment, anchor, outer)
+    program = self._program(size, fragment, operands)
     before = jax.tree.leaves((anchor.params, outer[fragment], False))
     own = [leaf for leaf, equal in zip(before, program.equal, strict=True) if not equal]
     params, after, _ = program.finish(operands, totals(program.totals), own)
@@ -219,35 +209,27 @@ class OuterStep:
 
   def skip(self, anchor: Anchor, result: Result) -> Result:
     """`result`, of a round that began with `anchor`, with a skipped outer step in place of the one that took place."""
-    outer = self._carry(anchor, result.anchor.size)
-    after = result.anchor.outer
-    kept = outer | {
-      result.fragment: select_state(
-        jnp.bool_(True), outer[result.fragment], after[result.fragment]
-      )
-    }
-    unmoved = result.anchor._replace(
-      params=anchor.params,
-      outer=kept,
-      latest=anchor.latest,
-      residual_group=anchor.residual_group,
-    )
+    moved = result.anchor
+    unmoved, fragment = self.follow(anchor, moved.size, moved.position.base)
+    kept = select_state(jnp.bool_(True), unmoved.outer[fragment], moved.outer[fragment])
+    unmoved = unmoved._replace(outer=unmoved.outer | {fragment: kept})
     return result._replace(anchor=unmoved, skipped=True, totals=())
 
   def _operands(
     self,
     fragment: int,
-    rank: np.int32,
-    weight: np.float32,
-    given: optax.Params,
-    outer: optax.OptState,
-    params: optax.Params,
+    anchor: Anchor,
+    outer: dict[int, optax.OptState],
+    given: optax.Params | None = None,
+    rank: int = 0,
+    weight: float = 0.0,
   ) -> tuple:
-    return jax.device_put(
-      (rank, weight, self.fragments.part(given, fragment), outer, params), self._cpu
-    )
+    """Those of `_step`; without what is given, as their shapes are."""
+    part = self.fragments.part(anchor.params if given is None else given, fragment)
+    numbers = np.int32(rank), np.float32(weight)
+    return jax.device_put((*numbers, part, outer[fragment], anchor.params), self._cpu)
 
-  def program(self, size: int, fragment: int, operands: tuple) -> _Program:
+  def _program(self, size: int, fragment: int, operands: tuple) -> _Program:
     """The compiled outer step of a fragment for groups of a size."""
     key = size, fragment
     if key not in self._programs:
@@ -277,7 +259,7 @@ class OuterStep:
       except ValueError:  # teams do not divide this size
         if size == _MOST_TEAMS:
           raise
-    operands = self._operands(0, *_NOBODY, anchor.params, outer[0], anchor.params)
+    operands = self._operands(0, anchor, outer)
     with jax.default_device(self._cpu):
       step = check_alike(functools.partial(self._step, size, 0), outer[0])
       return ProgramText(jax.make_jaxpr(step)(*operands)).digest
@@ -291,10 +273,7 @@ class OuterStep:
     ]
     outer = self._carry(anchor, size) if missing else {}
     for fragment in missing:
-      zeros = *_NOBODY, anchor.params
-      self.program(
-        size, fragment, self._operands(fragment, *zeros, outer[fragment], anchor.params)
-      )
+      self._program(size, fragment, self._operands(fragment, anchor, outer))
 
   def _comm(self, size: int, rank: jax.Array) -> PeerComm:
     return PeerComm(size, rank, lambda messages: self._send(messages))
@@ -353,11 +332,10 @@ class OuterStep:
     if size == anchor.size:
       return anchor.outer
     first = self._first(anchor.params, size)
-    return (
-      jax.tree.map(_carry_node, anchor.outer, first, is_leaf=states.is_reduce_state)
-      if anchor.size
-      else first
-    )
+    if not anchor.size:
+      return first
+    is_node = states.is_reduce_state
+    return jax.tree.map(_carry_node, anchor.outer, first, is_leaf=is_node)
 
   def less_residual(self, anchor: Anchor, weight: float) -> optax.Params:
     """θ − r_w / weight, f32: the anchor and all that this worker has given, with that weight, and not delivered."""
@@ -394,29 +372,20 @@ class OuterStep:
       return jax.device_put(np.asarray(leaf) + part, self._cpu)
 
     def add_to(node: Any) -> Any:
-      if not states.is_reduce_state(node):
-        return node
-      return node._replace(
-        carried=node.carried._replace(residual=jax.tree.map(add, node.carried.residual))
-      )
+      residual = jax.tree.map(add, node.carried.residual)
+      return node._replace(carried=node.carried._replace(residual=residual))
 
-    added = jax.tree.map(add_to, outer, is_leaf=states.is_reduce_state)
-    return anchor._replace(outer=anchor.outer | added)
+    return anchor._replace(outer=anchor.outer | states.map_states(add_to, outer))
 
   # The part that all workers have alike, as bytes.
 
   def _parts(self, anchor: Anchor) -> Iterable[bytes | memoryview]:
     """The buffers of what all workers have alike, without copies."""
     latest = sorted(anchor.latest.items())
-    numbers = [
-      _FORMAT,
-      _shapes(anchor.params),
-      *anchor.position[:2],
-      anchor.size,
-      len(anchor.lineage.ids),
-      len(latest),
-    ]
-    header = np.array([*numbers, *anchor.lineage.ids, *sum(latest, ())], np.int64)
+    ids = anchor.lineage.ids
+    numbers = _FORMAT, _shapes(anchor.params), *anchor.position[:2], anchor.size
+    lists = len(ids), len(latest), *ids, *sum(latest, ())
+    header = np.array(numbers + lists, np.int64)
     yield from (header.nbytes.to_bytes(4), header.tobytes())
     leaves = (*jax.tree.leaves(anchor.params), *_alike(anchor.outer))
     for leaf in leaves:
@@ -444,8 +413,6 @@ class OuterStep:
     """
     header, at = _header_of(content)
     shapes, round_, base, size, ids, _ = header[1:_NUMBERS]
-    if size > MOST_MEMBERS:
-      raise ValueError(f"Rounds: the anchor is one of a group of {size} members")
     if shapes != _shapes(mine.params):
       raise ValueError("Rounds: the anchor is one of parameters with other shapes")
     lineage = Lineage(round_, tuple(header[_NUMBERS : _NUMBERS + ids]))
@@ -455,9 +422,8 @@ class OuterStep:
     outer = self._carry(mine, size) if size else {}
     leaves, structure = jax.tree.flatten(mine.params)
     for like in (*leaves, *_alike(outer)):
-      arrays.append(
-        np.frombuffer(content, like.dtype, like.size, at).reshape(like.shape)
-      )
+      array = np.frombuffer(content, like.dtype, like.size, at)
+      arrays.append(array.reshape(like.shape))
       at += like.nbytes
     if not 0 <= len(content) - at < 4:
       raise ValueError(
@@ -515,20 +481,17 @@ def _carry_node(old: Any, new: Any) -> Any:
   # What the number of workers gives another size, bounds of regions for example, begins
   # anew.
   keep = lambda old, new: old if old.shape == new.shape else new
+  structure: Any = jax.tree.structure
 
   def carry(old: Any, new: Any) -> Any:
-    structures: Any = [jax.tree.structure(state) for state in (old, new)]
-    return jax.tree.map(keep, old, new) if structures[0] == structures[1] else new
+    is_alike = structure(old) == structure(new)
+    return jax.tree.map(keep, old, new) if is_alike else new
 
   was = old.carried
   fresh = new.carried
-  carried = fresh._replace(
-    residual=was.residual, worker=carry(was.worker, fresh.worker)
-  )
-  return new._replace(
-    carried=carried._replace(shared=carry(was.shared, fresh.shared)),
-    counters=old.counters,
-  )
+  worker = carry(was.worker, fresh.worker)
+  carried = State(was.residual, worker, carry(was.shared, fresh.shared))
+  return new._replace(carried=carried, counters=old.counters)
 
 
 def _residuals(outer: optax.OptState) -> list[jax.Array]:
@@ -561,16 +524,16 @@ def _header_of(content: bytes) -> tuple[list[int], int]:
     ValueError: for bytes without such a header.
   """
   end = 4 + int.from_bytes(content[:4])
-  words = content[4:end]
-  if end > len(content) or len(words) % 8 or len(words) < 8 * _NUMBERS:
+  header = np.frombuffer(content[4:end], np.int64).tolist()
+  if len(header) < _NUMBERS:
     raise ValueError(f"Rounds: {len(content)} bytes are no anchor")
-  header = np.frombuffer(words, np.int64).tolist()
   if header[0] != _FORMAT:
     raise ValueError("Rounds: the anchor is one of another version of jaxsparse")
-  round_, *_, ids, workers = header[2:_NUMBERS]
+  round_, _, size, ids, workers = header[2:_NUMBERS]
   is_whole = min(header) >= 0 and len(header) == _NUMBERS + ids + 2 * workers
   # with more, messages of a worker that has the anchor would be refused
-  is_small = round_ <= MOST_ROUNDS and ids <= MOST_IDS and workers <= MOST_MEMBERS
+  is_small = round_ <= MOST_ROUNDS and ids <= MOST_IDS
+  is_small &= max(size, workers) <= MOST_MEMBERS
   is_small &= max(header[_NUMBERS : _NUMBERS + ids], default=0) < MOST_ID
   if not is_whole or not is_small:
     raise ValueError(f"Rounds: {len(header)} numbers are no header of an anchor")
@@ -582,31 +545,28 @@ def _shapes(params: optax.Params) -> int:
   return zlib.crc32(repr([leaf.shape for leaf in jax.tree.leaves(params)]).encode())
 
 
+def _shared(outer: optax.OptState) -> optax.OptState:
+  """What of a state of the outer chain is the same on every worker."""
+  return states.map_states(lambda node: node.carried.shared, outer)
+
+
 def _alike(outer: optax.OptState) -> list[jax.Array]:
-  """The arrays of a state of the outer chain that are the same on every worker."""
-  nodes = jax.tree.leaves(outer, is_leaf=states.is_reduce_state)
-  shared = [
-    node.carried.shared if states.is_reduce_state(node) else node for node in nodes
-  ]
-  return [words_of_keys(leaf) for leaf in jax.tree.leaves(shared)]
+  """The arrays of that."""
+  return list(map(words_of_keys, jax.tree.leaves(_shared(outer))))
 
 
 def _with_alike(outer: optax.OptState, arrays: list[jax.Array]) -> optax.OptState:
   """A state of the outer chain with these in place of the arrays that are the same on every worker."""
-  following = iter(arrays)
 
-  def take(leaf: Any) -> Any:
-    words = next(following)
-    return (
-      jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
-      if is_key(leaf)
-      else words
-    )
+  def make(leaf: Any, words: Any) -> Any:
+    make_keys = jax.random.wrap_key_data
+    return make_keys(words, impl=jax.random.key_impl(leaf)) if is_key(leaf) else words
 
-  def replace(node: Any) -> Any:
+  def put(node: Any, shared: Any) -> Any:
     if not states.is_reduce_state(node):
-      return take(node)
-    shared = jax.tree.map(take, node.carried.shared)
+      return shared
     return node._replace(carried=node.carried._replace(shared=shared))
 
-  return jax.tree.map(replace, outer, is_leaf=states.is_reduce_state)
+  leaves, structure = jax.tree.flatten(_shared(outer))
+  shared = jax.tree.unflatten(structure, map(make, leaves, arrays))
+  return jax.tree.map(put, outer, shared, is_leaf=states.is_reduce_state)

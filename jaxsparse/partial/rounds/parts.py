@@ -47,12 +47,10 @@ class PartProtocol(RoundProtocol):
     self.membership.relay = self
     # how often it has joined; the lead ignores HELLO that was sent before the last time
     self._welcomes = 0
-    self._skips = (
-      0  # the number of the last group in which another part has skipped the outer step
-    )
-    self._fetched = (
-      0  # the digest of the anchor that it has fetched, until a round counts
-    )
+    # the number of the last group in which another part has skipped the outer step
+    self._skips = 0
+    # the digest of the anchor that it has fetched, until a round counts
+    self._fetched = 0
 
   def handle(self, event: Any, now: float) -> None:
     """Does what an event asks for.

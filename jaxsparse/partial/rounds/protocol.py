@@ -65,9 +65,8 @@ class RoundProtocol:
   entries: int  # entries of the model
   switch: Callable[[], None]  # connects to the next server
   servers: int = 1  # how many there are
-  grace: float = (
-    0.0  # seconds for which workers wait for each other, as the server says
-  )
+  # seconds for which workers wait for each other, as the server says
+  grace: float = 0.0
   sizes: tuple[int, int] = (1, 1)  # the smallest and the largest group
   # what it has trained for since it last delivered, for the server to count if it is
   # lost
@@ -78,9 +77,8 @@ class RoundProtocol:
     self._request = RoundRequest(WorkerMessage.HELLO)  # the last one
     self._visits = 0  # how often it has gone to another server
     self._quorum_until = self.membership.server_until
-    self._run: Run | None = (
-      None  # the exchange under way, or whose result is not known to count
-    )
+    # the exchange under way, or whose result is not known to count
+    self._run: Run | None = None
     # the number of the last group whose round counts, or does not; each server has
     # random numbers
     self._settled = 0
@@ -172,8 +170,9 @@ class RoundProtocol:
       membership.state = "ended"
     elif self._run and not membership.position.last:
       missing = self._run.missing
-      silence = "no message" if missing is None else f"no message of worker {missing}"
-      self._fail(self._run, f"{silence} for {membership.timeout:g} s", missing)
+      whose = "" if missing < 0 else f" of worker {missing}"
+      reason = f"no message{whose} for {membership.timeout:g} s"
+      self._fail(self._run, reason, missing)
     elif membership.state == "joining" and is_new:
       membership.lose("WELCOME", membership.timeout)
     else:  # a server knows, or a donor, also whether the last round counts
@@ -182,14 +181,12 @@ class RoundProtocol:
 
   def _miss_member(self, run: Run, member: int) -> None:
     """A member cannot be reached: it misses messages of this worker, which may have the result already."""
-    if not self.membership.position.last:
-      self._fail(
-        run,
-        f"worker {member} cannot be reached at {self.membership.addresses[member]}",
-        member,
-      )
-    elif self.membership.state == "joined":
-      self.membership.tell(WorkerMessage.FAILED, run.group.number, missing=member)
+    membership = self.membership
+    if not membership.position.last:
+      address = membership.addresses[member]
+      self._fail(run, f"worker {member} cannot be reached at {address}", member)
+    elif membership.state == "joined":
+      membership.tell(WorkerMessage.FAILED, run.group.number, missing=member)
 
   def _miss_server(self) -> None:
     """The server has been silent for too long, or has too few workers."""
@@ -202,9 +199,8 @@ class RoundProtocol:
 
   def _await_quorum(self) -> None:
     """From now on; workers differ in how long, or they could miss each other again and again."""
-    limits = (2 + self.membership.number * _GOLDEN % 1) * (
-      1 if self._visits % self.servers else 2
-    )
+    limits = 2 + self.membership.number * _GOLDEN % 1
+    limits *= 1 if self._visits % self.servers else 2
     self._quorum_until = self.membership.now + self.membership.limit * limits
 
   def _lose_place(self) -> None:
@@ -313,23 +309,19 @@ class RoundProtocol:
 
   def _take_model(self, piece: Piece) -> None:
     membership = self.membership
-    has_no_links = not membership.in_vain and piece.values.size == PREFIX
-    if has_no_links:
+    if not membership.in_vain and piece.values.size == PREFIX:  # it has no links
       membership.in_vain = 1
       self._begin_request()
       return
     try:
-      if (
-        self._run
-        and (committed := self.exchange.was_committed(piece, membership.position))
-        is not None
-      ):
-        reason = "another worker has an anchor without it"
-        self._settle(self._run, counts=True) if committed else self._drop(
-          self._run, reason
-        )
       if self._run:
-        raise ValueError("it may not have heard whether the last round counts")
+        counts = self.exchange.was_committed(piece, membership.position)
+        if counts is None:
+          raise ValueError("it may not have heard whether the last round counts")
+        if counts:
+          self._settle(self._run, counts=True)
+        else:
+          self._drop(self._run, "another worker has an anchor without it")
       membership.position = self._adopt(piece)
     except Forked:
       self._say_goodbye()
@@ -403,12 +395,8 @@ class RoundProtocol:
 
   def _drop(self, run: Run, reason: str) -> None:
     """The round of the exchange counts for nobody."""
-    membership = self.membership
-    self._log.say(
-      reason,
-      f"worker {membership.number}: {run.group.round} counts for nobody: {reason}",
-      membership.now,
-    )
+    what = f"worker {self.membership.number}: {run.group.round} counts for nobody"
+    self._log.say(reason, f"{what}: {reason}", self.membership.now)
     self._settle(run, counts=False)
 
   def _settle(self, run: Run, counts: bool) -> None:
@@ -424,11 +412,9 @@ class RoundProtocol:
       self.exchange.drop()
       self.membership.position = self.membership.position._replace(last=0)
 
-  def _fail(self, run: Run, reason: str, missing: int | None = None) -> None:
+  def _fail(self, run: Run, reason: str, missing: int = -1) -> None:
     """The round counts for nobody; asks for another one."""
     self._drop(run, reason)
     if self.membership.state == "joined":
-      self.membership.tell(
-        WorkerMessage.FAILED, self._settled, missing=-1 if missing is None else missing
-      )
+      self.membership.tell(WorkerMessage.FAILED, self._settled, missing=missing)
       self._begin_request()

@@ -126,14 +126,12 @@ class Quorum:
     # for those of a later one.
     self._last_group = secrets.randbits(61) if first is None else first
     self._present: set[int] = set()
-    self._expected: dict[
-      int, int
-    ] = {}  # weights of those who have been ready since they joined
+    # weights of those who have been ready since they joined
+    self._expected: dict[int, int] = {}
     self._ready: dict[int, _Ready] = {}  # the longest-waiting first
     self.under_way: WorkerGroup | None = None
-    self._failed: WorkerGroup | None = (
-      None  # the last one whose result counts for nobody
-    )
+    # the last one whose result counts for nobody
+    self._failed: WorkerGroup | None = None
     self._pairs = Pairs()
     self._counted: dict[int, int] = {}  # by worker, the group of its last round
     self._digests: dict[int, int] = {}  # by member of the group under way that is done
@@ -280,24 +278,22 @@ class Quorum:
     self._pairs.unite(group)
     return verdict
 
-  def failed(
-    self, worker: int, number: int, missing: int | None = None
-  ) -> WorkerGroup | None:
+  def failed(self, worker: int, number: int, missing: int = -1) -> WorkerGroup | None:
     """A member cannot take part in a round to its end: the group whose result counts for nobody, if it has not yet.
 
     Args:
       worker: its number.
       number: of the group.
-      missing: the member whose message it misses, or that it cannot reach. Other
-        members may say so after the first.
+      missing: the member whose message it misses, or that it cannot reach, -1 for none.
+        Other members may say so after the first.
     """
     self._check(worker)
     group = self._round_of(worker)
     dropped = self._drop_round_of(worker) if group and group.number == number else None
     failed = self._failed
-    if failed is None or missing is None or missing == worker:
+    if not failed or failed.number != number or missing == worker:
       return dropped
-    if failed.number == number and failed.has(worker) and failed.has(missing):
+    if failed.has(worker) and failed.has(missing):
       self._pairs.part(failed, worker, missing)
     return dropped
 
@@ -315,8 +311,8 @@ class Quorum:
     self._forget(worker)
     self._pairs.forget(worker)
     if weight is not None:
-      self.lost = self.lost + 1
-      self.lost_weight = self.lost_weight + weight
+      self.lost += 1
+      self.lost_weight += weight
     self.over = not self._present and weight is None
     return group, self.begin_if_all_ready()
 

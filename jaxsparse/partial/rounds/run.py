@@ -46,7 +46,7 @@ class Run:
     digest: of the result, 0 until the exchange is done.
     result: of the outer step, None until it is done.
     failed: whether the exchange has ended without a result.
-    missing: the member whose message it waits for, None for none.
+    missing: the member whose message it waits for, -1 for none.
   """
 
   def __init__(
@@ -60,7 +60,7 @@ class Run:
     self.digest = 0
     self.result: Result | None = None
     self.failed = False
-    self.missing: int | None = None
+    self.missing = -1
     self._me = worker
     self._post = post
     self._changed = threading.Condition()
@@ -120,7 +120,7 @@ class Run:
     with self._changed:
       self.missing = key[0]
       self._changed.wait_for(lambda: self.failed or key in self._received)
-      self.missing = None
+      self.missing = -1
       piece = self._received.pop(key, None)
       if piece:
         self._room[key[0]] += piece.words

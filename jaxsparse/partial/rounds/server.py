@@ -68,8 +68,8 @@ class RoundMember(Member):
   donor_named: float = 0.0  # when
   in_vain_since: float | None = None  # while it has asked donors again and again
   fetches_since: float | None = None  # while it fetches an anchor
-  fetch_seconds: float | None = None  # seconds that its last fetch has taken
-  awaited_until: float | None = None  # while the next round waits for it
+  fetch_seconds: float = 0.0  # seconds that its last fetch has taken
+  awaited_until: float = 0.0  # while the next round waits for it
 
 
 class _Rival(NamedTuple):
@@ -92,20 +92,18 @@ class RoundServer:
     # it was not
     self._stayed: set[int] | None = None
     self._quorum = quorum
-    self._quorum.paused = True
+    quorum.paused = True
     self._resumes = now + members.limit
     self._started = False
     self._awaits_since = now
     self._next_wait = now
-    self._undecided: dict[
-      int, float
-    ] = {}  # when workers last asked whether a round counts that is not known here
-    self._rivals: dict[int, _Rival] = {}
+    # when workers last asked whether a round counts that is not known here
+    self._undecided = dict[int, float]()
+    self._rivals = dict[int, _Rival]()
     # workers that said they had a later anchor, and did not give it to a quorum
     self._disbelieved = set[int]()
-    self._sought: float | None = (
-      None  # since when nobody has had the anchor of the last round
-    )
+    # since when nobody has had the anchor of the last round
+    self._sought: float | None = None
     # a number of the run, of that which goes on if there was a server before
     self._run = secrets.randbits(62)
     # when the last rounds that counted ended
@@ -125,11 +123,7 @@ class RoundServer:
     known = self.members.known
     self._started |= now > self._resumes or len(known) == self._quorum.workers
     self._call_late()
-    self._end_waits(
-      member
-      for member in self._awaited
-      if member.awaited_until is not None and member.awaited_until < now
-    )
+    self._end_waits(member for member in self._awaited if member.awaited_until < now)
     for worker in self.members.tick(now, alive=len(known)):
       self._leave(worker)
     waiting = self._quorum.waiting
@@ -218,13 +212,12 @@ class RoundServer:
         if verdict := self._quorum.done(worker, value, digest=signal.digest):
           self._commit(verdict)
       case WorkerMessage.FAILED:
-        missing = None if signal.missing < 0 else signal.missing
         what = (
           "could not finish its exchange"
-          if missing is None
-          else f"misses a message of worker {missing}"
+          if signal.missing < 0
+          else f"misses a message of worker {signal.missing}"
         )
-        self._abort(self._quorum.failed(worker, value, missing), worker, what)
+        self._abort(self._quorum.failed(worker, value, signal.missing), worker, what)
       case _:
         raise Rejected(f"unknown: {kind!r} in rounds")
 
@@ -233,11 +226,7 @@ class RoundServer:
   @property
   def _awaited(self) -> list[RoundMember]:
     """The workers that the next round waits for."""
-    return [
-      member
-      for member in self.members.known.values()
-      if member.awaited_until is not None
-    ]
+    return [member for member in self.members.known.values() if member.awaited_until]
 
   def _take_ready(self, signal: Signal, member: RoundMember) -> None:
     if not signal.value <= _MOST_WEIGHT:
@@ -253,15 +242,14 @@ class RoundServer:
     member.waits_until = self.members.now + (1 + leaves) * self._window.least
     is_link = signal.kind in (WorkerMessage.LINK, WorkerMessage.LEAVING_LINK)
     member.is_link |= is_link
-    position = signal.position
     try:
-      self._announce(
-        self._quorum.ready(
-          signal.worker, signal.value, position, is_link=is_link, leaves=leaves
-        )
+      begun = self._quorum.ready(
+        *(signal.worker, signal.value, signal.position),
+        is_link=is_link,
+        leaves=leaves,
       )
-      if member.awaited_until is not None:
-        self._end_waits([member])
+      self._announce(begun)
+      self._end_waits([member])
     except Behind:
       member.is_late = True
 
@@ -278,16 +266,13 @@ class RoundServer:
     for worker, member in self.members.known.items():
       if not member.is_late:
         continue
-      seconds = 2 * (member.fetch_seconds or 0.0) + self._window.least
+      seconds = 2 * member.fetch_seconds + self._window.least
       since = self._awaits_since if self._awaited else now
-      if (
-        member.fetch_seconds is not None
-        and not self._next_wait <= now <= since + seconds
-      ):
+      if member.fetch_seconds and not self._next_wait <= now <= since + seconds:
         continue  # its anchor would be an old one again
       member.is_late = False
       self._tell_behind([worker])
-      if member.fetch_seconds is not None:
+      if member.fetch_seconds:
         self._awaits_since = since
         member.awaited_until = member.awaited_until or now + seconds
         self._warn(
@@ -299,7 +284,7 @@ class RoundServer:
   def _end_waits(self, members: Iterable[RoundMember] = ()) -> None:
     """The next round waits for these no longer."""
     for member in members:
-      member.awaited_until = None
+      member.awaited_until = 0.0
     if self._quorum.paused and self._started and not self._awaited:
       self._next_wait = 2 * self.members.now - self._awaits_since
       self._quorum.paused = False
@@ -444,21 +429,20 @@ class RoundServer:
     """All members have the result of a round; those that are ready for it meanwhile are behind."""
     self._sought = None
     known = self.members.known
+    group = verdict.group
     self._counted += 1
     self._stayed = set(known)
     self._ended.append(self.members.now)
-    self._window.begin(verdict.group.members, self.members.now)
-    for worker in verdict.group.members:
+    self._window.begin(group.members, self.members.now)
+    for worker in group.members:
       self._delivered += known[worker].weight
       known[worker].weight = 0
       if worker not in verdict.differing:
         known[worker].position = self._quorum.position
         known[worker].branch = self._branch
         known[worker].fetches_since = None
-    facts = {"number": verdict.group.number, **self._last}
-    agreeing = [
-      worker for worker in verdict.group.members if worker not in verdict.differing
-    ]
+    facts = {"number": group.number, **self._last}
+    agreeing = [worker for worker in group.members if worker not in verdict.differing]
     self.members.tell(agreeing, ServerMessage.COMMIT, donor=None, **facts)
     for worker in verdict.differing:
       self._warn(
@@ -486,13 +470,8 @@ class RoundServer:
     self._failed += 1
     reason = f"worker {worker} {what}"
     self._warn(("aborted", reason), f"{group.round} counts for nobody: {reason}")
-    self.members.tell(
-      group.members,
-      ServerMessage.ABORT,
-      number=group.number,
-      worker=worker,
-      reason=reason,
-    )
+    facts = {"number": group.number, "worker": worker, "reason": reason}
+    self.members.tell(group.members, ServerMessage.ABORT, **facts)
     # or the first member that is ready again would begin with them alone
     for other in self._quorum.waiting:
       self.members.known[other].waits_until = self.members.now + self._window.least
@@ -502,10 +481,24 @@ class RoundServer:
   def _take_hello(self, connection: bytes, signal: Signal) -> None:
     """Joins a worker, or joins it again; it gets a donor unless it has the anchor of the last round."""
     worker = signal.worker
-    waiting = self._quorum.waiting
-    branch = self._check_hello(connection, signal)
-    self._join_quorum(signal, branch)
-    if not self._quorum.waiting:  # else the anchor of this worker is not the newest one
+    rounds = signal.position.round
+    quorum = self._quorum
+    waiting = quorum.waiting
+    at_start = rounds == quorum.position.round == 0
+    self.members.check(connection, signal, at_start=at_start)
+    self._check_round(signal)
+    branch = _Branch(signal.alike.run, Lineage(rounds, signal.alike.lineage))
+    self._check_branch(worker, signal.position, branch)
+    self._check_claim(signal, branch)
+    # It may join.
+    last = quorum.position
+    group = quorum.join(worker, signal.position, branch.lineage)
+    self._abort(group, worker, "has joined again")
+    if quorum.position != last:
+      self._stayed = None
+    if rounds:
+      self._run = branch.run
+    if not quorum.waiting:  # else the anchor of this worker is not the newest one
       self._tell_behind(set(waiting) - {worker}, signal.address)
     was = self.members.known.get(worker)
     # else it may have been at another server
@@ -515,32 +508,10 @@ class RoundServer:
     member.is_late = False
     member.weight = 0
     undecided = signal.position.last
-    counts = undecided != 0 and undecided == self._quorum.position.base
-    member.position = (
-      self._quorum.position if counts else signal.position._replace(last=0)
-    )
+    counts = undecided != 0 and undecided == quorum.position.base
+    member.position = quorum.position if counts else signal.position._replace(last=0)
     member.branch = self._branch if counts else branch
     self._welcome(signal, member, undecided if counts else 0)
-
-  def _check_hello(self, connection: bytes, signal: Signal) -> _Branch:
-    """The branch of a worker that may join; raises Rejected for any other one."""
-    rounds = signal.position.round
-    at_start = rounds == self._quorum.position.round == 0
-    self.members.check(connection, signal, at_start=at_start)
-    self._check_round(signal)
-    branch = _Branch(signal.alike.run, Lineage(rounds, signal.alike.lineage))
-    self._check_branch(signal.worker, signal.position, branch)
-    self._check_claim(signal, branch)
-    return branch
-
-  def _join_quorum(self, signal: Signal, branch: _Branch) -> None:
-    last = self._quorum.position
-    group = self._quorum.join(signal.worker, signal.position, branch.lineage)
-    self._abort(group, signal.worker, "has joined again")
-    if self._quorum.position != last:
-      self._stayed = None
-    if signal.position.round:
-      self._run = branch.run
 
   def _welcome(self, signal: Signal, member: RoundMember, counted: int) -> None:
     """Answers HELLO, with the round that counts of which the worker did not know it, or 0."""
@@ -593,23 +564,21 @@ class RoundServer:
   def _check_round(self, signal: Signal) -> None:
     """Raises Rejected for a worker whose last round nobody here can judge yet."""
     position = signal.position
-    if position.last and position.last != self._quorum.position.base:
-      now = self.members.now
-      asked = {
-        worker: at
-        for worker, at in self._undecided.items()
-        if at > now - self.members.limit
-      }
-      self._undecided = asked | (
-        {signal.worker: now} if signal.worker < self._quorum.workers else {}
+    if position.last in (0, self._quorum.position.base):
+      return
+    now = self.members.now
+    if signal.worker < self._quorum.workers:
+      self._undecided[signal.worker] = now
+    self._undecided = {
+      worker: at
+      for worker, at in self._undecided.items()
+      if at > now - self.members.limit
+    }
+    here = self._undecided.keys() | self._quorum.alive
+    if not self._started or len(here) < self._quorum.quorum:
+      raise Rejected(
+        f"duplicate: whether round {position.last} counts is known when others are there"
       )
-      if (
-        not self._started
-        or len(self._undecided.keys() | self._quorum.alive) < self._quorum.quorum
-      ):
-        raise Rejected(
-          f"duplicate: whether round {position.last} counts is known when others are there"
-        )
 
   def _check_branch(
     self, worker: int, position: RoundPosition, branch: _Branch

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -77,21 +77,18 @@ class Slices(Whole):
     self.parts = jax.process_count()
     for name, leaf in leaves_by_name(params).items():
       _check(f"params{name}", leaf.sharding, self.parts)
-    self._programs = jax.tree.map(
-      lambda leaf: _programs_of(leaf.shape, leaf.sharding, self.parts), params
+    self._slices = jax.tree.map(
+      lambda leaf: _slices_of(leaf.shape, leaf.sharding, self.parts), params
     )
 
   def to_host(self, tree: optax.Params) -> optax.Params:
     """The slices of this part."""
-    return jax.tree.map(
-      lambda leaf, programs: programs.slice_of(leaf), tree, self._programs
-    )
+    return jax.tree.map(lambda leaf, its: its.slice_of(leaf), tree, self._slices)
 
   def to_device(self, tree: optax.Params) -> optax.Params:
     """The leaves, from the slices of all parts."""
-    return jax.tree.map(
-      lambda leaf, programs: programs.whole_of(np.asarray(leaf)), tree, self._programs
-    )
+    whole_of = lambda leaf, its: its.whole_of(np.asarray(leaf))
+    return jax.tree.map(whole_of, tree, self._slices)
 
 
 def place_of(params: optax.Params) -> Whole:
@@ -131,79 +128,63 @@ class _Slice:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Programs:
+class _LeafSlices:
   """The programs that cut a leaf into rows, one for each device, and join them.
 
-  Attributes:
-    devices: of this process, in the order of its rows.
-    rows: the sharding of the rows, f32[number of devices, entries of a row].
-    size: entries of the slice of a part.
-    place: the sharding of the leaf.
+  Args:
+    shape: of the leaf.
+    place: its sharding.
+    parts: how many processes share it.
   """
 
-  devices: list[jax.Device]
-  rows: NamedSharding
-  size: int
-  place: NamedSharding
-  automatic: NamedSharding
-  cut: Callable[[jax.Array], jax.Array]
-  join: Callable[[jax.Array], jax.Array]
+  def __init__(self, shape: tuple[int, ...], place: NamedSharding, parts: int):
+    devices: Any = place.mesh.devices.ravel()
+    # A mesh may have its devices in any order: row j of the program is on device j, and
+    # is row `order[j]` of the slices.
+    by_process = sorted(
+      range(devices.size), key=lambda number: devices[number].process_index
+    )
+    order = np.argsort(by_process)
+    each = devices.size // parts
+    self._size = size = -(-math.prod(shape) // parts)  # entries of the slice of a part
+    self._row = row = -(-size // each)
+    # Sharded reshapes need no types of shardings here: the axes of a user's mesh may be
+    # Explicit.
+    mesh = Mesh(place.mesh.devices, place.mesh.axis_names)
+    self._place = place
+    self._automatic = NamedSharding(mesh, place.spec)
+    self._rows = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
+
+    def cut(leaf: jax.Array) -> jax.Array:
+      slices = jnp.pad(leaf.ravel(), (0, parts * size - leaf.size)).reshape(parts, size)
+      padded = jnp.pad(slices, ((0, 0), (0, each * row - size)))
+      return padded.reshape(parts * each, row)[order]
+
+    def join(rows: jax.Array) -> jax.Array:
+      slices = rows[np.array(by_process)].reshape(parts, each * row)[:, :size]
+      return slices.ravel()[: math.prod(shape)].reshape(shape)
+
+    self._cut = jax.jit(cut, out_shardings=self._rows)
+    self._join = jax.jit(join, out_shardings=self._automatic)
+    # of this process, in the order of its rows
+    here = jax.process_index()
+    ordered = devices[by_process]
+    self._devices = [device for device in ordered if device.process_index == here]
 
   def slice_of(self, leaf: jax.Array) -> _Slice:
     """The slice of this process."""
-    shards = self.cut(jax.device_put(leaf, self.automatic)).addressable_shards
+    shards = self._cut(jax.device_put(leaf, self._automatic)).addressable_shards
     rows = {shard.device: shard.data for shard in shards}
-    return _Slice([rows[device] for device in self.devices], self.size)
+    return _Slice([rows[device] for device in self._devices], self._size)
 
   def whole_of(self, values: np.ndarray) -> jax.Array:
     """The leaf, from the slices of all processes."""
-    row = -(-self.size // len(self.devices))
-    padded = np.pad(values, (0, row * len(self.devices) - self.size)).reshape(
-      len(self.devices), 1, row
-    )
-    shards = [
-      jax.device_put(part, device)
-      for part, device in zip(padded, self.devices, strict=True)
-    ]
-    shape = self.rows.mesh.size, row
-    return jax.device_put(
-      self.join(jax.make_array_from_single_device_arrays(shape, self.rows, shards)),
-      self.place,
-    )
+    count = len(self._devices)
+    padded = np.pad(values, (0, self._row * count - self._size))
+    shards = map(jax.device_put, padded.reshape(count, 1, self._row), self._devices)
+    shape = self._rows.mesh.size, self._row
+    rows = jax.make_array_from_single_device_arrays(shape, self._rows, [*shards])
+    return jax.device_put(self._join(rows), self._place)
 
 
-@functools.cache
-def _programs_of(shape: tuple[int, ...], place: NamedSharding, parts: int) -> _Programs:
-  devices: Any = place.mesh.devices.ravel()
-  # A mesh may have its devices in any order: row j of the program is on device j, and
-  # is row `order[j]` of the slices.
-  by_process = sorted(
-    range(devices.size), key=lambda number: devices[number].process_index
-  )
-  order = np.argsort(by_process)
-  each = devices.size // parts
-  size = -(-math.prod(shape) // parts)
-  row = -(-size // each)
-  # Sharded reshapes need no types of shardings here: the axes of a user's mesh may be
-  # Explicit.
-  automatic = NamedSharding(Mesh(place.mesh.devices, place.mesh.axis_names), place.spec)
-  rows = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
-
-  def cut(leaf: jax.Array) -> jax.Array:
-    slices = jnp.pad(leaf.ravel(), (0, parts * size - leaf.size)).reshape(parts, size)
-    return jnp.pad(slices, ((0, 0), (0, each * row - size))).reshape(parts * each, row)[
-      order
-    ]
-
-  def join(rows: jax.Array) -> jax.Array:
-    slices = rows[np.array(by_process)].reshape(parts, each * row)[:, :size]
-    return slices.ravel()[: math.prod(shape)].reshape(shape)
-
-  here = [
-    devices[number]
-    for number in by_process
-    if devices[number].process_index == jax.process_index()
-  ]
-  programs = jax.jit(cut, out_shardings=rows), jax.jit(join, out_shardings=automatic)
-  return _Programs(here, rows, size, place, automatic, *programs)
+_slices_of = functools.cache(_LeafSlices)

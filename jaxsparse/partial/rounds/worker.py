@@ -27,9 +27,8 @@ from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.types import Comm
 
 _FRACTION = 16  # bits of the mean weight of a step behind the point
-_MOST_ARRAYS = (
-  64  # for each parameter in a message, of a donor or in a round of many workers
-)
+# for each parameter in a message, of a donor or in a round of many workers
+_MOST_ARRAYS = 64
 
 
 class Rounds:
@@ -155,7 +154,8 @@ class Rounds:
     self._place = slices.place_of(params)
     self._turn = every // fragments
     self._delay = delay
-    self._mixing = mixing
+    mix = functools.partial(moving.mix, mixing)
+    self._keep = moving.keep if mixing is None else mix
     self._wait = wait
     self._number = number
     self._applies = apply_residual
@@ -238,8 +238,7 @@ class Rounds:
     share = float(state["share"])
     base = self._make_base(share)
     moved = self._place.to_device(unflatten(state["moved"]))
-    self._go_on(base, moved, np.array(state["trained"]), share)
-    self.params = self._make_params(base, moved)
+    self.params = self._go_on(base, moved, np.array(state["trained"]), share)
 
   def _go_on(
     self,
@@ -247,19 +246,21 @@ class Rounds:
     moved: optax.Params,
     undelivered: np.ndarray,
     recent: float,
-  ) -> None:
-    """Training goes on from the anchor as it is now. Between assignments Python raises no KeyboardInterrupt."""
+  ) -> optax.Params:
+    """The parameters; training goes on from the anchor as it is now."""
+    params = self._make_params(base, moved)
+    # Between assignments Python raises no KeyboardInterrupt.
     self._base = base
     self._moved = moved  # base − θ_w when `step` returned last
     self._undelivered = undelivered  # by fragment: weights of the steps, and steps
     self._recent_weight = recent  # weight of this worker in a round, smoothed
-    self._flight: tuple[optax.Params, np.ndarray, Result | None] | None = (
-      None  # what was given, its `_undelivered`, and the result before
-    )
+    # what was given, its `_undelivered`, and the result before
+    self._flight: tuple[optax.Params, np.ndarray, Result | None] | None = None
     self._answer: Any = Next.LATER  # to the exchange under way, until it is applied
     self._since = 0
     self.round = self._exchanger.anchor.position.round
     self.group = self._exchanger.group
+    return params
 
   @property
   @slices.without_mesh()
@@ -415,10 +416,10 @@ class Rounds:
       )
     not_finite = "the parameters are not finite, and enter no round: training goes on from the anchor"
     logging.getLogger(__name__).warning(f"worker {self._number}: {not_finite}")
-    base = self._make_base(self._recent_weight)
-    new_params = self._make_params(base, moved := jax.tree.map(jnp.zeros_like, base))
-    self._go_on(base, moved, np.zeros_like(self._undelivered), self._recent_weight)
-    return new_params
+    recent = self._recent_weight
+    base = self._make_base(recent)
+    moved = jax.tree.map(jnp.zeros_like, base)
+    return self._go_on(base, moved, np.zeros_like(self._undelivered), recent)
 
   def _apply(self, params: optax.Params) -> optax.Params:
     """The parameters after the round of the exchange that was under way."""
@@ -428,42 +429,34 @@ class Rounds:
     given, trained, _ = self._flight
     group = self._exchanger.group
     weight = group.weights[group.members.index(self._number)]
-    recent = (
-      (self._recent_weight or weight) + weight
-    ) / 2  # the residual is of earlier rounds, too
+    # the residual is of earlier rounds, too
+    recent = ((self._recent_weight or weight) + weight) / 2
     after = self._make_base(recent)
     undelivered = self._undelivered.copy()
     moved = moving.movement(self._base, self._moved, params)
     if not result.skipped:
-      keep = (
-        moving.keep
-        if self._mixing is None
-        else functools.partial(moving.mix, self._mixing)
-      )
       choose = lambda number, *leaves: (
-        keep(*leaves) if number == result.fragment else leaves[0]
+        self._keep(*leaves) if number == result.fragment else leaves[0]
       )
       moved = jax.tree.map(choose, self._of_fragment, moved, given, self._base, after)
       undelivered[result.fragment] -= trained[result.fragment]
     if (returned := self._exchanger.returned) is not None:
       moved = jax.tree.map(jnp.add, moved, self._place.to_device(returned))
-    new_params = self._make_params(after, moved)
-    self._protocol.undelivered = int(undelivered[:, 0].max())
-    self._refused = 0
     self._skips.add(result.skipped)
     # the line that calls `step`
     self._skips.look(stacklevel=6, params=params, anchor=after)
+    new_params = self._go_on(after, moved, undelivered, recent)
     self._exchanger.returned = None
-    self._go_on(after, moved, undelivered, recent)
+    self._protocol.undelivered = int(undelivered[:, 0].max())
+    self._refused = 0
     return new_params
 
   def _make_base(self, weight: float) -> optax.Params:
     """f32 on the device: the anchor, with `apply_residual` less the residual, from which a worker goes on."""
     anchor = self._exchanger.anchor
-    applies = self._applies and weight
-    params = (
-      self._exchanger.outer.less_residual(anchor, weight) if applies else anchor.params
-    )
+    params = anchor.params
+    if self._applies and weight:
+      params = self._exchanger.outer.less_residual(anchor, weight)
     return self._place.to_device(params)
 
   def _make_params(self, anchor: optax.Params, moved: optax.Params) -> optax.Params:
