@@ -30,23 +30,10 @@ def _make_parser() -> argparse.ArgumentParser:
     argument_default=argparse.SUPPRESS,
   )
   add = parser.add_argument
-  add(
-    "--workers",
-    type=int,
-    required=True,
-    help="number of workers, N",
-  )
+  add("--workers", type=int, required=True, help="number of workers, N")
   kind = parser.add_mutually_exclusive_group(required=True).add_argument
-  kind(
-    "--group_size",
-    type=int,
-    help="number of workers in a group, P",
-  )
-  kind(
-    "--quorum",
-    type=int,
-    help="number of workers that a round takes, K",
-  )
+  kind("--group_size", type=int, help="number of workers in a group, P")
+  kind("--quorum", type=int, help="number of workers that a round takes, K")
   add(
     "--grace",
     type=_read_seconds,
@@ -57,21 +44,13 @@ def _make_parser() -> argparse.ArgumentParser:
     choices=("constant", "dynamic"),
     help="of models in an average of a group; default constant",
   )
-  add(
-    "--decay",
-    type=float,
-    help="of dynamic weights, in [0, 1); default 0.5",
-  )
+  add("--decay", type=float, help="of dynamic weights, in [0, 1); default 0.5")
   add(
     "--missing",
     choices=("closest", "initial"),
     help="where weights without a member go; default closest",
   )
-  add(
-    "--history",
-    type=int,
-    help="T: groups that it may take to connect all workers",
-  )
+  add("--history", type=int, help="T: groups that it may take to connect all workers")
   add("--address", default=sockets.LOOPBACK, help="where to listen")
   add(
     "--keys",

@@ -160,7 +160,7 @@ def test_two_that_miss_messages_of_each_other_take_turns_for_2_rounds_then_for_4
     quorum.failed(1, group.number, missing=3)
     quorum.failed(3, group.number, missing=1)  # the same failure
     quorum.failed(0, group.number)
-    assert quorum.have_failed(3, 1)
+    assert quorum.pairs.are_apart(3, 1)
     quorum.ready(0, 1, quorum.position)
     found = []
     while len(found) < turns:
@@ -172,7 +172,7 @@ def test_two_that_miss_messages_of_each_other_take_turns_for_2_rounds_then_for_4
     assert found == [(0, 1), (0, 3)] * (turns // 2)
   group = begin(quorum, 0, 1, 3)
   count(quorum, group)
-  assert not quorum.have_failed(3, 1)
+  assert not quorum.pairs.are_apart(3, 1)
   assert begin(quorum, 0, 1, 3).members == (0, 1, 3)
 
 
@@ -192,7 +192,7 @@ def test_one_that_misses_messages_of_many_is_left_out_and_nobody_if_the_others_a
   assert begin(quorum, 0).members == (0, 3)  # else there would be no round at all
   quorum.leave(3)
   quorum.join(3, START)
-  assert not quorum.have_failed(0, 3)
+  assert not quorum.pairs.are_apart(0, 3)
 
 
 def test_a_new_controller_learns_where_rounds_are_from_the_most_trained_worker():

@@ -1050,7 +1050,7 @@ def test_the_server_names_several_donors_the_one_of_fewest_others_first():
   assert donors(8) == [0, 1, 2, 3]
   server.members.known[8].fetches_since = 0.0
   group = WorkerGroup((1, 2, 7), (), 0, number=4)
-  server._quorum._pairs.part(group, 7, 2)
+  server._quorum.pairs.part(group, 7, 2)
   assert len(donors(7)) == 1  # while another one fetches
   server.members.known[8].fetches_since = server.members.known[7].donor = None
   for worker in range(3, 6):

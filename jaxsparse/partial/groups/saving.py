@@ -13,8 +13,11 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+
+from jaxsparse.arrays.flatten import leaf_shapes, leaves_by_name
 
 
 def save(path: pathlib.Path | None, params: optax.Params, iteration: int) -> str:
@@ -28,9 +31,8 @@ def save(path: pathlib.Path | None, params: optax.Params, iteration: int) -> str
   """
   if path is None or not iteration:
     return f"nothing is saved, since {'no file was given (save=)' if iteration else 'nothing has been trained'}"
-  leaves = jax.tree_util.tree_leaves_with_path(params)
   content: dict[str, Any] = {
-    jax.tree_util.keystr(name): np.asarray(leaf, np.float32) for name, leaf in leaves
+    name: np.asarray(leaf, np.float32) for name, leaf in leaves_by_name(params).items()
   }
   temporary = path.with_name(f".{path.name}.{os.getpid()}.npz")
   try:
@@ -70,25 +72,23 @@ def restore(
     ValueError: if the file holds another model.
 
   Example:
-    >>> import tempfile, jax.numpy as jnp
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...   np.savez(f"{folder}/saved.npz", iteration=7, **{"['w']": np.ones(2, np.float32)})
     ...   restore(f"{folder}/saved.npz", {"w": jnp.zeros(2)})
     ({'w': Array([1., 1.], dtype=float32)}, 7)
   """
-  name_of = jax.tree_util.keystr
   with np.load(path) as file:
     saved = dict(file)
   held = {name: value.shape for name, value in saved.items()}
-  wanted = {
-    name_of(name): np.shape(leaf)
-    for name, leaf in jax.tree_util.tree_leaves_with_path(like)
-  }
+  wanted = leaf_shapes(like)
   if held != {**wanted, "iteration": ()}:
     raise ValueError(
       f"{path} holds arrays of the shapes {held}, the model's are {wanted}"
     )
-  restored = lambda name, leaf: jax.numpy.asarray(
-    saved[name_of(name)], jax.numpy.result_type(leaf)
-  )
-  return jax.tree_util.tree_map_with_path(restored, like), int(saved["iteration"])
+  leaves = [
+    jnp.asarray(saved[name], jnp.result_type(leaf))
+    for name, leaf in leaves_by_name(like).items()
+  ]
+  restored = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  return restored, int(saved["iteration"])

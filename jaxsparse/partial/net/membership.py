@@ -217,9 +217,9 @@ class Membership:
     self.state = "joining"
     self._next_signal = self.now + delay
 
-  def await_peer(self, seconds: float | None = None) -> None:
-    """Waits for so long, or `timeout`, for the next message of another worker."""
-    self.peer_until = self.now + (self.timeout if seconds is None else seconds)
+  def await_peer(self) -> None:
+    """Waits for `timeout` seconds for the next message of another worker."""
+    self.peer_until = self.now + self.timeout
 
   @property
   def donors(self) -> list[str]:
@@ -472,10 +472,10 @@ class Members(Generic[M]):
     others = [known for number, known in self.known.items() if number != worker]
     if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
       raise Rejected(f"unlike: worker {worker} has {unlike}")
-    count = signal.address.count(",")
-    if others and count != others[0].address.count(","):
+    parts = 1 + signal.address.count(",")
+    if others and parts != (theirs := 1 + others[0].address.count(",")):
       raise Rejected(
-        f"unlike: worker {worker} has {count + 1} addresses, the others have {others[0].address.count(',') + 1}"
+        f"unlike: worker {worker} has {parts} addresses, the others have {theirs}"
       )
 
   def join(self, connection: bytes, signal: Signal) -> M:

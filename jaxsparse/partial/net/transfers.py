@@ -69,7 +69,6 @@ class Assembly:
   def __init__(self, longest: int):
     self._longest = longest
     self._chunks = dict[str, list[Piece]]()  # of the last model or slice, by donor
-    self._sizes = dict[str, int]()  # words of these
 
   def add(self, donor: str, chunk: Piece, donors: Sequence[str]) -> Piece | None:
     """The model, if this is the last chunk; one that follows no other begins a model, or a slice.
@@ -85,10 +84,9 @@ class Assembly:
     last = chunks[-1] if chunks else chunk
     if (last.number, last.tag) != (chunk.number, chunk.tag + 1):
       chunks.clear()
-      self._sizes[donor] = 0
     chunks.append(chunk)
-    self._sizes[donor] += chunk.values.size
-    if self._sizes[donor] > self._longest or chunk.tag >= _MOST_CHUNKS:
+    size = sum(piece.values.size for piece in chunks)
+    if size > self._longest or chunk.tag >= _MOST_CHUNKS:
       chunks.clear()
     if chunk.tag or not chunks:
       return None

@@ -112,11 +112,6 @@ class OwnAnchor:
     """The ids of the last rounds of the anchor."""
     return self.anchor.lineage.ids
 
-  @property
-  def id(self) -> int:
-    """The id of the last round, 0 before the first one."""
-    return self.anchor.lineage.id or 0
-
   def go_back(self) -> RoundPosition:
     """The result that has counted last differs from that of most members: the anchor is again that before."""
     assert self._before is not None

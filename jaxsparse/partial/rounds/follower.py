@@ -153,7 +153,8 @@ class Follower:
 
     network = sockets.Network(self._keys)
     peers = sockets.Peers(network, longest, answered, lost.append)
-    has = (-1, 0) if self._in_vain else (own.anchor.position.round, own.id)
+    lineage = own.anchor.lineage
+    has = (-1, 0) if self._in_vain else (lineage.round, lineage.id or 0)
     try:
       for donor, request in transfers.requests(donors, round_, self._number, *has):
         peers.send(donor, request)

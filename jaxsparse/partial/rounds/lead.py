@@ -64,9 +64,7 @@ class LeadProtocol(PartProtocol):
       case Decision(answer):
         choice = {Next.LATER: Next.LATER, None: Next.RESTART}.get(answer, Next.GO)
         self._lead(self._all - {0}, choice)
-      case Answer(ServerMessage.BEAT):
-        super().handle(event, now)
-      case Answer(kind, content):
+      case Answer(kind, content) if kind != ServerMessage.BEAT:
         self._pass_on(kind, content)
       case _:
         super().handle(event, now)
@@ -100,7 +98,7 @@ class LeadProtocol(PartProtocol):
       )
     for part, member in self.others.known.items():
       if member.connection == connection:
-        member.heard = self.membership.now = now
+        self.membership.now = now
         self.others.dead_at[part] = now + self.others.limit
         self._take_signal(part, signal)
         break
@@ -158,9 +156,20 @@ class LeadProtocol(PartProtocol):
       case WorkerMessage.HELLO if signal.value == self._joined:
         self._take_hello(part, signal)
       case kind if kind in messages.READY:
-        self._take_ready(part, signal)
-      case WorkerMessage.DONE | WorkerMessage.SKIPPED if signal.value == self._group:
-        self._take_done(part, signal)
+        self._ready.add(part)
+        if self._agree(self._ready):
+          self._pass_to_server(signal)
+      case WorkerMessage.SKIPPED if signal.value == self._group:
+        if not self._skipping:
+          self._lead(self._all - {part}, Next.SKIP, signal.value)
+        self._skipping.add(part)
+        self._digests.pop(part, None)
+      case WorkerMessage.DONE if signal.value == self._group:
+        self._digests[part] = signal.digest
+        # all parts skip the outer step if one has
+        if self._digests.keys() == self._all and self._skipping in (set(), self._all):
+          self._digest_of_all = _digest_of(self._digests)
+          self._pass_to_server(signal._replace(digest=self._digest_of_all))
       case WorkerMessage.FAILED if signal.value == self._group:
         self._group = 0
         self._pass_to_server(signal)
@@ -188,12 +197,6 @@ class LeadProtocol(PartProtocol):
       signal = signal._replace(address=address, alike=first.joined(rest))
       self._pass_to_server(signal._replace(value=self.membership.fetching))
 
-  def _take_ready(self, part: int, signal: Signal) -> None:
-    """The worker is ready when all parts are."""
-    self._ready.add(part)
-    if self._agree(self._ready):
-      self._pass_to_server(signal)
-
   def _agree(self, parts: set[int]) -> bool:
     """Whether these are all parts, and a donor has given them the anchor of one round, or they ask again."""
     if parts != self._all:
@@ -216,19 +219,6 @@ class LeadProtocol(PartProtocol):
       self._lead(self._all, Next.AGAIN)
       return False
     return True
-
-  def _take_done(self, part: int, signal: Signal) -> None:
-    """The worker has a result when all parts have, after all have skipped the outer step if one has."""
-    if signal.kind == WorkerMessage.SKIPPED:
-      if not self._skipping:
-        self._lead(self._all - {part}, Next.SKIP, signal.value)
-      self._skipping.add(part)
-      self._digests.pop(part, None)
-      return
-    self._digests[part] = signal.digest
-    if self._digests.keys() == self._all and self._skipping in (set(), self._all):
-      self._digest_of_all = _digest_of(self._digests)
-      self._pass_to_server(signal._replace(digest=self._digest_of_all))
 
   def _take_bye(self, part: int, signal: Signal) -> None:
     """The worker leaves with its first part; the exchanges of the others are dropped."""

@@ -42,6 +42,8 @@ def pass_residuals(
   if result.skipped or not staying:
     return result
   anchor = result.anchor
+  magnitudes = [np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(anchor.params)]
+  most = _MOST_RESIDUAL * (1 + max(magnitudes))
   for index, leaver in enumerate(group.leaving):
     successor = group.members.index(staying[index % len(staying)])
     source = group.members.index(leaver)
@@ -53,16 +55,10 @@ def pass_residuals(
       anchor = outer.add_residual(anchor, -residual, result.fragment)
     elif rank == successor:
       received = words.view(np.float32)
-      if _is_sound(received, anchor.params):
+      if (np.abs(received) <= most).all():
         anchor = outer.add_residual(anchor, received, result.fragment)
       else:
         _LOG.warning(
           f"the residual of worker {leaver}, which leaves, is lost: it is not finite, or huge"
         )
   return result._replace(anchor=anchor)
-
-
-def _is_sound(residual: np.ndarray, params: object) -> bool:
-  magnitudes = [np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(params)]
-  most = _MOST_RESIDUAL * (1 + max(magnitudes, default=0))
-  return bool((np.abs(residual) <= most).all())

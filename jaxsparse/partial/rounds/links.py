@@ -1,6 +1,7 @@
 """What the links among the members of a round have moved: it is added to the anchor as it is, in float32."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -8,6 +9,7 @@ from jaxsparse.arrays.flatten import all_finite, flatten
 from jaxsparse.comm.peers import Send
 from jaxsparse.partial.net.messages import WorkerGroup
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
+from jaxsparse.transform.fragments import fill_zeros
 
 
 def add_moved(
@@ -46,12 +48,9 @@ def subtract(
 ) -> Anchor:
   """`anchor` after a link has moved it by f32[n], the entries of leaves like those of `part`."""
   moved = flatten(part)[1](outer.on_cpu(vector))
-  return anchor._replace(params=jax.tree.map(_subtract, anchor.params, moved))
-
-
-def _subtract(leaf: jax.Array, moved: jax.Array | optax.MaskedNode) -> jax.Array:
   # a leaf of another fragment does not move
-  return leaf if isinstance(moved, optax.MaskedNode) else leaf - moved
+  by = fill_zeros(anchor.params, moved)
+  return anchor._replace(params=jax.tree.map(jnp.subtract, anchor.params, by))
 
 
 def broadcast(

@@ -86,6 +86,7 @@ class Quorum:
     paused: whether no round begins: after its start a server waits for workers that
       know more than others, and later for one that fetches the anchor.
     under_way: the group whose round is under way.
+    pairs: of workers that have missed messages of each other.
     over: whether all workers have left, the last one in good order.
 
   Raises:
@@ -132,7 +133,7 @@ class Quorum:
     self.under_way: WorkerGroup | None = None
     # the last one whose result counts for nobody
     self._failed: WorkerGroup | None = None
-    self._pairs = Pairs()
+    self.pairs = Pairs()
     self._counted: dict[int, int] = {}  # by worker, the group of its last round
     self._digests: dict[int, int] = {}  # by member of the group under way that is done
 
@@ -234,15 +235,11 @@ class Quorum:
   def _choose(self) -> Collection[int]:
     """The ready workers that reach each other; all ready ones if too few of the expected workers do."""
     choose = functools.partial(
-      self._pairs.choose, last_group=self._last_group, last_rounds=self._counted
+      self.pairs.choose, last_group=self._last_group, last_rounds=self._counted
     )
     chosen = choose(self._ready)
     too_few = len(chosen) < self.quorum and len(choose(self._expected)) < self.quorum
     return self._ready if too_few else chosen
-
-  def have_failed(self, worker: int, other: int) -> bool:
-    """Whether the two have missed messages of each other, and no round with both has counted since."""
-    return self._pairs.are_apart(worker, other)
 
   def go_back(self, position: RoundPosition, lineage: Lineage) -> None:
     """The last round is that of this position: nobody has the anchor of a later one, or nobody knew of this one."""
@@ -275,7 +272,7 @@ class Quorum:
     self.under_way = None
     self._ready.clear()
     self._counted |= dict.fromkeys(group.members, number)
-    self._pairs.unite(group)
+    self.pairs.unite(group)
     return verdict
 
   def failed(self, worker: int, number: int, missing: int = -1) -> WorkerGroup | None:
@@ -294,7 +291,7 @@ class Quorum:
     if not failed or failed.number != number or missing == worker:
       return dropped
     if failed.has(worker) and failed.has(missing):
-      self._pairs.part(failed, worker, missing)
+      self.pairs.part(failed, worker, missing)
     return dropped
 
   def leave(
@@ -309,7 +306,7 @@ class Quorum:
     group = self._drop_round_of(worker)
     self._present.discard(worker)
     self._forget(worker)
-    self._pairs.forget(worker)
+    self.pairs.forget(worker)
     if weight is not None:
       self.lost += 1
       self.lost_weight += weight

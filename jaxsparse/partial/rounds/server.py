@@ -139,16 +139,13 @@ class RoundServer:
   def status(self) -> dict[str, Any]:
     """What `jaxsparse.partial.rounds.status` shows: of this server, and of each worker in ascending order."""
     now = self.members.now
-    seconds = (
-      (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1)
-      if len(self._ended) > 1
-      else None
-    )
+    ended = self._ended
+    between = len(ended) - 1
     return {
       **self._last,
       "run": f"{self._run:x}",
-      "since": now - self._ended[-1] if self._ended else None,
-      "seconds": seconds,
+      "since": now - ended[-1] if ended else None,
+      "seconds": (ended[-1] - ended[0]) / between if between > 0 else None,
       "window": self._window.seconds,
       "turn": self._window.usual or None,
       "rounds_counted": self._counted,
@@ -171,7 +168,8 @@ class RoundServer:
     }
 
   def _doing_of(self, worker: int, member: RoundMember) -> str:
-    if self._quorum.under_way and worker in self._quorum.under_way.members:
+    group = self._quorum.under_way
+    if group and group.has(worker):
       return "exchanges"
     if worker in self._quorum.waiting:
       return "waits for others"
@@ -187,9 +185,8 @@ class RoundServer:
       self._take_hello(connection, signal)
       return
     if kind == WorkerMessage.STATUS:
-      self.members.send(
-        connection, messages.pack_answer(ServerMessage.STATUS, **self.status())
-      )
+      answer = messages.pack_answer(ServerMessage.STATUS, **self.status())
+      self.members.send(connection, answer)
       return
     member = self.members.find(connection, worker)
     has_moved_on = signal.position[:2] != member.position[:2]
@@ -334,7 +331,7 @@ class RoundServer:
         for other in known.values()
         if other.fetches_since is not None and other is not member
       )
-      apart = [one for one in donors if self._quorum.have_failed(worker, one)]
+      apart = [one for one in donors if self._quorum.pairs.are_apart(worker, one)]
       since = member.in_vain_since or now
       was = member.donor if now > since + self.members.limit else None
       donors.sort(key=lambda other: (other == was, other in apart, loads[other]))
@@ -416,7 +413,7 @@ class RoundServer:
         others = [
           str(member)
           for member in group.members
-          if self._quorum.have_failed(worker, member)
+          if self._quorum.pairs.are_apart(worker, member)
         ]
         self._warn(
           ("left out", worker, *others),
@@ -600,14 +597,12 @@ class RoundServer:
       for other, rival in self._rivals.items()
       if rival.heard > now - self.members.limit
     } | {worker: _Rival(since, now, branch)}
-    others = [
-      member.branch
-      for other, member in self.members.known.items()
-      if other not in self._rivals
-    ]
-    others += [rival.branch for rival in self._rivals.values()]
+    known = {other: member.branch for other, member in self.members.known.items()}
+    known |= {other: rival.branch for other, rival in self._rivals.items()}
     ours, theirs = (
-      sum(not (side.conflicts(other) or other.conflicts(side)) for other in others)
+      sum(
+        not (side.conflicts(other) or other.conflicts(side)) for other in known.values()
+      )
       for side in (self._branch, branch)
     )
     branches = f"worker {worker} is at round {position.round} of another branch than round {quorum.position.round}"
