@@ -26,23 +26,16 @@ of a group of G members have at most (G − 1) ⌈n/G⌉ < n + G entries.
 
 import dataclasses
 import itertools
-import logging
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxsparse.partial.groups.average import Average
 from jaxsparse.partial.groups.controller import MAX_ITERATION
-from jaxsparse.partial.net.log import Warnings
-from jaxsparse.partial.net.membership import (
-  EarlyPieces,
-  Membership,
-  Progress,
-  Unreachable,
-)
+from jaxsparse.partial.net.membership import EarlyPieces, WorkerProtocol
 from jaxsparse.partial.net.messages import (
-  Answer,
+  Content,
   Piece,
   PieceKind,
   ServerMessage,
@@ -69,14 +62,13 @@ class GroupRequest(NamedTuple):
   model: Model | None = None
 
 
-Event = GroupRequest | Answer | Piece | Progress | Unreachable
-
-
 @dataclasses.dataclass(eq=False)
-class GroupProtocol:
+class GroupProtocol(WorkerProtocol[Average]):
   """The protocol of one worker.
 
   Example:
+    >>> from jaxsparse.partial.net.membership import Membership
+    >>> from jaxsparse.partial.net.messages import Answer
     >>> outlets = {"tell_server": print, "send": print, "answer_loop": print}
     >>> place = Membership(3, "tcp://127.0.0.1:9", 5.0, 0.0, **outlets, limit=5.0, reconnect=60.0)
     >>> protocol = GroupProtocol(place, np.zeros(2, np.float32))
@@ -88,68 +80,42 @@ class GroupProtocol:
     Signal(kind=<WorkerMessage.READY: 2>, worker=3, value=1, address='', position=...)
   """
 
-  membership: Membership
   initial: np.ndarray  # f32[n], the model that training starts from
 
   def __post_init__(self) -> None:
-    self._log = Warnings(logging.getLogger(__name__))
+    super().__post_init__()
     # the newest, for those who fetch it and for the file of a lost server
     self.model = Model(self.initial, 0)
     self._request = WorkerMessage.HELLO  # the last one
-    self._average: Average | None = None  # in progress; the request is open
-    self._settled = 0  # no piece is owed to, or expected from, groups up to this number
-    self._early = EarlyPieces(self.initial.size)
     # whether the open request goes on without the model of a donor, which does not come
     self._has_no_donor = False
 
-  def handle(self, event: Event, now: float) -> None:
-    """Does what an event asks for; nothing after the end."""
-    membership = self.membership
-    if membership.state == "ended":
-      return
-    membership.now = now
+  def _handle(self, event: object) -> None:
     match event:
       case GroupRequest(WorkerMessage.BYE):
         self._leave()
       case GroupRequest():
         self._request = event.kind
         self.model = event.model or self.model
-        if membership.open_request():
+        if self.membership.open_request():
           self._begin_request()
-      case Answer():
-        self._take_answer(event)
-      case Piece(PieceKind.MODEL):
-        if membership.state == "fetching":
-          self._take_model(event)
-      case Piece():
-        self._take_piece(event)
-      case Unreachable(address):
-        membership.miss_donor(address)
-      case Progress(address):
-        membership.hear_donor(address)
+      case _:
+        super()._handle(event)
 
-  def tick(self, now: float) -> None:
-    """Time has passed: repeats signals, and gives up what has taken too long."""
+  def _repeat_signal(self) -> None:
+    seeks = self._waits_for_a_finite_model
+    self.membership.repeat_signal(
+      WorkerMessage.NOT_FINITE if seeks else WorkerMessage.HELLO
+    )
+
+  def _miss_server(self) -> None:
     membership = self.membership
-    if membership.state == "ended":
-      return
-    membership.tick(now)
-    if now > membership.peer_until and (self._average or membership.state != "joined"):
-      self._give_up()
-    elif now > membership.server_until:
-      membership.lose("sign of life", membership.limit + membership.reconnect)
-    else:
-      membership.repeat_signal(
-        WorkerMessage.NOT_FINITE
-        if self._waits_for_a_finite_model
-        else WorkerMessage.HELLO
-      )
+    membership.lose("sign of life", membership.limit + membership.reconnect)
 
   def _give_up(self) -> None:
-    """Goes on without the message that has not come for `timeout` seconds, if possible."""
     membership = self.membership
-    if self._average:
-      self._fail(self._average, f"no message of a member for {membership.timeout:g} s")
+    if self._run:
+      self._fail(self._run, f"no message of a member for {membership.timeout:g} s")
     elif self._waits_for_a_finite_model:
       membership.reply(
         FloatingPointError(f"no model from another worker for {membership.timeout:g} s")
@@ -213,10 +179,8 @@ class GroupProtocol:
 
   # Answers of the server.
 
-  def _take_answer(self, answer: Answer) -> None:
+  def _take_answer(self, kind: ServerMessage, content: Content) -> None:
     membership = self.membership
-    kind, content = answer
-    membership.learn(content.get("addresses", {}))
     match kind:
       case ServerMessage.WELCOME if membership.state == "joining":
         donor = None if self._has_no_donor else content["donor"]
@@ -226,44 +190,34 @@ class GroupProtocol:
           self._begin_request()
       case ServerMessage.GROUP if self._awaits_group:
         self._start_average(content)
-      case ServerMessage.ABORT if self._average and self._average.needs(
+      case ServerMessage.ABORT if self._run and self._run.needs(
         content["number"], content.get("worker", -1)
       ):
-        self._fail(self._average, f"worker {content['worker']} is lost")
+        self._fail(self._run, f"worker {content['worker']} is lost")
       case ServerMessage.REJECTED:
         self._take_rejection(content["reason"])
-    membership.hear()
 
   def _take_rejection(self, reason: str) -> None:
     if reason.startswith("nobody:"):
       if self._waits_for_a_finite_model:
         self.membership.reply(FloatingPointError(reason))
     elif self.membership.take_rejection(reason, awaits_group=self._awaits_group):
-      self._average = None
+      self._run = None
       self._settled = 0
 
   # The average of a group.
 
-  @property
-  def _awaits_group(self) -> bool:
-    """Whether a GROUP message may still be in transit."""
-    return (
-      self.membership.state == "joined"
-      and self.membership.waits
-      and self._average is None
-    )
-
-  def _start_average(self, content: dict[str, Any]) -> None:
+  def _start_average(self, content: Content) -> None:
     group = self.membership.parse_group(content)
-    average = self._average = Average(
+    average = self._run = Average(
       group, self.membership.number, self.model.vector, self.initial
     )
     early = [average.receive(part) for part in self._early.take(group.number)]
     self._progress(average, itertools.chain(average.begin(), *early))
 
   def _take_piece(self, piece: Piece) -> None:
-    if self._average and self._average.group.number == piece.number:
-      self._progress(self._average, self._average.receive(piece))
+    if average := self._run_of(piece.number):
+      self._progress(average, average.receive(piece))
     elif (
       piece.number > self._settled
       and piece.kind != PieceKind.MEAN
@@ -282,7 +236,7 @@ class GroupProtocol:
 
   def _settle(self, average: Average) -> None:
     self._settled = average.group.number
-    self._average = None
+    self._run = None
 
   def _fail(self, average: Average, reason: str) -> None:
     """Keeps the model of this worker and asks for another group."""

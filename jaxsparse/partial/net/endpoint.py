@@ -13,11 +13,16 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxsparse.partial.net import messages, sockets
-from jaxsparse.partial.net.membership import Membership, Progress, Unreachable
+from jaxsparse.partial.net.membership import (
+  Membership,
+  Progress,
+  Unreachable,
+  WorkerProtocol,
+)
 from jaxsparse.partial.net.messages import Piece, PieceKind, ServerMessage, Signal
 from jaxsparse.partial.net.sockets import Keys, zmq
 from jaxsparse.partial.net.transfers import Assembly, Transfers, split
@@ -36,18 +41,6 @@ class ControllerLost(RuntimeError):
     ...
     jaxsparse.partial.net.endpoint.ControllerLost: no sign of life from the controller for 65 s
   """
-
-
-class WorkerProtocol(Protocol):
-  """The decisions of a worker, as `GroupProtocol` and `RoundProtocol` make them."""
-
-  membership: Membership
-
-  def handle(self, event: Any, now: float) -> None:
-    """Does what an event asks for."""
-
-  def tick(self, now: float) -> None:
-    """Time has passed."""
 
 
 class Endpoint:
@@ -162,16 +155,6 @@ class Endpoint:
   def join(self, seconds: float | None = None) -> None:
     """Waits for the end of the thread, for at most so many seconds."""
     self._thread.join(seconds)
-
-  @contextlib.contextmanager
-  def ended_by_errors(self) -> Iterator[None]:
-    """Ends the thread at an error in a `with` block, or the server would take this worker for a living one."""
-    try:
-      yield
-    except Exception as error:
-      self.post(error)
-      self.join()
-      raise
 
   # For the protocol, in the thread.
 

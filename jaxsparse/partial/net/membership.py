@@ -23,11 +23,15 @@ from jaxsparse.partial.net import messages, transfers
 from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.log import Warnings
 from jaxsparse.partial.net.messages import (
+  Answer,
+  Content,
   Piece,
+  PieceKind,
   Rejected,
   RoundPosition,
   ServerMessage,
   Signal,
+  WorkerGroup,
   WorkerMessage,
 )
 
@@ -193,9 +197,9 @@ class Membership:
         if address
       }
 
-  def parse_group(self, content: messages.Content) -> messages.WorkerGroup:
+  def parse_group(self, content: Content) -> WorkerGroup:
     """The group in a GROUP answer; raises Rejected without this worker, or an address of each member."""
-    group = messages.WorkerGroup.parse(content)
+    group = WorkerGroup.parse(content)
     others = {*group.members} - {self.number}
     if not group.has(self.number) or not self.addresses.keys() >= others:
       raise Rejected(
@@ -324,6 +328,94 @@ class EarlyPieces:
     return pieces
 
 
+class Exchange(Protocol):
+  """What a member computes with its group."""
+
+  group: WorkerGroup
+
+
+E = TypeVar("E", bound=Exchange)
+
+
+@dataclasses.dataclass(eq=False)
+class WorkerProtocol(Generic[E]):
+  """The protocol of one worker; each product has the methods that say no more than what they do here."""
+
+  membership: Membership
+
+  def __post_init__(self) -> None:
+    self._log = Warnings(logging.getLogger(type(self).__module__))
+    # the exchange under way, or in rounds one whose result is not known to count
+    self._run: E | None = None
+    # the number of the last group that this worker has nothing more to do with
+    self._settled = 0
+    self._early = EarlyPieces(0)
+
+  def handle(self, event: object, now: float) -> None:
+    """Does what an event asks for; nothing after the end."""
+    if self.membership.state != "ended":
+      self.membership.now = now
+      self._handle(event)
+
+  def _handle(self, event: object) -> None:
+    membership = self.membership
+    match event:
+      case Answer(kind, content):
+        membership.learn(content.get("addresses", {}))
+        self._take_answer(kind, content)
+        membership.hear()
+      case Piece(PieceKind.MODEL):
+        if membership.state == "fetching":
+          self._take_model(event)
+      case Piece():
+        self._take_piece(event)
+      case Unreachable(address):
+        membership.miss_donor(address)
+      case Progress(address):
+        membership.hear_donor(address)
+
+  def tick(self, now: float) -> None:
+    """Time has passed: repeats signals, and gives up what has taken too long."""
+    membership = self.membership
+    if membership.state == "ended":
+      return
+    membership.tick(now)
+    if now > membership.peer_until and (self._run or membership.state != "joined"):
+      self._give_up()
+    elif now > membership.server_until:
+      self._miss_server()
+    else:
+      self._repeat_signal()
+
+  @property
+  def _awaits_group(self) -> bool:
+    """Whether a GROUP message may still be in transit."""
+    membership = self.membership
+    return membership.state == "joined" and membership.waits and self._run is None
+
+  def _run_of(self, number: int) -> E | None:
+    """The exchange that runs or has a result, if it is that of this group."""
+    return self._run if self._run and self._run.group.number == number else None
+
+  def _take_answer(self, kind: ServerMessage, content: Content) -> None:
+    """Takes an answer of the server."""
+
+  def _take_model(self, piece: Piece) -> None:
+    """Takes the model of a donor."""
+
+  def _take_piece(self, piece: Piece) -> None:
+    """Takes a piece of another member."""
+
+  def _give_up(self) -> None:
+    """Goes on without the message that has not come for `timeout` seconds, if possible."""
+
+  def _miss_server(self) -> None:
+    """The server has been silent for too long."""
+
+  def _repeat_signal(self) -> None:
+    """Sends HELLO or a heartbeat when it is time."""
+
+
 @dataclasses.dataclass
 class Member:
   """What a server knows of a worker that has joined."""
@@ -421,7 +513,7 @@ class Members(Generic[M]):
       if worker in self.known:
         self.send(self.known[worker].connection, frame)
 
-  def tell_group(self, group: messages.WorkerGroup) -> None:
+  def tell_group(self, group: WorkerGroup) -> None:
     """Tells the members that they are a group, and each one the addresses that it has not been told."""
     by_told = dict[int, list[M]]()
     for worker in group.members:

@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxsparse.partial.net import strict_json
 from jaxsparse.partial.net.alike import Alike
+from jaxsparse.partial.net.strict_json import is_number, is_whole
 
 _SIGNAL = struct.Struct("!BHqqqqqi")
 _PIECE = struct.Struct("!BqHI")
@@ -383,7 +384,7 @@ def _are_donors(value: object) -> bool:
 
 
 def _are_workers(value: object) -> bool:
-  is_number = functools.partial(strict_json.is_whole, most=MOST_MEMBERS - 1)
+  is_number = functools.partial(is_whole, most=MOST_MEMBERS - 1)
   return isinstance(value, list) and all(map(is_number, value))
 
 
@@ -395,8 +396,8 @@ def _are_runs(value: object) -> bool:
   return isinstance(value, list) and all(
     isinstance(run, list)
     and len(run) == 2
-    and strict_json.is_number(run[0])
-    and strict_json.is_whole(run[1], least=1)
+    and is_number(run[0])
+    and is_whole(run[1], least=1)
     for run in value
   )
 
@@ -410,27 +411,27 @@ def _are_addresses_of_workers(value: object) -> bool:
 
 # fields of all answers but STATUS, and what they hold
 _FIELDS: dict[str, Callable[[Any], bool]] = {
-  "limit": lambda value: strict_json.is_number(value) and value > 0,
-  "most": lambda value: strict_json.is_number(value) and value > 0,
-  "grace": lambda value: strict_json.is_number(value) and value >= 0,
+  "limit": lambda value: is_number(value) and value > 0,
+  "most": lambda value: is_number(value) and value > 0,
+  "grace": lambda value: is_number(value) and value >= 0,
   "sizes": _are_sizes,
   "donor": _are_donors,
-  "number": strict_json.is_whole,
-  "round": functools.partial(strict_json.is_whole, most=MOST_ROUNDS),
-  "base": strict_json.is_whole,
+  "number": is_whole,
+  "round": functools.partial(is_whole, most=MOST_ROUNDS),
+  "base": is_whole,
   # a part of a worker gets -1 if the parts have another one together
-  "digest": functools.partial(strict_json.is_whole, least=-1),
-  "run": strict_json.is_whole,
+  "digest": functools.partial(is_whole, least=-1),
+  "run": is_whole,
   "members": _are_runs,
   "weights": _are_runs,
   "links": _are_workers,
   "leaving": _are_workers,
-  "iteration": strict_json.is_whole,
-  "initial": lambda value: strict_json.is_number(value) and math.isfinite(value),
+  "iteration": is_whole,
+  "initial": lambda value: is_number(value) and math.isfinite(value),
   "addresses": _are_addresses_of_workers,
-  "worker": strict_json.is_whole,
+  "worker": is_whole,
   "reason": lambda value: isinstance(value, str),
-  "alive": strict_json.is_whole,
+  "alive": is_whole,
   "next": lambda value: value in [*Next],
 }
 _LAST_ROUND = {"round", "base", "digest", "run"}  # of rounds, which come together

@@ -28,19 +28,19 @@ _OF_WORKER = PartitionSpec(PEERS)
 MOST_WEIGHT = 2**31 - 1  # weight of a step
 # all entries of a state but its digest, in its order: dtype, and how many dimensions
 _SEALED = {
-  "anchor": (np.uint8, 1),
-  "residual": (np.float32, 1),
-  "moved": (np.float32, 1),
-  "trained": (np.int64, 2),
-  "share": (np.float64, 0),
-  "latest": (np.int64, 0),
-  "fragments": (np.int64, 0),
-  "part": (np.int64, 1),
-  "number": (np.int64, 0),
-  "run": (np.int64, 0),
+  "anchor": ("uint8", 1),
+  "residual": ("float32", 1),
+  "moved": ("float32", 1),
+  "trained": ("int64", 2),
+  "share": ("float64", 0),
+  "latest": ("int64", 0),
+  "fragments": ("int64", 0),
+  "part": ("int64", 1),
+  "number": ("int64", 0),
+  "run": ("int64", 0),
 }
 _REAL = "residual", "moved", "share"
-_ENTRIES = _SEALED | {"digest": (np.int64, 0)}
+_ENTRIES = _SEALED | {"digest": ("int64", 0)}
 
 
 def check_options(
@@ -188,7 +188,7 @@ def _check_entries(state: SavedState) -> None:
       not is_number or entry.ndim != dimensions or (name == "part" and entry.size != 2)
     ):
       raise ValueError(
-        f"Rounds: the {name} in the state is {entry.dtype.name}{[*entry.shape]}, not {np.dtype(dtype).name} of "
+        f"Rounds: the {name} in the state is {entry.dtype.name}{[*entry.shape]}, not {dtype} of "
         f"{dimensions} dimensions, as `Rounds.state` has it"
       )
 

@@ -58,7 +58,7 @@ class LeadProtocol(PartProtocol):
     self._digest_of_all = 0  # digest that the server was told last
     self._has_left = False
 
-  def handle(self, event: Any, now: float) -> None:
+  def handle(self, event: object, now: float) -> None:
     """Does what an event asks for, also at the other parts."""
     match event:
       case Decision(answer):

@@ -52,7 +52,7 @@ class PartProtocol(RoundProtocol):
     # the digest of the anchor that it has fetched, until a round counts
     self._fetched = 0
 
-  def handle(self, event: Any, now: float) -> None:
+  def handle(self, event: object, now: float) -> None:
     """Does what an event asks for.
 
     Raises:

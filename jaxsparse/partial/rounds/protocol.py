@@ -17,23 +17,18 @@ first address, so that workers meet there.
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxsparse.partial.net.log import Warnings
 from jaxsparse.partial.net.membership import (
   RETRY,
   EarlyPieces,
-  Membership,
-  Progress,
   Unreachable,
+  WorkerProtocol,
 )
 from jaxsparse.partial.net.messages import (
-  Answer,
   Content,
   Piece,
-  PieceKind,
   Rejected,
   RoundPosition,
   ServerMessage,
@@ -57,10 +52,9 @@ class RoundRequest(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class RoundProtocol:
+class RoundProtocol(WorkerProtocol[Run]):
   """The protocol of one worker; answers to the training loop are the positions reached."""
 
-  membership: Membership
   exchange: Exchanger  # runs the exchanges
   entries: int  # entries of the model
   switch: Callable[[], None]  # connects to the next server
@@ -73,16 +67,10 @@ class RoundProtocol:
   undelivered: int = 0
 
   def __post_init__(self) -> None:
-    self._log = Warnings(logging.getLogger(__name__))
+    super().__post_init__()
     self._request = RoundRequest(WorkerMessage.HELLO)  # the last one
     self._visits = 0  # how often it has gone to another server
     self._quorum_until = self.membership.server_until
-    # the exchange under way, or whose result is not known to count
-    self._run: Run | None = None
-    # the number of the last group whose round counts, or does not; each server has
-    # random numbers
-    self._settled = 0
-    self._early = EarlyPieces(0)
     self._leaves = False
     self._members = dict[str, int]()  # members of the last group, by their addresses
     # after the last round that counted with this worker, how many its anchor has been
@@ -91,23 +79,9 @@ class RoundProtocol:
     self._last = RoundPosition()  # the last round of all, as the server says
     self._digest = 0  # digest of the result of that round
 
-  def handle(
-    self,
-    event: RoundRequest
-    | Answer
-    | Piece
-    | Progress
-    | Unreachable
-    | Done
-    | Outgoing
-    | Exception,
-    now: float,
-  ) -> None:
-    """Does what an event asks for, nothing after the end; raises one that is an error of an exchange."""
+  def _handle(self, event: object) -> None:
+    """Raises an error of an exchange."""
     membership = self.membership
-    if membership.state == "ended":
-      return
-    membership.now = now
     match event:
       case Exception():
         raise event
@@ -119,47 +93,30 @@ class RoundProtocol:
         self._request = event
         if membership.open_request():
           self._begin_request()
-      case Answer():
-        self._take_answer(event)
-      case Piece(PieceKind.MODEL):
-        if membership.state == "fetching":
-          self._take_model(event)
-      case Piece():
-        self._take_piece(event)
       case Unreachable(address) if self._run and address in self._members:
         self._miss_member(self._run, self._members[address])
-      case Unreachable(address):
-        membership.miss_donor(address)
-      case Progress(address):
-        membership.hear_donor(address)
       case Done(number, digest) if run := self._run_of(number):
         self._take_result(run, digest)
       case Outgoing(member, piece) if self._run_of(piece.number):
         membership.await_peer()
         membership.send(membership.addresses[member], piece)
+      case _:
+        super()._handle(event)
 
   def tick(self, now: float) -> None:
-    """Time has passed: repeats signals, and gives up what has taken too long."""
-    membership = self.membership
-    if membership.state == "ended":
-      return
-    membership.tick(now)
-    if now > membership.peer_until and (self._run or membership.state != "joined"):
-      self._give_up()
-    elif now > membership.server_until:
-      self._miss_server()
-    else:
-      lineage = self.exchange.lineage
-      membership.alike = membership.alike._replace(lineage=lineage)
-      membership.repeat_signal(undelivered=self.undelivered)
-    is_idle = membership.state == "joining" or (
-      membership.state == "joined" and not self._run
-    )
+    """As of each worker, which here also leaves a server with too few workers."""
+    super().tick(now)
+    state = self.membership.state
+    is_idle = state == "joining" or (state == "joined" and not self._run)
     if self.servers > 1 and is_idle and now > self._quorum_until:
       self._miss_server()
 
+  def _repeat_signal(self) -> None:
+    membership = self.membership
+    membership.alike = membership.alike._replace(lineage=self.exchange.lineage)
+    membership.repeat_signal(undelivered=self.undelivered)
+
   def _give_up(self) -> None:
-    """Goes on without the message that has not come for `timeout` seconds."""
     membership = self.membership
     is_new = (
       membership.waits
@@ -250,12 +207,10 @@ class RoundProtocol:
 
   # Answers of the server.
 
-  def _take_answer(self, answer: Answer) -> None:
+  def _take_answer(self, kind: ServerMessage, content: Content) -> None:
     membership = self.membership
-    kind, content = answer
     # else its donor has not answered, and others with the anchor may be elsewhere
     is_first = kind == ServerMessage.WELCOME and membership.fetches_since is None
-    membership.learn(content.get("addresses", {}))
     self.grace = content.get("grace", self.grace)
     if "base" in content:
       self._last = RoundPosition(content["round"], content["base"])
@@ -287,7 +242,6 @@ class RoundProtocol:
           f"{f'which it fetches from {donor}' if donor else 'which no worker that is there has'}"
         )
         self._begin_request() if donor else membership.join_again(RETRY)
-    membership.hear()
     if is_first or content.get("alive", 0) >= self.sizes[0]:
       self._await_quorum()
 
@@ -344,17 +298,6 @@ class RoundProtocol:
     return self.exchange.adopt(piece, self._last.base, self._digest)
 
   # The exchange of a round.
-
-  @property
-  def _awaits_group(self) -> bool:
-    """Whether a GROUP message may still be in transit."""
-    return (
-      self.membership.state == "joined" and self.membership.waits and self._run is None
-    )
-
-  def _run_of(self, number: int) -> Run | None:
-    """The exchange that runs or has a result, if it is that of this round."""
-    return self._run if self._run and self._run.group.number == number else None
 
   def _start_round(self, content: Content) -> None:
     group = self.membership.parse_group(content)

@@ -222,9 +222,14 @@ class Rounds:
     )
     name = f"rounds, worker {self._number}"
     endpoint.start(self._protocol, exchanger.model, ControllerLost, name)
-    with endpoint.ended_by_errors():
+    try:
       processes.take(self._place, endpoint)
       exchanger.compile(self._protocol.sizes)
+    except Exception as error:
+      # or the server would take this worker for a living one
+      endpoint.post(error)
+      endpoint.join()
+      raise
 
   def _start(self, state: SavedState | None) -> None:
     """Goes on from the anchor, with what was moved and not delivered when the state was saved."""
