@@ -20,7 +20,7 @@ there, by any collective, and all have the same anchor afterwards.
     its decisions     controller: `Controller`                     quorum: `Quorum`, pairs that miss messages
     readers                                                          follower; chain: the last rounds as links
     besides           base: NaN enters no average; saving          moving, checks: what was moved, saved states
-    of processes                                                   slices, parts, lead, processes
+    of processes                                                   slices, parts, processes
 
 Neither has anything to do with the other. Both have these parts, net/:
 

@@ -15,8 +15,8 @@ from jaxsparse.partial.net.messages import Piece, PieceKind, RoundPosition, Work
 from jaxsparse.partial.net.transfers import PREFIX
 from jaxsparse.partial.rounds.anchor import Forked
 from jaxsparse.partial.rounds.exchanger import Exchanger
-from jaxsparse.partial.rounds.leaving import pass_residuals
 from jaxsparse.partial.rounds.lineage import Lineage
+from jaxsparse.partial.rounds.links import pass_residuals
 from jaxsparse.partial.rounds.outer_step import OuterStep, Result
 from jaxsparse.partial.rounds.run import Done, Outgoing, Run
 

@@ -31,9 +31,8 @@ from jaxsparse.partial.net.messages import (
 )
 from jaxsparse.partial.net.transfers import Assembly, Transfers
 from jaxsparse.partial.rounds.exchanger import Exchanger
-from jaxsparse.partial.rounds.lead import LeadProtocol
 from jaxsparse.partial.rounds.outer_step import OuterStep
-from jaxsparse.partial.rounds.parts import PartLost, PartProtocol
+from jaxsparse.partial.rounds.parts import LeadProtocol, PartLost, PartProtocol
 from jaxsparse.partial.rounds.protocol import RoundProtocol, RoundRequest
 from jaxsparse.partial.rounds.run import Run
 from jaxsparse.partial.rounds.server import RoundMember, RoundServer

@@ -28,8 +28,13 @@ from jaxsparse.partial.net.messages import (
   WorkerMessage,
 )
 from jaxsparse.partial.rounds import processes
-from jaxsparse.partial.rounds.lead import LeadProtocol, _digest_of
-from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
+from jaxsparse.partial.rounds.parts import (
+  Decision,
+  LeadProtocol,
+  PartLost,
+  PartProtocol,
+  _digest_of,
+)
 from jaxsparse.partial.rounds.protocol import RoundRequest
 from jaxsparse.partial.rounds.run import Done
 from tests.partial import protocols_test, rounds_protocol_test

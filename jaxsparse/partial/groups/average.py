@@ -107,11 +107,7 @@ class Average:
     """Averages the own shard once all parts of it have arrived."""
     if len(self._parts) < len(self.group.members):
       return
-    total = (
-      np.float32(self.group.initial) * self._initial
-      if self.group.initial
-      else np.zeros_like(self._initial)
-    )
+    total = np.float32(self.group.initial) * self._initial
     for member, weight in zip(self.group.members, self.group.weights, strict=True):
       total += np.float32(weight) * self._parts[member]
     self.result[self._shards[self._me]] = total

@@ -16,7 +16,7 @@ from jaxsparse.partial.net.messages import (
   WorkerGroup,
   WorkerMessage,
 )
-from jaxsparse.partial.rounds import leaving, links
+from jaxsparse.partial.rounds import links
 from jaxsparse.partial.rounds.anchor import OwnAnchor
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep
 from jaxsparse.partial.rounds.run import Done, Outgoing, Run
@@ -76,7 +76,7 @@ class Exchanger(OwnAnchor):
       result = links.add_moved(
         self.outer, anchor, result, given, group, rank, run.exchange
       )
-      result = leaving.pass_residuals(self.outer, result, group, rank, run.exchange)
+      result = links.pass_residuals(self.outer, result, group, rank, run.exchange)
       if not result.skipped:
         moved = result.anchor.has_moved(group.members, group.number)
         result = result._replace(anchor=moved)

@@ -11,14 +11,19 @@ training loops of all parts call `step` together, and that of the lead decides w
 they go on from a round at this step.
 """
 
+import collections
 import dataclasses
 from typing import Any, NamedTuple
 
-from jaxsparse.partial.net.membership import RETRY
+import numpy as np
+
+from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.membership import RETRY, Member, Members
 from jaxsparse.partial.net.messages import (
   Answer,
   Next,
   Piece,
+  Rejected,
   RoundPosition,
   ServerMessage,
   Signal,
@@ -26,6 +31,9 @@ from jaxsparse.partial.net.messages import (
 )
 from jaxsparse.partial.rounds.protocol import RoundProtocol
 from jaxsparse.partial.rounds.run import Run
+from jaxsparse.weights.digests import digest
+
+_UNEQUAL = RoundPosition(0, -1)  # no round: parts have different anchors
 
 
 class PartLost(RuntimeError):
@@ -123,3 +131,249 @@ class PartProtocol(RoundProtocol):
       if run.skipped:
         self.membership.tell(WorkerMessage.SKIPPED, run.group.number)
     super()._take_result(run, digest)
+
+
+def _digest_of(digests: dict[int, int]) -> int:
+  """The digest of a worker, of those of its parts."""
+  return digest([np.array([of_part for _, of_part in sorted(digests.items())])])
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class LeadProtocol(PartProtocol):
+  """The protocol of part 0, through which all parts reach the server.
+
+  Args:
+    others: the other parts, by their numbers.
+    addresses: of all parts.
+  """
+
+  others: Members[Member]
+  addresses: list[str]
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    self._joined = 0  # how often all parts have
+    self._all = set(range(len(self.addresses)))
+    self._answers = collections.deque[Answer]()  # to this part, after what it does now
+    self._last_signals = dict[int, Signal]()  # of each part, with its position
+    self._joining = dict[int, Signal]()  # HELLO of the parts that join
+    self._ready = set[int]()
+    self._answered = set[int]()
+    self._group = 0  # the number of that under way
+    self._digests = dict[int, int]()  # of the results of its parts
+    self._digest_of_last = 0  # digest of the last round of all, as the server says
+    # whether the anchor that all parts have fetched is another one
+    self._refused = False
+    self._skipping = set[int]()
+    self._digest_of_all = 0  # digest that the server was told last
+    self._has_left = False
+
+  def handle(self, event: object, now: float) -> None:
+    """Does what an event asks for, also at the other parts."""
+    match event:
+      case Decision(answer):
+        choice = {Next.LATER: Next.LATER, None: Next.RESTART}.get(answer, Next.GO)
+        self._lead(self._all - {0}, choice)
+      case Answer(kind, content) if kind != ServerMessage.BEAT:
+        self._pass_on(kind, content)
+      case _:
+        super().handle(event, now)
+    self._handle_own(now)
+
+  def tick(self, now: float) -> None:
+    """Time has passed.
+
+    Raises:
+      PartLost: if another part is silent.
+    """
+    super().tick(now)
+    self.others.limit = self.membership.limit
+    for part in self.others.tick(now):
+      self.others.forget(part)
+      if self.membership.state != "ended":
+        reason = f"part {part} of worker {self.membership.number} is lost, and with it this worker"
+        self._lead(self._all - {0}, Next.LOST, reason=reason)
+        raise PartLost(reason)
+    self._handle_own(now)
+
+  def hear_part(self, connection: bytes, frames: list[bytes], now: float) -> None:
+    """Handles a signal of another part."""
+    try:
+      signal = messages.parse_signal(frames)
+    except Rejected:
+      return
+    if signal.kind == WorkerMessage.HELLO and signal.address in self.addresses[1:]:
+      self.others.join(
+        connection, signal._replace(worker=self.addresses.index(signal.address))
+      )
+    for part, member in self.others.known.items():
+      if member.connection == connection:
+        self.membership.now = now
+        self.others.dead_at[part] = now + self.others.limit
+        self._take_signal(part, signal)
+        break
+    self._handle_own(now)
+
+  def relay_signal(self, signal: Signal) -> None:
+    """Takes a signal of this part."""
+    self._take_signal(0, self._mark(signal))
+
+  def relay_answer(self, answer: Any) -> None:
+    """Takes an answer as other parts do, and tells the loop of parameters that are not finite."""
+    if answer is None:
+      self.membership.answer_loop(None)
+    else:
+      super().relay_answer(answer)
+
+  def _handle_own(self, now: float) -> None:
+    while self._answers:
+      super().handle(self._answers.popleft(), now)
+
+  def _lead(
+    self, parts: set[int], next_: Next, number: int = 0, reason: str = ""
+  ) -> None:
+    """Tells parts what they do together."""
+    facts = {"next": next_, "number": number, "reason": reason}
+    self._tell_parts(parts, ServerMessage.FOLLOW, **facts)
+
+  def _tell_parts(self, parts: set[int], kind: ServerMessage, **content: Any) -> None:
+    """Tells parts something, each with the addresses of the same part of other workers."""
+
+    def choose(addresses: str | None, part: int) -> str | None:
+      of_parts = (addresses or "").split(",")
+      return of_parts[part] if len(of_parts) == len(self.addresses) else None
+
+    for part in sorted(parts):
+      answer = dict(content)
+      if addresses := content.get("addresses"):
+        answer["addresses"] = {
+          worker: choose(address, part) for worker, address in addresses.items()
+        }
+      if donor := content.get("donor"):
+        donors = (choose(address, part) for address in donor.split())
+        answer["donor"] = " ".join(filter(None, donors)) or None
+      if part:
+        self.others.tell([part], kind, **answer)
+      else:
+        self._answers.append(Answer(kind, answer))
+
+  # From the parts to the server.
+
+  def _take_signal(self, part: int, signal: Signal) -> None:
+    """A signal of a part; the server gets that of the last part."""
+    self._last_signals[part] = signal
+    match signal.kind:
+      case WorkerMessage.HELLO if signal.value == self._joined:
+        self._take_hello(part, signal)
+      case kind if kind in messages.READY:
+        self._ready.add(part)
+        if self._agree(self._ready):
+          self._pass_to_server(signal)
+      case WorkerMessage.SKIPPED if signal.value == self._group:
+        if not self._skipping:
+          self._lead(self._all - {part}, Next.SKIP, signal.value)
+        self._skipping.add(part)
+        self._digests.pop(part, None)
+      case WorkerMessage.DONE if signal.value == self._group:
+        self._digests[part] = signal.digest
+        # all parts skip the outer step if one has
+        if self._digests.keys() == self._all and self._skipping in (set(), self._all):
+          self._digest_of_all = _digest_of(self._digests)
+          self._pass_to_server(signal._replace(digest=self._digest_of_all))
+      case WorkerMessage.FAILED if signal.value == self._group:
+        self._group = 0
+        self._pass_to_server(signal)
+      case WorkerMessage.ANSWERED:
+        self._answered.add(part)
+        if self._agree(self._answered):
+          self.membership.answer_loop(signal.position)
+      case WorkerMessage.BEAT if part == 0:
+        self._pass_to_server(signal)
+      case WorkerMessage.BYE:
+        self._take_bye(part, signal)
+
+  def _take_hello(self, part: int, signal: Signal) -> None:
+    """The worker joins when all parts do."""
+    is_new = part not in self._joining
+    self._joining[part] = signal
+    self._ready.discard(part)
+    others = self._all - self._joining.keys()
+    if is_new:
+      reason = "absent: another part of this worker has to join again"
+      self._tell_parts(others, ServerMessage.REJECTED, reason=reason)
+    if not others and (is_new or part == 0):  # all parts repeat it
+      first, *rest = (self._joining[part].alike for part in sorted(self._all))
+      address = ",".join(self.addresses)
+      signal = signal._replace(address=address, alike=first.joined(rest))
+      self._pass_to_server(signal._replace(value=self.membership.fetching))
+
+  def _agree(self, parts: set[int]) -> bool:
+    """Whether these are all parts, and a donor has given them the anchor of one round, or they ask again."""
+    if parts != self._all:
+      return False
+    parts.clear()
+    self._refused = False
+    digests = {part: signal.digest for part, signal in self._last_signals.items()}
+    fetched = _digest_of(digests)
+    if (
+      all(digests.values())
+      and self._digest_of_last not in (0, fetched)
+      and self._position[:2] == self._last[:2]
+    ):
+      self._refused = True
+      self.membership.warn(
+        f"refuses an anchor for all its parts: its digest is {fetched:x}, "
+        f"that of round {self._last.round} is {self._digest_of_last:x}"
+      )
+    if self._position == _UNEQUAL:
+      self._lead(self._all, Next.AGAIN)
+      return False
+    return True
+
+  def _take_bye(self, part: int, signal: Signal) -> None:
+    """The worker leaves with its first part; the exchanges of the others are dropped."""
+    self.others.forget(part)
+    if not self._has_left:
+      if self._group:
+        facts = {"number": self._group, "reason": "this worker leaves"}
+        self._tell_parts(self._all - {part}, ServerMessage.ABORT, **facts)
+        self._group = 0
+      self._pass_to_server(signal)
+      self._has_left = True
+
+  @property
+  def _position(self) -> RoundPosition:
+    """Where all parts stand."""
+    positions = {signal.position for signal in self._last_signals.values()}
+    if self._refused or len({position[:2] for position in positions}) > 1:
+      return _UNEQUAL
+    position, *others = positions
+    return position._replace(last=0) if others else position
+
+  def _pass_to_server(self, signal: Signal) -> None:
+    if not self._has_left:
+      self.membership.tell_server(signal._replace(position=self._position))
+
+  # From the server to the parts.
+
+  def _pass_on(self, kind: ServerMessage, content: messages.Content) -> None:
+    """An answer of the server to all parts."""
+    if kind == ServerMessage.WELCOME:
+      if self._joining.keys() != self._all:  # to HELLO that the lead has repeated
+        return
+      self._joining.clear()
+      self._joined += 1
+    if kind == ServerMessage.GROUP:
+      self._group = content["number"]
+      self._digests = {}
+      self._skipping = set()
+    elif kind == ServerMessage.WELCOME or content.get("number") == self._group:
+      self._group = 0
+    # The digest is that of all parts together: parts get 0, or -1 for another one than
+    # theirs.
+    if "digest" in content:
+      self._digest_of_last = content["digest"]
+      content = content | {
+        "digest": 0 if content["digest"] in (0, self._digest_of_all) else -1
+      }
+    self._tell_parts(self._all, kind, **content)

@@ -19,8 +19,12 @@ from jaxsparse.partial.net.endpoint import Endpoint
 from jaxsparse.partial.net.membership import Member, Members, Membership
 from jaxsparse.partial.net.messages import Next
 from jaxsparse.partial.rounds.exchanger import Exchanger
-from jaxsparse.partial.rounds.lead import LeadProtocol
-from jaxsparse.partial.rounds.parts import Decision, PartLost, PartProtocol
+from jaxsparse.partial.rounds.parts import (
+  Decision,
+  LeadProtocol,
+  PartLost,
+  PartProtocol,
+)
 from jaxsparse.partial.rounds.protocol import RoundProtocol
 from jaxsparse.partial.rounds.slices import Whole
 
