@@ -11,7 +11,6 @@ from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.membership import (
   Members,
   Membership,
-  Progress,
   Unreachable,
 )
 from jaxsparse.partial.net.messages import Answer, Piece, PieceKind, Signal
@@ -147,7 +146,8 @@ class VirtualWorker:
       [self._receiver] if self._receiver and self.network.now < self._busy_until else []
     )
     for peer in self._transfers.waiting(self.network.now) + busy:
-      self.network.post((self, peer), peer, peer.handle, Progress(self.address))
+      hear = peer.protocol.membership.hear_donor
+      self.network.post((self, peer), peer, hear, self.address)
     self.protocol.tick(self.network.now)
 
 
@@ -193,10 +193,10 @@ class VirtualNetwork(Timeline):
       if not controller.over:
         server.tick(self.now)
 
-  def start_server(self, number: int, controller: Quorum, limit: float) -> None:
+  def start_server(
+    self, number: int, controller: Quorum, limit: float, most: float = 1.0
+  ) -> None:
     """Starts a server that knows nobody, in place of the one before."""
     send: Any = self.send
-    self.servers[number] = (
-      controller,
-      RoundServer(controller, Members(RoundMember, send, limit, self.now)),
-    )
+    members = Members(RoundMember, send, limit, self.now, most=most)
+    self.servers[number] = controller, RoundServer(controller, members)

@@ -425,6 +425,8 @@ class Network(VirtualNetwork, protocols_test.Network):
 
   def __init__(self, random, workers, quorum, servers, links=()):
     self.links = links  # their numbers
+    # times `LIMIT`, after which one is dropped that was silent before
+    self.most = random.choice([1.0, 1.5, 2.0])
     # results that differ, by the number of the group
     self.wrong = collections.Counter()
     # by worker, what it has saved, and what it is started with
@@ -492,7 +494,7 @@ class Network(VirtualNetwork, protocols_test.Network):
     controller = js.partial.Quorum(
       self.workers, self.size, grace=self.grace, first=self.random.getrandbits(40)
     )
-    self.start_server(number, controller, LIMIT)
+    self.start_server(number, controller, LIMIT, self.most)
 
 
 class AutoNetwork(Network):

@@ -19,7 +19,6 @@ from typing import Any
 from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.membership import (
   Membership,
-  Progress,
   Unreachable,
   WorkerProtocol,
 )
@@ -260,9 +259,10 @@ class Endpoint:
     if piece is None or piece.kind not in _OF_DONORS:
       self._from_worker([b"", *frames])
       return
-    donors = self._protocol.membership.donors
+    membership = self._protocol.membership
+    donors = membership.donors
     if address in donors:
-      self._handle(Progress(address))
+      membership.hear_donor(address)
       is_chunk = piece.kind == PieceKind.MODEL
       if is_chunk and (model := self._assembly.add(address, piece, donors)):
         self._handle(model)

@@ -57,12 +57,6 @@ class Unreachable(NamedTuple):
   address: str
 
 
-class Progress(NamedTuple):
-  """Event: the donor at an address has sent a chunk of its model, or that others get it first."""
-
-  address: str
-
-
 class Relay(Protocol):
   """What signals and answers of a worker pass through, where it is one of several processes."""
 
@@ -371,8 +365,6 @@ class WorkerProtocol(Generic[E]):
         self._take_piece(event)
       case Unreachable(address):
         membership.miss_donor(address)
-      case Progress(address):
-        membership.hear_donor(address)
 
   def tick(self, now: float) -> None:
     """Time has passed: repeats signals, and gives up what has taken too long."""

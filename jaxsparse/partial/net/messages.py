@@ -135,8 +135,7 @@ class WorkerMessage(enum.IntEnum):
   DONE = 8  # has the result of round `value`, with this `digest`
   # asks a server of rounds what it knows of the run; the sender need not be a worker
   STATUS = 9
-  # a part of a worker to the lead: its result of round `value` is that the outer step
-  # was skipped
+  # DONE of a part of a worker, to the lead: the outer step of round `value` was skipped
   SKIPPED = 10
   ANSWERED = 11  # a part of a worker to the lead: has an answer for its training loop
   LINK = 12  # READY of a link that has moved something

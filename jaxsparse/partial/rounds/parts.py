@@ -21,6 +21,7 @@ from jaxsparse.partial.net import messages
 from jaxsparse.partial.net.membership import RETRY, Member, Members
 from jaxsparse.partial.net.messages import (
   Answer,
+  Content,
   Next,
   Piece,
   Rejected,
@@ -55,42 +56,27 @@ class PartProtocol(RoundProtocol):
     self.membership.relay = self
     # how often it has joined; the lead ignores HELLO that was sent before the last time
     self._welcomes = 0
-    # the number of the last group in which another part has skipped the outer step
-    self._skips = 0
     # the digest of the anchor that it has fetched, until a round counts
     self._fetched = 0
 
-  def handle(self, event: object, now: float) -> None:
-    """Does what an event asks for.
-
-    Raises:
-      PartLost: if the lead says that a part is lost.
-    """
-    match event:
-      case Answer(ServerMessage.FOLLOW, content):
-        self._follow(Next(content["next"]), content["number"], content["reason"])
-      case _:
-        self._welcomes += (
-          isinstance(event, Answer) and event.kind == ServerMessage.WELCOME
-        )
-        super().handle(event, now)
-
-  def _follow(self, next_: Next, number: int, reason: str) -> None:
+  def _take_answer(self, kind: ServerMessage, content: Content) -> None:
+    """Raises PartLost if the lead says that a part is lost."""
+    if kind != ServerMessage.FOLLOW:
+      self._welcomes += kind == ServerMessage.WELCOME
+      super()._take_answer(kind, content)
+      return
     membership = self.membership
-    match next_:
+    match next_ := Next(content["next"]):
       case Next.SKIP:
-        if run := self._run_of(number):
-          self._skips = number
-          if membership.position.last and not run.skipped:
-            self._take_result(run, run.digest)
+        if run := self._run_of(content["number"]):
+          self._take_result(run, self.exchange.skip())
       case Next.AGAIN:
         if membership.state in ("joined", "fetching"):
           membership.waits = True
           membership.await_peer()
           membership.join_again(RETRY)
       case Next.LOST:
-        if membership.state != "ended":
-          raise PartLost(reason)
+        raise PartLost(content["reason"])
       case _:
         answers = {Next.LATER: Next.LATER, Next.RESTART: None}
         membership.answer_loop(answers.get(next_, membership.position))
@@ -102,7 +88,8 @@ class PartProtocol(RoundProtocol):
   def _mark(self, signal: Signal) -> Signal:
     """A signal with what the lead compares between parts."""
     if signal.kind == WorkerMessage.DONE:
-      return signal
+      skips = self._run is not None and self._run.skipped
+      return signal._replace(kind=WorkerMessage.SKIPPED) if skips else signal
     if signal.kind == WorkerMessage.HELLO:
       signal = signal._replace(value=self._welcomes)
     return signal._replace(digest=self._fetched)
@@ -124,18 +111,10 @@ class PartProtocol(RoundProtocol):
     elif answer is not None:
       self.membership.tell(WorkerMessage.ANSWERED)
 
-  def _take_result(self, run: Run, digest: int | None) -> None:
-    if digest is not None:
-      if self._skips == run.group.number:
-        digest = self.exchange.skip()
-      if run.skipped:
-        self.membership.tell(WorkerMessage.SKIPPED, run.group.number)
-    super()._take_result(run, digest)
 
-
-def _digest_of(digests: dict[int, int]) -> int:
-  """The digest of a worker, of those of its parts."""
-  return digest([np.array([of_part for _, of_part in sorted(digests.items())])])
+def _digest_of(parts: dict[int, Signal]) -> int:
+  """The digest of a worker, of those in signals of its parts."""
+  return digest([np.array([signal.digest for _, signal in sorted(parts.items())])])
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -160,11 +139,10 @@ class LeadProtocol(PartProtocol):
     self._ready = set[int]()
     self._answered = set[int]()
     self._group = 0  # the number of that under way
-    self._digests = dict[int, int]()  # of the results of its parts
+    self._results = dict[int, Signal]()  # of its parts, in that
     self._digest_of_last = 0  # digest of the last round of all, as the server says
     # whether the anchor that all parts have fetched is another one
     self._refused = False
-    self._skipping = set[int]()
     self._digest_of_all = 0  # digest that the server was told last
     self._has_left = False
 
@@ -269,17 +247,10 @@ class LeadProtocol(PartProtocol):
         self._ready.add(part)
         if self._agree(self._ready):
           self._pass_to_server(signal)
-      case WorkerMessage.SKIPPED if signal.value == self._group:
-        if not self._skipping:
-          self._lead(self._all - {part}, Next.SKIP, signal.value)
-        self._skipping.add(part)
-        self._digests.pop(part, None)
-      case WorkerMessage.DONE if signal.value == self._group:
-        self._digests[part] = signal.digest
-        # all parts skip the outer step if one has
-        if self._digests.keys() == self._all and self._skipping in (set(), self._all):
-          self._digest_of_all = _digest_of(self._digests)
-          self._pass_to_server(signal._replace(digest=self._digest_of_all))
+      case WorkerMessage.DONE | WorkerMessage.SKIPPED if signal.value == self._group:
+        self._results[part] = signal
+        if self._results.keys() == self._all:
+          self._take_results(signal)
       case WorkerMessage.FAILED if signal.value == self._group:
         self._group = 0
         self._pass_to_server(signal)
@@ -307,16 +278,29 @@ class LeadProtocol(PartProtocol):
       signal = signal._replace(address=address, alike=first.joined(rest))
       self._pass_to_server(signal._replace(value=self.membership.fetching))
 
+  def _take_results(self, last: Signal) -> None:
+    """All parts have a result: that of the worker, after all have skipped the outer step if one has."""
+    moving = {
+      part
+      for part, result in self._results.items()
+      if result.kind == WorkerMessage.DONE
+    }
+    if moving and moving != self._all:
+      self._lead(moving, Next.SKIP, last.value)
+    else:
+      self._digest_of_all = _digest_of(self._results)
+      done = last._replace(kind=WorkerMessage.DONE, digest=self._digest_of_all)
+      self._pass_to_server(done)
+
   def _agree(self, parts: set[int]) -> bool:
     """Whether these are all parts, and a donor has given them the anchor of one round, or they ask again."""
     if parts != self._all:
       return False
     parts.clear()
     self._refused = False
-    digests = {part: signal.digest for part, signal in self._last_signals.items()}
-    fetched = _digest_of(digests)
+    fetched = _digest_of(self._last_signals)
     if (
-      all(digests.values())
+      all(signal.digest for signal in self._last_signals.values())
       and self._digest_of_last not in (0, fetched)
       and self._position[:2] == self._last[:2]
     ):
@@ -356,7 +340,7 @@ class LeadProtocol(PartProtocol):
 
   # From the server to the parts.
 
-  def _pass_on(self, kind: ServerMessage, content: messages.Content) -> None:
+  def _pass_on(self, kind: ServerMessage, content: Content) -> None:
     """An answer of the server to all parts."""
     if kind == ServerMessage.WELCOME:
       if self._joining.keys() != self._all:  # to HELLO that the lead has repeated
@@ -365,8 +349,7 @@ class LeadProtocol(PartProtocol):
       self._joined += 1
     if kind == ServerMessage.GROUP:
       self._group = content["number"]
-      self._digests = {}
-      self._skipping = set()
+      self._results = {}
     elif kind == ServerMessage.WELCOME or content.get("number") == self._group:
       self._group = 0
     # The digest is that of all parts together: parts get 0, or -1 for another one than
