@@ -99,8 +99,8 @@ class Exchanger(OwnAnchor):
   def commit(self) -> RoundPosition:
     """The result of the exchange that is done counts."""
     run = self._run
-    assert run is not None
-    assert run.result is not None
+    assert run
+    assert run.result
     if run.skipped:
       _LOG.warning(
         f"worker {self._number}: {run.group.round} is skipped: "

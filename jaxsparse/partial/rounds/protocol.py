@@ -344,16 +344,17 @@ class RoundProtocol(WorkerProtocol[Run]):
 
   def _settle(self, run: Run, counts: bool) -> None:
     """The exchange has a result that counts, or is dropped."""
+    membership = self.membership
     self._settled = run.group.number
     self._run = None
     if counts:
-      self.membership.position = self.exchange.commit()
-      self._own_round = self.membership.position.round
+      membership.position = self.exchange.commit()
+      self._own_round = membership.position.round
       # the training loop waits for the anchor alone from now on
       self._request = RoundRequest(WorkerMessage.HELLO)
     else:
       self.exchange.drop()
-      self.membership.position = self.membership.position._replace(last=0)
+      membership.position = membership.position._replace(last=0)
 
   def _fail(self, run: Run, reason: str, missing: int = -1) -> None:
     """The round counts for nobody; asks for another one."""

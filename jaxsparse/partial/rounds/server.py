@@ -86,6 +86,8 @@ class RoundServer:
   def __init__(self, quorum: Quorum, members: Members[RoundMember]):
     now = members.now
     self.members = members
+    self._known = members.known
+    self._limit = members.limit
     self._log = Warnings(logging.getLogger(__name__))
     self._began = now
     # the workers that have been here since the last round, which was held here; None:
@@ -120,25 +122,24 @@ class RoundServer:
   def tick(self, now: float) -> None:
     """Sends heartbeats, drops dead workers, and begins rounds; to be called several times in `limit` seconds."""
     self.members.now = now
-    known = self.members.known
-    self._started |= now > self._resumes or len(known) == self._quorum.workers
+    self._started |= now > self._resumes or len(self._known) == self._quorum.workers
     self._call_late()
     self._end_waits(member for member in self._awaited if member.awaited_until < now)
-    for worker in self.members.tick(now, alive=len(known)):
+    for worker in self.members.tick(now, alive=len(self._known)):
       self._leave(worker)
     waiting = self._quorum.waiting
     enough = waiting[self._quorum.quorum - 1 :]
     if not enough:
       self._window.close(now)
     elif (
-      self._window.is_over(len(waiting), known.keys() - waiting, now)
-      and known[enough[0]].waits_until < now
+      self._window.is_over(len(waiting), self._known.keys() - waiting, now)
+      and self._known[enough[0]].waits_until < now
     ):
       self._announce(self._quorum.release())
 
   def status(self) -> dict[str, Any]:
     """What `jaxsparse.partial.rounds.status` shows: of this server, and of each worker in ascending order."""
-    now = self.members.now
+    now = self._now
     ended = self._ended
     between = len(ended) - 1
     return {
@@ -163,7 +164,7 @@ class RoundServer:
           "limit": self.members.limit_of(member),
           "address": member.address,
         }
-        for worker, member in sorted(self.members.known.items())
+        for worker, member in sorted(self._known.items())
       ],
     }
 
@@ -192,7 +193,7 @@ class RoundServer:
     has_moved_on = signal.position[:2] != member.position[:2]
     is_known = 0 < signal.position.round <= self._quorum.position.round
     if member.fetches_since is not None and has_moved_on and is_known:
-      member.fetch_seconds = self.members.now - member.fetches_since
+      member.fetch_seconds = self._now - member.fetches_since
       member.fetches_since = None
       member.donor = member.in_vain_since = None
       member.position = signal.position._replace(last=0)
@@ -223,7 +224,7 @@ class RoundServer:
   @property
   def _awaited(self) -> list[RoundMember]:
     """The workers that the next round waits for."""
-    return [member for member in self.members.known.values() if member.awaited_until]
+    return [member for member in self._known.values() if member.awaited_until]
 
   def _take_ready(self, signal: Signal, member: RoundMember) -> None:
     if not signal.value <= _MOST_WEIGHT:
@@ -234,9 +235,9 @@ class RoundServer:
     if signal.position.round <= self._quorum.position.round:
       member.position = signal.position._replace(last=0)
     leaves = signal.kind in messages.LEAVING.values()
-    self._window.end(signal.worker, self.members.now)
+    self._window.end(signal.worker, self._now)
     # who leaves waits longer, for one that takes over its residual
-    member.waits_until = self.members.now + (1 + leaves) * self._window.least
+    member.waits_until = self._now + (1 + leaves) * self._window.least
     is_link = signal.kind in (WorkerMessage.LINK, WorkerMessage.LEAVING_LINK)
     member.is_link |= is_link
     try:
@@ -259,8 +260,8 @@ class RoundServer:
     """
     if self._quorum.under_way:
       return
-    now = self.members.now
-    for worker, member in self.members.known.items():
+    now = self._now
+    for worker, member in self._known.items():
       if not member.is_late:
         continue
       seconds = 2 * member.fetch_seconds + self._window.least
@@ -283,7 +284,7 @@ class RoundServer:
     for member in members:
       member.awaited_until = 0.0
     if self._quorum.paused and self._started and not self._awaited:
-      self._next_wait = 2 * self.members.now - self._awaits_since
+      self._next_wait = 2 * self._now - self._awaits_since
       self._quorum.paused = False
       self._announce(self._quorum.begin_if_all_ready())
 
@@ -291,7 +292,7 @@ class RoundServer:
     """Tells workers that they are behind, with a donor: the one at the address `newest` if only that can be one."""
     for worker in workers:
       donor = newest or self._find_donor(worker)
-      member = self.members.known[worker]
+      member = self._known[worker]
       # else it asks again, several times a second
       if donor or member.fetches_since is None:
         anchors = member.position.compare(self._quorum.position)
@@ -300,7 +301,7 @@ class RoundServer:
           ("behind", worker, what), f"worker {worker} is behind: {anchors}; {what}"
         )
       if member.fetches_since is None:
-        member.fetches_since = self.members.now
+        member.fetches_since = self._now
       self.members.tell([worker], ServerMessage.BEHIND, donor=donor, **self._last)
 
   def _find_donor(self, worker: int) -> str | None:
@@ -311,8 +312,8 @@ class RoundServer:
     If there is none for a while, and it is not at another server either, the last round
     is that of the newest anchor.
     """
-    known = self.members.known
-    now = self.members.now
+    known = self._known
+    now = self._now
     donors = [
       other
       for other, member in known.items()
@@ -321,7 +322,7 @@ class RoundServer:
     if donors:
       self._sought = None
       member = known[worker]
-      asks_again = now > member.donor_named + self.members.limit / 2
+      asks_again = now > member.donor_named + self._limit / 2
       if member.donor in donors and asks_again:
         member.in_vain_since = member.in_vain_since or now
         if self._disbelieve(donors):
@@ -333,7 +334,7 @@ class RoundServer:
       )
       apart = [one for one in donors if self._quorum.pairs.are_apart(worker, one)]
       since = member.in_vain_since or now
-      was = member.donor if now > since + self.members.limit else None
+      was = member.donor if now > since + self._limit else None
       donors.sort(key=lambda other: (other == was, other in apart, loads[other]))
       if member.donor not in donors or asks_again:
         member.donor = donors[0]
@@ -344,7 +345,7 @@ class RoundServer:
       chosen = [member.donor, *others][:most]
       return " ".join(known[donor].address for donor in chosen)
     self._sought = self._sought or now
-    if self._started and now > self._sought + _RETURN * self.members.limit:
+    if self._started and now > self._sought + _RETURN * self._limit:
       self._go_back_to_newest([*known.values()])
     return None
 
@@ -355,12 +356,12 @@ class RoundServer:
     was there.
     """
     quorum = self._quorum.quorum
-    patience = _RETURN * self.members.limit
+    patience = _RETURN * self._limit
     in_vain = [
       member
-      for member in self.members.known.values()
+      for member in self._known.values()
       if member.in_vain_since is not None
-      and self.members.now > member.in_vain_since + patience
+      and self._now > member.in_vain_since + patience
     ]
     if self._stayed is not None or not len(donors) < quorum <= len(in_vain):
       return False
@@ -388,6 +389,10 @@ class RoundServer:
       member.in_vain_since = None
 
   @property
+  def _now(self) -> float:
+    return self.members.now
+
+  @property
   def _branch(self) -> _Branch:
     return _Branch(self._run, self._quorum.lineage)
 
@@ -408,7 +413,7 @@ class RoundServer:
   def _announce(self, groups: list[WorkerGroup]) -> None:
     """Also says which workers a round leaves out."""
     for group in groups:
-      self._window.close(self.members.now)
+      self._window.close(self._now)
       for worker in self._quorum.waiting:
         others = [
           str(member)
@@ -425,12 +430,12 @@ class RoundServer:
   def _commit(self, verdict: Verdict) -> None:
     """All members have the result of a round; those that are ready for it meanwhile are behind."""
     self._sought = None
-    known = self.members.known
+    known = self._known
     group = verdict.group
     self._counted += 1
     self._stayed = set(known)
-    self._ended.append(self.members.now)
-    self._window.begin(group.members, self.members.now)
+    self._ended.append(self._now)
+    self._window.begin(group.members, self._now)
     for worker in group.members:
       self._delivered += known[worker].weight
       known[worker].weight = 0
@@ -471,7 +476,7 @@ class RoundServer:
     self.members.tell(group.members, ServerMessage.ABORT, **facts)
     # or the first member that is ready again would begin with them alone
     for other in self._quorum.waiting:
-      self.members.known[other].waits_until = self.members.now + self._window.least
+      self._known[other].waits_until = self._now + self._window.least
 
   # Workers that join and leave.
 
@@ -497,7 +502,7 @@ class RoundServer:
       self._run = branch.run
     if not quorum.waiting:  # else the anchor of this worker is not the newest one
       self._tell_behind(set(waiting) - {worker}, signal.address)
-    was = self.members.known.get(worker)
+    was = self._known.get(worker)
     # else it may have been at another server
     if self._stayed and not (was and was.connection == connection):
       self._stayed.discard(worker)
@@ -516,14 +521,14 @@ class RoundServer:
     is_newest = member.position == quorum.position
     donor = None if is_newest else self._find_donor(signal.worker)
     if donor and member.fetches_since is None:
-      fetching = min(signal.value, self.members.now - self._began)
-      member.fetches_since = self.members.now - fetching
+      fetching = min(signal.value, self._now - self._began)
+      member.fetches_since = self._now - fetching
     self.members.tell(
       [signal.worker],
       ServerMessage.WELCOME,
       donor=donor,
       number=counted,
-      limit=self.members.limit,
+      limit=self._limit,
       most=self.members.most,
       sizes=[quorum.quorum, quorum.workers],
       **self._last,
@@ -556,20 +561,19 @@ class RoundServer:
 
   def _warn(self, kind: tuple[object, ...], text: str) -> None:
     """Logs what is repeated, with other numbers, rarely."""
-    self._log.say(kind, text, self.members.now)
+    self._log.say(kind, text, self._now)
 
   def _check_round(self, signal: Signal) -> None:
     """Raises Rejected for a worker whose last round nobody here can judge yet."""
     position = signal.position
     if position.last in (0, self._quorum.position.base):
       return
-    now = self.members.now
     if signal.worker < self._quorum.workers:
-      self._undecided[signal.worker] = now
+      self._undecided[signal.worker] = self._now
     self._undecided = {
       worker: at
       for worker, at in self._undecided.items()
-      if at > now - self.members.limit
+      if at > self._now - self._limit
     }
     here = self._undecided.keys() | self._quorum.alive
     if not self._started or len(here) < self._quorum.quorum:
@@ -587,7 +591,7 @@ class RoundServer:
     run.
     """
     quorum = self._quorum
-    now = self.members.now
+    now = self._now
     if not self._branch.conflicts(branch) or worker >= quorum.workers:
       self._rivals.pop(worker, None)
       return
@@ -595,9 +599,9 @@ class RoundServer:
     self._rivals = {
       other: rival
       for other, rival in self._rivals.items()
-      if rival.heard > now - self.members.limit
+      if rival.heard > now - self._limit
     } | {worker: _Rival(since, now, branch)}
-    known = {other: member.branch for other, member in self.members.known.items()}
+    known = {other: member.branch for other, member in self._known.items()}
     known |= {other: rival.branch for other, rival in self._rivals.items()}
     ours, theirs = (
       sum(
@@ -616,7 +620,7 @@ class RoundServer:
       self._stayed = None
       return
     if not (self._started and ours >= quorum.quorum) and (
-      now <= since + _RETURN * self.members.limit
+      now <= since + _RETURN * self._limit
     ):
       self._warn(
         ("branch waits", worker), f"{branches}, and waits until most workers are there"

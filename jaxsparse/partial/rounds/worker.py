@@ -168,7 +168,7 @@ class Rounds:
       alike = self._make_anchor(params, step, link, state)
       # A donor sends its anchor with the state of the outer chain, of Adam for example
       # two arrays a parameter.
-      size = len(step.pack(self._exchanger.anchor))
+      size = step.size(self._exchanger.anchor)
       self._endpoint = processes.PartEndpoint(
         addresses, bind, keys, _MOST_ARRAYS * size + messages.LONGEST, timeout
       )
