@@ -73,10 +73,8 @@ class Average:
     """Yields the first pieces to send, each with its receiver."""
     for member, shard in self._shards.items():
       if member != self._me:
-        yield (
-          member,
-          Piece(PieceKind.PART, self.group.number, self._me, self._model[shard]),
-        )
+        part = self._model[shard]
+        yield member, Piece(PieceKind.PART, self.group.number, self._me, part)
     yield from self._send_mean()
 
   def receive(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
@@ -105,13 +103,14 @@ class Average:
 
   def _send_mean(self) -> Iterator[tuple[int, Piece]]:
     """Averages the own shard once all parts of it have arrived."""
-    if len(self._parts) < len(self.group.members):
+    group = self.group
+    if len(self._parts) < len(group.members):
       return
-    total = np.float32(self.group.initial) * self._initial
-    for member, weight in zip(self.group.members, self.group.weights, strict=True):
+    total = np.float32(group.initial) * self._initial
+    for member, weight in zip(group.members, group.weights, strict=True):
       total += np.float32(weight) * self._parts[member]
     self.result[self._shards[self._me]] = total
     self._missing.remove(self._me)
-    for member in self.group.members:
+    for member in group.members:
       if member != self._me:
-        yield member, Piece(PieceKind.MEAN, self.group.number, self._me, total)
+        yield member, Piece(PieceKind.MEAN, group.number, self._me, total)

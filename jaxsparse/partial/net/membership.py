@@ -118,14 +118,15 @@ class Membership:
   relay: Relay | None = None
 
   def __post_init__(self) -> None:
-    self._heard = self.now  # when the last message of the server came
-    self.server_until = self.now + self.limit  # for the next message of the server
+    now = self.now
+    self._heard = now  # when the last message of the server came
+    self.server_until = now + self.limit  # for the next message of the server
     # for WELCOME, and for the next message of another worker
-    self.peer_until = self.now + self.timeout
-    self.stalled_until = self.now  # for the next byte of the donor
-    self._last_tick = self.now
+    self.peer_until = now + self.timeout
+    self.stalled_until = now  # for the next byte of the donor
+    self._last_tick = now
     self._log = Warnings(_LOG)
-    self._next_signal = self.now  # when HELLO, NOT_FINITE or BEAT is sent
+    self._next_signal = now  # when HELLO, NOT_FINITE or BEAT is sent
 
   @property
   def interval(self) -> float:

@@ -59,9 +59,8 @@ class RoundLink:
   def pack(self, most: int) -> None:
     """Packs the totals, unless that takes `most` bytes or more."""
     packed = [packing.compress(_words_of(total)) for total in self.totals]
-    sizes = [np.array([part.size], np.uint32) for part in packed]
-    parts = [part for pair in zip(sizes, packed, strict=True) for part in pair]
-    words = np.concatenate([np.empty(0, np.uint32), *parts])
+    sized = [np.append(np.uint32(part.size), part) for part in packed]
+    words = np.concatenate([np.empty(0, np.uint32), *sized])
     self.totals = ()
     self.words = words if words.nbytes < most else None
 
@@ -85,7 +84,7 @@ def pack(start: Lineage, links: list[RoundLink]) -> np.ndarray:
   """u32[m]: links from the round of `start` on, all of them packed."""
   fields = [(link.number, link.size, link.members, link.nbytes // 4) for link in links]
   text = json.dumps([start.round, start.id, fields])
-  header = np.frombuffer(text.ljust(-(-len(text) // 4) * 4).encode(), np.uint32)
+  header = np.frombuffer((text + " " * (-len(text) % 4)).encode(), np.uint32)
   first = np.array([0, header.size], np.uint32)
   return np.concatenate([first, header, *(link.words for link in links)])
 

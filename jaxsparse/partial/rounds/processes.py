@@ -43,7 +43,7 @@ class PartEndpoint(Endpoint):
   hear_part: Callable[[bytes, list[bytes], float], None] | None = (
     None  # takes signals of the other parts; of the lead
   )
-  _is_raised = False  # in the training loop, that a part is lost
+  _end: threading.Timer  # of the process, once a part is lost
 
   def follow(self, lead: str) -> None:
     """From now on the server is the first part of this worker, at this address."""
@@ -57,15 +57,15 @@ class PartEndpoint(Endpoint):
   def check_parts(self) -> None:
     """Raises PartLost if the thread has ended since a part of this worker is lost."""
     if isinstance(self._last_answer, PartLost):
-      self._is_raised = True
+      self._end.cancel()
       raise self._last_answer
 
   def take(self, seconds: float | None = None) -> Any:
-    """The next answer, as `Endpoint.take` returns it; notes that `PartLost` has been raised."""
+    """The next answer, as `Endpoint.take` returns it; who raises `PartLost` ends the process itself."""
     try:
       return super().take(seconds)
     except PartLost:
-      self._is_raised = True
+      self._end.cancel()
       raise
 
   def _end_by(self, error: Exception) -> None:
@@ -73,13 +73,9 @@ class PartEndpoint(Endpoint):
     super()._end_by(error)
     if isinstance(error, PartLost):
       atexit.register(rank.fail, error)
-      end = threading.Timer(_LAST_STEP, self._end_unless_raised, [error])
-      end.daemon = True
-      end.start()
-
-  def _end_unless_raised(self, error: PartLost) -> None:
-    if not self._is_raised:
-      rank.fail(error)
+      self._end = threading.Timer(_LAST_STEP, rank.fail, [error])
+      self._end.daemon = True
+      self._end.start()
 
   def _from_worker(self, frames: list[bytes]) -> None:
     connection, *content = frames
