@@ -113,8 +113,6 @@ def pass_residuals(
   if result.skipped or not staying:
     return result
   anchor = result.anchor
-  magnitudes = [np.abs(leaf).max(initial=0) for leaf in jax.tree.leaves(anchor.params)]
-  most = _MOST_RESIDUAL * (1 + max(magnitudes))
   for index, leaver in enumerate(group.leaving):
     successor = group.members.index(staying[index % len(staying)])
     source = group.members.index(leaver)
@@ -126,7 +124,9 @@ def pass_residuals(
       anchor = outer.add_residual(anchor, -residual, result.fragment)
     elif rank == successor:
       received = words.view(np.float32)
-      if (np.abs(received) <= most).all():
+      leaves = jax.tree.leaves(anchor.params)
+      largest = max(np.abs(leaf).max(initial=0) for leaf in leaves)
+      if (np.abs(received) <= _MOST_RESIDUAL * (1 + largest)).all():
         anchor = outer.add_residual(anchor, received, result.fragment)
       else:
         _LOG.warning(

@@ -280,12 +280,14 @@ class LeadProtocol(PartProtocol):
 
   def _take_results(self, last: Signal) -> None:
     """All parts have a result: that of the worker, after all have skipped the outer step if one has."""
-    moving = {
-      part
+    skipped = {
+      part: result
       for part, result in self._results.items()
-      if result.kind == WorkerMessage.DONE
+      if result.kind == WorkerMessage.SKIPPED
     }
-    if moving and moving != self._all:
+    moving = self._all - skipped.keys()
+    if skipped and moving:
+      self._results = skipped
       self._lead(moving, Next.SKIP, last.value)
     else:
       self._digest_of_all = _digest_of(self._results)
