@@ -415,9 +415,9 @@ def test_messages_of_any_kind_are_refused(party, data):
 
 
 @pytest.mark.parametrize("field", ["limit", "grace", "initial"])
-@pytest.mark.parametrize("number", [10**400, -(10**400)])
-def test_a_number_that_no_float_holds_is_refused(field, number):
-  text = json.dumps(CONTENT | {field: number})
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_that_no_float_holds_is_refused(field, sign):
+  text = json.dumps(CONTENT | {field: sign * 10**400})
   frame = bytes([ServerMessage.WELCOME]) + text.encode()
   with pytest.raises(Rejected, match=f"is no answer: {field}="):
     messages.parse_answer(frame)
