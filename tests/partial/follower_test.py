@@ -98,6 +98,7 @@ def test_a_donor_sends_a_follower_at_most_the_rate_that_it_has_set(sent):
     found = []
 
     def reads(*_):
+      time.sleep(0.3)  # links are packed
       found.append(reader.latest())
 
     train(server, reads, workers=1)

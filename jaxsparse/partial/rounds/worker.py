@@ -154,8 +154,7 @@ class Rounds:
     self._place = slices.place_of(params)
     self._turn = every // fragments
     self._delay = delay
-    mix = functools.partial(moving.mix, mixing)
-    self._keep = moving.keep if mixing is None else mix
+    self._mixing = mixing
     self._wait = wait
     self._number = number
     self._applies = apply_residual
@@ -440,8 +439,10 @@ class Rounds:
     undelivered = self._undelivered.copy()
     moved = moving.movement(self._base, self._moved, params)
     if not result.skipped:
+      mix = functools.partial(moving.mix, self._mixing)
+      keep = moving.keep if self._mixing is None else mix
       choose = lambda number, *leaves: (
-        self._keep(*leaves) if number == result.fragment else leaves[0]
+        keep(*leaves) if number == result.fragment else leaves[0]
       )
       moved = jax.tree.map(choose, self._of_fragment, moved, given, self._base, after)
       undelivered[result.fragment] -= trained[result.fragment]
