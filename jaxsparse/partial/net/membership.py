@@ -323,13 +323,13 @@ class EarlyPieces:
     return pieces
 
 
-class Exchange(Protocol):
+class HasGroup(Protocol):
   """What a member computes with its group."""
 
   group: WorkerGroup
 
 
-E = TypeVar("E", bound=Exchange)
+E = TypeVar("E", bound=HasGroup)
 
 
 @dataclasses.dataclass(eq=False)
