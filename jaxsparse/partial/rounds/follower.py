@@ -136,6 +136,7 @@ class Follower:
       TimeoutError: if one of them does not answer.
     """
     own = self._own
+    # After one fetch in vain it takes slices from all donors.
     donors = donors[: None if self._in_vain == 1 else 1]
     longest = _MOST_ARRAYS * own.outer.size(own.anchor) + messages.LONGEST
     assembly = transfers.Assembly(longest // 4)

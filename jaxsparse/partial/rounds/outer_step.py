@@ -365,6 +365,7 @@ class OuterStep:
     ends = np.cumsum([leaf.size for leaf in _residuals(outer)], dtype=int)
     if more.size != (size := ends[-1] if ends.size else 0):
       raise ValueError(f"{more.size} entries, the residuals of this worker have {size}")
+    # One after the other, in the order of the residuals.
     following = iter(np.split(more, ends[:-1]))
 
     def add(leaf: jax.Array) -> jax.Array:
@@ -416,6 +417,7 @@ class OuterStep:
     if shapes != _shapes(mine.params):
       raise ValueError("Rounds: the anchor is one of parameters with other shapes")
     lineage = Lineage(round_, tuple(header[_NUMBERS : _NUMBERS + ids]))
+    # `dict` reads the list as pairs: worker, group of its last round.
     pairs = iter(header[_NUMBERS + ids :])
     latest = dict(zip(pairs, pairs, strict=True))
     arrays = list[np.ndarray]()
@@ -425,6 +427,7 @@ class OuterStep:
       array = np.frombuffer(content, like.dtype, like.size, at)
       arrays.append(array.reshape(like.shape))
       at += like.nbytes
+    # Messages are padded to whole words.
     if not 0 <= len(content) - at < 4:
       raise ValueError(
         f"{len(content)} bytes, those of an anchor of this model are {at}"

@@ -436,6 +436,7 @@ class RoundServer:
     self._stayed = set(known)
     self._ended.append(self._now)
     self._window.begin(group.members, self._now)
+    # A member whose result differs stays where it was, and is told a donor below.
     for worker in group.members:
       self._delivered += known[worker].weight
       known[worker].weight = 0
@@ -503,17 +504,20 @@ class RoundServer:
     if not quorum.waiting:  # else the anchor of this worker is not the newest one
       self._tell_behind(set(waiting) - {worker}, signal.address)
     was = self._known.get(worker)
-    # else it may have been at another server
+    # On another connection it may have been at another server meanwhile.
     if self._stayed and not (was and was.connection == connection):
       self._stayed.discard(worker)
     member = self.members.join(connection, signal)
     member.is_late = False
     member.weight = 0
+    # A worker that lost the server after its last exchange does not know whether that
+    # round counts: it does if the newest anchor comes from it.
     undecided = signal.position.last
-    counts = undecided != 0 and undecided == quorum.position.base
-    member.position = quorum.position if counts else signal.position._replace(last=0)
-    member.branch = self._branch if counts else branch
-    self._welcome(signal, member, undecided if counts else 0)
+    has_counted = undecided != 0 and undecided == quorum.position.base
+    own_position = signal.position._replace(last=0)
+    member.position = quorum.position if has_counted else own_position
+    member.branch = self._branch if has_counted else branch
+    self._welcome(signal, member, undecided if has_counted else 0)
 
   def _welcome(self, signal: Signal, member: RoundMember, counted: int) -> None:
     """Answers HELLO, with the round that counts of which the worker did not know it, or 0."""

@@ -116,18 +116,22 @@ class Window:
     known = sorted(self._begun.keys() & self._turns.keys() & {*away})
     if not known:
       return 0.0
+    # f64[workers, levels], seconds from now: when each is expected, in equal parts.
     ratios = np.quantile(self._ratios, _LEVELS)
     rows = [
       self._begun[worker] - now + statistics.median(self._turns[worker]) * ratios
       for worker in known
     ]
     expected = np.array(rows)
+    # What has passed without the worker is out; the rest of its row adds up to one
+    # worker.
     ahead = expected > 0
     parts = ahead / np.maximum(ahead.sum(1, keepdims=True), 1)
     times = np.append(0.0, np.maximum(expected, 0.0))
     order = np.argsort(times, kind="stable")
     times = times[order]
     workers = np.append(float(ready), parts)[order]
+    # If the window ends at a time, those that have come waited, and the others are late.
     come = np.cumsum(workers)
     waiting = times * come - np.cumsum(times * workers)
     late = _LATE * self.usual * (come[-1] - come)

@@ -458,7 +458,12 @@ class Rounds:
     return new_params
 
   def _make_base(self, weight: float) -> optax.Params:
-    """f32 on the device: the anchor, with `apply_residual` less the residual, from which a worker goes on."""
+    """The parameters from which a worker goes on, f32 on its device: the anchor, with `apply_residual` less r / weight.
+
+    Args:
+      weight: of this worker in the last round, by which its residual r was multiplied;
+        0 before its first round.
+    """
     anchor = self._exchanger.anchor
     params = anchor.params
     if self._applies and weight:
