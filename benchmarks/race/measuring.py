@@ -131,7 +131,7 @@ def go_on(training: Training, length: Length, so_far: Curve) -> Iterator[Curve]:
   assert isinstance(program, Program)
   while not length.is_done(max(so_far.steps, default=0), so_far.loss):
     until = length.next_evaluation(max(so_far.steps, default=0))
-    training.go_on(until, length.most)
+    training.go_on(until, length.every)
     words, drift = training.read
     so_far = so_far._replace(
       steps=[*so_far.steps, until],

@@ -9,6 +9,7 @@ parameters, 8 workers).
 import dataclasses
 import functools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -61,21 +62,32 @@ class Program:
     return jax.tree.map(jnp.copy, params), state, setting.model_state
 
   def _run(
-    self, rate: jax.Array, trained: ArrayTree, keys: ArrayTree, batches: ArrayTree
+    self,
+    rate: jax.Array,
+    trained: ArrayTree,
+    keys: ArrayTree,
+    batches: ArrayTree,
+    count: jax.Array,
   ) -> tuple[ArrayTree, ArrayTree]:
     setting = self.setting
     place = {"mesh": setting.where, "axis": setting.axis}
+    length = len(jax.tree.leaves(batches)[0])
 
-    def one_step(trained: ArrayTree, row: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
-      params, state, model_state = trained
-      key, batch = row
+    def one_step(number: jax.Array, carried: ArrayTree) -> ArrayTree:
+      (params, state, model_state), rows = carried
+      key, batch = jax.tree.map(lambda x: x[number], (keys, batches))
       options = place | setting.options
       step = make_train_step(setting.loss_fn, self.chain(rate), donate=False, **options)
       own = {"rng": key, "model_state": model_state}
       params, state, metrics = step.traced(params, state, batch, **own, **setting.given)
-      return (params, state, metrics.model_state), setting.read(state)
+      keep = lambda row, rows: rows.at[number].set(row)
+      rows = jax.tree.map(keep, setting.read(state), rows)
+      return (params, state, metrics.model_state), rows
 
-    return jax.lax.scan(one_step, trained, (keys, batches))
+    repeat = lambda x: jnp.broadcast_to(x, (length, *x.shape))
+    rows = jax.tree.map(repeat, setting.read(trained[1]))
+    # A scan of the last steps, often fewer, would be one more program.
+    return jax.lax.fori_loop(0, count, one_step, (trained, rows))
 
 
 @dataclasses.dataclass
@@ -103,16 +115,18 @@ class Training:
   read: ArrayTree = None
 
   def go_on(self, until: int, every: int) -> None:
-    """Trains until so many steps, with an evaluation after every few."""
+    """Trains until so many steps, with an evaluation after `every`, for which there is one program."""
     done = self.steps[-1] if self.steps else 0
     while done < until:
       count = min(every, until - done)
       begin = time.perf_counter()
-      numbers = np.arange(done, done + count)
+      numbers = np.arange(done, done + every)
       keys = None if self.key is None else _fold(self.key, numbers)
-      arguments = self.rate, self.trained, keys, stack(self.batches, count)
-      results = jax.block_until_ready(dispatch(self.program.run, *arguments))
-      self.trained, self.read = results
+      arguments = self.rate, self.trained, keys, stack(self.batches, count, every)
+      run = self.program.run
+      results = jax.block_until_ready(dispatch(run, *arguments, np.int32(count)))
+      self.trained, rows = results
+      self.read = jax.tree.map(operator.itemgetter(slice(count)), rows)
       self.seconds = min(self.seconds, (time.perf_counter() - begin) / count)
       done += count
       self.steps.append(done)

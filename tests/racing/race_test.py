@@ -9,8 +9,10 @@ import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse.racing import tuning
 from jaxsparse.racing.batching import batches_of, join
 from jaxsparse.racing.result import Race, Row
+from jaxsparse.racing.training import Program
 from jaxsparse.train.agreement import Agreement
 from jaxsparse.types import Link
 from tests.cases import mesh_of, normals, sim
@@ -76,6 +78,25 @@ def test_a_training_is_that_of_the_step(name):
     words = float(js.metrics(state).total_words) / found.steps[-1]
     assert found.words == pytest.approx(words)
   assert row.every == (4 if name == "signs, every 4" else 1)
+
+
+def test_a_last_block_of_fewer_steps_needs_no_other_program(monkeypatch):
+  programs = []
+
+  class Kept(Program):
+    def __init__(self, *given):
+      super().__init__(*given)
+      programs.append(self)
+
+  monkeypatch.setattr(tuning, "Program", Kept)
+  chosen = methods("dense", "signs, every 4")
+  for row in race_of(chosen, steps=23).rows:
+    assert row.steps[:8] == [3, 6, 9, 12, 15, 18, 21, 23]
+    expected, state = by_steps(chosen[row.method], 0.05, row.steps)
+    np.testing.assert_allclose(row.losses[0], expected, rtol=1e-5)
+    words = float(js.metrics(state).total_words) / row.steps[-1]
+    assert row.words == pytest.approx(words)
+  assert [program.run._cache_size() for program in programs] == [1, 1]
 
 
 def test_workers_of_a_mesh_train_as_simulated_ones():
