@@ -34,7 +34,7 @@ class Setting(NamedTuple):
   """What all trainings of a race have in common."""
 
   loss_fn: Callable[..., ArrayTree]
-  evaluate: Callable[..., Any]
+  evaluate: Callable[..., tuple[Any, Any]]  # the loss, and what else is to be kept
   where: Any  # a mesh, or a comm that knows its workers
   axis: str
   engine: Engine
@@ -101,6 +101,7 @@ class Training:
     seconds: the fewest that a step of all workers took here.
     tenth: the parameters at the first evaluation.
     read: what the setting read of the state after each step since the last evaluation.
+    kept: what the last evaluation returned behind the loss.
   """
 
   program: Program
@@ -113,6 +114,7 @@ class Training:
   seconds: float = math.inf
   tenth: ArrayTree = None
   read: ArrayTree = None
+  kept: Any = None
 
   def go_on(self, until: int, every: int) -> None:
     """Trains until so many steps, with an evaluation after `every`, for which there is one program."""
@@ -137,7 +139,8 @@ class Training:
   def _evaluate(self) -> float:
     params, _, model_state = self.trained
     given = (params,) if model_state is None else (params, model_state)
-    loss = float(self.program.setting.evaluate(*given))
+    found, self.kept = self.program.setting.evaluate(*given)
+    loss = float(found)
     return loss if math.isfinite(loss) else math.inf
 
   def words(self) -> float:
