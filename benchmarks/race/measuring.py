@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 import pathlib
 import shutil
 import statistics
@@ -105,9 +106,8 @@ class Program(racing.Program):
     where = comm, AXIS, engine_of(comm, AXIS)
     # Each worker normalizes by its own batches.
     options = {"model_state": "worker"}
-    setting = racing.Setting(
-      model.loss, evaluate, *where, options, {}, None, None, read
-    )
+    given = options, {}, None, None, read, operator.itemgetter(0)
+    setting = racing.Setting(model.loss, evaluate, *where, *given)
     super().__init__(setting, make)
 
   def begin(self, rate: float, seed: int, batch_size: int) -> Training:
@@ -130,7 +130,7 @@ def go_on(training: Training, length: Length, so_far: Curve) -> Iterator[Curve]:
     so_far = so_far._replace(
       steps=[*so_far.steps, until],
       loss=[*so_far.loss, _round_loss(training.losses[-1])],
-      accuracy=[*so_far.accuracy, training.kept],
+      accuracy=[*so_far.accuracy, training.evaluated[1]],
       words=so_far.words + float(np.sum(words, dtype=float)),
       drift=max(so_far.drift, float(np.max(drift))),
     )

@@ -44,7 +44,8 @@ def stack(batches: Iterator, steps: int, length: int) -> ArrayTree:
     jnp.stack(rows) if isinstance(rows[0], jax.Array) else np.stack(rows)
   )
   rows = list(itertools.islice(batches, steps))
-  return jax.tree.map(stack_rows, *rows, *rows[-1:] * (length - steps))
+  repeated = rows[-1:] * (length - steps)
+  return jax.tree.map(stack_rows, *rows, *repeated)
 
 
 def join(stacked: ArrayTree, workers: int) -> ArrayTree:

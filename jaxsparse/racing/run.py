@@ -118,9 +118,8 @@ def race(
   where = workers if isinstance(workers, Mesh) else SimComm(axis, members=workers)
   engine = engine_of(where, axis)
   options = {"has_aux": has_aux, "accumulate": accumulate}
-  loss_alone = lambda *trained: (evaluate(*trained), None)
   setting = Setting(
-    loss_fn, loss_alone, where, axis, engine, options, given, rng, model_state
+    loss_fn, evaluate, where, axis, engine, options, given, rng, model_state
   )
   config = RaceConfig(
     setting, params, batches, steps, rate, tuple(sorted(rates)), seeds

@@ -34,7 +34,7 @@ class Setting(NamedTuple):
   """What all trainings of a race have in common."""
 
   loss_fn: Callable[..., ArrayTree]
-  evaluate: Callable[..., tuple[Any, Any]]  # the loss, and what else is to be kept
+  evaluate: Callable[..., Any]
   where: Any  # a mesh, or a comm that knows its workers
   axis: str
   engine: Engine
@@ -44,6 +44,7 @@ class Setting(NamedTuple):
   model_state: ArrayTree
   # what is kept of the optimizer state after each step
   read: Callable[[ArrayTree], ArrayTree] = lambda _: None
+  loss_of: Callable[..., float] = float  # what `evaluate` returns
 
 
 class Program:
@@ -101,7 +102,7 @@ class Training:
     seconds: the fewest that a step of all workers took here.
     tenth: the parameters at the first evaluation.
     read: what the setting read of the state after each step since the last evaluation.
-    kept: what the last evaluation returned behind the loss.
+    evaluated: what the last evaluation returned.
   """
 
   program: Program
@@ -114,7 +115,7 @@ class Training:
   seconds: float = math.inf
   tenth: ArrayTree = None
   read: ArrayTree = None
-  kept: Any = None
+  evaluated: Any = None
 
   def go_on(self, until: int, every: int) -> None:
     """Trains until so many steps, with an evaluation after `every`, for which there is one program."""
@@ -139,8 +140,9 @@ class Training:
   def _evaluate(self) -> float:
     params, _, model_state = self.trained
     given = (params,) if model_state is None else (params, model_state)
-    found, self.kept = self.program.setting.evaluate(*given)
-    loss = float(found)
+    setting = self.program.setting
+    self.evaluated = setting.evaluate(*given)
+    loss = setting.loss_of(self.evaluated)
     return loss if math.isfinite(loss) else math.inf
 
   def words(self) -> float:
