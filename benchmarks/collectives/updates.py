@@ -126,7 +126,7 @@ class Bench:
   ) -> Row:
     """Times and checks one algorithm."""
     collective = spec.sized(self._n, self._shapes)
-    arithmetic, _ = timing.alone(
+    alone, _ = timing.alone(
       self._engine, self._watch, collective, self._gradients(0), self._repetitions
     )
     messages = js.costs.count(
@@ -150,7 +150,7 @@ class Bench:
       p90=float(np.quantile(timed.seconds, 0.9)),
       steps=len(timed.seconds),
       warm_up=timed.warm_up,
-      arithmetic=arithmetic,
+      arithmetic=statistics.median(alone),
       words=statistics.mean(timed.words),
       messages=messages,
       checked=timed.checked,

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 import pathlib
 import shutil
 import statistics
@@ -89,18 +90,14 @@ class Program(racing.Program):
 
   def __init__(self, task: Task, runner: Runner, workers: int):
     self.task = task
-    self.accuracies: list[float] = []
     comm = js.SimComm(AXIS, members=workers)
     model = model_of(task, seed=0)
 
     def make(_: Any, rate: Any) -> optax.GradientTransformation:
       return runner.method.make(comm, runner.at(rate).recipe.make())
 
-    def evaluate(params: Any, statistics: Any) -> float:
-      own = jax.tree.map(lambda x: x[0], statistics)
-      loss, accuracy = model.evaluate(params, own)
-      self.accuracies.append(accuracy)
-      return loss
+    def evaluate(params: Any, statistics: Any) -> tuple[float, float]:
+      return model.evaluate(params, jax.tree.map(lambda x: x[0], statistics))
 
     def read(state: Any) -> tuple[jax.Array, jax.Array]:
       metrics = js.metrics(state)
@@ -109,9 +106,8 @@ class Program(racing.Program):
     where = comm, AXIS, engine_of(comm, AXIS)
     # Each worker normalizes by its own batches.
     options = {"model_state": "worker"}
-    setting = racing.Setting(
-      model.loss, evaluate, *where, options, {}, None, None, read
-    )
+    given = options, {}, None, None, read, operator.itemgetter(0)
+    setting = racing.Setting(model.loss, evaluate, *where, *given)
     super().__init__(setting, make)
 
   def begin(self, rate: float, seed: int, batch_size: int) -> Training:
@@ -127,16 +123,14 @@ class Program(racing.Program):
 
 def go_on(training: Training, length: Length, so_far: Curve) -> Iterator[Curve]:
   """The curve of a training after each evaluation; `words` are those of all steps."""
-  program = training.program
-  assert isinstance(program, Program)
   while not length.is_done(max(so_far.steps, default=0), so_far.loss):
     until = length.next_evaluation(max(so_far.steps, default=0))
-    training.go_on(until, length.most)
+    training.go_on(until, length.every)
     words, drift = training.read
     so_far = so_far._replace(
       steps=[*so_far.steps, until],
       loss=[*so_far.loss, _round_loss(training.losses[-1])],
-      accuracy=[*so_far.accuracy, program.accuracies[-1]],
+      accuracy=[*so_far.accuracy, training.evaluated[1]],
       words=so_far.words + float(np.sum(words, dtype=float)),
       drift=max(so_far.drift, float(np.max(drift))),
     )

@@ -38,12 +38,14 @@ def batches_of(batches: Batches, seed: int, seeds: int, most: int) -> Iterator:
   return itertools.islice(endless, seed * size, None)
 
 
-def stack(batches: Iterator, steps: int) -> ArrayTree:
-  """The next batches, along a leading axis of steps."""
+def stack(batches: Iterator, steps: int, length: int) -> ArrayTree:
+  """The next batches, along a leading axis, on which the last one is repeated up to `length`."""
   stack_rows = lambda *rows: (
     jnp.stack(rows) if isinstance(rows[0], jax.Array) else np.stack(rows)
   )
-  return jax.tree.map(stack_rows, *itertools.islice(batches, steps))
+  rows = list(itertools.islice(batches, steps))
+  repeated = rows[-1:] * (length - steps)
+  return jax.tree.map(stack_rows, *rows, *repeated)
 
 
 def join(stacked: ArrayTree, workers: int) -> ArrayTree:

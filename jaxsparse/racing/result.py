@@ -92,8 +92,7 @@ class Race:
   def is_noise(self, row: Row) -> bool:
     """Whether the difference to dense is within two standard errors over the seeds."""
     above = self.above(row)
-    error = _deviation(above) / math.sqrt(len(above))
-    return abs(float(above.mean())) <= 2 * error
+    return abs(float(above.mean())) <= _two_errors(above)
 
   def is_at_edge(self, row: Row) -> bool:
     """Whether the best of several rates is the lowest or the highest of them."""
@@ -107,11 +106,12 @@ class Race:
     return np.array([_crossing(row.steps, losses, target) for losses, target in curves])
 
   def best(self, link: str | None = None, within: float = _WITHIN) -> Row:
-    """The method with the fewest seconds a step on a link whose loss is within so many percent of dense's.
+    """The method with the fewest seconds a step on a link whose loss is surely within so many percent of dense's.
 
     Args:
       link: one of the race's; its first one by default.
-      within: percent, of the mean over seeds.
+      within: percent, of the mean over seeds and two standard errors more, so that
+        seeds that differ speak for dense. Of one seed there is no error.
 
     Raises:
       ValueError: for another link.
@@ -121,7 +121,8 @@ class Race:
       raise ValueError(
         f"best: link={link!r}, choose one of {', '.join(map(repr, self.links))}"
       )
-    good = [row for row in self.rows if self.above(row).mean() <= within]
+    most = lambda above: above.mean() + _two_errors(above)
+    good = [row for row in self.rows if most(self.above(row)) <= within]
     return min(good, key=lambda row: row.step_seconds(self.links[chosen]))
 
   @property
@@ -235,6 +236,11 @@ def _deviation(values: np.ndarray) -> float:
   if not np.isfinite(values).all():
     return math.nan
   return float(values.std(ddof=1)) if len(values) > 1 else 0.0
+
+
+def _two_errors(above: np.ndarray) -> float:
+  """Two standard errors of the mean over the seeds."""
+  return 2 * _deviation(above) / math.sqrt(len(above))
 
 
 def _crossing(steps: list[int], losses: list[float], target: float) -> float:

@@ -9,6 +9,7 @@ parameters, 8 workers).
 import dataclasses
 import functools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ class Setting(NamedTuple):
   model_state: ArrayTree
   # what is kept of the optimizer state after each step
   read: Callable[[ArrayTree], ArrayTree] = lambda _: None
+  loss_of: Callable[..., float] = float  # what `evaluate` returns
 
 
 class Program:
@@ -61,21 +63,32 @@ class Program:
     return jax.tree.map(jnp.copy, params), state, setting.model_state
 
   def _run(
-    self, rate: jax.Array, trained: ArrayTree, keys: ArrayTree, batches: ArrayTree
+    self,
+    rate: jax.Array,
+    trained: ArrayTree,
+    keys: ArrayTree,
+    batches: ArrayTree,
+    count: jax.Array,
   ) -> tuple[ArrayTree, ArrayTree]:
     setting = self.setting
     place = {"mesh": setting.where, "axis": setting.axis}
+    length = len(jax.tree.leaves(batches)[0])
 
-    def one_step(trained: ArrayTree, row: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
-      params, state, model_state = trained
-      key, batch = row
+    def one_step(number: jax.Array, carried: ArrayTree) -> ArrayTree:
+      (params, state, model_state), rows = carried
+      key, batch = jax.tree.map(lambda x: x[number], (keys, batches))
       options = place | setting.options
       step = make_train_step(setting.loss_fn, self.chain(rate), donate=False, **options)
       own = {"rng": key, "model_state": model_state}
       params, state, metrics = step.traced(params, state, batch, **own, **setting.given)
-      return (params, state, metrics.model_state), setting.read(state)
+      keep = lambda row, rows: rows.at[number].set(row)
+      rows = jax.tree.map(keep, setting.read(state), rows)
+      return (params, state, metrics.model_state), rows
 
-    return jax.lax.scan(one_step, trained, (keys, batches))
+    repeat = lambda x: jnp.broadcast_to(x, (length, *x.shape))
+    rows = jax.tree.map(repeat, setting.read(trained[1]))
+    # A scan of the last steps, often fewer, would be one more program.
+    return jax.lax.fori_loop(0, count, one_step, (trained, rows))
 
 
 @dataclasses.dataclass
@@ -89,6 +102,7 @@ class Training:
     seconds: the fewest that a step of all workers took here.
     tenth: the parameters at the first evaluation.
     read: what the setting read of the state after each step since the last evaluation.
+    evaluated: what the last evaluation returned.
   """
 
   program: Program
@@ -101,18 +115,21 @@ class Training:
   seconds: float = math.inf
   tenth: ArrayTree = None
   read: ArrayTree = None
+  evaluated: Any = None
 
   def go_on(self, until: int, every: int) -> None:
-    """Trains until so many steps, with an evaluation after every few."""
+    """Trains until so many steps, with an evaluation after `every`, for which there is one program."""
     done = self.steps[-1] if self.steps else 0
     while done < until:
       count = min(every, until - done)
       begin = time.perf_counter()
-      numbers = np.arange(done, done + count)
+      numbers = np.arange(done, done + every)
       keys = None if self.key is None else _fold(self.key, numbers)
-      arguments = self.rate, self.trained, keys, stack(self.batches, count)
-      results = jax.block_until_ready(dispatch(self.program.run, *arguments))
-      self.trained, self.read = results
+      arguments = self.rate, self.trained, keys, stack(self.batches, count, every)
+      run = self.program.run
+      results = jax.block_until_ready(dispatch(run, *arguments, np.int32(count)))
+      self.trained, rows = results
+      self.read = jax.tree.map(operator.itemgetter(slice(count)), rows)
       self.seconds = min(self.seconds, (time.perf_counter() - begin) / count)
       done += count
       self.steps.append(done)
@@ -123,7 +140,9 @@ class Training:
   def _evaluate(self) -> float:
     params, _, model_state = self.trained
     given = (params,) if model_state is None else (params, model_state)
-    loss = float(self.program.setting.evaluate(*given))
+    setting = self.program.setting
+    self.evaluated = setting.evaluate(*given)
+    loss = setting.loss_of(self.evaluated)
     return loss if math.isfinite(loss) else math.inf
 
   def words(self) -> float:

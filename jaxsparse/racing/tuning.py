@@ -162,7 +162,7 @@ class RaceConfig(NamedTuple):
     given = setting.given | {"rng": setting.rng, "model_state": setting.model_state}
     named = {name: value for name, value in given.items() if value is not None}
     batches = batches_of(self.batches, 0, self.seeds, self.most)
-    batch = join(stack(batches, _ROWS), setting.engine.workers)
+    batch = join(stack(batches, _ROWS, _ROWS), setting.engine.workers)
     several = [self.start(0), training.tenth, training.trained[0]]
     where = setting.where
     return agreements(

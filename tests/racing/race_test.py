@@ -1,6 +1,8 @@
 """`js.race`: its trainings are those of `make_train_step`, rates are tried fairly, and it goes on from its file."""
 
+import json
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +11,17 @@ import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse.racing import tuning
 from jaxsparse.racing.batching import batches_of, join
 from jaxsparse.racing.result import Race, Row
+from jaxsparse.racing.training import Program
 from jaxsparse.train.agreement import Agreement
 from jaxsparse.types import Link
 from tests.cases import mesh_of, normals, sim
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam needs it
 
+SWEEPS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results" / "sweeps"
 P, N, STEPS = 2, 24, 20
 TARGET = normals(0, N)
 RACE = {"workers": P, "steps": STEPS, "rate": 0.05, "rates": (1.0,), "seeds": 1}
@@ -76,6 +81,25 @@ def test_a_training_is_that_of_the_step(name):
     words = float(js.metrics(state).total_words) / found.steps[-1]
     assert found.words == pytest.approx(words)
   assert row.every == (4 if name == "signs, every 4" else 1)
+
+
+def test_a_last_block_of_fewer_steps_needs_no_other_program(monkeypatch):
+  programs = []
+
+  class Kept(Program):
+    def __init__(self, *given):
+      super().__init__(*given)
+      programs.append(self)
+
+  monkeypatch.setattr(tuning, "Program", Kept)
+  chosen = methods("dense", "signs, every 4")
+  for row in race_of(chosen, steps=23).rows:
+    assert row.steps[:8] == [3, 6, 9, 12, 15, 18, 21, 23]
+    expected, state = by_steps(chosen[row.method], 0.05, row.steps)
+    np.testing.assert_allclose(row.losses[0], expected, rtol=1e-5)
+    words = float(js.metrics(state).total_words) / row.steps[-1]
+    assert row.words == pytest.approx(words)
+  assert [program.run._cache_size() for program in programs] == [1, 1]
 
 
 def test_workers_of_a_mesh_train_as_simulated_ones():
@@ -282,17 +306,54 @@ def race_with(*rows):
 
 def test_the_best_method_is_the_fastest_near_dense():
   race = race_with(
-    made("near", [1.01, 2.02], seconds=0.02), made("far", [1.1, 2.2], words=1.0)
+    made("near", [1.01, 2.02], seconds=0.02),
+    made("far", [1.1, 2.2], words=1.0),
+    made("unsure", [0.97, 2.08], words=0.5),  # 0.5 ± 3.5 % above dense
   )
   assert race.best().method == "dense"
   assert race.best("slow").method == "near"
-  assert race.best("slow", within=20.0).method == "far"
-  dense, near, _ = race.rows
+  assert race.best("slow", within=20.0).method == "unsure"
+  assert race.best("slow", within=7.6).method == "unsure"
+  assert race.best("slow", within=7.4).method == "near"
+  dense, near, *_ = race.rows
   slow = race.links["slow"]
   assert dense.step_seconds(slow) == pytest.approx(0.01 + 4 * 1e-3 + 3200 * 4e-5)
   assert near.step_seconds(race.links["fast"]) == 0.02
   with pytest.raises(ValueError, match="link='medium', choose one of 'fast', 'slow'"):
     race.best("medium")
+
+
+def race_so_far(path, evaluation):
+  """What `js.race` knows after some evaluations of a sweep's trainings, on a link where words alone count."""
+  rates = {}
+  for one in json.loads(path.read_text())["curves"]:
+    of_method = rates.setdefault(one["method"], {})
+    of_method.setdefault(one["optimizer"], {})[one["seed"]] = one
+  rows = []
+  for method, of_rates in rates.items():
+    losses = [[one[seed]["loss"] for seed in sorted(one)] for one in of_rates.values()]
+    best = min(losses, key=lambda one: np.mean(one, axis=0)[evaluation])
+    steps, words = next((one[0]["steps"], one[0]["words"]) for one in of_rates.values())
+    kept = {"losses": best, "steps": steps, "words": words}
+    rows.append(made(method, [], seconds=0.0, messages=0.0)._replace(**kept))
+  link = {"wire": Link(0.0, 1.0, 1.0)}
+  return Race(rows, rows[0].steps[evaluation], 4, 1, 0.1, link, [], [])
+
+
+@pytest.mark.parametrize(
+  ("evaluation", "near", "sparse"), [(0, 9, 10), (1, 11, 10), (2, 14, 12)]
+)
+def test_what_a_race_recommends_before_its_end(evaluation, near, sparse):
+  """Counts, of 14 kept sweeps, those near dense at the end, and with at most 1.5 times the words of the sparsest."""
+  found = []
+  for path in sorted(SWEEPS.glob("*.json")):
+    whole = race_so_far(path, -1)
+    at_end = {row.method: row for row in whole.rows}
+    near_dense = [row for row in whole.rows if whole.above(row).mean() <= 2.0]
+    chosen = at_end[race_so_far(path, evaluation).best().method]
+    least = min(row.words for row in near_dense)
+    found.append((chosen in near_dense, chosen.words <= 1.5 * least))
+  assert np.sum(found, axis=0).tolist() == [near, sparse]
 
 
 def test_the_table_names_edges_and_noise():
