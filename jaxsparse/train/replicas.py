@@ -4,8 +4,9 @@
 stay equal. `check_replicas` compares present values, by checksums that workers
 exchange. Processes that run other programs, with another learning rate or other shapes,
 would train apart or wait for each other for ever. So before a program runs for the
-first time, they exchange a digest of it. Where digests differ, they exchange its text,
-so that every process finds the same first difference and raises the same error.
+first time, they exchange a digest of it and of its head: versions, settings, arguments,
+collectives. Where these differ, they exchange heads, which are short, so that every
+process finds the same first difference and raises the same error.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ import re
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from jaxsparse import _compat
 from jaxsparse.comm import pack
 from jaxsparse.comm.replication import axes_of_spec
 from jaxsparse.train.engine import Engine, local_shard, name_argument, rows_of
-from jaxsparse.train.program_text import Line, ProgramText
+from jaxsparse.train.program_digest import program_digest
 from jaxsparse.transform.checks import is_traced
 from jaxsparse.transform.state import is_reduce_state
 from jaxsparse.types import ArrayTree, SpecTree
@@ -46,6 +47,12 @@ _SETTINGS = (
   "jax_threefry_partitionable",
 )
 _HARMLESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
+# What to do where programs differ, and nothing that is short enough to be exchanged.
+_TO_SEE = (
+  ". Versions, settings and arguments are the same. To see the difference, write the program to a file on each "
+  "process, and compare the files with diff: step.lower(params, js.abstract_state(tx, params, mesh), batch).as_text(), "
+  "or for the initial state str(jax.make_jaxpr(lambda params: js.init(tx, params, mesh))(params))"
+)
 
 
 def check_processes(engine: Engine, tree: ArrayTree, name: str) -> None:
@@ -72,7 +79,7 @@ def check_processes(engine: Engine, tree: ArrayTree, name: str) -> None:
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   ]
-  every = gather_where_different(engine, leaves, lambda: leaves)
+  every = gather_where_different(engine, leaves)
   # Names and shapes first: values can be compared only where these are equal.
   if others := unlike_first(
     [[leaf[:3] for leaf in of_process] for of_process in every]
@@ -89,20 +96,18 @@ def check_processes(engine: Engine, tree: ArrayTree, name: str) -> None:
       )
 
 
-def gather_where_different(
-  engine: Engine, digest: object, value: Callable[[], Any]
-) -> list[Any]:
-  """What `value` returns on each process, as JSON has it, if their digests differ; else []. Every process must call.
+def gather_where_different(engine: Engine, value: object) -> list[Any]:
+  """The value of each process, as JSON has it, if their digests differ; else []. Every process must call.
 
   A digest is exchanged as an array of one shape, so that processes need not have
-  equally many lines, leaves or shapes.
+  equally many lines or leaves.
   """
+  text = json.dumps(value).encode()
   # 64 bits, as two u32: arrays have no 64-bit integers without x64.
-  short = hashlib.sha256(json.dumps(digest).encode()).digest()[:8]
-  digests = engine.of_processes(np.frombuffer(short, np.uint32))
+  digest = np.frombuffer(hashlib.sha256(text).digest()[:8], np.uint32)
+  digests = engine.of_processes(digest)
   if np.all(digests == digests[0]):
     return []
-  text = json.dumps(value()).encode()
   lengths = engine.of_processes(np.array([len(text)], np.uint32))
   longest = int(lengths.max())
   # All rows of a message have one length, in whole words.
@@ -156,7 +161,7 @@ def check_traced(
 def check_same(
   engine: Engine, what: str, head: Sequence[str], jaxpr: core.ClosedJaxpr | None = None
 ) -> None:
-  """Checks that all processes of an engine have the same lines and the same jaxpr; every process must call.
+  """Checks that all processes of an engine have the same head and the same jaxpr; every process must call.
 
   Warns where their CPUs have different instructions, for then results may differ in
   bits.
@@ -168,7 +173,8 @@ def check_same(
     jaxpr: of the program.
 
   Raises:
-    ValueError: naming the first difference, on every process.
+    ValueError: naming the first line of the head that differs, else the digests of the
+      jaxpr; on every process.
   """
   if engine.processes == 1:
     return
@@ -177,17 +183,12 @@ def check_same(
     *_settings(),
     *head,
   ]
-  text = ProgramText(jaxpr) if jaxpr else None
-  known = [_instructions(), text and text.digest]
-  program = text.lines if text else list
-  lines = lambda: [known, list(map(Line, head)), program()]
-  every = gather_where_different(engine, [known, head], lines)
+  digest = f"a jaxpr with the digest {program_digest(jaxpr)}" if jaxpr else "no jaxpr"
+  every = gather_where_different(engine, [_instructions(), digest, head])
+  if not every:
+    return
+  computing, digests, heads = zip(*every, strict=True)
   # Other instructions are worth a warning, other code is an error.
-  computing, digests = (
-    zip(*(of_process.pop(0) for of_process in every), strict=True)
-    if every
-    else ((), ())
-  )
   if unlike := unlike_first(computing):
     warnings.warn(
       f"{what} of {listing(unlike)} is computed with other instructions than that of process 0 "
@@ -195,27 +196,14 @@ def check_same(
       "XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have",
       stacklevel=2,
     )
-  # Part 0 is the head, part 1 the program.
-  for part, parts in enumerate(zip(*every, strict=True)):
-    for line_number, row in enumerate(
-      itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1
-    ):
-      texts, sources = zip(*row, strict=True)
-      if others := unlike_first(texts):
-        process = others[0]
-        where = [f" ({source})" if source else "" for source in sources]
-        first, other = _excerpts(texts[0], texts[process])
-        line = f" in line {line_number} of the jaxpr" if part else ""
-        raise ValueError(
-          f"{what} of {listing(others)} is not that of process 0. The first difference{line} is `{first}` on process "
-          f"0{where[0]}, and `{other}` on process {process}{where[process]}. Every process must run the same code with "
-          "the same options, shapes and versions; data of a process's own belongs in the batch"
-        )
-  # A difference in what digests cover, and no line above.
-  if unlike_first(digests):
-    raise ValueError(
-      f"{what} is not the same on all processes, but its text is: give every process the same code"
-    )
+  for row in [*itertools.zip_longest(*heads, fillvalue="nothing"), digests]:
+    if others := unlike_first(row):
+      raise ValueError(
+        f"{what} of {listing(others)} is not that of process 0. The first difference is `{row[0]}` on process 0, and "
+        f"`{row[others[0]]}` on process {others[0]}. Every process must run the same code with the same options, "
+        "shapes and versions; data of a process's own belongs in the batch"
+        f"{_TO_SEE if row is digests else ''}"
+      )
 
 
 def _instructions() -> str:
@@ -263,17 +251,6 @@ def described(
       labels = ", ".join(collective.label for collective in node.collectives)
       lines.insert(0, f"{name_argument(path)} is that of {labels}")
   return lines
-
-
-def _excerpts(*texts: str) -> list[str]:
-  """The parts of two texts around the first character that differs."""
-  pairs = enumerate(zip(*texts, strict=False))
-  shorter = min(map(len, texts))
-  same = next((at for at, (a, b) in pairs if a != b), shorter)
-  begin = max(0, same - 100)
-  end = same + 100
-  dots = "…" * (begin > 0)
-  return [f"{dots}{text[begin:end]}{'…' * (end < len(text))}" for text in texts]
 
 
 def _crc(leaf: Any) -> int:
