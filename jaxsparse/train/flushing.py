@@ -29,7 +29,7 @@ from jaxsparse.transform.state import (
   with_rows,
   worker_rows,
 )
-from jaxsparse.transform.wrapped import map_seen, view_of
+from jaxsparse.transform.wrapped import leaves_seen, map_seen
 from jaxsparse.types import Comm
 
 
@@ -105,7 +105,7 @@ def _deliver(
   nodes = reduce_states(state)
   zeros = optax.tree.zeros_like(params)
   # By name, since each transform covers some of the leaves.
-  updates = flatten.leaves_by_name(view_of(nodes, params).see(zeros))
+  updates = leaves_seen(nodes, zeros)
   # What the dtype of a parameter cannot hold of an update stays in `moved`.
   left = {name: leaf.astype(jnp.float32) for name, leaf in updates.items()}
   moved = moved_leaves(state)
