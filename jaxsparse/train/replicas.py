@@ -55,79 +55,18 @@ _TO_SEE = (
 )
 
 
-def check_processes(engine: Engine, tree: ArrayTree, name: str) -> None:
-  """Checks that all processes of an engine give the same values; every process must call.
-
-  Args:
-    engine: the workers.
-    tree: a pytree of arrays; of arrays that are sharded over processes only the shapes
-      are compared.
-    name: the name of the tree, for the error.
-
-  Raises:
-    ValueError: naming the first leaf that differs and the processes, on every process.
-  """
-  if engine.processes == 1:
-    return
-  # Checksums in place of values, which would all travel between processes.
-  leaves = [
-    (
-      jax.tree_util.keystr(path),
-      str(jnp.result_type(leaf)),
-      jnp.shape(leaf),
-      _crc(leaf),
-    )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  ]
-  every = gather_where_different(engine, leaves)
-  # Names and shapes first: values can be compared only where these are equal.
-  if others := unlike_first(
-    [[leaf[:3] for leaf in of_process] for of_process in every]
-  ):
-    raise ValueError(
-      f"{name}: those of {listing(others)} have other names, shapes or dtypes than those of process 0; on this process "
-      f"they are {[leaf[:3] for leaf in leaves]}. Every process must give the same"
-    )
-  for row in zip(*every, strict=True):
-    if others := unlike_first(row):
-      raise ValueError(
-        f"{name}{row[0][0]} differs between processes: {listing(others)} and process 0 give other values. Make it "
-        "from the same seed on every process, not from jax.process_index()"
-      )
-
-
-def gather_where_different(engine: Engine, value: object) -> list[Any]:
-  """The value of each process, as JSON has it, if their digests differ; else []. Every process must call.
-
-  A digest is exchanged as an array of one shape, so that processes need not have
-  equally many lines or leaves.
-  """
-  text = json.dumps(value).encode()
-  # 64 bits, as two u32: arrays have no 64-bit integers without x64.
-  digest = np.frombuffer(hashlib.sha256(text).digest()[:8], np.uint32)
-  digests = engine.of_processes(digest)
-  if np.all(digests == digests[0]):
-    return []
-  lengths = engine.of_processes(np.array([len(text)], np.uint32))
-  longest = int(lengths.max())
-  # All rows of a message have one length, in whole words.
-  texts = engine.of_processes(
-    np.frombuffer(text.ljust(longest + -longest % 4), np.uint32)
-  )
-  return [json.loads(text.tobytes()) for text in texts]
-
-
 def unlike_first(values: Sequence[Any]) -> list[int]:
   """The numbers of the values that are not equal to the first one."""
   return [index for index, value in enumerate(values) if value != values[0]]
 
 
-def wait_for_all(tree: ArrayTree, what: str, now: str) -> None:
-  """Waits for the other processes that hold a part of a tree, before they compare a program that has run before.
+def wait_for_all(tree: ArrayTree, now: str) -> None:
+  """Waits for the other processes that hold a part of a tree, before they compare a step that has run before.
 
   Raises:
     RuntimeError: if one of them runs the program as before, and does not compare it.
   """
+  what = "the training step"
   try:
     _compat.wait_for_processes(tree, what, _PATIENCE)
   except RuntimeError:
@@ -184,7 +123,7 @@ def check_same(
     *head,
   ]
   digest = f"a jaxpr with the digest {program_digest(jaxpr)}" if jaxpr else "no jaxpr"
-  every = gather_where_different(engine, [_instructions(), digest, head])
+  every = _gather_where_different(engine, [_instructions(), digest, head])
   if not every:
     return
   computing, digests, heads = zip(*every, strict=True)
@@ -201,9 +140,30 @@ def check_same(
       raise ValueError(
         f"{what} of {listing(others)} is not that of process 0. The first difference is `{row[0]}` on process 0, and "
         f"`{row[others[0]]}` on process {others[0]}. Every process must run the same code with the same options, "
-        "shapes and versions; data of a process's own belongs in the batch"
+        "seeds, shapes and versions; data of a process's own belongs in the batch"
         f"{_TO_SEE if row is digests else ''}"
       )
+
+
+def _gather_where_different(engine: Engine, value: object) -> list[Any]:
+  """The value of each process, as JSON has it, if their digests differ; else []. Every process must call.
+
+  A digest is exchanged as an array of one shape, so that processes need not have
+  equally many lines.
+  """
+  text = json.dumps(value).encode()
+  # 64 bits, as two u32: arrays have no 64-bit integers without x64.
+  digest = np.frombuffer(hashlib.sha256(text).digest()[:8], np.uint32)
+  digests = engine.of_processes(digest)
+  if np.all(digests == digests[0]):
+    return []
+  lengths = engine.of_processes(np.array([len(text)], np.uint32))
+  longest = int(lengths.max())
+  # All rows of a message have one length, in whole words.
+  texts = engine.of_processes(
+    np.frombuffer(text.ljust(longest + -longest % 4), np.uint32)
+  )
+  return [json.loads(text.tobytes()) for text in texts]
 
 
 def _instructions() -> str:
@@ -241,9 +201,7 @@ def described(
   lines = []
   for index, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
     of = f" sharded as {lies[index].spec}" if lies else ""
-    lines.append(
-      f"{name_argument(path)} is {jnp.result_type(x).name}{list(np.shape(x))}{of}"
-    )
+    lines.append(f"{name_argument(path)} is {_type(x)}{of}")
   for path, node in jax.tree_util.tree_leaves_with_path(
     arguments, is_leaf=is_reduce_state
   ):
@@ -251,6 +209,18 @@ def described(
       labels = ", ".join(collective.label for collective in node.collectives)
       lines.insert(0, f"{name_argument(path)} is that of {labels}")
   return lines
+
+
+def checksums(name: str, tree: ArrayTree) -> list[str]:
+  """Lines for `check_same` of the values of a pytree, by checksums: values would all travel between processes."""
+  return [
+    f"{name}{jax.tree_util.keystr(path)} is {_type(leaf)} with the checksum {_crc(leaf)}"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+
+
+def _type(x: Any) -> str:
+  return f"{jnp.result_type(x).name}{list(np.shape(x))}"
 
 
 def _crc(leaf: Any) -> int:

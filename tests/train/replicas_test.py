@@ -89,6 +89,12 @@ def _digests(what):
   return f"{what} of process 1 is not that of process 0.*{where}.*are the same. To see"
 
 
+def _values(what, leaf):
+  """The error where the values of a leaf differ."""
+  line = rf"`{leaf} with the checksum \d+`"
+  return f"{what} of process 1 is not that of process 0.*{line} on process 0, and {line} on process 1"
+
+
 NAMED = {  # what the error says of each difference, on both ranks
   "learning rate": _digests("tx.update"),
   "schedule": _digests("tx.update"),
@@ -106,17 +112,17 @@ NAMED = {  # what the error says of each difference, on both ranks
   "batch type": r"`batch is float32\[\d, 9\]` on process 0, and `batch is bfloat16\[\d, 9\]` on process 1",
   "accumulate": r"accumulate': 1.* on process 0, and .*accumulate': 2.* on process 1",
   "donate": r"donate': True.* on process 0, and .*donate': False.* on process 1",
-  "values of params": r"params\['b'\] differs between processes: process 1 and process 0 give other values",
-  "names of params": r"params: those of process 1 have other names, shapes or dtypes than those of process 0",
-  "random bits": r"initial state .*`jax_threefry_partitionable=True` on process 0, and `jax_\w+=False` on process 1",
-  "random key": r"argument \['rng'\] differs between processes: process 1 and process 0",
+  "values of params": _values("params", r"params\['b'\] is float32\[4\]"),
+  "names of params": r"params of process 1 .*`params\['b'\] is float32\[4\] .*`params\['c'\] is float32\[4\]",
+  "random bits": r"params of process 1 .*`jax_threefry_partitionable=True` on process 0, and `jax_\w+=False` on",
+  "random key": _values("the training step", r"argument \['rng'\] is key<fry>\[\]"),
 }
 
 
 ACROSS = [  # where each worker has a device of both processes
   _digests("tx.update"),
   _digests("the training step"),
-  r"params\['b'\] differs between processes: process 1 and process 0 give other values",
+  _values("params", r"params\['b'\] is float32\[4\]"),
   r"params\['b'\] and 0 other of \d arrays .*: device 1 of worker 0 and device 0 of worker 0 hold other values",
 ]
 
