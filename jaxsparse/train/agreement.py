@@ -101,7 +101,7 @@ def agreements(
   if not any(jnp.size(leaf) for leaf in leaves):
     raise ValueError("js.agreement: params have no entries that are trained")
   engine = engine_of(mesh, axis)
-  check_batch(batch, engine, axis)
+  check_batch(batch, engine)
   specs = engine.same, engine.split, engine.same
   place = lambda params: engine.place((params, batch, given), specs)
   kept = engine.shardings(place(several[0]), specs)
