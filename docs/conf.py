@@ -33,6 +33,8 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "sphinx_book_theme"
 html_title = "jaxsparse"
 html_extra_path = ["static"]  # index.html, which leads to docs/index.html
+html_static_path = ["style"]
+html_css_files = ["code.css"]
 html_theme_options = {
   "navbar_persistent": [],  # the side bar has a search field already
   "show_toc_level": 2,

@@ -16,8 +16,6 @@ from jaxsparse.partial.net.messages import RoundPosition, WorkerGroup, WorkerMes
 from jaxsparse.partial.rounds.protocol import RoundRequest
 
 _EVERY = 2  # rounds of a group from one among groups to the next
-# seconds that half of the groups wait for others: their exchange is in the background
-_GRACE = 30.0
 
 
 class Outcome(NamedTuple):
@@ -132,7 +130,7 @@ def simulate(setting: Setting) -> Outcome:
   long = setting.interval * _EVERY
   top = _Top(
     setting._replace(
-      workers=count, failures=0.0, interval=long, grace=_GRACE, site=1, succeeds=True
+      workers=count, failures=0.0, interval=long, site=1, succeeds=True
     )
   )
   own = setting._replace(workers=size + 1, site=size + 1)

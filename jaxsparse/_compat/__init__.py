@@ -136,9 +136,10 @@ def by_platform(
     return branches.get(platform, default)
 
   def choose(*args: Any) -> Any:
-    # One function for CUDA and ROCm, of which JAX makes one branch.
+    # One partial function for CUDA and ROCm, of which JAX then makes one branch.
     each = (default, *branches.values())
     ways = {way: functools.partial(way, *args) for way in each}
+    # JAX knows CUDA and ROCm, which are among the branches, and no platform "gpu".
     others = {name: ways[way] for name, way in branches.items() if name != "gpu"}
     return jax.lax.platform_dependent(default=ways[default], **others)
 

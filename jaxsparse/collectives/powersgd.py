@@ -218,7 +218,7 @@ class PowerSGD(ByLeaf):
     comm: Comm,
     x: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
-    """The sum of f32[m] over workers, and what of it is of this worker."""
+    """The sum of f32[m] over workers, and the term of this worker in it, rounded as it was sent."""
     # an all-reduce of nothing would be a message all the same
     if not x.size:
       return x, x

@@ -240,7 +240,8 @@ def _largest(acc: LazySum, leaf: _RowLeaf) -> jax.Array:
 
   def by_magnitude() -> jax.Array:
     means = (jnp.abs(matrix()) / leaf.width).sum(1)
-    # top_k ranks NaN last on some platforms
+    # A row with NaN is sent, so that every worker sees it; top_k ranks NaN last on
+    # some platforms.
     means = jnp.where(jnp.isnan(means), jnp.inf, means)
     _, rows = jax.lax.top_k(means, leaf.sent)
     return rows

@@ -40,10 +40,10 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   Ranks are those of `run`; of torchrun; workers of Ray Train; ranks of mpirun; tasks of
   srun; pods of a JobSet or a Job of Kubernetes; hosts of a Cloud TPU; and processes
   with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where one launcher has started
-  another, the inner one counts, the first of these. Variables of two that contradict
-  each other are refused. So is any other number of ranks than a variable states: for
+  another, the inner one counts, the first of these. Variables of two launchers
+  that contradict each other are refused. So is any other number of ranks than a variable states: for
   example, an MPI that is not that of mpirun lets each rank train alone. PMIx alone
-  states no number; there only ranks above 0 notice.
+  states no number; there only ranks above 0 notice that they train alone.
 
   From then on a failure ends this rank at once, as `fail_on_exceptions` says.
 
@@ -51,8 +51,8 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
     timeout: seconds until every rank must have joined.
 
   Returns:
-    The name of the launcher, which is also logged (absl, INFO), or None in a process
-    that is not a rank.
+    The name of the launcher, which is also logged (absl, INFO); None in a process that
+    is not a rank; "jax.distributed.initialize" where that was called before.
 
   Raises:
     RuntimeError: if the ranks are not as many as a variable of the launcher states, if

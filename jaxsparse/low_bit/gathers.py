@@ -94,9 +94,10 @@ def _gather(
   bits: int,
   dimension: int,
 ) -> jax.Array:
+  """`all_gather`, whose gradient is `psum_scatter` of that of the result, rounded likewise."""
   if not x.size:
     return x.reshape(_shape(x, dimension, x.shape[dimension] * comm.size))
-  # One region: a message has all blocks of the part.
+  # One region: a message has all blocks of the part of this worker.
   layout = BitBlocks.of(x.size, 1, bits)
   message = _encode(_flat(x), layout)
   messages = in_rank_order(comm, gather_rows(comm, message))

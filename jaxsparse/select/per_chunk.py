@@ -27,7 +27,7 @@ from jaxsparse.types import Sparse
 
 # entries that are compared at a time, so that short rows are not read one by one
 _WIDE = 4096
-_ROWS = 4  # compared at a time, so that the maximum is not read and written for each
+_STRIPS = 4  # compared at a time, so that the maximum is not read and written for each
 
 
 def largest_of_chunks(blocks: Blocks) -> jax.Array:
@@ -92,13 +92,19 @@ def _indices_of(best: jax.Array, length: int, chunks: int) -> jax.Array:
 
 
 def _largest_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
+  """The block-relative index of the largest entry of each chunk, i32[chunks].
+
+  The block is a matrix with a chunk in each column. The key of an entry has its
+  magnitude in the high bits and its row, from the last to the first, in the low bits,
+  so one maximum of keys finds both; magnitudes that differ in the low bits alone tie.
+  """
   length = blocks.length
   chunks = blocks.k
   start = block * length
   mask = _mask(length, chunks)
   filled = jnp.clip(blocks.x.size - start, 0, length)
-  # Whole rows of chunks: as many as compare 4,096 entries, but no more than a block or
-  # the vector has.
+  # A strip is read at once: as many whole rows as have 4,096 entries, but no more than
+  # a block or the vector has.
   width = chunks * min(
     -(-_WIDE // chunks), -(-length // chunks), blocks.x.size // chunks
   )
@@ -106,29 +112,29 @@ def _largest_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
   # not to be divided again for each entry
   row_of = jnp.array(column // chunks if width > chunks else 0)
 
-  def rank(values: jax.Array, first: jax.Array) -> jax.Array:
+  def key_of(values: jax.Array, first: jax.Array) -> jax.Array:
     """Ascends with the magnitude, then descends with the row; the values start at `first` of the block."""
     return coarse(keys_of(values), length, chunks) | (mask - first // chunks - row_of)
 
   def compare(count: int) -> Callable:
-    """The maximum of `best` and of `count` rows, all of them in the block; XLA fuses reading with the comparison."""
+    """A loop's step: the maximum of `best` and of `count` strips; XLA fuses reading with the comparison."""
 
     def step(i: jax.Array, best: jax.Array) -> jax.Array:
-      firsts = [(count * i + row) * width for row in range(count)]
-      rows = [rank(blocks.x.slice(start + first, width), first) for first in firsts]
-      return functools.reduce(jnp.maximum, rows, best)
+      firsts = [(count * i + strip) * width for strip in range(count)]
+      keys = [key_of(blocks.x.slice(start + first, width), first) for first in firsts]
+      return functools.reduce(jnp.maximum, keys, best)
 
     return step
 
   best = jnp.full(width, -1, jnp.int32)
-  # four rows at a time, then the up to three that are left, then a part of a row
-  fours = filled // (_ROWS * width)
-  best = varying.fori_loop(0, fours, compare(_ROWS), best)
-  best = varying.fori_loop(fours * _ROWS, filled // width, compare(1), best)
+  # four strips at a time, then the up to three that are left, then a part of one
+  fours = filled // (_STRIPS * width)
+  best = varying.fori_loop(0, fours, compare(_STRIPS), best)
+  best = varying.fori_loop(fours * _STRIPS, filled // width, compare(1), best)
   first = filled // width * width
-  # The last row may be cut by the end of the block; entries beyond it read 0, and do
+  # The last strip may be cut by the end of the block; entries beyond it read 0, and do
   # not count.
-  rest = rank(blocks.x.read_at(start + first + column), first)
+  rest = key_of(blocks.x.read_at(start + first + column), first)
   best = jnp.maximum(best, jnp.where(first + column < filled, rest, -1))
   best = best.reshape(-1, chunks).max(axis=0)
   return _indices_of(best, length, chunks)

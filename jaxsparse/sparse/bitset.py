@@ -26,7 +26,7 @@ GROUP = 8
 
 
 def pack(flags: jax.Array) -> jax.Array:
-  """Bit i % 32 of word i // 32 is flag i; zeros fill the last group of words.
+  """Packs flags: bit i % 32 of word i // 32 is flag i; zeros fill the last group of words.
 
   Args:
     flags: bool[n], or bool[rows, n] with n a multiple of 256. An elementwise pass that

@@ -267,11 +267,11 @@ class _OnMesh(Engine):
     # A shard_map over the workers may not name the axes that it leaves to the compiler.
     specs = self._without_inside(in_specs), self._without_inside(out_specs)
     mapped = shard_map(function, self._mesh, *specs, tuple(self.axes))
-    # Along Auto axes XLA reshards arguments by itself.
+    # Along Auto axes XLA reshards arguments by itself, and `partly_mapped` makes all axes
+    # Auto at its boundary. Else shard_map rejects arguments that are sharded otherwise.
     if self._inside or not self._is_explicit:
       return mapped
 
-    # shard_map rejects arguments that are sharded otherwise.
     def program(*given: ArrayTree) -> ArrayTree:
       return mapped(
         *jax.tree.map(

@@ -306,7 +306,8 @@ class TrainStep:
     starting.check_state(state, params, self._engine)
     state = states.with_rows(state)
 
-    def exchange() -> ArrayTree:
+    def make_program() -> Callable[..., tuple[ArrayTree, ArrayTree]]:
+      # Parameters and state go in and come out; the extra arguments only go in.
       specs = (self._engine.same, placed(state, self._engine.axis))
       in_specs = (*specs, dict.fromkeys(extra, self._engine.same))
       kept = self._engine.shardings((params, state, extra), in_specs)
@@ -315,7 +316,9 @@ class TrainStep:
       )
 
     try:
-      return dispatch(self._once(("exchange", *extra), exchange), params, state, extra)
+      return dispatch(
+        self._once(("exchange", *extra), make_program), params, state, extra
+      )
     except TypeError as error:
       if "keyword-only argument" not in str(error):
         raise

@@ -118,7 +118,7 @@ class _WindowAdam(NamedTuple):
 
     # A step that donates its state needs an array of its own for each.
     mu = self._stored(zeros())
-    return WindowAdamState(jnp.int32(0), mu, zeros(), zeros())
+    return WindowAdamState(jnp.int32(0), mu, average=zeros(), nu=zeros())
 
   def update(
     self,

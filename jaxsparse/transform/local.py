@@ -292,9 +292,10 @@ class _OnDemand:
   ) -> Result:
     """The exchanges of all fragments; of one in flight its update is applied instead."""
     fragments = self.exchange.fragments
-    # Made within the branch of a conditional: as its operand it would take equations.
+    # `given` is made here, within the branch of a conditional, whose operands cost copies.
     given = Given(params, jnp.bool_(True), extra)
     total = optax.tree.zeros_like(params)
+    # The inner optimizer has no part in an exchange.
     after = state._replace(inner=())
     skipped = jnp.bool_(False)
     for fragment in range(fragments.count):
@@ -302,6 +303,7 @@ class _OnDemand:
       total = optax.tree.add(total, done.updates)
       skipped |= done.skipped
       after = after._replace(outer=done.outer, flight=done.flight)
+    # What a worker moved since the last exchange and no exchange will deliver is kept.
     left = functools.partial(self.exchange.undelivered, state)
     moved = jax.tree.map(left, fragments.numbers(params), state.moved, params)
     after = after._replace(inner=state.inner, moved=moved, since=jnp.int32(0))

@@ -154,13 +154,12 @@ class ReduceState(NamedTuple):
     """The same with `own(x)`, `shared(x)` or `layout(x)` of each array.
 
     Args:
-      own: of arrays that differ between workers: all that is carried but the shared
-        parts, and the counters.
-      shared: of the shared parts of what is carried, which differ between the devices
-        of a worker.
-      layout: of the layout, the same on all devices.
+      own: of arrays that differ between workers: the counters, and all that is carried
+        except its shared parts.
+      shared: of the shared parts of what is carried: the same on every worker, and of
+        each of its devices another piece.
+      layout: of the layout, the same on all workers and devices.
     """
-    # All but `shared` is a worker's own, counters included.
     carried, counters = jax.tree.map(
       own, (self.carried._replace(shared=()), self.counters)
     )

@@ -212,7 +212,7 @@ def _start_groups(groups: Sequence[Group], size: int) -> tuple[State, Counters]:
 
 
 def init_state(collective: Collective, n: int, size: int) -> ReduceState:
-  """The state of one of `size` workers before the first step, of n entries that belong to no leaves.
+  """The state of one of `size` workers before the first step, of a flat vector of n entries.
 
   Raises:
     ValueError: for a number of entries that the collective cannot index, or that its

@@ -80,7 +80,8 @@ class QSGD(Collective):
     count, length = self.pieces(n, size)
     # the scale, and the packed levels
     words = 1 + fields.words(self.bits, length)
-    return Cost(count * len(schedules.strides(size)), count * words * (size - 1))
+    messages = count * len(schedules.strides(size))
+    return Cost(messages, count * words * (size - 1))
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size

@@ -50,7 +50,7 @@ def search_near(
 def kth_of_all(
   comm: Comm, entries: Sparse, k: int, end: int
 ) -> tuple[jax.Array, jax.Array]:
-  """The k-th largest magnitude of the entries of all workers: seven all-reduces, each of which decides five bits.
+  """The k-th largest magnitude of the entries of all workers: seven all-reduces, six of which decide five bits each.
 
   Returns:
     The magnitude f32[], 0 if there are fewer than k entries, and the number of entries
@@ -64,12 +64,13 @@ def kth_of_all(
     reached = comm.all_reduce(_count_reaching(keys, candidates))
     return key | (jnp.sum(reached >= k, dtype=jnp.int32) << shift)
 
-  # six digits of five bits, the highest first
+  # Keys have 31 bits: six digits of five, the highest first, and the lowest bit.
   key = varying.fori_loop(0, 31 // _DIGIT, decide, jnp.int32(0))
   candidates = key | iota(2)
   of_each = number_of_each(comm, _count_reaching(keys, candidates))
-  last = (of_each[:, 1].sum() >= k).astype(jnp.int32)
-  return jax.lax.bitcast_convert_type(candidates[last], jnp.float32), of_each[:, last]
+  lowest_bit = (of_each[:, 1].sum() >= k).astype(jnp.int32)
+  magnitude = jax.lax.bitcast_convert_type(candidates[lowest_bit], jnp.float32)
+  return magnitude, of_each[:, lowest_bit]
 
 
 def count_reaching(
