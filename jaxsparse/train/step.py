@@ -91,7 +91,8 @@ def init(
   # Under a trace there are no values to compare.
   if checks.is_traced(params):
     return starting.start_workers(engine, tx.init, params)[0]
-  replicas.check_same(engine, "params", replicas.checksums("params", params))
+  if engine.processes > 1:
+    replicas.check_same(engine, "params", replicas.checksums("params", params))
   state, specs = starting.place_state(engine, tx.init, params)
   starting.check_update(engine, tx, params, state, specs)
   checks.warn_of_narrow(state)
