@@ -129,7 +129,9 @@ def simulate(setting: Setting) -> Outcome:
   count = -(-setting.workers // size)
   long = setting.interval * _EVERY
   top = _Top(
-    setting._replace(workers=count, failures=0.0, interval=long, site=1, succeeds=True)
+    setting._replace(
+      workers=count, failures=0.0, interval=long, site=1, succeeds=True
+    )
   )
   own = setting._replace(workers=size + 1, site=size + 1)
   top.groups = [
