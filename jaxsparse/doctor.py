@@ -170,6 +170,7 @@ def check_memory() -> Iterator[Finding]:
   known = dict(
     tunable.split("=", 1) for tunable in tunables.split(":") if "=" in tunable
   )
+  # A tunable that is 0 is as good as missing.
   missing = {
     name: TUNABLES[name] for name in TUNABLES if not known.get(name, "").strip("0x")
   }
@@ -201,6 +202,7 @@ def check_mpi(timeout: float) -> Iterator[Finding]:
       _INSTALL_MPI,
     )
     return
+  # In a process of its own: a library of another MPI can crash where it is loaded.
   answer = _run_probe("mpi4jax", timeout)
   if "error" in answer:
     yield Finding(

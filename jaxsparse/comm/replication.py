@@ -154,6 +154,8 @@ def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> 
   varies = _AxesOfValues(axes, axes).follow(jaxpr, varying)
   results = [atom for atom in jaxpr.outvars if not varies(atom)]
   needed = {atom for atom in results if isinstance(atom, core.Var)}
+  # From the end back: an equation whose inputs are equal on all workers has equal
+  # results, so it belongs to the second half.
   after = []
   for equation in reversed(jaxpr.eqns):
     if needed.isdisjoint(equation.outvars) or any(map(varies, equation.invars)):
@@ -162,6 +164,7 @@ def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> 
     needed.update(atom for atom in equation.invars if isinstance(atom, core.Var))
   known = {*jaxpr.invars, *jaxpr.constvars}
   known.update(variable for equation in after for variable in equation.outvars)
+  # What the second half reads and does not compute: where values become equal.
   totals = [
     variable
     for equation in jaxpr.eqns

@@ -229,11 +229,13 @@ def unpack(words: jax.Array, like: Tree) -> Tree:
   ends = itertools.accumulate(sizes, initial=0)
   parts = []
   for leaf, (start, end) in zip(leaves, itertools.pairwise(ends), strict=True):
+    # A complex leaf was packed as pairs of real and imaginary part.
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
     flat = words[start:end].view(
       jnp.finfo(leaf.dtype).dtype if is_complex else leaf.dtype
     )
     flat = jax.lax.complex(flat[::2], flat[1::2]) if is_complex else flat
+    # The last word of a short dtype may hold padding.
     parts.append(flat[: leaf.size].reshape(leaf.shape))
   return jax.tree.unflatten(structure, parts)
 

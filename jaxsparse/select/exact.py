@@ -86,6 +86,7 @@ def top_k(
     raise ValueError(
       f"method={method!r}, choose one of {', '.join(map(repr, _METHODS))}"
     )
+  # A row is a block, so that the searches of collectives serve rows, too.
   rows = x.size // n
   blocks = Blocks(x, iota(rows), n, k)
   indices = _METHODS[method](blocks) if rows else jnp.zeros((0, k), jnp.int32)

@@ -104,6 +104,7 @@ def agreements(
   check_batch(batch, engine)
   specs = engine.same, engine.split, engine.same
   place = lambda params: engine.place((params, batch, given), specs)
+  # Shardings of the first parameters, which the others have, too: one program for all.
   kept = engine.shardings(place(several[0]), specs)
   both = functools.partial(_agreements, engine, loss_fn)
   program = engine.jit(

@@ -24,6 +24,7 @@ from jaxsparse.partial.net.membership import Member, Members, Membership
 from jaxsparse.partial.net.messages import (
   Piece,
   PieceKind,
+  Rejected,
   RoundPosition,
   ServerMessage,
   Signal,
@@ -411,6 +412,15 @@ def test_a_few_messages_of_any_kind_are_refused(party, data):
 @given(st.data())
 def test_messages_of_any_kind_are_refused(party, data):
   fuzz(party, data)
+
+
+@pytest.mark.parametrize("field", ["limit", "grace", "initial"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_that_no_float_holds_is_refused(field, sign):
+  text = json.dumps(CONTENT | {field: sign * 10**400})
+  frame = bytes([ServerMessage.WELCOME]) + text.encode()
+  with pytest.raises(Rejected, match=f"is no answer: {field}="):
+    messages.parse_answer(frame)
 
 
 @each_party

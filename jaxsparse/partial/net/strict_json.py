@@ -5,7 +5,9 @@ a hundred thousand of them.
 """
 
 import json
+import math
 import re
+import sys
 from typing import Any
 
 MOST_DEPTH = 8  # brackets within brackets; messages of this library have 4
@@ -47,8 +49,10 @@ def is_whole(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
 
 
 def is_number(value: Any) -> bool:
-  """Whether a value is a number, and not NaN."""
-  return type(value) in (int, float) and abs(value) <= float("inf")
+  """Whether a value is a number that a float can hold, and not NaN."""
+  # A whole number of JSON may be too large for a float, and would end its arithmetic.
+  is_held = lambda: abs(value) <= sys.float_info.max or abs(value) == math.inf
+  return type(value) in (int, float) and is_held()
 
 
 def parse_whole(content: bytes | str) -> list[int]:

@@ -87,6 +87,7 @@ class Tiling(NamedTuple):
       tiles = coefficients[group.start :][: group.tiles * group.area].reshape(
         -1, group.height, group.width
       )
+      # Cosines are orthogonal matrices, so the transposed ones invert the transform.
       left, right = group.cosines
       parts = flatten.parts(
         _transform(tiles, left.T, right.T),
