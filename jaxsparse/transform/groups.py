@@ -192,9 +192,27 @@ def groups_of(
     made.append(range(first, len(groups)))
   # A k is shared out last, among all groups of its collective.
   for kind, indices in members.items():
-    entries_of = [groups[index].entries for index in indices]
-    shares = assignment.collectives[kind].for_groups(entries_of)
-    for index, share in zip(indices, shares, strict=True):
-      leaf_shapes = tuple(shape_of[leaf] for leaf in groups[index].leaves)
-      groups[index] = groups[index]._replace(collective=share.for_leaves(leaf_shapes))
+    alike = [groups[index] for index in indices]
+    fitted = _fit_collective(assignment.collectives[kind], alike, shape_of)
+    for index, group in zip(indices, fitted, strict=True):
+      groups[index] = group
   return groups
+
+
+def _fit_collective(
+  collective: Collective, groups: list[Group], shapes: list[tuple[int, ...]]
+) -> list[Group]:
+  """The groups of a collective, which is fitted to the entries and leaves of each.
+
+  Args:
+    collective: of all groups.
+    groups: without their share of its k.
+    shapes: of all leaves.
+  """
+  shares = collective.for_groups([group.entries for group in groups])
+  return [
+    group._replace(
+      collective=share.for_leaves(tuple(shapes[leaf] for leaf in group.leaves))
+    )
+    for group, share in zip(groups, shares, strict=True)
+  ]

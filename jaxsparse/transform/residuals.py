@@ -116,12 +116,7 @@ def take_residuals(
       # Movement is delivered of all leaves, also where a group keeps no residual.
       if part.residual is not None or moved is not None:
         wide = [leaves[leaf].astype(jnp.float32) for leaf in group.leaves]
-        if part.residual is not None:
-          pieces = flatten.parts(part.residual, [leaf.size for leaf in wide])
-          pairs = zip(wide, pieces, strict=True)
-          # Leaf by leaf: the sum of flat vectors would take two passes more.
-          wide = [leaf + piece.reshape(leaf.shape) for leaf, piece in pairs]
-        owing |= zip(group.leaves, wide, strict=True)
+        owing |= zip(group.leaves, _add_flat(wide, part.residual), strict=True)
     left = {}
     means = mean(list(owing.values()))
     for leaf, exact in zip(owing, means, strict=True):
@@ -142,3 +137,13 @@ def take_residuals(
     [jnp.zeros_like(x) for x in leaves] if moved is None else list(moved),
     node,
   )
+
+
+def _add_flat(leaves: _Leaves, flat: jax.Array | None) -> _Leaves:
+  """The sum of leaves and a flat vector; leaf by leaf, since the sum of flat vectors would take two passes more."""
+  if flat is None:
+    return leaves
+  pieces = flatten.parts(flat, [leaf.size for leaf in leaves])
+  return [
+    leaf + piece.reshape(leaf.shape) for leaf, piece in zip(leaves, pieces, strict=True)
+  ]

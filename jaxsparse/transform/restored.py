@@ -112,13 +112,7 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     products = jnp.where(jnp.isfinite(products).all(), products, state.products)
     after = _add_words(after, all_reduce_cost(pairs.size, comm.size).words)
     state = RestoredState(after, products)
-    # 16 bits are scaled in float32, and rounded once.
-    scale = lambda leaf, factor: (
-      leaf.astype(flatten.wide_dtype(leaf)) * factor
-    ).astype(leaf.dtype)
-    factors = list(state.factors(comm.size))
-    factor_of_leaf = jax.tree.unflatten(jax.tree.structure(mean), factors)
-    return jax.tree.map(scale, mean, factor_of_leaf), state
+    return _scale(mean, state.factors(comm.size)), state
 
   restored = Transform(init, update)
   restored.comm = comm
@@ -126,6 +120,17 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     transform.with_collectives(change)
   )
   return restored
+
+
+def _scale(mean: optax.Updates, factors: jax.Array) -> optax.Updates:
+  """Each leaf times its factor."""
+  leaves, structure = jax.tree.flatten(mean)
+  # 16 bits are scaled in float32, and rounded once.
+  scaled = [
+    (leaf.astype(flatten.wide_dtype(leaf)) * factors[number]).astype(leaf.dtype)
+    for number, leaf in enumerate(leaves)
+  ]
+  return jax.tree.unflatten(structure, scaled)
 
 
 def _products(a: ArrayTree, b: ArrayTree) -> jax.Array:
