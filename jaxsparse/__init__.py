@@ -73,7 +73,6 @@ from jaxsparse.transform.averaging import average_momentum
 from jaxsparse.transform.factories import make_transform
 from jaxsparse.transform.local import local_steps
 from jaxsparse.transform.metrics import Metrics, metrics
-from jaxsparse.transform.momentum import ef21, momentum_corrected, warmed_up
 from jaxsparse.transform.named import (
   demo_transform,
   diloco,
@@ -83,6 +82,7 @@ from jaxsparse.transform.named import (
 from jaxsparse.transform.residuals import own_params
 from jaxsparse.transform.restored import norm_restored
 from jaxsparse.transform.specs import specs
+from jaxsparse.transform.wrappers import ef21, momentum_corrected, warmed_up
 from jaxsparse.types import Comm, Cost, Counters, Reduced, Sparse, State
 
 __version__ = "0.1.0"

@@ -147,7 +147,7 @@ class Counters(NamedTuple):
 
   @classmethod
   def zeros(cls) -> Self:
-    """Counters of a worker before its first step, one entry each: the leading axis is the worker's."""
+    """Counters of a worker before its first step, each [1]: outside shard_map, those of P workers are one array [P]."""
     # The default of a field tells its type.
     dtypes = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
     zeros = {

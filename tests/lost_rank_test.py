@@ -38,7 +38,7 @@ from jaxsparse.train.step import TrainStep
 """
 PHASES = {
   "joining": ["killed(launch, 'join')"],
-  "compiling": ["killed(replicas, 'check_processes', call=2)"],
+  "compiling": ["killed(replicas, 'check_same', call=4)"],
   "stepping": ["killed(TrainStep, '__call__', call=120)"],
   "saving": ["killed(orbax.checkpoint.CheckpointManager, 'save', call=2, after=True)"],
   "restoring": [

@@ -10,10 +10,7 @@ import jax
 import numpy as np
 
 # JAX has no public barrier with a time limit, nor equation's source
-from jax._src import (
-  distributed,
-  source_info_util,
-)
+from jax._src import distributed
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -76,26 +73,13 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
   return len(consts), len(carry)
 
 
-def bodies_of(params: Mapping[str, Any]) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
+def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
   """The jaxprs in the parameters of an equation: bodies of loops, branches, functions."""
   for value in params.values():
     # Branches of a conditional are a tuple of jaxprs.
     for item in value if isinstance(value, (tuple, list)) else (value,):
       if isinstance(item, (core.Jaxpr, core.ClosedJaxpr)):
-        yield item
-
-
-def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
-  """`bodies_of`, without the constants of closed ones."""
-  return (
-    body.jaxpr if isinstance(body, core.ClosedJaxpr) else body
-    for body in bodies_of(params)
-  )
-
-
-def source_of(equation: core.JaxprEqn) -> str:
-  """File, line and function that an equation was traced from, of the innermost caller outside of JAX."""
-  return source_info_util.summarize(equation.source_info)
+        yield item.jaxpr if isinstance(item, core.ClosedJaxpr) else item
 
 
 # Part of the key of jit's caches, so a program is traced anew for another platform.

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.flatten_util
@@ -36,6 +36,25 @@ def flatten(
   wide = optax.tree.cast(tree, jnp.float32)
   flat, unflatten = jax.flatten_util.ravel_pytree(wide)
   return flat, lambda new: optax.tree.cast_like(unflatten(new), tree)
+
+
+class Pair(NamedTuple):
+  """A complex leaf as `optax.contrib.split_real_and_imaginary` names its parts."""
+
+  real: jax.Array
+  imaginary: jax.Array
+
+
+def split_complex(tree: Any) -> Any:
+  """The pytree with a `Pair` in place of each complex leaf."""
+  pair = lambda x: Pair(jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else x
+  return jax.tree.map(pair, tree)
+
+
+def join_complex(tree: Any, split: Any) -> Any:
+  """Undoes `split_complex(tree)`, of which `split` has the structure."""
+  join = lambda _, leaf: jax.lax.complex(*leaf) if isinstance(leaf, Pair) else leaf
+  return jax.tree.map(join, tree, split)
 
 
 def wide_dtype(x: Any) -> jnp.dtype:

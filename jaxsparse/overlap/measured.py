@@ -120,7 +120,7 @@ def measure(
   if not leaves:
     raise ValueError(f"measure: params={params!r} have no leaf")
   engine = engine_of(mesh, axis)
-  check_batch(batch, engine, axis)
+  check_batch(batch, engine)
   specs = PartitionSpec(), PartitionSpec(axis)
   gradients = _gradients_of(loss_fn, has_aux)
   order, done = order_backward(_trace(gradients, engine, params, batch))

@@ -7,9 +7,12 @@ residual_rows  residuals of all workers, read and written on the host
 flushing     `js.flush`: all residuals, delivered densely
 worker       the step of one worker: loss, gradients, update, metrics
 engine       where the workers run: a mesh, MPI, or the simulator; maps and compiles programs over them
+stacked      `js.stacked`: the same for trainers that are programs of all workers
+skipped      the warning where many steps in a row are skipped
+agreement    `js.agreement`: whether the gradients of the workers agree
 replicas     compares what must be the same on all workers, and the programs of all processes
+program_digest  the digest of a program, the same in every process that traces it
 donation     arguments whose buffers XLA may overwrite
-compiling    compiler options that keep collectives apart and overlap them with backward
 simulation   `js.simulate`, one reduction of any number of workers on one device
 timing       seconds that an update takes
 """

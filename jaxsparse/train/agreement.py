@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxsparse._compat import AxisName, is_key, local_shard, words_of_keys
 from jaxsparse._compat.one_at_a_time import dispatch
+from jaxsparse.arrays.flatten import split_complex
 from jaxsparse.comm import all_gather, in_rank_order
 from jaxsparse.train.engine import Engine, check_batch, engine_of
 from jaxsparse.transform import checks
@@ -100,7 +101,7 @@ def agreements(
   if not any(jnp.size(leaf) for leaf in leaves):
     raise ValueError("js.agreement: params have no entries that are trained")
   engine = engine_of(mesh, axis)
-  check_batch(batch, engine, axis)
+  check_batch(batch, engine)
   specs = engine.same, engine.split, engine.same
   place = lambda params: engine.place((params, batch, given), specs)
   # Shardings of the first parameters, which the others have, too: one program for all.
@@ -134,12 +135,8 @@ def _agreements(
       found = loss_fn(params, batch, **given)
       return found[0] if isinstance(found, tuple) else found
 
-    wide = lambda grad: jnp.complex64 if jnp.iscomplexobj(grad) else jnp.float32
-    grads = [
-      grad.astype(wide(grad))
-      for grad in jax.tree.leaves(optimized(jax.grad(loss)(trained(params))))
-      if grad.size
-    ]
+    tree = split_complex(optimized(jax.grad(loss)(trained(params))))
+    grads = [grad.astype(jnp.float32) for grad in jax.tree.leaves(tree) if grad.size]
     largest = jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32).max()
     largest = comm.all_reduce(largest, "max")
     scale = jnp.where(largest > 0, largest, 1.0)
@@ -147,9 +144,9 @@ def _agreements(
     each = jnp.float32(0)
     # Divided by the largest entry, squares neither over- nor underflow.
     for grad in grads:
-      unit = jnp.ravel(grad) / scale.astype(grad.dtype)
-      mean += jnp.sum(jnp.abs(comm.all_reduce(unit) / comm.size) ** 2)
-      each += jnp.sum(jnp.abs(unit) ** 2)
+      unit = jnp.ravel(grad) / scale
+      mean += jnp.sum((comm.all_reduce(unit) / comm.size) ** 2)
+      each += jnp.sum(unit**2)
     each = comm.all_reduce(each) / comm.size
     # Gradients that are all zeros are equal.
     return jnp.where(largest == 0, 1.0, mean / each)

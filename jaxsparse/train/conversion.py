@@ -8,7 +8,7 @@ state.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -197,19 +197,9 @@ def _carry_state(
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
       f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
     )
-  seen = _leaves_seen(nodes, fresh, params)
-  residuals = residuals_of(nodes, seen, before)
-  homes = [
-    home
-    for node in states.reduce_states(fresh)
-    for group in homes_of(node, seen)
-    for home in group
-  ]
-  _check_homes(
-    residuals,
-    {leaf_index: lies for leaf_index, _, lies in homes},
-    list(leaf_shapes(seen)),
-  )
+  _check_seen(nodes, fresh, params)
+  residuals = residuals_of(nodes, before)
+  _check_homes(residuals, states.reduce_states(fresh))
   if before != after and any(jax.tree.leaves(states.worker_rows(state))):
     warnings.warn(
       f"js.resize: the workers have parameters or optimizers of their own, all {after} of them go on from the mean of "
@@ -230,7 +220,7 @@ def _carry_state(
       and rows == new.counters.skipped.size
     ):
       return jax.tree.map(put_like, new, old)
-    return carry_over(new, seen, residuals, old.counters, engine)
+    return carry_over(new, residuals, old.counters, engine)
 
   old, (new, structure) = (
     jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh)
@@ -240,19 +230,17 @@ def _carry_state(
   return engine.place(after_state, placed(after_state, engine.axis))
 
 
-def _leaves_seen(
+def _check_seen(
   nodes: Sequence[states.ReduceState], fresh: OptState, params: optax.Params
-) -> optax.Params:
-  """The shapes of the leaves that a transform sees; raises ValueError if that of the fresh state sees others."""
-  seen = shapes_seen(nodes, params)
-  others = shapes_seen(states.reduce_states(fresh), params)
-  if leaf_shapes(seen) != leaf_shapes(others):
-    was, now = (", ".join(leaf_shapes(tree)) for tree in (seen, others))
+) -> None:
+  """Raises ValueError if the transform of the fresh state sees other leaves than the one with these states."""
+  others = states.reduce_states(fresh)
+  was, now = (leaf_shapes(shapes_seen(own, params)) for own in (nodes, others))
+  if was != now:
     raise ValueError(
-      f"the old transform sees parameters{was} and the new one {now}: js.convert keeps the wrappers around it. To "
-      "change them call js.flush, and then js.init"
+      f"the old transform sees parameters{', '.join(was)} and the new one {', '.join(now)}: js.convert keeps the "
+      "wrappers around it. To change them call js.flush, and then js.init"
     )
-  return seen
 
 
 def _spec_of_moment(
@@ -404,20 +392,21 @@ def _described(tree: ArrayTree) -> set[str]:
 
 
 def _check_homes(
-  residuals: Mapping[int, Residual], homes: Mapping[int, Any], names: Sequence[str]
+  residuals: dict[str, Residual], fresh: Sequence[states.ReduceState]
 ) -> None:
   """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker."""
-  for leaf_index, residual in sorted(residuals.items()):
-    name = names[leaf_index]
-    if leaf_index not in homes:
+  groups = [group for node in fresh for group in homes_of(node)]
+  homes = {name: lies for group in groups for name, _, lies in group}
+  for name, residual in sorted(residuals.items()):
+    if name not in homes:
       # A residual of zeros owes nothing, and may go.
       if residual.rows.any():
         raise ValueError(
           f"parameters{name} has a residual that is not zero, and its new collective keeps none: deliver it "
           "by js.flush before, or choose a collective with a residual"
         )
-    elif homes[leaf_index] != residual.lies:
+    elif homes[name] != residual.lies:
       raise ValueError(
-        f"parameters{name} lies inside a worker as {residual.lies} in the state, and as {homes[leaf_index]} here, with "
+        f"parameters{name} lies inside a worker as {residual.lies} in the state, and as {homes[name]} here, with "
         "axes and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
       )

@@ -141,9 +141,7 @@ class Engine:
     return value[None]
 
 
-def check_batch(
-  batch: ArrayTree, engine: Engine, axis: AxisName, parts: int = 1
-) -> None:
+def check_batch(batch: ArrayTree, engine: Engine, parts: int = 1) -> None:
   """Checks that the leading axis of a batch divides among the workers, and among `parts` micro-batches of each.
 
   Raises:
@@ -155,7 +153,7 @@ def check_batch(
       each = f", {parts} micro-batches each" if parts > 1 else ""
       raise ValueError(
         f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
-        f"{engine.workers} workers of axis {axis!r}{each}"
+        f"{engine.workers} workers of axis {engine.axis!r}{each}"
       )
 
 

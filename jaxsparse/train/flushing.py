@@ -29,7 +29,7 @@ from jaxsparse.transform.state import (
   with_rows,
   worker_rows,
 )
-from jaxsparse.transform.wrapped import map_seen, view_of
+from jaxsparse.transform.wrapped import leaves_seen, map_seen
 from jaxsparse.types import Comm
 
 
@@ -101,14 +101,20 @@ def _deliver(
   engine: Engine, params: optax.Params, state: OptState
 ) -> tuple[optax.Updates, OptState]:
   """The update of `flush` and the state after it, at one worker."""
-  mean = functools.partial(_mean, engine)
   nodes = reduce_states(state)
   zeros = optax.tree.zeros_like(params)
   # By name, since each transform covers some of the leaves.
-  updates = flatten.leaves_by_name(view_of(nodes, params).see(zeros))
+  updates = leaves_seen(nodes, zeros)
   # What the dtype of a parameter cannot hold of an update stays in `moved`.
   left = {name: leaf.astype(jnp.float32) for name, leaf in updates.items()}
   moved = moved_leaves(state)
+
+  def mean(owing: list[jax.Array]) -> list[jax.Array]:
+    if not owing:
+      return owing
+    # One message for all leaves of a transform, at each device of a worker.
+    flat, restore = flatten.flatten(owing)
+    return restore(engine.comm.all_reduce(flat) / engine.workers)
 
   def deliver(node: OptState, row: bool) -> OptState:
     # A transform of an inner optimizer belongs to one worker, which owes nothing to
@@ -134,12 +140,3 @@ def _deliver(
   state = jax.tree.map(deliver, state, worker_rows(state), is_leaf=is_reduce_state)
   update = map_seen(lambda name, _: updates[name], nodes, zeros)
   return update, map_states(empty, state, LocalState)
-
-
-def _mean(engine: Engine, owing: list[jax.Array]) -> list[jax.Array]:
-  """One all-reduce of the residuals of a transform, at each device of a worker."""
-  if not owing:
-    return owing
-  # One message for all leaves of a transform.
-  flat, restore = flatten.flatten(owing)
-  return restore(engine.comm.all_reduce(flat) / engine.workers)

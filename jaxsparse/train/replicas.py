@@ -4,8 +4,9 @@
 stay equal. `check_replicas` compares present values, by checksums that workers
 exchange. Processes that run other programs, with another learning rate or other shapes,
 would train apart or wait for each other for ever. So before a program runs for the
-first time, they exchange a digest of it. Where digests differ, they exchange its text,
-so that every process finds the same first difference and raises the same error.
+first time, they exchange a digest of it and of its head: versions, settings, arguments,
+collectives. Where these differ, they exchange heads, which are short, so that every
+process finds the same first difference and raises the same error.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ import re
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from jaxsparse import _compat
 from jaxsparse.comm import pack
 from jaxsparse.comm.replication import axes_of_spec
 from jaxsparse.train.engine import Engine, local_shard, name_argument, rows_of
-from jaxsparse.train.program_text import Line, ProgramText
+from jaxsparse.train.program_digest import program_digest
 from jaxsparse.transform.checks import is_traced
 from jaxsparse.transform.state import is_reduce_state
 from jaxsparse.types import ArrayTree, SpecTree
@@ -46,70 +47,12 @@ _SETTINGS = (
   "jax_threefry_partitionable",
 )
 _HARMLESS_FLAGS = ("--xla_dump", "--xla_force_host_platform_device_count")
-
-
-def check_processes(engine: Engine, tree: ArrayTree, name: str) -> None:
-  """Checks that all processes of an engine give the same values; every process must call.
-
-  Args:
-    engine: the workers.
-    tree: a pytree of arrays; of arrays that are sharded over processes only the shapes
-      are compared.
-    name: the name of the tree, for the error.
-
-  Raises:
-    ValueError: naming the first leaf that differs and the processes, on every process.
-  """
-  if engine.processes == 1:
-    return
-  # Checksums in place of values, which would all travel between processes.
-  leaves = [
-    (
-      jax.tree_util.keystr(path),
-      str(jnp.result_type(leaf)),
-      jnp.shape(leaf),
-      _crc(leaf),
-    )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  ]
-  every = gather_where_different(engine, leaves, lambda: leaves)
-  # Names and shapes first: values can be compared only where these are equal.
-  if others := unlike_first(
-    [[leaf[:3] for leaf in of_process] for of_process in every]
-  ):
-    raise ValueError(
-      f"{name}: those of {listing(others)} have other names, shapes or dtypes than those of process 0; on this process "
-      f"they are {[leaf[:3] for leaf in leaves]}. Every process must give the same"
-    )
-  for row in zip(*every, strict=True):
-    if others := unlike_first(row):
-      raise ValueError(
-        f"{name}{row[0][0]} differs between processes: {listing(others)} and process 0 give other values. Make it "
-        "from the same seed on every process, not from jax.process_index()"
-      )
-
-
-def gather_where_different(
-  engine: Engine, digest: object, value: Callable[[], Any]
-) -> list[Any]:
-  """What `value` returns on each process, as JSON has it, if their digests differ; else []. Every process must call.
-
-  A digest is exchanged as an array of one shape, so that processes need not have
-  equally many lines, leaves or shapes.
-  """
-  # 64 bits, as two u32: arrays have no 64-bit integers without x64.
-  short = hashlib.sha256(json.dumps(digest).encode()).digest()[:8]
-  digests = engine.of_processes(np.frombuffer(short, np.uint32))
-  if np.all(digests == digests[0]):
-    return []
-  text = json.dumps(value()).encode()
-  lengths = engine.of_processes(np.array([len(text)], np.uint32))
-  longest = int(lengths.max())
-  # All rows of a message have one length, in whole words.
-  texts = engine.of_processes(
-    np.frombuffer(text.ljust(longest + -longest % 4), np.uint32)
-  )
-  return [json.loads(text.tobytes()) for text in texts]
+# What to do where programs differ, and nothing that is short enough to be exchanged.
+_TO_SEE = (
+  ". Versions, settings and arguments are the same. To see the difference, write the program to a file on each "
+  "process, and compare the files with diff: step.lower(params, js.abstract_state(tx, params, mesh), batch).as_text(), "
+  "or for the initial state str(jax.make_jaxpr(lambda params: js.init(tx, params, mesh))(params))"
+)
 
 
 def unlike_first(values: Sequence[Any]) -> list[int]:
@@ -117,12 +60,13 @@ def unlike_first(values: Sequence[Any]) -> list[int]:
   return [index for index, value in enumerate(values) if value != values[0]]
 
 
-def wait_for_all(tree: ArrayTree, what: str, now: str) -> None:
-  """Waits for the other processes that hold a part of a tree, before they compare a program that has run before.
+def wait_for_all(tree: ArrayTree, now: str) -> None:
+  """Waits for the other processes that hold a part of a tree, before they compare a step that has run before.
 
   Raises:
     RuntimeError: if one of them runs the program as before, and does not compare it.
   """
+  what = "the training step"
   try:
     _compat.wait_for_processes(tree, what, _PATIENCE)
   except RuntimeError:
@@ -156,38 +100,32 @@ def check_traced(
 def check_same(
   engine: Engine, what: str, head: Sequence[str], jaxpr: core.ClosedJaxpr | None = None
 ) -> None:
-  """Checks that all processes of an engine have the same lines and the same jaxpr; every process must call.
+  """Checks that all processes of an engine have the same head and the same jaxpr; every process must call.
 
   Warns where their CPUs have different instructions, for then results may differ in
   bits.
 
   Args:
-    engine: the workers.
+    engine: the workers, of several processes.
     what: the name of the program, for the error.
     head: lines that say what the program is made of.
     jaxpr: of the program.
 
   Raises:
-    ValueError: naming the first difference, on every process.
+    ValueError: naming the first line of the head that differs, else the digests of the
+      jaxpr; on every process.
   """
-  if engine.processes == 1:
-    return
   head = [
     f"jax {jax.__version__}, jaxsparse {sys.modules['jaxsparse'].__version__}",
     *_settings(),
     *head,
   ]
-  text = ProgramText(jaxpr) if jaxpr else None
-  known = [_instructions(), text and text.digest]
-  program = text.lines if text else list
-  lines = lambda: [known, list(map(Line, head)), program()]
-  every = gather_where_different(engine, [known, head], lines)
+  digest = f"a jaxpr with the digest {program_digest(jaxpr)}" if jaxpr else "no jaxpr"
+  every = _gather_where_different(engine, [_instructions(), digest, head])
+  if not every:
+    return
+  computing, digests, heads = zip(*every, strict=True)
   # Other instructions are worth a warning, other code is an error.
-  computing, digests = (
-    zip(*(of_process.pop(0) for of_process in every), strict=True)
-    if every
-    else ((), ())
-  )
   if unlike := unlike_first(computing):
     warnings.warn(
       f"{what} of {listing(unlike)} is computed with other instructions than that of process 0 "
@@ -195,27 +133,35 @@ def check_same(
       "XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have",
       stacklevel=2,
     )
-  # Part 0 is the head, part 1 the program.
-  for part, parts in enumerate(zip(*every, strict=True)):
-    for line_number, row in enumerate(
-      itertools.zip_longest(*parts, fillvalue=Line("nothing")), 1
-    ):
-      texts, sources = zip(*row, strict=True)
-      if others := unlike_first(texts):
-        process = others[0]
-        where = [f" ({source})" if source else "" for source in sources]
-        first, other = _excerpts(texts[0], texts[process])
-        line = f" in line {line_number} of the jaxpr" if part else ""
-        raise ValueError(
-          f"{what} of {listing(others)} is not that of process 0. The first difference{line} is `{first}` on process "
-          f"0{where[0]}, and `{other}` on process {process}{where[process]}. Every process must run the same code with "
-          "the same options, shapes and versions; data of a process's own belongs in the batch"
-        )
-  # A difference in what digests cover, and no line above.
-  if unlike_first(digests):
-    raise ValueError(
-      f"{what} is not the same on all processes, but its text is: give every process the same code"
-    )
+  for row in [*itertools.zip_longest(*heads, fillvalue="nothing"), digests]:
+    if others := unlike_first(row):
+      raise ValueError(
+        f"{what} of {listing(others)} is not that of process 0. The first difference is `{row[0]}` on process 0, and "
+        f"`{row[others[0]]}` on process {others[0]}. Every process must run the same code with the same options, "
+        "seeds, shapes and versions; data of a process's own belongs in the batch"
+        f"{_TO_SEE if row is digests else ''}"
+      )
+
+
+def _gather_where_different(engine: Engine, value: object) -> list[Any]:
+  """The value of each process, as JSON has it, if their digests differ; else []. Every process must call.
+
+  A digest is exchanged as an array of one shape, so that processes need not have
+  equally many lines.
+  """
+  text = json.dumps(value).encode()
+  # 64 bits, as two u32: arrays have no 64-bit integers without x64.
+  digest = np.frombuffer(hashlib.sha256(text).digest()[:8], np.uint32)
+  digests = engine.of_processes(digest)
+  if np.all(digests == digests[0]):
+    return []
+  lengths = engine.of_processes(np.array([len(text)], np.uint32))
+  longest = int(lengths.max())
+  # All rows of a message have one length, in whole words.
+  texts = engine.of_processes(
+    np.frombuffer(text.ljust(longest + -longest % 4), np.uint32)
+  )
+  return [json.loads(text.tobytes()) for text in texts]
 
 
 def _instructions() -> str:
@@ -253,9 +199,7 @@ def described(
   lines = []
   for index, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
     of = f" sharded as {lies[index].spec}" if lies else ""
-    lines.append(
-      f"{name_argument(path)} is {jnp.result_type(x).name}{list(np.shape(x))}{of}"
-    )
+    lines.append(f"{name_argument(path)} is {_type(x)}{of}")
   for path, node in jax.tree_util.tree_leaves_with_path(
     arguments, is_leaf=is_reduce_state
   ):
@@ -265,15 +209,16 @@ def described(
   return lines
 
 
-def _excerpts(*texts: str) -> list[str]:
-  """The parts of two texts around the first character that differs."""
-  pairs = enumerate(zip(*texts, strict=False))
-  shorter = min(map(len, texts))
-  same = next((at for at, (a, b) in pairs if a != b), shorter)
-  begin = max(0, same - 100)
-  end = same + 100
-  dots = "…" * (begin > 0)
-  return [f"{dots}{text[begin:end]}{'…' * (end < len(text))}" for text in texts]
+def checksums(name: str, tree: ArrayTree) -> list[str]:
+  """Lines for `check_same` of the values of a pytree, by checksums: values would all travel between processes."""
+  return [
+    f"{name}{jax.tree_util.keystr(path)} is {_type(leaf)} with the checksum {_crc(leaf)}"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+
+
+def _type(x: Any) -> str:
+  return f"{jnp.result_type(x).name}{list(np.shape(x))}"
 
 
 def _crc(leaf: Any) -> int:

@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsparse.arrays.flatten import leaf_shapes
 from jaxsparse.train.engine import Engine, put_global
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.types import ArrayTree, Counters
@@ -56,29 +54,26 @@ class Residual(NamedTuple):
     return (total * workers / self.workers).astype(np.float32)
 
 
-def residuals_of(
-  nodes: Sequence[ReduceState], params: optax.Params, workers: int
-) -> dict[int, Residual]:
-  """The residual of each leaf of the parameters that has one, by the number of the leaf."""
-  residuals: dict[int, Residual] = {}
+def residuals_of(nodes: Sequence[ReduceState], workers: int) -> dict[str, Residual]:
+  """The residual of each leaf that has one, by its name."""
+  residuals: dict[str, Residual] = {}
   for node in nodes:
-    for part, homes in zip(node.groups, homes_of(node, params), strict=True):
+    for part, homes in zip(node.groups, homes_of(node), strict=True):
       if homes:
         rows = np.asarray(gather(part.residual))
         rows = rows.reshape(node.counters.skipped.size, -1)
         ends = np.cumsum([size for _, size, _ in homes])
         leaves = np.split(rows, ends[:-1], axis=1)
         residuals |= {
-          leaf_index: Residual(leaf, workers, lies)
-          for leaf, (leaf_index, _, lies) in zip(leaves, homes, strict=True)
+          name: Residual(leaf, workers, lies)
+          for leaf, (name, _, lies) in zip(leaves, homes, strict=True)
         }
   return residuals
 
 
 def carry_over(
   fresh: ReduceState,
-  params: optax.Params,
-  residuals: dict[int, Residual],
+  residuals: dict[str, Residual],
   counters: Counters,
   engine: Engine,
 ) -> ReduceState:
@@ -86,8 +81,7 @@ def carry_over(
 
   Args:
     fresh: the state before the first step, of P′ workers or, under MPI, of one of them.
-    params: the parameters.
-    residuals: of P workers, by leaf.
+    residuals: of P workers, by the names of leaves.
     counters: of the same workers.
     engine: the workers of `fresh`.
   """
@@ -98,8 +92,8 @@ def carry_over(
   def residual_of(homes: Sequence[_Home], like: jax.Array) -> jax.Array:
     # A leaf that had no residual owes nothing.
     leaves = [
-      residuals.get(leaf_index) or Residual(np.zeros((1, size), np.float32))
-      for leaf_index, size, _ in homes
+      residuals.get(name) or Residual(np.zeros((1, size), np.float32))
+      for name, size, _ in homes
     ]
     entries = sum(size for _, size, _ in homes)
 
@@ -119,7 +113,7 @@ def carry_over(
 
   parts = [
     part._replace(residual=residual_of(homes, part.residual)) if homes else part
-    for part, homes in zip(fresh.groups, homes_of(fresh, params), strict=True)
+    for part, homes in zip(fresh.groups, homes_of(fresh), strict=True)
   ]
   new = fresh.counters
   for name, row in _totals(counters, devices).items():
@@ -163,24 +157,20 @@ def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
   return {name: values[most] for name, values in rows.items()}
 
 
-_Home = tuple[int, int, Any]
+_Home = tuple[str, int, Any]
 
 
-def homes_of(node: ReduceState, params: optax.Params) -> list[list[_Home]]:
-  """For each leaf of each group: its number in the parameters, its entries at a device, and its sharding.
+def homes_of(node: ReduceState) -> list[list[_Home]]:
+  """For each leaf of each group: its name, its entries at a device, and its sharding.
 
   A group without a residual has none.
   """
   method = node.layout.method
   shards = node.layout.shards
   assert method is not None
-  # Leaves are numbered among all parameters, also where `optax.masked` hides some.
-  leaf_indices = {
-    name: leaf_index for leaf_index, name in enumerate(leaf_shapes(params))
-  }
   sizes = shards.sizes if shards else list(map(math.prod, method.shapes))
   home = lambda leaf: (
-    leaf_indices[method.names[leaf]],
+    method.names[leaf],
     sizes[leaf],
     (shards.axes, shards.specs[leaf]) if shards else None,
   )

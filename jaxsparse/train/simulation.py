@@ -90,12 +90,17 @@ def simulate(
   if state is None:
     state = initial(collective, *rows.shape)
     if residuals is not None:
-      given, expected = (str(jax.tree.structure(tree)) for tree in (residuals, grads))
+      given, expected = map(flatten.leaf_shapes, (residuals, grads))
       if given != expected:
         raise ValueError(
-          f"simulate: residuals have the structure {given}, grads {expected}: give both the same"
+          f"simulate: residuals have the shapes {given} by name, grads {expected}: give both the same"
         )
-      state = _with_residuals(state, _rows_of("residuals", residuals), collective)
+      if state.carried.residual[0] is None:
+        raise ValueError(
+          f"simulate: {collective.name} keeps no residual, leave residuals out"
+        )
+      carried = state.carried._replace(residual=(_rows_of("residuals", residuals),))
+      state = state._replace(carried=carried)
   elif residuals is not None:
     raise ValueError(
       "simulate: give residuals or state, not both: a state holds its own residuals"
@@ -243,18 +248,3 @@ def reduce_all(
   # The program of a worker on a mesh: vmap takes the place of messages between devices.
   worker = functools.partial(reduce_step, collective, SimComm(_AXIS))
   return jax.vmap(worker, axis_name=_AXIS)(grads, state)
-
-
-def _with_residuals(
-  state: ReduceState, residuals: jax.Array, collective: Collective
-) -> ReduceState:
-  expected = state.carried.residual[0]
-  if expected is None:
-    raise ValueError(
-      f"simulate: {collective.name} keeps no residual, leave residuals out"
-    )
-  if residuals.shape != expected.shape:
-    raise ValueError(
-      f"simulate: residuals have shape {residuals.shape}, the gradients {expected.shape}"
-    )
-  return state._replace(carried=state.carried._replace(residual=(residuals,)))

@@ -170,7 +170,10 @@ class _Workers(NamedTuple):
       # A context, since wrappers of optax may pass no argument on to local steps.
       with synchronizing(synchronize):
         updates, state = atomic(self.tx).update(
-          _first(grads), state, _first(params) if has_rows else params, **extra
+          states.first_row(grads),
+          state,
+          states.first_row(params) if has_rows else params,
+          **extra,
         )
       return states.add_row(updates) if has_rows else updates, state
 
@@ -200,7 +203,7 @@ class _Workers(NamedTuple):
     def value_and_grad_of(
       params: optax.Params, state: OptState, *batch: ArrayTree, **shared: ArrayTree
     ) -> tuple[ArrayTree, optax.Updates]:
-      check_batch(batch, self.engine, self.engine.axis)
+      check_batch(batch, self.engine)
       loss, aux, grads, scales = self._each(
         of_worker, params, state, batch, shared, results
       )
@@ -231,7 +234,7 @@ class _Workers(NamedTuple):
       params: optax.Params, state: OptState, batch: ArrayTree, shared: ArrayTree
     ) -> ArrayTree:
       # `own_params` subtracts what this worker has moved.
-      outer_params = _first(params) if has_rows else params
+      outer_params = states.first_row(params) if has_rows else params
       return function(own_params(outer_params, state), batch, shared)
 
     rows = engine.split
@@ -254,11 +257,6 @@ def _gradient(
   loss, aux = value if has_aux else (value, ())
   grads, scales = combine_scales(comm, params, grads)
   return mean_loss(comm, loss), states.add_row(aux), states.add_row(grads), scales
-
-
-def _first(tree: ArrayTree) -> ArrayTree:
-  # A worker holds one row.
-  return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
 def _of_workers(state: OptState, engine: Engine) -> OptState:

@@ -91,7 +91,8 @@ def init(
   # Under a trace there are no values to compare.
   if checks.is_traced(params):
     return starting.start_workers(engine, tx.init, params)[0]
-  replicas.check_processes(engine, params, "params")
+  if engine.processes > 1:
+    replicas.check_same(engine, "params", replicas.checksums("params", params))
   state, specs = starting.place_state(engine, tx.init, params)
   starting.check_update(engine, tx, params, state, specs)
   checks.warn_of_narrow(state)
@@ -471,12 +472,12 @@ class TrainStep:
       # Shapes of parameters and state cannot be new, and are long to read.
       lies = shardings and (None, None, *shardings[2:])
       new = replicas.described((None, None, *arguments[2:]), lies)
-      replicas.wait_for_all(arguments[:2], "the training step", "\n".join(new))
-    replicas.check_same(engine, "the training step", head)
+      replicas.wait_for_all(arguments[:2], "\n".join(new))
     # A worker's own model state differs by intent.
     own = "model_state" if self._worker.model_state == "worker" else None
     alike = {name: value for name, value in _by_name(arguments).items() if name != own}
-    replicas.check_processes(engine, alike, "step: argument ")
+    head += replicas.checksums("argument ", alike)
+    replicas.check_same(engine, "the training step", head)
     replicas.check_traced(
       engine, "the training step", program, engine.place(arguments, specs)
     )
@@ -499,7 +500,7 @@ class TrainStep:
         raise TypeError(
           f"step: extra{jax.tree_util.keystr(path)}={leaf!r}: give arrays or numbers, and no line search"
         )
-    check_batch(batch, self._engine, self._engine.axis, self._worker.accumulate)
+    check_batch(batch, self._engine, self._worker.accumulate)
     rows = given.get("model_state") if self._worker.model_state == "worker" else None
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
       if jnp.shape(leaf)[:1] != (self._engine.held,):

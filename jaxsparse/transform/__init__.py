@@ -17,7 +17,9 @@ Around it:
     residuals     residuals, and the movement of local steps, in the shapes of the parameters
     local         `js.local_steps`: when workers exchange what they have moved; `fragments` of leaves
     exchange      how an update reaches the workers: at once, mixed with their own parameters, or delayed
-    momentum      `js.momentum_corrected`, `js.warmed_up`: Deep Gradient Compression
+    wrappers      around collectives: `js.momentum_corrected` (clipping and masking, too), `js.ef21`, `js.warmed_up`
+    restored      `js.norm_restored`: the mean of updates, as long as each of them
+    averaging     `js.average_momentum`: of optimizers of the workers' own
     named         `js.diloco`, `js.sparseloco`, `js.demo_transform`: chains with the defaults of their papers
     adam          `js.scale_by_window_adam`: for workers with optimizers of their own
 """

@@ -119,7 +119,7 @@ def make_transform(
   shardings: SpecTree = None,
   **config: Any,
 ) -> optax.GradientTransformation:
-  """The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
+  r"""The transform of the collective of that name: `make_transform("spardl", axis, density=0.01)`.
 
   The transform reduces the gradients of the P workers of `axis`; its update is `total /
   P`. It takes the local, un-averaged gradients of one worker: inside `jax.shard_map`
@@ -133,10 +133,12 @@ def make_transform(
       collective of your own.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a
       comm.
-    special: other collectives for some leaves, by a regular expression for the names of
-      the leaves in the parameters: `{"bias|scale": "dense", "embedding": "spardl:density=0.001"}`, or instances. The
-      first match counts. The leaves of one collective are reduced together, and the
-      collectives run one after the other.
+    special: other collectives for some leaves, by regular expressions: `{"bias|scale":
+      "dense", "embedding": "spardl:density=0.001"}`, or instances. An expression is
+      searched for in the name of a leaf, its path in the parameters as
+      `jax.tree_util.keystr` writes it, as `['w']['kernel']` of `{"w": {"kernel": …}}`,
+      which `r"\['w'\]"` matches. The first match counts. The leaves of one collective
+      are reduced together, and the collectives run one after the other.
     shardings: where a worker has several devices along Auto axes, and the state is not
       made with `js.init`: how the parameters lie along these, as a pytree like them of
       `PartitionSpec` or `NamedSharding`.

@@ -180,7 +180,18 @@ def local_steps(
     if synchronize or synchronizing.value:
       return steps.synchronize(state, params, extra)
     check_own_gradients(grads, state)
-    return steps.step(grads, state, params, extra)
+    own, inner, finite = exchange.step_inner(grads, state, params, extra)
+    # The branches of an exchange do not return the inner state: XLA copies the results
+    # of a conditional.
+    tried = state._replace(inner=(), steps=state.steps + 1)
+    done, after = steps.step(own, tried, Given(params, finite, extra))
+    after = after._replace(inner=inner, flight=done.flight)
+    # The exchange has undone the outer states of a skipped step already, without a pass
+    # over residuals.
+    kept = select_state(
+      done.skipped, state._replace(outer=()), after._replace(outer=())
+    )
+    return done.updates, kept._replace(outer=done.outer)
 
   return optax.GradientTransformationExtraArgs(steps.init, update)
 
@@ -221,20 +232,16 @@ class _EveryStep(NamedTuple):
     return self.exchange.init(params)
 
   def step(
-    self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Extra
-  ) -> Result:
-    updates, inner, finite = self.exchange.step_inner(grads, state, params, extra)
-    given = Given(params, finite & flatten.all_finite(updates), extra)
+    self, updates: optax.Updates, state: LocalState, given: Given
+  ) -> tuple[Stepped, LocalState]:
+    given = given._replace(finite=given.finite & flatten.all_finite(updates))
+    state = state._replace(since=jnp.int32(0))
+    # Without an entry there is none to mark with NaN.
+    if not self.exchange.fragments.has_entries(given.params, 0):
+      return self.exchange.agree(state, given), state
     # Outer chains subtract gradients, so an update u has the pseudo-gradient −u.
     pseudo_gradient = jax.tree.map(jnp.negative, updates)
-    # Without an entry there is none to mark with NaN.
-    if self.exchange.fragments.has_entries(params, 0):
-      done = self.exchange.reduce(0, pseudo_gradient, state, given)
-    else:
-      done = self.exchange.agree(state, given)
-    steps = state.steps + 1
-    after = state._replace(inner=inner, since=jnp.int32(0), steps=steps)
-    return _commit(done, state, after)
+    return self.exchange.reduce(0, pseudo_gradient, state, given), state
 
   def synchronize(
     self, state: LocalState, params: optax.Params, extra: Extra
@@ -255,21 +262,15 @@ class _OnDemand:
     return state._replace(moved=jax.tree.map(row, params))
 
   def step(
-    self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Extra
-  ) -> Result:
-    updates, inner, finite = self.exchange.step_inner(grads, state, params, extra)
+    self, updates: optax.Updates, state: LocalState, given: Given
+  ) -> tuple[Stepped, LocalState]:
     # `moved` is θ − θ_w: an update u of the worker lowers it by u.
     moved = jax.tree.map(
       lambda moved, u: moved - u[None].astype(jnp.float32), state.moved, updates
     )
-    # The branches of an exchange do not return the inner state: XLA copies the results
-    # of a conditional.
-    tried = state._replace(
-      inner=(), moved=moved, since=state.since + 1, steps=state.steps + 1
-    )
-    given = Given(params, flatten.all_finite(moved) & finite, extra)
-    done, after = self.step_outer(tried, given)
-    return _commit(done, state, after._replace(inner=inner, flight=done.flight))
+    state = state._replace(moved=moved, since=state.since + 1)
+    finite = flatten.all_finite(moved) & given.finite
+    return self.step_outer(state, given._replace(finite=finite))
 
   def step_outer(self, state: LocalState, given: Given) -> tuple[Stepped, LocalState]:
     """The step of the outer parameters after the local one, and the state with what it leaves of the movement."""
@@ -356,12 +357,3 @@ class _Periods(_OnDemand):
       (turn * is_due.astype(jnp.int32) for turn, is_due in enumerate(due, 1)),
       jnp.int32(0),
     )
-
-
-def _commit(done: Stepped, before: LocalState, after: LocalState) -> Result:
-  """The updates and the state after a step; where it is skipped, the state `before`, but for its counters."""
-  # The exchange has undone the outer states already, without a pass over residuals.
-  state = select_state(
-    done.skipped, before._replace(outer=()), after._replace(outer=())
-  )
-  return done.updates, state._replace(outer=done.outer)

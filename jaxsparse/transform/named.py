@@ -46,28 +46,17 @@ def diloco(
     >>> tx = js.diloco(optax.adamw(1e-3), "workers", every=30)
     >>> sparse = js.diloco(optax.adamw(1e-3), "workers", collective="spardl:density=0.01")
   """
-  return local_steps(
-    inner, _nesterov(collective, axis, learning_rate, momentum), every=every
+  return streaming_diloco(
+    inner,
+    axis,
+    fragments=1,
+    every=every,
+    delay=0,
+    mixing=0.0,
+    learning_rate=learning_rate,
+    momentum=momentum,
+    collective=collective,
   )
-
-
-def _nesterov(
-  collective: str | Collective,
-  axis: AxisName | Comm,
-  rate: optax.ScalarOrSchedule,
-  momentum: float,
-) -> optax.GradientTransformation:
-  """The outer step of DiLoCo."""
-  # The traits are those of the options in the label, so the instance is made first.
-  outer = make_collective(collective)
-  if not outer.traits.replicates:
-    raise ValueError(
-      f"diloco: the totals of {outer.name} differ between workers, and so would the parameters after an exchange: "
-      "choose a collective that averages"
-    )
-  transform = collective_transform(outer, axis)
-  # The outer momentum is DiLoCo's own; inner optimizers keep theirs between exchanges.
-  return optax.chain(transform, optax.sgd(rate, momentum=momentum, nesterov=True))
 
 
 def streaming_diloco(
@@ -117,7 +106,16 @@ def streaming_diloco(
     >>> import optax, jaxsparse as js
     >>> tx = js.streaming_diloco(optax.adamw(1e-3), "workers", fragments=4, every=100)
   """
-  outer = _nesterov(collective, axis, learning_rate, momentum)
+  # The traits are those of the options in the label, so the instance is made first.
+  exchange = make_collective(collective)
+  if not exchange.traits.replicates:
+    raise ValueError(
+      f"diloco: the totals of {exchange.name} differ between workers, and so would the parameters after an exchange: "
+      "choose a collective that averages"
+    )
+  # The outer momentum is DiLoCo's own; inner optimizers keep theirs between exchanges.
+  sgd = optax.sgd(learning_rate, momentum=momentum, nesterov=True)
+  outer = optax.chain(collective_transform(exchange, axis), sgd)
   return local_steps(
     inner, outer, every=every, fragments=fragments, delay=delay, mixing=mixing
   )

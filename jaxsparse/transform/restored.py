@@ -12,11 +12,11 @@ from optax import OptState
 
 from jaxsparse.arrays import flatten
 from jaxsparse.comm import all_reduce_cost
-from jaxsparse.transform.momentum import checked_transform
 from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.transform.state import ReduceState, RestoredState
 from jaxsparse.transform.update import Transform
 from jaxsparse.transform.wrapped import PLACEHOLDER
+from jaxsparse.transform.wrappers import checked_transform
 from jaxsparse.types import ArrayTree, saturated_sum
 
 

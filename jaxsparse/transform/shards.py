@@ -234,9 +234,9 @@ def check_inside(comm: Comm, shards: Shards | None) -> None:
   """Raises ValueError if a state was made for workers of other devices than those of this program."""
   # An empty dict is a worker of one device, in the state and in the program alike.
   made = dict(shards.axes) if shards else {}
-  found = _compat.axes_inside(axes_of(comm))
+  axis = axes_of(comm)
+  found = _compat.axes_inside(axis)
   if made != found:
-    axis = axes_of(comm)
     raise ValueError(
       f"the optimizer state was made for workers with {_listed(made)} inside, here a worker of {axis} has "
       f"{_listed(found)}: make a new one with js.init on this mesh, and in a shard_map of your own give "

@@ -2,23 +2,31 @@
 
     optax.lookahead                           the fast parameters, `params.fast`
     optax.contrib.split_real_and_imaginary    the real and the imaginary part of each complex leaf
-    optax.flatten                             one vector of all leaves
+    optax.flatten                             one vector of all leaves, of these parts too
 
-The state of a transform has the names and shapes of the leaves that it saw, which tell
-the wrappers around it. Some wrappers pass no extra arguments on, so contexts tell what
+A transform takes no complex leaves, so it sees parts of them always. The state of a
+transform has the names and shapes of the leaves that it saw: one vector without a name
+inside `optax.flatten`. Some wrappers pass no extra arguments on, so contexts tell what
 is inside them: `synchronizing` has local steps exchange, `mean_dtypes` has a transform
 round its means to other dtypes than those of the leaves.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsparse.arrays.flatten import OVERWRITTEN, leaf_shapes, leaves_by_name, parts
+from jaxsparse.arrays.flatten import (
+  OVERWRITTEN,
+  join_complex,
+  leaf_shapes,
+  leaves_by_name,
+  parts,
+  split_complex,
+)
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.types import ArrayTree
 
@@ -42,25 +50,6 @@ PLACEHOLDER = _placeholder()
 """The type of what `optax.tree_map_params` gives `init` in place of parameters, to find their copies in a state."""
 
 
-class _Wrapper(NamedTuple):
-  """A change of leaves: `see(tree)`, and `restore(tree, see(tree))`, which is like `tree`."""
-
-  see: Callable[[ArrayTree], ArrayTree]
-  restore: Callable[[ArrayTree, ArrayTree], ArrayTree]
-
-
-class _Pair(NamedTuple):
-  """A complex leaf, with the names of optax's."""
-
-  real: jax.Array
-  imaginary: jax.Array
-
-
-def _join_pairs(tree: ArrayTree, seen: ArrayTree) -> ArrayTree:
-  join = lambda _, leaf: jax.lax.complex(*leaf) if isinstance(leaf, _Pair) else leaf
-  return jax.tree.map(join, tree, seen)
-
-
 def _concatenate(tree: ArrayTree) -> jax.Array:
   """One vector of all leaves in a dtype that holds all of theirs, as `optax.flatten` makes it."""
   with jax.numpy_dtype_promotion("standard"):
@@ -74,57 +63,6 @@ def _divide(tree: ArrayTree, seen: jax.Array) -> ArrayTree:
   return jax.tree.unflatten(
     structure, [piece.reshape(leaf.shape).astype(leaf.dtype) for piece, leaf in pieces]
   )
-
-
-def _split_pairs(tree: ArrayTree) -> ArrayTree:
-  pair = lambda x: _Pair(jnp.real(x), jnp.imag(x))
-  return jax.tree.map(lambda x: pair(x) if jnp.iscomplexobj(x) else x, tree)
-
-
-_SPLIT = _Wrapper(_split_pairs, _join_pairs)
-_FLAT = _Wrapper(_concatenate, _divide)
-
-
-class View(NamedTuple):
-  """How the wrappers around a transform change the leaves of parameters.
-
-  Attributes:
-    wrappers: from the outermost to the innermost.
-
-  Example:
-    >>> view = View((_SPLIT, _FLAT))
-    >>> view.see({"b": jnp.ones(1), "w": jnp.array([2 + 3j])})
-    Array([1., 2., 3.], dtype=float32)
-  """
-
-  wrappers: tuple[_Wrapper, ...] = ()
-
-  def see(self, tree: ArrayTree) -> ArrayTree:
-    """A pytree like the parameters as the transform sees it."""
-    tree = optimized(trained(tree))
-    for wrapper in self.wrappers:
-      tree = wrapper.see(tree)
-    return tree
-
-  def restore(self, like: ArrayTree, seen: ArrayTree) -> ArrayTree:
-    """`like`, a pytree like the parameters, with the leaves that the transform sees replaced by `seen`."""
-    for depth in reversed(range(len(self.wrappers))):
-      # What the wrapper at this depth was given: a pytree as all outer ones leave it.
-      given = View(self.wrappers[:depth]).see(like)
-      seen = self.wrappers[depth].restore(given, seen)
-    if isinstance(like, optax.LookaheadParams):
-      return like._replace(fast=seen)
-    return with_optimized(like, seen)
-
-
-# The plainest first: `view_of` takes the first one that fits.
-_VIEWS = [
-  View(),
-  View((_SPLIT,)),
-  View((_FLAT,)),
-  View((_SPLIT, _FLAT)),
-  View((_FLAT, _SPLIT)),
-]
 
 
 def trained(params: optax.Params) -> optax.Params:
@@ -167,15 +105,42 @@ def with_optimized(
   return type(like)({name: both[name] for name in like})
 
 
-def view_of(nodes: Sequence[ReduceState], params: optax.Params) -> View:
-  """How the transforms with these states see the parameters; as they are, if the states fit none of the wrappers."""
-  made = [leaf for node in nodes for leaf in node.leaves]
-  for view in _VIEWS:
-    shapes = leaf_shapes(_shapes_seen(view, params))
-    if all(shapes.get(name) == shape for name, shape in made):
-      return view
-  # Errors about parameters come from checks, which name the leaf.
-  return View()
+def _is_flat(nodes: Sequence[ReduceState], params: optax.Params) -> bool:
+  """Whether the transforms with these states see one vector of all leaves, as inside `optax.flatten`."""
+  made = {leaf for node in nodes for leaf in node.leaves}
+  fits = lambda flat: made <= set(leaf_shapes(_shapes(flat, params)).items())
+  # Where neither fits, the error comes from checks, which name the leaf.
+  return not fits(False) and fits(True)
+
+
+def _see(flat: bool, params: optax.Params) -> ArrayTree:
+  pairs = split_complex(optimized(trained(params)))
+  return _concatenate(pairs) if flat else pairs
+
+
+def _shapes(flat: bool, params: optax.Params) -> ArrayTree:
+  dtype_of = lambda x: x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)), params
+  )
+  return jax.eval_shape(functools.partial(_see, flat), shapes)
+
+
+def leaves_seen(
+  nodes: Sequence[ReduceState], params: optax.Params
+) -> dict[str, jax.Array]:
+  """The leaves of parameters, by name, as the transforms with these states see them.
+
+  Example:
+    >>> leaves_seen([], {"w": jnp.array([2 + 3j])})
+    {"['w'].real": Array([2.], dtype=float32), "['w'].imaginary": Array([3.], dtype=float32)}
+  """
+  return leaves_by_name(_see(_is_flat(nodes, params), params))
+
+
+def shapes_seen(nodes: Sequence[ReduceState], params: optax.Params) -> ArrayTree:
+  """The leaves that the transforms with these states see, as `jax.ShapeDtypeStruct`."""
+  return _shapes(_is_flat(nodes, params), params)
 
 
 def map_seen(
@@ -184,21 +149,13 @@ def map_seen(
   tree: optax.Params,
 ) -> optax.Params:
   """A pytree like the parameters with `change(name, leaf)` for each leaf that the transforms with these states see."""
-  view = view_of(nodes, tree)
-  seen = view.see(tree)
+  flat = _is_flat(nodes, tree)
+  seen = _see(flat, tree)
   leaves = [change(name, leaf) for name, leaf in leaves_by_name(seen).items()]
-  return view.restore(tree, jax.tree.unflatten(jax.tree.structure(seen), leaves))
-
-
-def shapes_seen(nodes: Sequence[ReduceState], params: optax.Params) -> ArrayTree:
-  """The leaves that the transforms with these states see, as `jax.ShapeDtypeStruct`."""
-  return _shapes_seen(view_of(nodes, params), params)
-
-
-def _shapes_seen(view: View, params: optax.Params) -> ArrayTree:
-  dtype_of = lambda x: x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)), params
-  )
-  # The identity needs no trace.
-  return jax.eval_shape(view.see, shapes) if view.wrappers else view.see(shapes)
+  changed = jax.tree.unflatten(jax.tree.structure(seen), leaves)
+  own = optimized(trained(tree))
+  pairs = _divide(split_complex(own), changed) if flat else changed
+  joined = join_complex(own, pairs)
+  if isinstance(tree, optax.LookaheadParams):
+    return tree._replace(fast=joined)
+  return with_optimized(tree, joined)

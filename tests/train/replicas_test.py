@@ -1,5 +1,6 @@
 """Values and programs that must be the same on all workers, and are not: every difference is found."""
 
+import functools
 import json
 import re
 import threading
@@ -11,6 +12,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -80,34 +82,47 @@ def test_hashes_differ_where_words_do(words, data):
   assert np.asarray(_hashed(flipped))[0] != found[0]
 
 
+def _digests(what):
+  """The error where two programs differ in nothing that is short."""
+  digest = "`a jaxpr with the digest [0-9a-f]{16}`"
+  where = f"{digest} on process 0, and {digest} on process 1"
+  return f"{what} of process 1 is not that of process 0.*{where}.*are the same. To see"
+
+
+def _values(what, leaf):
+  """The error where the values of a leaf differ."""
+  line = rf"`{leaf} with the checksum \d+`"
+  return f"{what} of process 1 is not that of process 0.*{line} on process 0, and {line} on process 1"
+
+
 NAMED = {  # what the error says of each difference, on both ranks
-  "learning rate": r"`mul -0.25:f32.* on process 0 .*optax.*, and `mul -0.5:f32.* on process 1",
-  "schedule": r"tx.update of process 1 is .*`min v\d+ 100.0.* on process 0 .*cosine_decay_schedule.*`min v\d+ 200.0",
-  "table of rates": r"first difference in line \d+ of the jaxpr is `constant [0-9a-f]{16}:f32\[5\]",
-  "injected rate": r"the initial state of process 1 is not .*0.25:f32\[\] .*0.5:f32\[\] ",
-  "momentum": r"`mul 0.5:f32.*trace.*`mul 0.75:f32",
+  "learning rate": _digests("tx.update"),
+  "schedule": _digests("tx.update"),
+  "table of rates": _digests("tx.update"),
+  "injected rate": _digests("the initial state"),
+  "momentum": _digests("tx.update"),
   "no momentum": r"`state\[1\]\[0\].trace\['b'\] is float32\[4\]` on process 0, and `nothing` on process 1",
   "density": r"`state\[0\] is that of topka:density=0.3` on process 0, and `state\[0\] is that of topka:density=0.5`",
-  "every": r"`ge v\d+ 3:i32\[\] .*local.py.*`ge v\d+ 5:i32\[\] ",
-  "outer rate": r"`mul -0.5:f32.*`mul -0.25:f32",
-  "apply_residual": r"tx.update of process 1 is not .*residual_leaves",
-  "loss scale": r"the training step of process 1 is not .*`mul 1.0:f32.*ranks.py.*`mul 2.0:f32",
-  "constant": r"`constant [0-9a-f]{16}:f32\[9,4\]",
+  "every": _digests("tx.update"),
+  "outer rate": _digests("tx.update"),
+  "apply_residual": _digests("tx.update"),
+  "loss scale": _digests("the training step"),
+  "constant": _digests("the training step"),
   "batch size": r"`batch is float32\[(4|8), 9\]` on process 0, and `batch is float32\[(8|16), 9\]` on process 1",
   "batch type": r"`batch is float32\[\d, 9\]` on process 0, and `batch is bfloat16\[\d, 9\]` on process 1",
   "accumulate": r"accumulate': 1.* on process 0, and .*accumulate': 2.* on process 1",
   "donate": r"donate': True.* on process 0, and .*donate': False.* on process 1",
-  "values of params": r"params\['b'\] differs between processes: process 1 and process 0 give other values",
-  "names of params": r"params: those of process 1 have other names, shapes or dtypes than those of process 0",
-  "random bits": r"initial state .*`jax_threefry_partitionable=True` on process 0, and `jax_\w+=False` on process 1",
-  "random key": r"argument \['rng'\] differs between processes: process 1 and process 0",
+  "values of params": _values("params", r"params\['b'\] is float32\[4\]"),
+  "names of params": r"params of process 1 .*`params\['b'\] is float32\[4\] .*`params\['c'\] is float32\[4\]",
+  "random bits": r"params of process 1 .*`jax_threefry_partitionable=True` on process 0, and `jax_\w+=False` on",
+  "random key": _values("the training step", r"argument \['rng'\] is key<fry>\[\]"),
 }
 
 
 ACROSS = [  # where each worker has a device of both processes
-  r"tx.update of process 1 is not that of process 0.*`mul -0.25:f32.* on process 0",
-  r"the training step of process 1 is not that of process 0.*`mul 1.0:f32",
-  r"params\['b'\] differs between processes: process 1 and process 0 give other values",
+  _digests("tx.update"),
+  _digests("the training step"),
+  _values("params", r"params\['b'\] is float32\[4\]"),
   r"params\['b'\] and 0 other of \d arrays .*: device 1 of worker 0 and device 0 of worker 0 hold other values",
 ]
 
@@ -196,37 +211,56 @@ def test_processes_that_compute_with_other_instructions_are_warned(monkeypatch, 
   )
 
 
-def test_programs_that_differ_are_refused_also_where_processes_compute_with_other_instructions(
-  monkeypatch,
-):
-  """Programs whose text is the same, but not their digest; and the warning is given as well."""
-
-  class Text:
-    def __init__(self, _):
-      self.digest = threading.current_thread().name
-
-    def lines(self):
-      return [replicas.Line("the same")]
-
-  monkeypatch.setattr(
-    replicas, "_instructions", lambda: f"avx{threading.current_thread().name}"
-  )
-  monkeypatch.setattr(replicas, "ProgramText", Text)
+def _errors_of_both(monkeypatch, heads):
+  """The errors and warnings of two threads whose programs, instructions and heads differ."""
+  name = lambda: threading.current_thread().name
+  monkeypatch.setattr(replicas, "_instructions", lambda: f"avx{name()}")
+  monkeypatch.setattr(replicas, "program_digest", lambda _: name())
   engine, errors = _Threads(), []
 
   def check():
-    try:
-      replicas.check_same(engine, "the step", ["a line"], "a program")
-    except ValueError as error:
-      errors.append(str(error))
+    with pytest.raises(ValueError, match="the step of process 1") as raised:
+      replicas.check_same(engine, "the step", heads[int(name())], "a program")
+    errors.append(str(raised.value))
 
   caught = _warnings_of_both(check)
   assert ["computed with other instructions" in text for text in caught] == [True, True]
   assert len(errors) == 2
-  assert all(
-    "the step is not the same on all processes, but its text is" in error
-    for error in errors
-  )
+  assert errors[0] == errors[1]
+  return errors[0]
+
+
+def test_a_head_that_differs_is_named_before_the_program(monkeypatch):
+  error = _errors_of_both(monkeypatch, (["a line", "one"], ["a line"]))
+  assert "`one` on process 0, and `nothing` on process 1" in error
+  assert "digest" not in error
+
+
+def test_programs_that_differ_are_refused_by_their_digests(monkeypatch):
+  error = _errors_of_both(monkeypatch, (["a line"], ["a line"]))
+  assert (
+    "the step of process 1 is not that of process 0. The first difference is "
+    "`a jaxpr with the digest 0` on process 0, and `a jaxpr with the digest 1` on process 1"
+  ) in error
+
+
+def test_what_the_error_says_to_do_shows_the_difference():
+  """Its two expressions, of chains that differ in a rate: of the update, and of the initial state."""
+  of_step, of_state = re.search(
+    "diff: (.*), or for the initial state (.*)$", replicas._TO_SEE
+  ).groups()
+  mesh, params, batch = mesh_of(2), jnp.zeros(4), jnp.ones((2, 4))
+
+  def text(expression, rate, make=optax.sgd):
+    tx = optax.chain(js.dense_transform("workers"), make(rate))
+    step = js.make_train_step(lambda p, x: jnp.vdot(p, x[0]), tx, mesh)
+    names = {"tx": tx, "step": step, "mesh": mesh, "params": params, "batch": batch}
+    return eval(expression, globals() | names)
+
+  assert text(of_step, 0.25) == text(of_step, 0.25) != text(of_step, 0.5)
+  injected = functools.partial(text, make=optax.inject_hyperparams(optax.sgd))
+  assert injected(of_state, 0.25) == injected(of_state, 0.25)
+  assert injected(of_state, 0.25) != injected(of_state, 0.5)
 
 
 def test_instructions_are_compared_unless_they_are_chosen(monkeypatch):

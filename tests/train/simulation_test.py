@@ -66,7 +66,7 @@ def test_contraction_is_what_the_steps_leave_out():
     ),
     ("topka", [ZEROS[:0]], {"k": 1}, ValueError, r"shape \(0, 4\)"),
     ("topka", [ZEROS.astype(np.int32)], {"k": 1}, TypeError, "dtype int32"),
-    ("topka", [ZEROS, ZEROS[:, :3]], {"k": 1}, ValueError, r"shape \(2, 3\)"),
+    ("topka", [ZEROS, ZEROS[:, :3]], {"k": 1}, ValueError, r"shapes .*\(2, 3\)"),
     ("dense", [ZEROS, ZEROS], {}, ValueError, "dense keeps no residual"),
     (
       "topka",

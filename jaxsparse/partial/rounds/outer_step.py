@@ -23,7 +23,7 @@ from jaxsparse.partial.net.alike import MOST_ID
 from jaxsparse.partial.net.messages import MOST_MEMBERS, MOST_ROUNDS, RoundPosition
 from jaxsparse.partial.rounds.checks import check_alike, halve_step
 from jaxsparse.partial.rounds.lineage import MOST_IDS, Lineage
-from jaxsparse.train.program_text import ProgramText
+from jaxsparse.train.program_digest import program_digest
 from jaxsparse.transform import state as states
 from jaxsparse.transform.atomic import atomic, select_state
 from jaxsparse.transform.fragments import Fragments, fill_zeros
@@ -262,7 +262,7 @@ class OuterStep:
     operands = self._operands(0, anchor, outer)
     with jax.default_device(self._cpu):
       step = check_alike(functools.partial(self._step, size, 0), outer[0])
-      return ProgramText(jax.make_jaxpr(step)(*operands)).digest
+      return program_digest(jax.make_jaxpr(step)(*operands))
 
   def compile(self, anchor: Anchor, size: int) -> None:
     """Compiles the outer steps of all fragments for groups of a size."""

@@ -1,4 +1,4 @@
-"""Momentum before a sparse exchange: Deep Gradient Compression in numpy, and what holds for any collective."""
+"""Wrappers around collectives: Deep Gradient Compression in numpy, and what holds for any collective."""
 
 import jax.numpy as jnp
 import numpy as np

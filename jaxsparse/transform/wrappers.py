@@ -1,4 +1,10 @@
-"""Momentum before the exchange: Deep Gradient Compression, EF21, and rising sparsity.
+"""Wrappers around the collectives of a transform: momentum, clipping, masking, EF21, and rising sparsity.
+
+    momentum_corrected    momentum of each worker before the exchange; masks it; clips gradients
+    ef21                  exchanges changes of mean gradients
+    warmed_up             other densities in the first steps
+
+`atomic` skips steps, `restored` scales means, `averaging` averages momentum of optimizers.
 
 Deep Gradient Compression: momentum of each worker's own before a sparse exchange, none
 after it (Lin et al., 2018).
