@@ -103,11 +103,20 @@ class Program(racing.Program):
       metrics = js.metrics(state)
       return metrics.words_sent, metrics.drift
 
-    where = comm, AXIS, engine_of(comm, AXIS)
-    # Each worker normalizes by its own batches.
-    options = {"model_state": "worker"}
-    given = options, {}, None, None, read, operator.itemgetter(0)
-    setting = racing.Setting(model.loss, evaluate, *where, *given)
+    setting = racing.Setting(
+      loss_fn=model.loss,
+      evaluate=evaluate,
+      where=comm,
+      axis=AXIS,
+      engine=engine_of(comm, AXIS),
+      # Each worker normalizes by its own batches.
+      options={"model_state": "worker"},
+      given={},
+      rng=None,
+      model_state=None,
+      read=read,
+      loss_of=operator.itemgetter(0),
+    )
     super().__init__(setting, make)
 
   def begin(self, rate: float, seed: int, batch_size: int) -> Training:
