@@ -9,7 +9,7 @@ import jax
 
 import jaxsparse as js
 from benchmarks.gathered_rows import GatheredRows
-from jaxsparse.collectives import make_instance, make_plain
+from jaxsparse.collectives import collective_options, make_instance, make_plain
 from jaxsparse.collectives._base import collective_of
 
 HELP = (
@@ -53,7 +53,7 @@ def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
   found = []
   for label in labels_of(values):
     name, own = collective_of(label)
-    known = () if name in _OTHERS else js.collective_options(name)
+    known = () if name in _OTHERS else collective_options(name)
     spec = Spec(
       label,
       name,

@@ -43,7 +43,6 @@ from jaxsparse.collectives import (
   a2sgd,
   chunktopk,
   collective_names,
-  collective_options,
   dense,
   make_collective,
   nbit,
@@ -53,7 +52,7 @@ from jaxsparse.collectives import (
   rows,
   spardl,
 )
-from jaxsparse.comm import AxisComm, SimComm
+from jaxsparse.comm import SimComm
 from jaxsparse.comm.mpi import MpiComm
 from jaxsparse.low_bit.gathers import all_gather, psum_scatter
 from jaxsparse.overlap.buckets import bucketed_transform
@@ -62,7 +61,7 @@ from jaxsparse.racing.run import race
 from jaxsparse.train.agreement import agreement
 from jaxsparse.train.conversion import convert, resize
 from jaxsparse.train.flushing import flush
-from jaxsparse.train.simulation import contraction, simulate
+from jaxsparse.train.simulation import simulate
 from jaxsparse.train.stacked import stacked
 from jaxsparse.train.starting import abstract_state
 from jaxsparse.train.step import init, make_train_step
@@ -102,10 +101,9 @@ __all__ += [
   "Collective",
   "SparseCollective",
   "collective_names",
-  "collective_options",
   "make_collective",
 ]
-__all__ += ["AxisComm", "Comm", "MpiComm", "SimComm", "all_gather", "psum_scatter"]
+__all__ += ["Comm", "MpiComm", "SimComm", "all_gather", "psum_scatter"]
 __all__ += ["Cost", "Counters", "Metrics", "Reduced", "Sparse", "State", "metrics"]
 __all__ += [
   "atomic",
@@ -129,7 +127,6 @@ __all__ += ["sparseloco", "streaming_diloco"]
 __all__ += [
   "abstract_state",
   "agreement",
-  "contraction",
   "convert",
   "flush",
   "init",

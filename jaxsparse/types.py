@@ -46,7 +46,7 @@ class Comm(Protocol):
 
   Example:
     >>> import jaxsparse as js
-    >>> comm: js.Comm = js.AxisComm("workers")
+    >>> comm: js.Comm = js.SimComm("workers", members=4)
   """
 
   @property

@@ -23,6 +23,7 @@ import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse.collectives import collective_options
 from jaxsparse.transform.state import LocalState, ReduceState, reduce_states
 from tests.cases import (
   CASES,
@@ -166,7 +167,7 @@ def is_crossed(name: str, composition: str) -> bool:
 
 def refusal(name: str, composition: str) -> str | None:
   """What the error of a cell says that is refused; None for all others."""
-  if composition == "decayed" and "decay" not in js.collective_options(name):
+  if composition == "decayed" and "decay" not in collective_options(name):
     return f"{name}: unknown option decay"
   if name == "a2sgd" and composition != "local inner":
     return "a2sgd|A2SGD"

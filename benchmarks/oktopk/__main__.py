@@ -161,7 +161,9 @@ def xi_of(density: float, seed: int) -> list[float]:
   for _ in range(_STEPS.value):
     grads.append(training.gradients())
     training.apply(reduce(grads[-1])[0])
-  found = js.contraction("oktopk", jnp.asarray(np.stack(grads)), density=density).xi
+  found = js.costs.contraction(
+    "oktopk", jnp.asarray(np.stack(grads)), density=density
+  ).xi
   return [float(found[_STEPS.value // 2 :].mean()), float(found.max())]
 
 

@@ -1,6 +1,6 @@
 """`js.simulate`: one reduction of any number of workers on one device, bitwise the same as on a mesh.
 
-`js.contraction`: how much of the gradients of several steps a collective leaves out.
+`js.costs.contraction`: how much of the gradients of several steps a collective leaves out.
 """
 
 import functools
@@ -139,7 +139,7 @@ def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Cont
 
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
-    >>> js.contraction("topka", jnp.array([[[4.0, 3.0]], [[0.0, 0.0]]]), k=1).left_out  # 3²/5², then nothing
+    >>> js.costs.contraction("topka", jnp.array([[[4.0, 3.0]], [[0.0, 0.0]]]), k=1).left_out  # 3²/5², then nothing
     Array([0.36, 0.  ], dtype=float32)
   """
   leaves = jax.tree.leaves(grads)

@@ -37,7 +37,9 @@ def test_contraction_is_what_the_steps_leave_out():
   steps, workers, n, k = 4, 3, 40, 6
   grads = normals(0, steps, workers, n)
   left = np.zeros((workers, n), np.float32)
-  found = js.contraction("topka", {"a": grads[..., :10], "b": grads[..., 10:]}, k=k)
+  found = js.costs.contraction(
+    "topka", {"a": grads[..., :10], "b": grads[..., 10:]}, k=k
+  )
   largest = lambda row: np.where(np.abs(row) >= np.sort(np.abs(row))[-k], row, 0)
   for step, own in enumerate(grads):
     acc = own + left
@@ -48,10 +50,10 @@ def test_contraction_is_what_the_steps_leave_out():
     )
     xi = np.linalg.norm(largest(mean) - delivered) / np.linalg.norm(own.mean(0))
     np.testing.assert_allclose(found.xi[step], xi, rtol=1e-5)
-  dense = js.contraction("dense", np.concatenate([grads, 0 * grads]))
+  dense = js.costs.contraction("dense", np.concatenate([grads, 0 * grads]))
   np.testing.assert_allclose(dense, np.zeros((2, 2 * steps)), atol=1e-6)
   with pytest.raises(ValueError, match=r"shape \(40,\), give \[workers, entries\]"):
-    js.contraction("topka", left, k=k)
+    js.costs.contraction("topka", left, k=k)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import optax
 import pytest
 
 import jaxsparse as js
+from jaxsparse.collectives import collective_options
 from jaxsparse.costs.calibration import Algorithm
 from jaxsparse.transform.state import reduce_states
 from tests.cases import CASES, assert_same_bits, normals, sim, start
@@ -44,7 +45,7 @@ def grads():
 
 
 WAYS = {
-  "collective_options": js.collective_options,
+  "collective_options": collective_options,
   "make_collective": lambda one: js.make_collective(one).label,
   "make_transform": lambda one: collectives(js.make_transform(one, COMM)),
   "special": lambda one: collectives(js.dense_transform(COMM, special={"bias": one})),
@@ -58,7 +59,7 @@ WAYS = {
     js.streaming_diloco(optax.sgd(1.0), COMM, fragments=2, collective=one)
   ),
   "simulate": lambda one: js.simulate(one, grads()).total.tolist(),
-  "contraction": lambda one: js.contraction(one, grads()[None]).left_out.tolist(),
+  "contraction": lambda one: js.costs.contraction(one, grads()[None]).left_out.tolist(),
   "count": lambda one: js.costs.count(one, n=N, workers=WORKERS),
   "predict": lambda one: js.costs.predict(one, n=N, workers=WORKERS),
   "link_of": lambda one: js.costs.link_of(PROFILE, one),
@@ -131,7 +132,7 @@ def test_a_link_of_what_needs_shapes_is_refused():
 
 def test_arguments_that_are_no_numbers_or_have_no_step():
   with pytest.raises(ValueError, match="contraction: grads have no step"):
-    js.contraction("topka", jnp.zeros((0, 2, 3)), k=1)
+    js.costs.contraction("topka", jnp.zeros((0, 2, 3)), k=1)
   with pytest.raises(ValueError, match="clip_norm='1', choose a number above 0"):
     js.momentum_corrected(js.dense_transform(COMM), clip_norm="1")
   with pytest.raises(TypeError, match="warmed_up: a .* is no jaxsparse transform"):

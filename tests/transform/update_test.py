@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
+from jaxsparse.collectives import collective_options
 from jaxsparse.comm import SoloComm
 from jaxsparse.transform import metrics as telemetry
 from jaxsparse.transform import state as states
@@ -99,7 +100,7 @@ def test_inject_hyperparams_with_the_static_args_that_its_errors_name():
   ) as error:
     js.init(inject(static_args="density"), params_of(), mesh_of(WORKERS))
   static = ast.literal_eval(str(error.value).partition("static_args=")[2])
-  assert set(static) <= {"axis", *js.collective_options("spardl")}
+  assert set(static) <= {"axis", *collective_options("spardl")}
   found = []
   for tx in (inject(static_args=static), spardl(density=0.3)):
     state = js.init(tx, params_of(), mesh_of(WORKERS))
@@ -279,7 +280,7 @@ def test_words_of_all_steps_are_counted_beyond_32_bits():
 )
 def test_derivatives_of_a_step_are_right_or_refused(name):
   """As of hypergradients: of the loss after a step with respect to a scale of the gradient."""
-  options = {"density": 1.0} if "density" in js.collective_options(name) else {}
+  options = {"density": 1.0} if "density" in collective_options(name) else {}
   tx, params, grads = (
     js.make_transform(name, SoloComm(3), **options),
     jnp.ones((2, 3)),
