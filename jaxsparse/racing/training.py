@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxsparse._compat import varying
 from jaxsparse._compat.one_at_a_time import dispatch
 from jaxsparse.costs.counting import count_entries
 from jaxsparse.racing.batching import stack
@@ -88,7 +89,7 @@ class Program:
     repeat = lambda x: jnp.broadcast_to(x, (length, *x.shape))
     rows = jax.tree.map(repeat, setting.read(trained[1]))
     # A scan of the last steps, often fewer, would be one more program.
-    return jax.lax.fori_loop(0, count, one_step, (trained, rows))
+    return varying.fori_loop(0, count, one_step, (trained, rows))
 
 
 @dataclasses.dataclass
