@@ -52,6 +52,7 @@ class Pass:
   def _in_loop(self, *results: jax.Array) -> Arrays:
     steps = self.whole // CHUNK
 
+    # A chunk is written in the next step of the loop, from the cache (see `run`).
     def step(chunk: jax.Array, carry: Any) -> Any:
       before, computed = carry
       # the chunk before; at first, what is there
@@ -85,7 +86,8 @@ class Pass:
     written = list[jax.Array]()
     for result, x, size in zip(results, new, self.sizes, strict=True):
       begin = jnp.int32((self.skip + start) * size)
-      # one after the other, since XLA may compute `new` where it is written
+      # Outside of the loop XLA may fuse the computation of `new` with its writes: then
+      # each write waits for the one before.
       if written and isinstance(start, int):
         begin = ordering.depend_on(written[-1][:1], begin)
       flat = x.reshape(-1)

@@ -207,8 +207,8 @@ class TopKAccumulator:
     given = Sparse(flat, sent.values.reshape(-1))
     # every entry that was added to, once: with its first addition
     added = sparse.concatenate(self.before)
-    # Where nothing was added, the sum of gradient and residual is the initial value and
-    # the current one.
+    # `grads` has the current value of each of these; of the others, the initial and the
+    # current value are gradient + residual, so they need no entry.
     values = jnp.where(
       bitset.contains(current, added.indices),
       sparse.read_at(self.grads, added.indices),

@@ -467,7 +467,9 @@ class TrainStep:
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     shardings = engine.shardings(arguments, specs)
     head += replicas.described(arguments, shardings)
-    # Processes come to their first step when they like; to a later one they may not.
+    # The first step of processes may begin far apart. For a later one with new shapes
+    # they wait a limited time, or one that has the old shapes would leave the others
+    # without an end.
     if self._alike:
       # Shapes of parameters and state cannot be new, and are long to read.
       lies = shardings and (None, None, *shardings[2:])

@@ -44,10 +44,18 @@ def split(model: Piece) -> Iterator[Piece]:
 def requests(
   donors: Sequence[str], round_: int, number: int, has: int, id_: int
 ) -> Iterator[tuple[str, Piece]]:
-  """FETCH of worker `number` to each donor, once that has been through a round, for a slice from its own round on."""
+  """FETCH of worker `number` to each donor, for a slice each of links or of the anchor.
+
+  Args:
+    donors: their addresses.
+    round_: a donor answers once it has been through so many rounds.
+    number: of the worker that asks.
+    has: the rounds of its own anchor, from which links lead on; -1 for the whole anchor.
+    id_: that anchor's id in the lineage.
+  """
   for index, donor in enumerate(donors):
     integers = np.array([has, id_, index, len(donors)], np.int64)
-    values = integers.view(np.float32)
+    values = integers.view(np.float32)  # whose bits a piece carries
     yield donor, Piece(PieceKind.FETCH, round_, number, values)
 
 

@@ -288,6 +288,10 @@ class OuterStep:
     before: optax.OptState,
     params: optax.Params,
   ) -> tuple[optax.Params, optax.OptState, jax.Array]:
+    """The outer step of a fragment: the new parameters and state, and whether it was skipped, which keeps both.
+
+    `given` is θ − θ_w of this worker. Nothing but the chain's collective sends messages.
+    """
     part = self.fragments.part(params, fragment)
     weighted = jax.tree.map(lambda leaf: weight * leaf, given)
     updates, outer = atomic(self._chain(self._comm(size, rank))).update(

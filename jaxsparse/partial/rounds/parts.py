@@ -330,6 +330,8 @@ class LeadProtocol(PartProtocol):
   @property
   def _position(self) -> RoundPosition:
     """Where all parts stand."""
+    # Rounds and bases must be equal; a result that is not known to count is that of one
+    # part alone.
     positions = {signal.position for signal in self._last_signals.values()}
     if self._refused or len({position[:2] for position in positions}) > 1:
       return _UNEQUAL

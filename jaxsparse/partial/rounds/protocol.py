@@ -70,11 +70,11 @@ class RoundProtocol(WorkerProtocol[Run]):
     super().__post_init__()
     self._request = RoundRequest(WorkerMessage.HELLO)  # the last one
     self._visits = 0  # how often it has gone to another server
+    # until when this server may have too few workers, before it goes to the next one
     self._quorum_until = self.membership.server_until
     self._leaves = False
     self._members = dict[str, int]()  # members of the last group, by their addresses
-    # after the last round that counted with this worker, how many its anchor has been
-    # through
+    # the number of the last round with its own work: anchors of fewer rounds lack that
     self._own_round = 0
     self._last = RoundPosition()  # the last round of all, as the server says
     self._digest = 0  # digest of the result of that round

@@ -350,10 +350,10 @@ class RoundServer:
     return None
 
   def _disbelieve(self, donors: list[int]) -> bool:
-    """Goes back to the newest other anchor if donors have not given theirs to a quorum of workers for a while.
+    """Whether the run goes back to the newest other anchor: few donors have not given theirs to a quorum for a while.
 
-    Only that of a round which these donors alone say has counted, before this server
-    was there.
+    This holds for anchors of an earlier server alone: that their rounds have counted,
+    nobody but these donors says.
     """
     quorum = self._quorum.quorum
     patience = _RETURN * self._limit
@@ -363,7 +363,9 @@ class RoundServer:
       if member.in_vain_since is not None
       and self._now > member.in_vain_since + patience
     ]
-    if self._stayed is not None or not len(donors) < quorum <= len(in_vain):
+    had_a_round_here = self._stayed is not None
+    are_outnumbered = len(donors) < quorum <= len(in_vain)
+    if had_a_round_here or not are_outnumbered:
       return False
     self._disbelieved.update(donors)
     self._warn(
@@ -636,6 +638,7 @@ class RoundServer:
       )
 
   def _leave(self, worker: int, *, lost: bool = True) -> None:
+    """A worker ends: a lost one with steps that it has not delivered, which `status` counts."""
     member = self.members.forget(worker)
     self._window.forget(worker)
     if member:  # else it was expected, and has never come
