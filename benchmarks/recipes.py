@@ -89,6 +89,9 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
   "adamw": optax.adamw,
   "rmsprop": lambda rate: optax.adam(rate, b1=0.0),
   "lars": optax.lars,
+  "lion": optax.lion,
+  "adabelief": optax.adabelief,
+  "adafactor": optax.adafactor,
   "window_adam": window_adam,
   "muon": muon,
 }

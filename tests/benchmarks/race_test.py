@@ -321,8 +321,8 @@ def test_the_papers_ending_of_a2sgd_averages_and_takes_a_step_with_the_mean_grad
       "ending is for collectives whose totals differ between workers, not dense",
     ),
     (
-      "lion",
-      "--optimizer=lion, choose one of sgd, momentum, adam, adamw, rmsprop, lars",
+      "nadam",
+      "--optimizer=nadam, choose one of sgd, momentum, adam, adamw, rmsprop, lars",
     ),
     (
       "sgd:fast",
