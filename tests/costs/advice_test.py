@@ -524,8 +524,8 @@ BAD = [
     "profile has no 'topka:k=3', choose one of dense, spardl:density",
   ),
   (
-    lambda: js.costs.evidence("lion"),
-    "no training with optimizer='lion', choose one of adam",
+    lambda: js.costs.evidence("nadam"),
+    "no training with optimizer='nadam', choose one of adam",
   ),
   (
     lambda: js.costs.count("dense", n=5, workers=2, devices=0),
