@@ -194,11 +194,9 @@ class EF21(Wrapped):
   def init(self, n: int, size: int) -> State:
     state = self.collective.init(n, size)
     zeros = jnp.zeros(n, jnp.float32)
-    return State(
-      None,
-      Mean(zeros, state.residual, state.worker),
-      Tracked(zeros, state.shared),
-    )
+    # What is not delivered belongs to the mean, so there is no residual.
+    own = Mean(mean=zeros, undelivered=state.residual, memory=state.worker)
+    return State(None, own, Tracked(total=zeros, collective=state.shared))
 
   def inner_state(self, state: State) -> State:
     worker: Mean = state.worker

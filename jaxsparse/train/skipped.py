@@ -98,7 +98,7 @@ class SkipWatch:
 
 
 def _has_ended(flags: ArrayTree) -> bool:
-  """Whether flags can be read at once."""
+  """Whether nothing has to be waited for: flags are there, or were deleted and will not be read."""
 
   def has_ended(flag: Any) -> bool:
     array: Any = flag  # JAX's stubs have no `is_ready`

@@ -81,7 +81,8 @@ class TopkDSA(SelectingCollective):
     """The capacities of a message of the split; gathering the sums as entries limits the largest."""
     k = self.entries(n)
     even = math.ceil(k / size)
-    # words of each other worker: of the split, and of its P sums as entries
+    # No more words than even messages and a dense all-gather of the sums take: an entry
+    # of a message takes 2, and 2 in the sums of each worker.
     budget = 2 * even + math.ceil(n / size)
     most = min(k, budget // (2 * size + 2))
     return geometric(even, max(even, most), count=4)

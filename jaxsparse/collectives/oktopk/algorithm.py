@@ -147,11 +147,11 @@ class OkTopk(EncodingCollective):
     even, most, direct = (
       codec.words(1, capacity) for capacity in (sizes.even, sizes.most, sizes.direct)
     )
-    # the split, then blocks of the largest capacity, or of L after balancing by
+    # the split, then blocks of the largest capacity, or of L = `even` after balancing by
     # messages of L
     words = (most + max(direct, 2 * even)) * (size - 1)
-    # On the largest message; on a threshold and the number of sums that reach it; on
-    # boundaries.
+    # One of the largest message, and one of the number of sums that reach the threshold,
+    # after one more if that is searched.
     all_reduces = 1 + (2 if self.nudge == "search" else 1)
     # exact thresholds in every step: `kth_of_all` is seven all-reduces
     if self.threshold_period == 1:

@@ -103,7 +103,7 @@ class _Program(NamedTuple):
   def finish(
     self, operands: tuple, totals: Sequence[Any], own: Iterable[Any]
   ) -> tuple[optax.Params, optax.OptState, jax.Array]:
-    """The results, of those of `exchange`."""
+    """The results of `_step`: those equal on all workers from the totals, the others from this one's `own`."""
     alike = iter(self.apply(*totals, *jax.tree.leaves(operands)))
     of_worker = iter(own)
     leaves = [next(alike if equal else of_worker) for equal in self.equal]

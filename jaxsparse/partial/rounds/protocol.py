@@ -209,7 +209,8 @@ class RoundProtocol(WorkerProtocol[Run]):
 
   def _take_answer(self, kind: ServerMessage, content: Content) -> None:
     membership = self.membership
-    # else its donor has not answered, and others with the anchor may be elsewhere
+    # WELCOME again, while a donor does not answer, is no sign of a quorum: others with
+    # the anchor may be at another server.
     is_first = kind == ServerMessage.WELCOME and membership.fetches_since is None
     self.grace = content.get("grace", self.grace)
     if "base" in content:

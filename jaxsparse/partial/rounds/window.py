@@ -83,7 +83,7 @@ class Window:
       self.usual = medians[self._quorum - 1]
 
   def end(self, worker: int, now: float) -> None:
-    """A worker is ready, perhaps again with the same work."""
+    """A worker is ready, perhaps again with the same work: keeps its turn, and the ratio to its usual one."""
     if (begun := self._begun.pop(worker, None)) is None:
       return
     turns = self._turns.setdefault(worker, collections.deque(maxlen=_RECENT))
