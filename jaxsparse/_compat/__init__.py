@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# JAX has no public barrier with a time limit, nor equation's source
+# JAX has no public barrier with a time limit.
 from jax._src import distributed
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec

@@ -396,7 +396,7 @@ def _with_evidence(
   """Dense, and the methods of the evidence, each with that of its training which took most steps."""
   for row in evidence:
     _check(row)
-  # The row with most steps comes last: `_judge` is careful.
+  # Sorted by steps, since `_judge` takes the last row: the slowest training.
   rows_of_method: dict[str, list[Evidence]] = {}
   for row in sorted(evidence, key=lambda row: row.steps or math.inf):
     rows_of_method.setdefault(row.method, []).append(row)

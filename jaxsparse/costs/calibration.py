@@ -241,8 +241,9 @@ def fit(
     algorithms: names, with options as in "spardl:teams=2"; by default all that average
       gradients, and SparDL with every number of teams. Those whose words depend on the
       shapes of leaves need the parameters as n.
-    repetitions: of each measurement: the most of messages, whose median counts; of
-      arithmetic, of which the fastest counts, as many as take 0.1 s at least.
+    repetitions: of each measurement. Messages have at most so many, and their median
+      counts. Arithmetic has more where these take less than 0.1 s, and the fastest one
+      counts.
     seconds: after which no further algorithm is begun, so that the call takes as much
       longer as one of them does; math.inf for all of them.
     progress: called with a line of text for each algorithm that is measured, `print`

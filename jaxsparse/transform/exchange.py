@@ -274,7 +274,7 @@ class Delayed(Mixed):
   def _apply_flight(self, state: LocalState, given: Given) -> Stepped:
     """The update that was in flight."""
     agreed = self.agree(state, given)
-    # No exchange begins: the workers only agree whether to skip, and nothing flies then.
+    # No exchange begins: the workers only agree whether to skip.
     updates = zeros_if(agreed.skipped, state.flight.update)
     return agreed._replace(updates=updates, flight=_landed(agreed.updates))
 

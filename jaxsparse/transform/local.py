@@ -292,7 +292,7 @@ class _OnDemand:
   ) -> Result:
     """The exchanges of all fragments; of one in flight its update is applied instead."""
     fragments = self.exchange.fragments
-    # `given` is made here, within the branch of a conditional, whose operands cost copies.
+    # Made within the branch of a conditional: as its operand it would take equations.
     given = Given(params, jnp.bool_(True), extra)
     total = optax.tree.zeros_like(params)
     # The inner optimizer has no part in an exchange.

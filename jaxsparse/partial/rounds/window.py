@@ -116,22 +116,24 @@ class Window:
     known = sorted(self._begun.keys() & self._turns.keys() & {*away})
     if not known:
       return 0.0
-    # f64[workers, levels], seconds from now: when each is expected, in equal parts.
+    # f64[workers, levels], seconds from now at which each worker is expected; all levels
+    # are equally probable.
     ratios = np.quantile(self._ratios, _LEVELS)
     rows = [
       self._begun[worker] - now + statistics.median(self._turns[worker]) * ratios
       for worker in known
     ]
     expected = np.array(rows)
-    # What has passed without the worker is out; the rest of its row adds up to one
-    # worker.
+    # Times that have passed do not count; the others of a row have probabilities that
+    # add up to 1.
     ahead = expected > 0
     parts = ahead / np.maximum(ahead.sum(1, keepdims=True), 1)
     times = np.append(0.0, np.maximum(expected, 0.0))
     order = np.argsort(times, kind="stable")
     times = times[order]
     workers = np.append(float(ready), parts)[order]
-    # If the window ends at a time, those that have come waited, and the others are late.
+    # The cost of an end of the window at each time: seconds for which those that have
+    # come wait, and the work of the others, which is late.
     come = np.cumsum(workers)
     waiting = times * come - np.cumsum(times * workers)
     late = _LATE * self.usual * (come[-1] - come)
