@@ -136,6 +136,24 @@ def test_what_a_donor_sends_wrongly_is_refused_and_then_asked_for_whole(monkeypa
   assert reader.refused
 
 
+def test_only_workers_of_the_last_round_are_asked_for_its_anchor():
+  """There may be workers that have been through as many other rounds."""
+  reader = js.partial.Follower("tcp://127.0.0.1:1", START, outer)
+  found = []
+
+  def exchange(donors, _):
+    found.extend(donors)
+    raise TimeoutError
+
+  reader._exchange = exchange
+  has = lambda address, base: {"address": address, "round": 3, "base": base}
+  workers = [has("tcp://a:1", 8), has("tcp://b:1", 7), has("tcp://c:1", 8)]
+  reader._in_vain = 1  # of all donors a slice
+  with pytest.raises(TimeoutError):
+    reader._catch_up({"round": 3, "base": 7, "digest": 1, "workers": workers})
+  assert found == ["tcp://b:1"]
+
+
 @pytest.mark.parametrize(("gap", "is_there"), [(0.9, True), (1.1, False)])
 def test_a_fetch_may_take_as_long_as_it_takes_while_bytes_come(
   monkeypatch, gap, is_there

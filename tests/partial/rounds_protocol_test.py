@@ -13,12 +13,14 @@ sequence of the rounds that it has been through. Whatever the schedule:
 - what a worker that leaves has not delivered passes to one other worker;
 - with a residual a worker goes on that is what its last round left, or with none:
   also one that is started again with any state that it has saved;
+- a reader has an anchor that workers have, and soon a later one;
 - when it is quiet, all living workers go on from round to round, and no exchange waits
   for its timeout.
 """
 
 import collections
 import functools
+import math
 import re
 from random import Random
 from typing import NamedTuple
@@ -44,6 +46,7 @@ from jaxsparse.partial.net.messages import (
 )
 from jaxsparse.partial.net.transfers import PREFIX
 from jaxsparse.partial.rounds.anchor import Forked
+from jaxsparse.partial.rounds.follower import Follower
 from jaxsparse.partial.rounds.lineage import FIRST, Lineage
 from jaxsparse.partial.rounds.protocol import RoundProtocol, RoundRequest
 from jaxsparse.partial.rounds.run import Done, Outgoing
@@ -73,6 +76,19 @@ class Sent(NamedTuple):
   digest: int
   start: int | None
   is_broken: bool
+
+
+def unpack(models, piece, donors, own):
+  """What donors have sent, whose digest proves it: links lead on from the own anchor alone."""
+  numbers = piece.values[PREFIX:].astype(int)
+  if not numbers.size or numbers.size < donors:
+    raise ValueError("a slice is missing")
+  first, *others = (models[number] for number in numbers)
+  start = first.start or 0
+  is_own = start <= len(own) and own[:start] == first.anchor[:start]
+  if first.is_broken or not is_own or any(other != first for other in others):
+    raise ValueError("it has another digest")
+  return first
 
 
 class Run:
@@ -269,16 +285,8 @@ class Process(VirtualWorker):
     return Piece(PieceKind.MODEL, 0, self.number, values), seconds
 
   def unpack(self, piece):
-    """What donors have sent, whose digest proves it: links lead on from the own anchor alone."""
-    numbers = piece.values[PREFIX:].astype(int)
-    if not numbers.size or numbers.size < len(self.protocol.membership.donors):
-      raise ValueError("a slice is missing")
-    first, *others = (self.network.models[number] for number in numbers)
-    start = first.start or 0
-    is_own = start <= len(self.anchor) and self.anchor[:start] == first.anchor[:start]
-    if first.is_broken or not is_own or any(other != first for other in others):
-      raise ValueError("it has another digest")
-    return first
+    donors = self.protocol.membership.donors
+    return unpack(self.network.models, piece, len(donors), self.anchor)
 
   # What an `Exchanger` does.
 
@@ -416,6 +424,74 @@ class Process(VirtualWorker):
     assert known == self.anchor
 
 
+class Read(NamedTuple):
+  """The anchor of a reader."""
+
+  rounds: tuple[int, ...] = ()
+  digest: int = 0
+  params: tuple[()] = ()
+
+  @property
+  def position(self):
+    return RoundPosition(len(self.rounds), self.rounds[-1] if self.rounds else 0)
+
+  @property
+  def lineage(self):
+    return lineage_of(self.rounds)
+
+
+class Reader(Follower):
+  """A real follower: it asks a server once a second, and donors a little later, when they may have gone on."""
+
+  def __init__(self, network):
+    self.network = network
+    self.random = Random(network.random.getrandbits(32))
+    self.serial = self._number = -1
+    self.anchor, self._own = Read(), self
+    self._rate, self._next, self._in_vain, self._dtypes = math.inf, 0.0, 0, ()
+    self._publish()
+    self.begin()
+
+  def begin(self):
+    network = self.network
+    _, server = self.random.choice(network.servers)
+    status = server.status()
+    network.at(network.now + LATENCY * self.random.random(), None, self.read, status)
+    network.at(network.now + 1.0, None, self.begin)
+
+  def read(self, status):
+    self._ask = lambda: status
+    published = self.latest()
+    rounds = self.anchor.rounds
+    assert published.version == len(rounds)
+    # what it has read is what workers have
+    known = self.network.anchors.setdefault(rounds[-1:], rounds)
+    assert known == rounds
+
+  def _exchange(self, donors, requests):
+    """As of a worker, without the time that it takes."""
+    slices = []
+    for donor, request in requests:
+      process = self.network.processes[int(donor.rpartition(":")[2]) - 1]
+      if not process.lives or process.suspended:
+        raise TimeoutError(donor)
+      slices.append(process.make_model(self, request)[0].values)
+    first, *others = slices
+    values = [first, *(other[PREFIX:] for other in others)]
+    model = Piece(PieceKind.MODEL, 0, -1, np.concatenate(values))
+    self.donors = len(donors)
+    return model
+
+  def adopt(self, piece, base, digest):
+    sent = unpack(self.network.models, piece, self.donors, self.anchor.rounds)
+    anchor = Read(sent.anchor, sent.digest)
+    if digest > 0 and anchor.position.base == base and sent.digest != digest:
+      raise ValueError("it has another digest")
+    if anchor.rounds == self.anchor.rounds[: len(anchor.rounds)]:
+      raise ValueError("it is older")
+    self.anchor = anchor
+
+
 class Network(VirtualNetwork, protocols_test.Network):
   """With one or two servers of rounds."""
 
@@ -519,12 +595,14 @@ def test_anchors_agree_nothing_is_lost_and_rounds_go_on(
   network = make(random, workers, workers // 2 + 1, servers, links)
   for kind in disturbances:
     network.at(random.random() * 30, None, network.disturb, kind)
+  reader = Reader(network)
   run_until_goal(network)
   for process in network.processes:
     assert process.dead or not process.failed
     if not process.dead:
       process.check()
   anchor = network.living()[0].anchor
+  assert len(reader.anchor.rounds) > len(anchor) - ROUNDS
   check_residuals(network, anchor)
   # With two servers that are cut off one after the other each could answer a worker
   # otherwise.
@@ -692,6 +770,30 @@ def test_the_server_and_workers_say_why_a_round_counts_for_nobody_and_who_is_beh
     assert aborted
     what = lambda lines: {re.search("round .* nobody", line)[0] for line in lines}
     assert what(aborted) == what(logged("rounds.protocol", "counts for nobody"))
+
+
+def test_a_message_that_takes_longer_than_the_timeout_is_waited_for():
+  network = Network(Random(0), 3, 3, servers=1)
+  process = network.processes[0]
+  run_until(network, lambda: process.protocol._run)
+  place = process.protocol.membership
+  send = lambda entries: process.handle(
+    Outgoing(
+      1,
+      Piece(
+        PieceKind.MESSAGE,
+        process.protocol._run.group.number,
+        0,
+        np.zeros(entries, np.float32),
+        tag=2,
+      ),
+    )
+  )
+  send(1000)
+  assert place.peer_until == place.now + TIMEOUT
+  send(6_250_000)  # 25 MB to a group of three, at 5 Mbit/s
+  send(1000)  # while that is under way
+  assert place.peer_until == place.now + 120
 
 
 @pytest.mark.parametrize("severed", ["pair", "address", "two pairs"])

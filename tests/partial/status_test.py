@@ -109,6 +109,7 @@ def test_each_worker_is_shown_with_what_it_does_and_rounds_with_what_they_delive
     "worker": 2,
     "doing": "fetches the anchor",
     "round": 0,
+    "base": 0,
     "undelivered": 12,
     "silent": 0.25,
   }

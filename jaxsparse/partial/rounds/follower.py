@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -96,7 +96,7 @@ class Follower:
       return self._published
     before = self._own.anchor.position
     try:
-      self._catch_up(status.ask(self._address, self._keys))
+      self._catch_up(self._ask())
     except (OSError, ValueError) as error:
       self.refused.append(str(error))
       self._in_vain += 1
@@ -104,6 +104,9 @@ class Follower:
       self._in_vain = 0
       self._publish()
     return self._published
+
+  def _ask(self) -> dict[str, Any]:
+    return status.ask(self._address, self._keys)
 
   def _publish(self) -> None:
     anchor = self._own.anchor
@@ -115,8 +118,9 @@ class Follower:
     position = self._own.anchor.position
     last = server["round"]
     workers = server["workers"]
-    donors = [worker["address"] for worker in workers if worker["round"] == last]
-    if (last, server["base"]) == position[:2] or not donors:
+    base = server["base"]
+    donors = [worker["address"] for worker in workers if worker["base"] == base]
+    if (last, base) == position[:2] or not donors:
       return
     if "," in donors[0]:
       raise ValueError("Follower: workers of several processes have a part each")
@@ -127,7 +131,7 @@ class Follower:
       model = self._fetch(donors, last)
     seconds = model.values.nbytes / len(donors) / self._rate
     self._next = time.monotonic() + seconds
-    self._own.adopt(model, server["base"], server["digest"])
+    self._own.adopt(model, base, server["digest"])
 
   def _fetch(self, donors: Sequence[str], round_: int) -> Piece:
     """What donors send, joined: at first one of them links.
@@ -135,9 +139,19 @@ class Follower:
     Raises:
       TimeoutError: if one of them does not answer.
     """
-    own = self._own
     # After one fetch in vain it takes slices from all donors.
     donors = donors[: None if self._in_vain == 1 else 1]
+    lineage = self._own.anchor.lineage
+    has = (-1, 0) if self._in_vain else (lineage.round, lineage.id or 0)
+    return self._exchange(
+      donors, transfers.requests(donors, round_, self._number, *has)
+    )
+
+  def _exchange(
+    self, donors: Sequence[str], requests: Iterable[tuple[str, Piece]]
+  ) -> Piece:
+    """Sends a request to each donor, and joins what they answer."""
+    own = self._own
     longest = _MOST_ARRAYS * own.outer.size(own.anchor) + messages.LONGEST
     assembly = transfers.Assembly(longest // 4)
     models = list[Piece]()
@@ -154,10 +168,8 @@ class Follower:
 
     network = sockets.Network(self._keys)
     peers = sockets.Peers(network, longest, answered, lost.append)
-    lineage = own.anchor.lineage
-    has = (-1, 0) if self._in_vain else (lineage.round, lineage.id or 0)
     try:
-      for donor, request in transfers.requests(donors, round_, self._number, *has):
+      for donor, request in requests:
         peers.send(donor, request)
       while not models and not lost and time.monotonic() < until:
         network.wait(0.1)

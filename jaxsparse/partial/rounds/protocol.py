@@ -42,6 +42,9 @@ from jaxsparse.partial.rounds.run import Done, Outgoing, Run
 # the fractional parts of its multiples are well spread: each worker waits for another
 # time
 _GOLDEN = 0.618
+# bytes a second: an uplink of 5 Mbit/s, on which the messages to all members may take
+# longer than the timeout
+_SLOWEST = 625e3
 
 
 class RoundRequest(NamedTuple):
@@ -97,7 +100,9 @@ class RoundProtocol(WorkerProtocol[Run]):
         self._miss_member(self._run, self._members[address])
       case Done(number, digest) if run := self._run_of(number):
         self._take_result(run, digest)
-      case Outgoing(member, piece) if self._run_of(piece.number):
+      case Outgoing(member, piece) if run := self._run_of(piece.number):
+        nbytes = piece.values.nbytes * len(run.group.members)
+        membership.timeout = max(membership.timeout, nbytes / _SLOWEST)
         membership.await_peer()
         membership.send(membership.addresses[member], piece)
       case _:

@@ -159,6 +159,7 @@ class RoundServer:
           "doing": self._doing_of(worker, member),
           "link": member.is_link,
           "round": member.position.round,
+          "base": member.position.base,
           "undelivered": member.weight,
           "silent": now - member.heard,
           "limit": self.members.limit_of(member),

@@ -79,7 +79,8 @@ class Rounds:
       what H steps take less than 2 s.
     bind, keys: as in `js.partial.Worker`.
     timeout: seconds to wait for the server at the start, and for the next message of a
-      worker that the server has.
+      worker that the server has; more where messages to all members of a round take
+      longer at 5 Mbit/s.
     device: a CPU device for the exchanges; one for each of several workers in one
       process.
     state: a saved `state` of this worker, to resume after all have ended; one of an
