@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxsparse import _compat
 from jaxsparse._compat import varying
 from jaxsparse.arrays import noise
-from jaxsparse.arrays.flatten import parts
 
 Piece = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -79,18 +78,17 @@ def subtract(
     # XLA for CPUs stores the pieces that a conditional returns, each by a loop over its
     # rows, before any is copied to its place.
     cut = lambda flat: [
-      part.reshape(shape)
-      for part, shape in zip(parts(flat, sizes), shapes, strict=True)
+      flat[start : start + size].reshape(shape)
+      for start, size, shape in zip(starts, sizes, shapes, strict=True)
     ]
-    old = cut(residual)
-    sums = list(map(jnp.add, cut(grads), old))
+    sums = list(map(jnp.add, cut(grads), cut(residual)))
     new = lambda: [
       decay * (entries - _matrix(piece)) for entries, piece in zip(sums, x, strict=True)
     ]
+    # Cut in the conditional: parts that it is given are copies of the whole residual.
+    old = lambda: cut(residual)
     into = residual
-    for start, piece in zip(
-      starts, varying.cond(finite, new, lambda: old), strict=True
-    ):
+    for start, piece in zip(starts, varying.cond(finite, new, old), strict=True):
       into = jax.lax.dynamic_update_slice(into, piece.reshape(-1), (start,))
     return into
 

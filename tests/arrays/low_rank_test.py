@@ -10,6 +10,19 @@ from jaxsparse.arrays import low_rank
 from tests.cases import normals
 
 
+def test_on_cpu_the_residual_is_written_with_seven_passes_over_it():
+  """Parts of it that a conditional is given would be copied: two passes, and half as much time of an update more."""
+  shapes = [(576, 64), (4608, 512), (2304, 256)]
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+  pieces = [(array(4, a), array(4, b)) for a, b in shapes]
+  n = sum(a * b for a, b in shapes)
+  finite = jax.ShapeDtypeStruct((), jnp.bool_)
+  subtract = jax.jit(low_rank.subtract, donate_argnums=2, static_argnums=4)
+  with js.traced_for("cpu"):
+    lowered = subtract.lower(pieces, array(n), array(n), finite, 0.5)
+  assert lowered.compile().cost_analysis()["bytes accessed"] < 7.2 * 4 * n
+
+
 @pytest.mark.parametrize("finite", [True, False])
 def test_every_platform_writes_the_same(finite):
   piece = lambda a, b: (jnp.asarray(normals(a, 3, a)), jnp.asarray(normals(b, 3, b)))
