@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsparse import _compat
+from jaxsparse._compat import varying
+
 # Pieces that are read side by side, in one vectorized loop on a CPU and in one kernel
 # on a GPU.
 _PIECES = 32
@@ -69,6 +72,8 @@ def _fold(
 ) -> jax.Array:
   """Combines the terms of the sum of `parts` to one, f32[]; zeros fill the last piece."""
   size = parts[0].size
+  if size <= _PIECES:
+    return _fold_few(term(functools.reduce(jnp.add, parts)), combine)
   length = -(-size // _PIECES)
   # fewer pieces where a vector is short
   count = -(-size // length)
@@ -90,7 +95,23 @@ def _fold(
     zeros = jnp.zeros(length - shorter, folded.dtype)
     rest = combine(fold(shorter, length, count - 1), zeros)
     folded = jnp.concatenate(jax.lax.optimization_barrier((folded, rest)))
-  return folded[0] if length == 1 else _fold((folded,), lambda x: x, combine)
+  return _fold((folded,), lambda x: x, combine)
+
+
+def _fold_few(terms: jax.Array, combine: Callable) -> jax.Array:
+  """Combines f32[m] one after the other."""
+
+  def loop() -> jax.Array:
+    # XLA on CPU would compute all that is no loop anew for each entry that uses the
+    # result: the last 450 terms, or 1024.
+    step = lambda index, total: combine(total, terms[index])
+    return varying.fori_loop(1, terms.size, step, terms[0])
+
+  def unrolled() -> jax.Array:
+    one_by_one = [terms[index : index + 1] for index in range(terms.size)]
+    return functools.reduce(combine, one_by_one)[0]
+
+  return _compat.by_platform(cpu=loop, default=unrolled)()
 
 
 def fold_rows(
