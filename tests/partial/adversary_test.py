@@ -137,6 +137,14 @@ def run_until_goal(network):
     *("suspended", "forges", "suspended", "suspended", "suspended"),
   ],
 )
+@example(
+  3053,
+  3,
+  [
+    *("suspended", "suspended", "suspended", "cut", "suspended", "suspended"),
+    *("leaves", "cut", "suspended"),
+  ],
+)
 @example(7, 3, ["rewinds", "forges", "forges", "serve", "returns", "leaves"])
 @example(3, 3, ["suspended", "cut", "suspended", "forges", "leaves"])
 def test_a_member_that_lies_stops_no_rounds_and_nothing_is_counted_twice(

@@ -410,6 +410,8 @@ class Process(VirtualWorker):
       self.handle(RoundRequest(WorkerMessage.BYE))
     run = self.protocol._run
     super().tick()
+    # it ends without its server: a restart replaces it
+    self.dead = self.dead or self.protocol.membership.state == "ended"
     # else it has waited for its timeout
     assert not run or self.protocol._run is run or not run.is_quiet
     self.check()
