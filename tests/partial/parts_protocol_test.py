@@ -52,9 +52,10 @@ class Part(rounds_protocol_test.Process):
     self.lead = None
     super().__init__(network, number)
 
-  def make_protocol(self, *facts):
+  def make_protocol(self, place, *facts):
+    place.part = self.part
     *most, _, _ = facts
-    return PartProtocol(*most, self.miss_lead)
+    return PartProtocol(place, *most, self.miss_lead)
 
   def miss_lead(self):
     raise PartLost
@@ -249,7 +250,7 @@ class Alone:
     return self.anchor_digest
 
   def hear(self, part, kind, value=0, now=0.0, **facts):
-    self.lead.hear_part(part, [Signal(kind, 0, value, **facts).pack()], now)
+    self.lead.hear_part(part, [Signal(kind, part, value, **facts).pack()], now)
 
   def answer(self, kind, **content):
     self.lead.handle(Answer(kind, content), 0.0)
@@ -271,13 +272,17 @@ def test_training_begins_when_a_donor_has_given_all_parts_the_anchor_of_one_roun
   alone = Alone(donor="tcp://b:1,tcp://b:2,tcp://b:3")
   lead = alone.lead
   assert alone.hello.address == "tcp://a:1,tcp://a:2,tcp://a:3"
-  assert alone.hello.alike.start == ("of part 1", "of part 2")
-  donors = [
+  assert (alone.hello.worker, alone.hello.alike.start) == (
+    0,
+    ("of part 1", "of part 2"),
+  )
+  welcomes = [
     (part, content["donor"])
     for part, (kind, content) in alone.to_parts
     if kind == ServerMessage.WELCOME
   ]
-  assert donors == [(1, "tcp://b:2"), (2, "tcp://b:3")]
+  assert welcomes == [(part, "tcp://b:1,tcp://b:2,tcp://b:3") for part in (1, 2)]
+  assert lead.membership.donors == ["tcp://b:1"]
   newest = RoundPosition(4, 9)
   for rounds in ((newest, newest._replace(round=3)), (newest, newest)):
     assert alone.replies == []
@@ -297,10 +302,27 @@ def test_training_begins_when_a_donor_has_given_all_parts_the_anchor_of_one_roun
 def test_a_lead_hears_no_process_that_is_not_one_of_its_parts():
   alone = Alone()
   alone.to_parts.clear()
-  alone.hear(7, WorkerMessage.HELLO, address="tcp://a:8")
-  alone.hear(0, WorkerMessage.HELLO, address="tcp://a:1")
-  assert alone.to_parts == []
+  for stranger, address in ((7, "tcp://a:8"), (0, "tcp://a:1"), (3, "tcp://a:3")):
+    alone.hear(stranger, WorkerMessage.HELLO, address=address)
+    alone.hear(stranger, WorkerMessage.BYE)
+  alone.lead.hear_part(7, [Signal(WorkerMessage.BYE, 1).pack()], 0.0)
+  assert {kind for _, (kind, _) in alone.to_parts} == {ServerMessage.REJECTED}
+  assert {connection for connection, _ in alone.to_parts} == {0, 3, 7}
   assert alone.lead.others.known.keys() == {1, 2}
+  assert not alone.told(WorkerMessage.BYE)
+
+
+def test_a_part_reaches_the_same_part_of_other_workers():
+  """Also once one has joined again elsewhere, and none where a worker has fewer parts, or has left."""
+  quiet = lambda *_: None
+  place = Membership(0, "tcp://a:2", TIMEOUT, 0.0, quiet, quiet, quiet, TIMEOUT, part=1)
+  place.learn({1: "tcp://b:1,tcp://b:2", 2: "tcp://c:1,tcp://c:2", 3: "tcp://d:1"})
+  assert place.addresses == {1: "tcp://b:2", 2: "tcp://c:2"}
+  place.learn({1: "tcp://b:3,tcp://b:4", 2: None})
+  assert place.addresses == {1: "tcp://b:4"}
+  place.donor = "tcp://b:1,tcp://b:2 tcp://d:1 tcp://c:1,tcp://c:2"
+  place.in_vain = 1
+  assert place.donors == ["tcp://b:2", "tcp://c:2"]
 
 
 def test_a_worker_that_joins_again_says_for_how_long_its_parts_have_waited_for_an_anchor():

@@ -113,6 +113,7 @@ class Membership:
   waits: bool = True
   # addresses of the workers of whom the server has told it
   addresses: dict[int, str] = dataclasses.field(default_factory=dict)
+  part: int = 0  # the number of this process among those of the worker
   # once the server is lost, which message has not come for how many seconds
   lost: tuple[str, float] = "", 0.0
   relay: Relay | None = None
@@ -185,12 +186,14 @@ class Membership:
 
   def learn(self, addresses: dict[int, str | None]) -> None:
     """The server has told addresses of workers, None of those that have left."""
-    if addresses:
-      self.addresses = {
-        worker: address
-        for worker, address in (self.addresses | addresses).items()
-        if address
-      }
+    for worker, address in addresses.items():
+      self.addresses.pop(worker, None)
+      if own := self._own_part(address or ""):
+        self.addresses[worker] = own
+
+  def _own_part(self, addresses: str) -> str:
+    """That of the same process of another worker, of the addresses of all of its processes; empty if it has fewer."""
+    return "".join(addresses.split(",")[self.part : self.part + 1])
 
   def parse_group(self, content: Content) -> WorkerGroup:
     """The group in a GROUP answer; raises Rejected without this worker, or an address of each member."""
@@ -223,7 +226,8 @@ class Membership:
   @property
   def donors(self) -> list[str]:
     """The addresses of those that are asked."""
-    return (self.donor or "").split()[: None if self.in_vain == 1 else 1]
+    donors = (self.donor or "").split()[: None if self.in_vain == 1 else 1]
+    return [*filter(None, map(self._own_part, donors))]
 
   def fetch(self, round_: int = 0, id_: int = 0) -> None:
     """Asks the donor for its model.

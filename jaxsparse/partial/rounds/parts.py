@@ -1,7 +1,7 @@
 """The protocol of a worker of several processes, its parts: to the server and to other workers they are one.
 
     parts 1, 2, … ── signals ──> part 0, the lead ── one signal, once all parts have sent theirs ──> server
-    all parts <── each answer, with the addresses of the same part of other workers ── lead <── server
+    all parts <── each answer ── lead <── server
     all parts <── FOLLOW: what they do together ── lead
     part p ── pieces ──> part p of other workers
 
@@ -24,7 +24,6 @@ from jaxsparse.partial.net.messages import (
   Content,
   Next,
   Piece,
-  Rejected,
   RoundPosition,
   ServerMessage,
   Signal,
@@ -86,7 +85,8 @@ class PartProtocol(RoundProtocol):
     self.membership.tell_server(self._mark(signal))
 
   def _mark(self, signal: Signal) -> Signal:
-    """A signal with what the lead compares between parts."""
+    """A signal of this part, with what the lead compares between parts."""
+    signal = signal._replace(worker=self.membership.part)
     if signal.kind == WorkerMessage.DONE:
       skips = self._run is not None and self._run.skipped
       return signal._replace(kind=WorkerMessage.SKIPPED) if skips else signal
@@ -176,25 +176,23 @@ class LeadProtocol(PartProtocol):
 
   def hear_part(self, connection: bytes, frames: list[bytes], now: float) -> None:
     """Handles a signal of another part."""
-    try:
-      signal = messages.parse_signal(frames)
-    except Rejected:
-      return
-    if signal.kind == WorkerMessage.HELLO and signal.address in self.addresses[1:]:
-      self.others.join(
-        connection, signal._replace(worker=self.addresses.index(signal.address))
-      )
-    for part, member in self.others.known.items():
-      if member.connection == connection:
-        self.membership.now = now
-        self.others.dead_at[part] = now + self.others.limit
-        self._take_signal(part, signal)
-        break
+    self.membership.now = now
+    self.others.receive(connection, frames, now, self._hear)
     self._handle_own(now)
+
+  def _hear(self, connection: bytes, signal: Signal) -> None:
+    """Raises Rejected for a process that is not another part."""
+    if (
+      signal.kind == WorkerMessage.HELLO
+      and (signal.worker, signal.address) in [*enumerate(self.addresses)][1:]
+    ):
+      self.others.join(connection, signal)
+    self.others.find(connection, signal.worker)
+    self._take_signal(signal)
 
   def relay_signal(self, signal: Signal) -> None:
     """Takes a signal of this part."""
-    self._take_signal(0, self._mark(signal))
+    self._take_signal(self._mark(signal))
 
   def relay_answer(self, answer: Any) -> None:
     """Takes an answer as other parts do, and tells the loop of parameters that are not finite."""
@@ -215,34 +213,20 @@ class LeadProtocol(PartProtocol):
     self._tell_parts(parts, ServerMessage.FOLLOW, **facts)
 
   def _tell_parts(self, parts: set[int], kind: ServerMessage, **content: Any) -> None:
-    """Tells parts something, each with the addresses of the same part of other workers."""
-
-    def choose(addresses: str | None, part: int) -> str | None:
-      of_parts = (addresses or "").split(",")
-      return of_parts[part] if len(of_parts) == len(self.addresses) else None
-
-    for part in sorted(parts):
-      answer = dict(content)
-      if addresses := content.get("addresses"):
-        answer["addresses"] = {
-          worker: choose(address, part) for worker, address in addresses.items()
-        }
-      if donor := content.get("donor"):
-        donors = (choose(address, part) for address in donor.split())
-        answer["donor"] = " ".join(filter(None, donors)) or None
-      if part:
-        self.others.tell([part], kind, **answer)
-      else:
-        self._answers.append(Answer(kind, answer))
+    """Tells parts something."""
+    self.others.tell(parts, kind, **content)
+    if 0 in parts:
+      self._answers.append(Answer(kind, content))
 
   # From the parts to the server.
 
-  def _take_signal(self, part: int, signal: Signal) -> None:
+  def _take_signal(self, signal: Signal) -> None:
     """A signal of a part; the server gets that of the last part."""
+    part = signal.worker
     self._last_signals[part] = signal
     match signal.kind:
       case WorkerMessage.HELLO if signal.value == self._joined:
-        self._take_hello(part, signal)
+        self._take_hello(signal)
       case kind if kind in messages.READY:
         self._ready.add(part)
         if self._agree(self._ready):
@@ -261,10 +245,11 @@ class LeadProtocol(PartProtocol):
       case WorkerMessage.BEAT if part == 0:
         self._pass_to_server(signal)
       case WorkerMessage.BYE:
-        self._take_bye(part, signal)
+        self._take_bye(signal)
 
-  def _take_hello(self, part: int, signal: Signal) -> None:
+  def _take_hello(self, signal: Signal) -> None:
     """The worker joins when all parts do."""
+    part = signal.worker
     is_new = part not in self._joining
     self._joining[part] = signal
     self._ready.discard(part)
@@ -316,13 +301,13 @@ class LeadProtocol(PartProtocol):
       return False
     return True
 
-  def _take_bye(self, part: int, signal: Signal) -> None:
+  def _take_bye(self, signal: Signal) -> None:
     """The worker leaves with its first part; the exchanges of the others are dropped."""
-    self.others.forget(part)
+    self.others.forget(signal.worker)
     if not self._has_left:
       if self._group:
         facts = {"number": self._group, "reason": "this worker leaves"}
-        self._tell_parts(self._all - {part}, ServerMessage.ABORT, **facts)
+        self._tell_parts(self._all - {signal.worker}, ServerMessage.ABORT, **facts)
         self._group = 0
       self._pass_to_server(signal)
       self._has_left = True
@@ -340,7 +325,9 @@ class LeadProtocol(PartProtocol):
 
   def _pass_to_server(self, signal: Signal) -> None:
     if not self._has_left:
-      self.membership.tell_server(signal._replace(position=self._position))
+      number = self.membership.number
+      signal = signal._replace(worker=number, position=self._position)
+      self.membership.tell_server(signal)
 
   # From the server to the parts.
 

@@ -211,6 +211,7 @@ class Rounds:
       limit=endpoint.timeout / servers,
       position=exchanger.anchor.position,
       alike=alike,
+      part=self._place.part,
     )
     self._protocol = processes.make_protocol(
       self._place,
