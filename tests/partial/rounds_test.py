@@ -671,11 +671,8 @@ def test_a_worker_that_leaves_waits_for_its_last_round_as_long_as_its_messages_t
     serve(2, grace=0.5) as server,
     join(server, 0, every=2, fragments=2, timeout=1.0) as worker,
   ):
-    monkeypatch.setattr(
-      rounds.processes,
-      "take",
-      lambda place, endpoint, wait: waits.append(wait) or messages.Next.LATER,
-    )
+    late = lambda *facts: waits.append(facts[-1]) or messages.Next.LATER
+    monkeypatch.setattr(rounds.processes, "take", late)
     worker._membership.timeout = 300.0
     worker.leave(worker.params)
   assert waits == [300.5]

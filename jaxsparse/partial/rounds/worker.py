@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
