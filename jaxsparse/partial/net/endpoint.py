@@ -50,8 +50,8 @@ class Endpoint:
     bind: the address at which other workers reach this one.
     keys: CURVE keys of the run.
     longest: bytes of the longest piece.
-    timeout: `Membership.timeout`; also the seconds that a worker that leaves waits for
-      its last pieces to be sent.
+    timeout: `Membership.timeout` at the start. A worker that leaves waits at most as
+      long as it is at the end for its last pieces to be sent.
 
   Attributes:
     address: where other workers reach this one, with the port.
@@ -204,7 +204,7 @@ class Endpoint:
     """Closes the sockets after the last pieces have been sent to the workers that take them."""
     with self._lock:
       self._closing = True
-    end = time.monotonic() + self.timeout
+    end = time.monotonic() + self._protocol.membership.timeout
     try:
       while self._peers.sending and time.monotonic() < end:
         self._network.wait(0.01)

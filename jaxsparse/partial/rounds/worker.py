@@ -355,11 +355,12 @@ class Rounds:
   def _deliver(self, params: optax.Params) -> optax.Params:
     """The parameters after a last round of each fragment, or when there was no time for one."""
     self._exchanger.is_final = True
-    end = time.monotonic() + self._protocol.grace + self._endpoint.timeout
     for _ in range(len(self._undelivered) + (self._flight is not None)):
       if self._flight is None:
         self._begin(params)
-      params = self._finish(params, max(0.0, end - time.monotonic()))
+      params = self._finish(params, self._protocol.grace + self._membership.timeout)
+      if self._flight is not None:  # there was no time for it
+        break
     return params
 
   def _land(self, params: optax.Params | None) -> None:
