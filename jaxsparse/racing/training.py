@@ -39,7 +39,7 @@ class Setting(NamedTuple):
   where: Any  # a mesh, or a comm that knows its workers
   axis: str
   engine: Engine
-  options: dict[str, Any]  # of `make_train_step`
+  options: dict[str, Any]  # options of `make_train_step`
   given: dict[str, ArrayTree]  # to each step by name, besides those below
   rng: jax.Array | None
   model_state: ArrayTree
@@ -53,7 +53,7 @@ class Program:
 
   def __init__(self, setting: Setting, method: Method):
     self.setting = setting
-    self.chain = functools.partial(method, setting.axis)  # of a rate
+    self.chain = functools.partial(method, setting.axis)  # the chain of a rate
     self.start = jax.jit(self._start)
     self.run = jax.jit(self._run, donate_argnums=1)
 

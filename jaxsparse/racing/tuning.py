@@ -19,7 +19,7 @@ from jaxsparse.train.agreement import Agreement, agreements
 from jaxsparse.transform.state import reduce_states
 from jaxsparse.types import check_whole
 
-_EVALUATIONS = 10  # of a training
+_EVALUATIONS = 10  # evaluations of a training
 _HALVED = (2, 5)  # evaluations after which the worse half of the rates ends
 _MORE = 5  # evaluations beyond the steps, for methods above dense
 _ROWS = 4  # batches whose rows the agreement of gradients is measured on
@@ -33,7 +33,7 @@ class RaceConfig(NamedTuple):
   batches: Batches
   steps: int
   rate: float
-  multiples: tuple[float, ...]  # of the rate, from the lowest to the highest
+  multiples: tuple[float, ...]  # multiples of the rate, ascending
   seeds: int
 
   def check(self) -> None:
