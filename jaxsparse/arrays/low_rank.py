@@ -143,6 +143,7 @@ def _scaled_columns(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   uniform = noise.uniform(noise.bits(key, x.size)).reshape(x.shape)
   drawn = jnp.where(inside[:, None], uniform - 0.5, 0.0)
   is_zero = largest == 0
+  # Squares of scaled columns neither overflow nor underflow.
   return jnp.where(is_zero, drawn, x / jnp.where(is_zero, 1.0, largest))
 
 

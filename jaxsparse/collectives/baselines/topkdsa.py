@@ -179,6 +179,7 @@ def _gather(
   fullest = comm.all_reduce(bitset.count(chosen), "max")
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+    # the capacity of a dense region, which is sent as a vector
     if capacity == length:
       words = saturated_product(length, size - 1)
       regions = in_rank_order(comm, all_gather(comm, region_sums)).reshape(-1)

@@ -136,6 +136,7 @@ class Endpoint:
     """Gives the protocol an event."""
     self._events.put(event)
     with self._lock:
+      # A ZeroMQ socket serves one thread at a time, hence the lock.
       if not self._closing:
         self._wake_up.send(b"")
 
@@ -146,6 +147,7 @@ class Endpoint:
       queue.Empty: if there is none for so many seconds.
     """
     if isinstance(answer := self._answers.get(timeout=seconds), Exception):
+      # every later request gets it, too
       if answer is self._last_answer:
         self._answers.put(answer)
       raise answer
