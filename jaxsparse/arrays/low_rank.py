@@ -150,7 +150,7 @@ def _scaled_columns(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
 def _reflect(
   column_index: jax.Array, before: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-  """I − scale v vᵀ maps a column, from its entry `column_index` on, to one entry."""
+  """A step of Householder's QR: I − scale v vᵀ maps a column, from its entry `column_index` on, to one entry."""
   x, vectors, scales = before
   row = jnp.arange(x.shape[2])[None]
   column = jnp.where(row >= column_index, x[:, column_index], 0.0)

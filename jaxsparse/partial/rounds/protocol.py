@@ -165,7 +165,7 @@ class RoundProtocol(WorkerProtocol[Run]):
     self.membership.join_again(0)
 
   def _await_quorum(self) -> None:
-    """From now on; workers differ in how long, or they could miss each other again and again."""
+    """How long it stays at a server without a quorum; workers differ, or they could miss each other again and again."""
     limits = 2 + self.membership.number * _GOLDEN % 1
     # twice as long at the first address, where workers meet
     limits *= 1 if self._visits % self.servers else 2
