@@ -21,7 +21,7 @@ benchmarks/pages/faults.md explains the numbers.
 Example:
   python -m benchmarks.rounds --parts=goodput --seconds=120 --seed=1
   python -m benchmarks.rounds --parts=vector --rate=25mbit --every=16 --pace=2 --kill_every=30
-  python -m benchmarks.rounds --parts=fetches --rate=25mbit --entries=15500000 --every=1 --pace=30
+  python -m benchmarks.rounds --parts=fetches --rate=25mbit --entries=15500000 --every=1 --pace=18
 """
 
 import contextlib
