@@ -223,7 +223,9 @@ class Team:
     """What a job of `benchmarks.rounds` prints on a host."""
     job = f"--{job}={json.dumps(facts)}"
     command = [*host.enter, sys.executable, "-m", "benchmarks.rounds", job]
-    done = subprocess.run(command, check=True, timeout=2 * _START, stdout=subprocess.PIPE)
+    done = subprocess.run(
+      command, check=True, timeout=2 * _START, stdout=subprocess.PIPE
+    )
     return done.stdout
 
 
