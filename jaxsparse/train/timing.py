@@ -1,5 +1,6 @@
 """Measures the seconds that a program of all workers takes, from a common start to the end of the slowest worker."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -80,6 +81,16 @@ class Update:
     self.program = engine.jit(self.function, specs, specs, donate=(0, 1))
 
 
+@dataclasses.dataclass(frozen=True)
+class _AloneComm(SoloComm):
+  """`SoloComm` at each worker's own rank, which XLA cannot fold into the program like rank 0."""
+
+  all_workers: Comm
+
+  def _engine_rank(self) -> jax.Array:
+    return self.all_workers.rank
+
+
 def alone(
   engine: Engine,
   watch: Stopwatch,
@@ -94,9 +105,8 @@ def alone(
   moment of other load on the cores, and fewer where they take more than `budget`
   seconds.
   """
-  update = Update(
-    engine, collective, SoloComm(engine.workers), grads.size // engine.held
-  )
+  comm = _AloneComm(engine.workers, engine.comm)
+  update = Update(engine, collective, comm, grads.size // engine.held)
   times: list[float] = []
   # Warm-up: the first call compiles, the second is the first with a residual.
   timed = lambda: sum(times[2:])
