@@ -17,7 +17,8 @@ from jaxsparse.train.starting import start_workers
 from jaxsparse.transform.update import init_state, reduce_step
 from jaxsparse.types import ArrayTree, Comm
 
-_LEAST = 0.1  # seconds of the repetitions of an update
+# seconds of the repetitions of a measurement, more than a moment of other load
+LEAST = 0.1
 
 
 class Stopwatch:
@@ -110,7 +111,7 @@ def alone(
   times: list[float] = []
   # Warm-up: the first call compiles, the second is the first with a residual.
   timed = lambda: sum(times[2:])
-  is_short = lambda: len(times) < repetitions + 2 or timed() < _LEAST
+  is_short = lambda: len(times) < repetitions + 2 or timed() < LEAST
   while len(times) < 3 or (is_short() and timed() < budget):
     # The program donates both.
     seconds, (_, update.state) = watch.time(

@@ -611,6 +611,15 @@ def test_other_load_on_the_cores_is_no_arithmetic(monkeypatch):
   assert next(seconds) == taken[0]  # as many as take 0.1 s
 
 
+def test_a_moment_of_other_load_is_no_latency(monkeypatch):
+  """Five runs of a short chain of messages may all fall into it; after 0.1 s most have not."""
+  seconds = itertools.chain([9.0, *[0.004] * 10], itertools.repeat(0.0004))
+  monkeypatch.setattr(timing.Stopwatch, "time", lambda *_: (next(seconds), None))
+  engine = engine_of(js.SimComm("workers", members=2), "workers")
+  meter = calibration._Meter(engine, "workers", n=10, repetitions=5)
+  assert meter._measure_seconds(lambda comm, x: comm.shift(x, 1), 4) == 0.0004
+
+
 def test_the_costs_of_an_all_reduce_are_for_each_message_and_byte(monkeypatch):
   """Of 6 workers 2·3 messages, and of 600 numbers of 2 bytes 1000 numbers to and fro."""
   monkeypatch.setattr(
