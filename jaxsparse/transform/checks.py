@@ -396,13 +396,17 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   if not isinstance(comm, AxisComm):
     return
   leaves = jax.tree_util.tree_leaves_with_path(grads)
+  axes = set(_compat.names_of(comm.axis))
+  checked = varying.checked_axes()
   # A single leaf may be constant, and so be typed as equal on all workers.
-  typed = all(varying.is_summed_over(comm.axis, leaf) for _, leaf in leaves)
+  typed = axes <= checked and not any(
+    axes & _compat.axes_of_type(leaf) for _, leaf in leaves
+  )
   if summed := [
     path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)
   ]:
     raise _summed_error(summed[0], comm.axis)
-  if not varying.checked_axes() and all(
+  if not checked and all(
     _compat.is_argument_of_shard_map(leaf) for _, leaf in leaves
   ):
     warnings.warn(
