@@ -123,11 +123,9 @@ class CommView:
 
   def all_to_all(self, rows: Tree) -> Tree:
     """Sends row d of each leaf to worker d and returns those of workers 0 … P − 1: P − 1 messages, as MPI_Alltoall."""
-    row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
     buffer = jax.vmap(pack)(rows)
-    return jax.vmap(functools.partial(unpack, like=row))(
-      self._all_to_all(buffer) if self.size > 1 else buffer
-    )
+    received = self._all_to_all(buffer) if self.size > 1 else buffer
+    return jax.vmap(unpack)(received, rows)
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     """Sends `tree` along (source, destination) pairs: one message; a worker that is no destination gets zeros.
