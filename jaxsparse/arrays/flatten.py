@@ -250,9 +250,12 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
 
   Others, as the best loss so far of a schedule, begin with Inf.
   """
-  stays = lambda old, new: all_finite(new) | ~all_finite(old)
-  leaves_stay = lambda: jax.tree.leaves(jax.tree.map(stays, before, after))
-  compare = lambda: jnp.all(jnp.array(leaves_stay(), jnp.bool_))
+
+  def compare() -> jax.Array:
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    stay = [all_finite(new) | ~all_finite(old) for old, new in pairs]
+    return jnp.all(jnp.array(stay, jnp.bool_))
+
   # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the
   # host.
   look = lambda: varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
