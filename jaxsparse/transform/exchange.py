@@ -138,10 +138,6 @@ class Exchange:
       for fragment in range(self.fragments.count)
     ]
 
-  def has_landed(self, ends: jax.Array, flight: Flight) -> jax.Array:
-    """Whether a period whose steps have been taken ends, bool[]."""
-    return ends
-
   def keep_moved(self, moved: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
     """θ − θ_w of a leaf after the update u of its outer parameters p."""
     return flatten.representable(moved, p.dtype)[1]
@@ -236,10 +232,6 @@ class Delayed(Mixed):
     kinds = [*self.kinds(given), lambda state: self._apply_flight(state, given)]
     updated = jnp.where(kind > count, flight.fragment + 1, 0)
     return varying.switch(kind, kinds, state), updated
-
-  def has_landed(self, ends: jax.Array, flight: Flight) -> jax.Array:
-    """Whether the last update of the period is applied, too."""
-    return ends & (flight.left == 0)
 
   def agree(self, state: LocalState, given: Given) -> Stepped:
     """The flight is a step shorter."""

@@ -331,7 +331,10 @@ class _Periods(_OnDemand):
     )
     fragments = exchange.fragments.numbers(state.moved)
     moved = jax.tree.map(keep, fragments, state.moved, done.updates, given.params)
-    ends = exchange.has_landed(state.since >= period, done.flight)
+    ends = state.since >= period
+    # With a delay the period lasts until its last update is applied.
+    if done.flight:
+      ends &= done.flight.left == 0
     since = jnp.where(ends, 0, state.since)
     return done, state._replace(moved=moved, since=since)
 
