@@ -133,14 +133,9 @@ class BitBlocks:
       # The signs of some blocks, and the root of the mean square of each column of
       # them.
       x = self._read(parts, skip + start, count)
+      square = lambda unit: lambda x, _: scaling.truncate(x * unit) ** 2
       squares = [
-        fold_rows(
-          x,
-          range(ROWS),
-          lambda x, _, unit=unit: scaling.truncate(x * unit) ** 2,
-          jnp.add,
-          is_long,
-        )
+        fold_rows(x, range(ROWS), square(unit), jnp.add, is_long)
         for unit in scaling.UNITS
       ]
       return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / ROWS))
