@@ -109,7 +109,7 @@ class Exchange:
     updates, after = self.inner.update(
       grads, before, own_params(params, state), **extra
     )
-    warn_of_frozen(state.outer, grads, updates)
+    warn_of_frozen(states.reduce_states(state.outer), grads, updates)
     finite = flatten.stays_finite(before, after)
     if states.reduce_states(after):  # a transform returns zeros for what is not finite
       finite &= ~states.is_skipped(after)

@@ -158,7 +158,7 @@ def _update(
   if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
     return updates, state.idle(jnp.bool_(False))
   checks.check_local(comm, updates)
-  checks.warn_of_frozen(state, updates)
+  checks.warn_of_frozen([state], updates)
   leaves, structure = jax.tree.flatten(updates)
   # `js.local_steps` gives the dtypes of parameters where its updates are wider.
   given = dict(mean_dtypes.value)
