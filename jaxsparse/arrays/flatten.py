@@ -156,7 +156,7 @@ def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def check_are_arrays(tree: Any, what: str) -> None:
   """Raises TypeError for a leaf that is no array and no number, as the functions of a model are, naming its path."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    is_number = isinstance(leaf, bool | int | float | complex)
+    is_number = isinstance(leaf, int | float | complex)
     has_type = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     # the class of an array has both, too
     if not is_number and (not has_type or isinstance(leaf, type)):
@@ -250,11 +250,11 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
 
   Others, as the best loss so far of a schedule, begin with Inf.
   """
+  stays = lambda old, new: all_finite(new) | ~all_finite(old)
 
   def compare() -> jax.Array:
-    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    stay = [all_finite(new) | ~all_finite(old) for old, new in pairs]
-    return jnp.all(jnp.array(stay, jnp.bool_))
+    leaves_stay = jax.tree.leaves(jax.tree.map(stays, before, after))
+    return jnp.all(jnp.array(leaves_stay, jnp.bool_))
 
   # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the
   # host.
