@@ -38,7 +38,7 @@ from jaxsparse.transform.exchange import (
   Stepped,
 )
 from jaxsparse.transform.fragments import Fragments
-from jaxsparse.transform.state import LocalState
+from jaxsparse.transform.state import LocalState, add_row
 from jaxsparse.transform.wrapped import synchronizing
 from jaxsparse.types import check_whole
 
@@ -258,8 +258,8 @@ class _OnDemand:
 
   def init(self, params: optax.Params) -> LocalState:
     state = self.exchange.init(params)
-    row = lambda p: jnp.zeros_like(p, jnp.float32)[None]
-    return state._replace(moved=jax.tree.map(row, params))
+    zeros = optax.tree.zeros_like(params, jnp.float32)
+    return state._replace(moved=add_row(zeros))
 
   def step(
     self, updates: optax.Updates, state: LocalState, given: Given
