@@ -376,4 +376,4 @@ def reduce_groups(
     finite,
     update,
   )
-  return means, state.with_groups(states)._replace(counters=counters)
+  return means, state._replace(carried=join_groups(states), counters=counters)
