@@ -385,6 +385,7 @@ def _scatter() -> dict[str, Any]:
   )
 
   def count_wrong() -> jax.Array:
+    """Sums of `rows`, [hosts, devices, entries], that `psum_scatter` gets wrong, on all devices."""
     host, device = map(jax.lax.axis_index, axes)
     wrong = jnp.int32(0)
     for along, over in (("hosts", 0), ("devices", 1), (axes, (0, 1))):

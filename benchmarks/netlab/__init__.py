@@ -79,6 +79,15 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
     _LAB.release()
 
 
+def set_download(host: Host, rate: str) -> None:
+  """Has a host of a lab whose links are shaped receive at this rate; it sends at that of the lab."""
+  owner, _, number = host.name.rpartition("-")
+  _tell(
+    ["tc", "-n", f"{owner}-switch"],
+    [f"qdisc replace dev port{number} {_shape(rate)[0]}"],
+  )
+
+
 def check(hosts: int, rate: str | None) -> None:
   """Raises what `lab` does with these arguments, or on this machine, without making one."""
   if not 1 <= hosts <= MOST_HOSTS:

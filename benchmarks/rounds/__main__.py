@@ -11,6 +11,7 @@
     goodput      examples that are in the model, a second, with a worker killed every --kill_every seconds and another
                  one started at once, against none killed
     faults       a worker stopped, cut off, slow, with NaN; the controller killed twice; garbage: waits and gaps
+    fetches      of a reader of vector that receives at --download: its first anchor, from four and from one, and links
     synchronous  goodput of training that starts again from a checkpoint with the ranks that are left
 
 Workers of goodput and faults train the digits CNN in steps of at least --pace seconds,
@@ -20,6 +21,7 @@ benchmarks/pages/faults.md explains the numbers.
 Example:
   python -m benchmarks.rounds --parts=goodput --seconds=120 --seed=1
   python -m benchmarks.rounds --parts=vector --rate=25mbit --every=16 --pace=2 --kill_every=30
+  python -m benchmarks.rounds --parts=fetches --rate=25mbit --entries=15500000 --every=1 --pace=18
 """
 
 import contextlib
@@ -46,7 +48,7 @@ from benchmarks.tasks.base import model_of
 
 _OWN = ["goodput", "faults", "synchronous", "hidden", "race"]
 _BESIDE_TORCHFT = ["vector", "transformer", "interrupted"]
-_ALL = _OWN + _BESIDE_TORCHFT
+_ALL = [*_OWN, *_BESIDE_TORCHFT, "fetches"]
 _PARTS = flags.DEFINE_list("parts", _OWN, f"What to measure: {', '.join(_ALL)}.")
 _WORKERS = flags.DEFINE_integer(
   "workers", 6, "Workers of goodput, faults and vector.", lower_bound=2
@@ -102,6 +104,7 @@ _PYTHON = flags.DEFINE_string(
 _RATE = flags.DEFINE_string(
   "rate", "100mbit", "Speed of the links of goodput, faults and vector."
 )
+_DOWNLOAD = flags.DEFINE_string("download", "100mbit", "Of fetches.")
 _SEED = flags.DEFINE_integer("seed", 0, "Of the choice of the workers that are killed.")
 _REPORT_DIR = entry.define_report_dir("rounds.json")
 _WORKER = flags.DEFINE_string(
@@ -110,6 +113,8 @@ _WORKER = flags.DEFINE_string(
 _GARBAGE = flags.DEFINE_string(
   "garbage", None, "Internal: addresses, keys and number of messages, as JSON."
 )
+
+_READER = flags.DEFINE_string("reader", None, "Internal: what a reader reads, as JSON.")
 
 _BATCH = {"cnn": 16, "lm": 4, "lm_medium": 4}
 _DRAWN = 200  # batches of each worker, from which torchft's draw theirs
@@ -238,6 +243,12 @@ def _interrupted() -> Iterator[tuple[str, Any]]:
         )
 
 
+def _fetches() -> Iterator[tuple[str, Any]]:
+  with _six(str(_ENTRIES.value), "onebit") as team:
+    for one in measures.fetches(team, _DOWNLOAD.value):
+      yield "fetches", one
+
+
 def _faults() -> Iterator[tuple[str, Any]]:
   with _six() as team:
     begin, marks = time.monotonic(), []
@@ -263,6 +274,9 @@ def main() -> None:
     addresses, keys, count = json.loads(_GARBAGE.value)
     worker.send_garbage(addresses, pathlib.Path(keys), count)
     return
+  if _READER.value:
+    worker.read(*json.loads(_READER.value))
+    return
   path = pathlib.Path(_REPORT_DIR.value, "rounds.json")
   result: dict[str, list[Any]] = json.loads(path.read_text()) if path.exists() else {}
   kept = {
@@ -284,6 +298,7 @@ def main() -> None:
     result[part] = list(itertools.filterfalse(is_old, result.get(part, [])))
   parts: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
     "goodput": _goodput,
+    "fetches": _fetches,
     "faults": _faults,
     "hidden": _hidden,
     "synchronous": _synchronous,

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks import netlab
 from benchmarks.elastic.phases import Phase
 from benchmarks.race.results import Results, Whole
 from benchmarks.race.standings import Target, crossing
@@ -26,10 +27,12 @@ from benchmarks.rounds.team import PROGRAMS, Team, wait
 from benchmarks.rounds.worker import make_task
 from benchmarks.tasks.base import model_of
 from jaxsparse.launch.start import HOSTS, Host
+from jaxsparse.partial.net import transfers
 
 _BIN = 5.0  # seconds
 _AFTER = 10.0  # seconds for which a team is watched after a fault at least
 _MOST = 150.0  # and at most, until a round has all workers
+_READS = 3
 
 
 class Round(NamedTuple):
@@ -116,6 +119,15 @@ class Fault(NamedTuple):
   again: float | None  # seconds from the end of the fault until a round had all workers
   lost: int  # workers that the controller took for lost
   equal: bool  # whether anchors were equal after each round
+
+
+class Fetch(NamedTuple):
+  """What a reader fetches while no exchange is under way."""
+
+  what: str
+  megabytes: float
+  seconds: float  # median, and the longest
+  longest: float
 
 
 def rounds_of(team: Team, begin: float = 0.0, end: float = float("inf")) -> list[Round]:
@@ -291,6 +303,27 @@ def _recovery(team: Team, rounds: list[Round], killed: float, number: int) -> Re
 def _usual(rounds: list[Round]) -> float:
   gaps = [after.time - before.time for before, after in itertools.pairwise(rounds)]
   return statistics.median(gaps) if gaps else math.nan
+
+
+def fetches(team: Team, download: str) -> Iterator[Fetch]:
+  """Fetches of a reader that receives at this rate: its first anchor, and two rounds."""
+  netlab.set_download(team.controller_host, download)
+  from_four, links = [], []
+  for _ in range(_READS):
+    # the first link compiles what applies it
+    anchor, _, link = team.read(transfers.MOST_DONORS, [1, 1, 2])
+    from_four.append(anchor)
+    links.append(link)
+  from_one = [team.read(1, [1])[0] for _ in range(_READS)]
+  yield _fetch("the anchor, from one worker", from_one)
+  yield _fetch(f"the anchor, from {transfers.MOST_DONORS} workers", from_four)
+  yield _fetch("links of two rounds, from one worker", links)
+
+
+def _fetch(what: str, fetched: list[tuple[float, int]]) -> Fetch:
+  seconds = [taken for taken, _ in fetched]
+  megabytes = statistics.median(nbytes for _, nbytes in fetched) / 1e6
+  return Fetch(what, megabytes, statistics.median(seconds), max(seconds))
 
 
 def faults(team: Team, hold: float) -> Iterator[Fault]:

@@ -62,6 +62,12 @@ _FAULTS: Mapping[str, Column] = {
   "workers lost": _plain("lost"),
   "anchors equal": lambda row: _EQUAL[row["equal"]],
 }
+_FETCHES: Mapping[str, Column] = {
+  "": _plain("what"),
+  "MB": _plain("megabytes", ".1f"),
+  "median, s": _plain("seconds", ".1f"),
+  "longest": _plain("longest", ".1f"),
+}
 _COLUMNS = {
   "hidden": _HIDDEN,
   "race": _RACE,
@@ -70,6 +76,7 @@ _COLUMNS = {
   "transformer": {**_GOODPUT, "loss": _plain("loss", ".3f")},
   "faults": _FAULTS,
   "interrupted": _FAULTS,
+  "fetches": _FETCHES,
 }
 _PHASES = {
   "round": "kill to the next round of the rest",

@@ -41,13 +41,13 @@ class Team:
     grace: float | Literal["auto"],
     settings: Settings,
   ):
-    *self.hosts, self._controller_host = hosts
+    *self.hosts, self.controller_host = hosts
     self._quorum, self._grace, self.folder = (
       quorum,
       grace,
       pathlib.Path(settings.folder),
     )
-    server = f"{'http' if settings.torchft else 'tcp'}://{self._controller_host.address}:{_PORT}"
+    server = f"{'http' if settings.torchft else 'tcp'}://{self.controller_host.address}:{_PORT}"
     self.settings = [
       settings._replace(number=number, server=server, address=f"tcp://{host.address}:*")
       for number, host in enumerate(self.hosts)
@@ -95,7 +95,7 @@ class Team:
       options["join_timeout_ms"] = int(1000 * grace)
       program = [str(pathlib.Path(python).with_name("torchft_lighthouse"))]
     flags = [f"--{name}={value}" for name, value in options.items()]
-    command = [*self._controller_host.enter, *program, *flags]
+    command = [*self.controller_host.enter, *program, *flags]
     with (self.folder / "controller").open("ab") as log:
       self.controller = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -206,17 +206,25 @@ class Team:
   def send_garbage(self, count: int) -> None:
     """Sends so many messages that are none to the controller and to a worker."""
     last = self.events("joined")[-1]
-    job = json.dumps(
-      [[self.settings[0].server, last["address"]], str(self.folder / "keys"), count]
+    addresses = [self.settings[0].server, last["address"]]
+    self._run(self.hosts[0], "garbage", addresses, str(self.folder / "keys"), count)
+
+  def read(self, donors: int, waits: Sequence[int]) -> list[tuple[float, int]]:
+    """Seconds and bytes of fetches of a reader on the controller's host, as `worker.read` prints them."""
+    one = self.settings[0]
+    keys = str(self.folder / "keys")
+    facts = one.server, keys, int(one.task), one.transform, donors, waits
+    fetches: list[tuple[float, int]] = json.loads(
+      self._run(self.controller_host, "reader", *facts)
     )
-    command = [
-      *self.hosts[0].enter,
-      sys.executable,
-      "-m",
-      "benchmarks.rounds",
-      f"--garbage={job}",
-    ]
-    subprocess.run(command, check=True, timeout=120)
+    return fetches
+
+  def _run(self, host: Host, job: str, *facts: Any) -> bytes:
+    """What a job of `benchmarks.rounds` prints on a host."""
+    job = f"--{job}={json.dumps(facts)}"
+    command = [*host.enter, sys.executable, "-m", "benchmarks.rounds", job]
+    done = subprocess.run(command, check=True, timeout=2 * _START, stdout=subprocess.PIPE)
+    return done.stdout
 
 
 def wait(

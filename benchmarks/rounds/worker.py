@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import pathlib
 import signal
 import time
@@ -17,8 +18,11 @@ import jaxsparse as js
 from benchmarks import recipes
 from benchmarks.tasks import data, images, registry
 from benchmarks.tasks.base import Task, model_of
-from jaxsparse.partial.net import messages
+from jaxsparse.partial.net import messages, transfers
 from jaxsparse.partial.net.sockets import Keys, zmq
+from jaxsparse.partial.rounds import status
+
+_QUIET = 3.0  # seconds after a round
 
 
 class Settings(NamedTuple):
@@ -98,6 +102,11 @@ def _vector(one: Settings) -> Training:
   )
 
 
+def _outer(name: str) -> Callable[[js.Comm], optax.GradientTransformation]:
+  transform = getattr(js, f"{name}_transform")
+  return lambda comm: optax.chain(transform(comm), optax.sgd(1.0))
+
+
 def run(one: Settings) -> None:
   """Trains until SIGTERM. SIGUSR1 makes the parameters NaN once, SIGUSR2 what is given in the next round."""
   folder, asked = pathlib.Path(one.folder), set[int]()
@@ -120,8 +129,7 @@ def run(one: Settings) -> None:
     step = jax.jit(training.step, donate_argnums=(0, 1))
     compiled = step.lower(start, state, next(training.batches)).compile()
     say("compiled")
-    transform = getattr(js, f"{one.transform}_transform")
-    outer = lambda comm: optax.chain(transform(comm), optax.sgd(1.0))
+    outer = _outer(one.transform)
     options: dict[str, Any] = {
       "every": one.every,
       "delay": one.delay,
@@ -212,6 +220,45 @@ def _poison(exchanger: Any) -> None:
     return run(anchor, jax.tree.map(lambda leaf: leaf * jnp.nan, given), *rest)
 
   exchanger.outer.run = poisoned
+
+
+class _Reader(js.partial.Follower):
+  """A reader that keeps the bytes of its last fetch."""
+
+  nbytes = 0
+
+  def _fetch(self, *facts: Any) -> messages.Piece:
+    model = super()._fetch(*facts)
+    self.nbytes = model.values.nbytes
+    return model
+
+
+def read(
+  server: str, keys: str, entries: int, transform: str, donors: int, waits: list[int]
+) -> None:
+  """Prints seconds and bytes of a reader's fetches after so many rounds each: the anchor from donors, then links."""
+  own_keys = Keys.read(pathlib.Path(keys))
+  params = np.zeros(entries, np.float32)
+  reader = _Reader(server, params, _outer(transform), rate=math.inf, keys=own_keys)
+  own = reader._own
+  own.outer.digest(own.anchor)  # compiles it
+  # slices of the anchor: the links of the first rounds are fewer bytes
+  reader._in_vain = 1
+  transfers.MOST_DONORS = donors
+  last_round = lambda: status.ask(server, own_keys)["round"]
+
+  def fetch(rounds: int) -> tuple[float, int]:
+    wanted = last_round() + rounds
+    while last_round() < wanted:
+      time.sleep(0.5)
+    # all workers have heard of the round, and no exchange is under way
+    time.sleep(_QUIET)
+    begin = time.monotonic()
+    if reader.latest().version < wanted:
+      raise RuntimeError(f"round {wanted} was not read: {reader.refused}")
+    return time.monotonic() - begin, reader.nbytes
+
+  print(json.dumps(list(map(fetch, waits))))
 
 
 def send_garbage(addresses: list[str], keys: pathlib.Path, count: int) -> None:

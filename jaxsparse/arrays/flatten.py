@@ -33,6 +33,7 @@ def flatten(
     >>> unflatten(2 * flat)["b"]
     Array([2], dtype=bfloat16)
   """
+  # Else `ravel_pytree` chooses the widest dtype of the leaves.
   wide = optax.tree.cast(tree, jnp.float32)
   flat, unflatten = jax.flatten_util.ravel_pytree(wide)
   return flat, lambda new: optax.tree.cast_like(unflatten(new), tree)

@@ -115,6 +115,8 @@ class Corrected(Wrapped):
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     before: Momentum = state.worker
+    # Heavy ball: u ← m u + g, and u is sent. Nesterov: u ← m (u + g), and u + g is
+    # sent.
     momentum = (
       self.momentum * (before.momentum + grads)
       if self.nesterov

@@ -97,6 +97,7 @@ def two_means(grads: jax.Array) -> jax.Array:
   """
   positive = bitset.count_true(grads >= 0)
   counts = jnp.stack([positive, grads.size - positive])
+  # the mean of no entries is 0, not 0/0
   counts = jnp.maximum(counts, 1).astype(jnp.float32)
   magnitudes = [
     lambda entries: jnp.maximum(entries, 0.0),
@@ -113,6 +114,7 @@ def shift_entries(
   """g′ of Algorithm 1: `grads`, with the worker's two means f32[2] replaced by the averages over all workers."""
   is_positive = grads >= local[0]
   is_negative = (grads <= -local[1]) & (grads < 0)
+  # Algorithm 1 without ε: g′ − g is μ̄₊ − μ₊ where pos, and μ₋ − μ̄₋ where neg.
   up, down = averages - local
   positive = jnp.where(is_positive, up, 0.0)
   return grads + positive - jnp.where(is_negative, down, 0.0)

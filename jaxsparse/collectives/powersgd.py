@@ -129,6 +129,7 @@ class PowerSGD(ByLeaf):
       jax.random.normal(jax.random.fold_in(seed, index), (b, self.rank), jnp.float32)
       for index, (_, b) in enumerate(shapes)
     )
+    # The first step computes L from R, so no L is read before.
     left = (
       tuple(jnp.zeros((a, self.rank), jnp.float32) for a, _ in shapes)
       if self.alternate

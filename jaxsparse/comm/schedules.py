@@ -188,6 +188,7 @@ def rounded_all_reduce_cost(n: int, workers: int) -> Cost:
   """
   return Cost(
     workers - 1 + len(strides(workers)),
+    # two entries a word, in a reduce-scatter and in an all-gather
     2 * math.ceil(n / (2 * workers)) * (workers - 1),
   )
 

@@ -396,7 +396,8 @@ def _with_evidence(
   """Dense, and the methods of the evidence, each with that of its training which took most steps."""
   for row in evidence:
     _check(row)
-  # Sorted by steps, since `_judge` takes the last row: the slowest training.
+  # Sorted by steps, since `_judge` takes the last row: the slowest training. Without
+  # steps, it never got to the loss.
   rows_of_method: dict[str, list[Evidence]] = {}
   for row in sorted(evidence, key=lambda row: row.steps or math.inf):
     rows_of_method.setdefault(row.method, []).append(row)

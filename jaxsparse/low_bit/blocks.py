@@ -281,6 +281,7 @@ class BitBlocks:
     inverses: jax.Array,
   ) -> jax.Array:
     """Q(x), as `decode` returns it, with the steps of the entries."""
+    # the numbers that `decode` makes of the codes, which are not read again
     magnitudes = steps
     if self.bits > 1:
       levels = scaling.levels(x, inverses, self.bits)

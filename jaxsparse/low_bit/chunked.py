@@ -55,7 +55,8 @@ class Pass:
     # A chunk is written in the next step of the loop, from the cache (see `run`).
     def step(chunk: jax.Array, carry: Any) -> Any:
       before, computed = carry
-      # the chunk before; at first, what is there
+      # That of the step before. In the first step `computed` are the entries that the
+      # results have at chunk 0, so that nothing changes.
       last = jnp.maximum(chunk - 1, 0) * CHUNK
       written = self._write(before, last, computed)
       return written, self.compute(chunk * CHUNK, CHUNK, written)

@@ -186,6 +186,7 @@ def root_mean(
     jnp.sqrt(share * of_unit) * (1 / unit)
     for of_unit, unit in zip(squares, UNITS, strict=True)
   )
+  # Below 2⁻⁸⁰ usual squares may underflow, above 2¹⁰⁰ their sum may overflow.
   at_most_usual = jnp.where(of_usual < 2.0**-80, small, usual)
   return jnp.where(of_usual > 2.0**100, large, at_most_usual)
 

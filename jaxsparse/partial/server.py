@@ -66,6 +66,7 @@ class Server:
     most = 1.0
     if limit == "auto":
       limit = LIMIT
+      # times `limit`: 20 s for a worker that was silent for long before
       most = 4.0
     for name, value in (("limit", limit), ("start_timeout", start_timeout)):
       if not value > 0:
@@ -74,6 +75,7 @@ class Server:
     self._limit = limit
     self._network = sockets.Network(keys)
     now = time.monotonic()
+    # A `Controller` expects all its workers; a `Quorum` expects none before it joins.
     times = limit, now, dict.fromkeys(controller.alive, now + start_timeout)
     self._protocol: GroupServer | RoundServer
     if isinstance(controller, Quorum):

@@ -44,6 +44,7 @@ def stack(batches: Iterator, steps: int, length: int) -> ArrayTree:
     jnp.stack(rows) if isinstance(rows[0], jax.Array) else np.stack(rows)
   )
   rows = list(itertools.islice(batches, steps))
+  # The program takes `length` batches, and does not train on the repeated one.
   repeated = rows[-1:] * (length - steps)
   return jax.tree.map(stack_rows, *rows, *repeated)
 
@@ -52,6 +53,7 @@ def join(stacked: ArrayTree, workers: int) -> ArrayTree:
   """Batches with a leading axis of steps as one batch, in which each worker has its rows of all of them."""
 
   def join_leaf(x: np.ndarray) -> np.ndarray:
+    # The first axis of a batch is split over the workers: rows of one are put together.
     rows = x.reshape(len(x), workers, -1, *x.shape[2:])
     return rows.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 

@@ -66,6 +66,8 @@ def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, M
     "dense, 16 bits": before("dense:dtype=bfloat16"),
     "4 bits": before("nbit:bits=4"),
   }
+  # Updates of SGD are gradients times the rate: exchanges before and after it are
+  # alike.
   if optimizer == "sgd":
     return methods | {
       "signs": before("onebit"),
@@ -105,5 +107,6 @@ def _of_updates(
   """An optimizer of each worker's own before an exchange of signs."""
   signs = make_transform("onebit", axis)
   exchange = norm_restored(signs) if restores else signs
+  # Rate 1: the learning rate is in the updates that are exchanged.
   outer = optax.chain(exchange, optax.sgd(1.0))
   return local_steps(optimizer(rate), outer, every=every, apply_residual=True)

@@ -52,6 +52,7 @@ class Row(NamedTuple):
 
   def step_seconds(self, link: Link) -> float:
     """Seconds of a step of one worker with its messages on a link."""
+    # messages one after the other, so that none slows down another one (γ)
     return self.seconds + link.alpha * self.messages + 4 * link.beta * self.words
 
 
@@ -123,6 +124,7 @@ class Race:
       )
     most = lambda above: above.mean() + _two_errors(above)
     good = [row for row in self.rows if most(self.above(row)) <= within]
+    # dense is 0 % above itself: there is a row for each `within` from 0 up
     return min(good, key=lambda row: row.step_seconds(self.links[chosen]))
 
   @property
@@ -133,6 +135,7 @@ class Race:
     for row in self.rows[1:]:
       ratios = self.steps_to_dense(row) / dense
       spread = (float(ratios.mean()), _deviation(ratios))
+      # None where a seed has not reached dense's loss
       steps, deviation = spread if np.isfinite(ratios).all() else (None, None)
       optimizer = f"rate {row.rate:g}"
       task = f"{self.entries:,} parameters"
@@ -164,6 +167,7 @@ class Race:
   def _cells(self, row: Row) -> list[str]:
     losses = self.losses(row)
     above = self.above(row)
+    # * marks a best rate that is the lowest or the highest one tried
     cells = [row.method, f"{row.multiple:g}" + "*" * self.is_at_edge(row)]
     cells += [f"{losses.mean():.4g} ± {_deviation(losses):.1g}"]
     cells += [f"{above.mean():+.1f} ± {_deviation(above):.1f}"]
@@ -187,6 +191,7 @@ class Race:
       notes.append("one seed: nothing is known of the noise")
     elif rows := [row for row in self.rows[1:] if self.is_noise(row)]:
       notes.append(f"within the noise of the seeds of dense: {names(rows)}")
+    # the mean over such seeds says little
     wide = lambda row: _deviation(self.above(row)) > _WITHIN
     if rows := list(filter(wide, self.rows[1:])):
       notes.append(
@@ -204,6 +209,7 @@ class Race:
 
   def plot(self, link: str | None = None) -> Any:
     """A matplotlib figure of the loss over steps, bits, and seconds on a link, its first one by default."""
+    # an optional dependency, for figures alone
     from matplotlib import pyplot
 
     chosen = link or next(iter(self.links))
@@ -219,6 +225,7 @@ class Race:
       axes, ("steps", "bits a parameter", f"seconds, {chosen}"), strict=True
     ):
       ax.set_xlabel(name)
+    # signs send 1/32 of the bits of dense
     axes[1].set_xscale("log")
     axes[0].set_ylabel("loss")
     axes[0].legend()
@@ -227,6 +234,7 @@ class Race:
 
 def _differs(found: Agreement, workers: int) -> bool:
   """Whether the workers' data differ. With the product ρ of two workers' gradients agreement is (1 + (P − 1) ρ) / P."""
+  # ρ of each, which does not depend on P as agreement does
   own, dealt = ((workers * x - 1) / (workers - 1) for x in found)
   return own < _SHARE * dealt - _MARGIN
 
@@ -248,6 +256,7 @@ def _crossing(steps: list[int], losses: list[float], target: float) -> float:
   first = next((i for i, loss in enumerate(losses) if loss <= target), None)
   if first is None:
     return math.nan
+  # the first loss has none before it to interpolate from
   before = losses[first - 1] if first else math.inf
   if not math.isfinite(before):
     return float(steps[first])

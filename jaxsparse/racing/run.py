@@ -131,7 +131,9 @@ def race(
       f"race: methods are {', '.join(map(repr, chosen))}: one has to be 'dense', to compare with"
     )
   places = _links(links, profile)
+  # A file of another race raises before anything is trained.
   kept = _Kept(file, config.key)
+  # Dense first: the others train on until they reach its losses.
   in_order = {DENSE: chosen[DENSE]} | chosen
   left_out = kept.add_missing(config, in_order, budget, progress)
   rows = [kept.rows[name] for name in in_order if name in kept.rows]
@@ -147,6 +149,7 @@ def _links(names: Sequence[str], profile: Profile | None) -> dict[str, Link]:
     if not matched:
       raise ValueError(f"race: links has {name!r}, write 10gbit, 100mbit, or the like")
     number, unit = matched.groups()
+    # β in seconds a byte; γ = 1: transfers do not slow each other down
     found[name] = Link(_ALPHA, 8 / (float(number) * _UNITS[unit]), 1.0)
   if profile:
     found["profile"] = Link(profile.alpha, profile.beta, profile.gamma)
@@ -166,6 +169,7 @@ class _Kept:
     if not self._path or not self._path.exists():
       return
     read = json.loads(self._path.read_text())
+    # Functions and data cannot be compared: the numbers of the race are.
     for name, value in key.items():
       before = read["key"].get(name)
       if before != value:
@@ -194,6 +198,7 @@ class _Kept:
       row, agreements = config.tune(name, method, self.rows.get(DENSE), progress)
       self.rows[name] = row
       self.agreements = self.agreements or agreements
+      # after each method, so that an interrupted race goes on behind it
       self._write()
     return left_out
 

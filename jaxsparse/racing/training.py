@@ -39,7 +39,7 @@ class Setting(NamedTuple):
   where: Any  # a mesh, or a comm that knows its workers
   axis: str
   engine: Engine
-  options: dict[str, Any]  # of `make_train_step`
+  options: dict[str, Any]  # options of `make_train_step`
   given: dict[str, ArrayTree]  # to each step by name, besides those below
   rng: jax.Array | None
   model_state: ArrayTree
@@ -53,7 +53,7 @@ class Program:
 
   def __init__(self, setting: Setting, method: Method):
     self.setting = setting
-    self.chain = functools.partial(method, setting.axis)  # of a rate
+    self.chain = functools.partial(method, setting.axis)  # the chain of a rate
     self.start = jax.jit(self._start)
     self.run = jax.jit(self._run, donate_argnums=1)
 
@@ -124,6 +124,7 @@ class Training:
     while done < until:
       count = min(every, until - done)
       begin = time.perf_counter()
+      # as many keys as the program takes, also if fewer steps are left
       numbers = np.arange(done, done + every)
       keys = None if self.key is None else _fold(self.key, numbers)
       arguments = self.rate, self.trained, keys, stack(self.batches, count, every)
@@ -131,6 +132,7 @@ class Training:
       results = jax.block_until_ready(dispatch(run, *arguments, np.int32(count)))
       self.trained, rows = results
       self.read = jax.tree.map(operator.itemgetter(slice(count)), rows)
+      # the least of all calls, since the first one compiles
       self.seconds = min(self.seconds, (time.perf_counter() - begin) / count)
       done += count
       self.steps.append(done)
@@ -155,6 +157,7 @@ class Training:
     params, state, _ = self.trained
     engine = self.program.setting.engine
     specs = jax.tree.broadcast(placed(state, engine.axis), state)
+    # arrays with a spec have rows of all workers
     size = lambda leaf, spec: leaf.nbytes / (engine.workers if spec else 1)
     total = sum(jax.tree.leaves(jax.tree.map(size, state, specs)))
     return total / count_entries(params)

@@ -19,7 +19,7 @@ from jaxsparse.train.agreement import Agreement, agreements
 from jaxsparse.transform.state import reduce_states
 from jaxsparse.types import check_whole
 
-_EVALUATIONS = 10  # of a training
+_EVALUATIONS = 10  # evaluations of a training
 _HALVED = (2, 5)  # evaluations after which the worse half of the rates ends
 _MORE = 5  # evaluations beyond the steps, for methods above dense
 _ROWS = 4  # batches whose rows the agreement of gradients is measured on
@@ -33,7 +33,7 @@ class RaceConfig(NamedTuple):
   batches: Batches
   steps: int
   rate: float
-  multiples: tuple[float, ...]  # of the rate, from the lowest to the highest
+  multiples: tuple[float, ...]  # multiples of the rate, ascending
   seeds: int
 
   def check(self) -> None:
@@ -68,6 +68,7 @@ class RaceConfig(NamedTuple):
 
   def start(self, seed: int) -> optax.Params:
     """The parameters before the first step."""
+    # A pytree may be callable itself, as a module of Equinox is.
     is_function = callable(self.params) and jax.tree_util.all_leaves([self.params])
     return self.params(seed) if is_function else self.params
 
@@ -85,6 +86,7 @@ class RaceConfig(NamedTuple):
       for multiple in self.multiples
     }
     tried = dict[float, float]()
+    # Successive halving: rates are compared after the same number of steps.
     for count in (*_HALVED, _EVALUATIONS):
       until = min(self.steps, count * self.every)
       for multiple, of_rate in trainings.items():
@@ -99,6 +101,7 @@ class RaceConfig(NamedTuple):
       best = sorted(trainings, key=lambda multiple: tried[multiple])[:wanted]
       trainings = {multiple: trainings[multiple] for multiple in best}
     ((multiple, winners),) = trainings.items()
+    # Only the best rate goes on to the loss of dense.
     if dense:
       self._reach(winners, dense)
     row = self._row(name, program, multiple, sorted(map(list, tried.items())), winners)
@@ -117,6 +120,7 @@ class RaceConfig(NamedTuple):
     """Trains on while a loss is above that of dense from the same seed."""
     at_end = dense.steps.index(self.steps)
     for training, losses in zip(trainings, dense.losses, strict=True):
+      # Any evaluation counts: a loss may rise again after it.
       while training.steps[-1] < self.most and min(training.losses) > losses[at_end]:
         training.go_on(training.steps[-1] + self.every, self.every)
 
@@ -129,8 +133,10 @@ class RaceConfig(NamedTuple):
     trainings: list[Training],
   ) -> Row:
     """What is kept of a method."""
+    # evaluations of the seed that trained longest are the steps of all
     longest = max(trainings, key=lambda training: len(training.steps))
     last = len(longest.steps)
+    # A seed ends once it has reached dense's loss: its later evaluations are missing.
     losses = [one.losses + [math.nan] * (last - len(one.losses)) for one in trainings]
     rate = multiple * self.rate
     words = longest.words()
@@ -138,8 +144,10 @@ class RaceConfig(NamedTuple):
     setting = self.setting
     workers = setting.engine.workers
     cost = count_update(program.chain(rate), params, workers=workers, axis=setting.axis)
+    # words of a step over those of an exchange: 1/H with local steps
     share = words / max(cost.words, 1)
     labels = [one.label for node in reduce_states(state) for one in node.collectives]
+    # simulated workers share a device: a step of all takes P times as long
     simulated = workers if isinstance(setting.where, SimComm) else 1
     return Row(
       name,
@@ -162,6 +170,7 @@ class RaceConfig(NamedTuple):
     given = setting.given | {"rng": setting.rng, "model_state": setting.model_state}
     named = {name: value for name, value in given.items() if value is not None}
     batches = batches_of(self.batches, 0, self.seeds, self.most)
+    # rows of several batches: with few of them agreement is noise
     batch = join(stack(batches, _ROWS, _ROWS), setting.engine.workers)
     several = [self.start(0), training.tenth, training.trained[0]]
     where = setting.where

@@ -143,6 +143,7 @@ def keys_of(x: jax.Array) -> jax.Array:
     Array([1065353216, 1065353216,          0], dtype=int32)
   """
   check_float32(x)
+  # without the sign bit; every NaN becomes one key
   return jnp.minimum(jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF, _NAN)
 
 

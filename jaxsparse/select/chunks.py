@@ -24,7 +24,7 @@ from jaxsparse.sparse import bitset
 from jaxsparse.types import Sparse
 
 _CACHED = 1 << 18  # entries that are read twice by a CPU
-_PIECES = 16  # that TPUs sort, one after the other
+_PIECES = 16  # pieces that TPUs sort, one after the other
 _GROUP = 8  # entries, or maxima, that a GPU compares at once
 _KEY_BITS = 31
 

@@ -34,7 +34,7 @@ Search = Literal["bracket", "bisect", "sort"]
 SHORT = 1 << 14
 """Entries of a block up to which one sort costs less than a search for candidates."""
 
-_SAMPLES = (SHORT, 1 << 16)  # of a block, at least and at most
+_SAMPLES = (SHORT, 1 << 16)  # entries of a sample, at least and at most
 _NO_SLOT = jnp.iinfo(jnp.int32).max
 _DEVIATIONS = 3.5  # a sample is off by more once in 4,000 times
 

@@ -80,6 +80,7 @@ def largest_of_chunks_at_once(blocks: Blocks) -> jax.Array:
   # [count, rows, chunks]: the entries of a chunk are below each other
   keys = pad(keys.reshape(count, length), ((0, 0), (0, rows * chunks - length)))
   magnitudes = coarse(keys, length, chunks).reshape(count, rows, chunks)
+  # The first row has the largest number, so that ties go to the lowest index.
   best = (magnitudes | (mask - iota(rows)[None, :, None])).max(axis=1)
   return _indices_of(best, length, chunks)[blocks.order]
 

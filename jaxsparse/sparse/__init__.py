@@ -144,6 +144,7 @@ def add_rows(rows: Sparse, end: int) -> jax.Array:
     >>> add_rows(Sparse(jnp.array([[0, 2], [2, 3]]), jnp.array([[1.0, 2.0], [4.0, 8.0]])), end=3)
     Array([1., 0., 6.], dtype=float32)
   """
+  # Row by row: in one scatter the order of equal indices is unspecified (Law R).
   add_row = lambda total, row: (add(total, *row), None)
   return varying.scan(add_row, jnp.zeros(end, jnp.float32), rows)[0]
 

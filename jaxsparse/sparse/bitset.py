@@ -267,6 +267,7 @@ def _running_sum_of_lanes(x: jax.Array) -> jax.Array:
   for step in (1, 2, 4, 8, 16, 32, 64):
     shifted = jnp.pad(sums[:, :-step], ((0, 0), (step, 0)))
     sums += shifted
+  # what all rows before each one add: a running sum of 1/128 as many numbers
   if x.size > _LANES:
     totals = sums[:, -1]
     sums += (_running_sum_of_lanes(totals) - totals)[:, None]

@@ -194,6 +194,7 @@ class _ByChunk(_Formatted):
 
   def _write_indices(self, indices: jax.Array) -> tuple[jax.Array, None]:
     chunks = indices.shape[1]
+    # Chunk j has the entries j, j + c, j + 2c, …, so the quotient by c is the position.
     positions = jnp.where(
       indices < self.length, indices // chunks, self._no_position(chunks)
     )

@@ -105,6 +105,7 @@ def after(
 ) -> list[np.ndarray]:
   """New arrays: the inverse of `difference`."""
   new = [array.copy() for array in old]
+  # pieces are views of `new`, which is written in place
   for piece in _pieces(new):
     changed, numbers, words = unpack(words, piece.size)
     # undoes the zigzag: 1, 2, 3, 4 are −1, 1, −2, 2
@@ -169,9 +170,11 @@ def _pack_pairs(words: np.ndarray) -> np.ndarray | None:
   """The two values of each block and a bit for each word; None where a block has more."""
   if not words.size:
     return None
+  # The padding repeats the last word, and so adds no value to its block.
   blocks = np.pad(words, (0, -words.size % _BLOCK), "edge").reshape(-1, _BLOCK)
   first = blocks[:, :1]
   are_first = blocks == first
+  # the first word of another value; the first value again where there is none
   other = np.take_along_axis(blocks, are_first.argmin(axis=1)[:, None], axis=1)
   if not (are_first | (blocks == other)).all():
     return None

@@ -81,11 +81,13 @@ def quantize_magnitudes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     ([[1, 15, 0, 1]], 1.0499999523162842)
   """
   magnitudes = jnp.abs(values)
+  # The bits of floats ≥ 0, as integers, have the order of their values.
   keys = jax.lax.bitcast_convert_type(magnitudes, jnp.int32)
   is_zero = magnitudes == 0
   no_key = jnp.iinfo(jnp.int32).max
   least = jnp.min(jnp.where(is_zero, no_key, keys), axis=1, keepdims=True)
   most = jnp.max(keys, axis=1, keepdims=True)
+  # + 1, so that the largest key falls into the last bin
   width = jnp.maximum(most - least, 0) // MAGNITUDES + 1
   bin_of_value = jnp.where(is_zero, 0, (keys - least) // width + 1)
   unit = unit_of(jnp.max(magnitudes, axis=1, keepdims=True))

@@ -45,6 +45,8 @@ class Residual(NamedTuple):
     worker, device = divmod(index, devices)
     # Old workers w, w + P′, … go to worker w, each device's piece to the same device.
     indices = [old * devices + device for old in range(worker, self.workers, workers)]
+    # The only row, 0, stands for all: that of a rank of MPI, or the zeros of a leaf
+    # without a residual.
     held = len(self.rows)
     owed = [self.rows[row % held].astype(np.float64) for row in indices]
     # A sum that began with 0 would make 0 of -0.

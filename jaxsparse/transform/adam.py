@@ -149,7 +149,7 @@ class _WindowAdam(NamedTuple):
     average: ArrayTree,
     nu: jax.Array,
   ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Adam's update of one leaf, in its dtype, and its averages."""
+    """The update of one leaf, in its dtype, and the next m, a and v, as `scale_by_window_adam` defines them."""
     dtype = average.dtype
     # The corrections are powers of decays by this count: float64 where x64 is on.
     count = step.astype(jnp.result_type(float))
@@ -158,17 +158,19 @@ class _WindowAdam(NamedTuple):
     real = jnp.finfo(dtype).dtype
     given = self.b1, self.b2, self.eps
     b1, b2, eps = (_cast_number(x, real) for x in given)
-    later = lambda x, decay: optax.tree.bias_correction(
+    corrected = lambda x, decay: optax.tree.bias_correction(
       x, _cast_number(decay, count.dtype), count
     )
     wide = grad.astype(dtype)
     # Momentum is that of g itself: an average of averages would come later.
     mu = optax.tree.update_moment(wide, mu.astype(dtype), b1, 1)
     average = optax.tree.update_moment(wide, average, window_decay, 1)
-    recent = later(average, window_decay)
+    # v is of the squares of â, not of g: â has about the noise of the mean gradient of
+    # all workers.
+    recent = corrected(average, window_decay)
     # |â|² of a complex entry, where a plain square would be complex.
     nu = optax.tree.update_moment_per_elem_norm(recent, nu, b2, 2)
-    scaled = later(mu, b1) / (jnp.sqrt(later(nu, b2)) + eps)
+    scaled = corrected(mu, b1) / (jnp.sqrt(corrected(nu, b2)) + eps)
     return scaled.astype(grad.dtype), mu, average, nu
 
   def _stored(self, mu: optax.Updates) -> optax.Updates:

@@ -130,7 +130,8 @@ class Exchange:
   def kinds(self, given: Given) -> list[Callable[[LocalState], Stepped]]:
     """A step without an exchange, and the exchange of each fragment."""
     agree = functools.partial(self.agree, given=given)
-    # A fragment without entries has none to mark with NaN.
+    # An exchange says with NaN in its entries that a worker skips the step. A fragment
+    # without entries sends none: its workers agree as in a step without an exchange.
     return [agree] + [
       functools.partial(self.exchange, fragment, given=given)
       if self.fragments.has_entries(given.params, fragment)

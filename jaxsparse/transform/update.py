@@ -75,6 +75,7 @@ def collective_transform(
   shardings: SpecTree = None,
 ) -> Transform:
   """The transform that averages gradients with `collective` over the workers of `axis`; see `js.make_transform`."""
+  # `special` names the collectives of some leaves, `collective` is that of the rest.
   assignment = (
     assign_collectives(collective, special) if special else Assignment([collective])
   )

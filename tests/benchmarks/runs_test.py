@@ -263,7 +263,7 @@ def test_elastic_loses_what_a_worker_owes_and_nothing_else(lab, tmp_path):
 @commands.needs_lab
 def test_rounds_lose_no_worker_but_the_killed_one(tmp_path):
   flags = (
-    "--parts=goodput,vector,interrupted",
+    "--parts=goodput,vector,interrupted,fetches",
     "--workers=3",
     "--quorum=2",
     "--seconds=4",
@@ -288,6 +288,10 @@ def test_rounds_lose_no_worker_but_the_killed_one(tmp_path):
     "onebit, H = 5"
   ] * 3
   assert all(one["equal"] and one["again"] is not None for one in found["interrupted"])
+  one, several, links = found["fetches"]
+  # a float32 and a bit for each of 1,000 entries, and what headers take
+  assert one["megabytes"] > 0.004 > several["megabytes"] - 0.004 > 0
+  assert links["megabytes"] < 0.002
   (recovery,) = found["recoveries"]
   assert recovery["round"] > 0
   assert recovery["joined"] > 0

@@ -15,6 +15,7 @@ from tests.partial.rounds_protocol_test import (
   LASTING,
   PASSING,
   ROUNDS,
+  Reader,
   check_residuals,
   lineage_of,
 )
@@ -51,6 +52,9 @@ class Network(rounds_protocol_test.Network):
 
   def send(self, connection, frame):
     return connection[1] == FORGER or super().send(connection, frame)
+
+  def process_at(self, address):
+    return None if address == ADDRESS else super().process_at(address)
 
   def disturb(self, kind):
     if kind == "forges":
@@ -154,11 +158,14 @@ def test_a_member_that_lies_stops_no_rounds_and_nothing_is_counted_twice(
   network.processes.pop()
   for kind in disturbances:
     network.at(network.random.random() * 30, None, network.disturb, kind)
+  reader = Reader(network)
   run_until_goal(network)
   for process in network.living():
     assert not process.failed
     process.check()
-  check_residuals(network, network.living()[0].anchor)
+  anchor = network.living()[0].anchor
+  reader.check_is_late(anchor)
+  check_residuals(network, anchor)
 
 
 @pytest.mark.parametrize("seed", range(4))

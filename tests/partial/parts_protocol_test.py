@@ -2,7 +2,8 @@
 
 - the training loops of all parts go on from the same round at the same step;
 - a round is skipped in all parts of its members or in none;
-- a worker that loses a part ends as a whole.
+- a worker that loses a part ends as a whole;
+- a reader is told that each part has a part of the anchor, and reads none.
 """
 
 import collections
@@ -39,7 +40,7 @@ from jaxsparse.partial.rounds.protocol import RoundRequest
 from jaxsparse.partial.rounds.run import Done
 from tests.partial import protocols_test, rounds_protocol_test
 from tests.partial.protocols_test import LATENCY, LIMIT, TIMEOUT
-from tests.partial.rounds_protocol_test import DISTURBED
+from tests.partial.rounds_protocol_test import DISTURBED, Reader
 
 
 class Part(rounds_protocol_test.Process):
@@ -396,7 +397,12 @@ def test_the_parts_of_a_worker_go_from_round_to_round_together_and_nothing_is_lo
   network = Network(parts, random, workers, workers // 2 + 1, servers)
   for kind in disturbances:
     network.at(random.random() * 30, None, network.disturb, kind)
+  reader = Reader(network)
   rounds_protocol_test.run_until_goal(network, seconds=200)
+  assert reader.anchor.rounds == ()
+  assert set(reader.refusals) == {
+    "Follower: workers of several processes have a part each"
+  }
   for process in network.processes:
     assert process.dead or not process.failed
     if not process.dead:

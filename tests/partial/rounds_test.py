@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 import jaxsparse as js
-from jaxsparse.partial.net import messages
+from jaxsparse.partial.net import messages, sockets
 from jaxsparse.partial.net.messages import Piece, PieceKind
 from jaxsparse.partial.rounds import checks, exchanger
 from jaxsparse.partial.rounds import worker as rounds
@@ -660,6 +660,40 @@ def test_a_worker_that_leaves_delivers_every_fragment():
       own = worker.step(plus(own, 1.0))
     left = worker.leave(plus(own, 1.0))
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y + 3), left, START)
+
+
+def test_a_worker_that_leaves_waits_for_its_last_round_as_long_as_its_messages_take(
+  monkeypatch,
+):
+  """Longer than `timeout`, once messages have taken longer at 5 Mbit/s; not again for each fragment."""
+  waits = []
+  with (
+    serve(2, grace=0.5) as server,
+    join(server, 0, every=2, fragments=2, timeout=1.0) as worker,
+  ):
+    late = lambda *facts: waits.append(facts[-1]) or messages.Next.LATER
+    monkeypatch.setattr(rounds.processes, "take", late)
+    worker._membership.timeout = 300.0
+    worker.leave(worker.params)
+  assert waits == [300.5]
+
+
+def test_a_worker_that_leaves_sends_its_last_messages_as_long_as_they_take(monkeypatch):
+  states = []
+  until = None
+
+  def sending(_):
+    nonlocal until
+    until = until or time.monotonic() + 1.0
+    states.append(time.monotonic() < until)
+    return states[-1]
+
+  with serve(1) as server, join(server, 0, every=2, timeout=0.2) as worker:
+    worker._membership.timeout = 300.0
+    monkeypatch.setattr(sockets.Peers, "sending", property(sending))
+    worker.leave()
+  assert states[0]
+  assert not states[-1]
 
 
 @pytest.mark.parametrize("for_good", [True, False])

@@ -56,6 +56,8 @@ class GTopk(SelectingCollective):
       # Messages have entries in the order of their indices.
       chosen = sparse.as_row(sparse.merge(chosen, n))
     total, returned = self._merge(comm, chosen, writer, n)
+    # What this worker's merges dropped or rounded off is returned to it. An entry that
+    # it sent and that is not in the total stays in its residual.
     residual = pending_returned(acc, total.indices, chosen.indices, returned)
     counters = self.count(comm, n, selected=selected, delivered=sparse.count(total, n))
     return SparseReduced(total, State(residual, memory, writer.next_step), counters)

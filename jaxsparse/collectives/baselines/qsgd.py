@@ -169,6 +169,7 @@ def quantize(
     >>> quantize(jnp.array([0.7, 0.7]), jnp.array([0.0, -2.0]), jnp.float32(0.5), levels=4)
     Array([ 0, -4], dtype=int32)
   """
+  # Scale 0 means x = 0, whose levels are 0 for any divisor.
   divisor = jnp.where(scale == 0, 1.0, scale)
   level = jnp.floor(jnp.abs(x) / divisor + drawn)
   return (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)

@@ -107,6 +107,7 @@ class TopkDSA(SelectingCollective):
     )
     # all-gather of the sums, as entries or, where these are too many, as a vector
     sums = writer._replace(codec=codec_of(self.wire, length))
+    # ⌈k/P⌉, the slots of a message if the chosen entries were spread evenly
     even = -(-k // size)
     most = size * capacities[-1]
     total, rounded_off, words = _gather(
@@ -117,6 +118,7 @@ class TopkDSA(SelectingCollective):
     kept = sparse.count(sent, n)
     counters = Counters(
       words_sent=saturated_sum(split_words, words),
+      # entries of other regions, as a share of a message of `even` slots
       words_used=saturated_sum(
         writer.words_used(kept - fitting[comm.rank], even), words
       ),
@@ -179,6 +181,7 @@ def _gather(
   fullest = comm.all_reduce(bitset.count(chosen), "max")
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
+    # the capacity of a dense region, which is sent as a vector
     if capacity == length:
       words = saturated_product(length, size - 1)
       regions = in_rank_order(comm, all_gather(comm, region_sums)).reshape(-1)

@@ -223,6 +223,7 @@ class OkTopk(EncodingCollective):
   ) -> tuple[jax.Array, jax.Array]:
     """The global threshold b, exact every τ′ steps, and the number of sums of each worker that reach it."""
     last = reused.threshold
+    # Algorithm 1: the last threshold as it is, and how many sums reach it.
     follow = lambda: (last, count_reaching(comm, sums, last, n))
     if self.nudge == "search":
       follow = lambda: search_near(comm, sums, last, k, n)

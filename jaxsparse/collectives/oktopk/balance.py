@@ -75,6 +75,7 @@ def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
 
 def floor_mean(comm: Comm, x: jax.Array) -> jax.Array:
   """⌊Σ_w x_w / P⌋ of i32 arrays; the sum may exceed int32."""
+  # x = quotient · P + rest: the sums of both fit in int32
   parts = jnp.stack([x // comm.size, x % comm.size])
   quotient, rest = comm.all_reduce(parts)
   return quotient + rest // comm.size

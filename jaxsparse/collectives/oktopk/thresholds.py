@@ -56,12 +56,14 @@ def kth_of_all(
     The magnitude f32[], 0 if there are fewer than k entries, and the number of entries
     of each worker that reach it, i32[P].
   """
+  # −1: an empty slot reaches no candidate
   keys = jnp.where(entries.indices < end, keys_of(entries.values), -1)
 
   def decide(step: jax.Array, key: jax.Array) -> jax.Array:
     shift = 31 - _DIGIT * (step + 1)
     candidates = key | (jnp.arange(1, 2**_DIGIT, dtype=jnp.int32) << shift)
     reached = comm.all_reduce(_count_reaching(keys, candidates))
+    # Candidates ascend, so the digit is how many of them k entries reach.
     return key | (jnp.sum(reached >= k, dtype=jnp.int32) << shift)
 
   # Keys have 31 bits: six digits of five, the highest first, and the lowest bit.

@@ -291,6 +291,7 @@ def reduce_scatter(
   not_sent = own_block._replace(
     indices=jnp.full_like(own_block.indices, writer.codec.length)
   )
+  # Bags were sent from the last rows to the first: reversed they are rows 1 … P − 1.
   return (
     acc,
     sparse.concatenate([own_block, *reversed(bags)]),

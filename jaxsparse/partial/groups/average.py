@@ -75,6 +75,7 @@ class Average:
       if member != self._me:
         part = self._model[shard]
         yield member, Piece(PieceKind.PART, self.group.number, self._me, part)
+    # A group of one has all parts already.
     yield from self._send_mean()
 
   def receive(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
@@ -107,6 +108,7 @@ class Average:
     if len(self._parts) < len(group.members):
       return
     total = np.float32(group.initial) * self._initial
+    # in the order of members, whatever came first: sums are reproducible
     for member, weight in zip(group.members, group.weights, strict=True):
       total += np.float32(weight) * self._parts[member]
     self.result[self._shards[self._me]] = total

@@ -95,6 +95,8 @@ class BaseWorker(abc.ABC):
       self.refused = 0
     else:
       vector, iteration = self._replace(vector, iteration)
+    # All others wait in `synchronize`: this worker joins them with the model that it
+    # got.
     if kind == WorkerMessage.SYNCHRONIZE or is_finite:
       vector, iteration = self._ask(kind, vector, iteration)
     return self._unflatten(vector), iteration

@@ -202,6 +202,7 @@ class Controller:
     if group is None or group.number != number:
       raise Rejected(f"stale: worker {worker} is not in group {number!r}")
     del self._group[worker]
+    # the same iteration may be signalled again
     self._last[worker] -= 1
     self._begin_to_connect()
     return self._form_groups()
@@ -242,6 +243,7 @@ class Controller:
       )
     self._check_not_ready(worker)
     last = self._last[worker]
+    # `synchronize` may follow a group without an iteration in between
     again = queue is self._for_all and worker in self._group
     if iteration <= last - again:
       raise Rejected(
@@ -283,6 +285,7 @@ class Controller:
     while members := self._next_members():
       formed.append(self._make_group(members, self._queue, self._weigh))
       self._connect(members)
+    # Algorithm 2, line 8 of the worker: the average of all, once all have asked for it.
     if self._for_all and not self._active:
       formed.append(
         self._make_group(list(self._for_all), self._for_all, constant_weights)
@@ -311,10 +314,13 @@ class Controller:
     elsewhere = lambda workers: [
       worker for worker in workers if self._component[worker] != self._component[head]
     ]
+    # §4: after T groups that did not connect all, or with a worker that was absent, the
+    # group has to join two components.
     due = self._count >= self.window or not self._absent.isdisjoint([head, *others])
     if due and not elsewhere(others):
       if bridges := elsewhere(rest):
         others[-1] = bridges[0]
+      # nobody to wait for if all workers of other components are absent
       elif not self._absent.issuperset(elsewhere(self._active)):
         return []
     return [head, *others]
@@ -322,6 +328,7 @@ class Controller:
   def _connect(self, members: list[int]) -> None:
     """Joins the components of the members of a group."""
     self._component.update(
+      # an absent worker is a component of its own again
       {member: member for member in self._absent.intersection(members)}
     )
     self._absent.difference_update(members)

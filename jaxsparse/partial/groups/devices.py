@@ -203,6 +203,7 @@ class Devices:
     sharding = NamedSharding(mesh, _SPLIT)
 
     def mean(model: jax.Array, initial: jax.Array, weights: jax.Array) -> jax.Array:
+      # The array is split over the group: each device has one row.
       weight, of_initial = weights[0]
       return jax.lax.psum(weight * model, _AXIS) + of_initial * initial
 

@@ -212,6 +212,7 @@ class GroupProtocol(WorkerProtocol[Average]):
     average = self._run = Average(
       group, self.membership.number, self.model.vector, self.initial
     )
+    # generators, which run behind `begin`: the own parts are sent first
     early = [average.receive(part) for part in self._early.take(group.number)]
     self._progress(average, itertools.chain(average.begin(), *early))
 

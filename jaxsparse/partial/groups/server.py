@@ -96,6 +96,7 @@ class GroupServer:
         member.seeks = False
         self._announce(groups)
       case WorkerMessage.FAILED:
+        # Groups in messages are counted from `first`, those of the controller from 1.
         groups = self._controller.failed(worker, value - self._first)
         self._abort(worker, member.group)
         self._announce(groups)

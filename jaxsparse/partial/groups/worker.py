@@ -91,7 +91,9 @@ class Worker(BaseWorker):
     super().__init__(number, initial.size, unflatten)
     self._file = None if save is None else pathlib.Path(save)
     if self._file:
+      # left by a process that was killed while it wrote
       saving.remove_temporary(self._file)
+    # The longest message is the model of a donor.
     endpoint = self._endpoint = Endpoint(
       [address], bind, keys, initial.nbytes + messages.LONGEST, timeout
     )

@@ -108,6 +108,7 @@ class Alike(NamedTuple):
     values = list[str]()
     parts = leaves_by_name(params if start is None else start)
     for name, leaf in leaves_by_name(params).items():
+      # values in float32: the layout compares dtypes
       checksum = zlib.crc32(
         np.ascontiguousarray(np.asarray(parts[name], np.float32)).data
       )
@@ -149,6 +150,7 @@ class Alike(NamedTuple):
       >>> Alike.of(np.zeros(2)).difference(Alike.of(np.zeros(3)), at_start=True)
       'params of float32[2], the others have params of float32[3]'
     """
+    # After the start a worker gets the values of a donor in place of its own.
     parts = [(self.layout, others.layout), *[(self.start, others.start)] * at_start]
     pairs = itertools.chain(
       *(itertools.zip_longest(*part, fillvalue="nothing") for part in parts)

@@ -50,8 +50,8 @@ class Endpoint:
     bind: the address at which other workers reach this one.
     keys: CURVE keys of the run.
     longest: bytes of the longest piece.
-    timeout: `Membership.timeout`; also the seconds that a worker that leaves waits for
-      its last pieces to be sent.
+    timeout: `Membership.timeout` at the start. A worker that leaves waits at most as
+      long as it is at the end for its last pieces to be sent.
 
   Attributes:
     address: where other workers reach this one, with the port.
@@ -136,6 +136,7 @@ class Endpoint:
     """Gives the protocol an event."""
     self._events.put(event)
     with self._lock:
+      # A ZeroMQ socket serves one thread at a time, hence the lock.
       if not self._closing:
         self._wake_up.send(b"")
 
@@ -146,6 +147,7 @@ class Endpoint:
       queue.Empty: if there is none for so many seconds.
     """
     if isinstance(answer := self._answers.get(timeout=seconds), Exception):
+      # every later request gets it, too
       if answer is self._last_answer:
         self._answers.put(answer)
       raise answer
@@ -202,7 +204,7 @@ class Endpoint:
     """Closes the sockets after the last pieces have been sent to the workers that take them."""
     with self._lock:
       self._closing = True
-    end = time.monotonic() + self.timeout
+    end = time.monotonic() + self._protocol.membership.timeout
     try:
       while self._peers.sending and time.monotonic() < end:
         self._network.wait(0.01)

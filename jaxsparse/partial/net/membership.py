@@ -43,7 +43,7 @@ _BEATS = 5  # heartbeats in the time after which the server drops a silent worke
 _PULSE = 1.0
 _RIVALRY = 4  # times `limit`, for which a rival of a living worker is remembered
 _SILENCES = 3  # times the longest silence lately, after which one is lost
-_DECAY = 0.99  # of a silence at each message: half in a minute of heartbeats
+_DECAY = 0.99  # factor of a silence at each message: half in a minute of heartbeats
 _PROBES = 10  # heartbeats of the server to each worker in `limit` seconds
 # words of early pieces beside their entries: some thousands without entries
 _EARLY_WORDS = 1 << 20
@@ -207,6 +207,7 @@ class Membership:
     self.state = "joined"
     self.limit = limit
     self.most = most
+    # silences of another server say nothing about this one
     self.silence = 0.0
     self._heard = self.now
     self.donor = donor
@@ -223,6 +224,8 @@ class Membership:
   @property
   def donors(self) -> list[str]:
     """The addresses of those that are asked."""
+    # links of the first one; after one attempt in vain slices of all; then the first
+    # one's anchor
     return (self.donor or "").split()[: None if self.in_vain == 1 else 1]
 
   def fetch(self, round_: int = 0, id_: int = 0) -> None:
@@ -234,6 +237,8 @@ class Membership:
     self.state = "fetching"
     self.fetches_since = self.now if self.fetches_since is None else self.fetches_since
     self._await_donor()
+    # The donor may have no links: after one fetch in vain the anchor itself is asked
+    # for.
     has = (-1, 0) if self.in_vain else (self.position.round, id_)
     for request in transfers.requests(self.donors, round_, self.number, *has):
       self.send(*request)
@@ -356,6 +361,7 @@ class WorkerProtocol(Generic[E]):
     membership = self.membership
     match event:
       case Answer(kind, content):
+        # addresses first: an answer with a group needs them
         membership.learn(content.get("addresses", {}))
         self._take_answer(kind, content)
         membership.hear()
@@ -373,6 +379,7 @@ class WorkerProtocol(Generic[E]):
     if membership.state == "ended":
       return
     membership.tick(now)
+    # A worker that has joined and exchanges nothing awaits no other worker.
     if now > membership.peer_until and (self._run or membership.state != "joined"):
       self._give_up()
     elif now > membership.server_until:
@@ -470,6 +477,7 @@ class Members(Generic[M]):
       )
       return
     member = self.known.get(signal.worker)
+    # Only messages by the connection that has joined are signs of life.
     if member and member.connection == connection:
       member.silence = max(now - member.heard, _DECAY * member.silence)
       member.heard = now
@@ -508,6 +516,7 @@ class Members(Generic[M]):
 
   def tell_group(self, group: WorkerGroup) -> None:
     """Tells the members that they are a group, and each one the addresses that it has not been told."""
+    # Members that were told equally much get one frame, which is packed once.
     by_told = dict[int, list[M]]()
     for worker in group.members:
       by_told.setdefault(self.known[worker].told, []).append(self.known[worker])
@@ -521,6 +530,7 @@ class Members(Generic[M]):
         ServerMessage.GROUP, **group._asdict(), addresses=addresses
       )
       for member in members:
+        # else it gets these addresses with its next group
         if self.send(member.connection, frame):
           member.told = self._changes
 
@@ -544,6 +554,8 @@ class Members(Generic[M]):
         if at > self.now - _RIVALRY * self.limit
       }
       asked = member.rivals.setdefault(connection, self.now)
+      # The member was heard after its rival had asked, and its connection is there:
+      # both live.
       if member.heard > asked and self.send(
         member.connection, messages.pack_answer(ServerMessage.BEAT)
       ):
@@ -554,6 +566,7 @@ class Members(Generic[M]):
       raise Rejected(
         f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s"
       )
+    # without its own number: a worker that joins again replaces itself
     others = [known for number, known in self.known.items() if number != worker]
     if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
       raise Rejected(f"unlike: worker {worker} has {unlike}")

@@ -310,6 +310,7 @@ def parse_signal(frames: list[bytes]) -> Signal:
     Rejected: if it is not exactly one signal, or has a number that no worker has.
   """
   try:
+    # ValueError for any other number of frames
     (frame,) = frames
     head, text = frame[: _SIGNAL.size], frame[_SIGNAL.size :].decode()
     kind, worker, value, *position, digest, missing = _SIGNAL.unpack(head)
@@ -330,6 +331,7 @@ def parse_signal(frames: list[bytes]) -> Signal:
   except (ValueError, struct.error) as error:
     shown = [frame[:60] for frame in frames[:2]]
     raise Rejected(f"malformed: {shown} is no signal") from error
+  # behind `except`, since Rejected is a ValueError, whose reason it would replace
   for (name, (least, most)), number in zip(
     _BOUNDS.items(), signal.numbers, strict=True
   ):
@@ -433,7 +435,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
   "alive": is_whole,
   "next": lambda value: value in [*Next],
 }
-_LAST_ROUND = {"round", "base", "digest", "run"}  # of rounds, which come together
+_LAST_ROUND = {"round", "base", "digest", "run"}  # fields that come together
 _REQUIRED: dict[ServerMessage, set[str]] = {
   ServerMessage.WELCOME: {"limit", "donor"},
   ServerMessage.GROUP: {*WorkerGroup._fields, "addresses"},
@@ -511,11 +513,13 @@ def _to_runs(values: Sequence[float], step: int) -> list[list[Any]]:
     >>> _to_runs((3, 4, 5, 9), 1), _from_runs([[3, 3], [9, 1]], 1)
     ([[3, 3], [9, 1]], (3, 4, 5, 9))
   """
+  # the key is constant as long as the values rise by `step`
   runs = itertools.groupby(enumerate(values), lambda item: item[1] - step * item[0])
   return [[next(run)[1], 1 + sum(1 for _ in run)] for _, run in runs]
 
 
 def _from_runs(runs: list[list[Any]], step: int) -> tuple[Any, ...]:
+  # before the tuple is made: a few bytes could ask for a huge one
   if sum(length for _, length in runs) > MOST_MEMBERS:
     raise ValueError(f"more than {MOST_MEMBERS} members")
   return tuple(

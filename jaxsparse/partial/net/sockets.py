@@ -252,6 +252,7 @@ class Network:
     """The next message; [] for one that says it is of another worker than that whose key has sent it."""
     if socket not in self._bound:
       return socket.recv_multipart(zmq.NOBLOCK)
+    # frames in place of bytes: the key that sent them is a property of a frame
     received = socket.recv_multipart(zmq.NOBLOCK, copy=False)
     frames = [frame.bytes for frame in received]
     key = str(received[-1].get("User-Id")).encode()

@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxsparse.partial.net.messages import Piece, PieceKind
 
-MOST_DONORS = 4  # of one worker at a time
+MOST_DONORS = 4  # donors of one worker at a time
 PREFIX = 8  # words of the integers
 STALLED = 10.0  # seconds without a byte of a donor after which a worker asks again
 # seconds that a request waits for the anchor of a round that this worker may hear of
@@ -76,7 +76,7 @@ class Assembly:
 
   def __init__(self, longest: int):
     self._longest = longest
-    self._chunks = dict[str, list[Piece]]()  # of the last model or slice, by donor
+    self._chunks = dict[str, list[Piece]]()  # chunks of the last model or slice
 
   def add(self, donor: str, chunk: Piece, donors: Sequence[str]) -> Piece | None:
     """The model, if this is the last chunk; one that follows no other begins a model, or a slice.
@@ -108,6 +108,7 @@ class Assembly:
     first, *others = [
       np.concatenate([piece.values for piece in part]) for part in parts
     ]
+    # The prefix of the first slice describes the whole; the others are dropped.
     return chunk._replace(
       values=np.concatenate([first, *(other[PREFIX:] for other in others)])
     )
@@ -142,6 +143,7 @@ class Transfers:
     None for none; to be called once the last one has the model.
     """
     for peer, (request, until) in self._waiting.items():
+      # after `_PATIENCE` the peer gets the anchor that there is
       if request.number <= round_ or now > until:
         del self._waiting[peer]
         return peer, request

@@ -98,10 +98,11 @@ class OwnAnchor:
     self._before = self.anchor, self.given
     self.anchor = result.anchor
     self._digest = digest
-    self.delivered = result._replace(totals=())  # which are large
+    self.delivered = result._replace(totals=())  # totals are large
     self.group = group
     self._is_restored = False
     most = self.outer.size(self.anchor)
+    # Links of more bytes than the anchor are never sent.
     while sum(link.nbytes for link in self._links) > most:
       self._links.popleft()
     self._links.append(RoundLink.of(group, result))
@@ -116,6 +117,7 @@ class OwnAnchor:
     """The result that has counted last differs from that of most members: the anchor is again that before."""
     assert self._before is not None
     before, _ = self._before
+    # the link of the round whose result differs
     self._links.pop()
     self.anchor = self.outer.with_residual(before, self.anchor)
     return self.anchor.position
@@ -152,6 +154,7 @@ class OwnAnchor:
       else:
         found = digests.digest([words])
         anchor = self.outer.unpack(words.tobytes(), self.anchor)
+    # The bytes may be forged: whatever parsing raises is a refusal.
     except (IndexError, StopIteration, TypeError) as error:
       raise ValueError(str(error)) from error
     if found != digest:
@@ -165,6 +168,7 @@ class OwnAnchor:
     anchor = self.anchor
     if not anchor.lineage.includes(start):
       raise ValueError(f"its links begin at another round {start.round}")
+    # Links may begin before the last round of this worker.
     missed = links[anchor.position.round - start.round :]
     for link in missed:
       anchor = link.follow(self.outer, anchor)
@@ -197,6 +201,7 @@ class OwnAnchor:
       )
     if anchor.lineage.conflicts(mine.lineage):
       anchor = self._change_branch(anchor)
+    # The run knows of a later round of this worker, in which its residual was given.
     if anchor.residual_group != anchor.latest.get(self._number, 0):
       anchor = self._drop_residual(anchor)
     if not links:  # an anchor, perhaps of another branch
@@ -279,6 +284,7 @@ class OwnAnchor:
   def _links_from(self, start: Lineage) -> np.ndarray:
     """The links of all rounds after one, if they are here, and fewer bytes than the anchor; else no words."""
     count = self.anchor.position.round - start.round
+    # a count below 1 takes other links, and `is_known` is false then
     links = [*self._links][-count:]
     is_known = 0 < count == len(links) and self.anchor.lineage.includes(start)
     if is_known and all(link.words is not None for link in links):

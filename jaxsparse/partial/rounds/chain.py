@@ -59,6 +59,7 @@ class RoundLink:
   def pack(self, most: int) -> None:
     """Packs the totals, unless that takes `most` bytes or more."""
     packed = [packing.compress(_words_of(total)) for total in self.totals]
+    # each with its length before it, by which `_split` finds the next one
     sized = [np.append(np.uint32(part.size), part) for part in packed]
     words = np.concatenate([np.empty(0, np.uint32), *sized])
     self.totals = ()
@@ -74,9 +75,11 @@ class RoundLink:
     after, fragment = outer.follow(anchor, self.size, self.number, take)
     part = outer.fragments.part(anchor.params, fragment)
     like = flatten(part)[0]
+    # Behind the totals of the outer step comes what links have moved.
     for words in parts:
       after = subtract(outer, after, part, _array_of(words, like))
     moved = after.has_moved(self.members, self.number)
+    # This worker was not in the round: its residual is that of an earlier one.
     return moved._replace(residual_group=anchor.residual_group)
 
 
@@ -84,6 +87,7 @@ def pack(start: Lineage, links: list[RoundLink]) -> np.ndarray:
   """u32[m]: links from the round of `start` on, all of them packed."""
   fields = [(link.number, link.size, link.members, link.nbytes // 4) for link in links]
   text = json.dumps([start.round, start.id, fields])
+  # JSON ignores the spaces that fill the last word.
   header = np.frombuffer((text + " " * (-len(text) % 4)).encode(), np.uint32)
   first = np.array([0, header.size], np.uint32)
   return np.concatenate([first, header, *(link.words for link in links)])

@@ -113,6 +113,7 @@ def halve_step(step: Callable, operands: tuple) -> tuple[replication.Halves, Any
   outer = operands[3]
   checked = check_alike(step, outer)
   closed, shapes = jax.make_jaxpr(checked, return_shape=True)(*operands)
+  # one spec for each input of the jaxpr
   specs = jax.tree.leaves(jax.tree.broadcast(_specs(outer), operands))
   varying = list(map(replication.axes_of_spec, specs))
   return replication.halve(closed, varying, PEERS), shapes
@@ -172,6 +173,7 @@ def check_state(
   for name in _REAL:
     if not np.isfinite(state[name]).all():
       raise ValueError(f"Rounds: the {name} in the state has NaN or Inf")
+  # last, since the errors before name what is wrong
   if int(state["digest"]) != (digest := _digest(state)):
     raise ValueError(
       f"Rounds: the state has changed since it was saved, its digest is {digest:08x} in place of "

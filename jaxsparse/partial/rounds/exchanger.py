@@ -70,6 +70,8 @@ class Exchanger(OwnAnchor):
       size = len(group.members)
       # a link gives all by itself
       weight = 0.0 if self.is_link else group.weights[rank]
+      # All members send the messages of these three in this order, and number them
+      # alike.
       result = self.outer.run(
         anchor, given, weight, size, rank, group.number, run.exchange
       )

@@ -75,6 +75,7 @@ class Follower:
       raise ValueError(f"Follower: rate={rate!r}, choose more than 0 bytes a second")
     step = OuterStep(outer, fragments, device)
     self._number = status.number_of(keys)
+    # number of no member: a reader has no residual
     self._own = OwnAnchor(step, step.start(params), worker=-1)
     self._dtypes = jax.tree.map(lambda leaf: dtype or jnp.result_type(leaf), params)
     self._address = address
@@ -129,6 +130,7 @@ class Follower:
     if model.values.size == transfers.PREFIX:  # the donor has no links
       self._in_vain = 1
       model = self._fetch(donors, last)
+    # the next fetch waits until no donor has sent more than `rate` on average
     seconds = model.values.nbytes / len(donors) / self._rate
     self._next = time.monotonic() + seconds
     self._own.adopt(model, base, server["digest"])
@@ -159,6 +161,7 @@ class Follower:
     until = time.monotonic() + self._timeout
 
     def answered(address: str, frames: list[bytes]) -> None:
+      # Any message of a donor, WAITS too, begins the timeout anew.
       nonlocal until
       until = time.monotonic() + self._timeout
       piece = messages.parse_piece(frames)
@@ -171,6 +174,7 @@ class Follower:
     try:
       for donor, request in requests:
         peers.send(donor, request)
+      # One lost donor is the end: its slice would be missing.
       while not models and not lost and time.monotonic() < until:
         network.wait(0.1)
     finally:

@@ -57,6 +57,7 @@ def add_moved(
     vector = broadcast(own, link, rank, len(group.members), send)
     anchor = subtract(outer, result.anchor, part, vector)
     if not all_finite(anchor.params):
+      # All members add the same vector to the same anchor, so all of them skip.
       return outer.skip(before, result)
     result = result._replace(anchor=anchor, totals=(*result.totals, vector))
   return result
@@ -87,6 +88,8 @@ def broadcast(
     for to, words in enumerate(slices)
   ]
   received = send(to_each)[rank]
+  # All-gather: message d goes to the member d ranks on, so that no member gets all at
+  # once.
   by_distance = send(
     [(received, (rank + step) % size, (rank - step) % size) for step in range(size)]
   )
@@ -119,8 +122,10 @@ def pass_residuals(
     residual = outer.residual(anchor, result.fragment)
     destination = successor if rank == source else None
     sender = source if rank == successor else None
+    # All members call `send`, also without a message: its calls number the messages.
     (words,) = send([(residual.view(np.uint32), destination, sender)])
     if rank == source:
+      # r − r is exactly 0: no entry has two owners
       anchor = outer.add_residual(anchor, -residual, result.fragment)
     elif rank == successor:
       received = words.view(np.float32)

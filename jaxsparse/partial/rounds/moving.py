@@ -39,6 +39,8 @@ def movement(
       )
 
   def add(base: jax.Array, moved: jax.Array, param: jax.Array) -> jax.Array:
+    # The difference to the rounded parameters that `step` returned: rounding them to a
+    # dtype of 16 bits is no movement.
     return moved + (
       parameters(base, moved, param.dtype).astype(jnp.float32)
       - param.astype(jnp.float32)

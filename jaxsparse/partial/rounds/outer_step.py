@@ -170,6 +170,7 @@ class OuterStep:
     """
     fragment = anchor.position.round % self.fragments.count
     outer = self._carry(anchor, size)
+    # Compiled programs call whatever `_send` is when they run.
     self._send = send
     operands = self._operands(fragment, anchor, outer, given, rank, weight)
     program = self._program(size, fragment, operands)
@@ -178,6 +179,7 @@ class OuterStep:
     own = results[len(totals) :]
     params, after, skipped = program.finish(operands, totals, own)
     following = _after(anchor, size, number, params, outer | {fragment: after})
+    # the totals are what an absent worker needs to repeat this step
     kept = () if skipped else tuple(map(np.asarray, totals))
     return Result(following, fragment, bool(skipped), kept)
 
@@ -202,6 +204,8 @@ class OuterStep:
       return _after(anchor, size, number, anchor.params, outer), fragment
     operands = self._operands(fragment, anchor, outer)
     program = self._program(size, fragment, operands)
+    # Results that differ between workers, residuals above all, are those of the
+    # members: this worker keeps its own.
     before = jax.tree.leaves((anchor.params, outer[fragment], False))
     own = [leaf for leaf, equal in zip(before, program.equal, strict=True) if not equal]
     params, after, _ = program.finish(operands, totals(program.totals), own)
@@ -211,6 +215,7 @@ class OuterStep:
     """`result`, of a round that began with `anchor`, with a skipped outer step in place of the one that took place."""
     moved = result.anchor
     unmoved, fragment = self.follow(anchor, moved.size, moved.position.base)
+    # with the counters of a skipped step
     kept = select_state(jnp.bool_(True), unmoved.outer[fragment], moved.outer[fragment])
     unmoved = unmoved._replace(outer=unmoved.outer | {fragment: kept})
     return result._replace(anchor=unmoved, skipped=True, totals=())
@@ -225,6 +230,8 @@ class OuterStep:
     weight: float = 0.0,
   ) -> tuple:
     """Those of `_step`; without what is given, as their shapes are."""
+    # `apply` reads nothing of what a worker gives: the parameters stand for it, by
+    # their shapes.
     part = self.fragments.part(anchor.params if given is None else given, fragment)
     numbers = np.int32(rank), np.float32(weight)
     return jax.device_put((*numbers, part, outer[fragment], anchor.params), self._cpu)
@@ -395,6 +402,7 @@ class OuterStep:
     leaves = (*jax.tree.leaves(anchor.params), *_alike(anchor.outer))
     for leaf in leaves:
       yield np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data
+    # messages consist of whole 4-byte words
     yield bytes(-sum(leaf.nbytes for leaf in leaves) % 4)
 
   def pack(self, anchor: Anchor) -> bytes:
@@ -446,6 +454,7 @@ class OuterStep:
 
   def with_residual(self, anchor: Anchor, mine: Anchor) -> Anchor:
     """`anchor` with what another one, `mine`, has of this worker alone: residuals above all."""
+    # An anchor before its first round has no state: it takes the size of the other.
     size = anchor.size or mine.size
     alike = _alike(self._carry(anchor, size))
     outer = _with_alike(self._carry(mine, size), alike)

@@ -67,6 +67,7 @@ class PartProtocol(RoundProtocol):
       return
     membership = self.membership
     match next_ := Next(content["next"]):
+      # The outer step of another part was skipped: this part undoes its own.
       case Next.SKIP:
         if run := self._run_of(content["number"]):
           self._take_result(run, self.exchange.skip())
@@ -134,12 +135,12 @@ class LeadProtocol(PartProtocol):
     self._joined = 0  # how often all parts have
     self._all = set(range(len(self.addresses)))
     self._answers = collections.deque[Answer]()  # to this part, after what it does now
-    self._last_signals = dict[int, Signal]()  # of each part, with its position
+    self._last_signals = dict[int, Signal]()  # signal of each part, with its position
     self._joining = dict[int, Signal]()  # HELLO of the parts that join
     self._ready = set[int]()
     self._answered = set[int]()
     self._group = 0  # the number of that under way
-    self._results = dict[int, Signal]()  # of its parts, in that
+    self._results = dict[int, Signal]()  # results of the parts in that group
     self._digest_of_last = 0  # digest of the last round of all, as the server says
     # whether the anchor that all parts have fetched is another one
     self._refused = False
@@ -152,6 +153,8 @@ class LeadProtocol(PartProtocol):
       case Decision(answer):
         choice = {Next.LATER: Next.LATER, None: Next.RESTART}.get(answer, Next.GO)
         self._lead(self._all - {0}, choice)
+      # The server's heartbeats are for the lead alone: `Members` sends the parts their
+      # own.
       case Answer(kind, content) if kind != ServerMessage.BEAT:
         self._pass_on(kind, content)
       case _:
@@ -165,6 +168,7 @@ class LeadProtocol(PartProtocol):
       PartLost: if another part is silent.
     """
     super().tick(now)
+    # the limit that the server has stated in its last WELCOME
     self.others.limit = self.membership.limit
     for part in self.others.tick(now):
       self.others.forget(part)
@@ -180,6 +184,7 @@ class LeadProtocol(PartProtocol):
       signal = messages.parse_signal(frames)
     except Rejected:
       return
+    # All parts say the number of their worker: the address tells which part it is.
     if signal.kind == WorkerMessage.HELLO and signal.address in self.addresses[1:]:
       self.others.join(
         connection, signal._replace(worker=self.addresses.index(signal.address))
@@ -219,6 +224,7 @@ class LeadProtocol(PartProtocol):
 
     def choose(addresses: str | None, part: int) -> str | None:
       of_parts = (addresses or "").split(",")
+      # None for a worker that has left
       return of_parts[part] if len(of_parts) == len(self.addresses) else None
 
     for part in sorted(parts):
@@ -241,6 +247,7 @@ class LeadProtocol(PartProtocol):
     """A signal of a part; the server gets that of the last part."""
     self._last_signals[part] = signal
     match signal.kind:
+      # HELLO with another value was sent before the parts joined last
       case WorkerMessage.HELLO if signal.value == self._joined:
         self._take_hello(part, signal)
       case kind if kind in messages.READY:
@@ -251,6 +258,7 @@ class LeadProtocol(PartProtocol):
         self._results[part] = signal
         if self._results.keys() == self._all:
           self._take_results(signal)
+      # The first failure of a part ends the round for all: later ones find no group.
       case WorkerMessage.FAILED if signal.value == self._group:
         self._group = 0
         self._pass_to_server(signal)
@@ -258,6 +266,7 @@ class LeadProtocol(PartProtocol):
         self._answered.add(part)
         if self._agree(self._answered):
           self.membership.answer_loop(signal.position)
+      # one heartbeat a worker: those of other parts tell the lead alone that they live
       case WorkerMessage.BEAT if part == 0:
         self._pass_to_server(signal)
       case WorkerMessage.BYE:
@@ -270,6 +279,7 @@ class LeadProtocol(PartProtocol):
     self._ready.discard(part)
     others = self._all - self._joining.keys()
     if is_new:
+      # "absent" lets them say HELLO, as if the server had dropped them
       reason = "absent: another part of this worker has to join again"
       self._tell_parts(others, ServerMessage.REJECTED, reason=reason)
     if not others and (is_new or part == 0):  # all parts repeat it
@@ -287,6 +297,7 @@ class LeadProtocol(PartProtocol):
     }
     moving = self._all - skipped.keys()
     if skipped and moving:
+      # Parts that have moved send their results again once they have skipped.
       self._results = skipped
       self._lead(moving, Next.SKIP, last.value)
     else:
@@ -300,6 +311,8 @@ class LeadProtocol(PartProtocol):
       return False
     parts.clear()
     self._refused = False
+    # The server knows the digest of all parts together, so no part alone can check its
+    # own.
     fetched = _digest_of(self._last_signals)
     if (
       all(signal.digest for signal in self._last_signals.values())

@@ -43,7 +43,7 @@ class PartEndpoint(Endpoint):
   hear_part: Callable[[bytes, list[bytes], float], None] | None = (
     None  # takes signals of the other parts; of the lead
   )
-  _end: threading.Timer  # of the process, once a part is lost
+  _end: threading.Timer  # ends the process, once a part is lost
 
   def follow(self, lead: str) -> None:
     """From now on the server is the first part of this worker, at this address."""
@@ -104,6 +104,7 @@ def _meet(text: str) -> list[str]:
   Raises:
     ValueError: for the error of another part.
   """
+  # an all-gather takes arrays of one shape
   encoded = np.frombuffer(text.encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
   texts = [
     bytes(row).decode(errors="replace").strip()
@@ -128,6 +129,7 @@ def make_protocol(
   """The protocol of a worker of one process, or of a part of one of several, which meet here."""
   if place.parts == 1:
     return RoundProtocol(membership, exchange, entries, endpoint.switch, servers)
+  # This is also a barrier: all parts listen before the first signal is sent.
   addresses = _meet(endpoint.address)
   if place.part:
 
@@ -155,6 +157,7 @@ def make_protocol(
 def take(place: Whole, endpoint: Endpoint, wait: float | None = None) -> Any:
   """The answer to the open request after so many seconds, or `Next.LATER`; at all parts the same, that of the lead."""
   if place.part:
+    # The lead sends its decision also when there is no answer, so the wait ends.
     return endpoint.take()
   try:
     answer = endpoint.take(wait)

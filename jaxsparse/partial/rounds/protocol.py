@@ -105,6 +105,7 @@ class RoundProtocol(WorkerProtocol[Run]):
         membership.timeout = max(membership.timeout, nbytes / _SLOWEST)
         membership.await_peer()
         membership.send(membership.addresses[member], piece)
+      # also Unreachable of a donor, and answers of the server
       case _:
         super()._handle(event)
 
@@ -118,6 +119,7 @@ class RoundProtocol(WorkerProtocol[Run]):
 
   def _repeat_signal(self) -> None:
     membership = self.membership
+    # HELLO carries the ids of the anchor as it is now: the server compares branches.
     membership.alike = membership.alike._replace(lineage=self.exchange.lineage)
     membership.repeat_signal(undelivered=self.undelivered)
 
@@ -130,6 +132,7 @@ class RoundProtocol(WorkerProtocol[Run]):
     )
     if self._leaves:
       membership.state = "ended"
+    # the exchange has no result yet, so its round can still fail
     elif self._run and not membership.position.last:
       missing = self._run.missing
       whose = "" if missing < 0 else f" of worker {missing}"
@@ -147,6 +150,8 @@ class RoundProtocol(WorkerProtocol[Run]):
     if not membership.position.last:
       address = membership.addresses[member]
       self._fail(run, f"worker {member} cannot be reached at {address}", member)
+    # Whether the round counts is the server's decision: it drops it unless all are
+    # done.
     elif membership.state == "joined":
       membership.tell(WorkerMessage.FAILED, run.group.number, missing=member)
 
@@ -160,8 +165,9 @@ class RoundProtocol(WorkerProtocol[Run]):
     self.membership.join_again(0)
 
   def _await_quorum(self) -> None:
-    """From now on; workers differ in how long, or they could miss each other again and again."""
+    """How long it stays at a server without a quorum; workers differ, or they could miss each other again and again."""
     limits = 2 + self.membership.number * _GOLDEN % 1
+    # twice as long at the first address, where workers meet
     limits *= 1 if self._visits % self.servers else 2
     self._quorum_until = self.membership.now + self.membership.limit * limits
 
@@ -178,6 +184,8 @@ class RoundProtocol(WorkerProtocol[Run]):
   def _begin_request(self) -> None:
     """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
     membership = self.membership
+    # HELLO is also the request after a round that has counted: its answer is an anchor
+    # with this round.
     has_anchor = (
       self._request.kind != WorkerMessage.HELLO
       or membership.position.round >= self._own_round
@@ -189,6 +197,7 @@ class RoundProtocol(WorkerProtocol[Run]):
       self._say_goodbye()
     elif membership.donor:
       membership.await_peer()
+      # the id of the last round of its anchor; 0 before the first one
       *_, id_ = 0, *self.exchange.lineage
       membership.fetch(self._last.round, id_)
     elif self._request.kind == WorkerMessage.HELLO:
@@ -248,6 +257,7 @@ class RoundProtocol(WorkerProtocol[Run]):
           f"{f'which it fetches from {donor}' if donor else 'which no worker that is there has'}"
         )
         self._begin_request() if donor else membership.join_again(RETRY)
+    # Signs of enough workers at this server: it is not left for the next one yet.
     if is_first or content.get("alive", 0) >= self.sizes[0]:
       self._await_quorum()
 
@@ -258,6 +268,7 @@ class RoundProtocol(WorkerProtocol[Run]):
     self.sizes = tuple(content["sizes"])
     # an index and a value of each entry
     self._early = EarlyPieces(2 * self.sizes[1] * self.entries)
+    # The server names the round if it counted while this worker was away.
     if self._run and content["number"] == position.last:
       self._commit(self._run, content)
     elif self._run and content["base"] == position.base:
@@ -275,6 +286,8 @@ class RoundProtocol(WorkerProtocol[Run]):
       return
     try:
       if self._run:
+        # Between DONE and COMMIT the lineage of a donor tells whether the round has
+        # counted.
         counts = self.exchange.was_committed(piece, membership.position)
         if counts is None:
           raise ValueError("it may not have heard whether the last round counts")
@@ -311,6 +324,7 @@ class RoundProtocol(WorkerProtocol[Run]):
       self.membership.addresses[member]: member for member in group.members
     }
     self._run = self.exchange.begin(group)
+    # Members that heard of the group earlier have sent already.
     for piece in self._early.take(group.number):
       self._run.receive(piece)
     self.membership.await_peer()
@@ -338,6 +352,7 @@ class RoundProtocol(WorkerProtocol[Run]):
   def _commit(self, run: Run, content: Content) -> None:
     """The round counts; if its result is not that of most members, this worker fetches theirs."""
     self._settle(run, counts=True)
+    # A digest of 0: this server knows of the round from workers, and not its result.
     if content["digest"] not in (0, run.digest):
       self.membership.position = self.exchange.go_back()
       self.membership.donor = content["donor"]

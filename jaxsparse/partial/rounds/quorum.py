@@ -206,7 +206,7 @@ class Quorum:
   def begin_if_all_ready(self) -> list[WorkerGroup]:
     """The round of all workers that are there, if all are ready. After round 1, newcomers need not be ready."""
     expected = self._expected if self.position.round else self._present
-    # the latter are among the former
+    # `_ready` is a part of `expected`: as many workers are the same workers
     return self.release() if len(expected) == len(self._ready) else []
 
   def release(self) -> list[WorkerGroup]:
@@ -215,6 +215,7 @@ class Quorum:
       return []
     self._last_group += 1
     members = tuple(sorted(chosen))
+    # Late workers are in the sum: without them the weights add up to less than 1.
     total = sum(self._expected.values())
     weights = tuple(
       self._expected[worker] / total if total else 1 / len(members)
@@ -261,6 +262,7 @@ class Quorum:
     self._digests[worker] = digest
     if len(self._digests) < len(group.members):
       return None
+    # Ties: the result of the member that was done first.
     (agreed, _), *_ = collections.Counter(self._digests.values()).most_common(1)
     differing = tuple(
       worker for worker in group.members if self._digests[worker] != agreed
@@ -270,6 +272,7 @@ class Quorum:
     self.lineage = self.lineage.after(number)
     self.digest = agreed
     self.under_way = None
+    # Workers that are ready have the anchor before this round: the verdict names them.
     self._ready.clear()
     self._counted |= dict.fromkeys(group.members, number)
     self.pairs.unite(group)
@@ -310,6 +313,7 @@ class Quorum:
     if weight is not None:
       self.lost += 1
       self.lost_weight += weight
+    # a lost worker may be started again, and needs the server
     self.over = not self._present and weight is None
     return group, self.begin_if_all_ready()
 

@@ -78,6 +78,7 @@ class Run:
     with self._changed:
       key = piece.sender, piece.tag
       is_new = piece.kind == PieceKind.MESSAGE and key not in self._received
+      # no room for a sender that is no member
       if is_new and piece.words <= self._room.get(piece.sender, -1):
         self._room[piece.sender] -= piece.words
         self._received[key] = piece
@@ -105,6 +106,7 @@ class Run:
             Piece(PieceKind.MESSAGE, self.group.number, self._me, values, tag),
           )
         )
+    # All messages are sent before one is awaited, or members would wait for each other.
     return [
       self._receive(words, source, tag)
       for tag, (words, _, source) in enumerate(messages, start=first)

@@ -46,6 +46,7 @@ class _Branch(NamedTuple):
 
   def conflicts(self, other: "_Branch") -> bool:
     """Whether neither has been through the rounds of the other."""
+    # An anchor of round 0 belongs to no run yet.
     have_begun = self.lineage.round > 0 and other.lineage.round > 0
     is_other_run = have_begun and self.run != other.run
     return is_other_run or self.lineage.conflicts(other.lineage)
@@ -128,6 +129,7 @@ class RoundServer:
     for worker in self.members.tick(now, alive=len(self._known)):
       self._leave(worker)
     waiting = self._quorum.waiting
+    # The worker that completed the quorum, and those behind it: its wait decides.
     enough = waiting[self._quorum.quorum - 1 :]
     if not enough:
       self._window.close(now)
@@ -143,6 +145,7 @@ class RoundServer:
     ended = self._ended
     between = len(ended) - 1
     return {
+      # round, base and digest, by which a `Follower` checks an anchor
       **self._last,
       "run": f"{self._run:x}",
       "since": now - ended[-1] if ended else None,
@@ -191,6 +194,7 @@ class RoundServer:
       self.members.send(connection, answer)
       return
     member = self.members.find(connection, worker)
+    # No signal says that an anchor was fetched: the next one has another position.
     has_moved_on = signal.position[:2] != member.position[:2]
     is_known = 0 < signal.position.round <= self._quorum.position.round
     if member.fetches_since is not None and has_moved_on and is_known:
@@ -285,6 +289,7 @@ class RoundServer:
     for member in members:
       member.awaited_until = 0.0
     if self._quorum.paused and self._started and not self._awaited:
+      # from now on as long again as this wait has lasted
       self._next_wait = 2 * self._now - self._awaits_since
       self._quorum.paused = False
       self._announce(self._quorum.begin_if_all_ready())
@@ -336,6 +341,7 @@ class RoundServer:
       apart = [one for one in donors if self._quorum.pairs.are_apart(worker, one)]
       since = member.in_vain_since or now
       was = member.donor if now > since + self._limit else None
+      # The donor asked in vain is last; before it, donors that this worker may not reach.
       donors.sort(key=lambda other: (other == was, other in apart, loads[other]))
       if member.donor not in donors or asks_again:
         member.donor = donors[0]
@@ -556,6 +562,7 @@ class RoundServer:
     if self._branch.conflicts(branch):
       return
     stayed = self._stayed or set()
+    # how many may have held rounds at another server since the last one here
     elsewhere = quorum.workers - len(stayed - {worker})
     has_no_quorum = elsewhere < quorum.quorum or 2 * quorum.quorum <= quorum.workers
     if worker in self._disbelieved or (self._stayed is not None and has_no_quorum):
@@ -573,6 +580,7 @@ class RoundServer:
   def _check_round(self, signal: Signal) -> None:
     """Raises Rejected for a worker whose last round nobody here can judge yet."""
     position = signal.position
+    # no undecided round, or the last one here, which has counted
     if position.last in (0, self._quorum.position.base):
       return
     if signal.worker < self._quorum.workers:
@@ -610,6 +618,8 @@ class RoundServer:
     } | {worker: _Rival(since, now, branch)}
     known = {other: member.branch for other, member in self._known.items()}
     known |= {other: rival.branch for other, rival in self._rivals.items()}
+    # Workers that are here and those that ask count alike. An anchor before the fork
+    # counts for both branches.
     ours, theirs = (
       sum(
         not (side.conflicts(other) or other.conflicts(side)) for other in known.values()
@@ -626,6 +636,7 @@ class RoundServer:
       quorum.go_back(position, branch.lineage)
       self._stayed = None
       return
+    # Undecided: wait as long as workers at another server take to come back.
     if not (self._started and ours >= quorum.quorum) and (
       now <= since + _RETURN * self._limit
     ):

@@ -166,7 +166,7 @@ class _LeafSlices:
 
     self._cut = jax.jit(cut, out_shardings=self._rows)
     self._join = jax.jit(join, out_shardings=self._automatic)
-    # of this process, in the order of its rows
+    # devices of this process, in the order of their rows
     here = jax.process_index()
     ordered = devices[by_process]
     self._devices = [device for device in ordered if device.process_index == here]

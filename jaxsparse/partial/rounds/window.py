@@ -106,6 +106,7 @@ class Window:
     """Whether so many workers, which are enough, wait no longer for those that are away."""
     if self._opened is None:
       self._opened = self._until = now
+    # A given window is over with the `waits_until` of the worker that opened it.
     if now >= self._until and self._grace is None:
       end = self._opened + _LATE * self.usual
       self._until = min(now + self.choose(ready, away, now), end)

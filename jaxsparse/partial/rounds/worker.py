@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -317,11 +316,13 @@ class Rounds:
     self._since += 1
     self._undelivered += 0 if self._exchanger.is_link else weight, 1
     self._protocol.undelivered = int(self._undelivered[:, 0].max())
+    # The exchange begins τ steps before its round is due.
     if self._flight is None and self._since >= self._turn - self._delay:
       self._begin(params)
     if self._since < self._turn:
       return params
     wait = self._protocol.grace if self._wait is None else self._wait
+    # Training waits for a round at the end of a turn; between turns it only looks.
     return self._finish(params, 0 if self._since % self._turn else wait)
 
   @slices.without_mesh()
@@ -353,11 +354,12 @@ class Rounds:
   def _deliver(self, params: optax.Params) -> optax.Params:
     """The parameters after a last round of each fragment, or when there was no time for one."""
     self._exchanger.is_final = True
-    end = time.monotonic() + self._protocol.grace + self._endpoint.timeout
     for _ in range(len(self._undelivered) + (self._flight is not None)):
       if self._flight is None:
         self._begin(params)
-      params = self._finish(params, max(0.0, end - time.monotonic()))
+      params = self._finish(params, self._protocol.grace + self._membership.timeout)
+      if self._flight is not None:  # there was no time for it
+        break
     return params
 
   def _land(self, params: optax.Params | None) -> None:
@@ -370,6 +372,7 @@ class Rounds:
       self._apply(params)
       return
     moved = moving.movement(self._base, self._moved, params)
+    # A state with NaN could not be restored.
     finite = all_finite(moved)
     self._moved = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), moved)
     self._flight = None
@@ -393,6 +396,7 @@ class Rounds:
     """Begins the exchange of what was moved."""
     given = moving.movement(self._base, self._moved, params)
     flight = given, self._undelivered.copy(), self._exchanger.delivered
+    # the weights since the fragment of the coming round was delivered last
     weight, steps = self._undelivered[
       self._exchanger.anchor.position.round % len(self._undelivered)
     ].tolist()
@@ -442,6 +446,8 @@ class Rounds:
     if not result.skipped:
       mix = functools.partial(moving.mix, self._mixing)
       keep = moving.keep if self._mixing is None else mix
+      # The exchanged fragment alone is delivered: what other fragments have moved
+      # stays.
       choose = lambda number, *leaves: (
         keep(*leaves) if number == result.fragment else leaves[0]
       )

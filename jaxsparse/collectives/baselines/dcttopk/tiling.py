@@ -29,8 +29,8 @@ from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.chunks import top_k_of_chunks
 from jaxsparse.types import Sparse
 
-_PIECES = 16  # of the tiles, which a CPU transforms one after the other
-_GPU_PIECES = 32  # of the vector, whose coefficients a GPU computes one after the other
+_PIECES = 16  # pieces of the tiles, which a CPU transforms one after the other
+_GPU_PIECES = 32  # pieces of the vector, whose coefficients a GPU computes in turn
 
 
 class _Region(NamedTuple):
