@@ -297,8 +297,8 @@ def axes_of_type(x: Any) -> frozenset[str]:
   )
 
 
-def equal_along(x: Any, axes: frozenset[str] | None) -> Any:
-  """The abstract value `x`, typed as equal along `axes`; None for all."""
+def equal_along(x: Any, axes: frozenset[str] | None = frozenset()) -> Any:
+  """The abstract value `x`, typed as equal along `axes`, by default none; None for all."""
   axes = axes_of_type(x) if axes is None else axes
   if not axes_of_type(x) & axes:
     return x

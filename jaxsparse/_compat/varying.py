@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsparse._compat import AxisName, axes_of_type, names_of
+from jaxsparse._compat import axes_of_type
 
 
 def checked_axes() -> frozenset[str]:
@@ -34,12 +34,6 @@ def as_varying(tree: Any, axes: frozenset[str]) -> Any:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
   return jax.tree.map(cast, tree)
-
-
-def is_summed_over(axis: AxisName, x: jax.Array) -> bool:
-  """Whether x is typed as equal on all workers along `axis`."""
-  axes = frozenset(names_of(axis))
-  return axes <= checked_axes() and not axes & axes_of_type(x)
 
 
 def fori_loop(

@@ -157,7 +157,7 @@ def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def check_are_arrays(tree: Any, what: str) -> None:
   """Raises TypeError for a leaf that is no array and no number, as the functions of a model are, naming its path."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    is_number = isinstance(leaf, bool | int | float | complex)
+    is_number = isinstance(leaf, int | float | complex)
     has_type = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
     # the class of an array has both, too
     if not is_number and (not has_type or isinstance(leaf, type)):
@@ -252,8 +252,11 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
   Others, as the best loss so far of a schedule, begin with Inf.
   """
   stays = lambda old, new: all_finite(new) | ~all_finite(old)
-  leaves_stay = lambda: jax.tree.leaves(jax.tree.map(stays, before, after))
-  compare = lambda: jnp.all(jnp.array(leaves_stay(), jnp.bool_))
+
+  def compare() -> jax.Array:
+    leaves_stay = jax.tree.leaves(jax.tree.map(stays, before, after))
+    return jnp.all(jnp.array(leaves_stay, jnp.bool_))
+
   # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the
   # host.
   look = lambda: varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)

@@ -30,9 +30,7 @@ def _identity(name: str) -> core.Primitive:
   """A primitive that returns its operand and that every transformation of JAX keeps."""
   primitive = core.Primitive(name)
   primitive.def_impl(lambda x, **_: x)
-  primitive.def_abstract_eval(
-    lambda x, **total: _compat.equal_along(x, **total) if total else x
-  )
+  primitive.def_abstract_eval(_compat.equal_along)
   mlir.register_lowering(primitive, lambda _, x, **__: [x])
   ad.deflinear2(primitive, lambda cotangent, *_, **__: [cotangent])
   batching.primitive_batchers[primitive] = lambda args, dims, **params: (
@@ -123,11 +121,9 @@ class CommView:
 
   def all_to_all(self, rows: Tree) -> Tree:
     """Sends row d of each leaf to worker d and returns those of workers 0 … P − 1: P − 1 messages, as MPI_Alltoall."""
-    row = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], rows))
     buffer = jax.vmap(pack)(rows)
-    return jax.vmap(functools.partial(unpack, like=row))(
-      self._all_to_all(buffer) if self.size > 1 else buffer
-    )
+    received = self._all_to_all(buffer) if self.size > 1 else buffer
+    return jax.vmap(unpack)(received, rows)
 
   def permute(self, tree: Tree, pairs: Sequence[tuple[int, int]]) -> Tree:
     """Sends `tree` along (source, destination) pairs: one message; a worker that is no destination gets zeros.

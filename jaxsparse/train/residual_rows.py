@@ -113,16 +113,17 @@ def carry_over(
 
     return jax.make_array_from_callback(like.shape, like.sharding, rows)
 
-  parts = [
-    part._replace(residual=residual_of(homes, part.residual)) if homes else part
-    for part, homes in zip(fresh.groups, homes_of(fresh), strict=True)
-  ]
+  carried = fresh.carried
+  residual = tuple(
+    residual_of(homes, like) if homes else like
+    for homes, like in zip(homes_of(fresh), carried.residual, strict=True)
+  )
   new = fresh.counters
   for name, row in _totals(counters, devices).items():
     like = getattr(new, name)
     tiled = np.tile(row, like.size // devices).reshape(like.shape)
     new = new._replace(**{name: put_like(like, tiled)})
-  return fresh.with_groups(parts)._replace(counters=new)
+  return fresh._replace(carried=carried._replace(residual=residual), counters=new)
 
 
 def gather(x: Any) -> ArrayTree:
@@ -155,7 +156,7 @@ def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
   }
   # Workers may have sent different numbers of words: the largest stands for all.
   words = rows["total_wraps"].astype(np.float64) * 2.0**32 + rows["total_words"]
-  most = int(np.argmax(words.sum(axis=1)))
+  most = np.argmax(words.sum(axis=1))
   return {name: values[most] for name, values in rows.items()}
 
 

@@ -1,5 +1,6 @@
 """Measures the seconds that a program of all workers takes, from a common start to the end of the slowest worker."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from jaxsparse.train.starting import start_workers
 from jaxsparse.transform.update import init_state, reduce_step
 from jaxsparse.types import ArrayTree, Comm
 
-_LEAST = 0.1  # seconds of the repetitions of an update
+# seconds of the repetitions of a measurement, more than a moment of other load
+LEAST = 0.1
 
 
 class Stopwatch:
@@ -80,6 +82,16 @@ class Update:
     self.program = engine.jit(self.function, specs, specs, donate=(0, 1))
 
 
+@dataclasses.dataclass(frozen=True)
+class _AloneComm(SoloComm):
+  """`SoloComm` at each worker's own rank, which XLA cannot fold into the program like rank 0."""
+
+  all_workers: Comm
+
+  def _engine_rank(self) -> jax.Array:
+    return self.all_workers.rank
+
+
 def alone(
   engine: Engine,
   watch: Stopwatch,
@@ -94,13 +106,12 @@ def alone(
   moment of other load on the cores, and fewer where they take more than `budget`
   seconds.
   """
-  update = Update(
-    engine, collective, SoloComm(engine.workers), grads.size // engine.held
-  )
+  comm = _AloneComm(engine.workers, engine.comm)
+  update = Update(engine, collective, comm, grads.size // engine.held)
   times: list[float] = []
   # Warm-up: the first call compiles, the second is the first with a residual.
   timed = lambda: sum(times[2:])
-  is_short = lambda: len(times) < repetitions + 2 or timed() < _LEAST
+  is_short = lambda: len(times) < repetitions + 2 or timed() < LEAST
   while len(times) < 3 or (is_short() and timed() < budget):
     # The program donates both.
     seconds, (_, update.state) = watch.time(

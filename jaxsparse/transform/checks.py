@@ -325,32 +325,38 @@ def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
     raise _summed_error(leaves[0][0], " and ".join(sorted(axes)))
 
 
-def warn_of_frozen(state: OptState, *trees: ArrayTree) -> None:
+def warn_of_frozen(nodes: Sequence[ReduceState], *trees: ArrayTree) -> None:
   """Warns of leaves that would move though they are zeros in the program, in one of `trees`: signs send no zero.
 
   Args:
-    state: of the transforms that leaves are given to.
+    nodes: the states of the transforms that leaves are given to.
     trees: gradients or updates of all leaves.
   """
+  moving = [
+    (group.collective.name, [method.names[leaf] for leaf in group.leaves])
+    for node in nodes
+    if (method := node.layout.method)
+    for group in method.groups
+    if group.collective.traits.moves_zeros
+  ]
+  if not moving:
+    return
   zeros = {
     name
     for tree in trees
     for name, leaf in leaves_by_name(tree).items()
     if _compat.is_zero(leaf)
   }
-  for node in reduce_states(state) if zeros else ():
-    method: Any = node.layout.method
-    for group in method.groups if method else ():
-      names = [method.names[leaf] for leaf in group.leaves]
-      # All leaves are zeros where a loss is constant: then none of them is frozen.
-      still = [name for name in names if name in zeros]
-      if group.collective.traits.moves_zeros and 0 < len(still) < len(names):
-        warnings.warn(
-          f"{group.collective.name}: the gradient or update of {', '.join(still)} is zero, and would move, since no "
-          "entry is sent as zero: put optax.set_to_zero() around the transform or the local steps, give the leaf "
-          "special={'its name': 'dense'}, or keep what is frozen out of the parameters, step(..., shared=)",
-          stacklevel=2,
-        )
+  for collective, names in moving:
+    # All leaves are zeros where a loss is constant: then none of them is frozen.
+    still = [name for name in names if name in zeros]
+    if 0 < len(still) < len(names):
+      warnings.warn(
+        f"{collective}: the gradient or update of {', '.join(still)} is zero, and would move, since no entry is sent "
+        "as zero: put optax.set_to_zero() around the transform or the local steps, give the leaf special={'its name': "
+        "'dense'}, or keep what is frozen out of the parameters, step(..., shared=)",
+        stacklevel=2,
+      )
 
 
 # Fields of states that 16 bits suffice for: momentum, whose memory is short, and what is
@@ -396,15 +402,17 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   if not isinstance(comm, AxisComm):
     return
   leaves = jax.tree_util.tree_leaves_with_path(grads)
+  axes = set(_compat.names_of(comm.axis))
+  checked = varying.checked_axes()
   # A single leaf may be constant, and so be typed as equal on all workers.
-  typed = all(varying.is_summed_over(comm.axis, leaf) for _, leaf in leaves)
+  typed = axes <= checked and not any(
+    axes & _compat.axes_of_type(leaf) for _, leaf in leaves
+  )
   if summed := [
     path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)
   ]:
     raise _summed_error(summed[0], comm.axis)
-  if not varying.checked_axes() and all(
-    _compat.is_argument_of_shard_map(leaf) for _, leaf in leaves
-  ):
+  if not checked and all(_compat.is_argument_of_shard_map(leaf) for _, leaf in leaves):
     warnings.warn(
       "gradients come into a shard_map with check_vma=False as they are: if they are averaged already, or every worker "
       "has the same batch, no word is saved, and jaxsparse cannot tell; take them inside it, or by "

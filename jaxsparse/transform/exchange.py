@@ -109,7 +109,7 @@ class Exchange:
     updates, after = self.inner.update(
       grads, before, own_params(params, state), **extra
     )
-    warn_of_frozen(state.outer, grads, updates)
+    warn_of_frozen(states.reduce_states(state.outer), grads, updates)
     finite = flatten.stays_finite(before, after)
     if states.reduce_states(after):  # a transform returns zeros for what is not finite
       finite &= ~states.is_skipped(after)
@@ -138,10 +138,6 @@ class Exchange:
       else agree
       for fragment in range(self.fragments.count)
     ]
-
-  def has_landed(self, ends: jax.Array, flight: Flight) -> jax.Array:
-    """Whether a period whose steps have been taken ends, bool[]."""
-    return ends
 
   def keep_moved(self, moved: jax.Array, u: jax.Array, p: jax.Array) -> jax.Array:
     """θ − θ_w of a leaf after the update u of its outer parameters p."""
@@ -237,10 +233,6 @@ class Delayed(Mixed):
     kinds = [*self.kinds(given), lambda state: self._apply_flight(state, given)]
     updated = jnp.where(kind > count, flight.fragment + 1, 0)
     return varying.switch(kind, kinds, state), updated
-
-  def has_landed(self, ends: jax.Array, flight: Flight) -> jax.Array:
-    """Whether the last update of the period is applied, too."""
-    return ends & (flight.left == 0)
 
   def agree(self, state: LocalState, given: Given) -> Stepped:
     """The flight is a step shorter."""

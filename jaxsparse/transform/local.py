@@ -38,7 +38,7 @@ from jaxsparse.transform.exchange import (
   Stepped,
 )
 from jaxsparse.transform.fragments import Fragments
-from jaxsparse.transform.state import LocalState
+from jaxsparse.transform.state import LocalState, add_row
 from jaxsparse.transform.wrapped import synchronizing
 from jaxsparse.types import check_whole
 
@@ -258,8 +258,8 @@ class _OnDemand:
 
   def init(self, params: optax.Params) -> LocalState:
     state = self.exchange.init(params)
-    row = lambda p: jnp.zeros_like(p, jnp.float32)[None]
-    return state._replace(moved=jax.tree.map(row, params))
+    zeros = optax.tree.zeros_like(params, jnp.float32)
+    return state._replace(moved=add_row(zeros))
 
   def step(
     self, updates: optax.Updates, state: LocalState, given: Given
@@ -331,7 +331,10 @@ class _Periods(_OnDemand):
     )
     fragments = exchange.fragments.numbers(state.moved)
     moved = jax.tree.map(keep, fragments, state.moved, done.updates, given.params)
-    ends = exchange.has_landed(state.since >= period, done.flight)
+    ends = state.since >= period
+    # With a delay the period lasts until its last update is applied.
+    if done.flight:
+      ends &= done.flight.left == 0
     since = jnp.where(ends, 0, state.since)
     return done, state._replace(moved=moved, since=since)
 

@@ -127,7 +127,7 @@ def take_residuals(
       if part.residual is not None:
         residual = flatten.flatten([left[leaf] for leaf in group.leaves])[0]
         parts[index] = part._replace(residual=residual)
-    return leaves, state.with_groups(parts)
+    return leaves, state._replace(carried=states.join_groups(parts))
 
   method: Any = node.layout.method
   # Devices of a worker hold pieces of its residual, and each delivers its own.

@@ -146,10 +146,6 @@ class ReduceState(NamedTuple):
     # Each field of `carried` is a tuple with one item a group.
     return [State(*parts) for parts in zip(*self.carried, strict=True)]
 
-  def with_groups(self, groups: Sequence[State]) -> Self:
-    """The same with other `groups`."""
-    return self._replace(carried=join_groups(groups))
-
   def map_arrays(self, own: Callable, shared: Callable, layout: Callable) -> Self:
     """The same with `own(x)`, `shared(x)` or `layout(x)` of each array.
 
@@ -441,7 +437,7 @@ def is_skipped(state: OptState) -> jax.Array:
 
 
 def join_groups(groups: Sequence[State]) -> State:
-  """What a transform carries, from the states of its groups: tuples of their parts."""
+  """What a transform carries, from the states of its groups: tuples of their parts. Undoes `ReduceState.groups`."""
   return State(
     *(tuple(getattr(group, name) for group in groups) for name in State._fields)
   )

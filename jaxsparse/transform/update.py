@@ -18,6 +18,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
@@ -158,7 +159,7 @@ def _update(
   if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
     return updates, state.idle(jnp.bool_(False))
   checks.check_local(comm, updates)
-  checks.warn_of_frozen(state, updates)
+  checks.warn_of_frozen([state], updates)
   leaves, structure = jax.tree.flatten(updates)
   # `js.local_steps` gives the dtypes of parameters where its updates are wider.
   given = dict(mean_dtypes.value)
@@ -283,9 +284,9 @@ def reduce_step(
 def _flatten(
   group: Group, leaves: list[jax.Array], dtypes: Sequence[jnp.dtype]
 ) -> tuple[jax.Array, Callable, flatten.LeafRounding | None]:
-  """The gradient of a group, f32[n]; the function from f32[n] to its leaves; and the rounding to their dtypes."""
+  """The gradient of a group, f32[n]; the function from f32[n] to its float32 leaves; the rounding to their dtypes."""
   own = [leaves[leaf] for leaf in group.leaves]
-  flat, unflatten = flatten.flatten(own)
+  flat, unflatten = ravel_pytree(optax.tree.cast(own, jnp.float32))
   # JAX would take the choice of entries for a constant, and differentiate the rest.
   if not group.collective.traits.differentiable:
     flat = _without_derivative(flat, group.collective.name)
@@ -376,4 +377,4 @@ def reduce_groups(
     finite,
     update,
   )
-  return means, state.with_groups(states)._replace(counters=counters)
+  return means, state._replace(carried=join_groups(states), counters=counters)

@@ -119,9 +119,8 @@ def _see(flat: bool, params: optax.Params) -> ArrayTree:
 
 
 def _shapes(flat: bool, params: optax.Params) -> ArrayTree:
-  dtype_of = lambda x: x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
   shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(np.shape(x), dtype_of(x)), params
+    lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params
   )
   return jax.eval_shape(functools.partial(_see, flat), shapes)
 

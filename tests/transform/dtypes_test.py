@@ -34,6 +34,19 @@ def test_a_mean_that_float16_cannot_hold_is_skipped_and_kept():
   )
 
 
+def test_a_mean_of_narrow_updates_is_as_exact_as_the_parameters():
+  """Half of the sum of two bfloat16 is no bfloat16: parameters in float32 get all of it, and no residual owes it."""
+  outer = optax.chain(
+    js.make_transform("topka", js.SimComm("w"), density=1.0), optax.sgd(1.0)
+  )
+  tx = js.local_steps(optax.sgd(1.0), outer, every=1)
+  params = jnp.zeros(1)
+  step = lambda grads: tx.update(grads, tx.init(params), params)[0]
+  grads = jnp.array([[1.0], [1 + 2**-7]], jnp.bfloat16)
+  updates = jax.jit(jax.vmap(step, axis_name="w"))(grads)
+  np.testing.assert_array_equal(updates, [[-1 - 2**-8]] * 2)
+
+
 def test_what_is_rounded_off_decays_as_the_residual_does():
   """All is delivered, and of the mean bfloat16 holds all but 2⁻⁸."""
   tx = js.make_transform("topka", js.SimComm("w"), density=1.0, decay=0.5)
