@@ -289,9 +289,10 @@ def test_rounds_lose_no_worker_but_the_killed_one(tmp_path):
   ] * 3
   assert all(one["equal"] and one["again"] is not None for one in found["interrupted"])
   one, several, links = found["fetches"]
-  # a float32 and a bit for each of 1,000 entries, and what headers take
-  assert one["megabytes"] > 0.004 > several["megabytes"] - 0.004 > 0
-  assert links["megabytes"] < 0.002
+  # float32 of 1,000 entries, and headers; so short rounds have links as large as that
+  sizes = one["megabytes"], several["megabytes"]
+  assert all(0.004 < size < 0.008 for size in sizes)
+  assert 0 < links["megabytes"] < 0.008
   (recovery,) = found["recoveries"]
   assert recovery["round"] > 0
   assert recovery["joined"] > 0
