@@ -201,6 +201,7 @@ class Process(VirtualWorker):
     self.made = self.moved = self.offered = self.residual = self.anchor_digest = 0
     self.anchor, self.run, self.before = (), None, None
     self.own, self.is_restored, self.is_final = 0, False, False
+    self.first_run = 0  # of the state that it begins with
     self.leaves_at = None
     self.delivered = {}  # by the anchor after the round, also what passes to others
     self.restore(network.restores.pop(number, None))
@@ -212,17 +213,20 @@ class Process(VirtualWorker):
 
   def save(self):
     """What a file of this worker has."""
-    return self.anchor, self.anchor_digest, self.moved, self.residual, self.own
+    run = self.protocol.membership.alike.run
+    return self.anchor, self.anchor_digest, self.moved, self.residual, self.own, run
 
   def restore(self, state):
     """Begins with what a file has."""
     if state:
-      self.anchor, self.anchor_digest, self.moved, self.residual, self.own = state
+      *own, self.first_run = state
+      self.anchor, self.anchor_digest, self.moved, self.residual, self.own = own
       self.made = self.moved + self.residual
       self.is_restored = True
 
   def make_protocol(self, place, *facts):
     place.position = self.position
+    place.alike = place.alike._replace(run=self.first_run)
     return super().make_protocol(place, *facts)
 
   @property
@@ -597,6 +601,19 @@ class AutoNetwork(Network):
   DISTURBED | st.tuples(st.just(1), RETURNING),
   st.sets(st.integers(0, 4), max_size=2),
   st.sampled_from([1.0, 2.0]),
+)
+@example(
+  1165,
+  3,
+  (
+    1,
+    [
+      *("resume", "cut", "leaves", "serve", "resume", "returns"),
+      *("cut", "returns", "returns", "cut", "resume", "suspended"),
+    ],
+  ),
+  set(),
+  1.0,
 )
 def test_anchors_agree_nothing_is_lost_and_rounds_go_on(
   seed, workers, disturbed, links, most
