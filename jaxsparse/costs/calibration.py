@@ -532,10 +532,8 @@ class _Meter:
       lambda x: function(self.engine.comm, x[0])[None], (split,), split
     )
     row = self.engine.spread(np.arange(words, dtype=np.float32))
+    time_once = lambda: self._watch.time(program, row)[0]
     # The first one compiles.
-    first = self._watch.time(program, row)[0]
-    times = [self._watch.time(program, row)[0]]
-    is_short = lambda: len(times) < self._repetitions or sum(times) < timing.LEAST
-    while is_short() and sum(times) < 4 * _LONG:
-      times.append(self._watch.time(program, row)[0])
+    first = time_once()
+    times = timing.repeat(time_once, self._repetitions, budget=4 * _LONG)
     return min(first, statistics.median(times))

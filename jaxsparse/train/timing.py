@@ -18,7 +18,7 @@ from jaxsparse.transform.update import init_state, reduce_step
 from jaxsparse.types import ArrayTree, Comm
 
 # seconds of the repetitions of a measurement, more than a moment of other load
-LEAST = 0.1
+_LEAST = 0.1
 
 
 class Stopwatch:
@@ -92,6 +92,21 @@ class _AloneComm(SoloComm):
     return self.all_workers.rank
 
 
+def repeat(
+  time_once: Callable[[], float], repetitions: int, budget: float = math.inf
+) -> list[float]:
+  """Seconds of repeated calls, of one at least.
+
+  They are more than `repetitions` where these take less than 0.1 s together, which may
+  be one moment of other load on the cores, and fewer after `budget` seconds.
+  """
+  times = [time_once()]
+  is_short = lambda: len(times) < repetitions or sum(times) < _LEAST
+  while is_short() and sum(times) < budget:
+    times.append(time_once())
+  return times
+
+
 def alone(
   engine: Engine,
   watch: Stopwatch,
@@ -100,25 +115,24 @@ def alone(
   repetitions: int,
   budget: float = math.inf,
 ) -> tuple[list[float], Update]:
-  """Seconds of repeated arithmetic of an update, and the update: no messages are sent, and all workers compute at once.
+  """Seconds of the arithmetic of an update, as `repeat` returns them, and the update.
 
-  The repetitions are more where they take less than 0.1 s together, which may be one
-  moment of other load on the cores, and fewer where they take more than `budget`
-  seconds.
+  No messages are sent, and all workers compute at once.
   """
   comm = _AloneComm(engine.workers, engine.comm)
   update = Update(engine, collective, comm, grads.size // engine.held)
-  times: list[float] = []
-  # Warm-up: the first call compiles, the second is the first with a residual.
-  timed = lambda: sum(times[2:])
-  is_short = lambda: len(times) < repetitions + 2 or timed() < LEAST
-  while len(times) < 3 or (is_short() and timed() < budget):
+
+  def time_once() -> float:
     # The program donates both.
     seconds, (_, update.state) = watch.time(
       update.program, jnp.copy(grads), update.state
     )
-    times.append(seconds)
-  return times[2:], update
+    return seconds
+
+  # The first call compiles, the second is the first with a residual.
+  time_once()
+  time_once()
+  return repeat(time_once, repetitions, budget), update
 
 
 def gradients(engine: Engine, n: int) -> Callable[[int], jax.Array]:

@@ -18,7 +18,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
 from jaxsparse import _compat
@@ -286,7 +285,7 @@ def _flatten(
 ) -> tuple[jax.Array, Callable, flatten.LeafRounding | None]:
   """The gradient of a group, f32[n]; the function from f32[n] to its float32 leaves; the rounding to their dtypes."""
   own = [leaves[leaf] for leaf in group.leaves]
-  flat, unflatten = ravel_pytree(optax.tree.cast(own, jnp.float32))
+  flat, unflatten = flatten.flatten(optax.tree.cast(own, jnp.float32))
   # JAX would take the choice of entries for a constant, and differentiate the rest.
   if not group.collective.traits.differentiable:
     flat = _without_derivative(flat, group.collective.name)
