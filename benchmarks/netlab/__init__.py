@@ -81,11 +81,14 @@ def lab(hosts: int, rate: str | None) -> Iterator[list[Host]]:
 
 def set_download(host: Host, rate: str) -> None:
   """Has a host of a lab whose links are shaped receive at this rate; it sends at that of the lab."""
+  switch, port = port_of(host)
+  _tell(["tc", "-n", switch], [f"qdisc replace dev {port} {_shape(rate)[0]}"])
+
+
+def port_of(host: Host) -> tuple[str, str]:
+  """The namespace of the switch that a host of a lab is joined to, and its port there."""
   owner, _, number = host.name.rpartition("-")
-  _tell(
-    ["tc", "-n", f"{owner}-switch"],
-    [f"qdisc replace dev port{number} {_shape(rate)[0]}"],
-  )
+  return f"{owner}-switch", f"port{number}"
 
 
 def check(hosts: int, rate: str | None) -> None:

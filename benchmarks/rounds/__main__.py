@@ -51,7 +51,7 @@ _BESIDE_TORCHFT = ["vector", "transformer", "interrupted"]
 _ALL = [*_OWN, *_BESIDE_TORCHFT, "fetches"]
 _PARTS = flags.DEFINE_list("parts", _OWN, f"What to measure: {', '.join(_ALL)}.")
 _WORKERS = flags.DEFINE_integer(
-  "workers", 6, "Workers of goodput, faults and vector.", lower_bound=2
+  "workers", 6, "Workers of goodput, faults, vector and fetches.", lower_bound=2
 )
 _QUORUM = flags.DEFINE_integer(
   "quorum", 4, "Workers that a round of theirs takes, K.", lower_bound=1
@@ -96,15 +96,17 @@ _EXCHANGES = flags.DEFINE_list(
   "exchanges", ["onebit", "dense", "torchft"], f"Of {', '.join(_BESIDE_TORCHFT)}."
 )
 _ENTRIES = flags.DEFINE_integer(
-  "entries", 31_000_000, "Of vector and interrupted.", lower_bound=1
+  "entries", 31_000_000, "Of vector, interrupted and fetches.", lower_bound=1
 )
 _PYTHON = flags.DEFINE_string(
   "python", ".venv-peers/bin/python", "The Python of torchft's environment."
 )
 _RATE = flags.DEFINE_string(
-  "rate", "100mbit", "Speed of the links of goodput, faults and vector."
+  "rate", "100mbit", "Speed of the links of goodput, faults, vector and fetches."
 )
-_DOWNLOAD = flags.DEFINE_string("download", "100mbit", "Of fetches.")
+_DOWNLOAD = flags.DEFINE_string(
+  "download", "100mbit", "Speed at which the reader of fetches receives."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the choice of the workers that are killed.")
 _REPORT_DIR = entry.define_report_dir("rounds.json")
 _WORKER = flags.DEFINE_string(
@@ -113,7 +115,6 @@ _WORKER = flags.DEFINE_string(
 _GARBAGE = flags.DEFINE_string(
   "garbage", None, "Internal: addresses, keys and number of messages, as JSON."
 )
-
 _READER = flags.DEFINE_string("reader", None, "Internal: what a reader reads, as JSON.")
 
 _BATCH = {"cnn": 16, "lm": 4, "lm_medium": 4}

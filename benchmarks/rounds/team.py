@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+from benchmarks import netlab
 from benchmarks.rounds.worker import Settings
 from jaxsparse.launch.start import MALLOC, Host
 from jaxsparse.partial.net.sockets import Keys
@@ -195,13 +196,13 @@ class Team:
   @contextlib.contextmanager
   def cut(self, number: int) -> Iterator[None]:
     """No packet comes from a host, or gets there, during the block."""
-    switch = self.hosts[number].name.rpartition("-")[0] + "-switch"
-    port = ["ip", "-n", switch, "link", "set", f"port{number}"]
-    subprocess.run([*port, "down"], check=True, timeout=10)
+    switch, port = netlab.port_of(self.hosts[number])
+    link = ["ip", "-n", switch, "link", "set", port]
+    subprocess.run([*link, "down"], check=True, timeout=10)
     try:
       yield
     finally:
-      subprocess.run([*port, "up"], check=True, timeout=10)
+      subprocess.run([*link, "up"], check=True, timeout=10)
 
   def send_garbage(self, count: int) -> None:
     """Sends so many messages that are none to the controller and to a worker."""

@@ -94,7 +94,7 @@ class VirtualWorker:
 
   def send(self, address: str, piece: Piece) -> None:
     """Sends a piece to another process."""
-    to = self.network.processes[int(address.rpartition(":")[2]) - 1]
+    to = self.network.process_at(address)
     self.network.post(
       (self, to), to, to.receive, self, piece._replace(values=piece.values.copy())
     )
@@ -162,6 +162,10 @@ class VirtualNetwork(Timeline):
   processes: list[Any]
   servers: list[Any]
   _parsed: tuple[bytes, Answer] | None = None
+
+  def process_at(self, address: str) -> Any:
+    """The process that other processes reach there."""
+    return self.processes[int(address.rpartition(":")[2]) - 1]
 
   def note(self, answer: Answer, frame: bytes) -> None:
     """A server sends an answer to a process."""

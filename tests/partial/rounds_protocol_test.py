@@ -548,10 +548,6 @@ class Network(VirtualNetwork, protocols_test.Network):
     self.arrivals[channel] = max(self.arrivals.get(channel, 0.0), mended)
     super().post(channel, receiver, deliver, *content)
 
-  def process_at(self, address):
-    """The process that other processes reach there."""
-    return self.processes[int(address.rpartition(":")[2]) - 1]
-
   def note(self, answer, frame):
     if answer.kind in self.numbers:
       self.numbers[answer.kind].add(answer.content["number"])
