@@ -156,8 +156,8 @@ class _WindowAdam(NamedTuple):
     window_decay = (self.window - 1) / (self.window + 1)
     # Arrays, as `inject_hyperparams` gives them, have one dtype for all leaves.
     real = jnp.finfo(dtype).dtype
-    given = self.b1, self.b2, self.eps
-    b1, b2, eps = (_cast_number(x, real) for x in given)
+    options = self.b1, self.b2, self.eps
+    b1, b2, eps = (_cast_number(x, real) for x in options)
     corrected = lambda x, decay: optax.tree.bias_correction(
       x, _cast_number(decay, count.dtype), count
     )

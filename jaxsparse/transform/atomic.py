@@ -60,8 +60,8 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     # without a pass over residuals. Of several one may skip while another one does not,
     # so then all of their states are chosen here.
     is_ours = states.is_ours
-    nodes = jax.tree.leaves(after, is_leaf=is_ours)
-    is_only = sum(map(is_ours, nodes)) == 1
+    leaves = jax.tree.leaves(after, is_leaf=is_ours)
+    is_only = sum(map(is_ours, leaves)) == 1
     keep = lambda old, new: (
       new if is_only and is_ours(old) else select_state(skipped, old, new)
     )
@@ -140,7 +140,7 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     and stored[new] == 1
     and needed.isdisjoint(choice.outvars)
   }
-  moved = set(map(id, pending.values()))
+  moved_ids = set(map(id, pending.values()))
   equations = first[::-1]
   chosen = dict[Any, Any]()
 
@@ -153,7 +153,7 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
         emit(choice)
 
   for equation in rest:
-    if id(equation) not in moved:
+    if id(equation) not in moved_ids:
       atoms = [
         chosen.get(atom, atom) if is_variable(atom) else atom
         for atom in equation.invars

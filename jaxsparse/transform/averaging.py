@@ -123,7 +123,7 @@ def average_momentum(
 def _with_momentum(state: OptState, momentum: _Momentum) -> OptState:
   """The state with another momentum at each of these paths."""
   for path, tree in momentum.items():
-    is_at_path = lambda own, _, path=path: keystr(own) == path
+    is_at_path = lambda key_path, _, path=path: keystr(key_path) == path
     # A path ends with the name of its field, as in `[0].mu`.
     field = path.rpartition(".")[2]
     state = optax.tree.set(state, is_at_path, **{field: tree})

@@ -46,8 +46,8 @@ def why_none(state: OptState) -> str:
   )
 
 
-def _is_plain(node: OptState) -> bool:
-  return isinstance(node, dict) and set(ReduceState._fields) <= set(node)
+def _is_plain(state: OptState) -> bool:
+  return isinstance(state, dict) and set(ReduceState._fields) <= set(state)
 
 
 def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
@@ -70,11 +70,11 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
     )
 
 
-def check_layout(state: OptState, workers: int | None = None) -> None:
+def check_layout(opt_state: OptState, workers: int | None = None) -> None:
   """Checks that the arrays are those of as many workers as the state was made for; abstract states pass.
 
   Args:
-    state: the state of all workers.
+    opt_state: the state of all workers.
     workers: how many there are; None for as many as the arrays have rows, where they
       have several.
 
@@ -82,32 +82,32 @@ def check_layout(state: OptState, workers: int | None = None) -> None:
     ValueError: if they are not, naming both numbers: Orbax cuts and pads arrays,
       silently, where it is not strict.
   """
-  for node in reduce_states(state):
-    if isinstance(node.layout.workers, jax.core.Tracer) or not hasattr(
-      node.layout.workers, "__array__"
+  for state in reduce_states(opt_state):
+    if isinstance(state.layout.workers, jax.core.Tracer) or not hasattr(
+      state.layout.workers, "__array__"
     ):
       continue  # under a trace, or a jax.ShapeDtypeStruct
     # All rows hold the same numbers, so the rows of this process suffice.
     made_for, entries, checksum = (
-      int(np.max(_compat.local_shard(array))) for array in node.layout[:3]
+      int(np.max(_compat.local_shard(array))) for array in state.layout[:3]
     )
-    shards = node.layout.shards
-    rows = node.counters.skipped.size
-    if checksum != checksum_of(*node.layout[3:]):
+    shards = state.layout.shards
+    rows = state.counters.skipped.size
+    if checksum != checksum_of(*state.layout[3:]):
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
         "collective than it was saved from: restore it into js.abstract_state of what it was saved from, then call "
         "js.convert"
       )
     # One row may be that of one worker of many: then the layout alone tells how many.
-    expected = workers or (rows // node.devices if rows > 1 else made_for)
+    expected = workers or (rows // state.devices if rows > 1 else made_for)
     entries = sum(shards.sizes) if shards else entries
     sizes = [
-      residual.size for residual in node.carried.residual if residual is not None
+      residual.size for residual in state.carried.residual if residual is not None
     ]
     # Groups without a residual have no array of n whose size could be compared.
     if made_for != expected or (
-      len(sizes) == len(node.groups) and sum(sizes) != rows * entries
+      len(sizes) == len(state.groups) and sum(sizes) != rows * entries
     ):
       raise ValueError(
         f"the optimizer state was made for {made_for} workers and {entries} gradient entries, its arrays are those of "
@@ -125,9 +125,9 @@ def check_arrays_of(
     ValueError: naming the first leaf of the parameters, or else the first array of the
       state, that differs.
   """
-  nodes = reduce_states(state)
-  check_params(nodes, params)
-  if any(node.layout.shards for node in nodes):
+  states = reduce_states(state)
+  check_params(states, params)
+  if any(reduce_state.layout.shards for reduce_state in states):
     # Only js.init sees how parameters lie inside a worker, which `init` has to know.
     return
   actual = leaf_shapes(state)
@@ -144,17 +144,17 @@ def check_arrays_of(
   )
 
 
-def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
+def check_params(states: Sequence[ReduceState], params: optax.Params) -> None:
   """Raises ValueError if a state was made for other parameters, naming the first leaf that differs."""
-  shapes = leaf_shapes(shapes_seen(nodes, params))
-  for node in nodes:
-    if node.layout.method is None:
+  shapes = leaf_shapes(shapes_seen(states, params))
+  for state in states:
+    if state.layout.method is None:
       raise ValueError(
         "the state is one of js.simulate, which does not say of which parameters: give one of js.init"
       )
-    for name, shape in node.leaves:
+    for name, shape in state.leaves:
       if shapes.get(name) != shape:
-        found = (
+        actual = (
           f"it has shape {shapes[name]}"
           if name in shapes
           else f"there are parameters{', '.join(shapes)}"
@@ -164,8 +164,8 @@ def check_params(nodes: Sequence[ReduceState], params: optax.Params) -> None:
           "after, optax.chain(transform, wrapper(optimizer))"
         )
         raise ValueError(
-          f"the optimizer state was made for parameters{name} of shape {shape}, here {found}: give the parameters that "
-          f"it was made for{wrapped * (name not in shapes)}"
+          f"the optimizer state was made for parameters{name} of shape {shape}, here {actual}: give the parameters "
+          f"that it was made for{wrapped * (name not in shapes)}"
         )
 
 
@@ -181,14 +181,14 @@ def check_own_leaves(params: optax.Params) -> None:
 
 def check_arrays(state: OptState) -> None:
   """Raises ValueError if a state is made of shapes, naming the first: a checkpoint is restored into one."""
-  if found := [
+  if abstract := [
     name
     for name, leaf in leaves_by_name(state).items()
     if isinstance(leaf, jax.ShapeDtypeStruct)
   ]:
     raise ValueError(
-      f"state{found[0]} is a shape, as in js.abstract_state, and no array: restore a checkpoint into it and give what "
-      "is restored"
+      f"state{abstract[0]} is a shape, as in js.abstract_state, and no array: restore a checkpoint into it and give "
+      "what is restored"
     )
 
 
@@ -235,7 +235,10 @@ def check_local_state(state: LocalState, params: optax.Params) -> None:
       "one, as in optax.chain(js.dense_transform(axis), optax.sgd(1.0)), which averages the parameters"
     )
   # A transform without a residual, as a dense average, may stand in `inner`.
-  if any(jax.tree.leaves(node.carried.residual) for node in reduce_states(state.inner)):
+  if any(
+    jax.tree.leaves(reduce_state.carried.residual)
+    for reduce_state in reduce_states(state.inner)
+  ):
     raise ValueError(
       "local_steps: inner has a jaxsparse transform with a residual, what the residual holds would be of gradients and "
       "not of parameters: begin outer with this transform, and leave plain optax in inner"
@@ -245,8 +248,8 @@ def check_local_state(state: LocalState, params: optax.Params) -> None:
 def check_landed(name: str, state: OptState) -> None:
   """Raises ValueError if an update of local steps with a delay is in flight, which the function `name` would lose."""
   if any(
-    node.flight and int(np.max(_compat.local_shard(node.flight.left)))
-    for node in local_states(state)
+    local.flight and int(np.max(_compat.local_shard(local.flight.left)))
+    for local in local_states(state)
   ):
     raise ValueError(
       f"{name}: an update of local steps is in flight, apply it by step.synchronize(params, state)"
@@ -325,17 +328,17 @@ def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
     raise _summed_error(leaves[0][0], " and ".join(sorted(axes)))
 
 
-def warn_of_frozen(nodes: Sequence[ReduceState], *trees: ArrayTree) -> None:
+def warn_of_frozen(states: Sequence[ReduceState], *trees: ArrayTree) -> None:
   """Warns of leaves that would move though they are zeros in the program, in one of `trees`: signs send no zero.
 
   Args:
-    nodes: the states of the transforms that leaves are given to.
+    states: of the transforms that leaves are given to.
     trees: gradients or updates of all leaves.
   """
   moving = [
     (group.collective.name, [method.names[leaf] for leaf in group.leaves])
-    for node in nodes
-    if (method := node.layout.method)
+    for state in states
+    if (method := state.layout.method)
     for group in method.groups
     if group.collective.traits.moves_zeros
   ]

@@ -65,9 +65,9 @@ def transform_function(
     return collective_transform(make_instance(cls, options), axis, special, shardings)
 
   # The fields of the collective stand in place of `**options`.
-  own = inspect.signature(transform)
-  *common, _ = own.parameters.values()
-  signature = own.replace(
+  generic = inspect.signature(transform)
+  *common, _ = generic.parameters.values()
+  signature = generic.replace(
     parameters=[*common, *inspect.signature(cls).parameters.values()]
   )
   transform.__name__ = transform.__qualname__ = f"{cls.name}_transform"
@@ -76,7 +76,7 @@ def transform_function(
   annotations = {
     name: parameter.annotation for name, parameter in signature.parameters.items()
   }
-  transform.__annotations__ = annotations | {"return": own.return_annotation}
+  transform.__annotations__ = annotations | {"return": generic.return_annotation}
   transform.__signature__ = signature  # type: ignore[attr-defined]
   return cast(TransformFunction[Options], transform)
 
@@ -87,9 +87,9 @@ def _documentation(kind: type[Collective]) -> str:
   summary, *sections = re.split(
     r"^(Args|Raises|Example):\n", inspect.getdoc(kind) or "", flags=re.MULTILINE
   )
-  found = dict(zip(sections[::2], sections[1::2], strict=True))
+  texts = dict(zip(sections[::2], sections[1::2], strict=True))
   args, raises, example = (
-    found.get(name, "").rstrip() for name in ("Args", "Raises", "Example")
+    texts.get(name, "").rstrip() for name in ("Args", "Raises", "Example")
   )
   shared = [
     option

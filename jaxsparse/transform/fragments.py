@@ -57,9 +57,9 @@ class Fragments:
     )
 
 
-def fill_zeros(tree: ArrayTree, part: ArrayTree) -> ArrayTree:
-  """The leaves of `part`, the fragment of a pytree, with zeros like those of the pytree in place of the others."""
-  fill = lambda leaf, own: (
-    jnp.zeros_like(leaf) if isinstance(own, optax.MaskedNode) else own
+def fill_zeros(tree: ArrayTree, masked: ArrayTree) -> ArrayTree:
+  """The leaves of `masked`, a fragment of a pytree, with zeros like those of the pytree in place of the others."""
+  fill = lambda like, leaf: (
+    jnp.zeros_like(like) if isinstance(leaf, optax.MaskedNode) else leaf
   )
-  return jax.tree.map(fill, tree, part)
+  return jax.tree.map(fill, tree, masked)

@@ -105,9 +105,9 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
     if collective not in collectives or collective.traits.has_k:
       collectives.append(collective)
     # The last equal one, which is the one just appended where it has a k.
-    number = len(collectives) - 1 - collectives[::-1].index(collective)
+    kind = len(collectives) - 1 - collectives[::-1].index(collective)
     try:
-      patterns.append((re.compile(pattern), number))
+      patterns.append((re.compile(pattern), kind))
     except re.error as error:
       raise ValueError(
         f"special: {pattern!r} is not a regular expression: {error}"
@@ -127,7 +127,7 @@ def check_special(special: Special, tree: ArrayTree) -> None:
   A transform may have a part of the leaves (`optax.multi_transform`, fragments), of
   which an expression matches none.
   """
-  is_masked = lambda node: isinstance(node, optax.MaskedNode)
+  is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)
   names = leaves_by_name(jax.tree.map(is_masked, tree, is_leaf=is_masked))
   hint = (
     ", of a masked part as a whole: give a label or mask for each leaf"
@@ -172,21 +172,21 @@ def groups_of(
   made: list[range] = []  # the groups of each bundle
   for bundle in [Bundle(tuple(range(len(sizes))))] if bundles is None else bundles:
     first = len(groups)
-    leaves = [leaf for leaf in bundle.leaves if sizes[leaf]]
-    for kind in dict.fromkeys(kind_of[leaf] for leaf in leaves):
-      own = tuple(leaf for leaf in leaves if kind_of[leaf] == kind)
+    bundled = [leaf for leaf in bundle.leaves if sizes[leaf]]
+    for kind in dict.fromkeys(kind_of[leaf] for leaf in bundled):
+      leaves = tuple(leaf for leaf in bundled if kind_of[leaf] == kind)
       members.setdefault(kind, []).append(len(groups))
       # Groups of one bundle are sent one after the other, after those of other bundles.
-      earlier = {
+      before = {
         *itertools.chain(*(made[other] for other in bundle.waits_for)),
         *range(first, len(groups)),
       }
       # Groups that an earlier one waits for need no edge of their own.
-      implied = {other for group in earlier for other in groups[group].waits_for}
-      entries = sum(sizes[leaf] for leaf in own)
+      implied = {other for group in before for other in groups[group].waits_for}
+      entries = sum(sizes[leaf] for leaf in leaves)
       groups.append(
         Group(
-          own, entries, assignment.collectives[kind], tuple(sorted(earlier - implied))
+          leaves, entries, assignment.collectives[kind], tuple(sorted(before - implied))
         )
       )
     made.append(range(first, len(groups)))

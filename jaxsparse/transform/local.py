@@ -180,11 +180,11 @@ def local_steps(
     if synchronize or synchronizing.value:
       return steps.synchronize(state, params, extra)
     check_own_gradients(grads, state)
-    own, inner, finite = exchange.step_inner(grads, state, params, extra)
+    local_updates, inner, finite = exchange.step_inner(grads, state, params, extra)
     # The branches of an exchange do not return the inner state: XLA copies the results
     # of a conditional.
     tried = state._replace(inner=(), steps=state.steps + 1)
-    done, after = steps.step(own, tried, Given(params, finite, extra))
+    done, after = steps.step(local_updates, tried, Given(params, finite, extra))
     after = after._replace(inner=inner, flight=done.flight)
     # The exchange has undone the outer states of a skipped step already, without a pass
     # over residuals.

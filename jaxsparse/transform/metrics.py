@@ -142,10 +142,10 @@ class Metrics(NamedTuple):
       "bytes_sent": 4 * numbers["words_sent"],
       "total_bytes": 4 * numbers["total_words"],
     }
-    for label, part in dict(self.parts).items():
+    for label, of_transform in dict(self.parts).items():
       numbers |= {
         f"{label}/{name}": value
-        for name, value in part.as_dict().items()
+        for name, value in of_transform.as_dict().items()
         if name not in _WHOLE
       }
     return numbers
@@ -180,22 +180,22 @@ def metrics(
     >>> js.metrics(js.init(tx, jnp.zeros(8), mesh, axis="workers")).residual_norm
     Array(0., dtype=float32)
   """
-  nodes = labelled(state)
-  if not nodes:
+  by_label = labelled(state)
+  if not by_label:
     raise ValueError(
       f"metrics: the state holds 0 jaxsparse transforms: {why_none(state)}"
     )
   check_alive({"state": state})
   check_layout(state)
-  states = list(nodes.values()), local_states(state), restored_states(state)
+  states = list(by_label.values()), local_states(state), restored_states(state)
   if over is None:
     # The numbers are those of all processes, so each of them has to call.
     _compat.wait_for_processes(state, "js.metrics", timeout)
-    whole = dispatch(_of_all_workers, *states)
+    combined = dispatch(_of_all_workers, *states)
   else:
-    whole = _read(*states, comm_of(over))
-  return whole._replace(
-    parts=dict(zip(nodes, whole.parts, strict=True)) if whole.parts else ()
+    combined = _read(*states, comm_of(over))
+  return combined._replace(
+    parts=dict(zip(by_label, combined.parts, strict=True)) if combined.parts else ()
   )
 
 
@@ -203,29 +203,29 @@ _ALL_HERE = SoloComm(1)  # the arrays are those of all workers
 
 
 def _read(
-  nodes: Sequence[ReduceState],
+  states: Sequence[ReduceState],
   local: Sequence[LocalState],
   restored: Sequence[RestoredState],
   comm: Comm = _ALL_HERE,
 ) -> Metrics:
   """The metrics of transforms together, with those of each as a tuple, of local steps, and of `js.norm_restored`."""
-  several = nodes if len(nodes) > 1 else ()
-  parts = tuple(summary([node], comm) for node in several)
-  products = [node.products.sum(0) for node in restored]
-  shared, own = sum(products, jnp.zeros(2))
-  agreement = shared / jnp.where(own > 0, own, 1.0)
-  whole = summary(nodes, comm)._replace(parts=parts, agreement=agreement)
+  several = states if len(states) > 1 else ()
+  parts = tuple(summary([state], comm) for state in several)
+  products = [state.products.sum(0) for state in restored]
+  shared, delivered = sum(products, jnp.zeros(2))
+  agreement = shared / jnp.where(delivered > 0, delivered, 1.0)
+  combined = summary(states, comm)._replace(parts=parts, agreement=agreement)
   if not local:
-    return whole
+    return combined
   since, steps = (
-    jnp.max(jnp.array([getattr(node, name) for node in local]))
+    jnp.max(jnp.array([getattr(state, name) for state in local]))
     for name in ("since", "steps")
   )
   # `steps` leaves out skipped steps, which have sent words all the same.
-  count = jnp.maximum(steps + whole.skipped_steps, 1).astype(jnp.float32)
-  per_step = lambda one: one._replace(words_per_step=one.total_words / count)
-  whole = whole._replace(parts=tuple(map(per_step, parts)))
-  return per_step(whole)._replace(drift=drift(local, comm), since_exchange=since)
+  count = jnp.maximum(steps + combined.skipped_steps, 1).astype(jnp.float32)
+  per_step = lambda values: values._replace(words_per_step=values.total_words / count)
+  combined = combined._replace(parts=tuple(map(per_step, parts)))
+  return per_step(combined)._replace(drift=drift(local, comm), since_exchange=since)
 
 
 # One program for all numbers: one for each would take longer, and all would be in flight
@@ -233,31 +233,32 @@ def _read(
 _of_all_workers = jax.jit(_read)
 
 
-def summary(nodes: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
+def summary(states: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
   """Metrics of transforms together, over the workers whose counters and residuals are here, and those of a comm."""
   over_workers = functools.partial(_over_workers, comm)
-  entries_of = lambda node: node.layout.entries.astype(jnp.float32).max()
-  entries = sum(map(entries_of, nodes), jnp.float32(0))
+  entries_of = lambda state: state.layout.entries.astype(jnp.float32).max()
+  entries = sum(map(entries_of, states), jnp.float32(0))
   # Counters of inner optimizers are [P, 1].
   workers = [
-    _of_workers(jax.tree.map(jnp.ravel, node.counters), node.devices) for node in nodes
+    _of_workers(jax.tree.map(jnp.ravel, state.counters), state.devices)
+    for state in states
   ]
   counters = [of_each for of_each, _ in workers]
-  whole = combine_counters(counters, entries) if len(counters) > 1 else counters[0]
-  whole = whole._replace(
-    skipped=whole.skipped.astype(jnp.int32),
+  combined = combine_counters(counters, entries) if len(counters) > 1 else counters[0]
+  combined = combined._replace(
+    skipped=combined.skipped.astype(jnp.int32),
     total_words=sum(words for _, words in workers),
   )
   # Workers may differ in a counter: by default the largest counts.
   over_all = {
     name: over_workers(x, _OVER_WORKERS.get(name, "max"))
-    for name, x in whole._asdict().items()
+    for name, x in combined._asdict().items()
     if name in Metrics._fields
   }
   # One root at the end: the norm of all residuals as one vector.
   squares = [
     over_workers(x**2, "sum")
-    for x in jax.tree.leaves([node.carried.residual for node in nodes])
+    for x in jax.tree.leaves([state.carried.residual for state in states])
   ]
   return Metrics(
     **over_all
@@ -286,15 +287,15 @@ def _over_workers(
   return comm.all_reduce(x) / comm.size if op == "mean" else comm.all_reduce(x, op)
 
 
-def drift(nodes: Sequence[LocalState], comm: Comm) -> jax.Array:
+def drift(states: Sequence[LocalState], comm: Comm) -> jax.Array:
   """The distance between workers, f32[]: the root of the mean over workers of ‖parameters − their mean‖².
 
   Args:
-    nodes: of all workers, or of this one.
-    comm: all workers, where `nodes` are those of one.
+    states: of all workers, or of this one.
+    comm: all workers, where `states` are those of one.
   """
   total = jnp.float32(0)
-  for leaf in jax.tree.leaves([node.moved for node in nodes]):
+  for leaf in jax.tree.leaves([state.moved for state in states]):
     workers = leaf.shape[0] * comm.size
     mean = comm.all_reduce(leaf.sum(0, keepdims=True)) / workers
     total += jnp.sum((leaf - mean) ** 2) / workers
@@ -314,8 +315,8 @@ def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
   rows = jax.tree.map(by_device, counters)
   each = [jax.tree.map(operator.itemgetter(device), rows) for device in range(devices)]
   # The density is the mean, as devices have equally many entries.
-  whole = combine_counters(each, 1)._replace(density=rows.density.mean(0))
-  return whole, by_device(words).sum(0)
+  combined = combine_counters(each, 1)._replace(density=rows.density.mean(0))
+  return combined, by_device(words).sum(0)
 
 
 def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
@@ -323,11 +324,13 @@ def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counte
   add = lambda values: saturated(saturated_sum(*values), values[0].dtype)
   largest = lambda values: jnp.stack(values).max(0)
   columns = zip(Counters._fields, zip(*counters, strict=True), strict=True)
-  whole = Counters(
+  combined = Counters(
     **{name: (add if name in _SUMMED else largest)(values) for name, values in columns}
   )
   # A mean of densities would weigh small transforms as much as large ones.
-  return whole._replace(density=whole.delivered.astype(jnp.float32) / jnp.float32(n))
+  return combined._replace(
+    density=combined.delivered.astype(jnp.float32) / jnp.float32(n)
+  )
 
 
 def count_step(

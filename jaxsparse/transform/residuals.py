@@ -44,21 +44,21 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
   """
   moved = moved_leaves(state).items()
   behind: dict[str, jax.Array] = {name: leaf[0] for name, leaf in moved}
-  for node in states.local_states(state):
-    of_workers = jax.tree.leaves((node.inner, node.moved))
+  for local in states.local_states(state):
+    of_workers = jax.tree.leaves((local.inner, local.moved))
     if rows := {len(leaf) for leaf in of_workers} - {1}:
       raise ValueError(
         f"own_params: the state of {max(rows)} workers, give that of one: call it inside shard_map"
       )
     # A worker that applies its residual has moved on by what is not delivered yet.
-    is_applied = isinstance(node.applied, Applied)
-    for outer in states.reduce_states(node.outer) if is_applied else ():
+    is_applied = isinstance(local.applied, Applied)
+    for outer in states.reduce_states(local.outer) if is_applied else ():
       behind |= {
         name: behind.get(name, 0.0) + leaf
         for name, leaf in residual_leaves(outer).items()
       }
 
-  def own(name: str, p: jax.Array) -> jax.Array:
+  def own_leaf(name: str, p: jax.Array) -> jax.Array:
     # The difference is rounded once, to the dtype of the parameter.
     wide = p.dtype if p.dtype.itemsize > 4 else jnp.float32
     return (
@@ -68,29 +68,29 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
     )
 
   # Typed as a worker's own: JAX would sum a gradient at a parameter of all workers.
-  nodes = states.reduce_states(state)
-  axes = states.axes_of_workers(nodes)
-  return varying.as_varying(map_seen(own, nodes, params), axes)
+  reduce_states = states.reduce_states(state)
+  axes = states.axes_of_workers(reduce_states)
+  return varying.as_varying(map_seen(own_leaf, reduce_states, params), axes)
 
 
 def moved_leaves(state: OptState) -> dict[str, jax.Array]:
   """What local steps have moved of leaves, by their names: f32[1, …] at a worker, f32[P, …] of all of them."""
-  moved = [flatten.leaves_by_name(node.moved) for node in states.local_states(state)]
+  moved = [flatten.leaves_by_name(local.moved) for local in states.local_states(state)]
   return {name: leaf for leaves in moved for name, leaf in leaves.items()}
 
 
-def residual_leaves(node: ReduceState) -> dict[str, jax.Array]:
+def residual_leaves(state: ReduceState) -> dict[str, jax.Array]:
   """The residual of this worker by the names of its leaves, f32 in their shapes; zeros of leaves without one."""
-  method: Any = node.layout.method
+  method: Any = state.layout.method
   leaves, _ = take_residuals(
-    [jnp.zeros(shape, jnp.float32) for shape in method.shapes], node
+    [jnp.zeros(shape, jnp.float32) for shape in method.shapes], state
   )
   return dict(zip(method.names, leaves, strict=True))
 
 
 def take_residuals(
   leaves: _Leaves,
-  node: ReduceState,
+  state: ReduceState,
   moved: _Leaves | None = None,
   mean: Callable[[_Leaves], _Leaves] = lambda owing: owing,
 ) -> tuple[_Leaves, ReduceState]:
@@ -100,7 +100,7 @@ def take_residuals(
 
   Args:
     leaves: of the parameters.
-    node: the state of one worker.
+    state: of one worker.
     moved: θ − θ_w of local steps, f32 like each leaf, to add to the residual; the sum
       is f32.
     mean: maps the float32 leaves of a device to their means over the workers.
@@ -109,33 +109,33 @@ def take_residuals(
   def step(
     groups: Sequence[Group], leaves: _Leaves, state: ReduceState, **_: ArrayTree
   ) -> tuple[_Leaves, ReduceState]:
-    parts = state.groups
+    carried = state.groups
     leaves = list(leaves)
     owing: dict[int, jax.Array] = {}
-    for group, part in zip(groups, parts, strict=True):
+    for group, group_state in zip(groups, carried, strict=True):
       # Movement is delivered of all leaves, also where a group keeps no residual.
-      if part.residual is not None or moved is not None:
+      if group_state.residual is not None or moved is not None:
         wide = [leaves[leaf].astype(jnp.float32) for leaf in group.leaves]
-        owing |= zip(group.leaves, _add_flat(wide, part.residual), strict=True)
+        owing |= zip(group.leaves, _add_flat(wide, group_state.residual), strict=True)
     left = {}
     means = mean(list(owing.values()))
     for leaf, exact in zip(owing, means, strict=True):
       # What the dtype of a leaf cannot hold stays owed.
       sent, left[leaf] = flatten.representable(exact, leaves[leaf].dtype)
       leaves[leaf] = sent.astype(leaves[leaf].dtype)
-    for index, (group, part) in enumerate(zip(groups, parts, strict=True)):
-      if part.residual is not None:
+    for index, (group, group_state) in enumerate(zip(groups, carried, strict=True)):
+      if group_state.residual is not None:
         residual = flatten.flatten([left[leaf] for leaf in group.leaves])[0]
-        parts[index] = part._replace(residual=residual)
-    return leaves, state._replace(carried=states.join_groups(parts))
+        carried[index] = group_state._replace(residual=residual)
+    return leaves, state._replace(carried=states.join_groups(carried))
 
-  method: Any = node.layout.method
+  method: Any = state.layout.method
   # Devices of a worker hold pieces of its residual, and each delivers its own.
   return at_devices(
     step,
     method.groups,
     [jnp.zeros_like(x) for x in leaves] if moved is None else list(moved),
-    node,
+    state,
   )
 
 

@@ -97,7 +97,7 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     if agree is not None:  # a step without an exchange
       zeros, after = transform.update(updates, before, params, agree=agree, **extra)
       return zeros, state._replace(exchange=after)
-    residuals = lambda node: list(residual_leaves(node).values())
+    residuals = lambda reduce_state: list(residual_leaves(reduce_state).values())
     # The exchange is given u + r, of which ⟨u, u + r − r′⟩ is delivered.
     entered = _products(updates, updates) + _products(updates, residuals(before))
     # Residuals are read before the exchange writes the next ones to the same buffers.
@@ -127,8 +127,8 @@ def _scale(mean: optax.Updates, factors: jax.Array) -> optax.Updates:
   leaves, structure = jax.tree.flatten(mean)
   # 16 bits are scaled in float32, and rounded once.
   scaled = [
-    (leaf.astype(flatten.wide_dtype(leaf)) * factors[number]).astype(leaf.dtype)
-    for number, leaf in enumerate(leaves)
+    (leaf.astype(flatten.wide_dtype(leaf)) * factors[leaf_index]).astype(leaf.dtype)
+    for leaf_index, leaf in enumerate(leaves)
   ]
   return jax.tree.unflatten(structure, scaled)
 

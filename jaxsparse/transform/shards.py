@@ -67,8 +67,8 @@ class Shards:
     shapes = flatten.leaf_shapes(tree)
     # Uneven shards would give devices pieces of several sizes, and one program has one.
     for (name, shape), spec in zip(shapes.items(), specs, strict=True):
-      for size, part in zip(shape, spec, strict=False):
-        ways = _ways(part, axes)
+      for size, entry in zip(shape, spec, strict=False):
+        ways = _ways(entry, axes)
         if size % ways:
           raise ValueError(
             f"parameters{name} has shape {shape} and the sharding {spec}, which cuts {size} entries into {ways} "
@@ -99,8 +99,8 @@ class Shards:
     pieces = []
     for shape, spec in zip(self.shapes, self.specs, strict=True):
       # A spec may be shorter than a shape: the other dimensions are whole.
-      whole = [1] * (len(shape) - len(spec))
-      ways = [*(_ways(part, axes) for part in spec), *whole]
+      uncut = [1] * (len(shape) - len(spec))
+      ways = [*(_ways(entry, axes) for entry in spec), *uncut]
       shard = tuple(size // count for size, count in zip(shape, ways, strict=True))
       # Copies of a shard are shared out, so that no entry is reduced twice.
       pieces.append(share_of(shard, _ways(self._replicated(spec), axes)))
@@ -160,7 +160,7 @@ class Shards:
   def _replicated(self, spec: PartitionSpec) -> tuple[str, ...]:
     """The axes inside along which devices hold copies, in the order of the mesh."""
     # An entry of a spec is a name, a tuple of names, or None.
-    used = {name for part in spec for name in names_of(part or ())}
+    used = {name for entry in spec for name in names_of(entry or ())}
     return tuple(name for name in self.names if name not in used)
 
 
@@ -176,9 +176,9 @@ def share_of(shape: tuple[int, ...], ways: int) -> tuple[int, ...]:
   return (-(-math.prod(shape) // ways),)
 
 
-def _ways(part: Any, axes: dict[str, int]) -> int:
+def _ways(entry: Any, axes: dict[str, int]) -> int:
   """Into how many blocks an entry of a PartitionSpec cuts a dimension."""
-  return math.prod(axes[name] for name in names_of(part or ()))
+  return math.prod(axes[name] for name in names_of(entry or ()))
 
 
 def shards_of(
@@ -212,10 +212,10 @@ def shards_of(
     return Shards.from_specs(params, axes, of_types)
   # Shardings are the leaves of this tree, and None in it is none.
   is_spec = lambda x: isinstance(x, (PartitionSpec, NamedSharding))
-  given = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)
+  by_path = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)
   specs = {
     jax.tree_util.keystr(path): x.spec if isinstance(x, NamedSharding) else x
-    for path, x in given
+    for path, x in by_path
     if is_spec(x)
   }
   names = flatten.leaf_shapes(params)  # optax.masked leaves some of them out
@@ -235,11 +235,11 @@ def check_inside(comm: Comm, shards: Shards | None) -> None:
   # An empty dict is a worker of one device, in the state and in the program alike.
   made = dict(shards.axes) if shards else {}
   axis = axes_of(comm)
-  found = _compat.axes_inside(axis)
-  if made != found:
+  axes = _compat.axes_inside(axis)
+  if made != axes:
     raise ValueError(
       f"the optimizer state was made for workers with {_listed(made)} inside, here a worker of {axis} has "
-      f"{_listed(found)}: make a new one with js.init on this mesh, and in a shard_map of your own give "
+      f"{_listed(axes)}: make a new one with js.init on this mesh, and in a shard_map of your own give "
       f"axis_names={set(axis or ())}, so that the other axes stay inside a worker"
     )
 

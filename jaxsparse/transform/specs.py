@@ -66,17 +66,17 @@ def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
   check_layout(state)
   _check_differing(state)
 
-  def spec_of(node: OptState, row: bool) -> SpecTree:
+  def spec_of(subtree: OptState, row: bool) -> SpecTree:
     if row:  # leaves keep the shardings inside that they have
-      return jax.tree.map(lambda _: PartitionSpec(axis), node)
-    if not is_reduce_state(node):
+      return jax.tree.map(lambda _: PartitionSpec(axis), subtree)
+    if not is_reduce_state(subtree):
       return replicated
-    devices = node.layout.shards.names if inside and node.layout.shards else ()
+    devices = subtree.layout.shards.names if inside and subtree.layout.shards else ()
     # Cut along the workers first, so that the rows of a worker lie together.
-    own = PartitionSpec((*names_of(axis), *devices))
+    own_spec = PartitionSpec((*names_of(axis), *devices))
     # Equal on all workers, and a part of its own at each device of one.
     same = PartitionSpec(devices) if devices else replicated
-    return node.map_arrays(lambda _: own, lambda _: same, lambda _: replicated)
+    return subtree.map_arrays(lambda _: own_spec, lambda _: same, lambda _: replicated)
 
   return jax.tree.map(spec_of, state, worker_rows(state), is_leaf=is_reduce_state)
 
@@ -85,20 +85,20 @@ def _check_differing(state: OptState) -> None:
   """Raises ValueError where arrays of other transformations would be computed from totals that differ."""
   collectives = [
     collective
-    for node, row in reduce_rows(state)
+    for reduce_state, row in reduce_rows(state)
     if not row
-    for collective in node.collectives
+    for collective in reduce_state.collectives
   ]
   differing = [
     collective for collective in collectives if not collective.traits.replicates
   ]
-  others = [
-    node
-    for node in jax.tree.leaves(state, is_leaf=is_reduce_state)
-    if not is_reduce_state(node)
+  other_arrays = [
+    leaf
+    for leaf in jax.tree.leaves(state, is_leaf=is_reduce_state)
+    if not is_reduce_state(leaf)
   ]
   # Scalars, as counts of steps, are computed from no total.
-  if differing and any(jnp.ndim(leaf) for leaf in others):
+  if differing and any(jnp.ndim(leaf) for leaf in other_arrays):
     name = differing[0].name
     raise ValueError(
       f"{name}: its totals differ between workers, and so would parameters and optimizer states that follow: give each "
@@ -139,13 +139,13 @@ _WRAPPERS: dict[type, tuple[str, Callable[[Any], list[Any]]]] = {
 
 def _check_wrappers(state: OptState) -> None:
   """Refuses wrappers that look at local gradients: what they keep would differ between workers."""
-  for node in jax.tree.leaves(state, is_leaf=lambda node: type(node) in _WRAPPERS):
-    if type(node) in _WRAPPERS:
-      message, refused = _WRAPPERS[type(node)]
-      if refused(tuple(node)):
+  for leaf in jax.tree.leaves(state, is_leaf=lambda leaf: type(leaf) in _WRAPPERS):
+    if type(leaf) in _WRAPPERS:
+      message, refused = _WRAPPERS[type(leaf)]
+      if refused(tuple(leaf)):
         raise ValueError(message)
       # Wrappers may be nested.
-      _check_wrappers(tuple(node))
+      _check_wrappers(tuple(leaf))
 
 
 def _check_chains(state: OptState, averaged: frozenset[str] = frozenset()) -> None:
@@ -155,38 +155,38 @@ def _check_chains(state: OptState, averaged: frozenset[str] = frozenset()) -> No
     state: the state of a chain, or of a wrapper at any depth around one.
     averaged: the names of the leaves that a jaxsparse transform has averaged before.
   """
-  for node in jax.tree.leaves(state, is_leaf=_is_chain):
-    if _is_chain(node):
-      _check_chain(node, averaged)
+  for leaf in jax.tree.leaves(state, is_leaf=_is_chain):
+    if _is_chain(leaf):
+      _check_chain(leaf, averaged)
 
 
-def _is_chain(node: OptState) -> bool:
+def _is_chain(state: OptState) -> bool:
   """Whether it is the state of optax.chain or optax.named_chain, with a jaxsparse transform inside."""
-  return type(node) in (tuple, OrderedDict) and bool(reduce_states(node))
+  return type(state) in (tuple, OrderedDict) and bool(reduce_states(state))
 
 
 def _check_chain(chain: OptState, averaged: frozenset[str]) -> None:
   named = chain.items() if isinstance(chain, OrderedDict) else enumerate(chain)
-  parts = list(named)
-  for position, (name, part) in enumerate(parts):
-    leaves_of_part = _reduced_leaves(part)
+  states = list(named)
+  for position, (name, state) in enumerate(states):
+    reduced = _reduced_leaves(state)
     # Gradients of these leaves are still those of one worker at this position.
-    local = _reduced_leaves([later for _, later in parts[position:]]) - averaged
-    arrays = leaves_by_name(part).items()
-    if leaves_of_part:
-      _check_chains(part, averaged)
+    local = _reduced_leaves([later for _, later in states[position:]]) - averaged
+    arrays = leaves_by_name(state).items()
+    if reduced:
+      _check_chains(state, averaged)
     elif any(_is_local(path, leaf, local, averaged) for path, leaf in arrays):
       raise ValueError(
-        f"transformation {name!r} of the chain ({type(part).__name__}) keeps arrays and comes before the jaxsparse "
+        f"transformation {name!r} of the chain ({type(state).__name__}) keeps arrays and comes before the jaxsparse "
         "transform: the arrays would be computed from the gradients of one worker and differ between workers, but be "
         "stored as replicated. Put the jaxsparse transform first"
       )
-    averaged |= leaves_of_part
+    averaged |= reduced
 
 
-def _reduced_leaves(state: OptState) -> frozenset[str]:
-  """The names of the leaves that the jaxsparse transforms in a state reduce."""
-  return frozenset(name for node in reduce_states(state) for name, _ in node.leaves)
+def _reduced_leaves(tree: OptState) -> frozenset[str]:
+  """The names of the leaves that the jaxsparse transforms in a tree of states reduce."""
+  return frozenset(name for state in reduce_states(tree) for name, _ in state.leaves)
 
 
 def _is_local(

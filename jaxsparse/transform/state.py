@@ -31,7 +31,7 @@ from jaxsparse.transform.groups import Method
 from jaxsparse.transform.shards import Shards
 from jaxsparse.types import ArrayTree, Counters, State
 
-Node = TypeVar("Node")
+Kind = TypeVar("Kind")
 
 
 class Layout(NamedTuple):
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
     if flax := sys.modules.get("flax.serialization"):
       for static in (Method, Shards):
         flax.register_serialization_state(
-          static, lambda _: {}, lambda own, _: own, override=True
+          static, lambda _: {}, lambda target, _: target, override=True
         )
     checksum = jnp.uint32(checksum_of(shards, method))
     # A number beyond u32 is stored as its largest one.
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
 def checksum_of(shards: Shards | None, method: Method | None) -> int:
   """The checksum of the JSON of a layout."""
   # A name and a tuple of this name alone are the same sharding.
-  names_of_spec = lambda spec: [_compat.names_of(part or ()) for part in spec]
+  names_of_spec = lambda spec: [_compat.names_of(entry or ()) for entry in spec]
   layout = shards and {
     "axes": shards.axes,
     "shapes": shards.shapes,
@@ -144,20 +144,20 @@ class ReduceState(NamedTuple):
   def groups(self) -> list[State]:
     """The state of the collective of each group of leaves."""
     # Each field of `carried` is a tuple with one item a group.
-    return [State(*parts) for parts in zip(*self.carried, strict=True)]
+    return [State(*fields) for fields in zip(*self.carried, strict=True)]
 
-  def map_arrays(self, own: Callable, shared: Callable, layout: Callable) -> Self:
-    """The same with `own(x)`, `shared(x)` or `layout(x)` of each array.
+  def map_arrays(self, local: Callable, shared: Callable, layout: Callable) -> Self:
+    """The same with `local(x)`, `shared(x)` or `layout(x)` of each array.
 
     Args:
-      own: of arrays that differ between workers: the counters, and all that is carried
+      local: of arrays that differ between workers: the counters, and all that is carried
         except its shared parts.
       shared: of the shared parts of what is carried: the same on every worker, and of
         each of its devices another piece.
       layout: of the layout, the same on all workers and devices.
     """
     carried, counters = jax.tree.map(
-      own, (self.carried._replace(shared=()), self.counters)
+      local, (self.carried._replace(shared=()), self.counters)
     )
     carried = carried._replace(shared=jax.tree.map(shared, self.carried.shared))
     return type(self)(carried, counters, jax.tree.map(layout, self.layout))
@@ -198,11 +198,11 @@ class RestoredState(NamedTuple):
 
   def factors(self, size: int) -> jax.Array:
     """1/s of each leaf at an exchange of `size` workers, f32[leaves], 1 … √P."""
-    shared, own = self.products.T
+    shared, delivered = self.products.T
     # 1 / P where updates are orthogonal, 1 where they are equal; rounding may pass both.
-    ratio = shared / jnp.where(own > 0, own, 1.0)
+    ratio = shared / jnp.where(delivered > 0, delivered, 1.0)
     agreement = jnp.clip(ratio, 1 / size, 1.0)
-    return jnp.where(own > 0, 1 / jnp.sqrt(agreement), 1.0)
+    return jnp.where(delivered > 0, 1 / jnp.sqrt(agreement), 1.0)
 
 
 class Flight(NamedTuple):
@@ -256,19 +256,19 @@ class LocalState(NamedTuple):
     return "inner", "moved"
 
 
-def is_reduce_state(node: OptState) -> bool:
-  """Whether a node of an optax state is a `ReduceState`."""
-  return isinstance(node, ReduceState)
+def is_reduce_state(state: OptState) -> bool:
+  """Whether a subtree of an optax state is a `ReduceState`."""
+  return isinstance(state, ReduceState)
 
 
-def is_local_state(node: OptState) -> bool:
-  """Whether a node of an optax state is a `LocalState`."""
-  return isinstance(node, LocalState)
+def is_local_state(state: OptState) -> bool:
+  """Whether a subtree of an optax state is a `LocalState`."""
+  return isinstance(state, LocalState)
 
 
-def _nodes(state: OptState, kind: type[Node]) -> list[Node]:
-  """Every node of a kind within an optax state."""
-  is_kind = lambda node: isinstance(node, kind)
+def _states_of(state: OptState, kind: type[Kind]) -> list[Kind]:
+  """Every state of a kind within an optax state."""
+  is_kind = lambda subtree: isinstance(subtree, kind)
   return list(filter(is_kind, jax.tree.leaves(state, is_leaf=is_kind)))
 
 
@@ -282,20 +282,20 @@ def first_row(tree: ArrayTree) -> ArrayTree:
   return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
-def is_ours(node: OptState) -> bool:
-  """Whether a node of an optax state is that of a jaxsparse transform or of local steps."""
-  return isinstance(node, (ReduceState, LocalState))
+def is_ours(state: OptState) -> bool:
+  """Whether a subtree of an optax state is that of a jaxsparse transform or of local steps."""
+  return isinstance(state, (ReduceState, LocalState))
 
 
-def axes_of_workers(nodes: Sequence[ReduceState]) -> frozenset[str]:
+def axes_of_workers(states: Sequence[ReduceState]) -> frozenset[str]:
   """The axes of the workers, by the types of their counters; none where no replication is checked."""
-  axes = [_compat.axes_of_type(node.counters.skipped) for node in nodes]
+  axes = [_compat.axes_of_type(state.counters.skipped) for state in states]
   return frozenset().union(*axes)
 
 
 def reduce_states(state: OptState) -> list[ReduceState]:
   """Every `ReduceState` within an optax state."""
-  return _nodes(state, ReduceState)
+  return _states_of(state, ReduceState)
 
 
 def map_states(
@@ -303,24 +303,24 @@ def map_states(
   state: OptState,
   kind: type = ReduceState,
 ) -> OptState:
-  """The state with `function(node)` in place of each node of that kind."""
-  is_kind = lambda node: isinstance(node, kind)
+  """The state with `function(leaf)` in place of each state of that kind."""
+  is_kind = lambda subtree: isinstance(subtree, kind)
   return jax.tree.map(
-    lambda node: function(node) if is_kind(node) else node, state, is_leaf=is_kind
+    lambda leaf: function(leaf) if is_kind(leaf) else leaf, state, is_leaf=is_kind
   )
 
 
 def idle_step(state: OptState, skipped: jax.Array) -> OptState:
   """A state after a step without messages: `ReduceState.idle` of each."""
-  return map_states(lambda node: node.idle(skipped), state)
+  return map_states(lambda reduce_state: reduce_state.idle(skipped), state)
 
 
 def with_own_keys(state: OptState, rank: jax.Array) -> OptState:
   """The state of a worker before the first step, with the random keys of its own optimizers folded with its number."""
   # The leading axis of a worker's own keys is that of workers, here of one.
   fold = jax.vmap(lambda key: jax.random.fold_in(key, rank))
-  own = lambda row, leaf: fold(leaf) if row and _compat.is_key(leaf) else leaf
-  return jax.tree.map(own, jax.tree.broadcast(worker_rows(state), state), state)
+  fold_own = lambda row, leaf: fold(leaf) if row and _compat.is_key(leaf) else leaf
+  return jax.tree.map(fold_own, jax.tree.broadcast(worker_rows(state), state), state)
 
 
 def with_rows(state: OptState) -> OptState:
@@ -341,15 +341,15 @@ def with_rows(state: OptState) -> OptState:
       f"{workers} workers"
     )
 
-  nodes = local_states(state)
-  if not nodes:
+  states = local_states(state)
+  if not states:
     return state
-  outer = reduce_states(nodes[0].outer)[0]
+  outer = reduce_states(states[0].outer)[0]
   # The workers that the state was made for may be others than those of the mesh.
   workers = outer.counters.skipped.size // outer.devices
-  own = [getattr(node, name) for node in nodes for name in node.per_worker()]
+  fields = [getattr(local, name) for local in states for name in local.per_worker()]
   # This runs in every step, so the quick check comes first.
-  shapes = map(jnp.shape, jax.tree.leaves(own))
+  shapes = map(jnp.shape, jax.tree.leaves(fields))
   if all(shape[:1] == (workers,) for shape in shapes):
     return state
   return jax.tree_util.tree_map_with_path(
@@ -359,25 +359,25 @@ def with_rows(state: OptState) -> OptState:
 
 def local_states(state: OptState) -> list[LocalState]:
   """Every `LocalState` within an optax state."""
-  return _nodes(state, LocalState)
+  return _states_of(state, LocalState)
 
 
 def restored_states(state: OptState) -> list[RestoredState]:
   """Every `RestoredState` within an optax state."""
-  return _nodes(state, RestoredState)
+  return _states_of(state, RestoredState)
 
 
 def labelled(state: OptState) -> dict[str, ReduceState]:
   """Every `ReduceState` within an optax state by its label: that of `optax.multi_transform`, else its path."""
   leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state)
-  pairs = [(path, node) for path, node in leaves if is_reduce_state(node)]
+  pairs = [(path, leaf) for path, leaf in leaves if is_reduce_state(leaf)]
   is_label = lambda key: isinstance(key, jax.tree_util.DictKey)
   label = lambda path: "/".join(str(key.key) for key in path if is_label(key))
   labels = [label(path) for path, _ in pairs]
   # Paths are long, but never equal.
   if len(set(labels)) < len(labels) or "" in labels:
     labels = [jax.tree_util.keystr(path) for path, _ in pairs]
-  return dict(zip(labels, (node for _, node in pairs), strict=True))
+  return dict(zip(labels, (leaf for _, leaf in pairs), strict=True))
 
 
 def worker_rows(state: OptState, within: bool = False) -> OptState:
@@ -395,26 +395,26 @@ def worker_rows(state: OptState, within: bool = False) -> OptState:
     (LocalState(inner=[True], outer=[False], moved=(), since=False, steps=False, flight=(), applied=()), False)
   """
 
-  def rows_of(node: OptState) -> OptState:
-    # Below a row everything has one: no further node is asked.
-    if not _has_rows(node) or within:
+  def rows_of(subtree: OptState) -> OptState:
+    # Below a row everything has one: no further subtree is asked.
+    if not _has_rows(subtree) or within:
       return within
-    return type(node)(
+    return type(subtree)(
       **{
-        name: worker_rows(part, name in node.per_worker())
-        for name, part in node._asdict().items()
+        name: worker_rows(field, name in subtree.per_worker())
+        for name, field in subtree._asdict().items()
       }
     )
 
   return jax.tree.map(
     rows_of,
     state,
-    is_leaf=lambda node: is_reduce_state(node) or (_has_rows(node) and not within),
+    is_leaf=lambda tree: is_reduce_state(tree) or (_has_rows(tree) and not within),
   )
 
 
-def _has_rows(node: OptState) -> bool:
-  return isinstance(node, tuple) and hasattr(node, "per_worker")
+def _has_rows(state: OptState) -> bool:
+  return isinstance(state, tuple) and hasattr(state, "per_worker")
 
 
 def reduce_rows(state: OptState) -> list[tuple[ReduceState, bool]]:
@@ -422,7 +422,7 @@ def reduce_rows(state: OptState) -> list[tuple[ReduceState, bool]]:
   every = jax.tree.leaves(state, is_leaf=is_reduce_state)
   rows = jax.tree.leaves(worker_rows(state))
   return [
-    (node, row) for node, row in zip(every, rows, strict=True) if is_reduce_state(node)
+    (leaf, row) for leaf, row in zip(every, rows, strict=True) if is_reduce_state(leaf)
   ]
 
 
@@ -430,8 +430,8 @@ def is_skipped(state: OptState) -> jax.Array:
   """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
   # Flags are equal on all devices of all workers, so one entry of each suffices.
   flags = [
-    _compat.resharded(node.counters.skipped, PartitionSpec()).reshape(-1)[0]
-    for node in reduce_states(state)
+    _compat.resharded(reduce_state.counters.skipped, PartitionSpec()).reshape(-1)[0]
+    for reduce_state in reduce_states(state)
   ]
   return mark_total(jnp.any(jnp.array(flags)), None)
 

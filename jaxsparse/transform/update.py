@@ -161,9 +161,9 @@ def _update(
   checks.warn_of_frozen([state], updates)
   leaves, structure = jax.tree.flatten(updates)
   # `js.local_steps` gives the dtypes of parameters where its updates are wider.
-  given = dict(mean_dtypes.value)
+  parameter_dtypes = dict(mean_dtypes.value)
   dtypes = [
-    given.get(name, jnp.result_type(leaf))
+    parameter_dtypes.get(name, jnp.result_type(leaf))
     for name, leaf in flatten.leaves_by_name(updates).items()
   ]
   step = functools.partial(reduce_groups, comm, divisor=comm.divisor, dtypes=dtypes)
@@ -243,11 +243,11 @@ def at_devices(
   ) -> tuple[list[jax.Array], State, Counters]:
     # The axis of devices is one of the worker's state, not of what a device carries.
     shared = first_row(carried.shared)
-    one = ReduceState(
+    device_state = ReduceState(
       carried._replace(shared=shared), counters, layout._replace(shards=None)
     )
     pieces, after = step(
-      shards.groups(groups), shards.cut(leaves), one, inside=shards.names
+      shards.groups(groups), shards.cut(leaves), device_state, inside=shards.names
     )
     return shards.join(pieces, leaves), *add_device_axis(after.carried, after.counters)
 
@@ -284,12 +284,12 @@ def _flatten(
   group: Group, leaves: list[jax.Array], dtypes: Sequence[jnp.dtype]
 ) -> tuple[jax.Array, Callable, flatten.LeafRounding | None]:
   """The gradient of a group, f32[n]; the function from f32[n] to its float32 leaves; the rounding to their dtypes."""
-  own = [leaves[leaf] for leaf in group.leaves]
-  flat, unflatten = flatten.flatten(optax.tree.cast(own, jnp.float32))
+  group_leaves = [leaves[leaf] for leaf in group.leaves]
+  flat, unflatten = flatten.flatten(optax.tree.cast(group_leaves, jnp.float32))
   # JAX would take the choice of entries for a constant, and differentiate the rest.
   if not group.collective.traits.differentiable:
     flat = _without_derivative(flat, group.collective.name)
-  sizes = [leaf.size for leaf in own]
+  sizes = [leaf.size for leaf in group_leaves]
   rounding = flatten.rounding(sizes, [dtypes[leaf] for leaf in group.leaves])
   return flat, unflatten, rounding
 
@@ -347,7 +347,7 @@ def reduce_groups(
   results = []
   are_finite: list[jax.Array] = []  # the means, the same at every worker
   for group, before in zip(groups, state.groups, strict=True):
-    earlier = [are_finite[number] for number in group.waits_for]
+    earlier = [are_finite[group_number] for group_number in group.waits_for]
     # A data dependency holds back the messages until these means are there.
     after_earlier = ordering.following(comm, earlier) if earlier else comm
     flat, unflatten, rounding = _flatten(group, leaves, dtypes)

@@ -36,14 +36,14 @@ mean_dtypes = jax.make_user_context(())  # pairs of a leaf's name and a dtype
 
 # The class is private to optax: a transformation gets hold of an instance.
 def _placeholder() -> type:
-  found: list[type] = []
+  types: list[type] = []
 
   def init(params: object) -> object:
-    found.append(type(params))
+    types.append(type(params))
     return params
 
   optax.tree_map_params(init, lambda leaf: leaf, ())
-  return found[0]
+  return types[0]
 
 
 PLACEHOLDER = _placeholder()
@@ -96,18 +96,18 @@ def with_optimized(
   like: optax.Params, new: optax.Params, scales: ArrayTree = None
 ) -> ArrayTree:
   """`like` with `new` in place of what an optimizer updates, and other `scales` of fp8, if some are given."""
-  own = overwritten(like)
+  old_scales = overwritten(like)
   # No collection, or an empty one: parameters stand alone.
-  if not jax.tree.leaves(own):
+  if not jax.tree.leaves(old_scales):
     return new
-  both = {"params": new, OVERWRITTEN: own if scales is None else scales}
+  both = {"params": new, OVERWRITTEN: old_scales if scales is None else scales}
   # The result is a dict or a FrozenDict, in the order of `like`.
   return type(like)({name: both[name] for name in like})
 
 
-def _is_flat(nodes: Sequence[ReduceState], params: optax.Params) -> bool:
+def _is_flat(states: Sequence[ReduceState], params: optax.Params) -> bool:
   """Whether the transforms with these states see one vector of all leaves, as inside `optax.flatten`."""
-  made = {leaf for node in nodes for leaf in node.leaves}
+  made = {leaf for state in states for leaf in state.leaves}
   fits = lambda flat: made <= set(leaf_shapes(_shapes(flat, params)).items())
   # Where neither fits, the error comes from checks, which name the leaf.
   return not fits(False) and fits(True)
@@ -126,7 +126,7 @@ def _shapes(flat: bool, params: optax.Params) -> ArrayTree:
 
 
 def leaves_seen(
-  nodes: Sequence[ReduceState], params: optax.Params
+  states: Sequence[ReduceState], params: optax.Params
 ) -> dict[str, jax.Array]:
   """The leaves of parameters, by name, as the transforms with these states see them.
 
@@ -134,27 +134,27 @@ def leaves_seen(
     >>> leaves_seen([], {"w": jnp.array([2 + 3j])})
     {"['w'].real": Array([2.], dtype=float32), "['w'].imaginary": Array([3.], dtype=float32)}
   """
-  return leaves_by_name(_see(_is_flat(nodes, params), params))
+  return leaves_by_name(_see(_is_flat(states, params), params))
 
 
-def shapes_seen(nodes: Sequence[ReduceState], params: optax.Params) -> ArrayTree:
+def shapes_seen(states: Sequence[ReduceState], params: optax.Params) -> ArrayTree:
   """The leaves that the transforms with these states see, as `jax.ShapeDtypeStruct`."""
-  return _shapes(_is_flat(nodes, params), params)
+  return _shapes(_is_flat(states, params), params)
 
 
 def map_seen(
   change: Callable[[str, jax.Array], jax.Array],
-  nodes: Sequence[ReduceState],
+  states: Sequence[ReduceState],
   tree: optax.Params,
 ) -> optax.Params:
   """A pytree like the parameters with `change(name, leaf)` for each leaf that the transforms with these states see."""
-  flat = _is_flat(nodes, tree)
+  flat = _is_flat(states, tree)
   seen = _see(flat, tree)
   leaves = [change(name, leaf) for name, leaf in leaves_by_name(seen).items()]
   changed = jax.tree.unflatten(jax.tree.structure(seen), leaves)
-  own = optimized(trained(tree))
-  pairs = _divide(split_complex(own), changed) if flat else changed
-  joined = join_complex(own, pairs)
+  params = optimized(trained(tree))
+  pairs = _divide(split_complex(params), changed) if flat else changed
+  joined = join_complex(params, pairs)
   if isinstance(tree, optax.LookaheadParams):
     return tree._replace(fast=joined)
   return with_optimized(tree, joined)

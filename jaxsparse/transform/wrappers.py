@@ -237,7 +237,8 @@ def warmed_up(
     )
     # Groups that send all entries, as dense ones, stay as they are.
     return [
-      warm(one) if isinstance(one, SparseCollective) else one for one in collectives
+      warm(collective) if isinstance(collective, SparseCollective) else collective
+      for collective in collectives
     ]
 
   return transform.with_collectives(change)
