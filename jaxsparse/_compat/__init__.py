@@ -137,8 +137,8 @@ def by_platform(
 
   def choose(*args: Any) -> Any:
     # One partial function for CUDA and ROCm, of which JAX then makes one branch.
-    each = (default, *branches.values())
-    ways = {way: functools.partial(way, *args) for way in each}
+    functions = (default, *branches.values())
+    ways = {way: functools.partial(way, *args) for way in functions}
     # JAX knows CUDA and ROCm, which are among the branches, and no platform "gpu".
     others = {name: ways[way] for name, way in branches.items() if name != "gpu"}
     return jax.lax.platform_dependent(default=ways[default], **others)
@@ -227,11 +227,11 @@ def partly_mapped(
 
 def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
   """The spec without the names `axes`."""
-  parts = [
-    tuple(name for name in names_of(part or ()) if name not in axes) for part in spec
+  entries = [
+    tuple(name for name in names_of(entry or ()) if name not in axes) for entry in spec
   ]
   return PartitionSpec(
-    *parts
+    *entries
   )  # PartitionSpec stores one name as itself, and no name as None
 
 
@@ -280,10 +280,10 @@ def in_parts(x: jax.Array, parts: int) -> jax.Array:
 
 def trimmed(spec: PartitionSpec) -> PartitionSpec:
   """Without the dimensions at the end that are not cut: equal shardings then have equal specs."""
-  parts = list(spec)
-  while parts and not parts[-1]:
-    parts.pop()
-  return PartitionSpec(*parts)
+  entries = list(spec)
+  while entries and not entries[-1]:
+    entries.pop()
+  return PartitionSpec(*entries)
 
 
 def axes_of_type(x: Any) -> frozenset[str]:

@@ -79,15 +79,15 @@ def _alike(branches: Sequence[Callable], operands: Sequence[Any]) -> Sequence[Ca
   # A shard_map further out may have typed operands: without a check no axes are wanted.
   if not checked_axes():
     return [
-      lambda *given, branch=branch: jax.tree.map(_without_axes, branch(*given))
+      lambda *args, branch=branch: jax.tree.map(_without_axes, branch(*args))
       for branch in branches
     ]
   results = [jax.eval_shape(branch, *operands) for branch in branches]
   axes = jax.tree.map(
-    lambda *found: frozenset().union(*map(axes_of_type, found)), *results
+    lambda *leaves: frozenset().union(*map(axes_of_type, leaves)), *results
   )
   return [
-    lambda *given, branch=branch: jax.tree.map(as_varying, branch(*given), axes)
+    lambda *args, branch=branch: jax.tree.map(as_varying, branch(*args), axes)
     for branch in branches
   ]
 
