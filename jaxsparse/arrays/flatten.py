@@ -91,7 +91,7 @@ class LeafRounding:
       return _rounded(values, self.dtypes[0])
     if indices is None:
       split = zip(parts(values, self.sizes), self.dtypes, strict=True)
-      return jnp.concatenate([_rounded(part, dtype) for part, dtype in split])
+      return jnp.concatenate([_rounded(leaf, dtype) for leaf, dtype in split])
     ends = jnp.asarray(np.cumsum(self.sizes), jnp.int32)
     # the leaf of each flat index
     leaf = jnp.searchsorted(ends, indices, side="right")

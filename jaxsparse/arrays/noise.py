@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 
 
-def fold(key: jax.Array, number: jax.Array | int) -> jax.Array:
-  """Another key u32[2], for each number i32[] or u32[]."""
-  number = jnp.asarray(number).astype(jnp.uint32)
-  # Added so that number 0 is mixed, too: `_mix` maps 0 to 0.
-  apart = number + jnp.uint32(0x9E3779B9)
+def fold(key: jax.Array, data: jax.Array | int) -> jax.Array:
+  """Another key u32[2], for each `data`, i32[] or u32[]."""
+  data = jnp.asarray(data).astype(jnp.uint32)
+  # Added so that 0 is mixed, too: `_mix` maps 0 to 0.
+  apart = data + jnp.uint32(0x9E3779B9)
   first = _mix(key[0] ^ _mix(apart))
-  second = _mix(key[1] + _mix(number ^ key[0]))
+  second = _mix(key[1] + _mix(data ^ key[0]))
   return jnp.stack([first, second])
 
 

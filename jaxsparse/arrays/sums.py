@@ -1,6 +1,6 @@
 """Floating-point arithmetic with the same bits in every compiled program.
 
-A vector is given as parts, f32[n] each, that are added where they are read, so that
+A vector is given as addends, f32[n] each, that are added where they are read, so that
 their sum is never stored.
 """
 
@@ -20,10 +20,10 @@ _PIECES = 32
 
 
 def ordered_sum(
-  *parts: jax.Array,
+  *addends: jax.Array,
   term: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
-  """The sum of the terms of the sum of `parts`, f32[], in a fixed order.
+  """The sum of the terms of the sum of `addends`, f32[], in a fixed order.
 
   32 contiguous pieces are added one after the other, entry by entry, then 32 pieces of
   their sum, until one entry is left. The compiler chooses the order of `jnp.sum`, and
@@ -31,14 +31,14 @@ def ordered_sum(
   differ in their last bits.
 
   Args:
-    *parts: f32[n] each.
+    *addends: f32[n] each.
     term: elementwise.
 
   Example:
     >>> ordered_sum(jnp.arange(4.0), term=lambda x: x**2)
     Array(14., dtype=float32)
   """
-  return _fold(parts, term, jnp.add)
+  return _fold(addends, term, jnp.add)
 
 
 def row_sums(x: jax.Array) -> jax.Array:
@@ -67,14 +67,14 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
 
 
 def _fold(
-  parts: Sequence[jax.Array],
+  addends: Sequence[jax.Array],
   term: Callable[[jax.Array], jax.Array],
   combine: Callable,
 ) -> jax.Array:
-  """Combines the terms of the sum of `parts` to one, f32[]; zeros fill the last piece."""
-  size = parts[0].size
+  """Combines the terms of the sum of `addends` to one, f32[]; zeros fill the last piece."""
+  size = addends[0].size
   if size <= _PIECES:
-    return _fold_few(term(functools.reduce(jnp.add, parts)), combine)
+    return _fold_few(term(functools.reduce(jnp.add, addends)), combine)
   length = -(-size // _PIECES)
   # fewer pieces where a vector is short
   count = -(-size // length)
@@ -85,7 +85,7 @@ def _fold(
 
     def cut(piece: int) -> jax.Array:
       start = piece * length
-      entries = [part[start + first : start + end] for part in parts]
+      entries = [addend[start + first : start + end] for addend in addends]
       return term(functools.reduce(jnp.add, entries))
 
     return functools.reduce(combine, map(cut, range(pieces)))
