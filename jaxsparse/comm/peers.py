@@ -30,7 +30,7 @@ class PeerComm(CommView):
 
   Attributes:
     workers: their number.
-    number: i32[], the rank of this worker.
+    own_rank: i32[], the rank of this worker.
     send: sends u32[m] words of each message to its destination, then returns those that
       come from its source; either may be None, and without a source the result is
       zeros. Called in the order of the program.
@@ -45,7 +45,7 @@ class PeerComm(CommView):
   """
 
   workers: int
-  number: jax.Array
+  own_rank: jax.Array
   send: Send
   divisor = 1
   _names = (PEERS,)
@@ -54,7 +54,7 @@ class PeerComm(CommView):
     return self.workers
 
   def _engine_rank(self) -> jax.Array:
-    return self.number
+    return self.own_rank
 
   def _ppermute(
     self,
@@ -84,4 +84,4 @@ class PeerComm(CommView):
       )
 
     like = [jax.ShapeDtypeStruct(buffer.shape, buffer.dtype) for buffer in buffers]
-    return io_callback(send, like, buffers, self.number, ordered=True)
+    return io_callback(send, like, buffers, self.own_rank, ordered=True)

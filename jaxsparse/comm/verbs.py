@@ -223,7 +223,7 @@ def unpack(words: jax.Array, like: Tree) -> Tree:
   leaves, structure = jax.tree.flatten(like)
   sizes = (math.ceil(leaf.size * leaf.dtype.itemsize / _WORD) for leaf in leaves)
   ends = itertools.accumulate(sizes, initial=0)
-  parts = []
+  unpacked = []
   for leaf, (start, end) in zip(leaves, itertools.pairwise(ends), strict=True):
     # A complex leaf was packed as pairs of real and imaginary part.
     is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
@@ -232,8 +232,8 @@ def unpack(words: jax.Array, like: Tree) -> Tree:
     )
     flat = jax.lax.complex(flat[::2], flat[1::2]) if is_complex else flat
     # The last word of a short dtype may hold padding.
-    parts.append(flat[: leaf.size].reshape(leaf.shape))
-  return jax.tree.unflatten(structure, parts)
+    unpacked.append(flat[: leaf.size].reshape(leaf.shape))
+  return jax.tree.unflatten(structure, unpacked)
 
 
 def comm_of(axis: _compat.AxisName | Comm) -> Comm:
@@ -258,8 +258,8 @@ def axes_of(comm: Comm) -> tuple[str, ...] | None:
   return getattr(comm, "axes", None)
 
 
-def number_of_each(comm: Comm, number: jax.Array) -> jax.Array:
-  """Gathers a number, i32[…], of each worker in rank order, i32[P, …]: an all-reduce of integers.
+def number_of_each(comm: Comm, local: jax.Array) -> jax.Array:
+  """Gathers the number `local`, i32[…], of each worker in rank order, i32[P, …]: an all-reduce of integers.
 
   Example:
     >>> number_of_each(SoloComm(3), jnp.int32(7))
@@ -267,10 +267,10 @@ def number_of_each(comm: Comm, number: jax.Array) -> jax.Array:
   """
   # P times a vector with one number at rank 0 would be zero at all other ranks
   if isinstance(comm, SoloComm):
-    return jnp.broadcast_to(comm.all_reduce(number, "max"), (comm.size, *number.shape))
+    return jnp.broadcast_to(comm.all_reduce(local, "max"), (comm.size, *local.shape))
   # One row is not 0 at each worker, so that the sum is a gather.
-  rows = jnp.zeros((comm.size, *number.shape), jnp.int32)
-  return comm.all_reduce(rows.at[comm.rank].set(number))
+  rows = jnp.zeros((comm.size, *local.shape), jnp.int32)
+  return comm.all_reduce(rows.at[comm.rank].set(local))
 
 
 @dataclasses.dataclass(frozen=True)
