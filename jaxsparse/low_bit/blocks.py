@@ -93,7 +93,7 @@ class BitBlocks:
 
   def encode(
     self,
-    parts: Sequence[jax.Array],
+    addends: Sequence[jax.Array],
     first: jax.Array,
     count: int,
     skip: int = 0,
@@ -101,30 +101,30 @@ class BitBlocks:
     """Codes u32[count, width], scales u32[count, words], steps f32[count, columns] of `count` blocks.
 
     Args:
-      parts: arrays whose sum is encoded.
+      addends: arrays whose sum is encoded.
       first: i32[], number of the first of these blocks in the vector, which tells which
         of their entries are padding.
       count: number of blocks.
-      skip: blocks of the sum of `parts` before the first one.
+      skip: blocks of the sum of `addends` before the first one.
 
     Returns:
       (codes, scales, steps); signs have one step for a block, f32[count, 1].
     """
-    # Blocks that reach beyond the end of `parts` are read with padding.
-    whole = min(count, parts[0].size // self.block)
+    # Blocks that reach beyond the end of `addends` are read with padding.
+    unpadded = min(count, addends[0].size // self.block)
     entries = self._entries(first + iota(count))
     encode = self._encode_signs if self.bits == 1 else self._encode_levels
-    return encode(parts, skip, whole, entries)
+    return encode(addends, skip, unpadded, entries)
 
   def _encode_signs(
-    self, parts: Sequence[jax.Array], skip: int, whole: int, entries: jax.Array
+    self, addends: Sequence[jax.Array], skip: int, unpadded: int, entries: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What `encode` returns of signs, in one pass, since they need no scale.
 
     Args:
-      parts: as in `encode`.
+      addends: as in `encode`.
       skip: as in `encode`.
-      whole: number of blocks without padding.
+      unpadded: number of blocks without padding.
       entries: of each block, i32[count].
     """
     is_long = self.n >= _LONG
@@ -132,7 +132,7 @@ class BitBlocks:
     def columns_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
       # The signs of some blocks, and the root of the mean square of each column of
       # them.
-      x = self._read(parts, skip + start, count)
+      x = self._read(addends, skip + start, count)
       square = lambda unit: lambda x, _: scaling.truncate(x * unit) ** 2
       squares = [
         fold_rows(x, range(ROWS), square(unit), jnp.add, is_long)
@@ -140,7 +140,7 @@ class BitBlocks:
       ]
       return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / ROWS))
 
-    passed = self._pass(columns_of, whole, len(entries), jnp.uint32, jnp.float32)
+    passed = self._pass(columns_of, unpadded, len(entries), jnp.uint32, jnp.float32)
     # by one kernel of a GPU
     signs, roots = jax.lax.optimization_barrier(passed)
     # A column has 32 entries of those of its block, zeros of padding among them.
@@ -149,12 +149,12 @@ class BitBlocks:
     return signs, scales, scaling.steps(scales, 1, 1)
 
   def _encode_levels(
-    self, parts: Sequence[jax.Array], skip: int, whole: int, entries: jax.Array
+    self, addends: Sequence[jax.Array], skip: int, unpadded: int, entries: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What `encode` returns with more bits, in two passes: the largest magnitudes of columns, then the codes."""
 
     def maxima_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
-      x = self._read(parts, skip + start, count)
+      x = self._read(addends, skip + start, count)
       magnitude = lambda x, _: jnp.abs(x)
       return (fold_rows(x, range(ROWS), magnitude, jnp.maximum, self.n >= _LONG),)
 
@@ -164,24 +164,24 @@ class BitBlocks:
 
     count = len(entries)
     maxima = jax.lax.optimization_barrier(
-      self._pass(maxima_of, whole, count, jnp.float32)
+      self._pass(maxima_of, unpadded, count, jnp.float32)
     )[0]
     # A block's first entries are in its first row, so fewer of them than columns leave
     # columns empty.
     used = jnp.minimum(entries, self.columns)
     scales, steps = scaling.of_columns(maxima, used, self.bits)
     # Read again behind a barrier: XLA for GPUs would store the sum for both passes.
-    *again, scales, steps = jax.lax.optimization_barrier((*parts, scales, steps))
+    *again, scales, steps = jax.lax.optimization_barrier((*addends, scales, steps))
     # A product by the inverse in place of a quotient, which takes longer.
     inverses = scaling.inverses(steps, self.bits)
-    return *self._pass(codes_of, whole, count, jnp.uint32), scales, steps
+    return *self._pass(codes_of, unpadded, count, jnp.uint32), scales, steps
 
   def _pass(
-    self, compute: Callable[..., Arrays], whole: int, count: int, *kinds: Any
+    self, compute: Callable[..., Arrays], unpadded: int, count: int, *kinds: Any
   ) -> list[jax.Array]:
     """Codes, u32[count, width], and numbers of columns, f32[count, columns], of blocks."""
     sizes = tuple(self.width if kind == jnp.uint32 else self.columns for kind in kinds)
-    encoding = Pass(compute, whole, count, sizes, padded_apart=True)
+    encoding = Pass(compute, unpadded, count, sizes, padded_apart=True)
     empty = (
       jnp.zeros(count * size, kind) for size, kind in zip(sizes, kinds, strict=True)
     )
@@ -214,7 +214,7 @@ class BitBlocks:
     return words[0] if self.bits == 1 else jnp.concatenate(words, axis=1)
 
   def sum_region(
-    self, parts: Sequence[jax.Array], rank: jax.Array, received: jax.Array
+    self, addends: Sequence[jax.Array], rank: jax.Array, received: jax.Array
   ) -> jax.Array:
     """The sums of a region, f32[margin + region + margin], of own entries and messages [P, words]; 0 where padded."""
     size = len(received)
@@ -231,7 +231,7 @@ class BitBlocks:
         return x + self.decode(cut(codes, first, count), cut(steps, first, count))
 
       # the loop: XLA would compile 63 messages for half a minute
-      x = self._read_padded(parts, block, count)
+      x = self._read_padded(addends, block, count)
       if size <= _UNROLLED:
         for by in range(1, size):
           x = add_message(jnp.int32(by), x)
@@ -296,37 +296,37 @@ class BitBlocks:
 
   def _entries(self, block: jax.Array) -> jax.Array:
     """The entries of blocks that are no padding."""
-    whole, rest = divmod(self.n, self.block)
-    of_later = jnp.where(block == whole, rest, 0)
-    return jnp.where(block < whole, self.block, of_later)
+    unpadded, rest = divmod(self.n, self.block)
+    of_later = jnp.where(block == unpadded, rest, 0)
+    return jnp.where(block < unpadded, self.block, of_later)
 
   def _read(
-    self, parts: Sequence[jax.Array], start: jax.Array | int, count: int
+    self, addends: Sequence[jax.Array], start: jax.Array | int, count: int
   ) -> jax.Array:
-    """The sum of `parts` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end if it is an int."""
+    """The sum of `addends` in blocks from `start` on, f32[count, 32, columns]; zeros beyond the end if it is an int."""
     length = count * self.block
     first = start * self.block
     if isinstance(start, int):
-      cuts = [part[first:][:length] for part in parts]
+      cuts = [addend[first:][:length] for addend in addends]
     else:
-      cuts = [cut(part, first, length) for part in parts]
+      cuts = [cut(addend, first, length) for addend in addends]
     x = functools.reduce(jnp.add, cuts)
     if x.size < length:
       x = jnp.pad(x, (0, length - x.size))
     return x.reshape(count, ROWS, self.columns)
 
   def _read_padded(
-    self, parts: Sequence[jax.Array], start: jax.Array, count: int
+    self, addends: Sequence[jax.Array], start: jax.Array, count: int
   ) -> jax.Array:
-    """The sum of `parts` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end."""
+    """The sum of `addends` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end."""
     length = count * self.block
     start = start * self.block
-    missing = max(0, length - parts[0].size)
-    size = parts[0].size + missing
+    missing = max(0, length - addends[0].size)
+    size = addends[0].size + missing
     # XLA moves a slice that reaches beyond the end; it starts earlier here, and is
     # moved back over zeros.
     inside = jnp.minimum(start, size - length)
-    padded = [jnp.pad(part, (0, missing)) for part in parts]
-    x = functools.reduce(jnp.add, [cut(part, inside, length) for part in padded])
-    moved = cut(jnp.pad(x, (0, length)), start - inside, length)
-    return moved.reshape(count, ROWS, self.columns)
+    padded = [jnp.pad(addend, (0, missing)) for addend in addends]
+    x = functools.reduce(jnp.add, [cut(addend, inside, length) for addend in padded])
+    shifted = cut(jnp.pad(x, (0, length)), start - inside, length)
+    return shifted.reshape(count, ROWS, self.columns)

@@ -21,7 +21,7 @@ class Pass:
 
   Attributes:
     compute: `start` is an int where blocks may be padded.
-    whole: number of blocks that are not padded.
+    unpadded: number of blocks that are not padded.
     count: number of all blocks.
     sizes: entries of a block in each of the results.
     skip: blocks before the first in each of the results.
@@ -31,7 +31,7 @@ class Pass:
   """
 
   compute: Callable[[jax.Array | int, int, Arrays], Arrays]
-  whole: int
+  unpadded: int
   count: int
   sizes: tuple[int, ...]
   skip: int = 0
@@ -50,7 +50,7 @@ class Pass:
     return _compat.by_platform(gpu=self._at_once, default=self._in_loop)
 
   def _in_loop(self, *results: jax.Array) -> Arrays:
-    steps = self.whole // CHUNK
+    steps = self.unpadded // CHUNK
 
     # A chunk is written in the next step of the loop, from the cache (see `run`).
     def step(chunk: jax.Array, carry: Any) -> Any:
@@ -76,9 +76,9 @@ class Pass:
     return self._write(results, start, self.compute(start, rest, results))
 
   def _at_once(self, *results: jax.Array) -> Arrays:
-    if not (self.padded_apart and 0 < self.whole < self.count):
+    if not (self.padded_apart and 0 < self.unpadded < self.count):
       return self._write(results, 0, self.compute(0, self.count, results))
-    for start, end in ((0, self.whole), (self.whole, self.count)):
+    for start, end in ((0, self.unpadded), (self.unpadded, self.count)):
       new = jax.lax.optimization_barrier(self.compute(start, end - start, results))
       results = self._write(results, start, new)
     return results
