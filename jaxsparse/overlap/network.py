@@ -159,11 +159,11 @@ def simulate(
     by_end = np.argsort(ends, kind="stable").tolist()
     overlapping = by_end[max(0, group - ways + 1) :] if early else []
     after.append({*range(group)} - {*overlapping} | after[-1])
-    ends_before = [ends[other] for other in after[-1]]
+    ends_before = [ends[earlier] for earlier in after[-1]]
     starts.append(max([float(ready_at), *starts[-1:], *ends_before]))
     flows = flows.start(np.array(starts[-1:]), np.array([size]), link)
   ends = flows.finish(link).ends[0].tolist()
-  waits = tuple(tuple(sorted(others)) for others in after[1:])
+  waits = tuple(tuple(sorted(earlier)) for earlier in after[1:])
   return Simulation(
     waits, tuple(map(Sent, map(float, ready), map(float, starts), ends))
   )

@@ -99,7 +99,7 @@ def find_fastest(
     # Nothing starts before the next layer is ready, so that earlier ends are equal.
     state = np.maximum(ends, ready[first - 1]) if first else ends.max(1, keepdims=True)
     kept = _take(grown, _choose_earliest(state))
-    plans = jax.tree.map(lambda *parts: np.concatenate(parts), plans, kept)
+    plans = jax.tree.map(lambda *arrays: np.concatenate(arrays), plans, kept)
   return _read_back(plans)
 
 
