@@ -96,11 +96,11 @@ def resize(
   check_state(state, params)
   state = states.with_rows(state)
 
-  def restart(row: bool, node: OptState) -> OptState:
-    if not states.is_reduce_state(node):
+  def restart(row: bool, subtree: OptState) -> OptState:
+    if not states.is_reduce_state(subtree):
       return ()
     # A fresh residual of zeros: `_carry_state` fills in what is owed.
-    fresh = first_state(engine.comm, node.layout.method, node.layout.shards)
+    fresh = first_state(engine.comm, subtree.layout.method, subtree.layout.shards)
     return states.add_row(fresh) if row else fresh
 
   every_row = states.worker_rows(state)
@@ -184,11 +184,11 @@ def _carry_state(
   engine: Engine, state: OptState, fresh: OptState, params: optax.Params
 ) -> OptState:
   """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
-  nodes = states.reduce_states(state)
+  reduce_states = states.reduce_states(state)
   # All workers hold the same layout, so this process's part tells.
-  before = int(np.max(gather(nodes[0].layout.workers)))
+  before = int(np.max(gather(reduce_states[0].layout.workers)))
   after = engine.workers
-  rows = nodes[0].counters.skipped.size
+  rows = reduce_states[0].counters.skipped.size
   state = _fit_moved(state, fresh, before)
   _check_structure(state, fresh)
   # A rank of MPI holds one row, and has no way to read the others.
@@ -197,8 +197,8 @@ def _carry_state(
       f"the state is that of one of {before} workers, and is to become one of {after}: give the arrays of all "
       f"{before}, concatenated along their leading axes, as js.init makes them on a mesh"
     )
-  _check_seen(nodes, fresh, params)
-  residuals = residuals_of(nodes, before)
+  _check_seen(reduce_states, fresh, params)
+  residuals = residuals_of(reduce_states, before)
   _check_homes(residuals, states.reduce_states(fresh))
   if before != after and any(jax.tree.leaves(states.worker_rows(state))):
     warnings.warn(
@@ -231,11 +231,11 @@ def _carry_state(
 
 
 def _check_seen(
-  nodes: Sequence[states.ReduceState], fresh: OptState, params: optax.Params
+  old: Sequence[states.ReduceState], fresh: OptState, params: optax.Params
 ) -> None:
   """Raises ValueError if the transform of the fresh state sees other leaves than the one with these states."""
-  others = states.reduce_states(fresh)
-  was, now = (leaf_shapes(shapes_seen(own, params)) for own in (nodes, others))
+  new = states.reduce_states(fresh)
+  was, now = (leaf_shapes(shapes_seen(side, params)) for side in (old, new))
   if was != now:
     raise ValueError(
       f"the old transform sees parameters{', '.join(was)} and the new one {', '.join(now)}: js.convert keeps the "
@@ -297,9 +297,9 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
   def begin(new: ArrayTree, old: ArrayTree) -> ArrayTree:
     if not states.is_local_state(new):
       return old
-    nodes = states.reduce_states(old)
+    reduce_states = states.reduce_states(old)
     rest = (
-      tuple(part for part in old if not states.reduce_states(part))
+      tuple(substate for substate in old if not states.reduce_states(substate))
       if type(old) is tuple
       else ()
     )
@@ -309,18 +309,18 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
     inner = [
       candidate for candidate in choices if jax.tree.structure(candidate) == like
     ]
-    if len(nodes) != 1 or not inner:
+    if len(reduce_states) != 1 or not inner:
       raise ValueError(
         "js.convert to local steps: inner is not the optimizer that follows the one jaxsparse transform of the old "
         "chain: from optax.chain(transform, optimizer) to js.local_steps(optimizer, outer, every=…). For another one "
         "start anew with js.init"
       )
-    residuals = jax.tree.leaves(nodes[0].carried.residual)
+    residuals = jax.tree.leaves(reduce_states[0].carried.residual)
     if any(np.any(gather(leaf)) for leaf in residuals):
       raise ValueError(
         "js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before"
       )
-    following = iter(nodes)  # These have the totals of counters.
+    following = iter(reduce_states)  # These have the totals of counters.
     # Random keys are new ones, which differ between workers.
     row = lambda leaf, like: (
       like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
@@ -332,11 +332,11 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
   is_ours = states.is_ours
   structure: Any = jax.tree.structure(fresh, is_leaf=is_ours)
   try:
-    parts = structure.flatten_up_to(state)
+    old_subtrees = structure.flatten_up_to(state)
   except ValueError:
     return state  # `_check_structure` names what else differs
-  nodes = jax.tree.leaves(fresh, is_leaf=is_ours)
-  return jax.tree.unflatten(structure, map(begin, nodes, parts))
+  new_subtrees = jax.tree.leaves(fresh, is_leaf=is_ours)
+  return jax.tree.unflatten(structure, map(begin, new_subtrees, old_subtrees))
 
 
 def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
@@ -348,17 +348,17 @@ def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
   # Both chains have their local steps in the same order.
   following = iter(states.local_states(fresh))
 
-  def fit(node: states.LocalState) -> states.LocalState:
-    new = next(following, node)
-    moved = jax.tree.leaves(node.moved)
+  def fit(local_state: states.LocalState) -> states.LocalState:
+    new = next(following, local_state)
+    moved = jax.tree.leaves(local_state.moved)
     if bool(moved) == bool(jax.tree.leaves(new.moved)):
-      return node
+      return local_state
     if any(np.any(gather(leaf)) for leaf in moved):
       raise ValueError(
         "workers have moved since the last exchange: call step.synchronize(params, state) before"
       )
     zeros = lambda x: np.zeros((workers, *x.shape[1:]), x.dtype)
-    return node._replace(moved=jax.tree.map(zeros, new.moved))
+    return local_state._replace(moved=jax.tree.map(zeros, new.moved))
 
   return states.map_states(fit, state, states.LocalState)
 
@@ -395,8 +395,8 @@ def _check_homes(
   residuals: dict[str, Residual], fresh: Sequence[states.ReduceState]
 ) -> None:
   """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker."""
-  groups = [group for node in fresh for group in homes_of(node)]
-  homes = {name: lies for group in groups for name, _, lies in group}
+  groups = [group for state in fresh for group in homes_of(state)]
+  homes = {name: placement for group in groups for name, _, placement in group}
   for name, residual in sorted(residuals.items()):
     if name not in homes:
       # A residual of zeros owes nothing, and may go.
@@ -405,8 +405,8 @@ def _check_homes(
           f"parameters{name} has a residual that is not zero, and its new collective keeps none: deliver it "
           "by js.flush before, or choose a collective with a residual"
         )
-    elif homes[name] != residual.lies:
+    elif homes[name] != residual.placement:
       raise ValueError(
-        f"parameters{name} lies inside a worker as {residual.lies} in the state, and as {homes[name]} here, with "
+        f"parameters{name} lies inside a worker as {residual.placement} in the state, and as {homes[name]} here, with "
         "axes and spec: give a mesh with the same axes inside, and the same shardings of the parameters"
       )

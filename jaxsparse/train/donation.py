@@ -22,21 +22,21 @@ def without_aliases(
   """
   leaves, structure = jax.tree.flatten(arguments)
   # Parameters and state come first, and are donated.
-  given = len(jax.tree.leaves(arguments[:2]))
+  donated_count = len(jax.tree.leaves(arguments[:2]))
   donated = set[int]()
   for index, leaf in enumerate(leaves):
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
       continue
-    own = {id(leaf)}
+    addresses = {id(leaf)}
     # Two arrays may be one buffer, as after `device_put`; typed keys show no pointer.
     if by_buffer and not is_key(leaf):
-      own.update(
+      addresses.update(
         shard.data.unsafe_buffer_pointer()
         for shard in leaf.addressable_shards
         if shard.data.size
       )
-    if not donated.isdisjoint(own):
+    if not donated.isdisjoint(addresses):
       leaves[index] = jnp.copy(leaf)
-    if index < given:
-      donated |= own
+    if index < donated_count:
+      donated |= addresses
   return jax.tree.unflatten(structure, leaves)

@@ -105,14 +105,14 @@ class Engine:
     """
     program = self.map(worker, in_specs, out_specs)
     # Inside a worker each array keeps its own sharding; elsewhere specs say all.
-    given, results = (self._inside and shardings) or (
+    in_shardings, out_shardings = (self._inside and shardings) or (
       self.shardings_of(in_specs),
       self.shardings_of(out_specs),
     )
     return jax.jit(
       program,
-      in_shardings=given,
-      out_shardings=results,
+      in_shardings=in_shardings,
+      out_shardings=out_shardings,
       donate_argnums=donate,
       compiler_options=options,
     )
@@ -141,19 +141,19 @@ class Engine:
     return value[None]
 
 
-def check_batch(batch: ArrayTree, engine: Engine, parts: int = 1) -> None:
-  """Checks that the leading axis of a batch divides among the workers, and among `parts` micro-batches of each.
+def check_batch(batch: ArrayTree, engine: Engine, micro_batches: int = 1) -> None:
+  """Checks that the leading axis of a batch divides among the workers, and among `micro_batches` of each.
 
   Raises:
     ValueError: naming the array whose leading axis does not.
   """
-  rows = engine.held * parts
+  rows = engine.held * micro_batches
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     if not np.ndim(leaf) or np.shape(leaf)[0] % rows:
-      each = f", {parts} micro-batches each" if parts > 1 else ""
+      per_worker = f", {micro_batches} micro-batches each" if micro_batches > 1 else ""
       raise ValueError(
         f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}: its leading axis must divide among the "
-        f"{engine.workers} workers of axis {engine.axis!r}{each}"
+        f"{engine.workers} workers of axis {engine.axis!r}{per_worker}"
       )
 
 
@@ -272,12 +272,12 @@ class _OnMesh(Engine):
     if self._inside or not self._is_explicit:
       return mapped
 
-    def program(*given: ArrayTree) -> ArrayTree:
+    def program(*arguments: ArrayTree) -> ArrayTree:
       return mapped(
         *jax.tree.map(
           jax.sharding.reshard,
-          given,
-          jax.tree.broadcast(self.shardings_of(in_specs), given),
+          arguments,
+          jax.tree.broadcast(self.shardings_of(in_specs), arguments),
         )
       )
 
@@ -291,14 +291,14 @@ class _OnMesh(Engine):
     )
     put_array = put_global if self._mesh.is_multi_process else jax.device_put
 
-    def put(leaf: Any, lies: NamedSharding) -> ArrayTree:
+    def put(leaf: Any, sharding: NamedSharding) -> ArrayTree:
       # `device_put` under vmap would shard the axis that is mapped over
       if isinstance(leaf, jax.core.Tracer):
-        return jax.sharding.reshard(leaf, lies) if self._is_explicit else leaf
+        return jax.sharding.reshard(leaf, sharding) if self._is_explicit else leaf
       return (
-        shape_of(leaf, lies)
+        shape_of(leaf, sharding)
         if isinstance(leaf, jax.ShapeDtypeStruct)
-        else put_array(leaf, lies)
+        else put_array(leaf, sharding)
       )
 
     # Runs in every step: comparing shardings is sixty times faster than a device_put
@@ -315,15 +315,15 @@ class _OnMesh(Engine):
     def sharding_of(
       path: jax.tree_util.KeyPath, leaf: Any, spec: PartitionSpec
     ) -> NamedSharding:
-      lies = (
+      sharding = (
         jax.typeof(leaf).sharding
         if isinstance(leaf, jax.core.Tracer)
         else getattr(leaf, "sharding", None)
       )
-      key = lies, spec, np.ndim(leaf)
+      key = sharding, spec, np.ndim(leaf)
       # This runs in every step, for every leaf: a sharding is made once.
       if key not in self._known:
-        self._known[key] = self._sharding(path, np.shape(leaf), lies, spec)
+        self._known[key] = self._sharding(path, np.shape(leaf), sharding, spec)
       return self._known[key]
 
     return jax.tree_util.tree_map_with_path(
@@ -348,21 +348,21 @@ class _OnMesh(Engine):
     self,
     path: jax.tree_util.KeyPath,
     shape: tuple[int, ...],
-    lies: Any,
+    sharding: Any,
     spec: PartitionSpec,
   ) -> NamedSharding:
     """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
     # An array keeps its own cuts inside a worker, if they fit the spec along the
     # workers.
-    own = self._own_spec(lies)
-    along_workers = None if own is None else _compat.trimmed(self._without_inside(own))
+    cut = self._own_spec(sharding)
+    along_workers = None if cut is None else _compat.trimmed(self._without_inside(cut))
     if along_workers and not spec:
       raise ValueError(
-        f"{name_argument(path)} of shape {shape} is sharded as {own}, along {self.axis!r}, the axis of the workers, "
+        f"{name_argument(path)} of shape {shape} is sharded as {cut}, along {self.axis!r}, the axis of the workers, "
         f"each of which needs all of it: choose shards along {self._inside}"
       )
-    if own is not None and along_workers == spec:
-      spec = own
+    if cut is not None and along_workers == spec:
+      spec = cut
     # Results have such specs in their types: with others the next step would compile
     # again.
     if self._is_explicit:
@@ -410,10 +410,10 @@ class _Simulated(Engine):
     def mapped(*arguments: ArrayTree) -> ArrayTree:
       specs = jax.tree.broadcast(in_specs, arguments)
       axes = jax.tree.map(lambda spec: 0 if spec else None, specs)
-      each = jax.vmap(
+      vmapped = jax.vmap(
         function, in_axes=axes, axis_name=self.axis, axis_size=self.workers
       )
-      results = each(*jax.tree.map(split, specs, arguments))
+      results = vmapped(*jax.tree.map(split, specs, arguments))
       return jax.tree.map(joined, jax.tree.broadcast(out_specs, results), results)
 
     return mapped
@@ -472,5 +472,5 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
   if _compat.is_key(x):
     words = put_global(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-  whole = np.asarray(x)
-  return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+  array = np.asarray(x)
+  return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

@@ -116,26 +116,28 @@ def _deliver(
     flat, restore = flatten.flatten(owing)
     return restore(engine.comm.all_reduce(flat) / engine.workers)
 
-  def deliver(node: OptState, row: bool) -> OptState:
+  def deliver(subtree: OptState, row: bool) -> OptState:
     # A transform of an inner optimizer belongs to one worker, which owes nothing to
     # others.
-    if row or not is_reduce_state(node):
-      return node
-    names = node.layout.method.names
+    if row or not is_reduce_state(subtree):
+      return subtree
+    names = subtree.layout.method.names
     also = [moved[name][0] for name in names if name in moved]
     # A transform that covers all that has moved is the outer one of local steps.
     added = also if len(also) == len(names) else None
-    means, node = take_residuals([updates[name] for name in names], node, added, mean)
+    means, subtree = take_residuals(
+      [updates[name] for name in names], subtree, added, mean
+    )
     # Means have the dtype of the leaf already, unless movement is added.
     for name, exact in zip(names, means, strict=True):
       sent, left[name] = flatten.representable(exact, updates[name].dtype)
       updates[name] = sent.astype(updates[name].dtype)
-    return node
+    return subtree
 
-  def empty(node: LocalState) -> LocalState:
-    rest = [left[name][None] for name in flatten.leaves_by_name(node.moved)]
-    structure = jax.tree.structure(node.moved)
-    return node._replace(moved=jax.tree.unflatten(structure, rest))
+  def empty(local_state: LocalState) -> LocalState:
+    rest = [left[name][None] for name in flatten.leaves_by_name(local_state.moved)]
+    structure = jax.tree.structure(local_state.moved)
+    return local_state._replace(moved=jax.tree.unflatten(structure, rest))
 
   state = jax.tree.map(deliver, state, worker_rows(state), is_leaf=is_reduce_state)
   update = map_seen(lambda name, _: updates[name], nodes, zeros)

@@ -195,16 +195,16 @@ def described(
   arguments: tuple[ArrayTree, ...], shardings: SpecTree = None
 ) -> list[str]:
   """Dtypes, shapes and shardings of arguments of a step, and the collectives of the transforms in the state."""
-  lies = jax.tree.leaves(shardings)
+  leaf_shardings = jax.tree.leaves(shardings)
   lines = []
   for index, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
-    of = f" sharded as {lies[index].spec}" if lies else ""
+    of = f" sharded as {leaf_shardings[index].spec}" if leaf_shardings else ""
     lines.append(f"{name_argument(path)} is {_type(x)}{of}")
-  for path, node in jax.tree_util.tree_leaves_with_path(
+  for path, leaf in jax.tree_util.tree_leaves_with_path(
     arguments, is_leaf=is_reduce_state
   ):
-    if is_reduce_state(node) and node.layout.method:
-      labels = ", ".join(collective.label for collective in node.collectives)
+    if is_reduce_state(leaf) and leaf.layout.method:
+      labels = ", ".join(collective.label for collective in leaf.collectives)
       lines.insert(0, f"{name_argument(path)} is that of {labels}")
   return lines
 
@@ -322,7 +322,7 @@ def hashed(words: jax.Array) -> jax.Array:
   index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
   first = _mixed(words ^ _mixed(index + jnp.uint32(0x9E3779B9)))
   second = _mixed(first + jnp.uint32(0x6A09E667))
-  sums = [jnp.sum(each, -1, dtype=jnp.uint32) for each in (first, second)]
+  sums = [jnp.sum(hashes, -1, dtype=jnp.uint32) for hashes in (first, second)]
   return jnp.stack(sums, -1)
 
 
@@ -334,7 +334,7 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 
 def listing(
-  numbers: Sequence[int] | np.ndarray, one: str = "process", several: str = "processes"
+  numbers: Sequence[int] | np.ndarray, noun: str = "process", plural: str = "processes"
 ) -> str:
   """Numbers as text: "process 1", or "processes 1, 2"."""
-  return f"{one if len(numbers) == 1 else several} " + ", ".join(map(str, numbers))
+  return f"{noun if len(numbers) == 1 else plural} " + ", ".join(map(str, numbers))

@@ -32,13 +32,13 @@ class Residual(NamedTuple):
     rows: f32[devices, entries] with row `worker * S + device` for each device of each
       worker, or under MPI with the only row of this worker.
     workers: number of workers P.
-    lies: axes of the devices inside a worker, and the spec of the leaf along them; None
-      for one device.
+    placement: axes of the devices inside a worker, and the spec of the leaf along them;
+      None for one device.
   """
 
   rows: np.ndarray
   workers: int = 1
-  lies: Any = None
+  placement: Any = None
 
   def carry_over(self, index: int, devices: int, workers: int) -> np.ndarray:
     """r′ of device `index` of all devices of P′ workers: f32[entries]."""
@@ -56,19 +56,19 @@ class Residual(NamedTuple):
     return (total * workers / self.workers).astype(np.float32)
 
 
-def residuals_of(nodes: Sequence[ReduceState], workers: int) -> dict[str, Residual]:
+def residuals_of(states: Sequence[ReduceState], workers: int) -> dict[str, Residual]:
   """The residual of each leaf that has one, by its name."""
   residuals: dict[str, Residual] = {}
-  for node in nodes:
-    for part, homes in zip(node.groups, homes_of(node), strict=True):
+  for state in states:
+    for group_state, homes in zip(state.groups, homes_of(state), strict=True):
       if homes:
-        rows = np.asarray(gather(part.residual))
-        rows = rows.reshape(node.counters.skipped.size, -1)
+        rows = np.asarray(gather(group_state.residual))
+        rows = rows.reshape(state.counters.skipped.size, -1)
         ends = np.cumsum([size for _, size, _ in homes])
         leaves = np.split(rows, ends[:-1], axis=1)
         residuals |= {
-          name: Residual(leaf, workers, lies)
-          for leaf, (name, _, lies) in zip(leaves, homes, strict=True)
+          name: Residual(leaf, workers, placement)
+          for leaf, (name, _, placement) in zip(leaves, homes, strict=True)
         }
   return residuals
 
@@ -163,13 +163,13 @@ def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
 _Home = tuple[str, int, Any]
 
 
-def homes_of(node: ReduceState) -> list[list[_Home]]:
+def homes_of(state: ReduceState) -> list[list[_Home]]:
   """For each leaf of each group: its name, its entries at a device, and its sharding.
 
   A group without a residual has none.
   """
-  method = node.layout.method
-  shards = node.layout.shards
+  method = state.layout.method
+  shards = state.layout.shards
   assert method is not None
   sizes = shards.sizes if shards else list(map(math.prod, method.shapes))
   home = lambda leaf: (
@@ -177,8 +177,8 @@ def homes_of(node: ReduceState) -> list[list[_Home]]:
     sizes[leaf],
     (shards.axes, shards.specs[leaf]) if shards else None,
   )
-  parts = zip(method.groups, node.groups, strict=True)
+  groups = zip(method.groups, state.groups, strict=True)
   return [
-    [] if part.residual is None else list(map(home, group.leaves))
-    for group, part in parts
+    [] if group_state.residual is None else list(map(home, group.leaves))
+    for group, group_state in groups
   ]

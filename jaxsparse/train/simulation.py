@@ -90,10 +90,10 @@ def simulate(
   if state is None:
     state = initial(collective, *rows.shape)
     if residuals is not None:
-      given, expected = map(flatten.leaf_shapes, (residuals, grads))
-      if given != expected:
+      shapes, expected = map(flatten.leaf_shapes, (residuals, grads))
+      if shapes != expected:
         raise ValueError(
-          f"simulate: residuals have the shapes {given} by name, grads {expected}: give both the same"
+          f"simulate: residuals have the shapes {shapes} by name, grads {expected}: give both the same"
         )
       if state.carried.residual[0] is None:
         raise ValueError(
@@ -194,7 +194,7 @@ def _results(
 
 @jax.jit
 def _flat_rows(tree: ArrayTree) -> jax.Array:
-  return jax.vmap(lambda one: flatten.flatten(one)[0])(tree)
+  return jax.vmap(lambda row: flatten.flatten(row)[0])(tree)
 
 
 def _rows_of(what: str, tree: ArrayTree) -> jax.Array:
@@ -226,9 +226,9 @@ def _rows_of(what: str, tree: ArrayTree) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def initial(collective: Collective, workers: int, n: int) -> ReduceState:
   """The states of all workers before the first step, along a leading axis."""
-  one = init_state(collective, n, workers)
+  state = init_state(collective, n, workers)
   row = lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape))
-  return jax.tree.map(row, one)
+  return jax.tree.map(row, state)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -59,15 +59,15 @@ class SkipWatch:
     self,
     stacklevel: int = 3,
     find: Find = lambda: None,
-    **given: ArrayTree,
+    **trees: ArrayTree,
   ) -> None:
     """Reads the flags of the steps that have ended.
 
     Args:
       stacklevel: of the warning.
       find: returns the names of gradients that are not finite, None if it cannot tell;
-        called where the loss and all of `given` are finite.
-      given: pytrees of the last step by name, in which NaN and Inf are looked for if
+        called where the loss and all of `trees` are finite.
+      trees: of the last step by name, in which NaN and Inf are looked for if
         there is a warning: `batch`, `params`, `state`, ….
 
     Warns:
@@ -79,17 +79,17 @@ class SkipWatch:
       newest_first = reversed(range(MANY))
       taken = next((step for step in newest_first if not _read(oldest[step])), None)
       if taken is None:
-        self._warn(stacklevel + 1, find, given)
+        self._warn(stacklevel + 1, find, trees)
         return
       # A step that took place ends the row, and all before it are of no use.
       for _ in range(taken + 1):
         self._flags.popleft()
 
-  def _warn(self, stacklevel: int, find: Find, given: dict[str, ArrayTree]) -> None:
+  def _warn(self, stacklevel: int, find: Find, trees: dict[str, ArrayTree]) -> None:
     _, loss = self._flags[MANY - 1]
     self._has_warned = True
     self._flags.clear()
-    findings = "; ".join(_findings(loss, find, given))
+    findings = "; ".join(_findings(loss, find, trees))
     warnings.warn(
       f"{self._what}: {MANY} {self._unit} in a row were skipped and changed nothing, because of NaN or Inf: "
       f"{findings}. This is said once",
@@ -119,11 +119,11 @@ def _read(flags: ArrayTree) -> bool:
 def _findings(
   loss: ArrayTree,
   find: Find,
-  given: dict[str, ArrayTree],
+  trees: dict[str, ArrayTree],
 ) -> list[str]:
   """What is not finite, and what is."""
   not_finite = []
-  for what, tree in given.items():
+  for what, tree in trees.items():
     # The best loss so far of a schedule begins with Inf.
     may_be_inf = what == "state"
     leaves = leaves_by_name(tree).items()
@@ -137,7 +137,7 @@ def _findings(
       return [*not_finite, f"the loss is {value:g}"]
   if not_finite:
     return not_finite
-  finite = f"{', '.join(given)} are finite"
+  finite = f"{', '.join(trees)} are finite"
   # None stands for an answer that could not be had.
   at_fault: list[str] | None = None
   # Training goes on, whether or not there is memory for gradients.
@@ -145,7 +145,7 @@ def _findings(
     at_fault = find()
   if at_fault:
     return [finite, _describe(at_fault)]
-  params = leaves_by_name(given.get("params")).items()
+  params = leaves_by_name(trees.get("params")).items()
   narrow = [
     f"params{name}" for name, leaf in params if jnp.result_type(leaf) == jnp.float16
   ]

@@ -158,8 +158,8 @@ class _Workers(NamedTuple):
     # Parameters are one copy for all workers, or a row for each, as gradients are.
     has_rows = params is not None and _has_rows(state, params, engine.held)
     form = engine.split if has_rows else _SAME
-    own = specs(state, engine.axis)
-    in_specs, out_specs = (engine.split, own, form, _SAME), (form, own)
+    state_specs = specs(state, engine.axis)
+    in_specs, out_specs = (engine.split, state_specs, form, _SAME), (form, state_specs)
 
     def worker(
       grads: optax.Updates,
@@ -185,12 +185,14 @@ class _Workers(NamedTuple):
     program = engine.map(checked, in_specs, out_specs)
     updates, after = program(grads, state, params, extra)
     # Under `jit` the flags are tracers, and the watch takes none.
-    self.skips.add([node.counters.skipped for node in states.reduce_states(after)])
+    self.skips.add(
+      [reduce_state.counters.skipped for reduce_state in states.reduce_states(after)]
+    )
     self.skips.look(gradients=grads, params=params, state=after)
     return updates, after
 
   def own_params(self, params: optax.Params, state: OptState) -> optax.Params:
-    own_row = lambda own, *_: states.add_row(own)
+    own_row = lambda params, *_: states.add_row(params)
     return self._each(own_row, params, state, (), (), self.engine.split)
 
   def value_and_grad(
@@ -209,7 +211,7 @@ class _Workers(NamedTuple):
       )
       params = trained(params)
       # Scales have rows where parameters have.
-      as_like = lambda x, own: jnp.broadcast_to(x, own.shape)
+      as_like = lambda x, like: jnp.broadcast_to(x, like.shape)
       scales = jax.tree.map(as_like, scales, overwritten(params))
       grads = with_optimized(params, grads, scales)
       return (loss, aux) if has_aux else loss, grads
@@ -261,8 +263,8 @@ def _gradient(
 
 def _of_workers(state: OptState, engine: Engine) -> OptState:
   """The state with a row for each worker of what was set by hand; raises ValueError for one of other workers."""
-  for node in states.reduce_states(state):
-    check_workers(node, engine.workers, held=engine.held)
+  for reduce_state in states.reduce_states(state):
+    check_workers(reduce_state, engine.workers, held=engine.held)
   return states.with_rows(state)
 
 
@@ -274,12 +276,12 @@ def _has_rows(state: OptState, params: optax.Params, workers: int) -> bool:
   """
   leaves = jax.tree.leaves(params)
   if all(np.shape(leaf)[:1] == (workers,) for leaf in leaves):
-    nodes = states.reduce_states(state)
-    known = {name: shape for node in nodes for name, shape in node.leaves}
+    reduce_states = states.reduce_states(state)
+    known = {name: shape for state in reduce_states for name, shape in state.leaves}
     # The leading axis may be P by chance: the state knows the shapes of leaves.
     without_row = lambda x: shape_of(x, shape=np.shape(x)[1:])
     of_worker = jax.tree.map(without_row, params)
-    seen = flatten.leaf_shapes(shapes_seen(nodes, of_worker))
+    seen = flatten.leaf_shapes(shapes_seen(reduce_states, of_worker))
     if known and known.items() <= seen.items():
       return True
   check_state(state, params, shapes=True)
@@ -293,7 +295,7 @@ def _check_rows(
   flatten.check_are_arrays(params, "params")
   flatten.check_not_overwritten(grads, "gradients")
   leaves = flatten.leaves_by_name(grads)
-  made = [leaf for node in states.reduce_states(state) for leaf in node.leaves]
+  made = [leaf for substate in states.reduce_states(state) for leaf in substate.leaves]
   hint = (
     "optax.MultiSteps goes into the chain, after the transform, not around js.stacked"
   )

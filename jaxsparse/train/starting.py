@@ -94,10 +94,10 @@ def abstract_state(
   host = _host() if shardings else None
   row_of_workers = lambda x: shape_of(x, host, (workers, *x.shape[1:]))
 
-  def resize(node: OptState, row: bool) -> OptState:
+  def resize(leaf: OptState, row: bool) -> OptState:
     if row:
-      return jax.tree.map(row_of_workers, node)
-    return _resize_node(node, workers, host) if states.is_reduce_state(node) else node
+      return jax.tree.map(row_of_workers, leaf)
+    return _resize_state(leaf, workers, host) if states.is_reduce_state(leaf) else leaf
 
   return jax.tree.map(
     resize, state, states.worker_rows(state), is_leaf=states.is_reduce_state
@@ -132,7 +132,7 @@ def check_update(
   tx: optax.GradientTransformation,
   params: optax.Params,
   state: OptState,
-  own: ArrayTree,
+  state_specs: ArrayTree,
 ) -> None:
   """Compares `tx.update` between processes, and warns of leaves that no jaxsparse transform covers.
 
@@ -143,8 +143,8 @@ def check_update(
   """
   # What transforms in inner optimizers cover is still a worker's own.
   covered = sum(
-    int(np.max(local_shard(node.layout.entries)))
-    for node, row in states.reduce_rows(state)
+    int(np.max(local_shard(reduce_state.layout.entries)))
+    for reduce_state, row in states.reduce_rows(state)
     if not row
   )
   seen = jax.tree.leaves(shapes_seen(states.reduce_states(state), params))
@@ -163,7 +163,7 @@ def check_update(
       )[0],
     )
 
-  specs = (engine.same, own, engine.same)
+  specs = (engine.same, state_specs, engine.same)
   arguments = engine.place((params, state, params), specs)
   if engine.processes > 1:
     # The update needs arguments that only a step gives, or the step shows the error.
@@ -221,19 +221,19 @@ def _kinds(state: OptState) -> list[str]:
   """The kind of each array of a state: "owed", "carried" beside it (Inf may be a bound), or "" for other arrays."""
   mark = lambda kind, tree: jax.tree.map(lambda _: kind, tree)
 
-  def of_node(node: OptState) -> OptState:
-    if not states.is_reduce_state(node):
+  def of_subtree(subtree: OptState) -> OptState:
+    if not states.is_reduce_state(subtree):
       return ""
     # A threshold of Inf stands for none, so Inf is no defect beside a residual.
-    carried = mark("carried", node.carried)
-    owed = mark("owed", node.carried.residual)
-    return mark("", node)._replace(carried=carried._replace(residual=owed))
+    carried = mark("carried", subtree.carried)
+    owed = mark("owed", subtree.carried.residual)
+    return mark("", subtree)._replace(carried=carried._replace(residual=owed))
 
-  def of_local(node: OptState) -> OptState:
-    kinds = jax.tree.map(of_node, node, is_leaf=states.is_reduce_state)
-    if not states.is_local_state(node):
+  def of_local(subtree: OptState) -> OptState:
+    kinds = jax.tree.map(of_subtree, subtree, is_leaf=states.is_reduce_state)
+    if not states.is_local_state(subtree):
       return kinds
-    return kinds._replace(moved=mark("owed", node.moved))
+    return kinds._replace(moved=mark("owed", subtree.moved))
 
   return jax.tree.leaves(jax.tree.map(of_local, state, is_leaf=states.is_ours))
 
@@ -257,20 +257,20 @@ def check_state(
   checks.check_alive({"params": params, "state": state})
   if not shapes:
     checks.check_arrays(state)
-  nodes = states.reduce_states(state)
-  if not nodes:
+  reduce_states = states.reduce_states(state)
+  if not reduce_states:
     raise ValueError(checks.why_none(state))
   # The arrays of one worker do not show how many there are: only the layout does.
   checks.check_layout(state, engine.workers if engine and engine.held == 1 else None)
-  checks.check_params(nodes, params)
+  checks.check_params(reduce_states, params)
   if finite and (names := owed_not_finite(state)):
     raise ValueError(
       f"{', '.join(names)} has NaN or Inf, so that all steps would be skipped: restore an older checkpoint, or call "
       "js.flush, which drops those entries"
     )
   if engine:
-    for node in nodes:
-      checks.check_workers(node, engine.workers, held=engine.held)
+    for reduce_state in reduce_states:
+      checks.check_workers(reduce_state, engine.workers, held=engine.held)
 
 
 def _specs_of(
@@ -298,25 +298,25 @@ def _host() -> SingleDeviceSharding:
     return SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _resize_node(
-  node: states.ReduceState, workers: int, sharding: SpecTree
+def _resize_state(
+  state: states.ReduceState, workers: int, sharding: SpecTree
 ) -> states.ReduceState:
   """The shapes of a state as those of a state of another number of workers."""
-  method = node.layout.method
-  shards = node.layout.shards
-  devices = node.devices
+  method = state.layout.method
+  shards = state.layout.shards
+  devices = state.devices
   assert method is not None
   # Devices of a worker hold pieces, and their shapes make a state's.
-  own = (
+  device_method = (
     dataclasses.replace(method, groups=tuple(shards.groups(method.groups)))
     if shards
     else method
   )
-  one = jax.eval_shape(lambda: first_state(SoloComm(workers), own, None))
+  shapes = jax.eval_shape(lambda: first_state(SoloComm(workers), device_method, None))
   # A worker's own arrays lie one after the other along their leading axis.
   own_shape = lambda shape: (workers * devices * shape[0], *shape[1:])
   shared_shape = lambda shape: (devices, *shape) if shards else shape
-  return one._replace(layout=node.layout).map_arrays(
+  return shapes._replace(layout=state.layout).map_arrays(
     lambda x: shape_of(x, sharding, own_shape(x.shape)),
     lambda x: shape_of(x, sharding, shared_shape(x.shape)),
     lambda x: shape_of(x, sharding),

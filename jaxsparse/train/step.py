@@ -283,9 +283,9 @@ class TrainStep:
     if engine.processes > 1:
       return None
     _, specs = self._program(*arguments)
-    lies = engine.shardings(arguments, specs)
+    kept = engine.shardings(arguments, specs)
     function = functools.partial(self._worker.finite_gradients, engine.comm)
-    program = engine.jit(function, specs, engine.split, shardings=lies and (lies, None))
+    program = engine.jit(function, specs, engine.split, shardings=kept and (kept, None))
     flags = dispatch(program, *engine.place(arguments, specs))
     return [
       f"{name} of worker {np.argmin(finite)}"
@@ -395,15 +395,15 @@ class TrainStep:
     return self._made[key]
 
   def _specs(
-    self, state: OptState, given: dict[str, ArrayTree]
+    self, state: OptState, named: dict[str, ArrayTree]
   ) -> tuple[SpecTree, SpecTree]:
     """The specs of the arguments and results of a step."""
     same: SpecTree = self._engine.same
-    own = placed(state, self._engine.axis)
+    specs = placed(state, self._engine.axis)
     model_state = self._engine.split if self._worker.model_state == "worker" else same
-    named = {name: model_state if name == "model_state" else same for name in given}
+    named = {name: model_state if name == "model_state" else same for name in named}
     metrics = StepMetrics(same, same, same, model_state, same)
-    return _arguments(same, own, self._engine.split, named), (same, own, metrics)
+    return _arguments(same, specs, self._engine.split, named), (same, specs, metrics)
 
   def _jitted(
     self,
@@ -431,12 +431,14 @@ class TrainStep:
     metrics = StepMetrics(
       unspecified, unspecified, unspecified, model_state, unspecified
     )
-    lies = shardings and (shardings, (*shardings[:2], metrics))
+    kept = shardings and (shardings, (*shardings[:2], metrics))
     # Messages of one group may run while the next gradients are computed.
-    has_groups = any(len(node.groups) > 1 for node in states.reduce_states(state))
+    has_groups = any(
+      len(reduce_state.groups) > 1 for reduce_state in states.reduce_states(state)
+    )
     options = compiler_options(engine.platform) if has_groups else None
     return engine.jit(
-      checked, in_specs, out_specs, (0, 1) if self._donate else (), options, lies
+      checked, in_specs, out_specs, (0, 1) if self._donate else (), options, kept
     )
 
   def _compare_processes(
@@ -472,12 +474,12 @@ class TrainStep:
     # without an end.
     if self._alike:
       # Shapes of parameters and state cannot be new, and are long to read.
-      lies = shardings and (None, None, *shardings[2:])
-      new = replicas.described((None, None, *arguments[2:]), lies)
+      kept = shardings and (None, None, *shardings[2:])
+      new = replicas.described((None, None, *arguments[2:]), kept)
       replicas.wait_for_all(arguments[:2], "\n".join(new))
     # A worker's own model state differs by intent.
-    own = "model_state" if self._worker.model_state == "worker" else None
-    alike = {name: value for name, value in _by_name(arguments).items() if name != own}
+    own_name = "model_state" if self._worker.model_state == "worker" else None
+    alike = {name: x for name, x in _by_name(arguments).items() if name != own_name}
     head += replicas.checksums("argument ", alike)
     replicas.check_same(engine, "the training step", head)
     replicas.check_traced(
@@ -490,11 +492,11 @@ class TrainStep:
     params: optax.Params,
     state: OptState,
     batch: ArrayTree,
-    given: ArrayTree = None,
+    named: ArrayTree = None,
   ) -> None:
-    given = given or {}
-    checks.check_alive({"params": params, "state": state, "batch": batch} | given)
-    extra = {name: value for name, value in given.items() if name not in TO_LOSS}
+    named = named or {}
+    checks.check_alive({"params": params, "state": state, "batch": batch} | named)
+    extra = {name: value for name, value in named.items() if name not in TO_LOSS}
     for path, leaf in jax.tree_util.tree_leaves_with_path(extra):
       if not isinstance(
         leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | int | float
@@ -503,7 +505,7 @@ class TrainStep:
           f"step: extra{jax.tree_util.keystr(path)}={leaf!r}: give arrays or numbers, and no line search"
         )
     check_batch(batch, self._engine, self._worker.accumulate)
-    rows = given.get("model_state") if self._worker.model_state == "worker" else None
+    rows = named.get("model_state") if self._worker.model_state == "worker" else None
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
       if jnp.shape(leaf)[:1] != (self._engine.held,):
         raise ValueError(
@@ -538,6 +540,6 @@ def _by_name(arguments: ArrayTree) -> dict[str, ArrayTree]:
 
 def _identity(state: OptState) -> jax.Array | None:
   """An array that identifies a state: a step returns its state with a new one."""
-  nodes = states.reduce_states(state)
+  reduce_states = states.reduce_states(state)
   # Any array serves that a step makes anew and does not donate.
-  return nodes[0].layout.workers if nodes else None
+  return reduce_states[0].layout.workers if reduce_states else None

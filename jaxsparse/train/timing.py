@@ -75,10 +75,10 @@ class Update:
     self.function = lambda grads, state: reduce_step(
       collective, comm, grads, state, comm.size
     )
-    self.state, own = start_workers(
+    self.state, state_specs = start_workers(
       engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n)
     )
-    specs = self.specs = (engine.split, own)
+    specs = self.specs = (engine.split, state_specs)
     self.program = engine.jit(self.function, specs, specs, donate=(0, 1))
 
 

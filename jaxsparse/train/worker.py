@@ -79,18 +79,18 @@ class WorkerStep(NamedTuple):
     params: optax.Params,
     state: OptState,
     batch: ArrayTree,
-    given: ArrayTree = None,
+    named: ArrayTree = None,
     gives_value: bool = True,
   ) -> tuple[optax.Params, OptState, StepMetrics]:
     """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced.
 
-    `given` are the keyword arguments of the step, by name.
+    `named` are the keyword arguments of the step, by name.
     """
-    given = given or {}
-    before = given.get("model_state")
-    extra = {name: value for name, value in given.items() if name not in TO_LOSS}
+    named = named or {}
+    before = named.get("model_state")
+    extra = {name: value for name, value in named.items() if name not in TO_LOSS}
     (loss, grads, model_state, aux), finite = self._own_gradients(
-      comm, params, state, batch, given
+      comm, params, state, batch, named
     )
     # The gradient brings scales of fp8 that follow those of the worker's own
     # parameters.
@@ -132,11 +132,11 @@ class WorkerStep(NamedTuple):
     params: optax.Params,
     state: OptState,
     batch: ArrayTree,
-    given: ArrayTree = None,
+    named: ArrayTree = None,
   ) -> dict[str, jax.Array]:
     """Whether each gradient of one worker is finite, and the model state after it, bool[1], by name."""
     (_, grads, *_), finite = self._own_gradients(
-      comm, params, state, batch, given or {}
+      comm, params, state, batch, named or {}
     )
     flags = {
       f"gradients{name}": flatten.all_finite(grad)
@@ -151,18 +151,18 @@ class WorkerStep(NamedTuple):
     params: optax.Params,
     state: OptState,
     batch: ArrayTree,
-    given: dict[str, ArrayTree],
+    named: dict[str, ArrayTree],
   ) -> tuple[tuple[ArrayTree, ...], jax.Array | bool]:
     """`_gradients` at the parameters of one worker, and whether its model state stays finite."""
-    rng, before, shared = (given.get(name) for name in TO_LOSS)
+    rng, before, shared = (named.get(name) for name in TO_LOSS)
     # A model state of each worker is a row here.
-    own = states.first_row(before) if self.model_state == "worker" else before
+    model_state = states.first_row(before) if self.model_state == "worker" else before
     # Workers draw noise of their own.
     key = None if rng is None else jax.random.fold_in(rng, comm.rank)
     results = _gradients(
-      self, trained(own_params(params, state)), batch, key, own, shared
+      self, trained(own_params(params, state)), batch, key, model_state, shared
     )
-    return results, own is None or flatten.stays_finite(own, results[2])
+    return results, model_state is None or flatten.stays_finite(model_state, results[2])
 
   def step_instead(self, comm: Comm, error: TypeError) -> Callable:
     """The step that gives `tx` no `value=`, where a transformation without extra arguments was given it.
@@ -195,8 +195,8 @@ class WorkerStep(NamedTuple):
     )
     # Leaves outside of local steps stay, even where an outer optimizer would move them.
     moved = moved_leaves(state)
-    own = lambda name, u: u if name in moved else jnp.zeros_like(u)
-    updates = map_seen(own, states.reduce_states(state), updates)
+    local_update = lambda name, u: u if name in moved else jnp.zeros_like(u)
+    updates = map_seen(local_update, states.reduce_states(state), updates)
     return with_optimized(params, optax.apply_updates(before, updates)), after
 
 
@@ -247,11 +247,11 @@ def _gradients(
 ) -> tuple[ArrayTree, ...]:
   """(loss, gradients, model state, aux) of one worker's part of the batch."""
 
-  def grads_of_part(
+  def grads_of_batch(
     batch: ArrayTree, key: jax.Array | None, model_state: ArrayTree
   ) -> tuple[ArrayTree, ...]:
-    given = {"rng": key, "model_state": model_state, "shared": shared}
-    named = {name: x for name, x in given.items() if x is not None}
+    optional = {"rng": key, "model_state": model_state, "shared": shared}
+    named = {name: x for name, x in optional.items() if x is not None}
 
     def loss_fn(params: optax.Params) -> tuple[jax.Array, tuple[Any, Any]]:
       # What loss_fn should return follows from what the step was given.
@@ -267,16 +267,16 @@ def _gradients(
           f"loss_fn returned {len(returned)} values, it should return ({', '.join(wanted)}): for aux give "
           "make_train_step has_aux=True, for a model state give the step model_state="
         )
-      parts = dict(zip(wanted, returned, strict=True))
-      _check_model_state(model_state, parts.get("model_state"))
-      return parts["loss"], (parts.get("model_state"), parts.get("aux"))
+      results = dict(zip(wanted, returned, strict=True))
+      _check_model_state(model_state, results.get("model_state"))
+      return results["loss"], (results.get("model_state"), results.get("aux"))
 
     (loss, (after, aux)), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
     return loss, grads, after, aux
 
   if worker.accumulate == 1:
-    return grads_of_part(batch, key, model_state)
-  return _accumulated(worker, grads_of_part, batch, key, model_state, params)
+    return grads_of_batch(batch, key, model_state)
+  return _accumulated(worker, grads_of_batch, batch, key, model_state, params)
 
 
 def _check_model_state(before: ArrayTree, after: ArrayTree) -> None:
@@ -303,7 +303,7 @@ def _check_model_state(before: ArrayTree, after: ArrayTree) -> None:
 
 def _accumulated(
   worker: WorkerStep,
-  grads_of_part: Callable,
+  grads_of_batch: Callable,
   batch: ArrayTree,
   key: jax.Array | None,
   model_state: ArrayTree,
@@ -314,16 +314,16 @@ def _accumulated(
   Loss and gradients are averaged in their dtype, in float32 where that has 16 bits.
   Each micro-batch gets the model state of the one before, and aux is reduced.
   """
-  parts = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
+  micro_batches = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
   # Sums are kept in wide dtypes: 16 bits would lose small gradients.
   add = lambda a, b: a + b.astype(a.dtype)
 
-  def accumulate_part(carry: ArrayTree, part: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
+  def accumulate(carry: ArrayTree, indexed: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
     total, model_state = carry
-    part_index, batch = part
+    index, batch = indexed
     # Each micro-batch draws noise of its own.
-    own = None if key is None else jax.random.fold_in(key, part_index)
-    loss, grads, model_state, aux = grads_of_part(batch, own, model_state)
+    own_key = None if key is None else jax.random.fold_in(key, index)
+    loss, grads, model_state, aux = grads_of_batch(batch, own_key, model_state)
     # Scales of fp8 are no gradients: of these the largest counts.
     scales = jax.tree.map(jnp.maximum, overwritten(total[1]), overwritten(grads))
     total = jax.tree.map(add, total, (loss, grads))
@@ -331,13 +331,15 @@ def _accumulated(
     return (total, model_state), aux
 
   # Traced for the dtype of the loss alone.
-  loss = jax.eval_shape(grads_of_part, states.first_row(parts), key, model_state)[0]
+  loss = jax.eval_shape(
+    grads_of_batch, states.first_row(micro_batches), key, model_state
+  )[0]
   zeros = jax.tree.map(
     lambda x: jnp.zeros_like(x, flatten.wide_dtype(x)), (loss, params)
   )
   indices = jnp.arange(worker.accumulate, dtype=jnp.int32)
   ((loss, grads), model_state), aux = jax.lax.scan(
-    accumulate_part, (zeros, model_state), (indices, parts)
+    accumulate, (zeros, model_state), (indices, micro_batches)
   )
   # Scales are no sums, so only what an optimizer updates is divided.
   mean = jax.tree.map(
