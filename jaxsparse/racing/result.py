@@ -197,8 +197,8 @@ class Race:
       notes.append(
         f"seeds differ by more than {_WITHIN:g} %, race longer or with more: {names(rows)}"
       )
-    pairs = [f"{found.own:.2f} / {found.dealt:.2f}" for found in self.agreements]
-    if any(_differs(found, self.workers) for found in self.agreements):
+    pairs = [f"{pair.own:.2f} / {pair.shuffled:.2f}" for pair in self.agreements]
+    if any(_differs(pair, self.workers) for pair in self.agreements):
       notes.append(
         f"the workers' data differ: agreement of gradients / of shuffled rows {', '.join(pairs)}; "
         "see docs/how_to/different_data.md"
@@ -232,11 +232,11 @@ class Race:
     return figure
 
 
-def _differs(found: Agreement, workers: int) -> bool:
+def _differs(agreement: Agreement, workers: int) -> bool:
   """Whether the workers' data differ. With the product ρ of two workers' gradients agreement is (1 + (P − 1) ρ) / P."""
   # ρ of each, which does not depend on P as agreement does
-  own, dealt = ((workers * x - 1) / (workers - 1) for x in found)
-  return own < _SHARE * dealt - _MARGIN
+  own, shuffled = ((workers * x - 1) / (workers - 1) for x in agreement)
+  return own < _SHARE * shuffled - _MARGIN
 
 
 def _deviation(values: np.ndarray) -> float:

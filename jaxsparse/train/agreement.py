@@ -25,15 +25,16 @@ class Agreement(NamedTuple):
   Attributes:
     own: ‖mean of g_w‖² / mean of ‖g_w‖², with the gradient g_w of each worker's part of
       the batch.
-    dealt: the same after the rows of the batch were dealt out to the workers at random.
+    shuffled: the same after the rows of the batch were dealt out to the workers at
+      random.
 
   Example:
-    >>> Agreement(own=0.3, dealt=0.9).own
+    >>> Agreement(own=0.3, shuffled=0.9).own
     0.3
   """
 
   own: float
-  dealt: float
+  shuffled: float
 
 
 def agreement(
@@ -48,8 +49,8 @@ def agreement(
   """Compares the agreement of the workers' gradients with that after shuffling the batch among the workers.
 
   Small batches differ by chance, shuffled or not. Where the agreement of the workers'
-  `own` rows is well below that of `dealt` ones, workers have data of different kinds:
-  an optimizer of each worker's own and local steps then lose accuracy
+  `own` rows is well below that of `shuffled` ones, workers have data of different
+  kinds: an optimizer of each worker's own and local steps then lose accuracy
   (`docs/how_to/different_data.md`). Call it before training and after some hundred
   steps, on a large batch: it compiles two gradients, and sends the batch and the
   gradients whole.
@@ -79,8 +80,8 @@ def agreement(
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> loss = lambda x, batch: jnp.mean((x - batch) ** 2)
     >>> batch = jnp.array([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0])
-    >>> found = js.agreement(loss, jnp.float32(0.5), batch, js.SimComm("workers", members=2))
-    >>> round(found.own, 3), found.dealt
+    >>> agreement = js.agreement(loss, jnp.float32(0.5), batch, js.SimComm("workers", members=2))
+    >>> round(agreement.own, 3), agreement.shuffled
     (0.2, 1.0)
   """
   return agreements(loss_fn, [params], batch, mesh, axis=axis, **given)[0]
@@ -93,17 +94,17 @@ def agreements(
   mesh: Mesh | Comm,
   *,
   axis: AxisName,
-  **given: ArrayTree,
+  **loss_arguments: ArrayTree,
 ) -> list[Agreement]:
   """`agreement` at each of several parameters of the same shapes, by one program."""
-  checks.check_not_traced("js.agreement", several, batch, given)
+  checks.check_not_traced("js.agreement", several, batch, loss_arguments)
   leaves = jax.tree.leaves(optimized(trained(several[0])))
   if not any(jnp.size(leaf) for leaf in leaves):
     raise ValueError("js.agreement: params have no entries that are trained")
   engine = engine_of(mesh, axis)
   check_batch(batch, engine)
   specs = engine.same, engine.split, engine.same
-  place = lambda params: engine.place((params, batch, given), specs)
+  place = lambda params: engine.place((params, batch, loss_arguments), specs)
   # Shardings of the first parameters, which the others have, too: one program for all.
   kept = engine.shardings(place(several[0]), specs)
   both = functools.partial(_agreements, engine, loss_fn)
@@ -113,8 +114,8 @@ def agreements(
     engine.same,
     shardings=kept and (kept, engine.shardings_of(engine.same)),
   )
-  found = [local_shard(dispatch(program, *place(params))) for params in several]
-  return [Agreement(*pair.tolist()) for pair in found]
+  pairs = [local_shard(dispatch(program, *place(params))) for params in several]
+  return [Agreement(*pair.tolist()) for pair in pairs]
 
 
 def _agreements(
@@ -122,45 +123,47 @@ def _agreements(
   loss_fn: Callable,
   params: optax.Params,
   batch: ArrayTree,
-  given: dict[str, ArrayTree],
+  loss_arguments: dict[str, ArrayTree],
 ) -> jax.Array:
   """The two numbers, f32[2], at one worker."""
   comm = engine.comm
-  if "rng" in given:
+  if "rng" in loss_arguments:
     # Each worker draws noise of its own, as in a training step.
-    given = given | {"rng": jax.random.fold_in(given["rng"], comm.rank)}
+    loss_arguments = loss_arguments | {
+      "rng": jax.random.fold_in(loss_arguments["rng"], comm.rank)
+    }
 
   def of(batch: ArrayTree) -> jax.Array:
     def loss(params: optax.Params) -> jax.Array:
-      found = loss_fn(params, batch, **given)
-      return found[0] if isinstance(found, tuple) else found
+      returned = loss_fn(params, batch, **loss_arguments)
+      return returned[0] if isinstance(returned, tuple) else returned
 
     tree = split_complex(optimized(jax.grad(loss)(trained(params))))
     grads = [grad.astype(jnp.float32) for grad in jax.tree.leaves(tree) if grad.size]
     largest = jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32).max()
     largest = comm.all_reduce(largest, "max")
     scale = jnp.where(largest > 0, largest, 1.0)
-    mean = jnp.float32(0)
-    each = jnp.float32(0)
+    square_of_mean = jnp.float32(0)
+    mean_square = jnp.float32(0)
     # Divided by the largest entry, squares neither over- nor underflow.
     for grad in grads:
       unit = jnp.ravel(grad) / scale
-      mean += jnp.sum((comm.all_reduce(unit) / comm.size) ** 2)
-      each += jnp.sum(unit**2)
-    each = comm.all_reduce(each) / comm.size
+      square_of_mean += jnp.sum((comm.all_reduce(unit) / comm.size) ** 2)
+      mean_square += jnp.sum(unit**2)
+    mean_square = comm.all_reduce(mean_square) / comm.size
     # Gradients that are all zeros are equal.
-    return jnp.where(largest == 0, 1.0, mean / each)
+    return jnp.where(largest == 0, 1.0, square_of_mean / mean_square)
 
-  return jnp.stack([of(batch), of(_dealt(comm, batch))])
+  return jnp.stack([of(batch), of(_shuffled(comm, batch))])
 
 
-def _dealt(comm: Comm, batch: ArrayTree) -> ArrayTree:
+def _shuffled(comm: Comm, batch: ArrayTree) -> ArrayTree:
   """The rows of the whole batch that are dealt out to this worker, the same for leaves with as many rows."""
 
-  def dealt(x: jax.Array) -> jax.Array:
+  def rows_of_worker(x: jax.Array) -> jax.Array:
     # Typed keys are no numbers that a message carries; their words are.
-    own = words_of_keys(x)
-    rows = jnp.concatenate(in_rank_order(comm, all_gather(comm, own)))
+    own_rows = words_of_keys(x)
+    rows = jnp.concatenate(in_rank_order(comm, all_gather(comm, own_rows)))
     # The key is the same on all workers, so that each row goes to one of them.
     shuffled = jax.random.permutation(jax.random.key(0), len(rows))
     order = shuffled.reshape(comm.size, -1)
@@ -171,4 +174,4 @@ def _dealt(comm: Comm, batch: ArrayTree) -> ArrayTree:
       else chosen
     )
 
-  return jax.tree.map(dealt, batch)
+  return jax.tree.map(rows_of_worker, batch)

@@ -34,11 +34,11 @@ def test_in_numpy(where, apart):
   order = np.asarray(jax.random.permutation(jax.random.key(0), len(batch))).reshape(
     workers, ROWS
   )
-  dealt = start - np.stack([batch[rows].mean(0) for rows in order])
+  shuffled = start - np.stack([batch[rows].mean(0) for rows in order])
   np.testing.assert_allclose(
-    found, [numpy_agreement(own), numpy_agreement(dealt)], rtol=1e-5
+    found, [numpy_agreement(own), numpy_agreement(shuffled)], rtol=1e-5
   )
-  assert (found.own < 0.6 * found.dealt) == (apart > 0)
+  assert (found.own < 0.6 * found.shuffled) == (apart > 0)
 
 
 @pytest.mark.long
@@ -93,11 +93,11 @@ def test_complex_parameters_and_extreme_gradients(scale):
 
 
 def test_workers_with_the_same_rows_agree_however_these_alternate():
-  """Rows that alternate are not dealt out by their kind; of the noise of a key the dealt gradients have as much."""
+  """Rows that alternate are not dealt out by their kind; of the noise of a key the shuffled gradients have as much."""
   batch = np.tile(np.array([1.0, -1.0], np.float32), 64)
   found = js.agreement(quadratic, jnp.full(1, 0.5), batch[:, None], sim(4))
   assert found.own == pytest.approx(1, rel=1e-5)
-  assert found.dealt > 0.7
+  assert found.shuffled > 0.7
   noisy = lambda x, batch, rng: jnp.vdot(
     x, jax.random.normal(rng, x.shape) + 0 * batch.sum()
   )
@@ -136,7 +136,7 @@ def test_a_leaf_of_the_batch_without_entries():
   found = js.agreement(
     lambda p, b: jnp.sum(p * b[0].mean()), jnp.ones(2), batch, sim(3)
   )
-  assert found.own == found.dealt == 1
+  assert found.own == found.shuffled == 1
 
 
 def test_under_a_trace_it_is_refused():
