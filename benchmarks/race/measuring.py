@@ -111,7 +111,7 @@ class Program(racing.Program):
       engine=engine_of(comm, AXIS),
       # Each worker normalizes by its own batches.
       options={"model_state": "worker"},
-      given={},
+      named={},
       rng=None,
       model_state=None,
       read=read,

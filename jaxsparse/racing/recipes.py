@@ -59,7 +59,7 @@ def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, M
     raise ValueError(
       f"recipes: optimizer={optimizer!r}, choose one of {', '.join(map(repr, _NAMES))}, or a function of the rate"
     )
-  shared, own = _optimizers(optimizer, workers)
+  shared, local = _optimizers(optimizer, workers)
   before = lambda label: functools.partial(_before, label, shared)
   methods = {
     "dense": before("dense"),
@@ -74,8 +74,8 @@ def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, M
       "SparDL 1 %": before("spardl:density=0.01"),
     }
   return methods | {
-    "signs": functools.partial(_of_updates, own, 1, optimizer == "muon"),
-    "signs, every 4": functools.partial(_of_updates, own, 4, False),
+    "signs": functools.partial(_of_updates, local, 1, optimizer == "muon"),
+    "signs, every 4": functools.partial(_of_updates, local, 4, False),
   }
 
 
@@ -90,8 +90,8 @@ def _optimizers(
       scale_by_window_adam(workers), optax.scale_by_learning_rate(rate)
     )
   muon = lambda rate: optax.contrib.muon(rate, adam_learning_rate=rate / 20)
-  one = muon if optimizer == "muon" else optax.sgd
-  return one, one
+  both = muon if optimizer == "muon" else optax.sgd
+  return both, both
 
 
 def _before(

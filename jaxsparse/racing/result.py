@@ -131,7 +131,7 @@ class Race:
   def evidence(self) -> list[Evidence]:
     """A row for each method but dense whose chain has one collective, for `js.costs.advise(evidence=)`."""
     dense = self.steps_to_dense(self.rows[0])
-    found = []
+    evidence = []
     for row in self.rows[1:]:
       ratios = self.steps_to_dense(row) / dense
       spread = (float(ratios.mean()), _deviation(ratios))
@@ -141,8 +141,8 @@ class Race:
       task = f"{self.entries:,} parameters"
       key = row.method, row.collective, row.every, optimizer, task, self.workers
       if row.collective:
-        found.append(Evidence(*key, steps, deviation, len(ratios)))
-    return found
+        evidence.append(Evidence(*key, steps, deviation, len(ratios)))
+    return evidence
 
   def __str__(self) -> str:
     title = (

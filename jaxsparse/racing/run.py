@@ -104,14 +104,14 @@ def race(
     >>> loss = lambda w, batch: jnp.mean((batch[0] @ w - batch[1]) ** 2)
     >>> methods = js.recipes("sgd", workers=2)
     >>> methods = {name: methods[name] for name in ("dense", "4 bits")}
-    >>> found = js.race(loss, jnp.zeros(16), batches, lambda w: loss(w, batches(10**6)), methods=methods,
+    >>> race = js.race(loss, jnp.zeros(16), batches, lambda w: loss(w, batches(10**6)), methods=methods,
     ...   workers=2, steps=20, rate=0.02)
-    >>> print(found)
+    >>> print(race)
     16 parameters, 2 workers, 20 steps, seeds: 2, rates in multiples of 0.02
     method  rate ...
     dense     2* ...
     4 bits    2* ...
-    >>> found.best("100mbit", within=50.0).method in methods
+    >>> race.best("100mbit", within=50.0).method in methods
     True
   """
   check_batches(batches)
@@ -143,19 +143,19 @@ def race(
 
 def _links(names: Sequence[str], profile: Profile | None) -> dict[str, Link]:
   """The links by their names, and that of a profile."""
-  found = {}
+  links = {}
   for name in names:
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", name)
     if not matched:
       raise ValueError(f"race: links has {name!r}, write 10gbit, 100mbit, or the like")
-    number, unit = matched.groups()
+    bandwidth, unit = matched.groups()
     # β in seconds a byte; γ = 1: transfers do not slow each other down
-    found[name] = Link(_ALPHA, 8 / (float(number) * _UNITS[unit]), 1.0)
+    links[name] = Link(_ALPHA, 8 / (float(bandwidth) * _UNITS[unit]), 1.0)
   if profile:
-    found["profile"] = Link(profile.alpha, profile.beta, profile.gamma)
-  if not found:
+    links["profile"] = Link(profile.alpha, profile.beta, profile.gamma)
+  if not links:
     raise ValueError("race: links is empty: give one, or a profile")
-  return found
+  return links
 
 
 class _Kept:
@@ -207,7 +207,7 @@ class _Kept:
     if not self._path:
       return
     rows = [row._asdict() for row in self.rows.values()]
-    found = {"key": self._key, "rows": rows, "agreements": self.agreements}
+    content = {"key": self._key, "rows": rows, "agreements": self.agreements}
     beside = self._path.with_name(f"{self._path.name}.new")
-    beside.write_text(json.dumps(found))
+    beside.write_text(json.dumps(content))
     os.replace(beside, self._path)

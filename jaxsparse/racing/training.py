@@ -40,7 +40,7 @@ class Setting(NamedTuple):
   axis: str
   engine: Engine
   options: dict[str, Any]  # options of `make_train_step`
-  given: dict[str, ArrayTree]  # to each step by name, besides those below
+  named: dict[str, ArrayTree]  # arguments of each step, besides those below
   rng: jax.Array | None
   model_state: ArrayTree
   # what is kept of the optimizer state after each step
@@ -75,14 +75,16 @@ class Program:
     place = {"mesh": setting.where, "axis": setting.axis}
     length = len(jax.tree.leaves(batches)[0])
 
-    def one_step(number: jax.Array, carried: ArrayTree) -> ArrayTree:
+    def one_step(index: jax.Array, carried: ArrayTree) -> ArrayTree:
       (params, state, model_state), rows = carried
-      key, batch = jax.tree.map(lambda x: x[number], (keys, batches))
+      key, batch = jax.tree.map(lambda x: x[index], (keys, batches))
       options = place | setting.options
       step = make_train_step(setting.loss_fn, self.chain(rate), donate=False, **options)
-      own = {"rng": key, "model_state": model_state}
-      params, state, metrics = step.traced(params, state, batch, **own, **setting.given)
-      keep = lambda row, rows: rows.at[number].set(row)
+      of_step = {"rng": key, "model_state": model_state}
+      params, state, metrics = step.traced(
+        params, state, batch, **of_step, **setting.named
+      )
+      keep = lambda row, rows: rows.at[index].set(row)
       rows = jax.tree.map(keep, setting.read(state), rows)
       return (params, state, metrics.model_state), rows
 
@@ -125,8 +127,8 @@ class Training:
       count = min(every, until - done)
       begin = time.perf_counter()
       # as many keys as the program takes, also if fewer steps are left
-      numbers = np.arange(done, done + every)
-      keys = None if self.key is None else _fold(self.key, numbers)
+      steps = np.arange(done, done + every)
+      keys = None if self.key is None else _fold(self.key, steps)
       arguments = self.rate, self.trained, keys, stack(self.batches, count, every)
       run = self.program.run
       results = jax.block_until_ready(dispatch(run, *arguments, np.int32(count)))
@@ -142,9 +144,9 @@ class Training:
 
   def _evaluate(self) -> float:
     params, _, model_state = self.trained
-    given = (params,) if model_state is None else (params, model_state)
+    arguments = (params,) if model_state is None else (params, model_state)
     setting = self.program.setting
-    self.evaluated = setting.evaluate(*given)
+    self.evaluated = setting.evaluate(*arguments)
     loss = setting.loss_of(self.evaluated)
     return loss if math.isfinite(loss) else math.inf
 

@@ -92,7 +92,7 @@ class RaceConfig(NamedTuple):
       for multiple, of_rate in trainings.items():
         for training in of_rate:
           training.go_on(until, self.every)
-        tried[multiple] = statistics.mean(one.losses[-1] for one in of_rate)
+        tried[multiple] = statistics.mean(training.losses[-1] for training in of_rate)
         if progress:
           progress(
             f"{name}, rate times {multiple:g}, {until} steps: {tried[multiple]:.4g}"
@@ -137,7 +137,10 @@ class RaceConfig(NamedTuple):
     longest = max(trainings, key=lambda training: len(training.steps))
     last = len(longest.steps)
     # A seed ends once it has reached dense's loss: its later evaluations are missing.
-    losses = [one.losses + [math.nan] * (last - len(one.losses)) for one in trainings]
+    losses = [
+      training.losses + [math.nan] * (last - len(training.losses))
+      for training in trainings
+    ]
     rate = multiple * self.rate
     words = longest.words()
     params, state, _ = longest.trained
@@ -146,7 +149,11 @@ class RaceConfig(NamedTuple):
     cost = count_update(program.chain(rate), params, workers=workers, axis=setting.axis)
     # words of a step over those of an exchange: 1/H with local steps
     share = words / max(cost.words, 1)
-    labels = [one.label for node in reduce_states(state) for one in node.collectives]
+    labels = [
+      collective.label
+      for reduce_state in reduce_states(state)
+      for collective in reduce_state.collectives
+    ]
     # simulated workers share a device: a step of all takes P times as long
     simulated = workers if isinstance(setting.where, SimComm) else 1
     return Row(
@@ -159,7 +166,7 @@ class RaceConfig(NamedTuple):
       words,
       share * (cost.messages + cost.agreements),
       longest.state_bytes(),
-      min(one.seconds for one in trainings) / simulated,
+      min(training.seconds for training in trainings) / simulated,
       labels[0] if len(labels) == 1 else "",
       max(1, round(1 / share)) if share else 1,
     )
@@ -167,8 +174,8 @@ class RaceConfig(NamedTuple):
   def _agreements(self, training: Training) -> list[Agreement]:
     """The agreement of gradients before a training, after its first tenth, and at its end."""
     setting = self.setting
-    given = setting.given | {"rng": setting.rng, "model_state": setting.model_state}
-    named = {name: value for name, value in given.items() if value is not None}
+    arguments = setting.named | {"rng": setting.rng, "model_state": setting.model_state}
+    named = {name: value for name, value in arguments.items() if value is not None}
     batches = batches_of(self.batches, 0, self.seeds, self.most)
     # rows of several batches: with few of them agreement is noise
     batch = join(stack(batches, _ROWS, _ROWS), setting.engine.workers)
