@@ -91,14 +91,14 @@ def test_readers_follow_links_and_newcomers_begin_with_the_anchor(tmp_path):
     np.testing.assert_array_equal(patterns_of(newcomer.params), one)
   assert follower.latest() is latest
   anchors, links = names_of(tmp_path, "anchor"), names_of(tmp_path, "link")
-  assert anchors[-1].number > 20
+  assert anchors[-1].version > 20
   assert len(anchors) == 2
   # Between two anchors there are links of about an anchor's size.
   size = lambda name: (inside(tmp_path) / str(name)).stat().st_size
-  between = [name for name in links if name.number <= anchors[1].number]
+  between = [name for name in links if name.version <= anchors[1].version]
   assert 0.9 * 2 * N < sum(map(size, between)) < 1.3 * 2 * N
   # Behind the older anchor every link is there.
-  assert [name.number for name in links] == [*range(anchors[0].number + 1, 31)]
+  assert [name.version for name in links] == [*range(anchors[0].version + 1, 31)]
 
 
 def test_a_reader_that_fell_behind_what_is_kept_begins_with_an_anchor(tmp_path):
@@ -111,7 +111,7 @@ def test_a_reader_that_fell_behind_what_is_kept_begins_with_an_anchor(tmp_path):
       assert reader.latest().version == number
       check_is_published(reader.latest(), published)
   first, second = names_of(tmp_path, "anchor")
-  assert names_of(tmp_path, "link")[0].number >= first.number > 4
+  assert names_of(tmp_path, "link")[0].version >= first.version > 4
   # A newest anchor that is damaged is not needed.
   (inside(tmp_path) / str(second)).write_bytes(b"")
   newcomer = js.weights.Subscriber(tmp_path, LIKE)
@@ -225,7 +225,7 @@ def test_what_is_damaged_is_refused_by_name(tmp_path, subtests):
   folder = tmp_path / "whole"
   published = publish(folder, 9)
   (anchor,), links = names_of(folder, "anchor"), names_of(folder, "link")
-  assert [name.number for name in links] == list(range(2, 10))
+  assert [name.version for name in links] == list(range(2, 10))
   for name in (anchor, links[0], links[3], links[-1]):
     content = (inside(folder) / str(name)).read_bytes()
     header = 32 + int.from_bytes(content[24:32], "big")
@@ -241,7 +241,7 @@ def test_what_is_damaged_is_refused_by_name(tmp_path, subtests):
     other = links[1] if name is not links[1] else links[2]
     changed |= {"other": (inside(folder) / str(other)).read_bytes(), "gone": None}
     for what, new in changed.items():
-      with subtests.test(f"{name.kind} {name.number}: {what}"):
+      with subtests.test(f"{name.kind} {name.version}: {what}"):
         own = copy_of(folder, "damaged")
         try:
           check_damaged(own, name, new, published)
@@ -257,7 +257,7 @@ def check_damaged(folder, name, content, published):
   assert behind.latest().version == 9
   before = path.read_bytes()
   for later in files.names(own):
-    if later.number >= name.number > 1:
+    if later.version >= name.version > 1:
       (own / str(later)).rename(own / f"away {later}")
   early = js.weights.Subscriber(folder, LIKE)
   early.latest()
@@ -269,7 +269,7 @@ def check_damaged(folder, name, content, published):
   else:
     path.write_bytes(content)
   # Without the newest file the reader is ahead of the folder.
-  is_ahead = content is None and name.number == 9
+  is_ahead = content is None and name.version == 9
   assert behind.latest().version == 9 - is_ahead
   check_is_published(behind.latest(), published)
   if name.kind == "anchor":
@@ -279,7 +279,7 @@ def check_damaged(folder, name, content, published):
   else:
     for reader in (newcomer, early):
       latest = reader.latest()
-      assert latest.version == name.number - 1
+      assert latest.version == name.version - 1
       check_is_published(latest, published)
       if content is not None:
         assert any(str(name) in reason for reason in reader.refused)
@@ -322,7 +322,7 @@ def test_a_link_of_another_branch_is_refused(tmp_path):
   reader.latest()
   foreign = files.Name(4, of_b, 0, 1, "link")
   header, arrays = files.read(inside(b), foreign)
-  files.write(inside(a), foreign._replace(number=5, run=of_a), header, arrays)
+  files.write(inside(a), foreign._replace(version=5, run=of_a), header, arrays)
   assert reader.latest().version == 4
   assert "follows another version 4" in reader.refused[0]
   check_is_published(reader.latest(), published)
@@ -340,7 +340,7 @@ def test_a_publisher_that_begins_again_writes_an_anchor(tmp_path):
   # Files of a run that has ended go with the second anchor.
   for one in versions(40, seed=6, changes=4000):
     again.publish(params_of(one))
-  assert files.names(inside(tmp_path))[0].number > 4
+  assert files.names(inside(tmp_path))[0].version > 4
 
 
 def test_a_reader_that_is_ahead_goes_back_to_what_the_folder_has(tmp_path):
@@ -417,15 +417,15 @@ def test_a_version_without_a_part_is_none(tmp_path):
   own = inside(tmp_path)
   for name in files.names(own):
     header, arrays = files.read(own, name)
-    for part in range(2):
-      files.write(own, name._replace(part=part, processes=2), header, arrays)
+    for process in range(2):
+      files.write(own, name._replace(process=process, processes=2), header, arrays)
     (own / str(name)).unlink()
   reader = js.weights.Subscriber(tmp_path, LIKE)
   (own / str(files.names(own)[-1])).unlink()
   assert reader.latest().version == 1
   assert reader.refused == []
   for name in files.names(own):
-    if name.part == 0:
+    if name.process == 0:
       (own / str(name)).unlink()
   with pytest.raises(LookupError, match="no version is there"):
     js.weights.Subscriber(tmp_path, LIKE).latest()
@@ -620,10 +620,10 @@ def test_processes_write_their_shards(tmp_path):
   np.testing.assert_array_equal(got["rows"], weights)
   np.testing.assert_array_equal(got["all"], weights)
   anchors = names_of(folder, "anchor")
-  assert {(name.part, name.processes) for name in anchors} == {(0, 2), (1, 2)}
+  assert {(name.process, name.processes) for name in anchors} == {(0, 2), (1, 2)}
   # A part that is not there makes no version.
   for name in files.names(inside(folder)):
-    if name.number == 5 and name.part == 1:
+    if name.version == 5 and name.process == 1:
       (inside(folder) / str(name)).unlink()
   assert js.weights.Subscriber(folder, like, None).latest().version == 4
 

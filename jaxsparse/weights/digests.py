@@ -7,7 +7,7 @@ from typing import Any
 BYTES = 8
 
 
-def digest(parts: Iterable[Any]) -> int:
+def digest(pieces: Iterable[Any]) -> int:
   """The first 62 bits of the SHA-256 of concatenated bytes.
 
   Example:
@@ -15,8 +15,8 @@ def digest(parts: Iterable[Any]) -> int:
     True
   """
   sha256 = hashlib.sha256()  # many processors have instructions for it
-  for part in parts:
-    sha256.update(part)
+  for piece in pieces:
+    sha256.update(piece)
   return int.from_bytes(sha256.digest()[:BYTES]) >> 2
 
 

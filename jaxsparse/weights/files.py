@@ -26,27 +26,27 @@ class Name(NamedTuple):
   """The name of a file.
 
   Attributes:
-    number: of the version.
+    version: its number.
     run: a random number, of the publisher.
-    part: the process that wrote it, of `processes`.
+    process: the one that wrote it, of `processes`.
     kind: "link" or "anchor".
   """
 
-  number: int
+  version: int
   run: int
-  part: int
+  process: int
   processes: int
   kind: str
 
   def __str__(self) -> str:
-    return f"{self.number:012}-{self.run}-{self.part}-{self.processes}.{self.kind}"
+    return f"{self.version:012}-{self.run}-{self.process}-{self.processes}.{self.kind}"
 
 
 def names(folder: pathlib.Path) -> list[Name]:
   """The names of all versions, oldest first, and the parts of one in order; without other files."""
   # A folder may hold files of others, and unfinished ones.
-  found = map(_NAME.fullmatch, os.listdir(folder))
-  fields = [match.groups() for match in found if match]
+  matches = map(_NAME.fullmatch, os.listdir(folder))
+  fields = [match.groups() for match in matches if match]
   rows = [[*map(int, numbers), kind] for *numbers, kind in fields]
   return sorted(map(Name._make, rows))
 
@@ -64,10 +64,10 @@ def write(
   text = json.dumps(header | {"arrays": kinds}).encode()
   content: list[Any] = [len(text).to_bytes(BYTES), text, *arrays]
   # The next file replaces one that was not finished.
-  aside = folder / f".{name.part}.aside"
+  aside = folder / f".{name.process}.aside"
   with open(aside, "wb") as file:
-    for part in (_seal(name, content), *content):
-      file.write(part)
+    for piece in (_seal(name, content), *content):
+      file.write(piece)
     # On the disk before it has its name, or a crash could leave the name alone.
     file.flush()
     os.fsync(file.fileno())

@@ -72,15 +72,15 @@ class Folder:
     if unlike := {*_layout(served)} ^ {*self._layout}:
       raise ValueError(f"params have other leaves than params_like: {sorted(unlike)}")
     boxes, arrays = [], []
-    for number, leaf in enumerate(jax.tree.leaves(served)):
+    for leaf_index, leaf in enumerate(jax.tree.leaves(served)):
       # Other processes have the same array.
       if jax.process_index() and leaf.is_fully_addressable:
         continue
       for shard in leaf.addressable_shards:
         # Devices may hold equal shards: one of them is written.
         if shard.replica_id == 0:
-          start = [int(part.start or 0) for part in shard.index]
-          boxes.append((number, start, shard.data.shape))
+          start = [int(cut.start or 0) for cut in shard.index]
+          boxes.append((leaf_index, start, shard.data.shape))
           # Patterns have 1, 2 or 4 bytes, as differences are packed.
           array = np.array(shard.data, order="C").reshape(-1)
           arrays.append(array.view(f"u{min(array.itemsize, 4)}"))
@@ -90,8 +90,8 @@ class Folder:
     """The leaves of all parts, where those of `params_like` are."""
     leaves = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._served]
     for patterns in parts:
-      for (number, start, shape), array in zip(*patterns, strict=True):
-        leaf = leaves[number]
+      for (leaf_index, start, shape), array in zip(*patterns, strict=True):
+        leaf = leaves[leaf_index]
         # A scalar has an empty box, which is all of it.
         box = tuple(map(slice, start, np.add(start, shape)))
         leaf[box] = array.view(leaf.dtype).reshape(shape)

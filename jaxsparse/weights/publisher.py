@@ -55,11 +55,11 @@ class Publisher(Folder):
   ):
     super().__init__(folder, params_like, dtype)
     self._folder.mkdir(parents=True, exist_ok=True)
-    there = [name.number for name in files.names(self._folder)]
+    there = [name.version for name in files.names(self._folder)]
     newest = max(there, default=0)
-    own = np.array([newest, secrets.randbits(31)], np.int32)
+    proposed = np.array([newest, secrets.randbits(31)], np.int32)
     # Process 0 decides, so that all parts are of one run.
-    agreed = np.asarray(multihost_utils.broadcast_one_to_all(own))
+    agreed = np.asarray(multihost_utils.broadcast_one_to_all(proposed))
     self.version, self._run = agreed.tolist()
     self._first = self.version
 
@@ -103,18 +103,18 @@ class Publisher(Folder):
     return self.version
 
   def _write(self, kind: str, header: files.Header, arrays: list[np.ndarray]) -> None:
-    part, processes = jax.process_index(), jax.process_count()
-    name = files.Name(self.version, self._run, part, processes, kind)
+    process, processes = jax.process_index(), jax.process_count()
+    name = files.Name(self.version, self._run, process, processes, kind)
     files.write(self._folder, name, header, arrays)
 
   def _prune(self) -> None:
     """Removes what is older than both anchors."""
     for name in files.names(self._folder):
-      if name.run != self._run and name.number > self._first:
+      if name.run != self._run and name.version > self._first:
         raise ValueError(
           f"Publisher: {self._folder} has {name}: another publisher writes to it"
         )
       # Parts of a run with more processes are removed by those that there are.
-      is_own = name.part % jax.process_count() == jax.process_index()
-      if is_own and name.number < self._anchors[0]:
+      is_own = name.process % jax.process_count() == jax.process_index()
+      if is_own and name.version < self._anchors[0]:
         os.unlink(self._folder / str(name))

@@ -32,7 +32,7 @@ class _Part(NamedTuple):
 class _State(NamedTuple):
   """A version of a publisher."""
 
-  number: int
+  version: int
   run: int
   parts: list[_Part]
 
@@ -83,15 +83,15 @@ class Subscriber(Folder):
     """
     self.refused = []
     try:
-      found = _whole(files.names(self._folder))
-      state = self._newest(found) if found else _NONE
+      versions = _whole(files.names(self._folder))
+      state = self._newest(versions) if versions else _NONE
     except OSError as error:
       self.refused.append(str(error))
       state = _NONE
     # The same object is returned again where nothing is new.
-    if state.number and state is not self._state:
+    if state.version and state is not self._state:
       self._published = Published(
-        state.number, self._params([part.patterns for part in state.parts])
+        state.version, self._params([part.patterns for part in state.parts])
       )
       self._state = state
     if self._published is None:
@@ -99,25 +99,25 @@ class Subscriber(Folder):
       raise LookupError(f"Subscriber: {self._folder}: {reasons}")
     return self._published
 
-  def _newest(self, found: _Files) -> _State:
+  def _newest(self, versions: _Files) -> _State:
     """The newest version of the newest publisher that is reached; `_NONE` without one."""
     # The largest number first, then the run.
-    newest, run, _ = max(found)
-    own = self._state
+    newest, run, _ = max(versions)
+    current = self._state
     # Links of another run follow versions that this reader does not have.
-    best = own if own.run == run and own.number <= newest else _NONE
-    best = self._follow(found, best, best)
+    best = current if current.run == run and current.version <= newest else _NONE
+    best = self._follow(versions, best, best)
     # From the newest anchor back, until one leads beyond what links have reached.
-    for key in sorted(found, reverse=True):
-      if key[1:] == (run, "anchor") and key[0] > best.number:
-        anchor = self._step(best, found[key])
-        best = self._follow(found, anchor, best)
+    for key in sorted(versions, reverse=True):
+      if key[1:] == (run, "anchor") and key[0] > best.version:
+        anchor = self._step(best, versions[key])
+        best = self._follow(versions, anchor, best)
     return best
 
-  def _follow(self, found: _Files, start: _State, otherwise: _State) -> _State:
+  def _follow(self, versions: _Files, start: _State, otherwise: _State) -> _State:
     """`start` after the links that are there, if its digests prove it."""
     state = start
-    while link := found.get((state.number + 1, state.run, "link")):
+    while link := versions.get((state.version + 1, state.run, "link")):
       after = self._step(state, link)
       if after is state:
         break
@@ -127,7 +127,7 @@ class Subscriber(Folder):
       return state
     if all(part.patterns.digest() == part.digest for part in state.parts):
       return state
-    self.refused.append(f"version {state.number} has another digest")
+    self.refused.append(f"version {state.version} has another digest")
     return otherwise
 
   def _step(self, state: _State, names: list[files.Name]) -> _State:
@@ -143,7 +143,7 @@ class Subscriber(Folder):
           patterns = Patterns(header["boxes"], arrays)
         elif before != part.id:
           # A link of another branch has the right number and the wrong id.
-          raise ValueError(f"{name} follows another version {state.number}")
+          raise ValueError(f"{name} follows another version {state.version}")
         else:
           boxes, old = part.patterns
           patterns = Patterns(boxes, packing.after(old, *arrays))
@@ -151,14 +151,14 @@ class Subscriber(Folder):
     except (ValueError, OSError) as error:
       self.refused.append(str(error))
       return state
-    return _State(name.number, name.run, parts)
+    return _State(name.version, name.run, parts)
 
 
 def _whole(names: list[files.Name]) -> _Files:
-  found: _Files = collections.defaultdict(list)
+  versions: _Files = collections.defaultdict(list)
   for name in names:
-    found[name.number, name.run, name.kind].append(name)
+    versions[name.version, name.run, name.kind].append(name)
   # A version counts once all processes have written their parts.
   return {
-    key: parts for key, parts in found.items() if len(parts) == parts[0].processes
+    key: parts for key, parts in versions.items() if len(parts) == parts[0].processes
   }
