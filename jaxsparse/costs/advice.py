@@ -501,32 +501,32 @@ def _explain(predictions: list[Prediction]) -> str:
   best, *others = predictions
   is_dense = lambda prediction: prediction.name == "dense" and not prediction.evidence
   # The best method is compared with dense, and dense with the best of the others.
-  other = next(
+  rival = next(
     (prediction for prediction in others if is_dense(prediction) != is_dense(best)),
     None,
   )
-  trained = best.evidence or (other and other.evidence)
-  if other is None:
+  trained = best.evidence or (rival and rival.evidence)
+  if rival is None:
     return f"{best.title}: {trained or f'{best.seconds:.4f} s per step'}"
   if trained:
-    sooner = _ratio(other.to_loss, best.to_loss)
+    sooner = _ratio(rival.to_loss, best.to_loss)
     if sooner < 1:
-      faster = _ratio(best.to_loss, other.to_loss)
-      return f"{best.title}: that {other.title} is {faster:.2f} times as fast is within its deviation: {trained}"
+      faster = _ratio(best.to_loss, rival.to_loss)
+      return f"{best.title}: that {rival.title} is {faster:.2f} times as fast is within its deviation: {trained}"
     than = (
-      f" {sooner:.2f} times as fast as {other.title}"
+      f" {sooner:.2f} times as fast as {rival.title}"
       if math.isfinite(sooner)
-      else f", {other.title} never"
+      else f", {rival.title} never"
     )
     return f"{best.title} reaches dense's loss{than}: {trained}"
   first = f"{best.title}: {best.seconds:.4f} s per step"
   if is_dense(best):
-    return f"{first}. The fastest that is not dense, {other.title}, would take {other.seconds:.4f} s"
+    return f"{first}. The fastest that is not dense, {rival.title}, would take {rival.seconds:.4f} s"
   # Per step, of which every H-th has an exchange.
-  saved = other.wire / other.every - best.wire / best.every
-  spent = best.arithmetic / best.every - other.arithmetic / other.every
+  saved = rival.wire / rival.every - best.wire / best.every
+  spent = best.arithmetic / best.every - rival.arithmetic / rival.every
   return (
-    f"{first}, {_ratio(other.seconds, best.seconds):.2f} times as fast as {other.title}: it saves {saved:.4f} s of the "
+    f"{first}, {_ratio(rival.seconds, best.seconds):.2f} times as fast as {rival.title}: it saves {saved:.4f} s of the "
     f"wire and spends {spent:.4f} s more on arithmetic"
   )
 

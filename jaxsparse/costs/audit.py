@@ -251,8 +251,8 @@ class _Text:
       return indices - 1
     if kind == "all-reduce" and entries < indices:  # is not scattered
       return 1 / beside
-    parts = math.ceil(entries / indices) * (indices - 1) / entries
-    return (2 if kind == "all-reduce" else 1) * parts / beside
+    share = math.ceil(entries / indices) * (indices - 1) / entries
+    return (2 if kind == "all-reduce" else 1) * share / beside
 
 
 class _Frames:
@@ -385,8 +385,8 @@ def _groups(line: str, devices: int) -> list[list[int]]:
   )
 
 
-def _whole(numbers: str) -> list[int]:
-  return [int(digits) for digits in numbers.split(",")]
+def _whole(text: str) -> list[int]:
+  return [int(digits) for digits in text.split(",")]
 
 
 def _iota(shape: str, order: str | None) -> Any:

@@ -502,10 +502,10 @@ class _Meter:
 
     def chain(comm: Comm, x: jax.Array) -> jax.Array:
       # XLA would turn a sum of equal values into a multiplication.
-      own = x + comm.rank.astype(x.dtype)
-      total = own
+      own_values = x + comm.rank.astype(x.dtype)
+      total = own_values
       for _ in range(_CHAIN):
-        total = send(comm, own + total / 2).astype(x.dtype)
+        total = send(comm, own_values + total / 2).astype(x.dtype)
       return total
 
     latency = self._measure_seconds(chain, short) / _CHAIN

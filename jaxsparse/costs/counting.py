@@ -261,7 +261,7 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
     key = lambda cost: (sign * cost.words, sign * cost.messages, cost.agreements)
     return min(inner, key=key)
   if primitive == "scan" and branch != "every":
-    return Cost(*(params["length"] * part for part in inner[0]))
+    return Cost(*(params["length"] * count for count in inner[0]))
   if primitive == "while" and any(cost != Cost(0, 0) for cost in inner):
     raise NotImplementedError(
       "a collective inside a loop of unknown length has no static cost"
