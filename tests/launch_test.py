@@ -288,7 +288,7 @@ def test_the_first_cause(lives, cause):
 def test_ranks_that_end_before_others_or_do_not_end(lives, problem):
   lives = [watch.Life(rank, arrived=True, **facts) for rank, facts in enumerate(lives)]
   found = watch.find_overdue(
-    lives, 10.0, 10.0, start=5.0, grace=5.0, whole=math.inf, begun=0.0
+    lives, 10.0, 10.0, start=5.0, grace=5.0, limit=math.inf, begun=0.0
   )
   assert found is None if problem is None else str(found).startswith(problem)
 

@@ -67,8 +67,8 @@ _GLOO_OUTPUT = re.compile(rf"(?:{_GLOO})(?:{_GLOO}|\d)*\n")
 
 def rank() -> int | None:
   """Number of this rank; None in a process that no launcher started."""
-  numbers = filter(None, map(os.environ.get, (RANK, *MPI)))
-  return next(map(int, numbers), None)
+  ranks = filter(None, map(os.environ.get, (RANK, *MPI)))
+  return next(map(int, ranks), None)
 
 
 def record(**facts: Any) -> None:

@@ -127,7 +127,7 @@ def run(
   limits = {
     "start": start_timeout,
     "grace": grace,
-    "whole": math.inf if limit is None else limit,
+    "limit": math.inf if limit is None else limit,
     "begun": time.monotonic(),
   }
   variables = {guard.DEVICES: str(devices), guard.PREFIX: "1" if prefix else ""}

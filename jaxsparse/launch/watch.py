@@ -162,7 +162,7 @@ def find_overdue(
   *,
   start: float,
   grace: float,
-  whole: float,
+  limit: float,
   begun: float,
 ) -> RunFailed | None:
   """The limit that a rank or the run has exceeded, or None.
@@ -173,7 +173,7 @@ def find_overdue(
     now: time of the monotonic clock.
     start: seconds until all ranks must have joined.
     grace: seconds that ranks get to end after the first one has ended.
-    whole: seconds that the run may take.
+    limit: seconds that the run may take.
     begun: time at which it began, perhaps with more ranks.
   """
   missing = [life for life in lives if not life.arrived]
@@ -200,8 +200,8 @@ def find_overdue(
     problem = f"{first} and {_names(going_on)} still ran {late}"
   elif not going_on and now - max(life.over for life in lives) > grace:
     problem = f"{_names(running) if running else 'mpirun'} did not end within {grace:g} s after the last rank"
-  elif now - begun > whole:
-    problem = f"the run has taken more than {whole:g} s and {_names(running)} still ran"
+  elif now - begun > limit:
+    problem = f"the run has taken more than {limit:g} s and {_names(running)} still ran"
   else:
     return None
   return RunFailed(f"{problem}; the run is ended", [life.rank for life in lost])
