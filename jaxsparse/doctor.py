@@ -367,9 +367,9 @@ def _reduce(engine: str) -> dict[str, Any]:
     gradient = np.arange(_ENTRIES) - 9.0
     rows = np.outer(np.arange(1, step.workers + 1), gradient).astype(np.float32)
     batch = rows[where.communicator.Get_rank(), None] if engine == "mpi" else rows
-    moved, _, _ = step(params, js.init(tx, params, where), batch)
-    np.testing.assert_array_equal(moved.addressable_data(0), rows.mean(0))
-  platform = next(iter(moved.devices())).platform
+    updated, _, _ = step(params, js.init(tx, params, where), batch)
+    np.testing.assert_array_equal(updated.addressable_data(0), rows.mean(0))
+  platform = next(iter(updated.devices())).platform
   return {
     "detail": f"{step.workers} workers on {platform} have the mean of their gradients by dense and spardl"
   }
@@ -395,8 +395,8 @@ def _scatter() -> dict[str, Any]:
       sums = jnp.asarray(rows.sum(over, keepdims=True))
       # An axis that was summed over has length 1: every worker of it has the same sums.
       of_group = sums[host % sums.shape[0], device % sums.shape[1]]
-      mine = of_group.reshape(-1, scattered.size)[jax.lax.axis_index(along)]
-      wrong += jnp.sum(scattered != mine)
+      expected = of_group.reshape(-1, scattered.size)[jax.lax.axis_index(along)]
+      wrong += jnp.sum(scattered != expected)
     return jax.lax.psum(wrong, axes)
 
   spec = jax.sharding.PartitionSpec()
