@@ -240,8 +240,8 @@ def read(
   own_keys = Keys.read(pathlib.Path(keys))
   params = np.zeros(entries, np.float32)
   reader = _Reader(server, params, _outer(transform), rate=math.inf, keys=own_keys)
-  own = reader._own
-  own.outer.digest(own.anchor)  # compiles it
+  replica = reader._replica
+  replica.outer.digest(replica.anchor)  # compiles it
   # slices of the anchor: the links of the first rounds are fewer bytes
   reader._in_vain = 1
   transfers.MOST_DONORS = donors

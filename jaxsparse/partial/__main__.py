@@ -57,8 +57,8 @@ def _make_parser() -> argparse.ArgumentParser:
     type=pathlib.Path,
     help="file of the run's CURVE keys; created if it does not exist",
   )
-  each = "folder of a file of keys for each worker, by its number, and one for the server; created if it does not exist"
-  add("--own_keys", type=pathlib.Path, help=each)
+  hint = "folder of a file of keys for each worker, by its number, and one for the server; created if it does not exist"
+  add("--own_keys", type=pathlib.Path, help=hint)
   add(
     "--limit",
     type=_read_seconds,

@@ -37,7 +37,7 @@ class Worker:
 
   def round(self, number, *given, commit=True, others=(), links=()):
     """A round of which `others` are members, too, as the anchor says."""
-    self.exchanger.given = given[0] if isinstance(given[0], dict) else jnp.array(given)
+    self.exchanger.delta = given[0] if isinstance(given[0], dict) else jnp.array(given)
     group = WorkerGroup((self.number,), (1.0,), 0, number=number, links=links)
     self.exchanger.begin(group)
     event = self.events.get(timeout=60)

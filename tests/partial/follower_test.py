@@ -85,7 +85,7 @@ def test_a_follower_has_the_parameters_of_each_round_by_links_and_is_no_worker(s
 
     train(server, reads)
   assert seen == [1, 2, 3, 4]
-  assert exact._own._links
+  assert exact._replica._links
   whole = 2 * 4 * 10_000
   # of each later version two readers got a link
   assert sum(sent) < 2 * (whole + 4 * whole / 8)

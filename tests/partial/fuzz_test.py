@@ -259,7 +259,7 @@ class Waiting(Exchanger):
   """Exchanges of a worker that are begun and never end."""
 
   def begin(self, group):
-    self._run = Run(group, self._number, self.post, room=100)
+    self._run = Run(group, self._worker, self.post, room=100)
     return self._run
 
 

@@ -90,9 +90,9 @@ def report(exchanger, path):
   commit = exchanger.commit
 
   def commit_and_save():
-    given = flat(exchanger.given)
+    given = flat(exchanger.delta)
     position = commit()
-    weight = exchanger.group.weights[exchanger.group.members.index(exchanger._number)]
+    weight = exchanger.group.weights[exchanger.group.members.index(exchanger._worker)]
     found = {
       "given": weight * given,
       "residual": exchanger.outer.residual(exchanger.anchor),

@@ -452,8 +452,8 @@ class Reader(Follower):
   def __init__(self, network):
     self.network = network
     self.random = Random(network.random.getrandbits(32))
-    self.serial = self._number = -1
-    self.anchor, self._own = Read(), self
+    self.serial = self._worker = -1
+    self.anchor, self._replica = Read(), self
     self.refusals = []
     self._rate, self._next, self._in_vain, self._dtypes = math.inf, 0.0, 0, ()
     self._publish()
@@ -1186,7 +1186,7 @@ def test_the_server_names_several_donors_the_one_of_fewest_others_first():
   assert donors(8) == [0, 1, 2, 3]
   server.members.known[8].fetches_since = 0.0
   group = WorkerGroup((1, 2, 7), (), 0, number=4)
-  server._quorum.pairs.part(group, 7, 2)
+  server._quorum.pairs.separate(group, 7, 2)
   assert len(donors(7)) == 1  # while another one fetches
   server.members.known[8].fetches_since = server.members.known[7].donor = None
   for worker in range(3, 6):

@@ -934,7 +934,7 @@ def make_state(params):
   }
   numbers = {"share": 0.0, "fragments": 1, "latest": 0, "part": np.array((0, 1))}
   return checks.seal(
-    arrays | numbers | {"trained": np.zeros((1, 2), int)}, number=0, run=1
+    arrays | numbers | {"trained": np.zeros((1, 2), int)}, worker=0, run=1
   )
 
 

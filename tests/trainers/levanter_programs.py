@@ -41,7 +41,7 @@ def note_round(self, params):
   before, given = self._exchanger._before
   own = apply(self, params)
   anchor, residual = self._exchanger.anchor, self._exchanger.outer.residual
-  weight = self.group.weights[self.group.members.index(self._number)]
+  weight = self.group.weights[self.group.members.index(self._worker)]
   found = {
     "before": flat(before.params),
     "after": flat(anchor.params),

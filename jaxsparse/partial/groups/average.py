@@ -64,17 +64,17 @@ class Average:
     """Whether `result` is complete."""
     return not self._missing
 
-  def needs(self, number: int, member: int) -> bool:
-    """Whether this is group `number`, and a message of a member has not arrived yet."""
+  def needs(self, group_number: int, member: int) -> bool:
+    """Whether this is group `group_number`, and a message of a member has not arrived yet."""
     arrived = member in self._parts and member not in self._missing
-    return number == self.group.number and member in self.group.members and not arrived
+    return group_number == self.group.number and member in self._shards and not arrived
 
   def begin(self) -> Iterator[tuple[int, Piece]]:
     """Yields the first pieces to send, each with its receiver."""
     for member, shard in self._shards.items():
       if member != self._me:
-        part = self._model[shard]
-        yield member, Piece(PieceKind.PART, self.group.number, self._me, part)
+        values = self._model[shard]
+        yield member, Piece(PieceKind.PART, self.group.number, self._me, values)
     # A group of one has all parts already.
     yield from self._send_mean()
 

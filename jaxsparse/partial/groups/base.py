@@ -26,9 +26,9 @@ class BaseWorker(abc.ABC):
   """A worker; it leaves when its `with` block ends."""
 
   def __init__(
-    self, number: int, entries: int, unflatten: Callable[[jax.Array], optax.Params]
+    self, worker: int, entries: int, unflatten: Callable[[jax.Array], optax.Params]
   ):
-    self.number = number
+    self.number = worker
     self.refused = 0  # models of this worker in succession that were not finite
     self._entries = entries
     self._unflatten = unflatten

@@ -332,9 +332,9 @@ class Controller:
       {member: member for member in self._absent.intersection(members)}
     )
     self._absent.difference_update(members)
-    joined = {self._component[member] for member in members}
+    roots = {self._component[member] for member in members}
     self._component.update(
-      {worker: min(joined) for worker, own in self._component.items() if own in joined}
+      {worker: min(roots) for worker, root in self._component.items() if root in roots}
     )
     self._count += 1
     if (
@@ -382,7 +382,7 @@ def dynamic_weights(
   newest = max(iterations)
   ranks = [newest - iteration + 1 for iteration in iterations]
   present = sorted(set(ranks))
-  whole = 1 - decay ** present[-1]
+  total = 1 - decay ** present[-1]
   # Each present rank gets the weights of ranks first … last: its own, or all up to
   # half-way to its neighbours.
   if missing == "closest":
@@ -396,7 +396,7 @@ def dynamic_weights(
   # Σ_{r=first…last} (1 − α) α^(r−1) = α^(first−1) − α^last; no loop, a worker may be a
   # million iterations behind.
   share = {
-    rank: (decay ** (first - 1) - decay**last) / whole / ranks.count(rank)
+    rank: (decay ** (first - 1) - decay**last) / total / ranks.count(rank)
     for rank, first, last in zip(present, firsts, lasts, strict=True)
   }
   members = tuple(share[rank] for rank in ranks)

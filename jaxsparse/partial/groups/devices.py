@@ -116,7 +116,7 @@ class Devices:
     return len(groups)
 
   def _ask(
-    self, number: int, kind: WorkerMessage, model: _Model, patience: float | None
+    self, worker: int, kind: WorkerMessage, model: _Model, patience: float | None
   ) -> _Model:
     """The answer to a worker's signal; ready workers are released each time that it has waited for `patience`."""
     answer = futures.Future[_Model]()
@@ -124,16 +124,16 @@ class Devices:
     (vector, iteration) = model
     with self._lock:
       if kind == WorkerMessage.NOT_FINITE:
-        self.controller.replaced(number)
-        self._seeking[number] = answer
+        self.controller.replaced(worker)
+        self._seeking[worker] = answer
       else:
         groups = (
           self.controller.ready
           if kind == WorkerMessage.READY
           else self.controller.synchronize
-        )(number, iteration)
-        self._waiting[number] = (
-          jax.device_put(vector, self.devices[number]),
+        )(worker, iteration)
+        self._waiting[worker] = (
+          jax.device_put(vector, self.devices[worker]),
           iteration,
           answer,
         )
@@ -145,10 +145,10 @@ class Devices:
       self._average(groups)
     return answer.result()
 
-  def _leave(self, number: int) -> None:
+  def _leave(self, worker: int) -> None:
     """Continues without a worker."""
     with self._lock:
-      groups = self.controller.leave(number) if number in self.controller.alive else []
+      groups = self.controller.leave(worker) if worker in self.controller.alive else []
       self._answer_seekers()
     self._average(groups)
 
@@ -156,12 +156,12 @@ class Devices:
     """Copies the most trained model of the workers that wait to those that seek one; an error if all seek one."""
     all_seek = self._seeking.keys() >= set(self.controller.alive)
     while self._seeking and (self._waiting or all_seek):
-      number, answer = self._seeking.popitem()
+      worker, answer = self._seeking.popitem()
       if self._waiting:
         vector, iteration, _ = max(
           self._waiting.values(), key=lambda waiting: waiting[1]
         )
-        answer.set_result((jax.device_put(vector, self.devices[number]), iteration))
+        answer.set_result((jax.device_put(vector, self.devices[worker]), iteration))
       else:
         answer.set_exception(FloatingPointError())
 
@@ -227,10 +227,10 @@ class DeviceWorker(BaseWorker):
     device: this worker's.
   """
 
-  def __init__(self, workers: Devices, number: int):
-    super().__init__(number, workers.entries, workers.unflatten)
+  def __init__(self, workers: Devices, worker: int):
+    super().__init__(worker, workers.entries, workers.unflatten)
     self._workers = workers
-    self.device = workers.devices[number]
+    self.device = workers.devices[worker]
     self.params = jax.device_put(workers.params, self.device)
     self.iteration = 0
     self._step_began = time.monotonic()

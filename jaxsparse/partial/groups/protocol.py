@@ -127,7 +127,7 @@ class GroupProtocol(WorkerProtocol[Average]):
     ):  # the donor's model is that to start from
       membership.reply(
         RuntimeError(
-          f"worker {membership.number}: no model from {membership.donor} for {membership.timeout:g} s"
+          f"worker {membership.worker}: no model from {membership.donor} for {membership.timeout:g} s"
         )
       )
       self._leave()
@@ -210,10 +210,10 @@ class GroupProtocol(WorkerProtocol[Average]):
   def _start_average(self, content: Content) -> None:
     group = self.membership.parse_group(content)
     average = self._run = Average(
-      group, self.membership.number, self.model.vector, self.initial
+      group, self.membership.worker, self.model.vector, self.initial
     )
     # generators, which run behind `begin`: the own parts are sent first
-    early = [average.receive(part) for part in self._early.take(group.number)]
+    early = [average.receive(piece) for piece in self._early.take(group.number)]
     self._progress(average, itertools.chain(average.begin(), *early))
 
   def _take_piece(self, piece: Piece) -> None:
@@ -244,7 +244,7 @@ class GroupProtocol(WorkerProtocol[Average]):
     membership = self.membership
     self._log.say(
       reason,
-      f"worker {membership.number}: no average of {average.group.names}: {reason}",
+      f"worker {membership.worker}: no average of {average.group.names}: {reason}",
       membership.now,
     )
     self._settle(average)

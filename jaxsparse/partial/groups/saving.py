@@ -52,8 +52,8 @@ def save(path: pathlib.Path | None, params: optax.Params, iteration: int) -> str
 def remove_temporary(path: pathlib.Path) -> None:
   """Removes temporary files of `path`."""
   with contextlib.suppress(OSError):  # no permission: `save` says so
-    for other in path.parent.glob(f".{glob.escape(path.name)}.*.npz"):
-      other.unlink(missing_ok=True)
+    for temporary in path.parent.glob(f".{glob.escape(path.name)}.*.npz"):
+      temporary.unlink(missing_ok=True)
 
 
 def restore(

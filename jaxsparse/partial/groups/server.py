@@ -120,8 +120,8 @@ class GroupServer:
   def _welcome(self, signal: Signal, member: GroupMember) -> None:
     known = self.members.known
     donors = sorted(
-      (other for other in known.values() if other.iteration),
-      key=lambda other: -other.iteration,
+      (candidate for candidate in known.values() if candidate.iteration),
+      key=lambda candidate: -candidate.iteration,
     )
     member.seeks = signal.kind == WorkerMessage.NOT_FINITE and not donors
     if not member.seeks:

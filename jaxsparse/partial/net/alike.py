@@ -153,7 +153,7 @@ class Alike(NamedTuple):
     # After the start a worker gets the values of a donor in place of its own.
     parts = [(self.layout, others.layout), *[(self.start, others.start)] * at_start]
     pairs = itertools.chain(
-      *(itertools.zip_longest(*part, fillvalue="nothing") for part in parts)
+      *(itertools.zip_longest(*sides, fillvalue="nothing") for sides in parts)
     )
     return next(
       (f"{line}, the others have {other}" for line, other in pairs if line != other),

@@ -117,11 +117,11 @@ class Endpoint:
     self._thread = threading.Thread(target=self._run, daemon=True, name=name)
     self._thread.start()
 
-  def make_membership(self, number: int, **options: Any) -> Membership:
+  def make_membership(self, worker: int, **options: Any) -> Membership:
     """The place of a worker that uses this endpoint, with the options of `Membership`."""
     outlets = self.tell, self._peers.send, self._answers.put
     return Membership(
-      number,
+      worker,
       self.address,
       self.timeout,
       time.monotonic(),
@@ -223,7 +223,7 @@ class Endpoint:
         for chunk in split(self._make_model(request)):
           self._transfer = self._send_back(peer, chunk)
     for peer in self._transfers.waiting(time.monotonic()):
-      self._send_back(peer, Piece(PieceKind.WAITS, 0, self._protocol.membership.number))
+      self._send_back(peer, Piece(PieceKind.WAITS, 0, self._protocol.membership.worker))
 
   def _send_back(self, peer: bytes, piece: Piece) -> "zmq.MessageTracker | None":
     """Sends a piece to a worker that has connected to this one, unless it is gone; only last chunks are tracked."""

@@ -82,7 +82,7 @@ class Membership:
   ended       the worker has left, was rejected, or has lost the server; nothing happens any more
   """
 
-  number: int  # this worker's
+  worker: int  # the number of this worker
   address: str  # where other workers reach this one
   timeout: float  # how long to wait for WELCOME, and for each message of another worker
   now: float
@@ -158,7 +158,7 @@ class Membership:
   def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
     """Sends a signal to the server."""
     tell = self.relay.relay_signal if self.relay else self.tell_server
-    tell(Signal(kind, self.number, value, position=self.position, **facts))
+    tell(Signal(kind, self.worker, value, position=self.position, **facts))
 
   def repeat_signal(
     self, hello: WorkerMessage = WorkerMessage.HELLO, undelivered: int = 0
@@ -182,26 +182,26 @@ class Membership:
 
   def warn(self, text: str) -> None:
     """Logs why this worker does not go on: when that changes, and after 10, 20, 40, … seconds while it does not."""
-    self._log.say(text, f"worker {self.number} {text}", self.now)
+    self._log.say(text, f"worker {self.worker} {text}", self.now)
 
   def learn(self, addresses: dict[int, str | None]) -> None:
     """The server has told addresses of workers, None of those that have left."""
     for worker, address in addresses.items():
       self.addresses.pop(worker, None)
-      if own := self._own_part(address or ""):
-        self.addresses[worker] = own
+      if counterpart := self._counterpart(address or ""):
+        self.addresses[worker] = counterpart
 
-  def _own_part(self, addresses: str) -> str:
+  def _counterpart(self, addresses: str) -> str:
     """That of the same process of another worker, of the addresses of all of its processes; empty if it has fewer."""
     return "".join(addresses.split(",")[self.part : self.part + 1])
 
   def parse_group(self, content: Content) -> WorkerGroup:
     """The group in a GROUP answer; raises Rejected without this worker, or an address of each member."""
     group = WorkerGroup.parse(content)
-    others = {*group.members} - {self.number}
-    if not group.has(self.number) or not self.addresses.keys() >= others:
+    others = {*group.members} - {self.worker}
+    if not group.has(self.worker) or not self.addresses.keys() >= others:
       raise Rejected(
-        f"malformed: a group without worker {self.number}, or the address of a member: {group.names}"
+        f"malformed: a group without worker {self.worker}, or the address of a member: {group.names}"
       )
     return group
 
@@ -230,7 +230,7 @@ class Membership:
     # links of the first one; after one attempt in vain slices of all; then the first
     # one's anchor
     donors = (self.donor or "").split()[: None if self.in_vain == 1 else 1]
-    return [*filter(None, map(self._own_part, donors))]
+    return [*filter(None, map(self._counterpart, donors))]
 
   def fetch(self, round_: int = 0, id_: int = 0) -> None:
     """Asks the donor for its model.
@@ -244,7 +244,7 @@ class Membership:
     # The donor may have no links: after one fetch in vain the anchor itself is asked
     # for.
     has = (-1, 0) if self.in_vain else (self.position.round, id_)
-    for request in transfers.requests(self.donors, round_, self.number, *has):
+    for request in transfers.requests(self.donors, round_, self.worker, *has):
       self.send(*request)
 
   def _await_donor(self) -> None:
@@ -288,7 +288,7 @@ class Membership:
     if kind != "absent":
       if kind != "duplicate" and (awaits_group or is_joining):
         # if no request is open, the next one raises it
-        self.reply(ValueError(f"worker {self.number}: {reason}"))
+        self.reply(ValueError(f"worker {self.worker}: {reason}"))
         if is_joining:
           self.state = "ended"
       elif is_joining:
@@ -318,15 +318,15 @@ class EarlyPieces:
 
   def keep(self, piece: Piece) -> None:
     """Keeps a piece in place of that with the same sender and tag."""
-    if other := self.pieces.pop((piece.sender, piece.tag), None):
-      self.kept -= other.words
+    if former := self.pieces.pop((piece.sender, piece.tag), None):
+      self.kept -= former.words
     if self.kept + piece.words <= self.entries + _EARLY_WORDS:
       self.pieces[piece.sender, piece.tag] = piece
       self.kept += piece.words
 
-  def take(self, number: int) -> list[Piece]:
+  def take(self, group_number: int) -> list[Piece]:
     """The pieces of a group; no other group can come any more."""
-    pieces = [piece for piece in self.pieces.values() if piece.number == number]
+    pieces = [piece for piece in self.pieces.values() if piece.number == group_number]
     self.pieces.clear()
     self.kept = 0
     return pieces
@@ -397,9 +397,9 @@ class WorkerProtocol(Generic[E]):
     membership = self.membership
     return membership.state == "joined" and membership.waits and self._run is None
 
-  def _run_of(self, number: int) -> E | None:
+  def _run_of(self, group_number: int) -> E | None:
     """The exchange that runs or has a result, if it is that of this group."""
-    return self._run if self._run and self._run.group.number == number else None
+    return self._run if self._run and self._run.group.number == group_number else None
 
   def _take_answer(self, kind: ServerMessage, content: Content) -> None:
     """Takes an answer of the server."""
@@ -571,7 +571,7 @@ class Members(Generic[M]):
         f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s"
       )
     # without its own number: a worker that joins again replaces itself
-    others = [known for number, known in self.known.items() if number != worker]
+    others = [known for peer, known in self.known.items() if peer != worker]
     if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
       raise Rejected(f"unlike: worker {worker} has {unlike}")
     parts = 1 + signal.address.count(",")

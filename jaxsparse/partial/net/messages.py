@@ -72,7 +72,7 @@ class WorkerGroup(NamedTuple):
       continue; in rounds the round, from 0.
     initial: weight of the model that training started from; 0 except for dynamic
       weights with `missing="initial"`.
-    number: in messages.
+    number: of the group, in messages.
     links: members that are links of rounds, and have moved something; ascending.
     leaving: members that leave rounds for good after this one; ascending.
   """
@@ -189,13 +189,11 @@ class PieceKind(enum.IntEnum):
   # asks for the receiver's model; in rounds once that has been through round `number`,
   # with what `transfers` describes
   FETCH = 1
-  # to FETCH, a chunk of f32[n]; number is the model's iteration, the tag says how many
-  # chunks follow
-  MODEL = 2
+  MODEL = 2  # to FETCH, a chunk of f32[n]
   # the receiver's shard of the sender's model, for the average of group `number`
   PART = 3
   MEAN = 4  # the sender's shard of that average
-  MESSAGE = 5  # message `tag` of the sender to the receiver in round `number`
+  MESSAGE = 5  # `tag` of the sender to the receiver, in the round of group `number`
   WAITS = 6  # to FETCH, once a second while the model of the sender goes to others
 
 
@@ -278,6 +276,15 @@ class Answer(NamedTuple):
 
 class Piece(NamedTuple):
   """A message of a worker to another one.
+
+  Attributes:
+    kind: what it is.
+    number: of the group whose exchange it belongs to; in FETCH how many rounds the
+      model has to have been through; in MODEL the iteration of the model, or in rounds
+      how many rounds it has been through; 0 in WAITS.
+    sender: its number.
+    values: its 4-byte words.
+    tag: in MESSAGE which one of its sender it is; in MODEL how many chunks follow.
 
   Example:
     >>> parse_piece([bytes(frame) for frame in Piece(PieceKind.PART, 7, 3, np.ones(2, np.float32)).pack()])

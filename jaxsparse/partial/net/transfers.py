@@ -42,21 +42,21 @@ def split(model: Piece) -> Iterator[Piece]:
 
 
 def requests(
-  donors: Sequence[str], round_: int, number: int, has: int, id_: int
+  donors: Sequence[str], round_: int, worker: int, has: int, id_: int
 ) -> Iterator[tuple[str, Piece]]:
-  """FETCH of worker `number` to each donor, for a slice each of links or of the anchor.
+  """FETCH of a worker to each donor, for a slice each of links or of the anchor.
 
   Args:
     donors: their addresses.
     round_: a donor answers once it has been through so many rounds.
-    number: of the worker that asks.
+    worker: that asks.
     has: the rounds of its own anchor, from which links lead on; -1 for the whole anchor.
     id_: that anchor's id in the lineage.
   """
   for index, donor in enumerate(donors):
     integers = np.array([has, id_, index, len(donors)], np.int64)
     values = integers.view(np.float32)  # whose bits a piece carries
-    yield donor, Piece(PieceKind.FETCH, round_, number, values)
+    yield donor, Piece(PieceKind.FETCH, round_, worker, values)
 
 
 class Assembly:
@@ -87,7 +87,7 @@ class Assembly:
       donors: all, in the order of their slices.
     """
     kept = self._chunks.items()
-    self._chunks = {other: chunks for other, chunks in kept if other in donors}
+    self._chunks = {address: chunks for address, chunks in kept if address in donors}
     chunks = self._chunks.setdefault(donor, [])
     last = chunks[-1] if chunks else chunk
     if (last.number, last.tag) != (chunk.number, chunk.tag + 1):
@@ -101,16 +101,16 @@ class Assembly:
     count = len(donors)
     if count > 1 and not _is_slice(chunks[0], donors.index(donor), count):
       chunks.clear()  # the answer to an earlier request
-    parts = [self._chunks.get(other, []) for other in donors]
-    if not all(part and part[-1].tag == 0 for part in parts):
+    slices = [self._chunks.get(address, []) for address in donors]
+    if not all(pieces and pieces[-1].tag == 0 for pieces in slices):
       return None
     self._chunks.clear()
     first, *others = [
-      np.concatenate([piece.values for piece in part]) for part in parts
+      np.concatenate([piece.values for piece in pieces]) for pieces in slices
     ]
     # The prefix of the first slice describes the whole; the others are dropped.
     return chunk._replace(
-      values=np.concatenate([first, *(other[PREFIX:] for other in others)])
+      values=np.concatenate([first, *(words[PREFIX:] for words in others)])
     )
 
 

@@ -45,7 +45,7 @@ class OwnAnchor:
 
   Attributes:
     group: of the last round that counted.
-    given: θ − θ_w, what this worker gives in the next round.
+    delta: θ − θ_w, what this worker gives in the next round.
     delivered: the result of the last round of this worker that counted.
     returned: movement of a revoked round, to give again.
     is_stale: whether this worker was in rounds after its state was saved, so that
@@ -56,12 +56,12 @@ class OwnAnchor:
     self.outer = outer
     self.anchor = anchor
     self.group = WorkerGroup((), (), 0)
-    self.given = anchor.params
+    self.delta = anchor.params
     self.delivered: Result | None = None
     self.returned: optax.Params | None = None
     self.is_stale = False
     self._is_restored = False
-    self._number = worker
+    self._worker = worker
     # the anchor before the last round, and what was given in it
     self._before: tuple[Anchor, optax.Params] | None = None
     # links of the last rounds of `anchor`: at most as many bytes as it has, and the newest
@@ -95,7 +95,7 @@ class OwnAnchor:
 
   def replace(self, group: WorkerGroup, result: Result, digest: int) -> RoundPosition:
     """The result of a round counts; `digest` is that of its anchor."""
-    self._before = self.anchor, self.given
+    self._before = self.anchor, self.delta
     self.anchor = result.anchor
     self._digest = digest
     self.delivered = result._replace(totals=())  # totals are large
@@ -150,15 +150,15 @@ class OwnAnchor:
         raise ValueError(f"{words.size} words, its donor has {size}")
       if chain.are_links(words):
         anchor, links = self._follow(*chain.parse(words))
-        found = self.outer.digest(anchor)
+        computed = self.outer.digest(anchor)
       else:
-        found = digests.digest([words])
+        computed = digests.digest([words])
         anchor = self.outer.unpack(words.tobytes(), self.anchor)
     # The bytes may be forged: whatever parsing raises is a refusal.
     except (IndexError, StopIteration, TypeError) as error:
       raise ValueError(str(error)) from error
-    if found != digest:
-      raise ValueError(f"its digest is {found:x}, its donor says {digest:x}")
+    if computed != digest:
+      raise ValueError(f"its digest is {computed:x}, its donor says {digest:x}")
     return anchor, digest, links
 
   def _follow(
@@ -194,15 +194,15 @@ class OwnAnchor:
       raise ValueError(
         f"its digest is {digest_of_donor:x}, that of round {position.round} is {digest:x}"
       )
-    mine = self.anchor
-    if position.round < mine.position.round and mine.lineage.includes(anchor.lineage):
+    local = self.anchor
+    if position.round < local.position.round and local.lineage.includes(anchor.lineage):
       raise ValueError(
-        f"it is that of round {position.round}, before round {mine.position.round} of this worker's"
+        f"it is that of round {position.round}, before round {local.position.round} of this worker's"
       )
-    if anchor.lineage.conflicts(mine.lineage):
+    if anchor.lineage.conflicts(local.lineage):
       anchor = self._change_branch(anchor)
     # The run knows of a later round of this worker, in which its residual was given.
-    if anchor.residual_group != anchor.latest.get(self._number, 0):
+    if anchor.residual_group != anchor.latest.get(self._worker, 0):
       anchor = self._drop_residual(anchor)
     if not links:  # an anchor, perhaps of another branch
       self._links.clear()
@@ -219,27 +219,27 @@ class OwnAnchor:
     if self._is_restored:
       was = self.anchor.position.round
       raise Forked(
-        f"worker {self._number}: the state is that of round {was} of another branch of this run, of which the others "
+        f"worker {self._worker}: the state is that of round {was} of another branch of this run, of which the others "
         f"know nothing: they have been through other rounds, and are at round {anchor.position.round}. Start this "
         "worker without a state, or all workers from states of the same branch"
       )
     if not self._before:
       return anchor
-    before, given = self._before
+    before, delta = self._before
     if anchor.lineage.conflicts(before.lineage):
       return anchor
     result = self.delivered
     # else the training loop still has what was not delivered
     if result and not result.skipped:
       self.returned = fill_zeros(
-        given, self.outer.fragments.part(given, result.fragment)
+        delta, self.outer.fragments.part(delta, result.fragment)
       )
     self._before = None
     return self.outer.with_residual(anchor, before)
 
   def _drop_residual(self, anchor: Anchor) -> Anchor:
     """`anchor` without the residual of this worker, which was in other rounds after those of its own anchor."""
-    latest = anchor.latest.get(self._number, 0)
+    latest = anchor.latest.get(self._worker, 0)
     if not anchor.residual_group and not self._is_restored:  # it is new
       return anchor._replace(residual_group=latest)
     self.is_stale = self._is_restored
@@ -249,7 +249,7 @@ class OwnAnchor:
       else "rounds that it was in do not count for the others: its residual"
     )
     _LOG.warning(
-      f"worker {self._number}: {what}, delivered, handed over or lost since, are dropped"
+      f"worker {self._worker}: {what}, delivered, handed over or lost since, are dropped"
     )
     return self.outer.without_residual(anchor, latest)
 
@@ -277,7 +277,7 @@ class OwnAnchor:
     return Piece(
       PieceKind.MODEL,
       self.anchor.position.round,
-      self._number,
+      self._worker,
       values.view(np.float32),
     )
 

@@ -60,7 +60,7 @@ class RoundLink:
     """Packs the totals, unless that takes `most` bytes or more."""
     packed = [packing.compress(_words_of(total)) for total in self.totals]
     # each with its length before it, by which `_split` finds the next one
-    sized = [np.append(np.uint32(part.size), part) for part in packed]
+    sized = [np.append(np.uint32(words.size), words) for words in packed]
     words = np.concatenate([np.empty(0, np.uint32), *sized])
     self.totals = ()
     self.words = words if words.nbytes < most else None
@@ -73,14 +73,14 @@ class RoundLink:
     parts = _split(self.words)
     take = lambda likes: [_array_of(next(parts), like) for like in likes]
     after, fragment = outer.follow(anchor, self.size, self.number, take)
-    part = outer.fragments.part(anchor.params, fragment)
-    like = flatten(part)[0]
+    leaves = outer.fragments.part(anchor.params, fragment)
+    like = flatten(leaves)[0]
     # Behind the totals of the outer step comes what links have moved.
     for words in parts:
-      after = subtract(outer, after, part, _array_of(words, like))
-    moved = after.has_moved(self.members, self.number)
+      after = subtract(outer, after, leaves, _array_of(words, like))
+    after = after.has_moved(self.members, self.number)
     # This worker was not in the round: its residual is that of an earlier one.
-    return moved._replace(residual_group=anchor.residual_group)
+    return after._replace(residual_group=anchor.residual_group)
 
 
 def pack(start: Lineage, links: list[RoundLink]) -> np.ndarray:
@@ -107,12 +107,12 @@ def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:
   end = _START + int(words[1])
   round_, id_, fields = strict_json.parse(words[_START:end].tobytes())
   links = []
-  for number, size, members, length in fields:
-    are_whole = map(strict_json.is_whole, (number, size, length, round_, id_, *members))
+  for group, size, members, length in fields:
+    are_whole = map(strict_json.is_whole, (group, size, length, round_, id_, *members))
     if not all(are_whole) or not 0 < size <= MOST_MEMBERS:
       raise ValueError(f"no link: {size} members {members}")
     links.append(
-      RoundLink(number, size, tuple(members), words=words[end : end + length])
+      RoundLink(group, size, tuple(members), words=words[end : end + length])
     )
     end += length
   return Lineage(round_, (id_,)), links

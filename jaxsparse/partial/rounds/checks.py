@@ -44,7 +44,7 @@ _ENTRIES = _SEALED | {"digest": ("int64", 0)}
 
 
 def check_options(
-  number: int,
+  worker: int,
   every: int,
   fragments: int,
   delay: int,
@@ -54,7 +54,7 @@ def check_options(
   **seconds: float | None,
 ) -> None:
   """Raises ValueError for options outside the choices of `Rounds`."""
-  check_whole("Rounds", 0, 2**16 - 1, number=number)
+  check_whole("Rounds", 0, 2**16 - 1, number=worker)
   check_whole("Rounds", 1, every=every)
   check_whole("Rounds", 1, every, fragments=fragments)
   check_whole("Rounds", 0, every // fragments - 1, delay=delay)
@@ -83,15 +83,15 @@ def read_weight(weight: Any) -> int:
   """
   dtype = getattr(weight, "dtype", None)
   is_flag = isinstance(weight, bool) or dtype == np.bool_
-  whole = -1
+  integer = -1
   if not is_flag and np.shape(weight) == () and not np.iscomplexobj(weight):
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-      whole = int(weight)
-  if not 0 <= whole <= MOST_WEIGHT or whole != weight:
+      integer = int(weight)
+  if not 0 <= integer <= MOST_WEIGHT or integer != weight:
     raise ValueError(
       f"step: weight={weight!r}, choose a whole number from 0 to {MOST_WEIGHT}"
     )
-  return whole
+  return integer
 
 
 def check_alike(step: Callable, outer: optax.OptState) -> Callable:
@@ -122,8 +122,8 @@ def halve_step(step: Callable, operands: tuple) -> tuple[replication.Halves, Any
 def _specs(outer: optax.OptState) -> tuple:
   """Partition specs that tell which operands of an outer step vary between workers."""
 
-  def spec(node: Any) -> Any:
-    if not states.is_reduce_state(node):
+  def spec(leaf: Any) -> Any:
+    if not states.is_reduce_state(leaf):
       return _ALIKE
     carried = State(_OF_WORKER, _OF_WORKER, shared=_ALIKE)
     return states.ReduceState._make((carried, _OF_WORKER, _OF_WORKER))
@@ -132,21 +132,21 @@ def _specs(outer: optax.OptState) -> tuple:
   return (_OF_WORKER, _OF_WORKER, _OF_WORKER, state, _ALIKE)
 
 
-def seal(state: SavedState, number: int, run: int) -> SavedState:
+def seal(state: SavedState, worker: int, run: int) -> SavedState:
   """`state` with the numbers of its worker and of the run, and a digest of all entries."""
-  state = state | {"number": np.int64(number), "run": np.int64(run)}
+  state = state | {"number": np.int64(worker), "run": np.int64(run)}
   return state | {"digest": np.int64(_digest(state))}
 
 
 def check_state(
-  state: SavedState, number: int, fragments: int, part: tuple[int, int] = (0, 1)
+  state: SavedState, worker: int, fragments: int, where: tuple[int, int] = (0, 1)
 ) -> None:
   """Raises ValueError for a state of another worker or other options, a changed one, or one that is not finite.
 
   Example:
     >>> arrays = {"anchor": np.zeros(4, np.uint8), "residual": np.zeros(2, np.float32), "moved": np.ones(2, np.float32)}
     >>> numbers = {"trained": [[0, 0]], "share": 0.5, "latest": 7, "fragments": 1, "part": [0, 1]}
-    >>> check_state(seal(arrays | numbers, number=3, run=1), number=2, fragments=1)
+    >>> check_state(seal(arrays | numbers, worker=3, run=1), worker=2, fragments=1)
     Traceback (most recent call last):
     ...
     ValueError: Rounds: number=2, but the state was saved by worker 3
@@ -161,14 +161,14 @@ def check_state(
     raise ValueError(
       f"Rounds: fragments={fragments!r}, but the state was saved with {int(state['fragments'])}"
     )
-  if int(state["number"]) != number:
+  if int(state["number"]) != worker:
     raise ValueError(
-      f"Rounds: number={number!r}, but the state was saved by worker {int(state['number'])}"
+      f"Rounds: number={worker!r}, but the state was saved by worker {int(state['number'])}"
     )
-  if (saved := tuple(np.asarray(state["part"]).tolist())) != part:
+  if (saved := tuple(np.asarray(state["part"]).tolist())) != where:
     of = "part {} of {}".format
     raise ValueError(
-      f"Rounds: this process is {of(*part)} of its worker, but the state was saved by {of(*saved)}"
+      f"Rounds: this process is {of(*where)} of its worker, but the state was saved by {of(*saved)}"
     )
   for name in _REAL:
     if not np.isfinite(state[name]).all():

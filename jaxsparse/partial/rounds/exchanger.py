@@ -58,14 +58,14 @@ class Exchanger(OwnAnchor):
     """Starts the exchange of a group."""
     entries = sum(leaf.size for leaf in jax.tree.leaves(self.anchor.params))
     run = self._run = Run(
-      group, self._number, self.post, room=4 * entries + MOST_MEMBERS
+      group, self._worker, self.post, room=4 * entries + MOST_MEMBERS
     )
-    self._thread.submit(self._exchange, run, self.anchor, self.given)
+    self._thread.submit(self._exchange, run, self.anchor, self.delta)
     return run
 
-  def _exchange(self, run: Run, anchor: Anchor, given: optax.Params) -> None:
+  def _exchange(self, run: Run, anchor: Anchor, delta: optax.Params) -> None:
     group = run.group
-    rank = group.members.index(self._number)
+    rank = group.members.index(self._worker)
     try:
       size = len(group.members)
       # a link gives all by itself
@@ -73,15 +73,15 @@ class Exchanger(OwnAnchor):
       # All members send the messages of these three in this order, and number them
       # alike.
       result = self.outer.run(
-        anchor, given, weight, size, rank, group.number, run.exchange
+        anchor, delta, weight, size, rank, group.number, run.exchange
       )
       result = links.add_moved(
-        self.outer, anchor, result, given, group, rank, run.exchange
+        self.outer, anchor, result, delta, group, rank, run.exchange
       )
       result = links.pass_residuals(self.outer, result, group, rank, run.exchange)
       if not result.skipped:
-        moved = result.anchor.has_moved(group.members, group.number)
-        result = result._replace(anchor=moved)
+        after = result.anchor.has_moved(group.members, group.number)
+        result = result._replace(anchor=after)
       run.result = result
       run.digest = self.outer.digest(run.result.anchor)
       self.post(Done(group.number, None if run.failed else run.digest))
@@ -105,7 +105,7 @@ class Exchanger(OwnAnchor):
     assert run.result
     if run.skipped:
       _LOG.warning(
-        f"worker {self._number}: {run.group.round} is skipped: "
+        f"worker {self._worker}: {run.group.round} is skipped: "
         "the sum of what they gave, or the outer step, is not finite"
       )
     position = self.replace(run.group, run.result, run.digest)
@@ -139,23 +139,23 @@ class Exchanger(OwnAnchor):
 
   def prepare(
     self,
-    given: optax.Params,
+    delta: optax.Params,
     shared: optax.Params,
     post: Callable[[WorkerMessage], None],
   ) -> None:
     """Copies what is to be given to the CPU and calls `post(the request to make)`, in the thread of exchanges.
 
     Args:
-      given: by the worker.
+      delta: by the worker.
       shared: what of it this process exchanges.
       post: is called afterwards.
     """
-    finite = _all_finite(given)  # on the device, before the next step that it is given
-    moved = self.is_link and _any(given)
+    finite = _all_finite(delta)  # on the device, before the next step that it is given
+    has_moved = self.is_link and _any(delta)
 
     def copy() -> None:
-      self.given = self.outer.on_cpu(shared)
-      kind = WorkerMessage.LINK if moved else WorkerMessage.READY
+      self.delta = self.outer.on_cpu(shared)
+      kind = WorkerMessage.LINK if has_moved else WorkerMessage.READY
       if self.is_final:
         kind = LEAVING[kind]
       post(kind if finite else WorkerMessage.NOT_FINITE)

@@ -74,9 +74,9 @@ class Follower:
     if not rate > 0:
       raise ValueError(f"Follower: rate={rate!r}, choose more than 0 bytes a second")
     step = OuterStep(outer, fragments, device)
-    self._number = status.number_of(keys)
+    self._worker = status.number_of(keys)
     # number of no member: a reader has no residual
-    self._own = OwnAnchor(step, step.start(params), worker=-1)
+    self._replica = OwnAnchor(step, step.start(params), worker=-1)
     self._dtypes = jax.tree.map(lambda leaf: dtype or jnp.result_type(leaf), params)
     self._address = address
     self._keys = keys
@@ -95,13 +95,13 @@ class Follower:
     self.refused = []
     if time.monotonic() < self._next:
       return self._published
-    before = self._own.anchor.position
+    before = self._replica.anchor.position
     try:
       self._catch_up(self._ask())
     except (OSError, ValueError) as error:
       self.refused.append(str(error))
       self._in_vain += 1
-    if self._own.anchor.position != before:
+    if self._replica.anchor.position != before:
       self._in_vain = 0
       self._publish()
     return self._published
@@ -110,13 +110,13 @@ class Follower:
     return status.ask(self._address, self._keys)
 
   def _publish(self) -> None:
-    anchor = self._own.anchor
+    anchor = self._replica.anchor
     params = jax.tree.map(jnp.asarray, anchor.params, self._dtypes)
     self._published = Published(anchor.position.round, params)
 
   def _catch_up(self, server: dict[str, Any]) -> None:
     """The anchor of the last round, from workers that have it."""
-    position = self._own.anchor.position
+    position = self._replica.anchor.position
     last = server["round"]
     workers = server["workers"]
     base = server["base"]
@@ -133,7 +133,7 @@ class Follower:
     # the next fetch waits until no donor has sent more than `rate` on average
     seconds = model.values.nbytes / len(donors) / self._rate
     self._next = time.monotonic() + seconds
-    self._own.adopt(model, base, server["digest"])
+    self._replica.adopt(model, base, server["digest"])
 
   def _fetch(self, donors: Sequence[str], round_: int) -> Piece:
     """What donors send, joined: at first one of them links.
@@ -143,18 +143,18 @@ class Follower:
     """
     # After one fetch in vain it takes slices from all donors.
     donors = donors[: None if self._in_vain == 1 else 1]
-    lineage = self._own.anchor.lineage
+    lineage = self._replica.anchor.lineage
     has = (-1, 0) if self._in_vain else (lineage.round, lineage.id or 0)
     return self._exchange(
-      donors, transfers.requests(donors, round_, self._number, *has)
+      donors, transfers.requests(donors, round_, self._worker, *has)
     )
 
   def _exchange(
     self, donors: Sequence[str], requests: Iterable[tuple[str, Piece]]
   ) -> Piece:
     """Sends a request to each donor, and joins what they answer."""
-    own = self._own
-    longest = _MOST_ARRAYS * own.outer.size(own.anchor) + messages.LONGEST
+    replica = self._replica
+    longest = _MOST_ARRAYS * replica.outer.size(replica.anchor) + messages.LONGEST
     assembly = transfers.Assembly(longest // 4)
     models = list[Piece]()
     lost = list[str]()

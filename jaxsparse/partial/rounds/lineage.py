@@ -40,9 +40,9 @@ class Lineage(NamedTuple):
     later = self.round - round_
     return self.ids[-1 - later] if 0 <= later < len(self.ids) else None
 
-  def after(self, number: int) -> "Lineage":
+  def after(self, group: int) -> "Lineage":
     """The lineage after one round more, whose group has this number."""
-    id_ = chained(self.id or 0, number)
+    id_ = chained(self.id or 0, group)
     return Lineage(self.round + 1, (*self.ids, id_)[-MOST_IDS:])
 
   def cut(self, round_: int) -> "Lineage":

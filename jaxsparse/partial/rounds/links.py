@@ -35,7 +35,7 @@ def add_moved(
   outer: OuterStep,
   before: Anchor,
   result: Result,
-  given: optax.Params,
+  delta: optax.Params,
   group: WorkerGroup,
   rank: int,
   send: Send,
@@ -46,16 +46,16 @@ def add_moved(
     outer: the outer step.
     before: the anchor before the round.
     result: of the outer step, the same on all members.
-    given: θ − θ_w of this member, which is sent if it is a link.
+    delta: θ − θ_w of this member, which is sent if it is a link.
     group: of the round.
     rank: of this member.
     send: as in `PeerComm`.
   """
   for link in () if result.skipped else map(group.members.index, group.links):
-    part = outer.fragments.part(given, result.fragment)
-    own = np.asarray(flatten(part)[0])
-    vector = broadcast(own, link, rank, len(group.members), send)
-    anchor = subtract(outer, result.anchor, part, vector)
+    leaves = outer.fragments.part(delta, result.fragment)
+    values = np.asarray(flatten(leaves)[0])
+    vector = broadcast(values, link, rank, len(group.members), send)
+    anchor = subtract(outer, result.anchor, leaves, vector)
     if not all_finite(anchor.params):
       # All members add the same vector to the same anchor, so all of them skip.
       return outer.skip(before, result)
@@ -64,12 +64,12 @@ def add_moved(
 
 
 def subtract(
-  outer: OuterStep, anchor: Anchor, part: optax.Params, vector: np.ndarray
+  outer: OuterStep, anchor: Anchor, leaves: optax.Params, vector: np.ndarray
 ) -> Anchor:
-  """`anchor` after a link has moved it by f32[n], the entries of leaves like those of `part`."""
-  moved = flatten(part)[1](outer.on_cpu(vector))
+  """`anchor` after a link has moved it by f32[n], the entries of leaves like these."""
+  movement = flatten(leaves)[1](outer.on_cpu(vector))
   # a leaf of another fragment does not move
-  by = fill_zeros(anchor.params, moved)
+  by = fill_zeros(anchor.params, movement)
   return anchor._replace(params=jax.tree.map(jnp.subtract, anchor.params, by))
 
 

@@ -50,9 +50,9 @@ def movement(
 
 
 @jax.jit
-def keep(moved: jax.Array, given: jax.Array, *_: jax.Array) -> jax.Array:
+def keep(moved: jax.Array, delta: jax.Array, *_: jax.Array) -> jax.Array:
   """What was moved since it was given."""
-  return moved - given
+  return moved - delta
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,6 +1,6 @@
 """The outer step of a round, compiled once for each size of group: what the workers give, reduced, moves the anchor.
 
-given_w = weight_w · (θ − θ_w)          θ′ = θ + outer(given, residual)          on the CPU of each worker
+delta_w = θ − θ_w          θ′ = θ + outer(weight_w · delta_w, residual)          on the CPU of each worker
 """
 
 import functools
@@ -61,10 +61,10 @@ class Anchor(NamedTuple):
   latest: Mapping[int, int] = MappingProxyType({})
   residual_group: int = 0
 
-  def has_moved(self, members: Iterable[int], number: int) -> "Anchor":
+  def has_moved(self, members: Iterable[int], group: int) -> "Anchor":
     """The same after the round of a group in which it moved, with this worker."""
-    latest = dict.fromkeys(members, number)
-    return self._replace(latest={**self.latest, **latest}, residual_group=number)
+    latest = dict.fromkeys(members, group)
+    return self._replace(latest={**self.latest, **latest}, residual_group=group)
 
 
 class Result(NamedTuple):
@@ -150,35 +150,35 @@ class OuterStep:
   def run(
     self,
     anchor: Anchor,
-    given: optax.Params,
+    delta: optax.Params,
     weight: float,
     size: int,
     rank: int,
-    number: int,
+    group: int,
     send: Send,
   ) -> Result:
     """The outer step of a round with `size` workers; blocks until all messages have come.
 
     Args:
       anchor: of this worker, the same on all workers but for residuals.
-      given: θ − θ_w of this worker, f32.
+      delta: θ − θ_w of this worker, f32.
       weight: of this worker in the mean.
       size: P, the number of workers in the round.
       rank: of this worker among them.
-      number: of the group.
+      group: the number of the group.
       send: sends and receives messages, as in `PeerComm`.
     """
     fragment = anchor.position.round % self.fragments.count
     outer = self._carry(anchor, size)
     # Compiled programs call whatever `_send` is when they run.
     self._send = send
-    operands = self._operands(fragment, anchor, outer, given, rank, weight)
+    operands = self._operands(fragment, anchor, outer, delta, rank, weight)
     program = self._program(size, fragment, operands)
     results = program.exchange(*jax.tree.leaves(operands))
     totals = results[: len(program.totals)]
     own = results[len(totals) :]
     params, after, skipped = program.finish(operands, totals, own)
-    following = _after(anchor, size, number, params, outer | {fragment: after})
+    following = _after(anchor, size, group, params, outer | {fragment: after})
     # the totals are what an absent worker needs to repeat this step
     kept = () if skipped else tuple(map(np.asarray, totals))
     return Result(following, fragment, bool(skipped), kept)
@@ -187,7 +187,7 @@ class OuterStep:
     self,
     anchor: Anchor,
     size: int,
-    number: int,
+    group: int,
     totals: Callable[[Any], Any] | None = None,
   ) -> tuple[Anchor, int]:
     """`anchor` after a round of others, bit for bit as theirs, and its fragment.
@@ -195,13 +195,13 @@ class OuterStep:
     Args:
       anchor: before it; what is of this worker alone stays.
       size: as in `run`.
-      number: as in `run`.
+      group: as in `run`.
       totals: of the round, from their shapes and dtypes; None if it was skipped.
     """
     fragment = anchor.position.round % self.fragments.count
     outer = self._carry(anchor, size)
     if totals is None:
-      return _after(anchor, size, number, anchor.params, outer), fragment
+      return _after(anchor, size, group, anchor.params, outer), fragment
     operands = self._operands(fragment, anchor, outer)
     program = self._program(size, fragment, operands)
     # Results that differ between workers, residuals above all, are those of the
@@ -209,7 +209,7 @@ class OuterStep:
     before = jax.tree.leaves((anchor.params, outer[fragment], False))
     own = [leaf for leaf, equal in zip(before, program.equal, strict=True) if not equal]
     params, after, _ = program.finish(operands, totals(program.totals), own)
-    return _after(anchor, size, number, params, outer | {fragment: after}), fragment
+    return _after(anchor, size, group, params, outer | {fragment: after}), fragment
 
   def skip(self, anchor: Anchor, result: Result) -> Result:
     """`result`, of a round that began with `anchor`, with a skipped outer step in place of the one that took place."""
@@ -225,16 +225,16 @@ class OuterStep:
     fragment: int,
     anchor: Anchor,
     outer: dict[int, optax.OptState],
-    given: optax.Params | None = None,
+    delta: optax.Params | None = None,
     rank: int = 0,
     weight: float = 0.0,
   ) -> tuple:
-    """Those of `_step`; without what is given, as their shapes are."""
+    """Those of `_step`; without a `delta`, as their shapes are."""
     # `apply` reads nothing of what a worker gives: the parameters stand for it, by
     # their shapes.
-    part = self.fragments.part(anchor.params if given is None else given, fragment)
+    leaves = self.fragments.part(anchor.params if delta is None else delta, fragment)
     numbers = np.int32(rank), np.float32(weight)
-    return jax.device_put((*numbers, part, outer[fragment], anchor.params), self._cpu)
+    return jax.device_put((*numbers, leaves, outer[fragment], anchor.params), self._cpu)
 
   def _program(self, size: int, fragment: int, operands: tuple) -> _Program:
     """The compiled outer step of a fragment for groups of a size."""
@@ -291,18 +291,18 @@ class OuterStep:
     fragment: int,
     rank: jax.Array,
     weight: jax.Array,
-    given: optax.Params,
+    delta: optax.Params,
     before: optax.OptState,
     params: optax.Params,
   ) -> tuple[optax.Params, optax.OptState, jax.Array]:
     """The outer step of a fragment: the new parameters and state, and whether it was skipped, which keeps both.
 
-    `given` is θ − θ_w of this worker. Nothing but the chain's collective sends messages.
+    `delta` is θ − θ_w of this worker. Nothing but the chain's collective sends messages.
     """
-    part = self.fragments.part(params, fragment)
-    weighted = jax.tree.map(lambda leaf: weight * leaf, given)
+    leaves = self.fragments.part(params, fragment)
+    weighted = jax.tree.map(lambda leaf: weight * leaf, delta)
     updates, outer = atomic(self._chain(self._comm(size, rank))).update(
-      weighted, before, part
+      weighted, before, leaves
     )
     if self.fragments.count > 1:
       updates = fill_zeros(params, updates)
@@ -328,8 +328,8 @@ class OuterStep:
         "Rounds: outer has no jaxsparse transform, so nothing would exchange what workers have moved: begin it with "
         "one, as in optax.chain(js.dense_transform(comm), optax.sgd(1.0)), which averages the parameters"
       )
-    for node in states.reduce_states(first):
-      for collective in node.collectives:
+    for state in states.reduce_states(first):
+      for collective in state.collectives:
         if collective.traits.tracks_workers:
           raise ValueError(
             f"Rounds: outer has {collective.name}, which adds up what each worker has given last, as js.ef21 does, and "
@@ -380,12 +380,12 @@ class OuterStep:
     following = iter(np.split(more, ends[:-1]))
 
     def add(leaf: jax.Array) -> jax.Array:
-      part = next(following).reshape(leaf.shape).astype(leaf.dtype)
-      return jax.device_put(np.asarray(leaf) + part, self._cpu)
+      added = next(following).reshape(leaf.shape).astype(leaf.dtype)
+      return jax.device_put(np.asarray(leaf) + added, self._cpu)
 
-    def add_to(node: Any) -> Any:
-      residual = jax.tree.map(add, node.carried.residual)
-      return node._replace(carried=node.carried._replace(residual=residual))
+    def add_to(state: Any) -> Any:
+      residual = jax.tree.map(add, state.carried.residual)
+      return state._replace(carried=state.carried._replace(residual=residual))
 
     return anchor._replace(outer=anchor.outer | states.map_states(add_to, outer))
 
@@ -417,7 +417,7 @@ class OuterStep:
     """Bytes of `pack`."""
     return sum(map(len, self._parts(anchor)))
 
-  def unpack(self, content: bytes, mine: Anchor) -> Anchor:
+  def unpack(self, content: bytes, local: Anchor) -> Anchor:
     """The anchor of another worker, with the residuals of this one.
 
     Raises:
@@ -426,15 +426,15 @@ class OuterStep:
     """
     header, at = _header_of(content)
     shapes, round_, base, size, ids, _ = header[1:_NUMBERS]
-    if shapes != _shapes(mine.params):
+    if shapes != _shapes(local.params):
       raise ValueError("Rounds: the anchor is one of parameters with other shapes")
     lineage = Lineage(round_, tuple(header[_NUMBERS : _NUMBERS + ids]))
     # `dict` reads the list as pairs: worker, group of its last round.
     pairs = iter(header[_NUMBERS + ids :])
     latest = dict(zip(pairs, pairs, strict=True))
     arrays = list[np.ndarray]()
-    outer = self._carry(mine, size) if size else {}
-    leaves, structure = jax.tree.flatten(mine.params)
+    outer = self._carry(local, size) if size else {}
+    leaves, structure = jax.tree.flatten(local.params)
     for like in (*leaves, *_alike(outer)):
       array = np.frombuffer(content, like.dtype, like.size, at)
       arrays.append(array.reshape(like.shape))
@@ -449,26 +449,28 @@ class OuterStep:
     params = self.on_cpu(jax.tree.unflatten(structure, arrays[: len(leaves)]))
     outer = _with_alike(outer, jax.device_put(arrays[len(leaves) :], self._cpu))
     position = RoundPosition(round_, base)
-    anchor = Anchor(params, outer, size, position, lineage, latest, mine.residual_group)
-    return anchor if size else self.with_residual(anchor, mine)
+    anchor = Anchor(
+      params, outer, size, position, lineage, latest, local.residual_group
+    )
+    return anchor if size else self.with_residual(anchor, local)
 
-  def with_residual(self, anchor: Anchor, mine: Anchor) -> Anchor:
-    """`anchor` with what another one, `mine`, has of this worker alone: residuals above all."""
+  def with_residual(self, anchor: Anchor, local: Anchor) -> Anchor:
+    """`anchor` with what another one, `local`, has of this worker alone: residuals above all."""
     # An anchor before its first round has no state: it takes the size of the other.
-    size = anchor.size or mine.size
+    size = anchor.size or local.size
     alike = _alike(self._carry(anchor, size))
-    outer = _with_alike(self._carry(mine, size), alike)
-    return anchor._replace(outer=outer, size=size, residual_group=mine.residual_group)
+    outer = _with_alike(self._carry(local, size), alike)
+    return anchor._replace(outer=outer, size=size, residual_group=local.residual_group)
 
-  def without_residual(self, anchor: Anchor, number: int) -> Anchor:
-    """`anchor` with what a worker has that was in no round yet, but for its last round, of this number."""
-    return self.with_residual(anchor, Anchor(anchor.params, {}, residual_group=number))
+  def without_residual(self, anchor: Anchor, group: int) -> Anchor:
+    """`anchor` with what a worker has that was in no round yet, but for its last round, that of a group."""
+    return self.with_residual(anchor, Anchor(anchor.params, {}, residual_group=group))
 
 
 def _after(
   anchor: Anchor,
   size: int,
-  number: int,
+  group: int,
   params: optax.Params,
   outer: dict[int, optax.OptState],
 ) -> Anchor:
@@ -477,8 +479,8 @@ def _after(
     params=params,
     outer=outer,
     size=size,
-    position=RoundPosition(anchor.position.round + 1, number),
-    lineage=anchor.lineage.after(number),
+    position=RoundPosition(anchor.position.round + 1, group),
+    lineage=anchor.lineage.after(group),
   )
 
 
@@ -513,7 +515,7 @@ def _carry_node(old: Any, new: Any) -> Any:
 def _residuals(outer: optax.OptState) -> list[jax.Array]:
   """The residuals in a state of the outer chain, in its order."""
   return jax.tree.leaves(
-    [node.carried.residual for node in states.reduce_states(outer)]
+    [state.carried.residual for state in states.reduce_states(outer)]
   )
 
 
@@ -521,8 +523,8 @@ def _residuals(outer: optax.OptState) -> list[jax.Array]:
 def _less_residual(
   params: optax.Params, outer: optax.OptState, weight: jax.Array
 ) -> optax.Params:
-  parts = [residual_leaves(node) for node in states.reduce_states(outer)]
-  behind = {name: leaf for part in parts for name, leaf in part.items()}
+  residuals = [residual_leaves(state) for state in states.reduce_states(outer)]
+  behind = {name: leaf for leaves in residuals for name, leaf in leaves.items()}
   less = lambda name, leaf: leaf - behind[name] / weight if name in behind else leaf
   leaves = [less(name, leaf) for name, leaf in flatten.leaves_by_name(params).items()]
   return jax.tree.unflatten(jax.tree.structure(params), leaves)
@@ -563,7 +565,7 @@ def _shapes(params: optax.Params) -> int:
 
 def _shared(outer: optax.OptState) -> optax.OptState:
   """What of a state of the outer chain is the same on every worker."""
-  return states.map_states(lambda node: node.carried.shared, outer)
+  return states.map_states(lambda state: state.carried.shared, outer)
 
 
 def _alike(outer: optax.OptState) -> list[jax.Array]:
@@ -578,10 +580,10 @@ def _with_alike(outer: optax.OptState, arrays: list[jax.Array]) -> optax.OptStat
     make_keys = jax.random.wrap_key_data
     return make_keys(words, impl=jax.random.key_impl(leaf)) if is_key(leaf) else words
 
-  def put(node: Any, shared: Any) -> Any:
-    if not states.is_reduce_state(node):
+  def put(old: Any, shared: Any) -> Any:
+    if not states.is_reduce_state(old):
       return shared
-    return node._replace(carried=node.carried._replace(shared=shared))
+    return old._replace(carried=old.carried._replace(shared=shared))
 
   leaves, structure = jax.tree.flatten(_shared(outer))
   shared = jax.tree.unflatten(structure, map(make, leaves, arrays))

@@ -21,7 +21,7 @@ class Pairs:
 
   Example:
     >>> pairs = Pairs()
-    >>> pairs.part(WorkerGroup((0, 1, 2), (), 0, number=5), 0, 2)
+    >>> pairs.separate(WorkerGroup((0, 1, 2), (), 0, number=5), 0, 2)
     >>> sorted(pairs.choose([0, 1, 2], 6, {2: 4})), sorted(pairs.choose([0, 1, 2], 7, {}))
     ([0, 1], [0, 1, 2])
   """
@@ -36,7 +36,7 @@ class Pairs:
     """Whether the two have missed messages of each other, and no round with both has counted since."""
     return frozenset((worker, other)) in self._failures
 
-  def part(self, group: WorkerGroup, worker: int, missing: int) -> None:
+  def separate(self, group: WorkerGroup, worker: int, missing: int) -> None:
     """The round of a group has failed, since one member has missed a message of another one."""
     pairs = [frozenset((worker, missing))]
     if self._tried != group.number:

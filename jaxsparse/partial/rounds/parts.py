@@ -174,7 +174,7 @@ class LeadProtocol(PartProtocol):
     for part in self.others.tick(now):
       self.others.forget(part)
       if self.membership.state != "ended":
-        reason = f"part {part} of worker {self.membership.number} is lost, and with it this worker"
+        reason = f"part {part} of worker {self.membership.worker} is lost, and with it this worker"
         self._lead(self._all - {0}, Next.LOST, reason=reason)
         raise PartLost(reason)
     self._handle_own(now)
@@ -211,10 +211,10 @@ class LeadProtocol(PartProtocol):
       super().handle(self._answers.popleft(), now)
 
   def _lead(
-    self, parts: set[int], next_: Next, number: int = 0, reason: str = ""
+    self, parts: set[int], next_: Next, group: int = 0, reason: str = ""
   ) -> None:
     """Tells parts what they do together."""
-    facts = {"next": next_, "number": number, "reason": reason}
+    facts = {"next": next_, "number": group, "reason": reason}
     self._tell_parts(parts, ServerMessage.FOLLOW, **facts)
 
   def _tell_parts(self, parts: set[int], kind: ServerMessage, **content: Any) -> None:
@@ -337,8 +337,8 @@ class LeadProtocol(PartProtocol):
 
   def _pass_to_server(self, signal: Signal) -> None:
     if not self._has_left:
-      number = self.membership.number
-      signal = signal._replace(worker=number, position=self._position)
+      worker = self.membership.worker
+      signal = signal._replace(worker=worker, position=self._position)
       self.membership.tell_server(signal)
 
   # From the server to the parts.

@@ -135,7 +135,7 @@ def make_protocol(
 
     def miss_lead() -> None:
       raise PartLost(
-        f"part 0 of worker {membership.number} has been silent for {membership.limit:g} s"
+        f"part 0 of worker {membership.worker} has been silent for {membership.limit:g} s"
       )
 
     endpoint.follow(addresses[0])

@@ -98,7 +98,7 @@ class RoundProtocol(WorkerProtocol[Run]):
           self._begin_request()
       case Unreachable(address) if self._run and address in self._members:
         self._miss_member(self._run, self._members[address])
-      case Done(number, digest) if run := self._run_of(number):
+      case Done(group_number, digest) if run := self._run_of(group_number):
         self._take_result(run, digest)
       case Outgoing(member, piece) if run := self._run_of(piece.number):
         nbytes = piece.values.nbytes * len(run.group.members)
@@ -166,7 +166,7 @@ class RoundProtocol(WorkerProtocol[Run]):
 
   def _await_quorum(self) -> None:
     """How long it stays at a server without a quorum; workers differ, or they could miss each other again and again."""
-    limits = 2 + self.membership.number * _GOLDEN % 1
+    limits = 2 + self.membership.worker * _GOLDEN % 1
     # twice as long at the first address, where workers meet
     limits *= 1 if self._visits % self.servers else 2
     self._quorum_until = self.membership.now + self.membership.limit * limits
@@ -338,16 +338,16 @@ class RoundProtocol(WorkerProtocol[Run]):
 
   def _take_result(self, run: Run, digest: int | None) -> None:
     membership = self.membership
-    number = run.group.number
+    group_number = run.group.number
     # with a pause: members with other outer chains would fail again at once
     if digest is None:
       self._drop(run, "the exchange of this worker has failed")
-      membership.tell(WorkerMessage.FAILED, number)
+      membership.tell(WorkerMessage.FAILED, group_number)
       membership.join_again(RETRY)
     else:
-      membership.position = membership.position._replace(last=number)
+      membership.position = membership.position._replace(last=group_number)
       if membership.state == "joined":
-        membership.tell(WorkerMessage.DONE, number, digest=digest)
+        membership.tell(WorkerMessage.DONE, group_number, digest=digest)
 
   def _commit(self, run: Run, content: Content) -> None:
     """The round counts; if its result is not that of most members, this worker fetches theirs."""
@@ -359,7 +359,7 @@ class RoundProtocol(WorkerProtocol[Run]):
 
   def _drop(self, run: Run, reason: str) -> None:
     """The round of the exchange counts for nobody."""
-    what = f"worker {self.membership.number}: {run.group.round} counts for nobody"
+    what = f"worker {self.membership.worker}: {run.group.round} counts for nobody"
     self._log.say(reason, f"{what}: {reason}", self.membership.now)
     self._settle(run, counts=False)
 

@@ -294,7 +294,7 @@ class Quorum:
     if not failed or failed.number != number or missing == worker:
       return dropped
     if failed.has(worker) and failed.has(missing):
-      self.pairs.part(failed, worker, missing)
+      self.pairs.separate(failed, worker, missing)
     return dropped
 
   def leave(

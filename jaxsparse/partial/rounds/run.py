@@ -16,9 +16,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class Done(NamedTuple):
-  """Event: the exchange of round `number` has ended; `digest` is that of its result, None without one."""
+  """Event: the exchange of a group has ended; `digest` is that of its result, None without one."""
 
-  number: int
+  group_number: int
   digest: int | None
 
 

@@ -321,8 +321,8 @@ class RoundServer:
     known = self._known
     now = self._now
     donors = [
-      other
-      for other, member in known.items()
+      donor
+      for donor, member in known.items()
       if member.position == self._quorum.position
     ]
     if donors:
@@ -334,19 +334,19 @@ class RoundServer:
         if self._disbelieve(donors):
           return None
       loads = collections.Counter(
-        other.donor
-        for other in known.values()
-        if other.fetches_since is not None and other is not member
+        peer.donor
+        for peer in known.values()
+        if peer.fetches_since is not None and peer is not member
       )
-      apart = [one for one in donors if self._quorum.pairs.are_apart(worker, one)]
+      apart = [donor for donor in donors if self._quorum.pairs.are_apart(worker, donor)]
       since = member.in_vain_since or now
       was = member.donor if now > since + self._limit else None
       # The donor asked in vain is last; before it, donors that this worker may not reach.
-      donors.sort(key=lambda other: (other == was, other in apart, loads[other]))
+      donors.sort(key=lambda donor: (donor == was, donor in apart, loads[donor]))
       if member.donor not in donors or asks_again:
         member.donor = donors[0]
         member.donor_named = now
-      others = [other for other in donors if other not in (member.donor, *apart)]
+      others = [donor for donor in donors if donor not in (member.donor, *apart)]
       # Slices of busy donors would come later, and be of another round.
       most = 1 if loads else MOST_DONORS
       chosen = [member.donor, *others][:most]
@@ -485,8 +485,8 @@ class RoundServer:
     facts = {"number": group.number, "worker": worker, "reason": reason}
     self.members.tell(group.members, ServerMessage.ABORT, **facts)
     # or the first member that is ready again would begin with them alone
-    for other in self._quorum.waiting:
-      self._known[other].waits_until = self._now + self._window.least
+    for waiting in self._quorum.waiting:
+      self._known[waiting].waits_until = self._now + self._window.least
 
   # Workers that join and leave.
 
@@ -612,12 +612,12 @@ class RoundServer:
       return
     since = self._rivals[worker].since if worker in self._rivals else now
     self._rivals = {
-      other: rival
-      for other, rival in self._rivals.items()
+      peer: rival
+      for peer, rival in self._rivals.items()
       if rival.heard > now - self._limit
     } | {worker: _Rival(since, now, branch)}
-    known = {other: member.branch for other, member in self._known.items()}
-    known |= {other: rival.branch for other, rival in self._rivals.items()}
+    known = {peer: member.branch for peer, member in self._known.items()}
+    known |= {peer: rival.branch for peer, rival in self._rivals.items()}
     # Workers that are here and those that ask count alike. An anchor before the fork
     # counts for both branches.
     ours, theirs = (

@@ -142,12 +142,12 @@ class _LeafSlices:
     # A mesh may have its devices in any order: row j of the program is on device j, and
     # is row `order[j]` of the slices.
     by_process = sorted(
-      range(devices.size), key=lambda number: devices[number].process_index
+      range(devices.size), key=lambda index: devices[index].process_index
     )
     order = np.argsort(by_process)
-    each = devices.size // parts
+    per_part = devices.size // parts
     self._size = size = -(-math.prod(shape) // parts)  # entries of the slice of a part
-    self._row = row = -(-size // each)
+    self._row = row = -(-size // per_part)
     # Sharded reshapes need no types of shardings here: the axes of a user's mesh may be
     # Explicit.
     mesh = Mesh(place.mesh.devices, place.mesh.axis_names)
@@ -157,11 +157,11 @@ class _LeafSlices:
 
     def cut(leaf: jax.Array) -> jax.Array:
       slices = jnp.pad(leaf.ravel(), (0, parts * size - leaf.size)).reshape(parts, size)
-      padded = jnp.pad(slices, ((0, 0), (0, each * row - size)))
-      return padded.reshape(parts * each, row)[order]
+      padded = jnp.pad(slices, ((0, 0), (0, per_part * row - size)))
+      return padded.reshape(parts * per_part, row)[order]
 
     def join(rows: jax.Array) -> jax.Array:
-      slices = rows[np.array(by_process)].reshape(parts, each * row)[:, :size]
+      slices = rows[np.array(by_process)].reshape(parts, per_part * row)[:, :size]
       return slices.ravel()[: math.prod(shape)].reshape(shape)
 
     self._cut = jax.jit(cut, out_shardings=self._rows)

@@ -156,7 +156,7 @@ class Rounds:
     self._delay = delay
     self._mixing = mixing
     self._wait = wait
-    self._number = number
+    self._worker = number
     self._applies = apply_residual
     self._refused = 0
     self._skips = SkipWatch("js.partial.Rounds", "rounds")
@@ -187,9 +187,9 @@ class Rounds:
     anchor = step.start(own_params)
     fragments = step.fragments.count
     self._of_fragment = step.fragments.numbers(anchor.params)
-    self._exchanger = Exchanger(step, anchor, self._number, link)
+    self._exchanger = Exchanger(step, anchor, self._worker, link)
     if state:
-      checks.check_state(state, self._number, fragments, self._place.where)
+      checks.check_state(state, self._worker, fragments, self._place.where)
       self._exchanger.restore(state)
     alike = Alike.of(
       params,
@@ -206,7 +206,7 @@ class Rounds:
     exchanger = self._exchanger
     exchanger.post = endpoint.post
     self._membership = endpoint.make_membership(
-      self._number,
+      self._worker,
       limit=endpoint.timeout / servers,
       position=exchanger.anchor.position,
       alike=alike,
@@ -220,7 +220,7 @@ class Rounds:
       flatten(exchanger.anchor.params)[0].size,
       servers,
     )
-    name = f"rounds, worker {self._number}"
+    name = f"rounds, worker {self._worker}"
     endpoint.start(self._protocol, exchanger.model, ControllerLost, name)
     try:
       processes.take(self._place, endpoint)
@@ -289,7 +289,7 @@ class Rounds:
       "part": np.array(self._place.where),
     }
     return checks.seal(
-      self._exchanger.arrays | local, self._number, self._membership.alike.run
+      self._exchanger.arrays | local, self._worker, self._membership.alike.run
     )
 
   @slices.without_mesh()
@@ -367,8 +367,8 @@ class Rounds:
     """After the end: the round that was under way counts, or what it was given stays moved."""
     if self._flight is None:
       return
-    given, _, before = self._flight
-    params = self._make_params(self._base, given) if params is None else params
+    delta, _, before = self._flight
+    params = self._make_params(self._base, delta) if params is None else params
     if self._exchanger.delivered is not before:
       self._apply(params)
       return
@@ -380,7 +380,7 @@ class Rounds:
     if self._exchanger.is_final:
       unheard = "its last round has not taken place: `state` has what it has moved since the one before"
       logging.getLogger(__name__).warning(
-        f"worker {self._number} leaves, and {unheard}"
+        f"worker {self._worker} leaves, and {unheard}"
       )
 
   def __enter__(self) -> Self:
@@ -395,8 +395,8 @@ class Rounds:
 
   def _begin(self, params: optax.Params) -> None:
     """Begins the exchange of what was moved."""
-    given = moving.movement(self._base, self._moved, params)
-    flight = given, self._undelivered.copy(), self._exchanger.delivered
+    delta = moving.movement(self._base, self._moved, params)
+    flight = delta, self._undelivered.copy(), self._exchanger.delivered
     # the weights since the fragment of the coming round was delivered last
     weight, steps = self._undelivered[
       self._exchanger.anchor.position.round % len(self._undelivered)
@@ -404,7 +404,7 @@ class Rounds:
     post = lambda kind: self._endpoint.post(
       RoundRequest(kind, (weight << _FRACTION) // max(1, steps))
     )
-    self._exchanger.prepare(given, self._place.to_host(given), post)
+    self._exchanger.prepare(delta, self._place.to_host(delta), post)
     # after what may raise, or be interrupted: the next step begins the exchange then
     self._flight = flight
 
@@ -425,7 +425,7 @@ class Rounds:
         f"the parameters are not finite, {REFUSALS} times in succession"
       )
     not_finite = "the parameters are not finite, and enter no round: training goes on from the anchor"
-    logging.getLogger(__name__).warning(f"worker {self._number}: {not_finite}")
+    logging.getLogger(__name__).warning(f"worker {self._worker}: {not_finite}")
     recent = self._recent_weight
     base = self._make_base(recent)
     moved = jax.tree.map(jnp.zeros_like, base)
@@ -436,9 +436,9 @@ class Rounds:
     result = self._exchanger.delivered
     assert self._flight is not None
     assert result is not None
-    given, trained, _ = self._flight
+    delta, trained, _ = self._flight
     group = self._exchanger.group
-    weight = group.weights[group.members.index(self._number)]
+    weight = group.weights[group.members.index(self._worker)]
     # the residual is of earlier rounds, too
     recent = ((self._recent_weight or weight) + weight) / 2
     after = self._make_base(recent)
@@ -449,10 +449,10 @@ class Rounds:
       keep = moving.keep if self._mixing is None else mix
       # The exchanged fragment alone is delivered: what other fragments have moved
       # stays.
-      choose = lambda number, *leaves: (
-        keep(*leaves) if number == result.fragment else leaves[0]
+      choose = lambda fragment, *leaves: (
+        keep(*leaves) if fragment == result.fragment else leaves[0]
       )
-      moved = jax.tree.map(choose, self._of_fragment, moved, given, self._base, after)
+      moved = jax.tree.map(choose, self._of_fragment, moved, delta, self._base, after)
       undelivered[result.fragment] -= trained[result.fragment]
     if (returned := self._exchanger.returned) is not None:
       moved = jax.tree.map(jnp.add, moved, self._place.to_device(returned))
