@@ -124,10 +124,10 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
   return make_instance(_kind(kind), options | config)
 
 
-def _checked_label(given: Any) -> str:
-  if isinstance(given, str):
-    return given
-  given_type = given.__name__ if isinstance(given, type) else type(given).__name__
+def _checked_label(name: Any) -> str:
+  if isinstance(name, str):
+    return name
+  given_type = name.__name__ if isinstance(name, type) else type(name).__name__
   raise TypeError(
     f"a collective is given as a {given_type}: give one of {', '.join(collective_names())}, with options as "
     "'spardl:density=0.01', or an instance of js.Collective, as js.make_collective returns"

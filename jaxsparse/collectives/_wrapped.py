@@ -197,8 +197,8 @@ class EF21(Wrapped):
     state = self.collective.init(n, size)
     zeros = jnp.zeros(n, jnp.float32)
     # What is not delivered belongs to the mean, so there is no residual.
-    own = Mean(mean=zeros, undelivered=state.residual, memory=state.worker)
-    return State(None, own, Tracked(total=zeros, collective=state.shared))
+    worker = Mean(mean=zeros, undelivered=state.residual, memory=state.worker)
+    return State(None, worker, Tracked(total=zeros, collective=state.shared))
 
   def inner_state(self, state: State) -> State:
     worker: Mean = state.worker

@@ -73,7 +73,7 @@ class A2SGD(Collective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     parts = flatten.parts(grads, self.leaves or (grads.size,))
     # Algorithm 1: the two means of this worker, μ₊ and μ₋, f32[parts, 2]
-    local = jnp.stack([two_means(part) for part in parts])
+    local = jnp.stack([two_means(leaf) for leaf in parts])
     # Divided before the sum: a product that a sum follows may become a fused
     # multiply-add, in some programs only.
     averages = comm.all_reduce(local / comm.size)

@@ -109,8 +109,8 @@ class ChunkTopk(SparseCollective):
 
     def flat(entries: Sparse) -> Sparse:
       """Entries [rows, k_chunk] with flat indices, [rows · k_chunk]; those of padding are empty slots."""
-      whole = entries._replace(indices=entries.indices + starts)
-      inside = sparse.where(whole.indices < n, whole, n)
+      shifted = entries._replace(indices=entries.indices + starts)
+      inside = sparse.where(shifted.indices < n, shifted, n)
       return jax.tree.map(jnp.ravel, inside)
 
     shape = comm.size, rows, k_chunk

@@ -178,9 +178,9 @@ class PowerSGD(ByLeaf):
       sent = half
       bound = jnp.maximum(half.bound, done.bound)
       after = done.factors._replace(left=())
-    each = self._costs(n, comm.size)
-    costs = [saturated(cost.words, jnp.uint32) for cost in each]
-    words = jnp.where(to_left, *costs) if self.alternate else saturated_sum(*costs)
+    costs = self._costs(n, comm.size)
+    halves = [saturated(cost.words, jnp.uint32) for cost in costs]
+    words = jnp.where(to_left, *halves) if self.alternate else saturated_sum(*halves)
     # the total and the residual, computed where the step ends
     total = LowRank(
       total=self._join(n, done.total, sent.others),
@@ -238,12 +238,12 @@ class PowerSGD(ByLeaf):
     starts = [0, *itertools.accumulate(entries)]
     leaves = list(zip(starts, flatten.parts(grads, entries), shapes, strict=False))
     others = [
-      part + residual[start : start + part.size]
-      for start, part, shape in leaves
+      leaf + residual[start : start + leaf.size]
+      for start, leaf, shape in leaves
       if not shape
     ]
     matrices = [
-      _MatrixLeaf(start, part, shape) for start, part, shape in leaves if shape
+      _MatrixLeaf(start, leaf, shape) for start, leaf, shape in leaves if shape
     ]
     return matrices, jnp.concatenate([grads[:0], *others])
 
@@ -256,9 +256,9 @@ class PowerSGD(ByLeaf):
     start = 0
     layout = self._layout(n)
     # Neighbouring leaves that are sent whole are one piece: fewer kernels write it.
-    for whole, leaves in itertools.groupby(layout, key=lambda leaf: leaf[1] is None):
+    for is_whole, leaves in itertools.groupby(layout, key=lambda leaf: leaf[1] is None):
       sizes = [entries for entries, _ in leaves]
-      if whole:
+      if is_whole:
         pieces = [*pieces, others[start : start + sum(sizes)]]
         start += sum(sizes)
       else:
@@ -394,10 +394,10 @@ def _turn(
   flat, share = add(flat)
   sizes = [*(factor.size for factor in local), others.size]
 
-  def cut(whole: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    *parts, others = flatten.parts(whole, sizes)
+  def cut(buffer: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    *parts, others = flatten.parts(buffer, sizes)
     shaped = [
-      part.reshape(factor.shape) for part, factor in zip(parts, local, strict=True)
+      flat.reshape(factor.shape) for flat, factor in zip(parts, local, strict=True)
     ]
     return shaped, others
 

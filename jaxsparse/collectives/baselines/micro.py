@@ -47,19 +47,19 @@ class Micro(SparseCollective):
     return -(-self.entries(n) // size)
 
   def cost(self, n: int, size: int) -> Cost:
-    each = self.each(n, size)
-    values = all_reduce_cost(each * size, size)
+    quota = self.each(n, size)
+    values = all_reduce_cost(quota * size, size)
     return Cost(
-      len(schedules.strides(size)) + values.messages, (size - 1) * each + values.words
+      len(schedules.strides(size)) + values.messages, (size - 1) * quota + values.words
     )
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
-    each = self.each(n, comm.size)
+    quota = self.each(n, comm.size)
     acc = LazySum((grads, state.residual))
     length = -(-n // comm.size)
     start = (state.shared + comm.rank) % comm.size * length
-    largest = top_k(acc.window(start, length), each).indices
+    largest = top_k(acc.window(start, length), quota).indices
     # n in slots of padding
     chosen = jnp.minimum(start + largest, n)
     # no index twice, since parts do not overlap
@@ -72,6 +72,6 @@ class Micro(SparseCollective):
       residual=pending_zeros(acc, indices), shared=state.shared + 1
     )
     counters = self.count(
-      comm, n, selected=each, delivered=jnp.count_nonzero(indices < n)
+      comm, n, selected=quota, delivered=jnp.count_nonzero(indices < n)
     )
     return SparseReduced(Sparse(indices, values), state, counters)

@@ -206,5 +206,5 @@ def _gather(
 
 def _flat(entries: Sparse, region: jax.Array, length: int, end: int) -> Sparse:
   """Entries of regions with flat indices."""
-  whole = entries._replace(indices=entries.indices + length * region)
-  return sparse.where(entries.indices < length, whole, end)
+  shifted = entries._replace(indices=entries.indices + length * region)
+  return sparse.where(entries.indices < length, shifted, end)

@@ -183,10 +183,10 @@ class OkTopk(EncodingCollective):
     # global threshold b (lines 9 to 12)
     threshold, owned = self._threshold(comm, reused, sums, exact, k, n)
     # the own region's sums that are in the total
-    mine = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
+    selected_sums = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
     # balance and all-gather (line 13, §3.1.2)
     kept, rounded_off, balanced, gather_words = balance_and_gather(
-      comm, writer, mine, owned, sizes, self.balances(comm.size)
+      comm, writer, selected_sums, owned, sizes, self.balances(comm.size)
     )
     # next residual: the accumulator without what was sent and delivered (line 14)
     residual = pending_nonzero(acc, sent.indices, kept, lost + rounded_off)

@@ -100,7 +100,7 @@ Gathered = tuple[Sparse, list[Sparse], jax.Array, jax.Array]
 def balance_and_gather(
   comm: Comm,
   writer: Writer,
-  mine: Sparse,
+  sums: Sparse,
   owned: jax.Array,
   sizes: Sizes,
   balances: bool,
@@ -116,7 +116,7 @@ def balance_and_gather(
   Args:
     comm: the workers.
     writer: encodes and decodes messages.
-    mine: the selected sums of this worker's region.
+    sums: the selected sums of this worker's region.
     owned: i32[P], the number of selected sums of each worker.
     sizes: the capacities of messages.
     balances: whether owners may be balanced; if not, no program is compiled for it.
@@ -126,7 +126,7 @@ def balance_and_gather(
     gathered blocks f32[], words sent u32[]).
   """
   n = writer.codec.length
-  block = _own_block(comm, mine, owned, sizes, n)
+  block = _own_block(comm, sums, owned, sizes, n)
   gather = functools.partial(_gather, comm, writer, most=sizes.direct)
   # Branches return the same shapes: errors of messages that balance, or as many empty
   # slots.
@@ -138,11 +138,11 @@ def balance_and_gather(
     return kept, lost + unmoved, imbalance(owned), words
 
   def balanced() -> Gathered:
-    even, moved, balance_words = balance(comm, writer, mine, owned, sizes.even)
+    even, errors, balance_words = balance(comm, writer, sums, owned, sizes.even)
     kept, lost, words = gather(sparse.as_row(even))
     is_entry = (kept.indices < n).reshape(comm.size, -1)
     counts = jnp.sum(is_entry, axis=1, dtype=jnp.int32)
-    return kept, lost + moved, imbalance(counts), saturated_sum(words, balance_words)
+    return kept, lost + errors, imbalance(counts), saturated_sum(words, balance_words)
 
   if not balances:
     return switch(sizes.blocks, owned.max(), direct)
@@ -150,12 +150,12 @@ def balance_and_gather(
 
 
 def _own_block(
-  comm: Comm, mine: Sparse, owned: jax.Array, sizes: Sizes, n: int
+  comm: Comm, sums: Sparse, owned: jax.Array, sizes: Sizes, n: int
 ) -> Sparse:
   """The largest sums of the own region, [1, direct] entries."""
   # The selected sums stand anywhere among those of the region; a block has them in
   # front.
-  packed = sparse.compress(mine, mine.indices < n, mine.indices.size, n)
+  packed = sparse.compress(sums, sums.indices < n, sums.indices.size, n)
   region = jnp.stack([jnp.int32(0), owned[comm.rank]])
   return by_threshold.read_regions(packed, region, sizes.direct, n)
 
@@ -179,7 +179,7 @@ def _gather(
 
 
 def balance(
-  comm: Comm, writer: Writer, mine: Sparse, owned: jax.Array, even: int
+  comm: Comm, writer: Writer, entries: Sparse, owned: jax.Array, even: int
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """Moves entries from workers with more than the mean number to those with fewer, point to point (§3.1.2).
 
@@ -193,7 +193,7 @@ def balance(
   Args:
     comm: the workers.
     writer: encodes and decodes messages.
-    mine: entries of this worker.
+    entries: of this worker.
     owned: i32[P], the number of entries of each worker.
     even: the largest number of entries of a worker after balancing.
 
@@ -204,10 +204,10 @@ def balance(
   n = writer.codec.length
   all_owned = jnp.sum(owned, dtype=jnp.int32)
   mean = jnp.minimum(-(-all_owned // comm.size), even)
-  magnitudes = jnp.where(mine.indices < n, jnp.abs(mine.values), -1.0)
-  _, order = jax.lax.top_k(magnitudes, mine.indices.size)
+  magnitudes = jnp.where(entries.indices < n, jnp.abs(entries.values), -1.0)
+  _, order = jax.lax.top_k(magnitudes, entries.indices.size)
   # the largest magnitude first, empty slots last
-  ordered = Sparse(mine.indices[order], mine.values[order])
+  ordered = Sparse(entries.indices[order], entries.values[order])
   # at least 0 for surplus entries
   beyond = iota(ordered.indices.size) - mean
   has_slot, worker, column = _free_slots(comm, owned, mean, even, beyond)

@@ -93,9 +93,9 @@ class Tiling(NamedTuple):
         _transform(tiles, left.T, right.T),
         [region.tiles for region in group.regions],
       )
-      for region, part in zip(group.regions, parts, strict=True):
+      for region, region_tiles in zip(group.regions, parts, strict=True):
         leaf = leaves[region.leaf]
-        leaves[region.leaf] = leaf.at[region.slices].set(_join(part, region))
+        leaves[region.leaf] = leaf.at[region.slices].set(_join(region_tiles, region))
     return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
 
   def largest(
@@ -144,7 +144,7 @@ class Tiling(NamedTuple):
     """The coefficients of some tiles of the sum of `parts`, flat; behind barriers, so that a GPU stores them."""
     # Tiles are read where they are in the leaves, none is copied before.
     at = self._positions(group, tiles)
-    entries = functools.reduce(jnp.add, [part[at] for part in parts])
+    entries = functools.reduce(jnp.add, [term[at] for term in parts])
     entries = jax.lax.optimization_barrier(entries)
     transformed = _transform_at_once(entries, *group.cosines)
     return jax.lax.optimization_barrier(transformed).reshape(-1)
@@ -193,7 +193,7 @@ class Tiling(NamedTuple):
     # the flat index of the first entry of each region
     corners = []
     for region in group.regions:
-      top, left = (part.start for part in region.slices)
+      top, left = (span.start for span in region.slices)
       corners.append(leaves[region.leaf] + top * rows[region.leaf] + left)
     table = (
       starts[:-1],
@@ -319,15 +319,15 @@ def _transform(
   count = len(tiles) // _PIECES
 
   def replace(piece: jax.Array, tiles: jax.Array) -> jax.Array:
-    part = _transform_at_once(
+    transformed = _transform_at_once(
       jax.lax.dynamic_slice_in_dim(tiles, piece * count, count), left, right
     )
-    return jax.lax.dynamic_update_slice_in_dim(tiles, part, piece * count, 0)
+    return jax.lax.dynamic_update_slice_in_dim(tiles, transformed, piece * count, 0)
 
-  whole = count * _PIECES
-  if whole < len(tiles):
-    rest = _transform_at_once(tiles[whole:], left, right)
-    tiles = tiles.at[whole:].set(rest)
+  in_pieces = count * _PIECES
+  if in_pieces < len(tiles):
+    rest = _transform_at_once(tiles[in_pieces:], left, right)
+    tiles = tiles.at[in_pieces:].set(rest)
   return varying.fori_loop(0, _PIECES, replace, tiles) if count else tiles
 
 
