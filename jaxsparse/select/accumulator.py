@@ -128,8 +128,8 @@ class TopKAccumulator:
 
     # Rows too short to have candidates are sorted whole.
     if self.candidates is None:
-      each = iota(blocks.length)
-      every = jnp.broadcast_to(each, (last - first, blocks.length))
+      columns = iota(blocks.length)
+      every = jnp.broadcast_to(columns, (last - first, blocks.length))
       indices = exact.top_k(read(every), blocks.k).indices
     else:
       known = self._known(self.candidates, first, last)
@@ -204,7 +204,7 @@ class TopKAccumulator:
     current = bitset.insert(none, self.blocks.flat_indices(delivered), n)
     flat = self.blocks.flat_indices(sent.indices).reshape(-1)
     flat = jnp.where(bitset.contains(current, flat), flat, n)
-    given = Sparse(flat, sent.values.reshape(-1))
+    errors = Sparse(flat, sent.values.reshape(-1))
     # every entry that was added to, once: with its first addition
     added = sparse.concatenate(self.before)
     # `grads` has the current value of each of these; of the others, the initial and the
@@ -214,11 +214,11 @@ class TopKAccumulator:
       sparse.read_at(self.grads, added.indices),
       added.values,
     )
-    # an index that was sent and added to has the value of `given`
-    is_given = bitset.contains(bitset.insert(none, flat, n), added.indices)
-    others = Sparse(jnp.where(is_given, n, added.indices), values)
+    # an index that was sent and added to has the value of `errors`
+    is_sent = bitset.contains(bitset.insert(none, flat, n), added.indices)
+    others = Sparse(jnp.where(is_sent, n, added.indices), values)
     _, residual = self.blocks.x.parts
-    return Pending(self.grads, residual, sparse.concatenate([given, others]))
+    return Pending(self.grads, residual, sparse.concatenate([errors, others]))
 
   def _keys_from(self, start: jax.Array) -> jax.Array:
     """The keys of the current values of a block that starts there; those beyond the end are 0."""

@@ -53,12 +53,12 @@ class LazySum:
   def read_at(self, indices: jax.Array) -> jax.Array:
     """The entries at `indices`, f32 of their shape; 0 for an index beyond the end."""
     return functools.reduce(
-      jnp.add, [sparse.read_at(part, indices) for part in self.parts]
+      jnp.add, [sparse.read_at(term, indices) for term in self.parts]
     )
 
   def slice(self, start: jax.Array, length: int) -> jax.Array:
     """The entries start … start + length − 1, f32[length]; all of them must exist."""
-    cut = lambda part: jax.lax.dynamic_slice(part, (start,), (length,))
+    cut = lambda term: jax.lax.dynamic_slice(term, (start,), (length,))
     return functools.reduce(jnp.add, map(cut, self.parts))
 
   def window(self, start: jax.Array, length: int) -> "LazySum":
@@ -73,7 +73,7 @@ class LazySum:
     inside = jnp.minimum(start, self.size - length)
     cut = lambda x, start: jax.lax.dynamic_slice(x, (start,), (length,))
     beyond = jnp.minimum(start - inside, length)
-    ends_late = lambda part: cut(jnp.pad(cut(part, inside), (0, length)), beyond)
+    ends_late = lambda term: cut(jnp.pad(cut(term, inside), (0, length)), beyond)
     windows = jax.lax.optimization_barrier(list(map(ends_late, self.parts)))
     return LazySum(tuple(windows))
 

@@ -75,14 +75,14 @@ def _in_pieces(
 ) -> jax.Array:
   """`select` of the chunks of each piece, i32[⌈n / length⌉, k]."""
   size = -(-x.size // (length * pieces)) * length
-  whole, rest = divmod(x.size, size)
+  full, rest = divmod(x.size, size)
 
   def select_piece(start: jax.Array, values: jax.Array) -> jax.Array:
     return select(values, lambda at: x.read_at(start + at), length, k)
 
   chosen = jnp.zeros((0, k), jnp.int32)
-  if whole:
-    starts = size * iota(whole)
+  if full:
+    starts = size * iota(full)
     chosen = jax.lax.map(
       lambda start: select_piece(start, x.slice(start, size)), starts
     )
@@ -90,7 +90,7 @@ def _in_pieces(
   if not rest:
     return chosen
   # a shorter piece, whose last chunk is filled with zeros
-  start = jnp.int32(whole * size)
+  start = jnp.int32(full * size)
   values = jnp.pad(x.slice(start, rest), (0, -rest % length))
   return jnp.concatenate([chosen, select_piece(start, values)])
 

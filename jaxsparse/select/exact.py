@@ -74,8 +74,8 @@ def top_k(
   shape = (x.size,) if isinstance(x, LazySum) else jnp.shape(x)
   if not isinstance(x, LazySum):
     x = LazySum((jnp.asarray(x).reshape(-1),))
-  for part in x.parts:
-    check_float32(part)
+  for term in x.parts:
+    check_float32(term)
   n = shape[-1]
   if k % 1 or not 1 <= k <= n:
     raise ValueError(

@@ -49,8 +49,8 @@ class Selector(abc.ABC):
 
   def choose(self, x: LazySum, k: int, memory: Any) -> Sparse:
     """The k entries of a whole vector, [1, k], which are sent at once."""
-    whole = Blocks(x, jnp.zeros(1, jnp.int32), x.size, k)
-    return self.start(whole, memory).largest(0, 1)
+    blocks = Blocks(x, jnp.zeros(1, jnp.int32), x.size, k)
+    return self.start(blocks, memory).largest(0, 1)
 
   def next(self, memory: Any, chosen: Sparse, length: int) -> Any:
     """The memory for the next step, from the entries [rows, k] selected in this step."""

@@ -83,9 +83,9 @@ def _pack_by_product(flags: jax.Array) -> jax.Array:
 
 def _pack_whole(flags: jax.Array) -> jax.Array:
   """The last word apart: on CPU padding flags would copy what they are computed from."""
-  whole = flags.size // BITS * BITS
-  words = _pack_words(flags[:whole])
-  rest = flags[whole:]
+  aligned = flags.size // BITS * BITS
+  words = _pack_words(flags[:aligned])
+  rest = flags[aligned:]
   if rest.size:
     last = _pack_words(jnp.pad(rest, (0, BITS - rest.size)))
     words = jnp.concatenate([words, last])

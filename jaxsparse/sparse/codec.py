@@ -291,8 +291,8 @@ def _buckets(high: jax.Array, capacity: int) -> jax.Array:
   """The high part of each slot, i32[rows, capacity], of rows with `capacity` set bits."""
   rows, count = high.shape
   missing = -high.size % bitset.GROUP
-  whole = jnp.pad(high.reshape(-1), (0, missing))
-  bit = bitset.nonzero(whole, rows * capacity).reshape(rows, capacity)
+  padded = jnp.pad(high.reshape(-1), (0, missing))
+  bit = bitset.nonzero(padded, rows * capacity).reshape(rows, capacity)
   return bit - _offsets(rows, count * bitset.BITS, capacity)
 
 

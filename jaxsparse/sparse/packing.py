@@ -157,9 +157,9 @@ def expand(words: np.ndarray, length: int) -> np.ndarray:
     return after([np.zeros(length, np.uint32)], rest)[0]
   if form == 2:
     values, bits = np.split(rest, [2 * math.ceil(length / _BLOCK)])
-    first, other = values.reshape(2, -1, 1)
+    first, second = values.reshape(2, -1, 1)
     flags = np.unpackbits(bits.view(np.uint8)).view(np.bool_)
-    blocks = np.where(flags.reshape(len(first), _BLOCK), first, other)
+    blocks = np.where(flags.reshape(len(first), _BLOCK), first, second)
     return blocks.reshape(-1)[:length]
   if form or rest.size != length:
     raise ValueError(f"{words.size} words are no form of {length}")
@@ -175,11 +175,11 @@ def _pack_pairs(words: np.ndarray) -> np.ndarray | None:
   first = blocks[:, :1]
   are_first = blocks == first
   # the first word of another value; the first value again where there is none
-  other = np.take_along_axis(blocks, are_first.argmin(axis=1)[:, None], axis=1)
-  if not (are_first | (blocks == other)).all():
+  second = np.take_along_axis(blocks, are_first.argmin(axis=1)[:, None], axis=1)
+  if not (are_first | (blocks == second)).all():
     return None
   bits = np.packbits(are_first).view(np.uint32)
-  return np.concatenate([first.ravel(), other.ravel(), bits])
+  return np.concatenate([first.ravel(), second.ravel(), bits])
 
 
 def _pieces(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
