@@ -101,11 +101,11 @@ class _Program(NamedTuple):
   structure: Any
 
   def finish(
-    self, operands: tuple, totals: Sequence[Any], own: Iterable[Any]
+    self, operands: tuple, totals: Sequence[Any], local: Iterable[Any]
   ) -> tuple[optax.Params, optax.OptState, jax.Array]:
-    """The results of `_step`: those equal on all workers from the totals, the others from this one's `own`."""
+    """The results of `_step`: those equal on all workers from the totals, the others from this one's `local`."""
     alike = iter(self.apply(*totals, *jax.tree.leaves(operands)))
-    of_worker = iter(own)
+    of_worker = iter(local)
     leaves = [next(alike if equal else of_worker) for equal in self.equal]
     return jax.tree.unflatten(self.structure, leaves)
 
@@ -176,8 +176,8 @@ class OuterStep:
     program = self._program(size, fragment, operands)
     results = program.exchange(*jax.tree.leaves(operands))
     totals = results[: len(program.totals)]
-    own = results[len(totals) :]
-    params, after, skipped = program.finish(operands, totals, own)
+    local = results[len(totals) :]
+    params, after, skipped = program.finish(operands, totals, local)
     following = _after(anchor, size, group, params, outer | {fragment: after})
     # the totals are what an absent worker needs to repeat this step
     kept = () if skipped else tuple(map(np.asarray, totals))
@@ -207,8 +207,10 @@ class OuterStep:
     # Results that differ between workers, residuals above all, are those of the
     # members: this worker keeps its own.
     before = jax.tree.leaves((anchor.params, outer[fragment], False))
-    own = [leaf for leaf, equal in zip(before, program.equal, strict=True) if not equal]
-    params, after, _ = program.finish(operands, totals(program.totals), own)
+    kept = [
+      leaf for leaf, equal in zip(before, program.equal, strict=True) if not equal
+    ]
+    params, after, _ = program.finish(operands, totals(program.totals), kept)
     return _after(anchor, size, group, params, outer | {fragment: after}), fragment
 
   def skip(self, anchor: Anchor, result: Result) -> Result:
