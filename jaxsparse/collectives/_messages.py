@@ -243,7 +243,7 @@ class EncodingCollective(SparseCollective):
     return super().init(n, size)._replace(shared=self.first_step)
 
   def writer(self, codec: Codec, step: Any, block: jax.Array) -> Writer:
-    """The writer of a step; workers that give the same number `block`, i32[], round alike."""
+    """The writer of a step. Where its format rounds at random, workers with the same `block`, i32[], round alike."""
     if not FORMATS[self.wire].draws:
       return Writer(codec)
     # The key is the same in every run: a run from a checkpoint rounds as the first one

@@ -76,9 +76,9 @@ class PowerSGD(ByLeaf):
 
   The next step starts from this R, as in the paper (warm start). Vectors, and leaves
   with r (a + b) ≥ a b, are sent whole. So a matrix takes 2 r (a + b) (P − 1)/P words,
-  in two all-reduces, and no indices. With `alternate` odd steps compute L and deliver
-  `L orth(R)ᵀ`, even ones compute R (ACP-SGD): one all-reduce, 2 r a (P − 1)/P or 2 r b
-  (P − 1)/P words.
+  in two all-reduces, and no indices. With `alternate` steps 0, 2, … compute L and
+  deliver `L orth(R)ᵀ`, steps 1, 3, … compute R (ACP-SGD): one all-reduce, 2 r a (P −
+  1)/P or 2 r b (P − 1)/P words.
 
   Differences from the paper: R is orthonormalized as well, a column of zeros in L or R
   is replaced by a random direction, the same on every worker, the residual is a
@@ -173,7 +173,9 @@ class PowerSGD(ByLeaf):
       after = done.factors
     else:
       half = left(state.residual, others, factors)
-      # Another residual to XLA: else it would store the sums until the second half.
+      # The second half computes gradient + residual again. Its residual waits for the
+      # first half: else XLA would compute the sums once, and store them in between. The
+      # first half has sent all that goes whole, so the second one has no `others`.
       done = right(_after(half.bound, state.residual), others[:0], half.factors)
       sent = half
       bound = jnp.maximum(half.bound, done.bound)
@@ -294,7 +296,15 @@ class LowRank(NamedTuple):
     residual: jax.Array,
     decay: float,
   ) -> tuple[jax.Array, jax.Array]:
-    """The total and the residual, as `Formula.finish` returns them."""
+    """The total and the residual, as `Formula.finish` returns them.
+
+    Args:
+      values: what `values` returns, after the check that it is finite: the left factor
+        of each piece of low rank, other pieces whole; and the bound.
+      finite: bool[], false in a step that all workers skip.
+      residual: before the step.
+      decay: the factor of the next residual.
+    """
     pieces = [
       (left, piece[1]) if isinstance(piece, tuple) else left
       for left, piece in zip(values[0], self.total, strict=True)

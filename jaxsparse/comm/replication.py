@@ -74,8 +74,9 @@ def checked(
     others: further axes that the program is mapped over; devices along them hold
       copies.
     rewrite: makes of the checked program the one that runs.
-    instead: the function in place of one whose trace ends with a TypeError; raises it,
-      or another, if there is none.
+    instead: `instead(error)` is traced where the trace of `function` ends with a
+      TypeError: the same program for a `tx` that does not take all arguments. It raises
+      where there is none, with what the user should change.
 
   Raises:
     ValueError: when traced: if a transform is over other axes, or if a result that
@@ -109,6 +110,7 @@ def checked(
         raise ValueError(
           f"{leaf} would differ between the workers along axis {list_axes(differs)}: {why}"
         )
+    # The program that was checked runs: tracing `function` again would take as long.
     leaves = core.jaxpr_as_fun(rewrite(closed))(*jax.tree.leaves(arguments))
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 

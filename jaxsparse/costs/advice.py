@@ -255,9 +255,10 @@ def advise(
   method over those of dense; dense is before what is sooner by no more than the
   standard deviation. Methods are then dense and those of the evidence; of several
   trainings of one method the one that took most steps counts. Rows with a `gap` and no
-  steps say whether a method holds: within 2 % of dense on four of five tasks, without
-  those where 2 % are within the gap's standard error. If so, it takes dense's steps
-  where no other row has them, and if not, it never reaches dense's loss.
+  steps say whether a method holds: its loss is within 2 % of dense's on at least four
+  of five tasks; tasks whose standard error leaves this open do not count. A method that
+  holds, and has no row with steps, is taken to need dense's steps; one that does not
+  hold never reaches dense's loss.
 
   Args:
     params: the parameters, a pytree of arrays or of `jax.ShapeDtypeStruct`; or n, which
@@ -319,6 +320,7 @@ def advise(
   predictions_of_methods = (
     _with_evidence(updates, rows) if (rows := list(evidence)) else without_evidence
   )
+  # With evidence dense alone has none of its own.
   dense = min(
     (
       prediction.to_loss
@@ -327,7 +329,7 @@ def advise(
     ),
     default=math.inf,
   )
-  # A gain that is not outside of the deviation is none.
+  # A method is before dense only if it is still sooner with the deviation of its steps.
   sure = lambda prediction: (
     prediction.to_loss if prediction.latest < dense else max(prediction.to_loss, dense)
   )

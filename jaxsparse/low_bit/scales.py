@@ -84,24 +84,25 @@ def of_signs(means: jax.Array, share: jax.Array) -> jax.Array:
 def of_columns(
   maxima: jax.Array, used: jax.Array, bits: int
 ) -> tuple[jax.Array, jax.Array]:
-  """Scales u32[blocks, words] and steps of the largest magnitudes of columns, f32[blocks, columns] both.
+  """Packed scales u32[blocks, words] and quantization steps f32[blocks, columns] of blocks with these maxima.
 
-  A block has the mean of the maxima of its columns, and each column the number of the
-  largest ratio to that mean that its maximum reaches, or of the smallest ratio.
+  A block stores the mean of the maxima of its columns, and of each column a code: the
+  index of the largest ratio r with maximum ≥ r · mean, 0 where there is none.
 
   Args:
-    maxima: 0 of columns that are padding.
-    used: the number of columns that are not, i32[blocks].
+    maxima: f32[blocks, columns], the largest magnitude of each column; 0 for padding.
+    used: i32[blocks], the number of columns that are no padding.
     bits: 2, 4 or 8.
   """
   # H, over the columns that have entries
   mean = row_sums(maxima) / jnp.maximum(used, 1).astype(jnp.float32)
   code = _CODES[bits]
   columns = maxima.shape[1]
-  # The number of a ratio is how many ratios above the smallest the maximum reaches.
+  # The index of a ratio is how many ratios above the smallest the maximum reaches.
   reached = [maxima >= mean[:, None] * ratio for ratio in code.ratios[1:]]
   numbers = functools.reduce(jnp.add, [flags.astype(jnp.uint32) for flags in reached])
   per_word = code.ratios_per_word
+  # one word of a block is its mean
   words = words_of_block(bits, columns) - 1
   padded = jnp.pad(numbers, ((0, 0), (0, words * per_word - columns)))
   fields = padded.reshape(-1, per_word, words) << _shifts(code)

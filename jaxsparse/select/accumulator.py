@@ -152,12 +152,13 @@ class TopKAccumulator:
     """The candidates of some rows, and the entries that were received there."""
     known = [candidates.indices[first:last]]
     for new in (new[first:last] for new in self.new if first < len(new)):
-      # Each addition is padded to all rows, and to slots that the search packs in whole
-      # groups.
+      # Padded to all rows, and to a multiple of 256 slots: the search packs flags of
+      # slots in bitsets (`bitset.align`).
       missing_rows = last - first - len(new)
       missing_slots = bitset.align(new.shape[1]) - new.shape[1]
       more = ((0, missing_rows), (0, missing_slots))
       known.append(jnp.pad(new, more, constant_values=self.blocks.length))
+    # `low` and `fits` are about all other entries, to which nothing was added.
     return candidates._replace(
       indices=jnp.concatenate(known, axis=1),
       low=candidates.low[first:last],

@@ -107,7 +107,11 @@ def abstract_state(
 def place_state(
   engine: Engine, start: Callable, params: optax.Params
 ) -> tuple[ArrayTree, ArrayTree]:
-  """`start_workers`, where types tell how parameters lie inside a worker, and placed on the devices of the engine."""
+  """The state that `start(params)` returns at every worker, on the devices of the engine, and its specs.
+
+  The mesh axes inside a worker are Explicit while it starts, so that the type of a
+  parameter tells its sharding.
+  """
   with engine.typed() as typed:
     state, specs = start_workers(typed, start, params)
   return engine.place(state, specs), specs

@@ -412,7 +412,7 @@ class TrainStep:
     out_specs: SpecTree,
     shardings: SpecTree,
   ) -> Callable:
-    """The jitted step for arguments that lie so inside a worker."""
+    """The jitted step, for arguments with these shardings inside a worker; None leaves them to the compiler."""
     engine = self._engine
     step = functools.partial(self._worker.step, engine.comm)
     instead = functools.partial(self._worker.step_instead, engine.comm)
@@ -469,9 +469,9 @@ class TrainStep:
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     shardings = engine.shardings(arguments, specs)
     head += replicas.described(arguments, shardings)
-    # The first step of processes may begin far apart. For a later one with new shapes
-    # they wait a limited time, or one that has the old shapes would leave the others
-    # without an end.
+    # The first steps of processes may begin far apart. In a later step some of them may
+    # see new shapes, and the others, with the old ones, never come here: the wait is
+    # limited, and ends with an error.
     if self._alike:
       # Shapes of parameters and state cannot be new, and are long to read.
       kept = shardings and (None, None, *shardings[2:])

@@ -181,15 +181,15 @@ class WorkerStep(NamedTuple):
   def synchronize(
     self, params: optax.Params, state: OptState, extra: dict[str, ArrayTree]
   ) -> tuple[optax.Params, OptState]:
-    """An exchange of what the workers have moved, without a step of other leaves: the next parameters and state."""
+    """An exchange of local steps at any time: the next parameters and state, those of other leaves as before."""
     before = optimized(params)
-    # Only local steps act in this context, and they ignore gradients.
+    # In this context local steps exchange, and ignore gradients. Other optimizers of the
+    # chain get zeros; their next states are thrown away below.
     with synchronizing(True):
       updates, after = atomic(self.tx).update(
         optax.tree.zeros_like(before), state, before, **extra
       )
     is_local = states.is_local_state
-    # All other optimizers have taken no step.
     after = jax.tree.map(
       lambda old, new: new if is_local(old) else old, state, after, is_leaf=is_local
     )

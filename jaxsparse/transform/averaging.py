@@ -109,7 +109,8 @@ def average_momentum(
     updates, after = inner.update(grads, state.inner, params, **extra)
     not_skipped = jnp.bool_(False)
     keep = lambda momentum, means: (momentum, idle_step(means, not_skipped))
-    # Workers skip the same steps, so `since` is the same on all of them.
+    # Workers skip the same steps, so `since` is the same on all of them, as the branches
+    # of a collective need.
     due = mark_total(state.since + 1 >= every, axes_of(mean.comm))
     momentum, means = varying.cond(
       due, exchange, keep, _momentum_of(after), state.means

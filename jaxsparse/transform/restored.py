@@ -34,8 +34,8 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
   s = 1 where all workers have the same update, and 1/√P where they have nothing in
   common. `delivered_w` is u_w plus what the residual of worker w loses in this
   exchange; u_w without a residual. What rounding or selection does to both sums
-  cancels: where the collective conserves the sum, equal workers have s = 1 with any of
-  them. s = 1 for leaves of zeros and with one worker; s² is at least 1/P, also where
+  cancels: where the collective conserves the sum, workers with equal updates have s = 1.
+  s = 1 for leaves of zeros and with one worker; s² is at least 1/P, also where
   the sums are not positive.
 
   Residuals are those of the transform, in the units of u_w:
@@ -94,7 +94,8 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     **extra: ArrayTree,
   ) -> tuple[optax.Updates, RestoredState]:
     before = state.exchange
-    if agree is not None:  # a step without an exchange
+    # A step without an exchange, in which workers agree alone whether all are finite.
+    if agree is not None:
       zeros, after = transform.update(updates, before, params, agree=agree, **extra)
       return zeros, state._replace(exchange=after)
     residuals = lambda reduce_state: list(residual_leaves(reduce_state).values())
@@ -104,7 +105,8 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     updates, entered = jax.lax.optimization_barrier((updates, entered))
     mean, after = transform.update(updates, before, params, **extra)
     delivered = entered - _products(updates, residuals(after))
-    # The mean of weighted updates is a total: weights are taken for 1/P.
+    # `mean` is total / divisor, and the formula has total / P. The divisor is P, or 1
+    # where updates are weighted: their weights are taken for 1/P.
     shared = _products(updates, mean) * (comm.divisor / comm.size)
     pairs = jnp.stack([shared, delivered], axis=1)
     products = comm.all_reduce(pairs)

@@ -67,7 +67,9 @@ def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
   _check_differing(state)
 
   def spec_of(subtree: OptState, row: bool) -> SpecTree:
-    if row:  # leaves keep the shardings inside that they have
+    # One row a worker. The spec names the axis of workers alone: `jax.jit` keeps the
+    # shardings that leaves have inside a worker.
+    if row:
       return jax.tree.map(lambda _: PartitionSpec(axis), subtree)
     if not is_reduce_state(subtree):
       return replicated
@@ -76,6 +78,7 @@ def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
     own_spec = PartitionSpec((*names_of(axis), *devices))
     # Equal on all workers, and a part of its own at each device of one.
     same = PartitionSpec(devices) if devices else replicated
+    # arrays of one worker, those that all share, and those of the layout
     return subtree.map_arrays(lambda _: own_spec, lambda _: same, lambda _: replicated)
 
   return jax.tree.map(spec_of, state, worker_rows(state), is_leaf=is_reduce_state)

@@ -64,7 +64,9 @@ class OwnAnchor:
     self._worker = worker
     # the anchor before the last round, and what was given in it
     self._before: tuple[Anchor, optax.Params] | None = None
-    # links of the last rounds of `anchor`: at most as many bytes as it has, and the newest
+    # Links of the chain, each the difference of a round (no members that are links), for
+    # workers that are some rounds behind: at most as many bytes as `anchor` has, and the
+    # newest.
     self._links = collections.deque[RoundLink]()
 
   @property
@@ -129,10 +131,11 @@ class OwnAnchor:
       ValueError: for an anchor of another model.
     """
     anchor, *_ = self._unpack(model)
+    # A donor with the same round and base may still wait to hear of round `last`.
     if anchor.position.round < position.round or anchor.position[:2] == position[:2]:
       return None
     after = self.anchor.lineage.after(position.last)
-    # taken for granted if it is too long ago
+    # A lineage has the ids of late rounds only: an older round, None, is taken as included.
     is_there = anchor.lineage.at(after.round) in (None, after.id)
     return is_there and anchor.position.round >= after.round
 

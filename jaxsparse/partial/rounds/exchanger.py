@@ -89,7 +89,7 @@ class Exchanger(OwnAnchor):
       self.post(error)
 
   def skip(self) -> int:
-    """The outer step of the exchange that is done is skipped after all; the digest of the result."""
+    """Replaces the computed result by that of a skipped round, as another process of the worker has; its digest."""
     run = self._run
     assert run
     assert run.result

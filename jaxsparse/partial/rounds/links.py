@@ -66,7 +66,7 @@ def add_moved(
 def subtract(
   outer: OuterStep, anchor: Anchor, leaves: optax.Params, vector: np.ndarray
 ) -> Anchor:
-  """`anchor` after a link has moved it by f32[n], the entries of leaves like these."""
+  """`anchor` minus f32[n], θ − θ_w of a link w, the entries of leaves like these."""
   movement = flatten(leaves)[1](outer.on_cpu(vector))
   # a leaf of another fragment does not move
   by = fill_zeros(anchor.params, movement)

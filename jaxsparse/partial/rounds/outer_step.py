@@ -525,6 +525,7 @@ def _residuals(outer: optax.OptState) -> list[jax.Array]:
 def _less_residual(
   params: optax.Params, outer: optax.OptState, weight: jax.Array
 ) -> optax.Params:
+  """θ − residual / weight, where a worker trains: the residual is in units of weight · (θ − θ_w)."""
   residuals = [residual_leaves(state) for state in states.reduce_states(outer)]
   behind = {name: leaf for leaves in residuals for name, leaf in leaves.items()}
   less = lambda name, leaf: leaf - behind[name] / weight if name in behind else leaf

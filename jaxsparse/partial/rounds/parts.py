@@ -256,7 +256,7 @@ class LeadProtocol(PartProtocol):
         self._take_bye(signal)
 
   def _take_hello(self, signal: Signal) -> None:
-    """The worker joins when all parts do."""
+    """The worker joins when all parts do: the first HELLO of a part lets the others say theirs again."""
     part = signal.worker
     is_new = part not in self._joining
     self._joining[part] = signal
@@ -266,7 +266,8 @@ class LeadProtocol(PartProtocol):
       # "absent" lets them say HELLO, as if the server had dropped them
       reason = "absent: another part of this worker has to join again"
       self._tell_parts(others, ServerMessage.REJECTED, reason=reason)
-    if not others and (is_new or part == 0):  # all parts repeat it
+    # Parts repeat HELLO until they are welcome: then that of part 0 alone is passed on.
+    if not others and (is_new or part == 0):
       first, *rest = (self._joining[part].alike for part in sorted(self._all))
       address = ",".join(self.addresses)
       signal = signal._replace(address=address, alike=first.joined(rest))

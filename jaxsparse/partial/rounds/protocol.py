@@ -172,7 +172,7 @@ class RoundProtocol(WorkerProtocol[Run]):
     self._quorum_until = self.membership.now + self.membership.limit * limits
 
   def _lose_place(self) -> None:
-    """Keeps a result that may count."""
+    """Drops the running exchange, as the server goes on without this worker; not after DONE: it may still count."""
     if self._run and not self.membership.position.last:
       self._drop(
         self._run,

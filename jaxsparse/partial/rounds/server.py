@@ -529,7 +529,14 @@ class RoundServer:
     self._welcome(signal, member, undecided if has_counted else 0)
 
   def _welcome(self, signal: Signal, member: RoundMember, counted: int) -> None:
-    """Answers HELLO, with the round that counts of which the worker did not know it, or 0."""
+    """Answers HELLO.
+
+    Args:
+      signal: its value is for how many seconds the worker has been fetching the anchor.
+      member: the worker.
+      counted: the number of a round that counts without the worker having heard so, or
+        0.
+    """
     quorum = self._quorum
     is_newest = member.position == quorum.position
     donor = None if is_newest else self._find_donor(signal.worker)

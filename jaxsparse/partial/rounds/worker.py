@@ -172,6 +172,7 @@ class Rounds:
         addresses, bind, keys, _MOST_ARRAYS * size + messages.LONGEST, timeout
       )
     self._connect(alike, len(addresses))
+    # Of a stale state the anchor alone is kept.
     is_kept = state and not self._exchanger.is_stale
     self._start(state if is_kept else None)
 
@@ -182,7 +183,7 @@ class Rounds:
     link: bool,
     state: SavedState | None,
   ) -> Alike:
-    """Makes the anchor that training starts from, or that of a state; what of it all workers need alike."""
+    """Makes the exchanger with the anchor of a saved state, or of `params`; what the server compares of it."""
     own_params = self._place.to_host(params)
     anchor = step.start(own_params)
     fragments = step.fragments.count
