@@ -247,9 +247,11 @@ class _Text:
     if indices == 1:
       return 0.0
     beside = len(widest) / indices  # devices of each index, which share the bytes
-    if kind == "reduce-scatter":  # its result is a part
+    # Its result is 1 / (indices · beside) of what is added up: `beside` cancels.
+    if kind == "reduce-scatter":
       return indices - 1
-    if kind == "all-reduce" and entries < indices:  # is not scattered
+    # Too few entries to be scattered: they are sent as they are.
+    if kind == "all-reduce" and entries < indices:
       return 1 / beside
     share = math.ceil(entries / indices) * (indices - 1) / entries
     return (2 if kind == "all-reduce" else 1) * share / beside

@@ -222,13 +222,13 @@ def without_not_finite(state: OptState) -> OptState:
 
 
 def _kinds(state: OptState) -> list[str]:
-  """The kind of each array of a state: "owed", "carried" beside it (Inf may be a bound), or "" for other arrays."""
+  """The kind of each array of a state: "owed" has to be finite, "carried" no NaN, "" may be anything."""
   mark = lambda kind, tree: jax.tree.map(lambda _: kind, tree)
 
   def of_subtree(subtree: OptState) -> OptState:
     if not states.is_reduce_state(subtree):
       return ""
-    # A threshold of Inf stands for none, so Inf is no defect beside a residual.
+    # A threshold of Inf stands for none; Inf in a residual is a defect.
     carried = mark("carried", subtree.carried)
     owed = mark("owed", subtree.carried.residual)
     return mark("", subtree)._replace(carried=carried._replace(residual=owed))

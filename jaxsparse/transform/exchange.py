@@ -249,7 +249,7 @@ class Delayed(Mixed):
     return done._replace(updates=zeros, flight=flight)
 
   def deliver(self, fragment: int, state: LocalState, given: Given) -> Stepped:
-    """The update in flight, or of an exchange without a delay."""
+    """The update in flight; where none is, that of an exchange now."""
     apply = lambda state: self._apply_flight(state, given)
     # Within the lambda, `super()` would take its `state` for `self`.
     exchange = super().exchange

@@ -43,6 +43,7 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
     Array([0.75, 1.  ], dtype=float32)
   """
   moved = moved_leaves(state).items()
+  # what to subtract: θ − θ_w, and the residual where it is applied
   behind: dict[str, jax.Array] = {name: leaf[0] for name, leaf in moved}
   for local in states.local_states(state):
     of_workers = jax.tree.leaves((local.inner, local.moved))

@@ -232,12 +232,12 @@ def _free_slots(
     comm: the workers.
     owned: i32[P], the number of entries of each worker.
     mean: i32[], the number of entries of a worker after balancing.
-    even: the largest number of it.
-    surplus: i32[c], numbers of surplus entries of this worker, from 0.
+    even: the largest value of `mean`, known when compiling.
+    surplus: i32[c], numbers of the surplus entries of this worker, from 0.
 
   Returns:
     (has_slot, worker, column), [c] each: whether there is a free slot for the entry,
-    whose it is, and its number in the message to that worker.
+    whose it is, and the index of the entry in the message to that worker.
   """
   # surplus entries and free slots of each worker
   above = jnp.maximum(owned - mean, 0)
@@ -252,8 +252,8 @@ def _free_slots(
   slot = slot_of(surplus)
   turn = slot // comm.size
   worker = slot % comm.size
-  # The free slots before the first one of this rank are for lower ranks.
+  # The free slots of that worker before the first one of this rank are for lower ranks.
   is_lower = (worker < first % comm.size).astype(jnp.int32)
-  column = turn - jnp.minimum(below[worker], first // comm.size + is_lower)
+  column = turn - (first // comm.size + is_lower)
   has_slot = start + surplus < jnp.sum(below, dtype=jnp.int32)
   return has_slot, worker, column

@@ -198,10 +198,12 @@ class GroupProtocol(WorkerProtocol[Average]):
         self._take_rejection(content["reason"])
 
   def _take_rejection(self, reason: str) -> None:
+    # The server says that no worker has a finite model: an error of the training loop.
     if reason.startswith("nobody:"):
       if self._waits_for_a_finite_model:
         self.membership.reply(FloatingPointError(reason))
     elif self.membership.take_rejection(reason, awaits_group=self._awaits_group):
+      # It joins again: groups of before are over.
       self._run = None
       self._settled = 0
 

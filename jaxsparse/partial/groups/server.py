@@ -106,6 +106,7 @@ class GroupServer:
     worker = signal.worker
     has_trained = any(member.iteration for member in self.members.known.values())
     self.members.check(connection, signal, at_start=not has_trained)
+    # Workers that are expected from the start are alive before they join.
     if worker in self._controller.alive:
       self._controller.replaced(worker)
     else:
@@ -114,6 +115,7 @@ class GroupServer:
     member.step_began = self.members.now
     member.iteration = 0
     member.group = None
+    # the next donor, as the model of the last one may not be finite
     member.hellos += 1
     self._welcome(signal, member)
 

@@ -262,6 +262,7 @@ class RoundProtocol(WorkerProtocol[Run]):
       self._await_quorum()
 
   def _take_welcome(self, content: Content) -> None:
+    """Commits the round that has waited, if it counted, drops it if it did not, and joins; else a donor tells."""
     position = self.membership.position
     if not content.keys() >= {"grace", "sizes", "base", "number"}:
       raise Rejected("malformed: WELCOME of a server of partial reduce, not of rounds")
@@ -271,6 +272,7 @@ class RoundProtocol(WorkerProtocol[Run]):
     # The server names the round if it counted while this worker was away.
     if self._run and content["number"] == position.last:
       self._commit(self._run, content)
+    # The newest anchor is still the one before the round.
     elif self._run and content["base"] == position.base:
       self._drop(self._run, "the server has not heard that all members have the result")
     most = content.get("most", 1.0)

@@ -129,7 +129,8 @@ class RoundServer:
     for worker in self.members.tick(now, alive=len(self._known)):
       self._leave(worker)
     waiting = self._quorum.waiting
-    # The worker that completed the quorum, and those behind it: its wait decides.
+    # The worker that completed the quorum, and those ready after it. It waits for more of
+    # them until its `waits_until`.
     enough = waiting[self._quorum.quorum - 1 :]
     if not enough:
       self._window.close(now)
@@ -285,11 +286,11 @@ class RoundServer:
         self._quorum.paused = True
 
   def _end_waits(self, members: Iterable[RoundMember] = ()) -> None:
-    """The next round waits for these no longer."""
+    """The next round waits for these no longer; rounds go on where it waits for nobody else."""
     for member in members:
       member.awaited_until = 0.0
     if self._quorum.paused and self._started and not self._awaited:
-      # from now on as long again as this wait has lasted
+      # Rounds go on for as long as this wait has lasted before there is another one.
       self._next_wait = 2 * self._now - self._awaits_since
       self._quorum.paused = False
       self._announce(self._quorum.begin_if_all_ready())
@@ -484,7 +485,8 @@ class RoundServer:
     self._warn(("aborted", reason), f"{group.round} counts for nobody: {reason}")
     facts = {"number": group.number, "worker": worker, "reason": reason}
     self.members.tell(group.members, ServerMessage.ABORT, **facts)
-    # or the first member that is ready again would begin with them alone
+    # Those that are ready wait once more: else the first member that is ready again would
+    # begin a round with them alone.
     for waiting in self._quorum.waiting:
       self._known[waiting].waits_until = self._now + self._window.least
 

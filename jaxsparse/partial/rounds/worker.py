@@ -440,7 +440,8 @@ class Rounds:
     delta, trained, _ = self._flight
     group = self._exchanger.group
     weight = group.weights[group.members.index(self._worker)]
-    # the residual is of earlier rounds, too
+    # The residual is from rounds in which the weights of this worker differed: a running
+    # mean takes their place.
     recent = ((self._recent_weight or weight) + weight) / 2
     after = self._make_base(recent)
     undelivered = self._undelivered.copy()
