@@ -1,4 +1,4 @@
-"""Checks on the jaxpr of a program, before it runs, which values are equal on all workers.
+"""Checks on the jaxpr of a program which values are equal on all workers, and splits it where they become so.
 
 JAX types a value inside `jax.shard_map` as varying or not over each axis, and so tells
 that a result differs, but not which leaf and why, and only on a mesh. It also refuses
@@ -144,7 +144,10 @@ class Halves(NamedTuple):
 
 
 def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> Halves:
-  """Splits a checked program where values become equal on all workers that no equal ones determine.
+  """Splits a checked program of one worker in two, where its totals are known.
+
+  The second half computes the results that are equal on all workers, from the totals
+  and from inputs that are equal on all; so who gets the totals later can follow.
 
   Args:
     closed: the program.
@@ -174,6 +177,7 @@ def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> 
     if variable in needed - known
   ]
   rest = [atom for atom in jaxpr.outvars if varies(atom)]
+  # The compiler drops the equations that only the results of the second half need.
   first = jaxpr.replace(outvars=[*totals, *rest])
   second = jaxpr.replace(
     invars=[*totals, *jaxpr.invars],

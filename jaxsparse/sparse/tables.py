@@ -72,8 +72,8 @@ def quantize_magnitudes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     values: f32[rows, N].
 
   Returns:
-    (codes, table): i32[rows, N], 0 … 7 of values ≥ 0 and 8 more of others, where 0 is
-      the number 0 and b + 1 bin b; and f32[rows, 7], the mean magnitude of each bin.
+    (codes, table): i32[rows, N], 0 for the number 0, else 1 + its bin, with 8 added
+      where the sign bit is set; and f32[rows, 7], the mean magnitude of each bin.
 
   Example:
     >>> codes, table = jax.jit(quantize_magnitudes)(jnp.array([[1.0, -8.0, 0.0, 1.1]]))

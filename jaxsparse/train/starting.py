@@ -145,7 +145,8 @@ def check_update(
   gradients before the update or leave them constant, which the state does not show, so
   this is a warning.
   """
-  # What transforms in inner optimizers cover is still a worker's own.
+  # The entries that workers average. Transforms in inner optimizers, whose states have a
+  # row for each worker, do not count: their updates are still a worker's own.
   covered = sum(
     int(np.max(local_shard(reduce_state.layout.entries)))
     for reduce_state, row in states.reduce_rows(state)
@@ -160,7 +161,8 @@ def check_update(
   def updates(
     like: optax.Updates, state: OptState, params: optax.Params
   ) -> tuple[optax.Updates]:
-    grads = jax.tree.map(jnp.negative, trained(like))  # computed here, as gradients are
+    # Computed here, as gradients are: inputs might be averages already.
+    grads = jax.tree.map(jnp.negative, trained(like))
     return (
       optax.with_extra_args_support(tx).update(
         grads, state, params, value=jnp.float32(0)

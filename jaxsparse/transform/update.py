@@ -93,7 +93,8 @@ def grouped_transform(
 
   Args:
     grouped: gives the groups of leaves of these shapes, by name.
-    collectives: those of all groups, each once.
+    collectives: those of all groups, each once, for `with_collectives` to judge before
+      there are parameters.
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a
       comm.
     shardings: of the parameters inside a worker, where neither their types nor
@@ -104,7 +105,8 @@ def grouped_transform(
 
   def init(params: optax.Params) -> ReduceState:
     if isinstance(params, PLACEHOLDER):
-      # one leaf for all of the state, which has no copy of them
+      # `optax.tree_map_params` looks for copies of parameters: this state has none, so
+      # one leaf stands for it.
       return cast(Any, jnp.int32(0))
     checks.check_own_leaves(params)
     if special:
@@ -124,8 +126,8 @@ def grouped_transform(
         for group, new in zip(groups, collectives, strict=True)
       ]
 
-    # Here `change` judges the collectives when the transform is made; in `changed`
-    # those that are fitted to groups.
+    # `change` raises for collectives that its wrapper cannot work with: here when the
+    # transform is made; in `changed` it gets those that are fitted to groups.
     return grouped_transform(changed, change(collectives), axis, shardings, special)
 
   update = functools.partial(_update, comm, grouped)

@@ -135,7 +135,7 @@ class Adaptive(NamedTuple):
 
 
 def adapt(state: Adaptive, merged: jax.Array, low: int, k_block: int) -> Adaptive:
-  """Algorithm 2: changes h so that the union of the indices that teams send has about L elements.
+  """Algorithm 2: changes h, the entries of a block that a team sends, so that their union has about L indices.
 
   The direction of a step is right if h grows while N ≤ L, or shrinks while N > L, as in
   the paper's pseudocode. After two steps in the right direction the step is doubled;

@@ -143,7 +143,7 @@ class Exchanger(OwnAnchor):
     shared: optax.Params,
     post: Callable[[WorkerMessage], None],
   ) -> None:
-    """Copies what is to be given to the CPU and calls `post(the request to make)`, in the thread of exchanges.
+    """Copies to the CPU what this worker gives, and calls `post(the request to make)`, in the thread of exchanges.
 
     Args:
       delta: by the worker.

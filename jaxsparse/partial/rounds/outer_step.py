@@ -239,7 +239,12 @@ class OuterStep:
     return jax.device_put((*numbers, leaves, outer[fragment], anchor.params), self._cpu)
 
   def _program(self, size: int, fragment: int, operands: tuple) -> _Program:
-    """The compiled outer step of a fragment for groups of a size."""
+    """The outer step of a fragment for groups of a size, compiled as two programs.
+
+    The first one sends all messages and ends with their totals. The second one computes
+    what the totals determine: a worker that missed the round runs it alone, with the
+    totals of a link of the chain.
+    """
     key = size, fragment
     if key not in self._programs:
       step = functools.partial(self._step, size, fragment)

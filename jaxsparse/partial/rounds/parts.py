@@ -327,9 +327,9 @@ class LeadProtocol(PartProtocol):
 
   @property
   def _position(self) -> RoundPosition:
-    """Where all parts stand."""
-    # Rounds and bases must be equal; a result that is not known to count is that of one
-    # part alone.
+    """The position of the worker: that of all parts."""
+    # Round and base must be equal. `last`, a round that may count, is left out: only some
+    # parts may have its result.
     positions = {signal.position for signal in self._last_signals.values()}
     if self._refused or len({position[:2] for position in positions}) > 1:
       return _UNEQUAL

@@ -152,7 +152,7 @@ class Rounds:
     check_start(params)
     params = jax.tree.map(jnp.asarray, params)
     self._place = slices.place_of(params)
-    self._turn = every // fragments
+    self._turn = every // fragments  # steps from one fragment to the next
     self._delay = delay
     self._mixing = mixing
     self._wait = wait
@@ -164,6 +164,7 @@ class Rounds:
     addresses = [address] if isinstance(address, str) else list(address)
     with processes.errors_told(self._place):
       step = OuterStep(outer, fragments, device)
+      # `alike` is what the server compares between workers when this one joins.
       alike = self._make_anchor(params, step, link, state)
       # A donor sends its anchor with the state of the outer chain, of Adam for example
       # two arrays a parameter.
