@@ -100,7 +100,7 @@ class OneBit(Collective):
     received = comm.all_to_all(blocks.pack(codes, scales))
     # sum = acc_owner + Σ_{w ≠ owner} Q(acc_w)
     sums = blocks.sum_region(acc, rank, received)
-    # total = Q(sum)
+    # total = Q(sum). Steps are the decoded scales, of which the residual is computed.
     first = rank * blocks.region
     *summed, steps_of_sums = blocks.encode((sums,), first, blocks.region, skip=CHUNK)
     kept = jax.lax.dynamic_update_slice(steps, steps_of_sums, (first, jnp.int32(0)))

@@ -179,7 +179,15 @@ class BitBlocks:
   def _pass(
     self, compute: Callable[..., Arrays], unpadded: int, count: int, *kinds: Any
   ) -> list[jax.Array]:
-    """Codes, u32[count, width], and numbers of columns, f32[count, columns], of blocks."""
+    """Computes one array of `count` blocks for each dtype of `kinds`, in passes over the vector.
+
+    Args:
+      compute: of some blocks, as in `Pass`.
+      unpadded: the number of blocks without padding.
+      count: the number of blocks.
+      *kinds: uint32 for the words of codes [count, width], else a dtype for one number a
+        column [count, columns].
+    """
     sizes = tuple(self.width if kind == jnp.uint32 else self.columns for kind in kinds)
     encoding = Pass(compute, unpadded, count, sizes, padded_apart=True)
     empty = (

@@ -170,7 +170,8 @@ def _by_threshold(
   size = values.size
   groups = _groups(k)
   rows = size // length
-  # entries of random order that reach the threshold
+  # The mean number of entries that reach the threshold where the order is random: k of
+  # the groups have one, and a group with a mean of λ has one with 1 − e^(−λ) = k/groups.
   mean = -groups * np.log1p(-k / groups)
   # Room for nearly twice the mean in a chunk, and for a tenth more than the mean in all
   # of them.

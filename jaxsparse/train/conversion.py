@@ -283,7 +283,7 @@ def _mean(rows: Any, like: ArrayTree) -> ArrayTree:
 
 
 def _start_local(state: OptState, fresh: OptState) -> OptState:
-  """A state without local steps as that before the first one: each worker goes on with a copy of the optimizer.
+  """Turns a state without local steps into one before the first of them: each worker gets a copy of the optimizer's.
 
   Args:
     state: of as many workers as `fresh`.

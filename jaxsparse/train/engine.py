@@ -331,8 +331,8 @@ class _OnMesh(Engine):
     )
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
-    # Not along the workers: processes may share each of these, and then no two rows of
-    # workers would differ.
+    # Along an axis of processes, not along that of workers: several processes may hold
+    # one worker, and each has a value of its own.
     mesh, gather = _line_of_processes(self._mesh)
     split = NamedSharding(mesh, PartitionSpec("processes"))
     with jax.set_mesh(mesh):  # the caller may have set another mesh

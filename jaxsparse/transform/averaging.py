@@ -107,8 +107,8 @@ def average_momentum(
   ) -> tuple[optax.Updates, AveragedState]:
     # The optimizer steps first, so that the mean is that of the momentum of this step.
     updates, after = inner.update(grads, state.inner, params, **extra)
-    not_skipped = jnp.bool_(False)
-    keep = lambda momentum, means: (momentum, idle_step(means, not_skipped))
+    skipped = jnp.bool_(False)
+    keep = lambda momentum, means: (momentum, idle_step(means, skipped))
     # Workers skip the same steps, so `since` is the same on all of them, as the branches
     # of a collective need.
     due = mark_total(state.since + 1 >= every, axes_of(mean.comm))

@@ -24,9 +24,9 @@ _MOST_ARRAYS = 64  # for each parameter in a message
 class Follower:
   """Reads the outer parameters of `js.partial.Rounds`, bit for bit as all workers have them after a round.
 
-  The server says which workers have the last anchor. A few of these send a slice each:
-  of the links since the version that is here, or of the anchor where that is smaller. A
-  digest proves the result. What is refused changes nothing.
+  The server says which workers have the last anchor. One of these sends the links since
+  the version that is here; where the anchor is smaller, a few send a slice of it each.
+  A digest proves the result. What is refused changes nothing.
 
   Args:
     address: of the server.
@@ -136,12 +136,13 @@ class Follower:
     self._replica.adopt(model, base, server["digest"])
 
   def _fetch(self, donors: Sequence[str], round_: int) -> Piece:
-    """What donors send, joined: at first one of them links.
+    """What donors send, joined: links, or where one donor has none, slices of the anchor.
 
     Raises:
       TimeoutError: if one of them does not answer.
     """
-    # After one fetch in vain it takes slices from all donors.
+    # First the links, from one donor. After one fetch in vain slices of the anchor, from
+    # all. After two the anchor from one: of several slices nothing tells which is wrong.
     donors = donors[: None if self._in_vain == 1 else 1]
     lineage = self._replica.anchor.lineage
     has = (-1, 0) if self._in_vain else (lineage.round, lineage.id or 0)

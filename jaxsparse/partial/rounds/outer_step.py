@@ -314,8 +314,8 @@ class OuterStep:
     if self.fragments.count > 1:
       updates = fill_zeros(params, updates)
     after = optax.apply_updates(params, updates)
-    # The optimizer behind the collective may overflow, alike on all workers:
-    # `check_alike` looks at the rest.
+    # The optimizer behind the collective may overflow, alike on all workers: `check_alike`
+    # proves that it uses nothing of one worker alone.
     skipped = mark_total(
       states.is_skipped(outer) | ~flatten.all_finite(after), (PEERS,)
     )

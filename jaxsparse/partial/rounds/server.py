@@ -91,13 +91,14 @@ class RoundServer:
     self._limit = members.limit
     self._log = Warnings(logging.getLogger(__name__))
     self._began = now
-    # the workers that have been here since the last round, which was held here; None:
-    # it was not
+    # the workers that have been connected since the last round; None where that was at
+    # another server
     self._stayed: set[int] | None = None
     self._quorum = quorum
     quorum.paused = True
     self._resumes = now + members.limit
     self._started = False
+    # since when the next round waits for workers that fetch, and when it may do so again
     self._awaits_since = now
     self._next_wait = now
     # when workers last asked whether a round counts that is not known here
@@ -107,7 +108,7 @@ class RoundServer:
     self._disbelieved = set[int]()
     # since when nobody has had the anchor of the last round
     self._sought: float | None = None
-    # a number of the run, of that which goes on if there was a server before
+    # a random number of the run; that of the server before, if its workers come
     self._run = secrets.randbits(62)
     # when the last rounds that counted ended
     self._ended = collections.deque[float](maxlen=_RECENT)
@@ -237,7 +238,8 @@ class RoundServer:
       raise Rejected(
         f"malformed: weight {signal.value} of worker {signal.worker}, choose 0 … {_MOST_WEIGHT}"
       )
-    # the next HELLO of a worker that says it has a later one is checked
+    # A later position than that of the quorum is not believed here: the next HELLO of the
+    # worker is checked.
     if signal.position.round <= self._quorum.position.round:
       member.position = signal.position._replace(last=0)
     leaves = signal.kind in messages.LEAVING.values()
