@@ -4,14 +4,15 @@
 
     race         seconds until the transformer of 3.3 M parameters has dense Adam's loss after 300 steps
     hidden       a step of the transformer of 3.3 M parameters with an exchange in flight, and without
-    vector       steps of a vector's workers that are in the model, likewise, by --exchanges: rounds of a transform, or
-                 torchft's DiLoCo in the environment of `make peers`
+    vector       steps of a vector's workers that are in the model, likewise, or with another --fault, which lasts 10 s;
+                 by --exchanges: rounds of a transform, or torchft's DiLoCo in the environment of `make peers`
     transformer  likewise, with the transformer of 0.66 M parameters, which Adam trains
     interrupted  a worker of vector stopped, and cut off: waits and gaps, by --exchanges
     goodput      examples that are in the model, a second, with a worker killed every --kill_every seconds and another
                  one started at once, against none killed
     faults       a worker stopped, cut off, slow, with NaN; the controller killed twice; garbage: waits and gaps
-    fetches      of a reader of vector that receives at --download: its first anchor, from four and from one, and links
+    fetches      of a reader of vector that receives at --download: its first anchor, from four and from one, and links;
+                 of a worker that was stopped for two rounds
     synchronous  goodput of training that starts again from a checkpoint with the ranks that are left
 
 Workers of goodput and faults train the digits CNN in steps of at least --pace seconds,
@@ -60,7 +61,10 @@ _SECONDS = flags.DEFINE_float(
   "seconds", 300, "Of each run of goodput, and of hidden.", lower_bound=1
 )
 _KILL_EVERY = flags.DEFINE_float(
-  "kill_every", 60, "Seconds between two kills.", lower_bound=1
+  "kill_every", 60, "Seconds between two kills, or other faults.", lower_bound=1
+)
+_FAULT = flags.DEFINE_enum(
+  "fault", measures.FAULTS[0], measures.FAULTS, "Of vector and transformer."
 )
 _HOLD = flags.DEFINE_float(
   "hold",
@@ -212,6 +216,13 @@ def _mode(exchange: str) -> str:
   return f"{exchange}, H = {_EVERY.value}"
 
 
+def _mode_of_fault(exchange: str) -> str:
+  fault = _FAULT.value
+  return (
+    _mode(exchange) if fault == measures.FAULTS[0] else f"{_mode(exchange)}, {fault}"
+  )
+
+
 def _beside(exchange: str, task: str) -> Any:
   options = (
     {"torchft": _PYTHON.value} if exchange == "torchft" else {"transform": exchange}
@@ -230,8 +241,10 @@ def _killed(part: str) -> Iterator[tuple[str, Any]]:
     _EXCHANGES.value, (0, _KILL_EVERY.value)
   ):
     with _beside(exchange, task) as team:
-      found, _, _ = measures.goodput(team, _SECONDS.value, kill_every, _SEED.value)
-    yield part, _of_log(found, exchange)._replace(mode=_mode(exchange))
+      found, _, _ = measures.goodput(
+        team, _SECONDS.value, kill_every, _SEED.value, _FAULT.value
+      )
+    yield part, _of_log(found, exchange)._replace(mode=_mode_of_fault(exchange))
 
 
 def _interrupted() -> Iterator[tuple[str, Any]]:
@@ -291,11 +304,12 @@ def main() -> None:
   result["goodput"] = [
     row for row in result.get("goodput", []) if part_of[row["mode"]] not in _PARTS.value
   ]
-  again = tuple(map(_mode, _EXCHANGES.value))
+  modes = tuple(map(_mode_of_fault, _EXCHANGES.value))
+  interrupted = tuple(f"{_mode(exchange)}:" for exchange in _EXCHANGES.value)
+  is_old = lambda row: (
+    row["fault"].startswith(interrupted) if "fault" in row else row["mode"] in modes
+  )
   for part in set(_BESIDE_TORCHFT).intersection(_PARTS.value):
-    is_old = lambda row, part=part: row[
-      "fault" if part == "interrupted" else "mode"
-    ].startswith(again)
     result[part] = list(itertools.filterfalse(is_old, result.get(part, [])))
   parts: dict[str, Callable[[], Iterator[tuple[str, Any]]]] = {
     "goodput": _goodput,

@@ -24,7 +24,7 @@ from benchmarks.elastic.phases import Phase
 from benchmarks.race.results import Results, Whole
 from benchmarks.race.standings import Target, crossing
 from benchmarks.rounds.team import PROGRAMS, Team, wait
-from benchmarks.rounds.worker import make_task
+from benchmarks.rounds.worker import QUIET, make_task
 from benchmarks.tasks.base import model_of
 from jaxsparse.launch.start import HOSTS, Host
 from jaxsparse.partial.net import transfers
@@ -33,6 +33,8 @@ _BIN = 5.0  # seconds
 _AFTER = 10.0  # seconds for which a team is watched after a fault at least
 _MOST = 150.0  # and at most, until a round has all workers
 _READS = 3
+_HELD = 10.0  # seconds for which a worker of goodput is stopped, or cut off
+FAULTS = ("killed", "stopped", "cut")
 
 
 class Round(NamedTuple):
@@ -122,7 +124,7 @@ class Fault(NamedTuple):
 
 
 class Fetch(NamedTuple):
-  """What a reader fetches while no exchange is under way."""
+  """What a reader, or a worker that comes back, fetches while no exchange is under way."""
 
   what: str
   megabytes: float
@@ -243,9 +245,9 @@ def race(team: Team, rate: str, results: Results, rounds: int) -> Race:
 
 
 def goodput(
-  team: Team, seconds: float, kill_every: float, seed: int
+  team: Team, seconds: float, kill_every: float, seed: int, fault: str = FAULTS[0]
 ) -> tuple[Goodput, list[Recovery], Curve]:
-  """Trains for so many seconds, kills a worker every so often, and starts another one in its place at once."""
+  """Trains for so many seconds, and every so often a worker has a fault."""
   begin, kills, dice, before = (
     time.monotonic(),
     list[tuple[float, int]](),
@@ -257,8 +259,7 @@ def goodput(
   ):
     time.sleep(max(0.0, at - time.monotonic()))
     kills.append((time.monotonic(), number := dice.randrange(len(team.hosts))))
-    team.kill(number)
-    team.start(number)
+    _strike(team, number, fault)
   time.sleep(max(0.0, begin + seconds - time.monotonic()))
   end = time.monotonic()
   rounds, steps = rounds_of(team, begin, end), team.events("step", begin=begin, end=end)
@@ -273,12 +274,23 @@ def goodput(
   for number in {number for _, number in kills}:
     team.wait_for(number)
   found = Goodput("rounds", end - begin, len(kills), *rates, lost, loss, longest, equal)
-  name = f"a worker killed every {kill_every:g} s" if kill_every else "no fault"
+  name = f"a worker {fault} every {kill_every:g} s" if kill_every else "no fault"
+  killed = kills if fault == "killed" else []
   return (
     found,
-    [_recovery(team, rounds, *kill) for kill in kills],
+    [_recovery(team, rounds, *kill) for kill in killed],
     curve(team, name, begin, [at for at, _ in kills]),
   )
+
+
+def _strike(team: Team, number: int, fault: str) -> None:
+  """A worker is killed and replaced at once, or stopped or cut off for `_HELD` seconds."""
+  if fault == "killed":
+    team.kill(number)
+    team.start(number)
+    return
+  with team.stopped(number) if fault == "stopped" else team.cut(number):
+    time.sleep(_HELD)
 
 
 def _recovery(team: Team, rounds: list[Round], killed: float, number: int) -> Recovery:
@@ -306,7 +318,7 @@ def _usual(rounds: list[Round]) -> float:
 
 
 def fetches(team: Team, download: str) -> Iterator[Fetch]:
-  """Fetches of a reader that receives at this rate: its first anchor, and two rounds."""
+  """Fetches of a reader that receives at this rate, an anchor and two rounds; and of a worker that missed two."""
   netlab.set_download(team.controller_host, download)
   from_four, links = [], []
   for _ in range(_READS):
@@ -318,6 +330,24 @@ def fetches(team: Team, download: str) -> Iterator[Fetch]:
   yield _fetch("the anchor, from one worker", from_one)
   yield _fetch(f"the anchor, from {transfers.MOST_DONORS} workers", from_four)
   yield _fetch("links of two rounds, from one worker", links)
+  returns = [_return(team) for _ in range(_READS)]
+  yield _fetch("a worker that was stopped for two rounds, until it has them", returns)
+
+
+def _return(team: Team) -> tuple[float, int]:
+  """Seconds and bytes from the end of a stop over two rounds until the worker has the anchor of the last one."""
+  number = 1
+  team.settle(1)
+  begin = time.monotonic()
+  missed = lambda: [one for one in rounds_of(team, begin) if number not in one.members]
+  with team.stopped(number):
+    team.wait(lambda: len(missed()) >= 2, "two rounds without a worker")
+    time.sleep(QUIET)
+  begin = time.monotonic()
+  adopted = lambda: team.events("adopted", begin=begin)
+  team.wait(adopted, "the worker to have the anchor")
+  first = adopted()[0]
+  return first["time"] - begin, first["nbytes"]
 
 
 def _fetch(what: str, fetched: list[tuple[float, int]]) -> Fetch:
@@ -331,9 +361,8 @@ def faults(team: Team, hold: float) -> Iterator[Fault]:
   last = len(team.hosts) - 1
 
   def stop() -> None:
-    team.processes[1].send_signal(signal.SIGSTOP)
-    time.sleep(hold)
-    team.processes[1].send_signal(signal.SIGCONT)
+    with team.stopped(1):
+      time.sleep(hold)
 
   def cut() -> None:
     with team.cut(2):

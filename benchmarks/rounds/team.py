@@ -194,6 +194,16 @@ class Team:
     return sorted(chosen, key=lambda one: one["time"])
 
   @contextlib.contextmanager
+  def stopped(self, number: int) -> Iterator[None]:
+    """A worker is suspended during the block."""
+    process = self.processes[number]
+    process.send_signal(signal.SIGSTOP)
+    try:
+      yield
+    finally:
+      process.send_signal(signal.SIGCONT)
+
+  @contextlib.contextmanager
   def cut(self, number: int) -> Iterator[None]:
     """No packet comes from a host, or gets there, during the block."""
     switch, port = netlab.port_of(self.hosts[number])

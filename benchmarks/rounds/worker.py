@@ -22,7 +22,7 @@ from jaxsparse.partial.net import messages, transfers
 from jaxsparse.partial.net.sockets import Keys, zmq
 from jaxsparse.partial.rounds import status
 
-_QUIET = 3.0  # seconds after a round
+QUIET = 3.0  # seconds after a round, until all workers have heard of it
 
 
 class Settings(NamedTuple):
@@ -140,6 +140,7 @@ def run(one: Settings) -> None:
       one.server, one.number, start, outer, bind=one.address, **options
     ) as worker:
       say("joined", address=worker._endpoint.address)
+      _watch_fetches(worker._exchanger, say)
       while not (
         folder / "begin"
       ).exists():  # until all have joined, and none has trained ahead
@@ -211,6 +212,18 @@ def _train(
       )
 
 
+def _watch_fetches(exchanger: Any, say: Any) -> None:
+  """Says when the worker has taken over what a donor sent."""
+  adopt = exchanger.adopt
+
+  def adopted(model: messages.Piece, *facts: Any) -> Any:
+    position = adopt(model, *facts)
+    say("adopted", nbytes=model.values.nbytes)
+    return position
+
+  exchanger.adopt = adopted
+
+
 def _poison(exchanger: Any) -> None:
   """Has the worker give NaN in its next round, which it would refuse to do."""
   run = exchanger.outer.run
@@ -252,7 +265,7 @@ def read(
     while last_round() < wanted:
       time.sleep(0.5)
     # all workers have heard of the round, and no exchange is under way
-    time.sleep(_QUIET)
+    time.sleep(QUIET)
     begin = time.monotonic()
     # Of short rounds workers may have gone on to the next one, and are asked again.
     while reader.latest().version < wanted:

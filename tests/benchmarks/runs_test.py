@@ -288,11 +288,12 @@ def test_rounds_lose_no_worker_but_the_killed_one(tmp_path):
     "onebit, H = 5"
   ] * 3
   assert all(one["equal"] and one["again"] is not None for one in found["interrupted"])
-  one, several, links = found["fetches"]
+  one, several, links, returned = found["fetches"]
   # float32 of 1,000 entries, and headers; so short rounds have links as large as that
   sizes = one["megabytes"], several["megabytes"]
   assert all(0.004 < size < 0.008 for size in sizes)
   assert 0 < links["megabytes"] < 0.008
+  assert 0 < returned["megabytes"] < 0.008
   (recovery,) = found["recoveries"]
   assert recovery["round"] > 0
   assert recovery["joined"] > 0
