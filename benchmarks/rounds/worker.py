@@ -289,12 +289,9 @@ def send_garbage(addresses: list[str], keys: pathlib.Path, count: int) -> None:
     socket.connect(address)
     for number in range(count):
       kind, worker, long = (int(random.integers(bound)) for bound in (12, 8, 200))
-      forged = messages._SIGNAL.pack(
-        kind, worker, *(int(x) for x in random.integers(-9, 2**62, 4))
-      )
-      piece = messages._PIECE.pack(
-        kind, int(random.integers(2**62)), worker, int(random.integers(9))
-      )
+      # a message begins with its kind, a signal with the worker behind it
+      forged = bytes([kind, 0, worker]) + random.bytes(messages._SIGNAL.size - 3)
+      piece = bytes([kind]) + random.bytes(messages._PIECE.size - 1)
       choices = (
         [random.bytes(long)],
         [forged],

@@ -11,6 +11,9 @@ from jax.sharding import AxisType, Mesh
 import jaxsparse as js
 from benchmarks import evidence, hierarchy, specs
 from benchmarks.race.results import Curve, Results
+from benchmarks.rounds.worker import send_garbage
+from jaxsparse.partial.net.sockets import Keys
+from jaxsparse.partial.rounds import status
 from tests.benchmarks import commands
 from tests.benchmarks.commands import result_of
 
@@ -257,6 +260,14 @@ def test_elastic_loses_what_a_worker_owes_and_nothing_else(lab, tmp_path):
   expected = [] if lab == "--nolab" else ["3 -> 2", "2 -> 3"]
   assert [one["change"] for one in found["recoveries"]] == expected
   assert all(min(one["parts"]) > 0 for one in found["recoveries"])
+
+
+def test_a_server_goes_on_after_the_garbage_of_the_faults(tmp_path):
+  keys = Keys.make()
+  keys.write(tmp_path / "keys")
+  with js.partial.Server(js.partial.Quorum(1, quorum=1), keys=keys) as server:
+    send_garbage([server.address], tmp_path / "keys", 40)
+    assert status.ask(server.address, keys)["workers"] == []
 
 
 @pytest.mark.long
