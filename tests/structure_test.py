@@ -3,6 +3,7 @@
 import ast
 import collections
 import pathlib
+import re
 import tomllib
 
 import pytest
@@ -78,7 +79,15 @@ def test_no_import_runs_upwards(module):
 def test_every_module_is_in_a_layer():
   tops = {module.split(".")[1] for module in MODULES}
   assert tops == set(LAYERS)
-  assert len(tops) <= 18  # 17 modules and packages, and the door
+  assert len(LAYERS) <= 18  # 17 modules and packages, and the door
+
+
+def test_contributing_has_the_layers_in_their_order():
+  page = (sizes.ROOT / "CONTRIBUTING.md").read_text()
+  table = page.partition("| package | holds |")[2].partition("\n\n")[0]
+  assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == LAYERS
+  (most,) = re.findall(r"at most (\d+) modules and packages", page)
+  assert int(most) == len(LAYERS) - 1
 
 
 @EVERY_MODULE
