@@ -3,7 +3,7 @@
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,11 @@ ArrayTree = Any
 """A pytree of arrays, or of what stands for one: numbers, `jax.ShapeDtypeStruct`."""
 SpecTree = Any
 """A pytree of a `PartitionSpec` or sharding for each array, or a prefix of one."""
-Scalar = Any
-"""A number, as an array: of one worker, or with an entry for each."""
+# Numbers of `Counters`, of one worker or with an entry for each, and their dtypes.
+Count = Annotated[Any, "int32"]
+# Words need all 32 bits; other counts stay below 2³¹.
+Words = Annotated[Any, "uint32"]
+Ratio = Annotated[Any, "float32"]
 
 
 class Sparse(NamedTuple):
@@ -82,8 +85,9 @@ class State(NamedTuple):
 
   Attributes:
     residual: f32[n] at this worker, the entries not yet delivered; None for a
-      collective without error feedback. In the state of a transform this, `worker` and
-      `shared` are tuples with a part for each group of leaves.
+      collective without error feedback; of a `SparseReduced` the `Pending` one. In the
+      state of a transform this, `worker` and `shared` are tuples with a part for each
+      group of leaves.
     worker: any pytree that differs between workers; every leaf has a leading axis (it
       is sharded along it).
     shared: any pytree that is bitwise the same on every worker.
@@ -94,23 +98,26 @@ class State(NamedTuple):
     ()
   """
 
-  residual: Any = None
-  worker: Any = ()
-  shared: Any = ()
+  residual: ArrayTree = None
+  worker: ArrayTree = ()
+  shared: ArrayTree = ()
 
 
 class Counters(NamedTuple):
   """What one reduction did at one worker: scalars from a collective; [1] in a worker's state, [P] outside.
 
+  A field says its dtype, how the values of several groups of leaves or transforms become
+  one, and how those of all workers do. Where it does not say how, the largest counts.
+
   Attributes:
     words_sent: 4-byte words this worker sent, empty slots included; 2³² − 1 stands for
-      that many or more.
+      that many or more. `Metrics`: of the worker that sent most; 0 in a local step.
     words_used: words of those that carried an entry, without empty slots; likewise.
     selected: entries that this worker chose to send.
     delivered: entries that the total delivers.
     density: `delivered` / n.
     overflow: entries that overflowed the capacity of a message and went back to the
-      residual.
+      residual. `Metrics`: of each worker (2³¹ − 1)/P at most are counted.
     imbalance: the largest number of entries that a worker owns over the mean, before
       balancing (Ok-Topk).
     balanced: the same after balancing.
@@ -130,38 +137,27 @@ class Counters(NamedTuple):
     0
   """
 
-  words_sent: Scalar = 0
-  words_used: Scalar = 0
-  selected: Scalar = 0
-  delivered: Scalar = 0
-  density: Scalar = 0.0
-  overflow: Scalar = 0
-  imbalance: Scalar = 1.0
-  balanced: Scalar = 1.0
-  merged: Scalar = 0
-  threshold_age: Scalar = 0
-  skipped: Scalar = False
-  skipped_steps: Scalar = 0
-  total_words: Scalar = 0
-  total_wraps: Scalar = 0
+  words_sent: Annotated[Words, "sum"] = 0
+  words_used: Annotated[Words, "sum", "mean"] = 0
+  selected: Annotated[Count, "sum", "mean"] = 0
+  delivered: Annotated[Count, "sum"] = 0
+  # Computed from `delivered`, where groups become one.
+  density: Ratio = 0.0
+  overflow: Annotated[Count, "sum", "sum"] = 0
+  imbalance: Ratio = 1.0
+  balanced: Ratio = 1.0
+  merged: Count = 0
+  threshold_age: Count = 0
+  skipped: Annotated[Any, "bool"] = False
+  skipped_steps: Count = 0
+  total_words: Words = 0
+  total_wraps: Words = 0
 
   @classmethod
   def zeros(cls) -> Self:
     """Counters of a worker before its first step, each [1]: outside shard_map, those of P workers are one array [P]."""
-    # The default of a field tells its type.
-    dtypes = {int: jnp.int32, float: jnp.float32, bool: jnp.bool_}
-    zeros = {
-      name: jnp.zeros(1, dtypes[type(value)])
-      for name, value in cls._field_defaults.items()
-    }
-    # Words need all 32 bits; other counts stay below 2³¹.
-    return cls(
-      **zeros
-      | {
-        name: jnp.zeros(1, jnp.uint32)
-        for name in ("words_sent", "words_used", "total_words", "total_wraps")
-      }
-    )
+    kinds = cls.__annotations__.values()
+    return cls(*[jnp.zeros(1, kind.__metadata__[0]) for kind in kinds])
 
 
 # 16 GiB; the words of a step are u32, which needs no 64-bit mode of JAX
@@ -217,8 +213,7 @@ def saturated_product(count: jax.Array | int, factor: int) -> jax.Array:
   count = saturated(count, jnp.uint32)
   # Compared before it is multiplied, since u32 wraps around.
   limit = jnp.uint32(_MOST_WORDS // max(1, factor))
-  product = count * jnp.uint32(factor)
-  return jnp.where(count > limit, jnp.uint32(_MOST_WORDS), product)
+  return jnp.where(count > limit, jnp.uint32(_MOST_WORDS), count * jnp.uint32(factor))
 
 
 def is_number(value: Any, kind: type) -> bool:
@@ -227,15 +222,14 @@ def is_number(value: Any, kind: type) -> bool:
   return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def check_fraction(name: str, **values: Any) -> None:
-  """Checks that `values` are numbers in (0, 1].
+def check_fraction(name: str, field: str, value: Any) -> None:
+  """Checks that the `value` of an argument is a number in (0, 1].
 
   Raises:
     ValueError: naming the value and the choices.
   """
-  for field, value in values.items():
-    if not (is_number(value, numbers.Real) and 0 < value <= 1):
-      raise ValueError(f"{name}: {field}={value!r}, choose a number in (0, 1]")
+  if not (is_number(value, numbers.Real) and 0 < value <= 1):
+    raise ValueError(f"{name}: {field}={value!r}, choose a number in (0, 1]")
 
 
 def check_whole(
@@ -325,10 +319,10 @@ class Reduced(NamedTuple):
     mean = rounding(exact) if rounding else exact
 
     def commit(
-      finite: jax.Array, before: Residual, decay: float
+      finite: jax.Array, before: ArrayTree, decay: float
     ) -> tuple[jax.Array, Residual]:
       residual = self.state.residual
-      if residual is not None and before is not None:
+      if residual is not None:
         # Most collectives have no decay, and no multiplication is traced for them.
         if decay != 1:
           residual = decay * residual

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
+import jaxsparse as js
 from jaxsparse.transform.metrics import summary
 from jaxsparse.transform.state import Layout, ReduceState
 from jaxsparse.types import Counters, State, saturated, saturated_product, saturated_sum
@@ -34,3 +35,39 @@ def test_the_overflow_of_many_workers_does_not_wrap_around():
   counters = Counters.zeros()._replace(overflow=jnp.full(32, 2**28, jnp.int32))
   state = ReduceState(State(), counters, Layout.of_workers(32, 10))
   assert int(summary([state]).overflow) > 0.9 * 2**31
+
+
+def test_metrics_are_the_counters_of_all_workers_combined_as_each_field_says():
+  each = jnp.array([1, 3])
+  counters = Counters.zeros()._replace(
+    **dict.fromkeys(("words_sent", "words_used", "overflow", "total_words"), each),
+    skipped=jnp.array([False, True]),
+    threshold_age=each,
+  )
+  state = ReduceState(State(), counters, Layout.of_workers(2, 10))
+  one = summary([state])
+  assert (int(one.words_sent), float(one.words_used), int(one.overflow)) == (3, 2.0, 4)
+  assert (bool(one.skipped), int(one.threshold_age), float(one.total_words)) == (
+    True,
+    3,
+    3.0,
+  )
+  two = summary([state, state])
+  assert (int(two.words_sent), float(two.words_used), int(two.overflow)) == (6, 4.0, 8)
+  assert int(two.threshold_age) == 3
+  assert {*js.Metrics.names()} >= {*Counters._fields} - {"total_wraps"}
+  assert all(getattr(one, name).shape == () for name in js.Metrics.names())
+  assert {*dir(one)} >= {*js.Metrics.names(), "as_dict"}
+  with pytest.raises(AttributeError, match="word_sent"):
+    _ = one.word_sent
+
+
+def test_counters_have_the_dtypes_that_their_fields_say():
+  dtypes = {
+    name: str(value.dtype) for name, value in Counters.zeros()._asdict().items()
+  }
+  words = ("words_sent", "words_used", "total_words", "total_wraps")
+  assert {name for name, dtype in dtypes.items() if dtype == "uint32"} == {*words}
+  kinds = {int: ("int32", "uint32"), float: ("float32",), bool: ("bool",)}
+  for name, value in Counters()._asdict().items():
+    assert dtypes[name] in kinds[type(value)]

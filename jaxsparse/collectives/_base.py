@@ -150,7 +150,7 @@ class Collective(abc.ABC):
     for field, low, high in self.ranges:
       check_whole(self.name, low, high, **{field: getattr(self, field)})
     # β of collectives that have the option, 1 of others
-    check_fraction(self.name, decay=self.traits.decay)
+    check_fraction(self.name, "decay", self.traits.decay)
 
   @property
   def label(self) -> str:
@@ -388,7 +388,7 @@ class SparseCollective(Collective):
         f"{self.name}: give exactly one of density and k, got density={density!r} and k={k!r}"
       )
     if density is not None:
-      check_fraction(self.name, density=density)
+      check_fraction(self.name, "density", density)
     if k is not None and not (is_number(k, numbers.Integral) and k >= 1):
       raise ValueError(
         f"{self.name}: k={k!r}, choose a whole number from 1 up to the number of gradient entries"

@@ -26,47 +26,22 @@ from jaxsparse.transform.state import (
 )
 from jaxsparse.types import ArrayTree, Comm, Counters, saturated, saturated_sum
 
-# Counters that are added over transforms; of the others the largest counts.
-_SUMMED = (
-  "words_sent",
-  "words_used",
-  "selected",
-  "delivered",
-  "overflow",
-)
 # Numbers of the state as a whole, 0 in `parts`.
 _WHOLE = ("drift", "since_exchange", "agreement")
-
-# How the counters of workers become one number.
-_OVER_WORKERS: dict[str, Literal["sum", "max", "mean"]] = {
-  "words_used": "mean",
-  "selected": "mean",
-  "overflow": "sum",
-}
+# How values become one, which the field of a counter says after its dtype.
+_COMBINED = [
+  (*kind.__metadata__[1:], "max", "max") for kind in Counters.__annotations__.values()
+]
+_OVER_GROUPS = [how[0] for how in _COMBINED]
+_OVER_WORKERS = [how[1] for how in _COMBINED]
 
 
 class Metrics(NamedTuple):
   """The metrics of the last step, over all workers.
 
   Attributes:
-    words_sent: 4-byte words sent by the worker that sent most; 2³² − 1 stands for that
-      many or more. 0 in a local step.
-    words_used: words that carried an entry, mean over workers.
-    selected: entries that a worker chose to send, mean over workers.
-    delivered: entries that the total delivers.
-    density: `delivered` / n.
-    overflow: entries that overflowed the capacity of a message and stayed in a
-      residual, all workers together; of each worker (2³¹ − 1)/P at most are counted.
-    imbalance: the largest number of entries that a worker owns over the mean, before
-      balancing (Ok-Topk).
-    balanced: the same after balancing.
-    merged: the largest number of different indices of a block after the sum over teams
-      (SparDL's B-SAG; else 0).
-    threshold_age: steps since exact thresholds were last computed (Ok-Topk,
-      `threshold_period`).
-    skipped: whether every worker skipped the step, because of NaN or Inf at one of
-      them.
-    skipped_steps: how many steps have been skipped so far.
+    counters: the `js.Counters` of all workers. Their fields are attributes of the
+      metrics, too: `metrics.words_sent` is `metrics.counters.words_sent`.
     residual_norm: ℓ₂ norm of all residuals together.
     total_words: 4-byte words sent since the state was made, by the worker that sent
       most; rounded to float32.
@@ -90,18 +65,7 @@ class Metrics(NamedTuple):
     Array(5., dtype=float32)
   """
 
-  words_sent: jax.Array
-  words_used: jax.Array
-  selected: jax.Array
-  delivered: jax.Array
-  density: jax.Array
-  overflow: jax.Array
-  imbalance: jax.Array
-  balanced: jax.Array
-  merged: jax.Array
-  threshold_age: jax.Array
-  skipped: jax.Array
-  skipped_steps: jax.Array
+  counters: Counters
   residual_norm: jax.Array
   total_words: jax.Array
   drift: jax.Array
@@ -109,6 +73,13 @@ class Metrics(NamedTuple):
   words_per_step: jax.Array
   agreement: jax.Array
   parts: ArrayTree = ()
+
+  # Python asks this for names that are neither fields nor methods.
+  def __getattr__(self, name: str) -> jax.Array:
+    return getattr(self.counters, name)
+
+  def __dir__(self) -> list[str]:
+    return [*object.__dir__(self), *Counters._fields]
 
   @property
   def bytes_sent(self) -> jax.Array:
@@ -122,8 +93,11 @@ class Metrics(NamedTuple):
 
   @classmethod
   def names(cls) -> tuple[str, ...]:
-    """The names of the numbers: all attributes but `parts`."""
-    return tuple(name for name in cls._fields if name != "parts")
+    """The names of the numbers: those of counters, and all attributes but `counters` and `parts`."""
+    # The wraps of `total_words` are in it.
+    left_out = {"counters", "parts", "total_wraps"}
+    names = dict.fromkeys(Counters._fields + cls._fields)
+    return tuple(name for name in names if name not in left_out)
 
   def as_dict(self) -> dict[str, float]:
     """The same as Python floats, bytes too, and of several transforms as "label/name": for a logger.
@@ -243,34 +217,25 @@ def summary(states: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
     _of_workers(jax.tree.map(jnp.ravel, state.counters), state.devices)
     for state in states
   ]
-  counters = [of_each for of_each, _ in workers]
+  counters, words = zip(*workers, strict=True)
   combined = combine_counters(counters, entries) if len(counters) > 1 else counters[0]
-  combined = combined._replace(
-    skipped=combined.skipped.astype(jnp.int32),
-    total_words=sum(words for _, words in workers),
-  )
-  # Workers may differ in a counter: by default the largest counts.
-  over_all = {
-    name: over_workers(x, _OVER_WORKERS.get(name, "max"))
-    for name, x in combined._asdict().items()
-    if name in Metrics._fields
-  }
+  combined = combined._replace(skipped=combined.skipped.astype(jnp.int32))
+  # Workers may differ in a counter.
+  over_all = Counters(*map(over_workers, combined, _OVER_WORKERS))
   # One root at the end: the norm of all residuals as one vector.
   squares = [
     over_workers(x**2, "sum")
     for x in jax.tree.leaves([state.carried.residual for state in states])
   ]
   return Metrics(
-    **over_all
-    | {
-      "skipped": over_all["skipped"] > 0,
-      "residual_norm": jnp.sqrt(sum(squares, jnp.float32(0))),
-      "drift": jnp.float32(0),
-      "since_exchange": jnp.int32(0),
-      # Each step exchanges, unless `_read` finds local steps.
-      "words_per_step": over_all["words_sent"].astype(jnp.float32),
-      "agreement": jnp.float32(0),
-    }
+    over_all._replace(skipped=over_all.skipped > 0),
+    residual_norm=jnp.sqrt(sum(squares, jnp.float32(0))),
+    total_words=over_workers(sum(words, jnp.float32(0)), "max"),
+    drift=jnp.float32(0),
+    since_exchange=jnp.int32(0),
+    # Each step exchanges, unless `_read` finds local steps.
+    words_per_step=over_all.words_sent.astype(jnp.float32),
+    agreement=jnp.float32(0),
   )
 
 
@@ -321,12 +286,12 @@ def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
 
 def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
   """The counters of several transforms or communications as those of one step of n entries."""
-  add = lambda values: saturated(saturated_sum(*values), values[0].dtype)
-  largest = lambda values: jnp.stack(values).max(0)
-  columns = zip(Counters._fields, zip(*counters, strict=True), strict=True)
-  combined = Counters(
-    **{name: (add if name in _SUMMED else largest)(values) for name, values in columns}
-  )
+  combine = {
+    "sum": lambda values: saturated(saturated_sum(*values), values[0].dtype),
+    "max": lambda values: jnp.stack(values).max(0),
+  }
+  columns = zip(_OVER_GROUPS, *counters, strict=True)
+  combined = Counters(*[combine[how](values) for how, *values in columns])
   # A mean of densities would weigh small transforms as much as large ones.
   return combined._replace(
     density=combined.delivered.astype(jnp.float32) / jnp.float32(n)

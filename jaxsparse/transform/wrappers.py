@@ -82,7 +82,7 @@ def momentum_corrected(
     True
   """
   transform = checked_transform("momentum_corrected", transform)
-  check_fraction("momentum_corrected", momentum=momentum)
+  check_fraction("momentum_corrected", "momentum", momentum)
   if clip_norm is not None and not (
     is_number(clip_norm, numbers.Real) and clip_norm > 0
   ):
@@ -215,7 +215,7 @@ def warmed_up(
   steps = tuple(densities)
   for step, density in densities.items():
     check_whole("warmed_up", 1, step=step)
-    check_fraction(f"warmed_up before step {step}", density=density)
+    check_fraction(f"warmed_up before step {step}", "density", density)
   # Each density holds up to its step, so the steps ascend strictly.
   if not steps or sorted(set(steps)) != list(steps):
     raise ValueError(
