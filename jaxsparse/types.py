@@ -346,7 +346,8 @@ class Reduced(NamedTuple):
     self, momentum: jax.Array, grads: jax.Array, residual: jax.Array
   ) -> jax.Array:
     """The momentum with zeros where the next residual is not `grads + residual`, what the collective was given."""
-    return jnp.where(self.state.residual == grads + residual, momentum, 0.0)
+    after = self.computed().state.residual
+    return jnp.where(after == grads + residual, momentum, 0.0)
 
 
 class Formula(Protocol):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import inspect
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from jaxsparse.collectives._base import Traits
 from jaxsparse.collectives._wrapped import EF21, Corrected, WarmedUp, Wrapped
 from jaxsparse.train import simulation
 from jaxsparse.transform.groups import Bundle, assign_collectives, groups_of
+from jaxsparse.types import Deferred
 from tests.cases import CASES, assert_same_bits, integers, row
 
 N, WORKERS = 30, 4
@@ -179,6 +182,46 @@ def test_ef21_refuses_what_loses_a_part_also_through_a_wrapper(name):
   for collective in (inner, plain(inner), plain(plain(inner))):
     with pytest.raises(ValueError, match="loses a part of what it is given"):
       EF21(collective=collective, momentum=0.5)
+
+
+class FirstHalfTotal(NamedTuple):
+  """A `Formula` of a total with the first half of its entries."""
+
+  values: jax.Array
+  grads: jax.Array
+
+  def finish(self, values, finite, residual, decay):
+    is_first = jnp.arange(values.size) < values.size // 2
+    total = jnp.where(is_first & finite, values, 0.0)
+    left = jnp.where(is_first, 0.0, self.grads + residual)
+    return total, jnp.where(finite, decay * left, residual)
+
+
+class FirstHalf(Collective):
+  """Someone's collective that delivers the first half of the entries, and defers its total."""
+
+  def entries(self, n):
+    return n // 2
+
+  def init(self, n, size):
+    return js.State(residual=jnp.zeros(n))
+
+  def cost(self, n, size):
+    return js.Cost(1, n)
+
+  def reduce(self, comm, grads, state):
+    total = FirstHalfTotal(comm.all_reduce(grads + state.residual), grads)
+    return Deferred(total, state, js.Counters())
+
+
+def test_momentum_of_a_deferred_total_is_masked_where_it_delivers():
+  expected = np.zeros((WORKERS, N))
+  steps = run(Corrected(collective=FirstHalf(), momentum=0.5))
+  for step, (totals, _, worker) in enumerate(steps):
+    expected = expected / 2 + 16 * integers(step, WORKERS, N)
+    assert np.any(totals[0][: N // 2])
+    expected[:, : N // 2] = 0
+    np.testing.assert_array_equal(worker[0].momentum, expected)
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Traits)])
