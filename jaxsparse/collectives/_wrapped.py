@@ -279,7 +279,8 @@ class WarmedUp(Wrapped):
       lambda rung=rung: rung.reduce(comm, grads, inner).computed()
       for rung in self.rungs()
     ]
-    # All branches return as many slots of entries as the densest.
+    # All branches return as many slots of entries as the densest: those of the total,
+    # and those of a pending residual, which any kind of result may have.
     most = lambda *leaves: max(
       leaf.indices.size if _is_sparse(leaf) else 0 for leaf in leaves
     )

@@ -28,6 +28,7 @@ from jaxsparse.collectives import (
 from jaxsparse.collectives._base import collective_of, label_of
 from jaxsparse.comm import all_reduce_cost
 from jaxsparse.costs.counting import (
+  Entries,
   count_entries,
   lacks_shapes,
   make_sized,
@@ -37,7 +38,7 @@ from jaxsparse.costs.counting import (
 from jaxsparse.train import timing
 from jaxsparse.train.engine import Engine, engine_of
 from jaxsparse.transform.metrics import metrics
-from jaxsparse.types import ArrayTree, Comm, Link, check_whole
+from jaxsparse.types import Comm, Link, check_whole
 
 _LONG = 0.3  # seconds of a message that is long enough to measure β
 # words; the longest message of a measurement of β has at least so many
@@ -215,7 +216,7 @@ def fit(
   mesh: Mesh | Comm,
   *,
   axis: AxisName = "workers",
-  n: ArrayTree = 2**22,
+  n: Entries = 2**22,
   densities: Sequence[float] = (0.01,),
   algorithms: Sequence[str] | None = None,
   repetitions: int = 5,
@@ -346,7 +347,7 @@ def _fields_of(kind: type, values: dict[str, Any]) -> dict[str, Any]:
 def candidates(
   workers: int,
   densities: Sequence[float],
-  n: ArrayTree = 1,
+  n: Entries = 1,
 ) -> list[str]:
   """Every algorithm that averages gradients, those that are recommended first, at every density; SparDL with teams.
 

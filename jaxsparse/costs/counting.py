@@ -25,6 +25,9 @@ from jaxsparse.types import ArrayTree, Cost, check_whole
 
 Branch = Literal["most", "least", "every"]
 
+Entries = int | ArrayTree
+"""A number of gradient entries, or the parameters that have as many."""
+
 # The name of an axis without devices, for tracing.
 _AXIS = "workers"
 # Names of all-reduces in several versions of JAX, and under a checked shard_map.
@@ -34,7 +37,7 @@ _ALL_REDUCES = ("psum", "psum2", "psum_invariant", "pmax", "pmin")
 def count(
   name: str | Collective,
   *,
-  n: ArrayTree,
+  n: Entries,
   workers: int,
   devices: int = 1,
   **config: Any,
@@ -73,7 +76,7 @@ def count(
 def predict(
   name: str | Collective,
   *,
-  n: ArrayTree,
+  n: Entries,
   workers: int,
   devices: int = 1,
   **config: Any,
@@ -121,8 +124,7 @@ def count_update(
   check_whole("count_update", 1, workers=workers)
   if not isinstance(axis, str):
     raise TypeError(
-      f"count_update: axis={axis!r}, give the name of one axis, over which tx and "
-      "workers= count"
+      f"count_update: axis={axis!r}, give the name of one axis, over which tx and workers= count"
     )
 
   def counted(**extra: Any) -> Cost:
@@ -140,7 +142,7 @@ def count_update(
   return max(counted(), counted(synchronize=True), key=lambda cost: cost.words)
 
 
-def lacks_shapes(label: str, n: ArrayTree) -> bool:
+def lacks_shapes(label: str, n: Entries) -> bool:
   """Whether the words of an algorithm depend on the shapes of leaves, and n is a number of entries."""
   return (
     isinstance(n, numbers.Integral)
@@ -148,7 +150,7 @@ def lacks_shapes(label: str, n: ArrayTree) -> bool:
   )
 
 
-def count_inside(params: ArrayTree, *, devices: int) -> Cost:
+def count_inside(params: Entries, *, devices: int) -> Cost:
   """The messages and words that a device sends to the other devices of its worker for one update.
 
   After the exchange between workers it gathers the leaves that are replicated inside,
@@ -164,15 +166,15 @@ def count_inside(params: ArrayTree, *, devices: int) -> Cost:
     Cost(messages=3, words=875, agreements=6)
   """
   check_whole("count_inside", 1, devices=devices)
-  if devices == 1:
-    return Cost(0, 0)
   received = 0  # entries beyond a device's own part
   # A number of entries tells no shardings: nothing counts as gathered.
   for leaf in [] if isinstance(params, numbers.Integral) else jax.tree.leaves(params):
     sharding = getattr(leaf, "sharding", None)
     held = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
     # What a device holds beyond its own part came from the others.
-    received += math.prod(held) - -(-math.prod(leaf.shape) // devices)
+    own = -(-math.prod(leaf.shape) // devices)
+    # A leaf may be divided among more devices than these.
+    received += max(0, math.prod(held) - own)
   # ⌈log₂ S⌉ rounds.
   messages = (devices - 1).bit_length() if received else 0
   return Cost(messages, received, agreements=agreement_messages(devices))
@@ -286,7 +288,7 @@ def _sum(costs: Iterable[Cost]) -> Cost:
   return Cost(*map(sum, zip(Cost(0, 0), *costs, strict=True)))
 
 
-def count_entries(n: ArrayTree) -> int:
+def count_entries(n: Entries) -> int:
   """The number of entries of a pytree of arrays; a whole number is returned unchanged.
 
   Raises:
@@ -307,7 +309,7 @@ def count_entries(n: ArrayTree) -> int:
 
 
 def make_sized(
-  name: str | Collective, n: ArrayTree, workers: int, devices: int = 1, **config: Any
+  name: str | Collective, n: Entries, workers: int, devices: int = 1, **config: Any
 ) -> tuple[Collective, int]:
   """The collective for what each of S devices has of n entries or parameters, and its number of entries.
 

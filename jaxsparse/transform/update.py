@@ -3,7 +3,7 @@
     gradient leaves -> one f32[n] of each group        reduce_groups
       -> total of each group, by its collective
       -> mean, rounded to the dtypes of the leaves
-      -> all groups applied, or none                   _commit
+      -> all groups applied, or none                   _apply_or_undo
       -> the mean as leaves; the next state
 
 Where the gradient of one worker, or the mean, holds NaN or Inf, every worker returns
@@ -296,7 +296,7 @@ def _flatten(
   return flat, unflatten, rounding
 
 
-def _commit(
+def _apply_or_undo(
   reduced: Reduced,
   commit: Commit,
   traits: Traits,
@@ -366,7 +366,7 @@ def reduce_groups(
   states = []
   for group, before, reduced, commit, unflatten in results:
     traits = group.collective.traits
-    update, after = _commit(reduced, commit, traits, before, finite, axes)
+    update, after = _apply_or_undo(reduced, commit, traits, before, finite, axes)
     states.append(after)
     for leaf, mean in zip(group.leaves, unflatten(update), strict=True):
       means[leaf] = mean.astype(dtypes[leaf])

@@ -440,6 +440,8 @@ def test_workers_of_several_devices():
     "topka", n=25, workers=4, k=3
   )
   assert count_inside(params["whole"], devices=4).words == 15
+  # Divided among four devices already, or whole at the one device.
+  assert count_inside(params, devices=1) == js.Cost(0, 0)
 
 
 def advise_with(**change):
