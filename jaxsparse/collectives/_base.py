@@ -62,8 +62,11 @@ class Traits:
     has_k: a fixed number of entries, k, is shared out among groups of leaves.
     has_momentum: momentum of each worker's own is reduced in place of gradients.
     tracks_workers: what all workers share adds up what each of them has given, so that
-      it is wrong once one is not there. All else that is shared stays right for other
-      workers; a residual is owed, and passes to another worker when its own one leaves.
+      it is wrong once one is not there. `js.partial.Rounds`, where `shared` goes on
+      while workers come and go, refuses it. Nothing else needs it: for another number
+      of workers or another method `js.resize` and `js.convert` start `worker` and
+      `shared` of every collective anew and pass on residuals alone, which are owed;
+      `js.flush` delivers residuals and leaves the rest.
     decay: β: of what a step does not deliver, β times as much enters the next one.
   """
 

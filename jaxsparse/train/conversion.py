@@ -56,8 +56,9 @@ def resize(
   With fewer workers each takes over the residuals of several; new workers begin with
   zeros. This is exact where P′/P is a power of two, else an entry is rounded once, to
   float32. Totals of counters continue, in each worker those of the one that had sent
-  most. What a collective remembers otherwise (thresholds, regions, random steps) starts
-  anew. With P′ = P nothing changes, bit for bit.
+  most. What a collective remembers otherwise, `worker` and `shared` of its `js.State`,
+  starts anew: thresholds, regions, random steps, momenta, the totals that `js.ef21`
+  tracks. With P′ = P nothing changes, bit for bit.
 
   Workers with parameters of their own (`js.local_steps`) go on from the mean of their
   parameters: what each has moved becomes the mean of what all have, and so do
@@ -139,7 +140,8 @@ def convert(
 
   Each leaf keeps its residual, whatever the collective, its options, and the groups of
   leaves (`special`, plans) are; for another number of workers it is scaled as by
-  `js.resize`. All other transformations must be the same; H of `js.local_steps` may be
+  `js.resize`. What a transform remembers otherwise starts anew, unless its collectives,
+  groups and workers are the old ones. All other transformations must be the same; H of `js.local_steps` may be
   another, 1 too: nothing may be moved then that is not exchanged. Local steps may
   begin: `inner` is then the optimizer that followed the transform, with its state at
   each worker, and `outer` is new.

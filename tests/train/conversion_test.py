@@ -143,6 +143,55 @@ def test_training_goes_on_with_other_workers(thresholds):
   assert js.metrics(state).total_words > words
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tracking(js.Collective):
+  """Someone's collective whose shared total adds up what each worker has given last."""
+
+  scale: float = 1.0
+
+  @property
+  def traits(self):
+    return dataclasses.replace(super().traits, conserves=False, tracks_workers=True)
+
+  def init(self, n, size):
+    zeros = jnp.zeros(n)
+    return js.State(residual=zeros, worker=zeros, shared=zeros)
+
+  def cost(self, n, size):
+    return js.Cost(1, n)
+
+  def reduce(self, comm, grads, state):
+    total = state.shared + comm.all_reduce(grads - state.worker)
+    return js.Reduced(total, js.State(grads, grads, total), js.Counters())
+
+
+@pytest.mark.parametrize("change", ["workers", "options", "nothing"])
+def test_what_a_collective_tracks_starts_anew_where_workers_or_the_method_change(
+  change,
+):
+  four = js.SimComm("workers", members=4)
+  where = js.SimComm("workers", members=2) if change == "workers" else four
+  params = jnp.zeros(3)
+  tx = js.make_transform(Tracking(), four)
+  step = js.make_train_step(lambda p, batch: jnp.vdot(p, batch[0]), tx, four)
+  batch = jnp.arange(1.0, 13.0).reshape(4, 3)
+  params, state, _ = step(params, js.init(tx, params, four), batch)
+  assert np.array_equal(state.carried.shared[0], batch.sum(0))
+  _, flushed = js.flush(state, params, four)
+  assert_same_bits(flushed.carried[1:], state.carried[1:])
+  if change == "options":
+    changed = js.make_transform(Tracking(scale=2.0), four)
+    after = js.convert(state, changed, params, where)
+  else:
+    after = js.resize(state, params, where)
+  goes_on = change == "nothing"
+  for old, new in zip(state.carried[1:], after.carried[1:], strict=True):
+    assert np.any(old[0])
+    assert np.any(new[0]) == goes_on
+  owed = np.reshape(after.carried.residual[0], (-1, 3)).mean(0)
+  assert np.array_equal(owed, batch.mean(0))
+
+
 def test_totals_go_on_from_the_worker_that_has_sent_most():
   state = js.init(js.make_transform("topka", sim(3), k=3), PARAMS, sim(3))
   # the lower and the upper 32 bits
