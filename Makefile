@@ -73,6 +73,8 @@ $(ACCELERATORS)/installed: constraints.txt
 accelerators: $(ACCELERATORS)/installed  ## compile every update and a step for H100 and TPU, which need not be there
 	-$(ACCELERATORS)/bin/python -m benchmarks.compiled
 	-$(ACCELERATORS)/bin/python -m benchmarks.compiled --topology=1x1x64 --steps=
+	-$(ACCELERATORS)/bin/python -m benchmarks.compiled.weights --on=cuda
+	-$(ACCELERATORS)/bin/python -m benchmarks.compiled.weights --on=tpu
 	$(ACCELERATORS)/bin/python -m benchmarks.compiled --platform=tpu --steps= \
 	  --algorithms=dense,onebit,randomk,powersgd,qsgd,a2sgd,spardl:selector=chunked
 

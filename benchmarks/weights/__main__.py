@@ -31,8 +31,9 @@ import jaxsparse as js
 from benchmarks import entry, report, workers
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import model_of
+from benchmarks.weights import jitted
 from benchmarks.weights.report import HEADS, TIMES, Row, goals, sizes, times
-from jaxsparse.sparse import bitset, packing
+from jaxsparse.sparse import packing
 from jaxsparse.weights.folder import Folder, Patterns
 
 _TASK = flags.DEFINE_string(
@@ -103,31 +104,6 @@ def index_words(old: np.ndarray, new: np.ndarray) -> tuple[int, int]:
   return sum(map(len, packing.pack(changed, ones, len(new)))), len(changed)
 
 
-@jax.jit
-def _mark(old: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-  words = bitset.pack(old != new)
-  return words, bitset.count(words)
-
-
-@functools.partial(jax.jit, static_argnames="capacity")
-def _gather(words: jax.Array, old: jax.Array, new: jax.Array, capacity: int) -> Any:
-  indices = bitset.nonzero(words, capacity)
-  inside = jnp.minimum(indices, old.size - 1)
-  return indices, new[inside] - old[inside]
-
-
-def diff_jit(old: jax.Array, new: jax.Array) -> Any:
-  """Indices and differences on the device, in two programs."""
-  words, count = _mark(old, new)
-  capacity = 1 << int(count).bit_length()
-  return _gather(words, old, new, capacity)
-
-
-@jax.jit
-def _apply(old: jax.Array, indices: jax.Array, differences: jax.Array) -> jax.Array:
-  return old.at[indices].add(differences, mode="drop", indices_are_sorted=True)
-
-
 def measure(
   rate: float, old: Patterns, new: Patterns, publish: float, latest: float
 ) -> Row:
@@ -141,8 +117,8 @@ def measure(
   entropy = -np.log2(share) - (1 - share) * np.log2(1 - share) / share
   index = 32 * sum(words) / changed
   flat = [jnp.asarray(np.concatenate(one.arrays)) for one in (old, new)]
-  found = jax.block_until_ready(diff_jit(*flat))
-  np.testing.assert_array_equal(_apply(flat[0], *found), flat[1])
+  found = jax.block_until_ready(jitted.diff(*flat))
+  np.testing.assert_array_equal(jitted.apply(flat[0], *found), flat[1])
   after = packing.after(old.arrays, link)
   for got, wanted in zip(after, new.arrays, strict=True):
     np.testing.assert_array_equal(got, wanted)
@@ -163,8 +139,8 @@ def measure(
     diff=cpu_seconds(lambda: packing.difference(old.arrays, new.arrays)),
     digest=cpu_seconds(new.digest),
     apply=cpu_seconds(lambda: packing.after(old.arrays, link)),
-    diff_jit=cpu_seconds(lambda: diff_jit(*flat)),
-    apply_jit=cpu_seconds(lambda: _apply(flat[0], *found)),
+    diff_jit=cpu_seconds(lambda: jitted.diff(*flat)),
+    apply_jit=cpu_seconds(lambda: jitted.apply(flat[0], *found)),
     publish=publish,
     latest=latest,
   )

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsparse as js
 from benchmarks import specs
-from benchmarks.compiled import hlo, programs, rows
+from benchmarks.compiled import hlo, programs, rows, weights
 from tests.cases import row
 
 # 1,000 entries: gathered at 10 indices, 10 values put in place, a sum in a branch, a
@@ -102,6 +102,20 @@ def test_a_program_of_this_platform():
   assert hlo.summarize(place.lower(*shapes).compile().as_text(), 4 * 10**6).bytes < 1000
   double = jax.jit(lambda x: 2 * x).lower(shapes[0]).compile().as_text()
   assert hlo.summarize(double, 4 * 10**6).bytes == pytest.approx(8 * 10**6, rel=1e-3)
+
+
+def test_reads_of_weights_of_find_and_add():
+  """Each reads the weights before and those behind, or writes them; what is read more grows with the changes."""
+  mesh = Mesh(np.array(jax.devices()[:1]), ("device",))
+  found = weights.rows(mesh, 1 << 18, [0.001, 0.2])
+  assert [(row.program, row.share) for row in found] == [
+    (program, share) for share in (0.001, 0.2) for program in ("find", "add")
+  ]
+  few, many = found[:2], found[2:]
+  for one, other in zip(few, many, strict=True):
+    assert 2 <= one.reads < 3 < other.reads
+  assert [goal.met for goal in weights.goals(few)] == [True, True]
+  assert not weights.goals(many)[0].met
 
 
 def test_goals_name_what_was_missed():
