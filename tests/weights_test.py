@@ -77,6 +77,10 @@ def names_of(folder, kind):
   return [name for name in files.names(inside(folder)) if name.kind == kind]
 
 
+def size_of(folder, name):
+  return (inside(folder) / str(name)).stat().st_size
+
+
 def test_readers_follow_links_and_newcomers_begin_with_the_anchor(tmp_path):
   publisher = js.weights.Publisher(tmp_path, LIKE)
   follower = js.weights.Subscriber(tmp_path, LIKE)
@@ -94,11 +98,34 @@ def test_readers_follow_links_and_newcomers_begin_with_the_anchor(tmp_path):
   assert anchors[-1].version > 20
   assert len(anchors) == 2
   # Between two anchors there are links of about an anchor's size.
-  size = lambda name: (inside(tmp_path) / str(name)).stat().st_size
+  size = lambda name: size_of(tmp_path, name)
   between = [name for name in links if name.version <= anchors[1].version]
   assert 0.9 * 2 * N < sum(map(size, between)) < 1.3 * 2 * N
   # Behind the older anchor every link is there.
   assert [name.version for name in links] == [*range(anchors[0].version + 1, 31)]
+
+
+def test_files_of_links_are_at_most_those_of_an_anchor(tmp_path):
+  """Of changes of one entry headers are most of the bytes."""
+  weights = np.zeros(2000, np.float32)
+  publisher = js.weights.Publisher(tmp_path, weights)
+  for number in range(80):
+    weights[number] = 1
+    publisher.publish(weights)
+  anchors, links = names_of(tmp_path, "anchor"), names_of(tmp_path, "link")
+  older, newer = (anchor.version for anchor in anchors)
+  between = [name for name in links if older < name.version < newer]
+  total = sum(size_of(tmp_path, name) for name in between)
+  anchor = size_of(tmp_path, anchors[1])
+  assert anchor - 300 < total <= anchor
+
+
+def test_an_anchor_is_due_by_the_bytes_of_all_processes(tmp_path, monkeypatch):
+  """Of another process without shards: what it writes is headers, more than its part of an anchor."""
+  gather = lambda excess: np.array([excess, 100.0])
+  monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
+  publish(tmp_path, 5)
+  assert [name.version for name in names_of(tmp_path, "anchor")] == [1]
 
 
 def test_a_reader_that_fell_behind_what_is_kept_begins_with_an_anchor(tmp_path):
@@ -387,7 +414,8 @@ def test_other_models_and_dtypes_are_refused_by_name(tmp_path):
     (LIKE | {"x": np.zeros(3)}, "bfloat16"),
   ):
     reader = js.weights.Subscriber(tmp_path, other, dtype)
-    with pytest.raises(LookupError, match=rf"No such file .*/{dtype}-[0-9a-f]+'"):
+    there = r"dtypes and models there: .*/bfloat16-[0-9a-f]+'"
+    with pytest.raises(LookupError, match=rf"No such file .*/{dtype}-.*; {there}"):
       reader.latest()
     assert js.weights.Publisher(tmp_path, other, dtype).publish(other) == 1
     assert reader.latest().version == 1

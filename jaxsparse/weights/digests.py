@@ -28,4 +28,4 @@ def chained(before: int, content: int) -> int:
     False
   """
   # Both have a fixed width, so no two pairs are the same bytes.
-  return digest([before.to_bytes(BYTES), content.to_bytes(BYTES)])
+  return digest(number.to_bytes(BYTES) for number in (before, content))

@@ -53,8 +53,8 @@ def names(folder: pathlib.Path) -> list[Name]:
 
 def write(
   folder: pathlib.Path, name: Name, header: Header, arrays: list[np.ndarray]
-) -> None:
-  """Writes a file aside, syncs and renames it.
+) -> int:
+  """Writes a file aside, syncs and renames it; returns its bytes.
 
   Raises:
     OSError: for a full disk, for example; then no such file is there.
@@ -66,12 +66,13 @@ def write(
   # The next file replaces one that was not finished.
   aside = folder / f".{name.process}.aside"
   with open(aside, "wb") as file:
-    for piece in (_seal(name, content), *content):
-      file.write(piece)
+    file.writelines([_seal(name, content), *content])
     # On the disk before it has its name, or a crash could leave the name alone.
     file.flush()
     os.fsync(file.fileno())
+    size = file.tell()
   os.replace(aside, folder / str(name))
+  return size
 
 
 def read(folder: pathlib.Path, name: Name) -> tuple[Header, list[np.ndarray]]:
@@ -87,7 +88,7 @@ def read(folder: pathlib.Path, name: Name) -> tuple[Header, list[np.ndarray]]:
   if seal.tobytes() != _seal(name, [rest]):
     raise ValueError(f"{name} is truncated, changed or no file of js.weights")
   # The length of the header, the header, and then the arrays, without gaps.
-  end = BYTES + int.from_bytes(rest[:BYTES].tobytes())
+  end = BYTES + int.from_bytes(rest[:BYTES])
   header = json.loads(rest[BYTES:end].tobytes())
   arrays = []
   for dtype, size in header["arrays"]:

@@ -82,7 +82,7 @@ class Folder:
           start = [int(cut.start or 0) for cut in shard.index]
           boxes.append((leaf_index, start, shard.data.shape))
           # Patterns have 1, 2 or 4 bytes, as differences are packed.
-          array = np.array(shard.data, order="C").reshape(-1)
+          array = np.array(shard.data).ravel()
           arrays.append(array.view(f"u{min(array.itemsize, 4)}"))
     return Patterns(boxes, arrays)
 

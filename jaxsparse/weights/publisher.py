@@ -47,20 +47,20 @@ class Publisher(Folder):
 
   # id and patterns of the version before, unless it was not written whole
   _before: tuple[int, Patterns] | None = None
-  _since = 0  # bytes of links behind the newest anchor
+  _since = 0  # bytes of the files of links behind the newest anchor
   _anchors = 0, 0  # the numbers of the newest two
 
   def __init__(
     self, folder: str | os.PathLike[str], params_like: Any, dtype: Any = "bfloat16"
   ):
     super().__init__(folder, params_like, dtype)
-    self._folder.mkdir(parents=True, exist_ok=True)
+    os.makedirs(self._folder, exist_ok=True)
     there = [name.version for name in files.names(self._folder)]
     newest = max(there, default=0)
     proposed = np.array([newest, secrets.randbits(31)], np.int32)
     # Process 0 decides, so that all parts are of one run.
-    agreed = np.asarray(multihost_utils.broadcast_one_to_all(proposed))
-    self.version, self._run = agreed.tolist()
+    agreed = multihost_utils.broadcast_one_to_all(proposed)
+    self.version, self._run = map(int, agreed)
     self._first = self.version
 
   def publish(self, params: Any) -> int:
@@ -81,31 +81,33 @@ class Publisher(Folder):
     self.version += 1
     size = sum(array.nbytes for array in patterns.arrays)
     id_ = self._run
-    link = None
+    excess = np.inf  # bytes of links above those of an anchor
     if before:
       id_ = before[0]
       link = packing.difference(before[1].arrays, patterns.arrays)
-      self._since += link.nbytes
-    # All processes write an anchor, or none does, since a version needs every part.
-    is_due = multihost_utils.process_allgather(link is None or self._since > size)
+      excess = self._since + link.nbytes - size
+    # All processes write an anchor, or none does, since a version needs every part;
+    # of a process without shards a link is its header, and longer than an anchor.
+    is_due = multihost_utils.process_allgather(excess).sum() > 0
     # Before writing: a full disk gets room.
     self._prune()
     content = patterns.digest()
     header = {"before": id_, "digest": content}
-    # A longer link costs readers more than the anchor.
-    if link is not None and link.nbytes <= size:
-      self._write("link", header, [link])
-    if np.any(is_due):
+    # A longer link costs readers more than the anchor beside it.
+    if before and not (is_due and link.nbytes > size):
+      self._since += self._write("link", header, [link])
+    if is_due:
       self._write("anchor", header | {"boxes": patterns.boxes}, patterns.arrays)
       self._anchors = self._anchors[1], self.version
       self._since = 0
     self._before = chained(id_, content), patterns
     return self.version
 
-  def _write(self, kind: str, header: files.Header, arrays: list[np.ndarray]) -> None:
-    process, processes = jax.process_index(), jax.process_count()
-    name = files.Name(self.version, self._run, process, processes, kind)
-    files.write(self._folder, name, header, arrays)
+  def _write(self, kind: str, header: files.Header, arrays: list[np.ndarray]) -> int:
+    name = files.Name(
+      self.version, self._run, jax.process_index(), jax.process_count(), kind
+    )
+    return files.write(self._folder, name, header, arrays)
 
   def _prune(self) -> None:
     """Removes what is older than both anchors."""

@@ -67,7 +67,6 @@ class Subscriber(Folder):
     ([0, 1, 2, 3], [])
   """
 
-  refused: list[str]
   _state = _NONE
   _published: Published | None = None
 
@@ -81,13 +80,13 @@ class Subscriber(Folder):
     Raises:
       LookupError: if it has nothing.
     """
-    self.refused = []
+    self.refused: list[str] = []
+    state = _NONE
     try:
-      versions = _whole(files.names(self._folder))
-      state = self._newest(versions) if versions else _NONE
+      if versions := _whole(files.names(self._folder)):
+        state = self._newest(versions)
     except OSError as error:
       self.refused.append(str(error))
-      state = _NONE
     # The same object is returned again where nothing is new.
     if state.version and state is not self._state:
       self._published = Published(
@@ -96,7 +95,10 @@ class Subscriber(Folder):
       self._state = state
     if self._published is None:
       reasons = "; ".join(self.refused) or "no version is there"
-      raise LookupError(f"Subscriber: {self._folder}: {reasons}")
+      there = sorted(map(str, self._folder.parent.glob("*-*")))
+      raise LookupError(
+        f"Subscriber: {self._folder}: {reasons}; dtypes and models there: {there}"
+      )
     return self._published
 
   def _newest(self, versions: _Files) -> _State:
@@ -123,9 +125,9 @@ class Subscriber(Folder):
         break
       state = after
     # Patterns of a version that was returned before are proven.
-    if state is otherwise:
-      return state
-    if all(part.patterns.digest() == part.digest for part in state.parts):
+    if state is otherwise or all(
+      part.patterns.digest() == part.digest for part in state.parts
+    ):
       return state
     self.refused.append(f"version {state.version} has another digest")
     return otherwise
