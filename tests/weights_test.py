@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import itertools
 import os
 import pathlib
 import re
@@ -464,7 +465,7 @@ class Killed(BaseException):
 
 
 class Failing:
-  """Calls of the system by `files` and `publisher`: one of them fails, and if it kills, all behind it."""
+  """Calls of the system by a publisher or a reader: one of them fails, and if it kills, all behind it."""
 
   def __init__(self, monkeypatch, fails_at, error):
     self.count = 0
@@ -473,6 +474,7 @@ class Failing:
     for name in ("fsync", "replace", "unlink", "listdir"):
       monkeypatch.setattr(os, name, self._wrap(getattr(os, name)))
     monkeypatch.setattr(files, "open", self._open, raising=False)
+    monkeypatch.setattr(np, "fromfile", self._wrap(np.fromfile))
 
   def _call(self):
     self.count += 1
@@ -543,6 +545,85 @@ def test_a_publisher_that_is_killed_or_fails_at_any_step(error, is_anchor, tmp_p
         check_is_published(reader.latest(), published)
   # listing, and open, writes, fsync and replace of one or two files
   assert calls.count >= (14 if is_anchor else 7)
+
+
+def publish_behind_readers(folder, readers):
+  """8 versions, of which so many readers have read the third one: (publisher, published, readers)."""
+  publisher = js.weights.Publisher(folder, LIKE)
+  early = [js.weights.Subscriber(folder, LIKE) for _ in range(readers)]
+  published = {}
+  for one in versions(8):
+    number = publisher.publish(params_of(one))
+    published[number] = one
+    if number == 3:
+      for reader in early:
+        reader.latest()
+  return publisher, published, early
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(errno.EIO, "Input/output error")])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_reader_that_is_killed_or_fails_at_any_step(error, is_new, tmp_path):
+  """One that was killed is started again; one that fails has a published version or none, and goes on."""
+  _, published, early = publish_behind_readers(tmp_path, 0 if is_new else 7)
+  for step in itertools.count(1):
+    reader = js.weights.Subscriber(tmp_path, LIKE) if is_new else early.pop()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+      calls = Failing(monkeypatch, step, error)
+      try:
+        check_is_published(reader.latest(), published)
+      except Killed:
+        reader = js.weights.Subscriber(tmp_path, LIKE)
+      except LookupError:
+        assert is_new
+    assert reader.latest().version == 8
+    check_is_published(reader.latest(), published)
+    if calls.count < step:
+      break
+  # the list; the anchor and 7 links, or 5 links
+  assert calls.count == (9 if is_new else 6)
+
+
+class Pruning:
+  """Reads of files; before one of them a publisher removes all files that were there."""
+
+  def __init__(self, publisher, published, step):
+    self.publisher, self.published, self.step = publisher, published, step
+    self.reads = 0
+    self.read = files.read
+
+  def __call__(self, *arguments):
+    self.reads += 1
+    if self.reads == self.step:
+      # Large changes are anchors: the third one removes all before the first one.
+      for seed in range(1, 4):
+        (one,) = versions(1, seed)
+        self.published[self.publisher.publish(params_of(one))] = one
+    return self.read(*arguments)
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_prune_between_the_list_of_a_reader_and_its_reads(is_new, tmp_path):
+  """Before any of them: what is gone is refused, and what was read until then is a version."""
+  for step in itertools.count(1):
+    folder = tmp_path / str(step)
+    publisher, published, early = publish_behind_readers(folder, 1)
+    reader = js.weights.Subscriber(folder, LIKE) if is_new else early[0]
+    pruning = Pruning(publisher, published, step)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+      monkeypatch.setattr(files, "read", pruning)
+      try:
+        check_is_published(reader.latest(), published)
+      except LookupError:
+        assert is_new
+        assert step == 1
+    if pruning.reads < step:
+      break
+    assert files.names(inside(folder))[0].version == 9
+    assert any("No such file" in reason for reason in reader.refused)
+    assert reader.latest().version == 11
+    check_is_published(reader.latest(), published)
+  assert pruning.reads == (8 if is_new else 5)
 
 
 def find_anchor(folder, patterns):
@@ -709,6 +790,17 @@ class Chain(stateful.RuleBasedStateMachine):
       assert before is None
       return
     self.check(latest)
+
+  @stateful.rule(index=st.integers(0, 2), step=st.integers(1, 8), kills=st.booleans())
+  def fail_to_read(self, index, step, kills):
+    """A reader that is killed is started again."""
+    error = Killed() if kills else OSError(errno.EIO, "Input/output error")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+      Failing(monkeypatch, step, error)
+      try:
+        self.read(index)
+      except Killed:
+        self.readers[index] = js.weights.Subscriber(self.folder, LIKE)
 
   @stateful.rule(
     draw=st.integers(0, 2**32), how=st.sampled_from(["flip", "cut", "gone"])
