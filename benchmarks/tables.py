@@ -307,9 +307,12 @@ def thousands(part: str, folder: str = str(RESULTS)) -> str:
 
 
 def weights(part: str) -> str:
-  """Versions of a model in bfloat16: `sizes` of links, or `times`."""
-  found = json.loads((RESULTS / "weights.json").read_text())["rows"]
-  rows = [rows_of_weights.Row(**row) for row in found]
+  """Versions of a model in bfloat16: `sizes` of links, `times`, or `readers` in the lab."""
+  found = json.loads((RESULTS / "weights.json").read_text())
+  if part == "readers":
+    fetches = [rows_of_weights.Fetch(**row) for row in found["readers"]]
+    return markdown(rows_of_weights.READERS, rows_of_weights.fetches(fetches))
+  rows = [rows_of_weights.Row(**row) for row in found["rows"]]
   if part == "sizes":
     return markdown(rows_of_weights.HEADS, rows_of_weights.sizes(rows))
   return markdown(rows_of_weights.TIMES, rows_of_weights.times(rows))

@@ -9,16 +9,27 @@ Seconds are those of all threads of this process on CPUs: they depend less on wh
 the machine does. "read" is one read of the patterns, a sum of the bytes as u64. The
 jitted programs find and gather the same differences, or add them, on the device.
 
-Example: python -m benchmarks.weights --task=lm_medium --rates=1e-5 --steps=2
+--parts=readers publishes the steps to four readers in the network lab, which needs
+root, each behind a link of --link. A reader copies files from an HTTP server of the
+publisher's folder, whose link all share, into a folder of its own. Seconds are those of
+a clock, from the call of `publish` until the last reader has the version, in parameters
+that it may use, on the cores of one machine. Beside links: full copies, where each
+version is an anchor; a reader that is killed by SIGKILL in an anchor and started again,
+and one that comes after the chain was pruned. Every version is compared bit for bit.
+
+Examples:
+  python -m benchmarks.weights --task=lm_medium --rates=1e-5 --steps=2
+  python -m benchmarks.weights --parts=readers --rates=1e-6,1e-5,1e-4
 """
 
 import functools
 import itertools
+import json
 import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,11 +42,14 @@ import jaxsparse as js
 from benchmarks import entry, report, workers
 from benchmarks.tasks import registry
 from benchmarks.tasks.base import model_of
-from benchmarks.weights import jitted
-from benchmarks.weights.report import HEADS, TIMES, Row, goals, sizes, times
+from benchmarks.weights import jitted, readers
+from benchmarks.weights import report as tables
+from benchmarks.weights.report import Row
 from jaxsparse.sparse import packing
 from jaxsparse.weights.folder import Folder, Patterns
 
+_PARTS = flags.DEFINE_list("parts", ["sizes"], "What to measure: sizes, readers.")
+_LINK = flags.DEFINE_string("link", "100mbit", "Speed of each link of readers.")
 _TASK = flags.DEFINE_string(
   "task", "lm_wide", "What is trained, as in benchmarks.race."
 )
@@ -48,6 +62,7 @@ _WARM_UP_RATE = flags.DEFINE_float("warm_up_rate", 1e-3, "Rate of these.")
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Examples in a step.", 1)
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "The serving dtype.")
 _REPORT_DIR = entry.define_report_dir("weights.json")
+entry.require_choices(_PARTS, ["sizes", "readers"], empty=False)
 
 
 def train(rates: list[float], steps: int) -> Any:
@@ -171,15 +186,40 @@ def measure_all(console: Any) -> list[Row]:
   return rows
 
 
-def main() -> None:
-  """Measures, reports and keeps the rows."""
-  console = workers.make_console(stderr=False)
+def versions_of_rates() -> Iterator[tuple[float, list[readers.Leaves]]]:
+  """The versions of each rate in the serving dtype, all steps of one before they are published."""
+  served = lambda leaf: np.asarray(jnp.asarray(leaf, _DTYPE.value))
+  steps = train(_RATES.value, _STEPS.value)
+  for rate, own in itertools.groupby(steps, lambda step: step[0]):
+    yield rate, [list(map(served, jax.tree.leaves(params))) for _, params in own]
+
+
+def _sizes(console: Any) -> list[Row]:
   rows = measure_all(console)
   title = f"{_TASK.value}, {rows[0].entries:,} weights in {_DTYPE.value}"
-  console.print(report.table(title, HEADS, sizes(rows)))
+  console.print(report.table(title, tables.HEADS, tables.sizes(rows)))
   caption = "CPU milliseconds of a step"
-  console.print(report.table(title, TIMES, times(rows), caption=caption))
-  report.say(goals(rows), console)
+  shown = tables.times(rows)
+  console.print(report.table(title, tables.TIMES, shown, caption=caption))
+  report.say(tables.goals(rows), console)
+  return rows
+
+
+def _readers(console: Any) -> list[tables.Fetch]:
+  found = []
+  for row in readers.measure(_LINK.value, versions_of_rates()):
+    console.print(row)
+    found.append(row)
+  title = f"{readers.READERS} readers, links of {_LINK.value}"
+  caption = "files copied by HTTP from the publisher's host, whose link all share"
+  shown = tables.fetches(found)
+  console.print(report.table(title, tables.READERS, shown, caption=caption))
+  return found
+
+
+def main() -> None:
+  """Measures, reports and keeps the rows; those of other parts stay."""
+  console = workers.make_console(stderr=False)
   setting = {
     "task": _TASK.value,
     "dtype": _DTYPE.value,
@@ -187,9 +227,22 @@ def main() -> None:
     "warm_up_rate": _WARM_UP_RATE.value,
     "batch_size": _BATCH_SIZE.value,
   }
-  kept = [report.rounded(row._asdict()) for row in rows]
   path = pathlib.Path(_REPORT_DIR.value) / "weights.json"
-  report.keep(path, {"setting": setting}, {"rows": kept})
+  kept = json.loads(path.read_text()) if path.exists() else {}
+  parts = {
+    "sizes": ("setting", setting, "rows", _sizes),
+    "readers": (
+      "readers_setting",
+      setting | {"link": _LINK.value},
+      "readers",
+      _readers,
+    ),
+  }
+  for head, own, name, make in map(parts.__getitem__, _PARTS.value):
+    rows = [report.rounded(row._asdict()) for row in make(console)]
+    kept |= {head: own, name: rows}
+  lists = {name: kept.pop(name) for name in ("rows", "readers") if name in kept}
+  report.keep(path, kept, lists)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import jax
 import numpy as np
@@ -83,6 +84,26 @@ def test_links_of_weights_are_measured_beside_full_copies(tmp_path):
     assert row["index_bits"] > 0.9 * row["entropy"]
     assert row["link"] < row["whole"] / 4
   assert len(rows) == 2
+
+
+@pytest.mark.long
+@commands.needs_lab
+def test_readers_of_weights_copy_them_over_links(tmp_path):
+  flags = "--task=lm_medium", "--rates=1e-5", "--steps=2", "--warm_up=2"
+  flags = *flags, "--parts=readers", "--link=10mbit", f"--report_dir={tmp_path}"
+  done = commands.run("benchmarks.weights", *flags)
+  assert done.returncode == 0, done.stderr[-2000:]
+  rows = json.loads((tmp_path / "weights.json").read_text())["readers"]
+  copies, anchor, links, killed, late = rows
+  whole = 2 * 664_320
+  for row in (copies, anchor, late):
+    assert row["bytes"] > whole
+  for row in (copies, anchor):
+    # All bytes pass the link of the publisher.
+    assert row["seconds"] > 4 * 8 * whole / 10e6
+  assert links["bytes"] < whole / 8
+  assert links["seconds"] < copies["seconds"]
+  assert re.match("killed when [3-9][0-9]% of an anchor had come", killed["what"])
 
 
 @pytest.mark.long
