@@ -94,9 +94,16 @@ def _row(program: str, share: float, compiled: list[Any], entries: int) -> Row:
   size = 2 * entries
   found = [hlo.summarize(one.as_text(), large=size) for one in compiled]
   total = lambda field: sum(getattr(one, field) for one in found)
-  counts = map(total, ("kernels", "in_branches", "in_loops"))
   temp = max(hlo.memory_of(one).temp for one in compiled)
-  return Row(program, share, *counts, total("bytes") / size, temp / size)
+  return Row(
+    program,
+    share,
+    kernels=total("kernels"),
+    in_branches=total("in_branches"),
+    in_loops=total("in_loops"),
+    reads=total("bytes") / size,
+    temp=temp / size,
+  )
 
 
 def rows(mesh: Mesh, entries: int, shares: list[float]) -> list[Row]:

@@ -217,6 +217,10 @@ def _readers(console: Any) -> list[tables.Fetch]:
   return found
 
 
+def _records(rows: list[Any]) -> list[dict[str, Any]]:
+  return [report.rounded(row._asdict()) for row in rows]
+
+
 def main() -> None:
   """Measures, reports and keeps the rows; those of other parts stay."""
   console = workers.make_console(stderr=False)
@@ -229,18 +233,11 @@ def main() -> None:
   }
   path = pathlib.Path(_REPORT_DIR.value) / "weights.json"
   kept = json.loads(path.read_text()) if path.exists() else {}
-  parts = {
-    "sizes": ("setting", setting, "rows", _sizes),
-    "readers": (
-      "readers_setting",
-      setting | {"link": _LINK.value},
-      "readers",
-      _readers,
-    ),
-  }
-  for head, own, name, make in map(parts.__getitem__, _PARTS.value):
-    rows = [report.rounded(row._asdict()) for row in make(console)]
-    kept |= {head: own, name: rows}
+  if "sizes" in _PARTS.value:
+    kept |= {"setting": setting, "rows": _records(_sizes(console))}
+  if "readers" in _PARTS.value:
+    of_readers = setting | {"link": _LINK.value}
+    kept |= {"readers_setting": of_readers, "readers": _records(_readers(console))}
   lists = {name: kept.pop(name) for name in ("rows", "readers") if name in kept}
   report.keep(path, kept, lists)
 

@@ -61,8 +61,9 @@ def _listed(server: str) -> list[files.Name]:
     entries = re.findall('href="([^"]+)"', response.read().decode())
   # the parts of a name, as `files.names` reads them
   matches = map(files._NAME.fullmatch, entries)
-  rows = [match.groups() for match in matches if match]
-  return sorted(files.Name(*map(int, row[:4]), row[4]) for row in rows)
+  fields = [match.groups() for match in matches if match]
+  rows = [[*map(int, numbers), kind] for *numbers, kind in fields]
+  return sorted(map(files.Name._make, rows))
 
 
 def _copy(server: str, name: files.Name, folder: pathlib.Path) -> int:

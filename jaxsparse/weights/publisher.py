@@ -18,9 +18,9 @@ class Publisher(Folder):
   """Publishes versions of parameters to a folder, for any number of readers, each a `Subscriber`.
 
   A version has a link, the bit patterns' differences to the version before, or an
-  anchor, all bit patterns, or both: links of at most an anchor's size, then an anchor.
-  Two anchors are kept, and the links behind the older one. The first version of every
-  publisher is an anchor.
+  anchor, all bit patterns, or both: links whose files have at most an anchor's bytes,
+  then an anchor. Two anchors are kept, and the links behind the older one. The first
+  version of every publisher is an anchor.
 
   Args:
     folder: a path; made if it is not there. If several processes train, each makes a

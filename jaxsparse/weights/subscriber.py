@@ -78,7 +78,8 @@ class Subscriber(Folder):
     refused. A reader that finds nothing else keeps what it has.
 
     Raises:
-      LookupError: if it has nothing.
+      LookupError: if it has nothing; the message names the folders of the dtypes and
+        models that are there.
     """
     self.refused: list[str] = []
     state = _NONE
