@@ -375,6 +375,26 @@ def test_links_are_kept_until_they_are_as_large_as_an_anchor():
   assert not worker.exchanger._links  # which were of another branch
 
 
+def test_of_links_larger_than_an_anchor_one_is_kept():
+  """Of a dense round with what a link has moved, until the next one; none of them is ever sent."""
+  worker = wide(number=1)
+  donor = wide(chain=lambda comm: optax.chain(js.dense_transform(comm), optax.sgd(1.0)))
+  go_on(donor, range(5, 5 + 6), links=(0,))
+  assert [link.words is None for link in donor.exchanger._links] == [True]
+  assert model_of(donor, worker).values.size == PREFIX
+
+
+def test_links_that_were_followed_are_kept_like_those_of_own_rounds():
+  """Until all are as many bytes as the anchor."""
+  worker, donor = wide(number=0), wide(number=1)
+  for number in range(5, 5 + 90, 3):
+    go_on(donor, range(number, number + 3))
+    worker.exchanger.adopt(model_of(donor, worker), 0, 0)
+  kept = sum(link.nbytes for link in worker.exchanger._links)
+  anchor = worker.exchanger.outer.size(worker.exchanger.anchor)
+  assert anchor / 2 < kept <= anchor
+
+
 def test_each_answer_has_the_digest_of_the_anchor_which_is_computed_once(worker):
   exchanger = worker.exchanger
   digest = exchanger.outer.digest

@@ -13,6 +13,7 @@ An exchange that is under way has no part in this until its round counts.
 
 import collections
 import logging
+from collections.abc import Iterable
 
 import numpy as np
 import optax
@@ -103,12 +104,16 @@ class OwnAnchor:
     self.delivered = result._replace(totals=())  # totals are large
     self.group = group
     self._is_restored = False
+    self._keep([RoundLink.of(group, result)])
+    return self.anchor.position
+
+  def _keep(self, links: Iterable[RoundLink]) -> None:
+    """Adds links; the oldest are dropped while all together are more bytes than the anchor: they are never sent."""
+    self._links.extend(links)
     most = self.outer.size(self.anchor)
-    # Links of more bytes than the anchor are never sent.
+    # The newest may not be packed yet, and counts next time.
     while sum(link.nbytes for link in self._links) > most:
       self._links.popleft()
-    self._links.append(RoundLink.of(group, result))
-    return self.anchor.position
 
   @property
   def lineage(self) -> tuple[int, ...]:
@@ -209,8 +214,8 @@ class OwnAnchor:
       anchor = self._drop_residual(anchor)
     if not links:  # an anchor, perhaps of another branch
       self._links.clear()
-    self._links.extend(links)
     self.anchor = anchor
+    self._keep(links)
     self._is_restored = False
     return anchor.position
 

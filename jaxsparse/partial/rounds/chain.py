@@ -37,6 +37,7 @@ class RoundLink:
     members: of the group; () if the outer step was skipped.
     totals: until they are packed.
     words: u32[m], packed totals; None until then, and where an anchor is as small.
+    nbytes: of the packed totals, also where `words` is None; 0 until then.
   """
 
   number: int
@@ -44,17 +45,13 @@ class RoundLink:
   members: tuple[int, ...]
   totals: Sequence[np.ndarray] = ()
   words: np.ndarray | None = None
+  nbytes: int = 0
 
   @classmethod
   def of(cls, group: WorkerGroup, result: Result) -> "RoundLink":
     """The link of a round that counts."""
     members = () if result.skipped else group.members
     return cls(group.number, result.anchor.size, members, result.totals)
-
-  @property
-  def nbytes(self) -> int:
-    """Bytes of the packed totals; 0 without them."""
-    return 0 if self.words is None else self.words.nbytes
 
   def pack(self, most: int) -> None:
     """Packs the totals, unless that takes `most` bytes or more."""
@@ -63,7 +60,8 @@ class RoundLink:
     sized = [np.append(np.uint32(words.size), words) for words in packed]
     words = np.concatenate([np.empty(0, np.uint32), *sized])
     self.totals = ()
-    self.words = words if words.nbytes < most else None
+    self.nbytes = words.nbytes
+    self.words = words if self.nbytes < most else None
 
   def follow(self, outer: OuterStep, anchor: Anchor) -> Anchor:
     """`anchor` after this round; what is of this worker alone stays."""
@@ -111,9 +109,8 @@ def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:
     are_whole = map(strict_json.is_whole, (group, size, length, round_, id_, *members))
     if not all(are_whole) or not 0 < size <= MOST_MEMBERS:
       raise ValueError(f"no link: {size} members {members}")
-    links.append(
-      RoundLink(group, size, tuple(members), words=words[end : end + length])
-    )
+    packed = words[end : end + length]
+    links.append(RoundLink(group, size, tuple(members), (), packed, packed.nbytes))
     end += length
   return Lineage(round_, (id_,)), links
 
