@@ -104,7 +104,9 @@ class OwnAnchor:
     self.delivered = result._replace(totals=())  # totals are large
     self.group = group
     self._is_restored = False
-    self._keep([RoundLink.of(group, result)])
+    members = () if result.skipped else group.members
+    link = RoundLink(group.number, result.anchor.size, members, result.totals)
+    self._keep([link])
     return self.anchor.position
 
   def _keep(self, links: Iterable[RoundLink]) -> None:
@@ -156,7 +158,7 @@ class OwnAnchor:
       digest, size, *_ = prefix.view(np.int64).tolist()
       if size != words.size:
         raise ValueError(f"{words.size} words, its donor has {size}")
-      if chain.are_links(words):
+      if words[0] == 0:  # links: an anchor begins with another word
         anchor, links = self._follow(*chain.parse(words))
         computed = self.outer.digest(anchor)
       else:
