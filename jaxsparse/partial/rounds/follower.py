@@ -143,8 +143,7 @@ class Follower:
         break
       self._in_vain += 1  # it has no links, another donor may have some
     # the next fetch waits until no donor has sent more than `rate` on average
-    seconds = model.values.nbytes / len(donors) / self._rate
-    self._next = time.monotonic() + seconds
+    self._next = time.monotonic() + model.values.nbytes / len(donors) / self._rate
     # Links of other donors are the same: where these are refused, anchors come next.
     self._in_vain = max(self._in_vain, len(donors) - 1)
     self._replica.adopt(model, base, server["digest"])
