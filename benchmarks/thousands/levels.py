@@ -70,6 +70,10 @@ class _Group(Simulation):
     )
     super().__init__(setting)
 
+  def cpu_seconds(self) -> float:
+    """Not measured: to ask takes longer than what the server of a group does."""
+    return 0.0
+
   def make_member(self, number: int, undelivered: float) -> Member:
     """The next process of a worker, or of the link: the group goes back to the last round among groups."""
     if number < self.setting.workers - 1:

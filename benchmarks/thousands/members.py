@@ -50,6 +50,8 @@ class Setting(NamedTuple):
     False  # whether the next process goes on from what the one before has not delivered
   )
   scenario: str = ""  # of `windows`
+  # seconds for which training may stop for a round; None: what the server tells
+  wait: float | None = None
 
 
 class Link(NamedTuple):
@@ -147,7 +149,10 @@ class Member(VirtualWorker):
     if self._since is None:
       return self._carried
     elapsed = self.network.now - self._since
-    whole, rest = divmod(elapsed, self._turn + self.protocol.grace)
+    wait = self.network.setting.wait
+    if wait is None:
+      wait = self.protocol.grace
+    whole, rest = divmod(elapsed, self._turn + wait)
     return self._carried + whole * self._turn + min(rest, self._turn)
 
   def take(self, answer: Any) -> None:

@@ -32,20 +32,22 @@ _SIMULATED: Mapping[str, Column] = {
   "kB/s out": _kilo("bytes_out"),
   "core": _plain("cpu", ".1%"),
 }
-# the first of windows as good
-_best = lambda row: max(row["fixed"], key=lambda pair: pair[1])
-_worst = lambda row: min(row["fixed"], key=lambda pair: pair[1])
+# the first of fixed windows that are as good
+_best = lambda row, kind: max(row[kind], key=lambda pair: pair[1])
+_seconds = lambda kind: lambda row: f"{_best(row, kind)[0]:g}"
+_useful = lambda kind: lambda row: f"{_best(row, kind)[1]:.1%}"
+_loss = lambda row: _best(row, "training")[1] - row["auto"]["useful"]
 _WINDOWS: Mapping[str, Column] = {
   "scenario": lambda row: row["scenario"],
   "τ / H": _plain("delay"),
-  "failures an hour": _plain("failures", "g"),
-  "worst fixed, s": lambda row: f"{_worst(row)[0]:g}",
-  "useful": lambda row: f"{_worst(row)[1]:.1%}",
-  "best fixed, s": lambda row: f"{_best(row)[0]:g}",
-  "useful ": lambda row: f"{_best(row)[1]:.1%}",
   "auto: useful": lambda row: f"{row['auto']['useful']:.1%}",
   "late": lambda row: f"{row['auto']['late']:.1%}",
   "goodput": lambda row: f"{row['auto']['goodput']:.1%}",
+  "best fixed that trains on, s": _seconds("training"),
+  "useful": _useful("training"),
+  "auto loses, points": lambda row: f"{100 * _loss(row):.1f}",
+  "best fixed that waits (one seed), s": _seconds("waiting"),
+  "useful ": _useful("waiting"),
 }
 _STATE: Mapping[str, Column] = {
   "workers": _plain("workers", ",.0f"),

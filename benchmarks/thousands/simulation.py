@@ -26,7 +26,7 @@ from jaxsparse.partial.net.messages import (
 from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.quorum import Quorum
 
-TICK = 0.1  # seconds between two ticks of the server, and half of those of a worker
+TICK = 0.1  # seconds
 # seconds from a worker to the backbone: between two workers 1 to 200 ms
 _LATENCIES = (
   0.5e-3,
@@ -64,7 +64,13 @@ class Result(NamedTuple):
 
 
 class Simulation(VirtualNetwork):
-  """All workers and their server."""
+  """All workers and their server.
+
+  Attributes:
+    tick: seconds between two ticks of the server, and half of those of a worker.
+  """
+
+  tick = TICK
 
   def __init__(self, setting: Setting):
     super().__init__()
@@ -229,28 +235,32 @@ class Simulation(VirtualNetwork):
     process = self.processes[connection[1]]
     return (process.dead and process.is_silent) or super().send(connection, frame)
 
+  def cpu_seconds(self) -> float:
+    """The CPU time of this thread."""
+    return time.thread_time()
+
   def hear(self, connection: Connection, frame: bytes) -> None:
     """Measures the CPU time."""
-    begin = time.thread_time()
+    begin = self.cpu_seconds()
     super().hear(connection, frame)
     self._add_call(WorkerMessage(frame[0]).name, begin)
 
   def tick_server(self) -> None:
     """Measures the CPU time."""
-    begin = time.thread_time()
+    begin = self.cpu_seconds()
     super().tick_server()
     self._add_call("tick", begin)
 
   def _add_call(self, kind: str, begin: float) -> None:
     call = self.calls[kind]
     call[0] += 1
-    call[1] += time.thread_time() - begin
+    call[1] += self.cpu_seconds() - begin
 
   def run(self, seconds: float) -> None:
     """Time passes: the server ticks at each step, a worker at each second one."""
-    for _ in range(round(seconds / TICK)):
+    for _ in range(round(seconds / self.tick)):
       self._step += 1
-      self.advance(TICK)
+      self.advance(self.tick)
       for process in self.working[self._step % 2 :: 2]:
         if process.lives:
           process.tick()
