@@ -59,6 +59,7 @@ _STATE: Mapping[str, Column] = {
 _LEVELS: Mapping[str, Column] = {
   "workers": _plain("workers", ",.0f"),
   "in a group": _plain("group", ".0f"),
+  "seed": _plain("seed"),
   "failures an hour": _plain("failures", "g"),
   "goodput": _plain("goodput", ".1%"),
   "of groups": _plain("inner", ".1%"),
