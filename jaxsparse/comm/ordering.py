@@ -21,7 +21,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import _compat
 from jaxsparse.types import Comm, Reduction, Tree
 
 
@@ -32,18 +31,9 @@ def depend_on(read: jax.Array, x: jax.Array) -> jax.Array:
     >>> depend_on(jnp.array([1.0, 2.0]), jnp.array([7]))
     Array([7], dtype=int32)
   """
-
-  def add(read: jax.Array) -> jax.Array:
-    # The count is at least 0, so the minimum is 0; compilers do not know that.
-    count = jnp.sum(read.astype(jnp.bool_), dtype=x.dtype)
-    return x + jnp.minimum(count, 0)
-
-  # On GPUs one element behind a barrier, which all of `read` precedes, is a kernel
-  # less.
-  first = lambda read: add(jax.lax.optimization_barrier(read).reshape(-1)[:1])
-  return (
-    _compat.by_platform(gpu=first, default=add)(read) if read.size > 1 else add(read)
-  )
+  # The count is at least 0, so the minimum is 0; compilers do not know that.
+  count = jnp.sum(read.astype(jnp.bool_), dtype=x.dtype)
+  return x + jnp.minimum(count, 0)
 
 
 def following(comm: Comm, totals: Sequence[jax.Array]) -> Comm:

@@ -201,7 +201,8 @@ def kth_largest(
     )
     return search_by_digits(selects, k)
 
-  # Digits take 1.9 times the CPU time of an update of SparDL.
+  # Digits take 1.5 to 1.9 times the CPU time of an update of SparDL; by halves a GPU
+  # waits for the host in each round.
   return _compat.by_platform(cpu=by_halves, default=by_digits)()
 
 
@@ -218,6 +219,8 @@ def search_keys(
   by_halves = functools.partial(search_by_halves, low=jnp.int32(0), high=jnp.int32(TOP))
   # One cut a round: more would store as many rows of flags.
   by_digits = functools.partial(search_by_digits, bits=1)
+  # By digits `top_k` of 2 M entries takes 2 to 3.7 times the CPU time; by halves a GPU
+  # waits for the host in each round.
   search = _compat.by_platform(cpu=by_halves, default=by_digits)
 
   def search_row(start: jax.Array) -> jax.Array:

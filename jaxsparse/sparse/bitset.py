@@ -41,17 +41,10 @@ def pack(flags: jax.Array) -> jax.Array:
   """
   # all rows as one: XLA on CPU compiles a batch of them to slower code
   flat = flags.reshape(-1)
-  words = _compat.by_platform(
-    gpu=_pack_padded, tpu=_pack_by_product, default=_pack_whole
-  )(flat)
+  # The product takes an update of SparDL 3 times the CPU time, and its search for
+  # candidates on an H100 1.5 times the bytes.
+  words = _compat.by_platform(tpu=_pack_by_product, default=_pack_whole)(flat)
   return words.reshape(*flags.shape[:-1], -1)
-
-
-def _pack_padded(flags: jax.Array) -> jax.Array:
-  """One kernel. Without the barrier a GPU would read the entries again for every use of the words."""
-  return jax.lax.optimization_barrier(
-    _pack_words(jnp.pad(flags, (0, -flags.size % (GROUP * BITS))))
-  )
 
 
 def _pack_by_product(flags: jax.Array) -> jax.Array:
@@ -82,14 +75,14 @@ def _pack_by_product(flags: jax.Array) -> jax.Array:
 
 
 def _pack_whole(flags: jax.Array) -> jax.Array:
-  """The last word apart: on CPU padding flags would copy what they are computed from."""
-  aligned = flags.size // BITS * BITS
-  words = _pack_words(flags[:aligned])
-  rest = flags[aligned:]
-  if rest.size:
-    last = _pack_words(jnp.pad(rest, (0, BITS - rest.size)))
-    words = jnp.concatenate([words, last])
-  return jnp.pad(words, (0, -words.size % GROUP))
+  """The last group apart: padded flags take an update of SparDL on CPU 1.2 times the time, copying their source."""
+  rest = flags.size % (GROUP * BITS)
+  whole = flags.size - rest
+  words = _pack_words(flags[:whole])
+  if not rest:
+    return words
+  last = _pack_words(jnp.pad(flags[whole:], (0, GROUP * BITS - rest)))
+  return jnp.concatenate([words, last])
 
 
 def _pack_words(flags: jax.Array) -> jax.Array:
@@ -129,16 +122,13 @@ def count(words: jax.Array) -> jax.Array:
 
 
 def count_true(flags: jax.Array) -> jax.Array:
-  """The number of flags that are set, i32[] of bool[n], or i32[rows] of bool[rows, n]; these are not stored.
+  """The number of flags that are set, i32[] of bool[n], or i32[rows] of bool[rows, n].
 
   Example:
     >>> count_true(jnp.array([True, False, True]))
     Array(2, dtype=int32)
   """
-  of_words = lambda flags: count(pack(flags))
-  return _compat.by_platform(
-    cpu=of_words, default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
-  )(flags)
+  return jnp.sum(flags, axis=-1, dtype=jnp.int32)
 
 
 def nonzero(words: jax.Array, capacity: int) -> jax.Array:
@@ -255,13 +245,13 @@ def running_sum(x: jax.Array) -> jax.Array:
     >>> running_sum(jnp.array([3, 1, 2]))
     Array([3, 4, 6], dtype=int32)
   """
-  return _compat.by_platform(
-    gpu=jnp.cumsum, tpu=_running_sum_of_lanes, default=_running_sum_of_rows
-  )(x)
+  # Lanes take an update of SparDL 1.2 times the CPU time; rows are 19 kernels in place
+  # of 15 of its search for candidates on an H100.
+  return _compat.by_platform(cpu=_running_sum_of_rows, default=_running_sum_of_lanes)(x)
 
 
 def _running_sum_of_lanes(x: jax.Array) -> jax.Array:
-  """For TPU: by shifts within rows of 128, a tile's width. `reduce_window` and shorter rows compile for seconds."""
+  """By shifts within rows of 128, a TPU tile's width. Of `reduce_window` and shorter rows it compiles for seconds."""
   padded = jnp.pad(x, (0, -x.size % (8 * _LANES)))
   sums = padded.reshape(-1, _LANES)
   for step in (1, 2, 4, 8, 16, 32, 64):

@@ -41,8 +41,8 @@ def read(flags):
 )
 def test_all_platforms_pack_the_same_words(n):
   flags = np.random.default_rng(n).random(n) < 0.5
-  for pack in (bitset._pack_padded, bitset._pack_by_product):
-    np.testing.assert_array_equal(jax.jit(pack)(flags), bitset.pack(flags))
+  by_product = jax.jit(bitset._pack_by_product)(flags)
+  np.testing.assert_array_equal(by_product, bitset.pack(flags))
 
 
 @pytest.mark.parametrize("n", quick_of(LENGTHS, quick=[31, 256, 600]))
