@@ -49,7 +49,11 @@ _LABELS = flags.DEFINE_list(
   "Collectives whose updates are compiled, in this order.",
 )
 _N = flags.DEFINE_integer(
-  "gradient_entries", 1 << 22, "Entries of a gradient.", lower_bound=1
+  # no multiple of the 256 entries of a group of words, as few gradients are
+  "gradient_entries",
+  4_200_100,
+  "Entries of a gradient.",
+  lower_bound=1,
 )
 _RUNS = flags.DEFINE_integer("runs", 9, "Runs of each program.", lower_bound=1)
 _REPORT_DIR = entry.define_report_dir("forks_PLATFORM.json")
@@ -58,7 +62,7 @@ _REPORT_DIR = entry.define_report_dir("forks_PLATFORM.json")
 class Fork(NamedTuple):
   """A place where `by_platform` chooses, and the platforms whose ways differ from the own one."""
 
-  place: str  # file:line function
+  place: str  # file and function, which stay where lines move
   others: tuple[str, ...]
 
 
@@ -85,7 +89,7 @@ class _Choice:
   def __call__(self, *, default: Callable, **ways: Callable) -> Callable:
     frame = sys._getframe(1)
     name_of_file = pathlib.Path(frame.f_code.co_filename).name
-    place = f"{name_of_file}:{frame.f_lineno} {frame.f_code.co_name}"
+    place = f"{name_of_file} {frame.f_code.co_name}"
     name = {"cuda": "gpu"}.get(self.platform, self.platform)
     own = ways.get(name, default)
     others = {"default": default} | ways
@@ -154,6 +158,8 @@ def main() -> None:
   choice = _Choice(platform)
   _compat.by_platform = choice  # type: ignore[assignment]
   rows, done = list[Row](), set[str]()
+  path = pathlib.Path(_REPORT_DIR.value) / f"forks_{platform}.json"
+  head = {"platform": platform, "entries": n, "jax": jax.__version__}
   for spec in specs.parse(_LABELS.value, len(devices), density=0.01):
     choice.forks = {}
     choice.changed = None
@@ -179,9 +185,8 @@ def main() -> None:
           row = Row(fork.place, way, spec.label, first, *ratios)
         rows.append(row)
         print(*row, flush=True)
-  path = pathlib.Path(_REPORT_DIR.value) / f"forks_{platform}.json"
-  head = {"platform": platform, "entries": n, "jax": jax.__version__}
-  report.keep(path, head, {"forks": map(report.rounded, rows)})
+    # after each update, since all of them take long
+    report.keep(path, head, {"forks": map(report.rounded, rows)})
   print(f"rows: {path}")
 
 
