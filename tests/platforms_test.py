@@ -7,6 +7,7 @@ has all of them, as `jax.export` needs.
 import ast
 import functools
 import importlib.util
+import json
 import pathlib
 import sys
 
@@ -47,6 +48,15 @@ def forks_of(path):
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "_compat.by_platform":
       yield (str(path), node.lineno, node.end_lineno)
+
+
+def names_of(path):
+  """File and name of the functions and methods that choose, as `benchmarks.compiled.forks` names them."""
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.FunctionDef) and "_compat.by_platform(" in ast.unparse(
+      node
+    ):
+      yield f"{path.name} {node.name}"
 
 
 FORKS = {fork for path in PACKAGE.rglob("*.py") for fork in forks_of(path)}
@@ -140,6 +150,14 @@ def test_every_fork_is_compared(recorder):
       for name in COVERING:
         trace(Case(*name))
   assert not recorder.missed()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_results_name_implementations_that_are_there(platform):
+  path = PACKAGE.parent / f"benchmarks/results/forks_{platform}.json"
+  rows = json.loads(path.read_text())["forks"]
+  named = {row["place"] for row in rows}
+  assert named <= {name for path in PACKAGE.rglob("*.py") for name in names_of(path)}
 
 
 @each_case([case for case in TWO_WORKERS if not case.options], quick=[])

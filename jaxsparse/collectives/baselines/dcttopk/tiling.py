@@ -135,7 +135,8 @@ class Tiling(NamedTuple):
     at_once = lambda *parts: top_k_of_chunks(
       LazySum((self.coefficients(parts[0] + parts[1]),)), length, k
     )
-    # By pieces an update takes 4.5 times the CPU time; at once 1.1 times the bytes.
+    # By pieces an update takes 4.5 times the CPU time. At once one compiled for an H100
+    # moves 1.4 times the bytes, and stores 1.4 arrays of n in place of 0.4.
     return _compat.by_platform(gpu=by_pieces, default=at_once)(grads, residual)
 
   def _coefficients_of(
