@@ -187,7 +187,8 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   flat = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
   edges = jnp.minimum(iota(rows + 1) * length, n)
-  # A binary search in `flat` is 8 kernels more on a GPU, and no faster on CPU.
+  # A binary search in `flat` is 8 kernels more on a GPU; on CPU this function takes 0.97
+  # of the time with it.
   starts = bitset.rank(members, edges)
   # candidates of a row: slots begin … end − 1 of the list
   begin = starts[blocks.order]
