@@ -128,7 +128,12 @@ def count_true(flags: jax.Array) -> jax.Array:
     >>> count_true(jnp.array([True, False, True]))
     Array(2, dtype=int32)
   """
-  return jnp.sum(flags, axis=-1, dtype=jnp.int32)
+  of_words = lambda flags: count(pack(flags))
+  # On CPU a sum stores the flags: an update of A2SGD needs 1.16 n of temporary memory in
+  # place of 1.00.
+  return _compat.by_platform(
+    cpu=of_words, default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+  )(flags)
 
 
 def nonzero(words: jax.Array, capacity: int) -> jax.Array:
