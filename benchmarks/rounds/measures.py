@@ -345,7 +345,7 @@ def _return(team: Team) -> tuple[float, int]:
     time.sleep(QUIET)
   begin = time.monotonic()
   adopted = lambda: team.events("adopted", begin=begin)
-  team.wait(adopted, "the worker to have the anchor")
+  team.wait(lambda: bool(adopted()), "the worker to have the anchor")
   first = adopted()[0]
   return first["time"] - begin, first["nbytes"]
 
