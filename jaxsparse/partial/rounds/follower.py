@@ -143,7 +143,8 @@ class Follower:
         break
       self._in_vain += 1  # it has no links, another donor may have some
     # the next fetch waits until no donor has sent more than `rate` on average
-    self._next = time.monotonic() + model.values.nbytes / len(donors) / self._rate
+    seconds = model.values.nbytes / len(donors) / self._rate
+    self._next = time.monotonic() + seconds
     # Links of other donors are the same: where these are refused, anchors come next.
     self._in_vain = max(self._in_vain, len(donors) - 1)
     self._replica.adopt(model, base, server["digest"])

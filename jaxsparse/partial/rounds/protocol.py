@@ -283,9 +283,9 @@ class RoundProtocol(WorkerProtocol[Run]):
   def _take_model(self, piece: Piece) -> None:
     membership = self.membership
     donors = len(membership.named)
-    # It has no links, another donor may have some, but hardly from round 0 on.
+    # it has no links, another donor may have some
     if membership.in_vain < donors and piece.values.size == PREFIX:
-      membership.in_vain += 1 if membership.position.round else donors
+      membership.in_vain += 1
       self._begin_request()
       return
     try:
