@@ -91,76 +91,6 @@ def test_a_follower_has_the_parameters_of_each_round_by_links_and_is_no_worker(s
   assert sum(sent) < 2 * (whole + 4 * whole / 8)
 
 
-def test_a_follower_has_links_of_whichever_worker_has_some(sent, monkeypatch):
-  model = OwnAnchor.model
-
-  def without_links(self, request):
-    piece = model(self, request)
-    asks_for_links = request.values.view(np.int64)[0] >= 0
-    is_empty = self._worker == 0 and asks_for_links
-    return piece._replace(values=piece.values[: transfers.PREFIX if is_empty else None])
-
-  monkeypatch.setattr(OwnAnchor, "model", without_links)
-  with serve(2, grace=60.0) as server:
-    reader = read_from(server, rate=1e9)
-    versions = []
-
-    def reads(_, round_):
-      if round_ < 4:  # the other worker has left
-        time.sleep(0.3)
-        versions.append(reader.latest().version)
-
-    train(server, reads)
-  assert versions == [1, 2, 3]
-  assert max(sent) < 4 * 10_000  # no anchor, nor a half of one
-
-
-def test_a_follower_asks_for_links_one_worker_after_the_other_then_all_for_slices():
-  reader = js.partial.Follower("tcp://127.0.0.1:1", START, outer)
-  asked = []
-
-  def fetch(requests):
-    fields = [request.values.view(np.int64).tolist() for request in requests.values()]
-    asked.append(([*requests], fields))
-    nothing = np.zeros(transfers.PREFIX, np.float32)
-    return transfers.Piece(transfers.PieceKind.MODEL, 3, 0, nothing)
-
-  reader._fetch = fetch
-  addresses = {f"tcp://h:{port}" for port in (1, 2, 3)}
-  workers = [{"address": address, "round": 3, "base": 7} for address in addresses]
-  with pytest.raises(ValueError, match="out of bounds"):
-    reader._catch_up({"round": 3, "base": 7, "digest": 1, "workers": workers})
-  *links, slices = asked
-  assert [fields for _, fields in links] == [[[0, 0, 0, 1]]] * 3
-  assert {donor for (donor,), _ in links} == addresses
-  assert slices[1] == [[-1, 0, index, 3] for index in range(3)]
-
-
-def test_a_follower_asks_the_next_server_where_one_is_lost_or_has_no_workers(
-  monkeypatch,
-):
-  monkeypatch.setattr(status, "_TIMEOUT", 0.5)
-  asked = []
-  ask = status.ask
-  monkeypatch.setattr(
-    status, "ask", lambda *facts: asked.append(facts[0]) or ask(*facts)
-  )
-  with serve(1, quorum=1) as idle, serve(1, quorum=1) as server:
-    servers = ["tcp://127.0.0.1:1", idle.address, server.address]
-    reader = js.partial.Follower(
-      servers, START, outer, rate=1e9, device=jax.devices()[5]
-    )
-    versions = []
-
-    def reads(*_):
-      time.sleep(0.3)
-      versions.append(reader.latest().version)
-
-    train(server, reads, rounds=2, workers=1)
-  assert versions == [1, 2]
-  assert asked == [*servers, server.address]  # from then on the one that has answered
-
-
 def test_a_donor_sends_a_follower_at_most_the_rate_that_it_has_set(sent):
   """Meanwhile it has the version of before."""
   with serve(1, quorum=1) as server:
@@ -211,11 +141,11 @@ def test_only_workers_of_the_last_round_are_asked_for_its_anchor():
   reader = js.partial.Follower("tcp://127.0.0.1:1", START, outer)
   found = []
 
-  def fetch(requests):
-    found.extend(requests)
+  def exchange(donors, _):
+    found.extend(donors)
     raise TimeoutError
 
-  reader._fetch = fetch
+  reader._exchange = exchange
   has = lambda address, base: {"address": address, "round": 3, "base": base}
   workers = [has("tcp://a:1", 8), has("tcp://b:1", 7), has("tcp://c:1", 8)]
   reader._in_vain = 1  # of all donors a slice
@@ -261,11 +191,11 @@ def test_a_fetch_may_take_as_long_as_it_takes_while_bytes_come(
   monkeypatch.setattr(follower.sockets, "Network", Network)
   monkeypatch.setattr(follower.sockets, "Peers", Peers)
   if is_there:
-    np.testing.assert_array_equal(reader._fetch({"tcp://a:1": words}).values, words)
+    np.testing.assert_array_equal(reader._fetch(["tcp://a:1"], 1).values, words)
     assert clock[0] > 20 * reader._timeout
   else:
     with pytest.raises(TimeoutError, match="no anchor of tcp://a:1"):
-      reader._fetch({"tcp://a:1": words})
+      reader._fetch(["tcp://a:1"], 1)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +204,6 @@ def test_a_fetch_may_take_as_long_as_it_takes_while_bytes_come(
     ({"rate": 0}, "rate=0, choose more than 0"),
     ({"address": "tcp://10.0.0.1:5"}, "give keys"),
     ({"address": "10.0.0.1"}, "choose tcp://HOST:PORT"),
-    ({"address": ["tcp://127.0.0.1:1", "10.0.0.1"]}, "choose tcp://HOST:PORT"),
-    ({"address": []}, "choose tcp://HOST:PORT"),
   ],
 )
 def test_bad_arguments_of_a_follower(options, message):

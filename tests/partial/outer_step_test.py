@@ -95,8 +95,7 @@ class Team:
 
   def check_link(self, step, before, result, group):
     """A worker that was away has the same bits, by the packed totals."""
-    members = () if result.skipped else group.members
-    link = RoundLink(group.number, result.anchor.size, members, result.totals)
+    link = RoundLink.of(group, result)
     link.pack(most=10**9)
     after = link.follow(step, before)
     if not result.skipped:

@@ -322,7 +322,8 @@ def test_a_part_reaches_the_same_part_of_other_workers():
   place.learn({1: "tcp://b:3,tcp://b:4", 2: None})
   assert place.addresses == {1: "tcp://b:4"}
   place.donor = "tcp://b:1,tcp://b:2 tcp://d:1 tcp://c:1,tcp://c:2"
-  assert place.named == ["tcp://b:2", "tcp://c:2"]
+  place.in_vain = 1
+  assert place.donors == ["tcp://b:2", "tcp://c:2"]
 
 
 def test_a_worker_that_joins_again_says_for_how_long_its_parts_have_waited_for_an_anchor():

@@ -16,7 +16,7 @@ as "taken" once the worker that has joined was heard after it.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from jaxsparse.partial.net import messages, transfers
@@ -57,6 +57,16 @@ class Unreachable(NamedTuple):
   address: str
 
 
+class Relay(Protocol):
+  """What signals and answers of a worker pass through, where it is one of several processes."""
+
+  def relay_signal(self, signal: Signal) -> None:
+    """A signal to the server."""
+
+  def relay_answer(self, answer: Any) -> None:
+    """An answer to the training loop."""
+
+
 def limit_after(silence: float, limit: float, most: float) -> float:
   """Seconds until a silent one is lost: more if it was silent for so long before, up to `most` times `limit`."""
   return min(max(_SILENCES * silence, limit), most * limit)
@@ -94,10 +104,9 @@ class Membership:
   # the address of the worker whose model has to replace that of this one; in rounds
   # several addresses, with spaces
   donor: str | None = None
-  # how often donors have been asked in vain, as in `transfers.requests`
+  # how often donors have been asked in vain: one for links, then all for slices of their
+  # anchor, then one for its anchor
   in_vain: int = 0
-  # the addresses of those that are asked
-  donors: Sequence[str] = ()
   # when it began to ask for a model that has not come
   fetches_since: float | None = None
   # whether a request of the training loop is open; the first one is that for a start
@@ -107,6 +116,7 @@ class Membership:
   part: int = 0  # the number of this process among those of the worker
   # once the server is lost, which message has not come for how many seconds
   lost: tuple[str, float] = "", 0.0
+  relay: Relay | None = None
 
   def __post_init__(self) -> None:
     now = self.now
@@ -147,7 +157,8 @@ class Membership:
 
   def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
     """Sends a signal to the server."""
-    self.tell_server(Signal(kind, self.worker, value, position=self.position, **facts))
+    tell = self.relay.relay_signal if self.relay else self.tell_server
+    tell(Signal(kind, self.worker, value, position=self.position, **facts))
 
   def repeat_signal(
     self, hello: WorkerMessage = WorkerMessage.HELLO, undelivered: int = 0
@@ -214,24 +225,26 @@ class Membership:
     self.peer_until = self.now + self.timeout
 
   @property
-  def named(self) -> list[str]:
-    """The addresses of the donors that the server has named."""
-    named = (self.donor or "").split()
-    return [*filter(None, map(self._counterpart, named))]
+  def donors(self) -> list[str]:
+    """The addresses of those that are asked."""
+    # links of the first one; after one attempt in vain slices of all; then the first
+    # one's anchor
+    donors = (self.donor or "").split()[: None if self.in_vain == 1 else 1]
+    return [*filter(None, map(self._counterpart, donors))]
 
   def fetch(self, round_: int = 0, id_: int = 0) -> None:
     """Asks the donor for its model.
 
     In rounds once that has been through that round, for links from the own round on, of
-    that id; where no donor has them each of several for a slice of its anchor.
+    that id, or each of several for a slice of its anchor.
     """
     self.state = "fetching"
     self.fetches_since = self.now if self.fetches_since is None else self.fetches_since
     self._await_donor()
-    own = self.position.round, id_
-    requests = transfers.requests(self.named, self.in_vain, round_, self.worker, *own)
-    self.donors = [*requests]
-    for request in requests.items():
+    # The donor may have no links: after one fetch in vain the anchor itself is asked
+    # for.
+    has = (-1, 0) if self.in_vain else (self.position.round, id_)
+    for request in transfers.requests(self.donors, round_, self.worker, *has):
       self.send(*request)
 
   def _await_donor(self) -> None:
@@ -266,7 +279,7 @@ class Membership:
 
   def answer(self, answer: Any) -> None:
     """Answers the training loop; the request stays open."""
-    self.answer_loop(answer)
+    (self.relay.relay_answer if self.relay else self.answer_loop)(answer)
 
   def take_rejection(self, reason: str, *, awaits_group: bool) -> bool:
     """Whether the server does not know this worker, which joins again; other reasons answer the open request."""

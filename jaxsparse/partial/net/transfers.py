@@ -2,9 +2,8 @@
 
     FETCH ──> WAITS, once a second while others get the model first ──> MODEL, chunk by chunk
 
-In rounds a worker says which anchor it has and asks one donor after the other for the
-links since then; where none has them, or they are as large, all of these donors for a
-slice of their anchor each.
+In rounds a worker says which anchor it has and asks a donor for the links since then;
+where it has none, or they are as large, several donors for a slice of their anchor each.
 The values of FETCH are integers, i64, and so are the first ones of each slice:
 
     FETCH   its round, -1 for an anchor | id of that round   | which slice | of how many
@@ -43,39 +42,21 @@ def split(model: Piece) -> Iterator[Piece]:
 
 
 def requests(
-  donors: Sequence[str],
-  in_vain: int,
-  round_: int,
-  worker: int,
-  has: int,
-  id_: int,
-) -> dict[str, Piece]:
-  """FETCH of a worker, by the addresses of those of n donors that it asks after so many attempts in vain.
-
-  Each alone for links, 0 … n − 1, then all for slices of their anchor, n, then the
-  first one for its anchor: of several slices nothing tells which is wrong.
+  donors: Sequence[str], round_: int, worker: int, has: int, id_: int
+) -> Iterator[tuple[str, Piece]]:
+  """FETCH of a worker to each donor, for a slice each of links or of the anchor.
 
   Args:
     donors: their addresses.
-    in_vain: the attempts.
     round_: a donor answers once it has been through so many rounds.
     worker: that asks.
-    has: the rounds of its own anchor, from which links lead on.
+    has: the rounds of its own anchor, from which links lead on; -1 for the whole anchor.
     id_: that anchor's id in the lineage.
-
-  Example:
-    >>> [[*requests("ab", in_vain, 7, 3, 5, 0)] for in_vain in range(4)]
-    [['a'], ['b'], ['a', 'b'], ['a']]
   """
-  next_ = donors[in_vain : in_vain + 1]
-  asked = next_ or donors[: None if in_vain == len(donors) else 1]
-  start = has if next_ else -1  # of links; the anchor has none
-  fetches = dict[str, Piece]()
-  for index, donor in enumerate(asked):
-    integers = np.array([start, id_, index, len(asked)], np.int64)
+  for index, donor in enumerate(donors):
+    integers = np.array([has, id_, index, len(donors)], np.int64)
     values = integers.view(np.float32)  # whose bits a piece carries
-    fetches[donor] = Piece(PieceKind.FETCH, round_, worker, values)
-  return fetches
+    yield donor, Piece(PieceKind.FETCH, round_, worker, values)
 
 
 class Assembly:
@@ -118,9 +99,7 @@ class Assembly:
     if chunk.tag or not chunks:
       return None
     count = len(donors)
-    asked = np.array([donors.index(donor), count], np.int64)
-    which = chunks[0].values[PREFIX // 2 : PREFIX]
-    if count > 1 and which.tobytes() != asked.tobytes():
+    if count > 1 and not _is_slice(chunks[0], donors.index(donor), count):
       chunks.clear()  # the answer to an earlier request
     slices = [self._chunks.get(address, []) for address in donors]
     if not all(pieces and pieces[-1].tag == 0 for pieces in slices):
@@ -133,6 +112,12 @@ class Assembly:
     return chunk._replace(
       values=np.concatenate([first, *(words[PREFIX:] for words in others)])
     )
+
+
+def _is_slice(first: Piece, index: int, count: int) -> bool:
+  """Whether a chunk begins slice `index` of so many."""
+  fields = first.values[PREFIX // 2 : PREFIX]
+  return fields.tobytes() == np.array([index, count], np.int64).tobytes()
 
 
 class Transfers:

@@ -104,9 +104,7 @@ class OwnAnchor:
     self.delivered = result._replace(totals=())  # totals are large
     self.group = group
     self._is_restored = False
-    members = () if result.skipped else group.members
-    link = RoundLink(group.number, result.anchor.size, members, result.totals)
-    self._keep([link])
+    self._keep([RoundLink.of(group, result)])
     return self.anchor.position
 
   def _keep(self, links: Iterable[RoundLink]) -> None:
@@ -158,7 +156,7 @@ class OwnAnchor:
       digest, size, *_ = prefix.view(np.int64).tolist()
       if size != words.size:
         raise ValueError(f"{words.size} words, its donor has {size}")
-      if words[0] == 0:  # links: an anchor begins with another word
+      if chain.are_links(words):
         anchor, links = self._follow(*chain.parse(words))
         computed = self.outer.digest(anchor)
       else:

@@ -18,10 +18,10 @@ import numpy as np
 
 from jaxsparse.arrays.flatten import flatten
 from jaxsparse.partial.net import strict_json
-from jaxsparse.partial.net.messages import MOST_MEMBERS
+from jaxsparse.partial.net.messages import MOST_MEMBERS, WorkerGroup
 from jaxsparse.partial.rounds.lineage import Lineage
 from jaxsparse.partial.rounds.links import subtract
-from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep
+from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
 from jaxsparse.sparse import packing
 
 _START = 2  # words before the header
@@ -46,6 +46,12 @@ class RoundLink:
   totals: Sequence[np.ndarray] = ()
   words: np.ndarray | None = None
   nbytes: int = 0
+
+  @classmethod
+  def of(cls, group: WorkerGroup, result: Result) -> "RoundLink":
+    """The link of a round that counts."""
+    members = () if result.skipped else group.members
+    return cls(group.number, result.anchor.size, members, result.totals)
 
   def pack(self, most: int) -> None:
     """Packs the totals, unless that takes `most` bytes or more."""
@@ -83,6 +89,11 @@ def pack(start: Lineage, links: list[RoundLink]) -> np.ndarray:
   header = np.frombuffer((text + " " * (-len(text) % 4)).encode(), np.uint32)
   first = np.array([0, header.size], np.uint32)
   return np.concatenate([first, header, *(link.words for link in links)])
+
+
+def are_links(words: np.ndarray) -> bool:
+  """Whether a donor has sent links in place of an anchor."""
+  return words.size > _START and words[0] == 0
 
 
 def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:

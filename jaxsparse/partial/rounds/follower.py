@@ -1,9 +1,8 @@
 """A reader of rounds, which is no member: it follows links, for evaluation and inference while training goes on."""
 
-import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,19 +25,16 @@ class Follower:
   """Reads the outer parameters of `js.partial.Rounds`, bit for bit as all workers have them after a round.
 
   The server says which workers have the last anchor. One of these sends the links since
-  the version that is here; where no worker has them, or the anchor is smaller, a few send
-  a slice of it each.
+  the version that is here; where the anchor is smaller, a few send a slice of it each.
   A digest proves the result. What is refused changes nothing.
 
   Args:
-    address: of the server, or a list, as of `Rounds`: where a server does not answer, or
-      has no workers or no round, the next one is asked.
+    address: of the server.
     params: as of `Rounds`, or another pytree with these shapes.
     outer: the outer chain of the workers.
     fragments: as of the workers.
     dtype: of the leaves to return; by default those of `params`.
-    rate: bytes a second that a worker sends to this reader at most, on average over
-      workers and fetches: one fetch is as fast as the network, the next one waits.
+    rate: bytes a second, on average, that a worker sends to this reader at most.
     keys: as of `Rounds`.
     timeout: seconds without a byte of a worker after which others are asked.
     device: as of `Rounds`.
@@ -63,7 +59,7 @@ class Follower:
 
   def __init__(
     self,
-    address: str | Sequence[str],
+    address: str,
     params: optax.Params,
     outer: Callable[[Comm], optax.GradientTransformation],
     *,
@@ -74,9 +70,7 @@ class Follower:
     timeout: float = 60.0,
     device: jax.Device | None = None,
   ):
-    self._servers = [address] if isinstance(address, str) else [*address]
-    for server in self._servers or [""]:
-      sockets.check_address(server, keys, reachable=True, any_port=False)
+    sockets.check_address(address, keys, reachable=True, any_port=False)
     if not rate > 0:
       raise ValueError(f"Follower: rate={rate!r}, choose more than 0 bytes a second")
     step = OuterStep(outer, fragments, device)
@@ -84,6 +78,7 @@ class Follower:
     # number of no member: a reader has no residual
     self._replica = OwnAnchor(step, step.start(params), worker=-1)
     self._dtypes = jax.tree.map(lambda leaf: dtype or jnp.result_type(leaf), params)
+    self._address = address
     self._keys = keys
     self._rate = rate
     self._timeout = timeout
@@ -100,22 +95,19 @@ class Follower:
     self.refused = []
     if time.monotonic() < self._next:
       return self._published
+    before = self._replica.anchor.position
     try:
       self._catch_up(self._ask())
     except (OSError, ValueError) as error:
       self.refused.append(str(error))
       self._in_vain += 1
+    if self._replica.anchor.position != before:
+      self._in_vain = 0
+      self._publish()
     return self._published
 
   def _ask(self) -> dict[str, Any]:
-    """The status of the first server that has workers and a round, from the one asked last on."""
-    for _ in self._servers[1:]:
-      with contextlib.suppress(OSError, ValueError):
-        answer = status.ask(self._servers[0], self._keys)
-        if answer["workers"] and answer["round"]:
-          return answer
-      self._servers.append(self._servers.pop(0))
-    return status.ask(self._servers[0], self._keys)
+    return status.ask(self._address, self._keys)
 
   def _publish(self) -> None:
     anchor = self._replica.anchor
@@ -126,38 +118,42 @@ class Follower:
     """The anchor of the last round, from workers that have it."""
     position = self._replica.anchor.position
     last = server["round"]
+    workers = server["workers"]
     base = server["base"]
-    donors = [
-      worker["address"] for worker in server["workers"] if worker["base"] == base
-    ]
+    donors = [worker["address"] for worker in workers if worker["base"] == base]
     if (last, base) == position[:2] or not donors:
       return
     if "," in donors[0]:
       raise ValueError("Follower: workers of several processes have a part each")
     donors = random.sample(donors, min(transfers.MOST_DONORS, len(donors)))
-    lineage = self._replica.anchor.lineage
-    who = self._worker, lineage.round, lineage.id or 0
-    while True:
-      model = self._fetch(transfers.requests(donors, self._in_vain, last, *who))
-      if model.values.size > transfers.PREFIX or self._in_vain >= len(donors):
-        break
-      self._in_vain += 1  # it has no links, another donor may have some
+    model = self._fetch(donors, last)
+    if model.values.size == transfers.PREFIX:  # the donor has no links
+      self._in_vain = 1
+      model = self._fetch(donors, last)
     # the next fetch waits until no donor has sent more than `rate` on average
     seconds = model.values.nbytes / len(donors) / self._rate
     self._next = time.monotonic() + seconds
-    # Links of other donors are the same: where these are refused, anchors come next.
-    self._in_vain = max(self._in_vain, len(donors) - 1)
     self._replica.adopt(model, base, server["digest"])
-    self._in_vain = 0
-    self._publish()
 
-  def _fetch(self, requests: dict[str, Piece]) -> Piece:
-    """What donors send, joined: links of one, or slices of the anchor.
+  def _fetch(self, donors: Sequence[str], round_: int) -> Piece:
+    """What donors send, joined: links, or where one donor has none, slices of the anchor.
 
     Raises:
       TimeoutError: if one of them does not answer.
     """
-    donors = [*requests]
+    # First the links, from one donor. After one fetch in vain slices of the anchor, from
+    # all. After two the anchor from one: of several slices nothing tells which is wrong.
+    donors = donors[: None if self._in_vain == 1 else 1]
+    lineage = self._replica.anchor.lineage
+    has = (-1, 0) if self._in_vain else (lineage.round, lineage.id or 0)
+    return self._exchange(
+      donors, transfers.requests(donors, round_, self._worker, *has)
+    )
+
+  def _exchange(
+    self, donors: Sequence[str], requests: Iterable[tuple[str, Piece]]
+  ) -> Piece:
+    """Sends a request to each donor, and joins what they answer."""
     replica = self._replica
     longest = _MOST_ARRAYS * replica.outer.size(replica.anchor) + messages.LONGEST
     assembly = transfers.Assembly(longest // 4)
@@ -177,8 +173,8 @@ class Follower:
     network = sockets.Network(self._keys)
     peers = sockets.Peers(network, longest, answered, lost.append)
     try:
-      for request in requests.items():
-        peers.send(*request)
+      for donor, request in requests:
+        peers.send(donor, request)
       # One lost donor is the end: its slice would be missing.
       while not models and not lost and time.monotonic() < until:
         network.wait(0.1)

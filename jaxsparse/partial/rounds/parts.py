@@ -52,12 +52,7 @@ class PartProtocol(RoundProtocol):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    membership = self.membership
-    # outlets of this process: to the server, or of another part to the lead, and to its loop
-    self._send_signal = membership.tell_server
-    self._answer_loop = membership.answer_loop
-    membership.tell_server = self.relay_signal
-    membership.answer_loop = self.relay_answer
+    self.membership.relay = self
     # how often it has joined; the lead ignores HELLO that was sent before the last time
     self._welcomes = 0
     # the digest of the anchor that it has fetched, until a round counts
@@ -84,11 +79,11 @@ class PartProtocol(RoundProtocol):
         raise PartLost(content["reason"])
       case _:
         answers = {Next.LATER: Next.LATER, Next.RESTART: None}
-        self._answer_loop(answers.get(next_, membership.position))
+        membership.answer_loop(answers.get(next_, membership.position))
 
   def relay_signal(self, signal: Signal) -> None:
     """Sends a signal to the lead."""
-    self._send_signal(self._mark(signal))
+    self.membership.tell_server(self._mark(signal))
 
   def _mark(self, signal: Signal) -> Signal:
     """A signal of this part, with what the lead compares between parts."""
@@ -112,11 +107,9 @@ class PartProtocol(RoundProtocol):
 
   def relay_answer(self, answer: Any) -> None:
     """Tells the lead that there is one, which decides; errors are raised at once."""
-    # None: all parts find that parameters are not finite, and the loop of the lead is
-    # told.
-    is_own = answer is None and self.membership.part == 0
-    if is_own or isinstance(answer, Exception):
-      self._answer_loop(answer)
+    if isinstance(answer, Exception):
+      self.membership.answer_loop(answer)
+    # None: all parts find that parameters are not finite
     elif answer is not None:
       self.membership.tell(WorkerMessage.ANSWERED)
 
@@ -206,6 +199,13 @@ class LeadProtocol(PartProtocol):
     """Takes a signal of this part."""
     self._take_signal(self._mark(signal))
 
+  def relay_answer(self, answer: Any) -> None:
+    """Takes an answer as other parts do, and tells the loop of parameters that are not finite."""
+    if answer is None:
+      self.membership.answer_loop(None)
+    else:
+      super().relay_answer(answer)
+
   def _handle_own(self, now: float) -> None:
     while self._answers:
       super().handle(self._answers.popleft(), now)
@@ -248,7 +248,7 @@ class LeadProtocol(PartProtocol):
       case WorkerMessage.ANSWERED:
         self._answered.add(part)
         if self._agree(self._answered):
-          self._answer_loop(signal.position)
+          self.membership.answer_loop(signal.position)
       # one heartbeat a worker: those of other parts tell the lead alone that they live
       case WorkerMessage.BEAT if part == 0:
         self._pass_to_server(signal)
@@ -340,7 +340,7 @@ class LeadProtocol(PartProtocol):
     if not self._has_left:
       worker = self.membership.worker
       signal = signal._replace(worker=worker, position=self._position)
-      self._send_signal(signal)
+      self.membership.tell_server(signal)
 
   # From the server to the parts.
 

@@ -282,10 +282,8 @@ class RoundProtocol(WorkerProtocol[Run]):
 
   def _take_model(self, piece: Piece) -> None:
     membership = self.membership
-    donors = len(membership.named)
-    # it has no links, another donor may have some
-    if membership.in_vain < donors and piece.values.size == PREFIX:
-      membership.in_vain += 1
+    if not membership.in_vain and piece.values.size == PREFIX:  # it has no links
+      membership.in_vain = 1
       self._begin_request()
       return
     try:
@@ -305,8 +303,7 @@ class RoundProtocol(WorkerProtocol[Run]):
       raise
     except ValueError as error:
       membership.warn(f"refuses the anchor of worker {piece.sender}: {error}")
-      # Links of other donors are the same: their anchors are asked for.
-      membership.in_vain = max(membership.in_vain + 1, donors)
+      membership.in_vain += 1
       membership.join_again(RETRY)
       return
     # fewer rounds than before, where its own do not count for the others
