@@ -91,11 +91,6 @@ def pack(start: Lineage, links: list[RoundLink]) -> np.ndarray:
   return np.concatenate([first, header, *(link.words for link in links)])
 
 
-def are_links(words: np.ndarray) -> bool:
-  """Whether a donor has sent links in place of an anchor."""
-  return words.size > _START and words[0] == 0
-
-
 def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:
   """The inverse of `pack`.
 
