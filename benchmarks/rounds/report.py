@@ -44,7 +44,7 @@ _RACE: Mapping[str, Column] = {
 }
 _GOODPUT: Mapping[str, Column] = {
   "": _plain("mode"),
-  "kills": _plain("kills"),
+  "faults": _plain("kills"),
   "seconds": _plain("seconds", ".0f"),
   "trained/s": _per_second("trained"),
   "in the model/s": _per_second("delivered"),
