@@ -128,7 +128,8 @@ class Counters(NamedTuple):
     skipped: whether every worker skipped the step, because of NaN or Inf at one of
       them.
     skipped_steps: how many steps have been skipped since the state was made.
-    total_words: words sent since the state was made, modulo 2³².
+    total_words: words sent since the state was made, modulo 2³². `Metrics`: not
+      modulo, of the worker that sent most, rounded to float32.
     total_wraps: how often `total_words` has passed 2³².
 
   Example:

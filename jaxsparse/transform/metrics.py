@@ -43,8 +43,6 @@ class Metrics(NamedTuple):
     counters: the `js.Counters` of all workers. Their fields are attributes of the
       metrics, too: `metrics.words_sent` is `metrics.counters.words_sent`.
     residual_norm: ℓ₂ norm of all residuals together.
-    total_words: 4-byte words sent since the state was made, by the worker that sent
-      most; rounded to float32.
     drift: root mean square over workers of the ℓ₂ distance of their parameters to the
       mean (`js.local_steps`), but for residuals that are applied; 0 after an exchange.
     since_exchange: steps since the last exchange, with fragments since that of the last
@@ -67,7 +65,6 @@ class Metrics(NamedTuple):
 
   counters: Counters
   residual_norm: jax.Array
-  total_words: jax.Array
   drift: jax.Array
   since_exchange: jax.Array
   words_per_step: jax.Array
@@ -219,7 +216,10 @@ def summary(states: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
   ]
   counters, words = zip(*workers, strict=True)
   combined = combine_counters(counters, entries) if len(counters) > 1 else counters[0]
-  combined = combined._replace(skipped=combined.skipped.astype(jnp.int32))
+  combined = combined._replace(
+    skipped=combined.skipped.astype(jnp.int32),
+    total_words=sum(words, jnp.float32(0)),
+  )
   # Workers may differ in a counter.
   over_all = Counters(*map(over_workers, combined, _OVER_WORKERS))
   # One root at the end: the norm of all residuals as one vector.
@@ -230,7 +230,6 @@ def summary(states: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
   return Metrics(
     over_all._replace(skipped=over_all.skipped > 0),
     residual_norm=jnp.sqrt(sum(squares, jnp.float32(0))),
-    total_words=over_workers(sum(words, jnp.float32(0)), "max"),
     drift=jnp.float32(0),
     since_exchange=jnp.int32(0),
     # Each step exchanges, unless `_read` finds local steps.
