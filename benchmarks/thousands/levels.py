@@ -62,6 +62,8 @@ class _Link(Member):
 class _Group(Simulation):
   """The rounds of a group; its last member is the link."""
 
+  measures_cpu = False
+
   def __init__(self, setting: Setting, number: int, top: "_Top"):
     self._number = number
     self._top = top
@@ -69,10 +71,6 @@ class _Group(Simulation):
       False  # whether a round among groups has counted that the link has not delivered
     )
     super().__init__(setting)
-
-  def cpu_seconds(self) -> float:
-    """Not measured: to ask takes longer than what the server of a group does."""
-    return 0.0
 
   def make_member(self, number: int, undelivered: float) -> Member:
     """The next process of a worker, or of the link: the group goes back to the last round among groups."""

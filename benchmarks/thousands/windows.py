@@ -42,6 +42,7 @@ class _Scenario(Simulation):
   """Workers that differ."""
 
   tick = 0.5
+  measures_cpu = False
 
   def begin(self) -> None:
     """Also plans the deaths of the newcomer."""
@@ -53,10 +54,6 @@ class _Scenario(Simulation):
       for time in range(1, round(self.setting.seconds / _LIFE) + 1):
         self.at(time * _LIFE, None, self._kill)
     super().begin()
-
-  def cpu_seconds(self) -> float:
-    """Not measured: to ask takes longer than what the server does."""
-    return 0.0
 
   def _kill(self) -> None:
     self.fail(self.working[_NEW])
