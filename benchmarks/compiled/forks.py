@@ -26,9 +26,7 @@ from benchmarks import entry, report, specs
 from benchmarks.compiled import hlo, programs, toolchain
 from jaxsparse import _compat
 
-_PLATFORM = flags.DEFINE_enum(
-  "on", "cpu", ["cpu", *toolchain.TOPOLOGIES], "Where the programs would run."
-)
+_PLATFORM = toolchain.define_platform()
 _LABELS = flags.DEFINE_list(
   "updates",
   [
@@ -149,12 +147,7 @@ def _on_accelerator(own: Any, other: Any, n: int) -> tuple[float, ...]:
 def main() -> None:
   """Measures every fork once, and reports."""
   platform, n = _PLATFORM.value, _N.value
-  if platform == "cpu":
-    jax.config.update("jax_num_cpu_devices", 2)
-    devices = jax.devices()
-  else:
-    toolchain.prepare()
-    devices = toolchain.devices(platform, toolchain.TOPOLOGIES[platform])
+  devices = toolchain.devices_on(platform, 2)
   choice = _Choice(platform)
   _compat.by_platform = choice  # type: ignore[assignment]
   rows, done = list[Row](), set[str]()

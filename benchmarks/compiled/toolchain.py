@@ -6,7 +6,11 @@ import pathlib
 from typing import Any
 
 import jax
+from absl import flags
 from jax.experimental import topologies
+
+# what is defined here is a flag of the benchmark that asks for it
+flags.disclaim_key_flags()
 
 _H100 = pathlib.Path(__file__).with_name("h100.txtpb")
 TOPOLOGIES = {"cuda": "1x1x8", "tpu": "v5e:2x4"}  # of CUDA slices x hosts x devices
@@ -26,6 +30,21 @@ def prepare() -> None:
     # kernels are tuned on a device only
     flags = f"--xla_gpu_cuda_data_dir={toolkit} --xla_gpu_autotune_level=0"
     os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+
+
+def define_platform() -> flags.FlagHolder[str]:
+  """The flag --on: the CPUs of this machine, or a platform that need not be there."""
+  choices = ["cpu", *TOPOLOGIES]
+  return flags.DEFINE_enum("on", "cpu", choices, "Where the programs would run.")
+
+
+def devices_on(platform: str, cpus: int = 1) -> list[Any]:
+  """So many CPUs of this machine, or the devices of a platform's topology; before JAX has devices."""
+  if platform == "cpu":
+    jax.config.update("jax_num_cpu_devices", cpus)
+    return jax.devices()
+  prepare()
+  return devices(platform, TOPOLOGIES[platform])
 
 
 def devices(platform: str, topology: str) -> list[Any]:

@@ -28,9 +28,7 @@ from benchmarks import entry, report, workers
 from benchmarks.compiled import hlo, toolchain
 from benchmarks.weights import jitted
 
-_PLATFORM = flags.DEFINE_enum(
-  "on", "cpu", ["cpu", *toolchain.TOPOLOGIES], "Where the programs would run."
-)
+_PLATFORM = toolchain.define_platform()
 _ENTRIES = flags.DEFINE_integer(
   "entries", 12_881_920, "Weights, of 2 bytes.", lower_bound=1
 )
@@ -142,11 +140,7 @@ def goals(found: list[Row]) -> list[report.Goal]:
 def main() -> None:
   """Compiles the programs, and reports."""
   platform = _PLATFORM.value
-  if platform == "cpu":
-    devices = jax.devices()[:1]
-  else:
-    toolchain.prepare()
-    devices = toolchain.devices(platform, toolchain.TOPOLOGIES[platform])
+  devices = toolchain.devices_on(platform)
   with js.traced_for(platform):
     found = rows(Mesh(np.array(devices), ("device",)), _ENTRIES.value, _SHARES.value)
   path = pathlib.Path(_REPORT_DIR.value) / f"compiled_weights_{platform}.json"
