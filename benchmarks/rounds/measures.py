@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import netlab
+from benchmarks import netlab, watching
 from benchmarks.elastic.phases import Phase
 from benchmarks.race.results import Results, Whole
 from benchmarks.race.standings import Target, crossing
-from benchmarks.rounds.team import PROGRAMS, Team, wait
+from benchmarks.rounds.team import PROGRAMS, Team
 from benchmarks.rounds.worker import QUIET, make_task
 from benchmarks.tasks.base import model_of
 from jaxsparse.launch.start import HOSTS, Host
@@ -465,7 +465,7 @@ def synchronous(
       subprocess.Popen(command, env=environment, stdout=log, stderr=log) as run,
     ):
       try:
-        wait(marks.exists, "the first step")
+        watching.wait(marks.exists, "the first step")
         begin, first = time.monotonic(), _saved(checkpoints)
         while (
           kill_every and (at := begin + kill_every * (kills + 0.5)) < begin + seconds

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from benchmarks import netlab
+from benchmarks import netlab, watching
 from benchmarks.rounds.worker import Settings
 from jaxsparse.launch.start import MALLOC, Host
 from jaxsparse.partial.net.sockets import Keys
@@ -25,7 +25,7 @@ PROGRAMS = {
 }
 PROGRAMS |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 PROGRAMS |= MALLOC  # as of ranks that jaxsparse.launch starts
-_START = 240.0  # seconds in which a worker has to join
+_JOB = 480.0  # seconds in which a job on a host has to end
 _PORT = 2900
 # seconds that its lighthouse waits for others where ours chooses them itself
 _TORCHFT_GRACE = 1.0
@@ -149,7 +149,7 @@ class Team:
 
   def wait(self, holds: Callable[[], bool], what: str) -> None:
     """Waits until a condition holds; RuntimeError with the workers' output if it does not."""
-    wait(holds, what, self.folder / "output")
+    watching.wait(holds, what, [self.folder / "output"])
 
   def settle(self, rounds: int = 3) -> float:
     """Waits until there have been so many rounds of all workers: the time of the first one."""
@@ -181,17 +181,8 @@ class Team:
     self, *kinds: str, begin: float = 0.0, end: float = float("inf")
   ) -> list[dict[str, Any]]:
     """What workers have written from `begin` to `end`, in order of time."""
-    found, wanted = [], [f'"event": "{kind}"' for kind in kinds]
-    for path in self.folder.glob("worker*"):
-      for line in (
-        line
-        for line in path.read_text().splitlines()
-        if any(words in line for words in wanted)
-      ):
-        with contextlib.suppress(ValueError):  # half a line of one that was killed
-          found.append(json.loads(line))
-    chosen = (one for one in found if begin <= one["time"] <= end)
-    return sorted(chosen, key=lambda one: one["time"])
+    found = watching.events(self.folder.glob("worker*"), kinds)
+    return [event for event in found if begin <= event["time"] <= end]
 
   @contextlib.contextmanager
   def stopped(self, number: int) -> Iterator[None]:
@@ -234,21 +225,5 @@ class Team:
     """What a job of `benchmarks.rounds` prints on a host."""
     job = f"--{job}={json.dumps(facts)}"
     command = [*host.enter, sys.executable, "-m", "benchmarks.rounds", job]
-    done = subprocess.run(
-      command, check=True, timeout=2 * _START, stdout=subprocess.PIPE
-    )
+    done = subprocess.run(command, check=True, timeout=_JOB, stdout=subprocess.PIPE)
     return done.stdout
-
-
-def wait(
-  holds: Callable[[], bool], what: str, output: pathlib.Path | None = None
-) -> None:
-  """Waits until a condition holds; RuntimeError if it does not in time."""
-  end = time.monotonic() + _START
-  while not holds():
-    if time.monotonic() > end:
-      raise RuntimeError(
-        f"waited {_START:g} s for {what}"
-        + (f":\n{output.read_text()[-3000:]}" if output else "")
-      )
-    time.sleep(0.5)

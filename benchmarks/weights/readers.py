@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import jaxsparse as js
-from benchmarks import netlab
+from benchmarks import netlab, watching
 from benchmarks.weights import reader
 from benchmarks.weights.report import Fetch
 from jaxsparse.launch.start import Host
@@ -29,7 +29,6 @@ from jaxsparse.weights import files
 
 READERS = 4
 _PORT = 8000
-_LIMIT = 300.0  # seconds in which readers have to have a version
 _PAUSE = 0.02
 
 Leaves = list[np.ndarray]  # of a version, in the serving dtype
@@ -106,14 +105,8 @@ class Team:
 
   def events(self, number: int, kind: str) -> list[dict[str, Any]]:
     """What a reader has written of a kind."""
-    path = pathlib.Path(self._settings[number].log)
-    if not path.exists():
-      return []
-    found = []
-    for line in path.read_text().splitlines():
-      with contextlib.suppress(ValueError):  # half a line
-        found.append(json.loads(line))
-    return [event for event in found if event["event"] == kind]
+    log = pathlib.Path(self._settings[number].log)
+    return watching.events([log] if log.exists() else [], [kind])
 
   def publish(self, leaves: Leaves) -> int:
     """Publishes a version; its number."""
@@ -133,13 +126,8 @@ class Team:
     return event
 
   def _wait(self, holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + _LIMIT
-    while not holds():
-      if time.monotonic() > end:
-        outputs = sorted(self._readers.glob("*.output"))
-        text = "\n".join(path.read_text()[-1000:] for path in outputs)
-        raise RuntimeError(f"waited {_LIMIT:g} s for {what}: {text}")
-      time.sleep(_PAUSE)
+    outputs = sorted(self._readers.glob("*.output"))
+    watching.wait(holds, what, outputs, pause=_PAUSE)
 
 
 def _row(what: str, rate: float, found: list[tuple[float, list[int]]]) -> Fetch:
