@@ -131,6 +131,11 @@ class VirtualWorker:
     else:
       peer.handle(Unreachable(self.address))
 
+  def hear_donor(self, address: str) -> None:
+    """Another process sends something, or says that others get it first."""
+    if address in self.protocol.membership.donors:
+      self.protocol.membership.hear_donor()
+
   def take_slice(self, address: str, piece: Piece) -> None:
     """A slice of another process has come."""
     place = self.protocol.membership
@@ -146,8 +151,7 @@ class VirtualWorker:
       [self._receiver] if self._receiver and self.network.now < self._busy_until else []
     )
     for peer in self._transfers.waiting(self.network.now) + busy:
-      hear = peer.protocol.membership.hear_donor
-      self.network.post((self, peer), peer, hear, self.address)
+      self.network.post((self, peer), peer, peer.hear_donor, self.address)
     self.protocol.tick(self.network.now)
 
 

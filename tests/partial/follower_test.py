@@ -136,6 +136,27 @@ def test_what_a_donor_sends_wrongly_is_refused_and_then_asked_for_whole(monkeypa
   assert reader.refused
 
 
+def test_a_follower_asks_the_next_server_where_one_is_lost_or_has_no_workers(
+  monkeypatch,
+):
+  monkeypatch.setattr(status, "_TIMEOUT", 0.3)
+  with (
+    js.partial.Server(js.partial.Quorum(1, quorum=1)) as first,
+    serve(1, quorum=1) as second,
+  ):
+    addresses = ["tcp://127.0.0.1:1", first.address, second.address]
+    reader = js.partial.Follower(addresses, START, outer, rate=1e9)
+    found = []
+
+    def reads(*_):
+      time.sleep(0.3)
+      found.append((reader.latest().version, len(reader.refused)))
+
+    train(second, reads, workers=1)
+  # from then on at the same server
+  assert found == [(0, 1), (0, 0), (3, 0), (4, 0)]
+
+
 def test_only_workers_of_the_last_round_are_asked_for_its_anchor():
   """There may be workers that have been through as many other rounds."""
   reader = js.partial.Follower("tcp://127.0.0.1:1", START, outer)
@@ -204,6 +225,8 @@ def test_a_fetch_may_take_as_long_as_it_takes_while_bytes_come(
     ({"rate": 0}, "rate=0, choose more than 0"),
     ({"address": "tcp://10.0.0.1:5"}, "give keys"),
     ({"address": "10.0.0.1"}, "choose tcp://HOST:PORT"),
+    ({"address": ["tcp://127.0.0.1:1", "10.0.0.1"]}, "choose tcp://HOST:PORT"),
+    ({"address": []}, "choose tcp://HOST:PORT"),
   ],
 )
 def test_bad_arguments_of_a_follower(options, message):

@@ -1141,8 +1141,8 @@ def test_links_of_one_donor_then_slices_of_several_then_the_anchor_of_one(event)
   model = Piece(PieceKind.MODEL, 9, 1, np.zeros(4, np.float32))
   none = model._replace(values=np.zeros(PREFIX, np.float32))
   links = [("tcp://b:1", 0, 8, 0, 1)]
-  slices = [("tcp://b:1", -1, 0, 0, 2), ("tcp://c:1", -1, 0, 1, 2)]
-  whole = [("tcp://b:1", -1, 0, 0, 1)]
+  slices = [("tcp://b:1", -1, 8, 0, 2), ("tcp://c:1", -1, 8, 1, 2)]
+  whole = [("tcp://b:1", -1, 8, 0, 1)]
   last = {"refused": model, "none": none, "late": none, "taken": model}
   fail = last.get(event, Unreachable("tcp://b:1"))
   protocol.handle(Answer(ServerMessage.WELCOME, welcome), 0.0)
@@ -1184,6 +1184,17 @@ def test_the_server_names_several_donors_the_one_of_fewest_others_first():
   for worker in range(6):
     server.members.known[worker].position = newest
   assert donors(8) == [0, 1, 2, 3]
+  server.members.known[8].donor = None
+  # One has fetched a later anchor than that of the worker, and lacks links to it.
+  server.members.known[0].fetches_since = 0.0
+  server.members.known[0].position = RoundPosition(3, 4)
+  beat = Signal(WorkerMessage.BEAT, 0, position=newest)
+  server.receive(b"0", [beat.pack()], 0.0)
+  server.members.known[8].position = RoundPosition(4, 7)
+  assert donors(8) == [1, 2, 3, 4]
+  server.members.known[8].position = RoundPosition()
+  server.members.known[0].links_since = 0
+  server.members.known[8].donor = 0
   server.members.known[8].fetches_since = 0.0
   group = WorkerGroup((1, 2, 7), (), 0, number=4)
   server._quorum.pairs.separate(group, 7, 2)

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import jaxsparse as js
 from jaxsparse.partial.net import sockets, transfers
+from jaxsparse.partial.net.endpoint import Endpoint
 from jaxsparse.partial.net.membership import Membership
 from jaxsparse.partial.net.messages import Piece, PieceKind
 from jaxsparse.partial.net.transfers import Assembly, Transfers, split
@@ -98,14 +100,24 @@ def test_a_transfer_goes_on_while_bytes_come_and_is_asked_for_again_soon_after_t
     now += 1.0
     place.tick(now)
     if now % 9 == 0:
-      place.hear_donor(DONOR)
-    place.hear_donor("tcp://another:1")
+      place.hear_donor()
     assert place.state == "fetching"
   while place.state == "fetching":
     now += 1.0
     place.tick(now)
   assert 500 < now < 512
   assert closed == [DONOR]
+
+
+def test_what_others_send_is_no_sign_of_the_donor():
+  endpoint = Endpoint.__new__(Endpoint)
+  membership = mock.Mock(donors=[DONOR])
+  endpoint._protocol = mock.Mock(membership=membership)
+  waits = [bytes(frame) for frame in Piece(PieceKind.WAITS, 0, 1).pack()]
+  endpoint._from_peer("tcp://another:1", waits)
+  assert not membership.hear_donor.called
+  endpoint._from_peer(DONOR, waits)
+  assert membership.hear_donor.called
 
 
 def test_who_waits_is_told_so_once_a_second():

@@ -122,9 +122,8 @@ class GroupProtocol(WorkerProtocol[Average]):
       )
     elif membership.state == "joining" and membership.fetches_since is None:
       membership.lose("WELCOME", membership.timeout)
-    elif (
-      self._request == WorkerMessage.HELLO
-    ):  # the donor's model is that to start from
+    # the donor's model is that to start from
+    elif self._request == WorkerMessage.HELLO:
       membership.reply(
         RuntimeError(
           f"worker {membership.worker}: no model from {membership.donor} for {membership.timeout:g} s"

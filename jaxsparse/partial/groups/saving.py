@@ -90,5 +90,5 @@ def restore(
     jnp.asarray(saved[name], jnp.result_type(leaf))
     for name, leaf in leaves_by_name(like).items()
   ]
-  restored = jax.tree.unflatten(jax.tree.structure(like), leaves)
-  return restored, int(saved["iteration"])
+  params = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  return params, int(saved["iteration"])

@@ -95,7 +95,11 @@ class Worker(BaseWorker):
       saving.remove_temporary(self._file)
     # The longest message is the model of a donor.
     endpoint = self._endpoint = Endpoint(
-      [address], bind, keys, initial.nbytes + messages.LONGEST, timeout
+      sockets.servers(address, keys),
+      bind,
+      keys,
+      initial.nbytes + messages.LONGEST,
+      timeout,
     )
     membership = endpoint.make_membership(
       number, limit=timeout, reconnect=reconnect, alike=Alike.of(params)

@@ -36,13 +36,8 @@ def first_not_finite(params: optax.Params) -> str | None:
   """
   with np.errstate(over="ignore"):
     for name, leaf in leaves_by_name(params).items():
-      # else all processes of a worker find it together
-      is_here = getattr(leaf, "is_fully_addressable", True)
-      if not (
-        np.isfinite(np.asarray(leaf, np.float32)).all()
-        if is_here
-        else all_finite(leaf.astype(np.float32))
-      ):
+      # a leaf of all processes of a worker too: they find it together
+      if not all_finite(jnp.asarray(leaf, jnp.float32)):
         return f"params{name}"
   return None
 

@@ -66,8 +66,6 @@ class Endpoint:
     timeout: float,
   ):
     sockets.check_address(bind, keys, reachable=True)
-    for address in servers or [""]:
-      sockets.check_address(address, keys, reachable=True, any_port=False)
     self.timeout = timeout
     self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # to every request after the end
@@ -215,10 +213,9 @@ class Endpoint:
     """Sends the model to the next worker that has asked for it, after the one before has it."""
     if self._transfer is None or self._transfer.done:
       self._transfer = None
-      asked = self._transfers.next(
+      if asked := self._transfers.next(
         self._protocol.membership.position.round, time.monotonic()
-      )
-      if asked:
+      ):
         peer, request = asked
         for chunk in split(self._make_model(request)):
           self._transfer = self._send_back(peer, chunk)
@@ -264,7 +261,8 @@ class Endpoint:
     membership = self._protocol.membership
     donors = membership.donors
     if address in donors:
-      membership.hear_donor(address)
-      is_chunk = piece.kind == PieceKind.MODEL
-      if is_chunk and (model := self._assembly.add(address, piece, donors)):
+      membership.hear_donor()
+      if piece.kind == PieceKind.MODEL and (
+        model := self._assembly.add(address, piece, donors)
+      ):
         self._handle(model)

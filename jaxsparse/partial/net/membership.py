@@ -227,9 +227,7 @@ class Membership:
   @property
   def donors(self) -> list[str]:
     """The addresses of those that are asked."""
-    # links of the first one; after one attempt in vain slices of all; then the first
-    # one's anchor
-    donors = (self.donor or "").split()[: None if self.in_vain == 1 else 1]
+    donors = transfers.choose((self.donor or "").split(), self.in_vain)
     return [*filter(None, map(self._counterpart, donors))]
 
   def fetch(self, round_: int = 0, id_: int = 0) -> None:
@@ -241,19 +239,19 @@ class Membership:
     self.state = "fetching"
     self.fetches_since = self.now if self.fetches_since is None else self.fetches_since
     self._await_donor()
-    # The donor may have no links: after one fetch in vain the anchor itself is asked
-    # for.
-    has = (-1, 0) if self.in_vain else (self.position.round, id_)
-    for request in transfers.requests(self.donors, round_, self.worker, *has):
+    requests = transfers.requests(
+      self.donors, self.in_vain, round_, self.worker, self.position.round, id_
+    )
+    for request in requests:
       self.send(*request)
 
   def _await_donor(self) -> None:
     """The donor may be silent for a while from now on."""
     self.stalled_until = self.now + min(self.timeout, transfers.STALLED)
 
-  def hear_donor(self, address: str) -> None:
-    """The worker at an address has sent something of its model, or that others get it first."""
-    if self.state == "fetching" and address in self.donors:
+  def hear_donor(self) -> None:
+    """One of `donors` has sent something of its model, or that others get it first."""
+    if self.state == "fetching":
       self.await_peer()
       self._await_donor()
 

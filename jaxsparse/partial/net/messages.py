@@ -89,7 +89,6 @@ class WorkerGroup(NamedTuple):
   def parse(cls, content: Content) -> Self:
     """The group in a GROUP answer."""
     return cls(**{name: content[name] for name in cls._fields})._replace(
-      members=tuple(content["members"]),
       links=tuple(content["links"]),
       leaving=tuple(content["leaving"]),
     )
@@ -392,8 +391,9 @@ def _are_donors(value: object) -> bool:
 
 
 def _are_workers(value: object) -> bool:
-  is_number = functools.partial(is_whole, most=MOST_MEMBERS - 1)
-  return isinstance(value, list) and all(map(is_number, value))
+  return isinstance(value, list) and all(
+    is_whole(number, most=MOST_MEMBERS - 1) for number in value
+  )
 
 
 def _are_sizes(value: Any) -> bool:

@@ -13,7 +13,7 @@ import pathlib
 import stat
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from jaxsparse.launch.environment import is_loopback
@@ -156,6 +156,19 @@ def check_address(
     raise ValueError(
       f"{address} can be reached from other machines: give keys=js.partial.Keys.make(), the same to all"
     )
+
+
+def servers(address: str | Sequence[str], keys: Keys | None) -> list[str]:
+  """The addresses of a server, and of those that take its place; raises ValueError as `check_address`.
+
+  Example:
+    >>> servers("tcp://127.0.0.1:2900", None)
+    ['tcp://127.0.0.1:2900']
+  """
+  addresses = [address] if isinstance(address, str) else list(address)
+  for server in addresses or [""]:
+    check_address(server, keys, reachable=True, any_port=False)
+  return addresses
 
 
 class Network:

@@ -51,5 +51,6 @@ def is_whole(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
 def is_number(value: Any) -> bool:
   """Whether a value is a number that a float can hold, and not NaN."""
   # A whole number of JSON may be too large for a float, and would end its arithmetic.
-  is_held = lambda: abs(value) <= sys.float_info.max or abs(value) == math.inf
-  return type(value) in (int, float) and is_held()
+  return type(value) in (int, float) and (
+    abs(value) <= sys.float_info.max or abs(value) == math.inf
+  )

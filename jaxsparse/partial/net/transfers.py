@@ -41,20 +41,36 @@ def split(model: Piece) -> Iterator[Piece]:
     yield model._replace(values=values, tag=count - 1 - index)
 
 
+def choose(donors: Sequence[str], in_vain: int) -> Sequence[str]:
+  """Those to ask after so many fetches in vain.
+
+  First one, for links. Then all, for slices of the anchor. Then one, for the anchor: of
+  several slices nothing tells which is wrong.
+  """
+  return donors if in_vain == 1 else donors[:1]
+
+
 def requests(
-  donors: Sequence[str], round_: int, worker: int, has: int, id_: int
+  donors: Sequence[str],
+  in_vain: int,
+  round_: int,
+  worker: int,
+  has: int,
+  id_: int,
 ) -> Iterator[tuple[str, Piece]]:
-  """FETCH of a worker to each donor, for a slice each of links or of the anchor.
+  """FETCH of a worker to each donor, for links, or after fetches in vain for a slice each of the anchor.
 
   Args:
-    donors: their addresses.
+    donors: their addresses, as `choose` has them.
+    in_vain: how many fetches were in vain: a donor may have no links.
     round_: a donor answers once it has been through so many rounds.
     worker: that asks.
-    has: the rounds of its own anchor, from which links lead on; -1 for the whole anchor.
+    has: the rounds of its own anchor, from which links lead on.
     id_: that anchor's id in the lineage.
   """
+  start = -1 if in_vain else has
   for index, donor in enumerate(donors):
-    integers = np.array([has, id_, index, len(donors)], np.int64)
+    integers = np.array([start, id_, index, len(donors)], np.int64)
     values = integers.view(np.float32)  # whose bits a piece carries
     yield donor, Piece(PieceKind.FETCH, round_, worker, values)
 

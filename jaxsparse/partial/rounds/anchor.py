@@ -122,7 +122,7 @@ class OwnAnchor:
 
   def go_back(self) -> RoundPosition:
     """The result that has counted last differs from that of most members: the anchor is again that before."""
-    assert self._before is not None
+    assert self._before
     before, _ = self._before
     # the link of the round whose result differs
     self._links.pop()

@@ -1,5 +1,6 @@
 """A reader of rounds, which is no member: it follows links, for evaluation and inference while training goes on."""
 
+import collections
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,8 @@ class Follower:
   A digest proves the result. What is refused changes nothing.
 
   Args:
-    address: of the server.
+    address: of the server, or a list, as of `Rounds`; the next one is asked where a
+      server does not answer, or has no worker with the last anchor.
     params: as of `Rounds`, or another pytree with these shapes.
     outer: the outer chain of the workers.
     fragments: as of the workers.
@@ -59,7 +61,7 @@ class Follower:
 
   def __init__(
     self,
-    address: str,
+    address: str | Sequence[str],
     params: optax.Params,
     outer: Callable[[Comm], optax.GradientTransformation],
     *,
@@ -70,7 +72,7 @@ class Follower:
     timeout: float = 60.0,
     device: jax.Device | None = None,
   ):
-    sockets.check_address(address, keys, reachable=True, any_port=False)
+    self._servers = collections.deque(sockets.servers(address, keys))
     if not rate > 0:
       raise ValueError(f"Follower: rate={rate!r}, choose more than 0 bytes a second")
     step = OuterStep(outer, fragments, device)
@@ -78,7 +80,6 @@ class Follower:
     # number of no member: a reader has no residual
     self._replica = OwnAnchor(step, step.start(params), worker=-1)
     self._dtypes = jax.tree.map(lambda leaf: dtype or jnp.result_type(leaf), params)
-    self._address = address
     self._keys = keys
     self._rate = rate
     self._timeout = timeout
@@ -100,14 +101,18 @@ class Follower:
       self._catch_up(self._ask())
     except (OSError, ValueError) as error:
       self.refused.append(str(error))
-      self._in_vain += 1
     if self._replica.anchor.position != before:
       self._in_vain = 0
       self._publish()
     return self._published
 
   def _ask(self) -> dict[str, Any]:
-    return status.ask(self._address, self._keys)
+    """The status of the first server, which is the last one from then on unless it has workers."""
+    self._servers.rotate(-1)
+    server = status.ask(self._servers[-1], self._keys)
+    if server["workers"]:
+      self._servers.rotate(1)
+    return server
 
   def _publish(self) -> None:
     anchor = self._replica.anchor
@@ -118,9 +123,10 @@ class Follower:
     """The anchor of the last round, from workers that have it."""
     position = self._replica.anchor.position
     last = server["round"]
-    workers = server["workers"]
     base = server["base"]
-    donors = [worker["address"] for worker in workers if worker["base"] == base]
+    donors = [
+      worker["address"] for worker in server["workers"] if worker["base"] == base
+    ]
     if (last, base) == position[:2] or not donors:
       return
     if "," in donors[0]:
@@ -128,7 +134,6 @@ class Follower:
     donors = random.sample(donors, min(transfers.MOST_DONORS, len(donors)))
     model = self._fetch(donors, last)
     if model.values.size == transfers.PREFIX:  # the donor has no links
-      self._in_vain = 1
       model = self._fetch(donors, last)
     # the next fetch waits until no donor has sent more than `rate` on average
     seconds = model.values.nbytes / len(donors) / self._rate
@@ -141,14 +146,13 @@ class Follower:
     Raises:
       TimeoutError: if one of them does not answer.
     """
-    # First the links, from one donor. After one fetch in vain slices of the anchor, from
-    # all. After two the anchor from one: of several slices nothing tells which is wrong.
-    donors = donors[: None if self._in_vain == 1 else 1]
+    asked = transfers.choose(donors, self._in_vain)
     lineage = self._replica.anchor.lineage
-    has = (-1, 0) if self._in_vain else (lineage.round, lineage.id or 0)
-    return self._exchange(
-      donors, transfers.requests(donors, round_, self._worker, *has)
+    requests = transfers.requests(
+      asked, self._in_vain, round_, self._worker, lineage.round, lineage.id or 0
     )
+    self._in_vain += 1
+    return self._exchange(asked, requests)
 
   def _exchange(
     self, donors: Sequence[str], requests: Iterable[tuple[str, Piece]]
@@ -166,9 +170,12 @@ class Follower:
       nonlocal until
       until = time.monotonic() + self._timeout
       piece = messages.parse_piece(frames)
-      if piece and piece.kind == PieceKind.MODEL:
-        model = assembly.add(address, piece, donors)
-        models.extend([model] if model else [])
+      if (
+        piece
+        and piece.kind == PieceKind.MODEL
+        and (model := assembly.add(address, piece, donors))
+      ):
+        models.append(model)
 
     network = sockets.Network(self._keys)
     peers = sockets.Peers(network, longest, answered, lost.append)

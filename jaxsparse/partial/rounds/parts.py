@@ -214,8 +214,9 @@ class LeadProtocol(PartProtocol):
     self, parts: set[int], next_: Next, group: int = 0, reason: str = ""
   ) -> None:
     """Tells parts what they do together."""
-    facts = {"next": next_, "number": group, "reason": reason}
-    self._tell_parts(parts, ServerMessage.FOLLOW, **facts)
+    self._tell_parts(
+      parts, ServerMessage.FOLLOW, next=next_, number=group, reason=reason
+    )
 
   def _tell_parts(self, parts: set[int], kind: ServerMessage, **content: Any) -> None:
     """Tells parts something."""
@@ -319,8 +320,12 @@ class LeadProtocol(PartProtocol):
     self.others.forget(signal.worker)
     if not self._has_left:
       if self._group:
-        facts = {"number": self._group, "reason": "this worker leaves"}
-        self._tell_parts(self._all - {signal.worker}, ServerMessage.ABORT, **facts)
+        self._tell_parts(
+          self._all - {signal.worker},
+          ServerMessage.ABORT,
+          number=self._group,
+          reason="this worker leaves",
+        )
         self._group = 0
       self._pass_to_server(signal)
       self._has_left = True

@@ -40,9 +40,8 @@ _FAILED = "!"  # begins an error
 class PartEndpoint(Endpoint):
   """The endpoint of a worker, or of one part of it, whose server is the lead."""
 
-  hear_part: Callable[[bytes, list[bytes], float], None] | None = (
-    None  # takes signals of the other parts; of the lead
-  )
+  # takes signals of the other parts; of the lead
+  hear_part: Callable[[bytes, list[bytes], float], None] | None = None
   _end: threading.Timer  # ends the process, once a part is lost
 
   def follow(self, lead: str) -> None:

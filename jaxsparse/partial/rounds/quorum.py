@@ -244,7 +244,7 @@ class Quorum:
 
   def go_back(self, position: RoundPosition, lineage: Lineage) -> None:
     """The last round is that of this position: nobody has the anchor of a later one, or nobody knew of this one."""
-    self.position = RoundPosition(position.round, position.base)
+    self.position = position._replace(last=0)
     self.lineage = lineage
     self.digest = 0
     # Who was ready for the round that is given up is behind. No round waits for it: it
@@ -291,9 +291,13 @@ class Quorum:
     group = self._round_of(worker)
     dropped = self._drop_round_of(worker) if group and group.number == number else None
     failed = self._failed
-    if not failed or failed.number != number or missing == worker:
-      return dropped
-    if failed.has(worker) and failed.has(missing):
+    if (
+      failed
+      and failed.number == number
+      and missing != worker
+      and failed.has(worker)
+      and failed.has(missing)
+    ):
       self.pairs.separate(failed, worker, missing)
     return dropped
 
@@ -328,7 +332,8 @@ class Quorum:
 
   def _round_of(self, worker: int) -> WorkerGroup | None:
     """The group under way, if a worker is in it."""
-    return self.under_way if self.under_way and self.under_way.has(worker) else None
+    group = self.under_way
+    return group if group and group.has(worker) else None
 
   def _drop_round_of(self, worker: int) -> WorkerGroup | None:
     """The same, whose result counts for nobody from now on."""

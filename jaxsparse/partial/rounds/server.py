@@ -69,6 +69,7 @@ class RoundMember(Member):
   donor_named: float = 0.0  # when
   in_vain_since: float | None = None  # while it has asked donors again and again
   fetches_since: float | None = None  # while it fetches an anchor
+  links_since: int = 0  # the round that it last fetched: it may have later links only
   fetch_seconds: float = 0.0  # seconds that its last fetch has taken
   awaited_until: float = 0.0  # while the next round waits for it
 
@@ -203,6 +204,7 @@ class RoundServer:
       member.fetch_seconds = self._now - member.fetches_since
       member.fetches_since = None
       member.donor = member.in_vain_since = None
+      member.links_since = signal.position.round
       member.position = signal.position._replace(last=0)
       lineage = self._quorum.lineage.cut(signal.position.round)
       member.branch = _Branch(self._run, lineage)
@@ -314,9 +316,11 @@ class RoundServer:
       self.members.tell([worker], ServerMessage.BEHIND, donor=donor, **self._last)
 
   def _find_donor(self, worker: int) -> str | None:
-    """The addresses of some with the anchor of the last round, for a worker: first of the donor of fewest others.
+    """The addresses of some with the anchor of the last round, for a worker, which asks the first one for links.
 
-    That is another one than before when a worker asks again that was not told just now.
+    That has the links since the worker's anchor, if it can, and is the donor of fewest
+    others. It is another one than before when a worker asks again that was not told
+    just now.
 
     If there is none for a while, and it is not at another server either, the last round
     is that of the newest anchor.
@@ -345,7 +349,14 @@ class RoundServer:
       since = member.in_vain_since or now
       was = member.donor if now > since + self._limit else None
       # The donor asked in vain is last; before it, donors that this worker may not reach.
-      donors.sort(key=lambda donor: (donor == was, donor in apart, loads[donor]))
+      donors.sort(
+        key=lambda donor: (
+          donor == was,
+          donor in apart,
+          known[donor].links_since > member.position.round,
+          loads[donor],
+        )
+      )
       if member.donor not in donors or asks_again:
         member.donor = donors[0]
         member.donor_named = now
@@ -449,15 +460,16 @@ class RoundServer:
     self._ended.append(self._now)
     self._window.begin(group.members, self._now)
     # A member whose result differs stays where it was, and is told a donor below.
+    agreeing = [worker for worker in group.members if worker not in verdict.differing]
     for worker in group.members:
       self._delivered += known[worker].weight
       known[worker].weight = 0
-      if worker not in verdict.differing:
-        known[worker].position = self._quorum.position
-        known[worker].branch = self._branch
-        known[worker].fetches_since = None
+    for worker in agreeing:
+      member = known[worker]
+      member.position = self._quorum.position
+      member.branch = self._branch
+      member.fetches_since = None
     facts = {"number": group.number, **self._last}
-    agreeing = [worker for worker in group.members if worker not in verdict.differing]
     self.members.tell(agreeing, ServerMessage.COMMIT, donor=None, **facts)
     for worker in verdict.differing:
       self._warn(
@@ -485,8 +497,13 @@ class RoundServer:
     self._failed += 1
     reason = f"worker {worker} {what}"
     self._warn(("aborted", reason), f"{group.round} counts for nobody: {reason}")
-    facts = {"number": group.number, "worker": worker, "reason": reason}
-    self.members.tell(group.members, ServerMessage.ABORT, **facts)
+    self.members.tell(
+      group.members,
+      ServerMessage.ABORT,
+      number=group.number,
+      worker=worker,
+      reason=reason,
+    )
     # Those that are ready wait once more: else the first member that is ready again would
     # begin a round with them alone.
     for waiting in self._quorum.waiting:

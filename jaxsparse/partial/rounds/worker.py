@@ -161,8 +161,8 @@ class Rounds:
     self._refused = 0
     self._skips = SkipWatch("js.partial.Rounds", "rounds")
     self._dtypes = jax.tree.map(jnp.result_type, params)
-    addresses = [address] if isinstance(address, str) else list(address)
     with processes.errors_told(self._place):
+      servers = sockets.servers(address, keys)
       step = OuterStep(outer, fragments, device)
       # `alike` is what the server compares between workers when this one joins.
       alike = self._make_anchor(params, step, link, state)
@@ -170,9 +170,9 @@ class Rounds:
       # two arrays a parameter.
       size = step.size(self._exchanger.anchor)
       self._endpoint = processes.PartEndpoint(
-        addresses, bind, keys, _MOST_ARRAYS * size + messages.LONGEST, timeout
+        servers, bind, keys, _MOST_ARRAYS * size + messages.LONGEST, timeout
       )
-    self._connect(alike, len(addresses))
+    self._connect(alike, len(servers))
     # Of a stale state the anchor alone is kept.
     is_kept = state and not self._exchanger.is_stale
     self._start(state if is_kept else None)
@@ -380,9 +380,9 @@ class Rounds:
     self._moved = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), moved)
     self._flight = None
     if self._exchanger.is_final:
-      unheard = "its last round has not taken place: `state` has what it has moved since the one before"
       logging.getLogger(__name__).warning(
-        f"worker {self._worker} leaves, and {unheard}"
+        f"worker {self._worker} leaves, and its last round has not taken place: "
+        "`state` has what it has moved since the one before"
       )
 
   def __enter__(self) -> Self:
@@ -426,8 +426,10 @@ class Rounds:
       raise FloatingPointError(
         f"the parameters are not finite, {REFUSALS} times in succession"
       )
-    not_finite = "the parameters are not finite, and enter no round: training goes on from the anchor"
-    logging.getLogger(__name__).warning(f"worker {self._worker}: {not_finite}")
+    logging.getLogger(__name__).warning(
+      f"worker {self._worker}: the parameters are not finite, and enter no round: "
+      "training goes on from the anchor"
+    )
     recent = self._recent_weight
     base = self._make_base(recent)
     moved = jax.tree.map(jnp.zeros_like, base)
@@ -436,8 +438,8 @@ class Rounds:
   def _apply(self, params: optax.Params) -> optax.Params:
     """The parameters after the round of the exchange that was under way."""
     result = self._exchanger.delivered
-    assert self._flight is not None
-    assert result is not None
+    assert self._flight
+    assert result
     delta, trained, _ = self._flight
     group = self._exchanger.group
     weight = group.weights[group.members.index(self._worker)]
