@@ -116,7 +116,7 @@ def index_words(old: np.ndarray, new: np.ndarray) -> tuple[int, int]:
   """Words of the index set of a piece, and how many changed."""
   changed = np.flatnonzero(old != new)
   ones = np.ones(len(changed), np.uint32)
-  return sum(map(len, packing.pack(changed, ones, len(new)))), len(changed)
+  return sum(map(len, packing.pack(changed, ones))), len(changed)
 
 
 def measure(

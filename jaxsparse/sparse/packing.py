@@ -1,10 +1,16 @@
 """Numbers of which most are 0, in few bits: an index set and the numbers at these indices.
 
-The set has the format of sparse messages (`sparse.codec`), or is a bitset where that
-is shorter. The numbers, less 1, are cut: the low w bits of each are packed
-(`sparse.fields`), and what is above them is again an array of which most are 0.
+The set is the Rice code of its gaps (Rice and Plaunt, 1971), which is some hundredths
+of a bit above the entropy of an index: of the zeros before each index the low b bits
+are packed (`sparse.fields`), the rest q is a bitset, of q zeros and a one for each
+index; with b = 0 that is the set itself. A message of a collective has a fixed size, so
+its set has another code (`sparse.codec`).
+
+The numbers, less 1, are cut: the low w bits of each are packed, and what is above them
+is again an array of which most are 0.
 
     [0 0 3 0 1 0 0 9] -> indices {2, 4, 7}, numbers - 1 = [2 0 8]
+                      -> gaps [2 1 2], b = 1: low bits [0 1 0], rest [1 0 1] -> bits 01 1 01
                       -> w = 2: low bits [2 0 0], above [0 0 2]
                       -> indices {2}, numbers - 1 = [1] -> ...
 
@@ -13,7 +19,6 @@ Of the bit patterns of two arrays the numbers are the differences as integers: 1
 """
 
 import concurrent.futures
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -21,28 +26,23 @@ from typing import Any
 
 import numpy as np
 
-from jaxsparse.sparse import bitset, codec, fields
+from jaxsparse.sparse import bitset, fields
 
-_LOG_BITS = 5  # bits of the width in the word that begins a level
+_LOG_BITS = 5  # bits of the width in the word that begins a level, or a set
 _BLOCK = 4096  # entries with two values, those of `low_bit`
 _PIECE = 1 << 22  # entries that are packed together, by a thread: below 2^27
 
 
-def pack(
-  indices: np.ndarray,
-  numbers: np.ndarray,
-  length: int,
-) -> list[np.ndarray]:
+def pack(indices: np.ndarray, numbers: np.ndarray) -> list[np.ndarray]:
   """An array as u32 words, of which most are 0.
 
   Args:
-    indices: i64[c], ascending, of the entries that are not 0.
+    indices: i64[c], ascending, below 2^27, of the entries that are not 0.
     numbers: u32[c], the entries, at least 1.
-    length: of the array, below 2^27.
 
   Example:
-    >>> words = np.concatenate(pack(np.array([2, 4, 7]), np.uint32([3, 1, 9]), 8))
-    >>> unpack(words, 8)[:2]
+    >>> words = np.concatenate(pack(np.array([2, 4, 7]), np.uint32([3, 1, 9])))
+    >>> unpack(words)[:2]
     (array([2, 4, 7]), array([3, 1, 9], dtype=uint32))
   """
   count = len(indices)
@@ -56,25 +56,22 @@ def pack(
   mask = np.uint32((1 << width) - 1)
   return [
     np.array([count << _LOG_BITS | width], np.uint32),
-    *_pack_set(indices, length),
+    *_pack_set(indices),
     fields.pack((numbers & mask)[None], width)[0],
-    *pack(above, high[above], count),
+    *pack(above, high[above]),
   ]
 
 
-def unpack(
-  words: np.ndarray,
-  length: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def unpack(words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Indices, numbers and the words behind them: the inverse of `pack`."""
   count, width = divmod(int(words[0]), 1 << _LOG_BITS)
   words = words[1:]
   if not count:
     return np.zeros(0, np.int64), np.zeros(0, np.uint32), words
-  indices, words = _unpack_set(words, count, length)
+  indices, words = _unpack_set(words, count)
   size = fields.words(width, count)
   numbers = fields.unpack(words[None, :size], width, count)[0]
-  above, high, words = unpack(words[size:], count)
+  above, high, words = unpack(words[size:])
   numbers[above] += high << width
   return indices, numbers + np.uint32(1), words
 
@@ -107,7 +104,7 @@ def after(
   new = [array.copy() for array in old]
   # pieces are views of `new`, which is written in place
   for piece in _pieces(new):
-    changed, numbers, words = unpack(words, piece.size)
+    changed, numbers, words = unpack(words)
     # undoes the zigzag: 1, 2, 3, 4 are −1, 1, −2, 2
     differences = (numbers >> 1) ^ -(numbers & 1)
     piece[changed] += differences.astype(piece.dtype)
@@ -117,9 +114,13 @@ def after(
 def each_piece(
   function: Callable[..., Any], *arrays: Sequence[np.ndarray]
 ) -> list[Any]:
-  """The results for parts of arrays, in order, by threads: numpy and hashlib do not hold the lock."""
+  """The results for parts of arrays, in order: by threads where parts are large, as numpy and hashlib hold no lock."""
+  pieces = list(map(_pieces, arrays))
+  if all(piece.size < _PIECE for piece in pieces[0]):
+    # Threads would wait for the lock longer than they compute.
+    return list(map(function, *pieces))
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    return list(pool.map(function, *map(_pieces, arrays)))
+    return list(pool.map(function, *pieces))
 
 
 def compress(words: np.ndarray) -> np.ndarray:
@@ -196,7 +197,7 @@ def _pack_difference(old: np.ndarray, new: np.ndarray) -> list[np.ndarray]:
   signed = (new[changed] - old[changed]).view(f"i{new.itemsize}").astype(np.int32)
   # Zigzag: small differences of either sign are small numbers.
   numbers = (signed << 1) ^ (signed >> 31)
-  return pack(changed, numbers.view(np.uint32), new.size)
+  return pack(changed, numbers.view(np.uint32))
 
 
 def _width(numbers: np.ndarray) -> int:
@@ -206,7 +207,7 @@ def _width(numbers: np.ndarray) -> int:
   # above[w] numbers have more than w bits
   with_bits = np.bincount(bits, minlength=fields.BITS)[: fields.BITS]
   above = count - np.cumsum(with_bits)
-  # bits of an index of Elias and Fano, about
+  # bits of an index of a random set, about
   index_bits = 2 + np.log2(count / np.maximum(above, 1))
   # the high bits of all numbers, as if each level packed one of them
   rest = np.cumsum(above[::-1])[::-1]
@@ -218,41 +219,40 @@ def _width(numbers: np.ndarray) -> int:
   return fields.BITS - 1 - int(np.argmin(size[::-1]))
 
 
-@functools.cache
-def _set_words(count: int, length: int) -> tuple[int, int, int] | None:
-  """Low bits of an index, words of these and of the high parts; None if a bitset is shorter."""
-  low = codec.low_bits(count, length)
-  sizes = fields.words(low, count), codec.high_words(low, count, length)
-  return (low, *sizes) if sum(sizes) < _bitset_words(length) else None
+def _pack_set(indices: np.ndarray) -> list[np.ndarray]:
+  # b of the shortest code of geometric gaps, as random sets have (Kiely, 2004)
+  middle = 0.96 * ((indices[-1] + 1) / len(indices) - 0.5)
+  low = int(math.log2(max(1.0, middle)))
+  lows: np.ndarray = indices
+  ones: np.ndarray = indices
+  if low:
+    gaps: np.ndarray = np.diff(indices.astype(np.int32), prepend=np.int32(-1))
+    gaps -= 1
+    lows = gaps & ((1 << low) - 1)
+    # in place: new arrays would take longer than the arithmetic
+    gaps >>= low
+    gaps += 1
+    ones = np.cumsum(gaps, out=gaps)
+    ones -= 1
+  size = int(ones[-1]) // fields.BITS + 1
+  return [
+    np.array([size << _LOG_BITS | low], np.uint32),
+    fields.pack(lows[None], low)[0],
+    bitset.of_indices(ones, size),
+  ]
 
 
-def _bitset_words(length: int) -> int:
-  return math.ceil(length / fields.BITS)
-
-
-def _pack_set(indices: np.ndarray, length: int) -> list[np.ndarray]:
-  match _set_words(len(indices), length):
-    case None:
-      return [bitset.of_indices(indices, _bitset_words(length))]
-    case low, _, size:
-      lows = indices & ((1 << low) - 1)
-      high = (indices >> low) + np.arange(len(indices))
-      return [fields.pack(lows[None], low)[0], bitset.of_indices(high, size)]
-
-
-def _unpack_set(
-  words: np.ndarray, count: int, length: int
-) -> tuple[np.ndarray, np.ndarray]:
-  match _set_words(count, length):
-    case None:
-      size = _bitset_words(length)
-      return _members(words[:size]), words[size:]
-    case low, start, size:
-      lows = fields.unpack(words[None, :start], low, count)[0]
-      buckets = _members(words[start : start + size]) - np.arange(count)
-      return buckets << low | lows, words[start + size :]
-
-
-def _members(words: np.ndarray) -> np.ndarray:
-  flags = np.unpackbits(words.view(np.uint8), bitorder="little")
-  return np.flatnonzero(flags.view(np.bool_))
+def _unpack_set(words: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+  size, low = divmod(int(words[0]), 1 << _LOG_BITS)
+  start = 1 + fields.words(low, count)
+  lows = fields.unpack(words[None, 1:start], low, count)[0]
+  bits = words[start : start + size].view(np.uint8)
+  indices = np.flatnonzero(np.unpackbits(bits, bitorder="little").view(np.bool_))
+  if low:
+    # The one of index i comes after the rests of i + 1 gaps, and i ones.
+    order = np.arange(count)
+    indices -= order
+    indices <<= low
+    indices += np.cumsum(lows, dtype=np.int64)
+    indices += order
+  return indices, words[start + size :]

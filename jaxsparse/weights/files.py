@@ -17,7 +17,7 @@ import numpy as np
 from jaxsparse.weights.digests import BYTES, digest
 
 # The number is that of the format: a reader refuses files of another one.
-_MAGIC = b"jaxsparse.wts 1\n"
+_MAGIC = b"jaxsparse.wts 2\n"
 Header = dict[str, Any]  # what JSON holds
 _NAME = re.compile(r"(\d{12})-(\d+)-(\d+)-(\d+)\.(link|anchor)")
 

@@ -1,22 +1,22 @@
-"""Numbers of which most are 0 come back, their index set is that of a sparse message, and sizes near the entropy."""
+"""Numbers of which most are 0 come back, their index set is a Rice code, and sizes near the entropy."""
+
+import itertools
+import threading
 
 import hypothesis
 import hypothesis.strategies as st
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse.sparse import packing
-from jaxsparse.sparse.codec import codec_of
-from jaxsparse.types import Sparse
+from jaxsparse.sparse import fields, packing
 
 
 def there_and_back(array):
   """The array that is unpacked, and the words."""
   indices = np.flatnonzero(array)
-  words = np.concatenate(packing.pack(indices, array[indices], len(array)))
+  words = np.concatenate(packing.pack(indices, array[indices]))
   behind = np.arange(3, dtype=np.uint32)
-  got, numbers, rest = packing.unpack(np.concatenate([words, behind]), len(array))
+  got, numbers, rest = packing.unpack(np.concatenate([words, behind]))
   np.testing.assert_array_equal(rest, behind)
   back = np.zeros_like(array)
   back[got] = numbers
@@ -40,21 +40,31 @@ def test_numbers_come_back(length, share, bits, seed):
   np.testing.assert_array_equal(there_and_back(array)[0], array)
 
 
-@pytest.mark.parametrize(("count", "length"), [(1, 100), (3, 3000), (40, 4000)])
-def test_the_index_set_has_the_words_of_a_sparse_message(count, length):
+@pytest.mark.parametrize(("count", "length"), [(1, 100), (3, 3000), (40, 80)])
+def test_the_index_set_is_the_rice_code_of_its_gaps(count, length):
+  """Of each gap, q = gap >> b is q zeros and a one; the low b bits are apart."""
   random = np.random.default_rng(count)
   indices = np.sort(random.choice(length, count, replace=False))
-  entries = Sparse(jnp.asarray(indices[None], jnp.int32), jnp.ones((1, count)))
-  message, _ = codec_of("f32", length).encode(entries)
-  first, *words = packing.pack(indices, np.ones(count, np.uint32), length)
+  first, head, lows, rest, *_ = packing.pack(indices, np.ones(count, np.uint32))
   assert first == count << 5
-  np.testing.assert_array_equal(words[0], message.low[0])
-  np.testing.assert_array_equal(words[1], message.high[0])
+  size, low = divmod(int(head[0]), 32)
+  gaps = [
+    after - before - 1 for before, after in itertools.pairwise([-1, *indices.tolist()])
+  ]
+  unary = "".join("0" * (gap >> low) + "1" for gap in gaps)
+  words = [int(unary[at : at + 32][::-1], 2) for at in range(0, len(unary), 32)]
+  assert rest.tolist() == words
+  assert size == len(words)
+  np.testing.assert_array_equal(
+    fields.unpack(lows[None], low, count)[0], [gap & ((1 << low) - 1) for gap in gaps]
+  )
+  sizes = [count * bits + sum(gap >> bits for gap in gaps) for bits in range(20)]
+  assert sizes[low] <= min(sizes) + 0.1 * count
 
 
 @pytest.mark.parametrize(
   ("share", "least", "most"),
-  [(0.001, 11.4, 12.1), (0.01, 8.08, 8.7), (0.1, 4.69, 5.4), (0.5, 2, 2.01)],
+  [(0.001, 11.41, 11.6), (0.01, 8.08, 8.2), (0.1, 4.69, 4.76), (0.5, 2, 2.01)],
 )
 def test_bits_of_an_index(share, least, most):
   """Between the entropy and the goal, of an index of 1,000,000."""
@@ -89,7 +99,25 @@ def test_bits_of_small_differences(dtype):
     assert none.size == 0
     np.testing.assert_array_equal(got, one)
     if one is new:
-      assert 32 * len(words) / 2000 < 8.8
+      assert 32 * len(words) / 2000 < 8.4
+
+
+def test_large_arrays_are_packed_in_pieces_by_threads(monkeypatch):
+  monkeypatch.setattr(packing, "_PIECE", 1000)
+  random = np.random.default_rng(0)
+  old = [random.integers(0, 99, size, np.uint16) for size in (2500, 1000, 0, 300)]
+  new = [array + (random.random(array.size) < 0.1).astype(np.uint16) for array in old]
+  threads = set()
+
+  def size_of(piece):
+    threads.add(threading.current_thread())
+    return piece.size
+
+  assert packing.each_piece(size_of, old) == [1000, 1000, 500, 1000, 300]
+  assert threading.main_thread() not in threads
+  got = packing.after(old, packing.difference(old, new))
+  for array, wanted in zip(got, new, strict=True):
+    np.testing.assert_array_equal(array, wanted)
 
 
 @hypothesis.given(st.integers(1, 20_000), st.integers(1, 4), st.integers(0, 2**32 - 1))

@@ -84,7 +84,7 @@ class Follower:
     self._rate = rate
     self._timeout = timeout
     self._next = 0.0  # when donors may be asked again
-    self._in_vain = 0  # as in `Membership`
+    self._in_vain = 0  # fetches since the last one that was taken
     self.refused = list[str]()
     self._publish()
 
