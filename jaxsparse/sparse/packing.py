@@ -37,7 +37,7 @@ def pack(indices: np.ndarray, numbers: np.ndarray) -> list[np.ndarray]:
   """An array as u32 words, of which most are 0.
 
   Args:
-    indices: i64[c], ascending, below 2^27, of the entries that are not 0.
+    indices: i64[c], ascending, below 2^27 - 1, of the entries that are not 0.
     numbers: u32[c], the entries, at least 1.
 
   Example:
@@ -223,10 +223,9 @@ def _pack_set(indices: np.ndarray) -> list[np.ndarray]:
   # b of the shortest code of geometric gaps, as random sets have (Kiely, 2004)
   middle = 0.96 * ((indices[-1] + 1) / len(indices) - 0.5)
   low = int(math.log2(max(1.0, middle)))
-  lows: np.ndarray = indices
-  ones: np.ndarray = indices
+  lows = ones = indices.astype(np.int32)
   if low:
-    gaps: np.ndarray = np.diff(indices.astype(np.int32), prepend=np.int32(-1))
+    gaps: np.ndarray = np.diff(ones, prepend=np.int32(-1))
     gaps -= 1
     lows = gaps & ((1 << low) - 1)
     # in place: new arrays would take longer than the arithmetic
@@ -245,9 +244,13 @@ def _pack_set(indices: np.ndarray) -> list[np.ndarray]:
 def _unpack_set(words: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
   size, low = divmod(int(words[0]), 1 << _LOG_BITS)
   start = 1 + fields.words(low, count)
+  rest = words[start : start + size]
+  # Else a few forged words could ask for much memory.
+  if np.bitwise_count(rest).sum() != count:
+    raise ValueError(f"no set of {count} indices")
   lows = fields.unpack(words[None, 1:start], low, count)[0]
-  bits = words[start : start + size].view(np.uint8)
-  indices = np.flatnonzero(np.unpackbits(bits, bitorder="little").view(np.bool_))
+  bits = np.unpackbits(rest.view(np.uint8), bitorder="little")
+  indices = np.flatnonzero(bits.view(np.bool_))
   if low:
     # The one of index i comes after the rests of i + 1 gaps, and i ones.
     order = np.arange(count)

@@ -27,7 +27,7 @@ class Name(NamedTuple):
 
   Attributes:
     version: its number.
-    run: a random number, of the publisher.
+    run: of the publisher; a later one has a larger number.
     process: the one that wrote it, of `processes`.
     kind: "link" or "anchor".
   """

@@ -23,13 +23,14 @@ class Publisher(Folder):
   version of every publisher is an anchor.
 
   Args:
-    folder: a path; made if it is not there. If several processes train, each makes a
-      publisher of the same folder, and writes its shards.
+    folder: a path; the first version makes it if it is not there. If several processes
+      train, each makes a publisher of the same folder, and writes its shards.
     params_like: the parameters, or their shapes and dtypes.
     dtype: the serving dtype, of floating-point leaves; None leaves them as they are.
 
   Attributes:
-    version: the number of the newest version.
+    version: the number of its newest version; 0 before the first one, which follows
+      those that are in the folder.
 
   Raises:
     ValueError: for an address.
@@ -45,36 +46,27 @@ class Publisher(Folder):
     Published(version=2, params={'w': Array([0, 7, 2, 3], dtype=bfloat16)})
   """
 
+  version = 0
+  _run = 0  # of the first version and all later ones; above those of other publishers
   # id and patterns of the version before, unless it was not written whole
   _before: tuple[int, Patterns] | None = None
   _since = 0  # bytes of the files of links behind the newest anchor
   _anchors = 0, 0  # the numbers of the newest two
 
-  def __init__(
-    self, folder: str | os.PathLike[str], params_like: Any, dtype: Any = "bfloat16"
-  ):
-    super().__init__(folder, params_like, dtype)
-    os.makedirs(self._folder, exist_ok=True)
-    there = [name.version for name in files.names(self._folder)]
-    newest = max(there, default=0)
-    proposed = np.array([newest, secrets.randbits(31)], np.int32)
-    # Process 0 decides, so that all parts are of one run.
-    agreed = multihost_utils.broadcast_one_to_all(proposed)
-    self.version, self._run = map(int, agreed)
-    self._first = self.version
-
   def publish(self, params: Any) -> int:
     """Writes the next version, and returns its number.
 
-    A version that cannot be written is left out: the next one is an anchor. All
+    After an error the version may be there or not, and the next one is an anchor. All
     processes call it together.
 
     Raises:
       ValueError: for parameters of another model, and if another publisher has begun to
-        write.
+        write since this one did.
       OSError: for a full disk, for example.
     """
     patterns = self._patterns(params)
+    if not self._run:
+      self._begin()
     # Unset until the version is whole: after an error the next one is an anchor.
     before = self._before
     self._before = None
@@ -103,6 +95,15 @@ class Publisher(Folder):
     self._before = chained(id_, content), patterns
     return self.version
 
+  def _begin(self) -> None:
+    os.makedirs(self._folder, exist_ok=True)
+    there = [name[:2] for name in files.names(self._folder)]
+    version, run = map(max, zip((0, 0), *there, strict=True))
+    proposed = np.array([version, run + 1 + secrets.randbits(16)], np.int32)
+    # Process 0 decides, so that all parts are of one run.
+    agreed = multihost_utils.broadcast_one_to_all(proposed)
+    self.version, self._run = map(int, agreed)
+
   def _write(self, kind: str, header: files.Header, arrays: list[np.ndarray]) -> int:
     name = files.Name(
       self.version, self._run, jax.process_index(), jax.process_count(), kind
@@ -112,7 +113,7 @@ class Publisher(Folder):
   def _prune(self) -> None:
     """Removes what is older than both anchors."""
     for name in files.names(self._folder):
-      if name.run != self._run and name.version > self._first:
+      if name.run > self._run:
         raise ValueError(
           f"Publisher: {self._folder} has {name}: another publisher writes to it"
         )

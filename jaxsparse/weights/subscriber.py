@@ -95,10 +95,10 @@ class Subscriber(Folder):
       )
       self._state = state
     if self._published is None:
-      reasons = "; ".join(self.refused) or "no version is there"
       there = sorted(map(str, self._folder.parent.glob("*-*")))
       raise LookupError(
-        f"Subscriber: {self._folder}: {reasons}; dtypes and models there: {there}"
+        f"Subscriber: {self._folder}: {'; '.join(self.refused) or 'no version is there'}; "
+        f"dtypes and models there: {there}"
       )
     return self._published
 
@@ -115,6 +115,8 @@ class Subscriber(Folder):
       if key[1:] == (run, "anchor") and key[0] > best.version:
         anchor = self._step(best, versions[key])
         best = self._follow(versions, anchor, best)
+    if best.version < newest and not self.refused:
+      self.refused.append(f"version {best.version + 1} has no whole link")
     return best
 
   def _follow(self, versions: _Files, start: _State, otherwise: _State) -> _State:

@@ -175,12 +175,19 @@ def test_only_workers_of_the_last_round_are_asked_for_its_anchor():
   assert found == ["tcp://b:1"]
 
 
-@pytest.mark.parametrize(("gap", "is_there"), [(0.9, True), (1.1, False)])
+@pytest.mark.parametrize(
+  ("gap", "chunks_sent", "is_there"),
+  [(0.9, 30, True), (1.1, 0, False), (0.9, 9, False)],
+)
 def test_a_fetch_may_take_as_long_as_it_takes_while_bytes_come(
-  monkeypatch, gap, is_there
+  monkeypatch, gap, chunks_sent, is_there
 ):
-  """Of 15.5 M entries at 10 Mbit/s for example 50 s: it is silence that ends a fetch."""
+  """Of 15.5 M entries at 10 Mbit/s for example 50 s: it is silence that ends a fetch.
+
+  What a donor has sent in vain counts for the rate, too.
+  """
   clock = [0.0]
+  sent = []
   words = np.arange(30 << 14, dtype=np.float32)
   chunks = transfers.split(transfers.Piece(transfers.PieceKind.MODEL, 1, 0, words))
 
@@ -192,9 +199,11 @@ def test_a_fetch_may_take_as_long_as_it_takes_while_bytes_come(
 
     def wait(self, seconds):
       clock[0] += seconds
-      if clock[0] > self.due:
+      if clock[0] > self.due and len(sent) < chunks_sent:
         self.due += gap
-        self.answered("tcp://a:1", [bytes(frame) for frame in next(chunks).pack()])
+        frames = [bytes(frame) for frame in next(chunks).pack()]
+        sent.append(sum(map(len, frames)))
+        self.answered("tcp://a:1", frames)
 
     def close(self, linger):
       pass
@@ -217,6 +226,8 @@ def test_a_fetch_may_take_as_long_as_it_takes_while_bytes_come(
   else:
     with pytest.raises(TimeoutError, match="no anchor of tcp://a:1"):
       reader._fetch(["tcp://a:1"], 1)
+  assert len(sent) == chunks_sent
+  assert reader._next == pytest.approx(sum(sent) / 1e6)
 
 
 @pytest.mark.parametrize(

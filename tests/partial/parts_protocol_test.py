@@ -384,8 +384,8 @@ def test_a_result_that_was_told_before_a_part_has_skipped_is_not_counted():
     assert not alone.told(WorkerMessage.READY)
     alone.hear(part, WorkerMessage.READY, 1)
   group = {
-    "members": [0],
-    "weights": [1.0],
+    "members": (0,),
+    "weights": (1.0,),
     "iteration": 0,
     "initial": 0.0,
     "number": 5,

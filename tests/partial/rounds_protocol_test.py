@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 import jaxsparse as js
 from benchmarks.thousands.virtual import VirtualNetwork, VirtualWorker
 from jaxsparse.partial.net import messages
+from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.membership import Members, Membership, Unreachable
 from jaxsparse.partial.net.messages import (
   Answer,
@@ -836,6 +837,7 @@ def test_workers_that_do_not_reach_each_other_stop_no_round_of_the_others(
   turn = STALLED + GRACE + 6 * LATENCY
   random, seconds = Random(seed), 2 * turn
   network = Network(random, workers, max(2, workers // 2), servers=1)
+  Reader(network)
   run_until(network, lambda: network.now > 10)
   first, second, third, *_ = order = random.sample(range(workers), workers)
   if severed == "address":  # nobody reaches the first one, which reaches the others
@@ -884,6 +886,7 @@ def test_a_worker_that_joins_or_was_stopped_is_in_a_round_after_two_transfers_of
   network = Network(Random(seed), workers + 2, 2, servers=1)
   network.transfer = transfer
   network.broken = 0.0
+  Reader(network)
   new = [network.processes.pop() for _ in range(2)]
   run_until(network, lambda: network.now > 20)
   if event == "stopped":
@@ -1168,7 +1171,7 @@ def test_links_of_one_donor_then_slices_of_several_then_the_anchor_of_one(event)
 def test_the_server_names_several_donors_the_one_of_fewest_others_first():
   """Those that have the last anchor, but for those that the worker does not reach: also the first time."""
   server = RoundServer(
-    js.partial.Quorum(9, quorum=5), Members(RoundMember, lambda *_: True, LIMIT, 0.0)
+    js.partial.Quorum(10, quorum=5), Members(RoundMember, lambda *_: True, LIMIT, 0.0)
   )
   hello = lambda worker: Signal(
     WorkerMessage.HELLO, worker, address=f"tcp://h:{worker + 1}"
@@ -1192,6 +1195,16 @@ def test_the_server_names_several_donors_the_one_of_fewest_others_first():
   server.receive(b"0", [beat.pack()], 0.0)
   server.members.known[8].position = RoundPosition(4, 7)
   assert donors(8) == [1, 2, 3, 4]
+  # A busy donor comes behind one that may lack links.
+  for worker in range(2, 6):
+    server.members.known[worker].position = RoundPosition(4, 7)
+  fetching = server.members.known[7]
+  fetching.fetches_since, fetching.donor = 0.0, 1
+  server.members.known[8].donor = None
+  assert donors(8) == [0]
+  fetching.fetches_since = fetching.donor = None
+  for worker in range(2, 6):
+    server.members.known[worker].position = newest
   server.members.known[8].position = RoundPosition()
   server.members.known[0].links_since = 0
   server.members.known[8].donor = 0
@@ -1209,6 +1222,10 @@ def test_the_server_names_several_donors_the_one_of_fewest_others_first():
     server.members.now += LIMIT
     asked.add(donors(7)[0])
   assert asked == {1, 2}
+  alike = Alike(run=server._run)
+  comes = Signal(WorkerMessage.HELLO, 9, address="tcp://h:10", alike=alike)
+  server.receive(b"9", [comes._replace(position=newest).pack()], server.members.now)
+  assert server.members.known[9].links_since == newest.round
 
 
 def test_a_server_remembers_only_workers_that_it_knows_and_that_have_asked_of_late():

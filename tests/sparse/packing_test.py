@@ -137,6 +137,19 @@ def test_words_are_compressed_in_the_shortest_of_three_forms(length, values, see
   assert packed.size <= 1 + np.count_nonzero(sparse) * 2 + 60
 
 
+@pytest.mark.parametrize(
+  "words",
+  [
+    [1 << 5, 2**20 << 5, 0, 0],  # a set of more words than there are
+    [2**26 << 5, 1 << 5, 1, 0],  # more numbers than indices
+    [1 << 5, 1 << 5, 7, 0],  # more indices than numbers
+  ],
+)
+def test_few_words_ask_for_little_memory(words):
+  with pytest.raises(ValueError, match="no set of"):
+    packing.unpack(np.array(words, np.uint32))
+
+
 def test_words_of_no_form_are_refused():
   with pytest.raises(ValueError, match="4 words are no form of 4"):
     packing.expand(np.array([0, 1, 2, 3], np.uint32), 4)

@@ -163,7 +163,7 @@ class OwnAnchor:
         computed = digests.digest([words])
         anchor = self.outer.unpack(words.tobytes(), self.anchor)
     # The bytes may be forged: whatever parsing raises is a refusal.
-    except (IndexError, StopIteration, TypeError) as error:
+    except (IndexError, RecursionError, StopIteration, TypeError) as error:
       raise ValueError(str(error)) from error
     if computed != digest:
       raise ValueError(f"its digest is {computed:x}, its donor says {digest:x}")

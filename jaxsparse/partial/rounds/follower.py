@@ -30,8 +30,8 @@ class Follower:
   A digest proves the result. What is refused changes nothing.
 
   Args:
-    address: of the server, or a list, as of `Rounds`; the next one is asked where a
-      server does not answer, or has no worker with the last anchor.
+    address: of the server, or a list, as of `Rounds`; where a server does not answer,
+      or has no workers, the next call of `latest` asks the next one.
     params: as of `Rounds`, or another pytree with these shapes.
     outer: the outer chain of the workers.
     fragments: as of the workers.
@@ -135,9 +135,6 @@ class Follower:
     model = self._fetch(donors, last)
     if model.values.size == transfers.PREFIX:  # the donor has no links
       model = self._fetch(donors, last)
-    # the next fetch waits until no donor has sent more than `rate` on average
-    seconds = model.values.nbytes / len(donors) / self._rate
-    self._next = time.monotonic() + seconds
     self._replica.adopt(model, base, server["digest"])
 
   def _fetch(self, donors: Sequence[str], round_: int) -> Piece:
@@ -163,12 +160,15 @@ class Follower:
     assembly = transfers.Assembly(longest // 4)
     models = list[Piece]()
     lost = list[str]()
-    until = time.monotonic() + self._timeout
+    self._next = time.monotonic()
+    until = self._next + self._timeout
 
     def answered(address: str, frames: list[bytes]) -> None:
       # Any message of a donor, WAITS too, begins the timeout anew.
       nonlocal until
       until = time.monotonic() + self._timeout
+      # The next fetch waits until no donor has sent more than `rate` on average.
+      self._next += sum(map(len, frames)) / len(donors) / self._rate
       piece = messages.parse_piece(frames)
       if (
         piece

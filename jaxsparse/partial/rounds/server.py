@@ -69,7 +69,9 @@ class RoundMember(Member):
   donor_named: float = 0.0  # when
   in_vain_since: float | None = None  # while it has asked donors again and again
   fetches_since: float | None = None  # while it fetches an anchor
-  links_since: int = 0  # the round that it last fetched: it may have later links only
+  links_since: int = (
+    0  # round of the anchor with which it came; it may lack older links
+  )
   fetch_seconds: float = 0.0  # seconds that its last fetch has taken
   awaited_until: float = 0.0  # while the next round waits for it
 
@@ -306,10 +308,10 @@ class RoundServer:
       member = self._known[worker]
       # else it asks again, several times a second
       if donor or member.fetches_since is None:
-        anchors = member.position.compare(self._quorum.position)
         what = "it fetches that" if donor else "no worker that is there has that"
         self._warn(
-          ("behind", worker, what), f"worker {worker} is behind: {anchors}; {what}"
+          ("behind", worker, what),
+          f"worker {worker} is behind: {member.position.compare(self._quorum.position)}; {what}",
         )
       if member.fetches_since is None:
         member.fetches_since = self._now
@@ -318,8 +320,8 @@ class RoundServer:
   def _find_donor(self, worker: int) -> str | None:
     """The addresses of some with the anchor of the last round, for a worker, which asks the first one for links.
 
-    That has the links since the worker's anchor, if it can, and is the donor of fewest
-    others. It is another one than before when a worker asks again that was not told
+    That is the donor of fewest others, of these one that has links since the worker's
+    anchor. It is another one than before when a worker asks again that was not told
     just now.
 
     If there is none for a while, and it is not at another server either, the last round
@@ -353,8 +355,8 @@ class RoundServer:
         key=lambda donor: (
           donor == was,
           donor in apart,
-          known[donor].links_since > member.position.round,
           loads[donor],
+          known[donor].links_since > member.position.round,
         )
       )
       if member.donor not in donors or asks_again:
@@ -384,9 +386,8 @@ class RoundServer:
       if member.in_vain_since is not None
       and self._now > member.in_vain_since + patience
     ]
-    had_a_round_here = self._stayed is not None
     are_outnumbered = len(donors) < quorum <= len(in_vain)
-    if had_a_round_here or not are_outnumbered:
+    if self._stayed is not None or not are_outnumbered:
       return False
     self._disbelieved.update(donors)
     self._warn(
@@ -517,8 +518,9 @@ class RoundServer:
     rounds = signal.position.round
     quorum = self._quorum
     waiting = quorum.waiting
-    at_start = rounds == quorum.position.round == 0
-    self.members.check(connection, signal, at_start=at_start)
+    self.members.check(
+      connection, signal, at_start=rounds == quorum.position.round == 0
+    )
     self._check_round(signal)
     branch = _Branch(signal.alike.run, Lineage(rounds, signal.alike.lineage))
     self._check_branch(worker, signal.position, branch)
@@ -540,12 +542,15 @@ class RoundServer:
     member = self.members.join(connection, signal)
     member.is_late = False
     member.weight = 0
+    if was is None:
+      member.links_since = rounds
     # A worker that lost the server after its last exchange does not know whether that
     # round counts: it does if the newest anchor comes from it.
     undecided = signal.position.last
     has_counted = undecided != 0 and undecided == quorum.position.base
-    own_position = signal.position._replace(last=0)
-    member.position = quorum.position if has_counted else own_position
+    member.position = (
+      quorum.position if has_counted else signal.position._replace(last=0)
+    )
     member.branch = self._branch if has_counted else branch
     self._welcome(signal, member, undecided if has_counted else 0)
 
@@ -559,8 +564,9 @@ class RoundServer:
         0.
     """
     quorum = self._quorum
-    is_newest = member.position == quorum.position
-    donor = None if is_newest else self._find_donor(signal.worker)
+    donor = None
+    if member.position != quorum.position:
+      donor = self._find_donor(signal.worker)
     if donor and member.fetches_since is None:
       fetching = min(signal.value, self._now - self._began)
       member.fetches_since = self._now - fetching
