@@ -1,5 +1,6 @@
 """The law of the chain: whatever is written, lost, changed or killed, a reader has a published version or a refusal."""
 
+import collections
 import contextlib
 import errno
 import io
@@ -413,6 +414,138 @@ def test_two_publishers(tmp_path, between):
   check_is_published(reader.latest(), {number + 1: three})
 
 
+def test_two_publishers_do_not_write_to_the_same_unfinished_file(tmp_path, monkeypatch):
+  """The former one publishes while the later one writes its first version."""
+  first = js.weights.Publisher(tmp_path, LIKE)
+  one, two, three = versions(3)
+  first.publish(params_of(one))
+  second = js.weights.Publisher(tmp_path, LIKE)
+  sync = os.fsync
+
+  def late(file):
+    monkeypatch.undo()
+    assert first.publish(params_of(three)) == 2
+    sync(file)
+
+  monkeypatch.setattr(os, "fsync", late)
+  assert second.publish(params_of(two)) == 2
+  reader = js.weights.Subscriber(tmp_path, LIKE)
+  check_is_published(reader.latest(), {2: two})
+  assert reader.refused == []
+
+
+def test_an_unfinished_file_of_a_former_publisher_is_removed(tmp_path, monkeypatch):
+  """Its next version is refused."""
+  first = js.weights.Publisher(tmp_path, LIKE)
+  one, two, three = versions(3)
+  first.publish(params_of(one))
+  second = js.weights.Publisher(tmp_path, LIKE)
+  replace = os.replace
+
+  def late(*paths):
+    monkeypatch.undo()
+    second.publish(params_of(two))
+    replace(*paths)
+
+  monkeypatch.setattr(os, "replace", late)
+  with pytest.raises(FileNotFoundError):
+    first.publish(params_of(three))
+  with pytest.raises(ValueError, match="another publisher"):
+    first.publish(params_of(three))
+  reader = js.weights.Subscriber(tmp_path, LIKE)
+  check_is_published(reader.latest(), {2: two})
+  assert reader.refused == []
+
+
+def test_a_trainer_that_is_started_again_and_again_leaves_few_anchors(tmp_path):
+  for start in range(12):
+    publisher = js.weights.Publisher(tmp_path, LIKE)
+    for one in versions(2, seed=start):
+      number = publisher.publish(params_of(one))
+  assert [name.version for name in names_of(tmp_path, "anchor")] == [21, 23]
+  assert js.weights.Subscriber(tmp_path, LIKE).latest().version == number == 24
+
+
+def test_where_the_first_anchor_of_a_trainer_is_damaged_the_versions_before_are_read(
+  tmp_path,
+):
+  published = publish(tmp_path, 3)
+  reader = js.weights.Subscriber(tmp_path, LIKE)
+  again = js.weights.Publisher(tmp_path, LIKE)
+  four, five = versions(2, seed=5)
+  again.publish(params_of(four))
+  anchor = inside(tmp_path) / str(names_of(tmp_path, "anchor")[-1])
+  content = anchor.read_bytes()
+  anchor.write_bytes(content[:-9])
+  for one in (reader, js.weights.Subscriber(tmp_path, LIKE)):
+    for _ in range(2):
+      assert one.latest().version == 3
+      assert anchor.name in one.refused[0]
+    check_is_published(one.latest(), published)
+  anchor.write_bytes(content)
+  again.publish(params_of(five))
+  assert reader.latest().version == 5
+  check_is_published(reader.latest(), {5: five})
+
+
+@pytest.mark.parametrize("what", ["folder", "files"])
+def test_a_publisher_whose_folder_is_emptied_goes_on_with_an_anchor(tmp_path, what):
+  publisher = js.weights.Publisher(tmp_path, LIKE)
+  one, two, three, four = versions(4)
+  publisher.publish(params_of(one))
+  publisher.publish(params_of(two))
+  if what == "folder":
+    shutil.rmtree(inside(tmp_path))
+  else:
+    for path in inside(tmp_path).iterdir():
+      path.unlink()
+  publisher.publish(params_of(three))
+  reader = js.weights.Subscriber(tmp_path, LIKE)
+  check_is_published(reader.latest(), {3: three})
+  publisher.publish(params_of(four))
+  check_is_published(reader.latest(), {4: four})
+
+
+def test_parameters_in_another_order_are_refused(tmp_path):
+  """Their leaves would change places."""
+  a, b = jnp.zeros(3), jnp.ones(3)
+  publisher = js.weights.Publisher(tmp_path, {"a": a, "b": b})
+  publisher.publish({"a": a, "b": b})
+  with pytest.raises(ValueError, match="params_like: another order"):
+    publisher.publish(collections.OrderedDict(b=b, a=a))
+  publisher.publish(collections.OrderedDict(a=b, b=a))
+  latest = js.weights.Subscriber(tmp_path, {"a": a, "b": b}).latest()
+  assert latest.params["a"].tolist() == [1, 1, 1]
+
+
+def test_parameters_that_are_sharded_otherwise_than_before(tmp_path):
+  """Also where so few entries change that links would be shorter than anchors."""
+  mesh = jax.make_mesh((4,), ("x",))
+  like = jnp.zeros((64, 64), jnp.bfloat16)
+  publisher = js.weights.Publisher(tmp_path, like)
+  reader = js.weights.Subscriber(tmp_path, like)
+  specs = [("x",), (None, "x"), (None, "x"), (), (("x",), None)]
+  for number, spec in enumerate(specs, 1):
+    params = like.at[number, 0].set(number)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    publisher.publish(jax.device_put(params, sharding))
+    for each in (reader, js.weights.Subscriber(tmp_path, like)):
+      latest = each.latest()
+      assert (latest.version, each.refused) == (number, [])
+      np.testing.assert_array_equal(latest.params, params)
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  publisher = js.weights.Publisher("here", LIKE)
+  reader = js.weights.Subscriber("here", LIKE)
+  monkeypatch.chdir("/")
+  (one,) = versions(1)
+  publisher.publish(params_of(one))
+  check_is_published(reader.latest(), {1: one})
+  assert (tmp_path / "here").is_dir()
+
+
 def test_two_publishers_that_write_at_the_same_time(tmp_path, monkeypatch):
   """Each has seen no file of the other before: the one that has begun later goes on."""
   first = js.weights.Publisher(tmp_path, LIKE)
@@ -459,6 +592,8 @@ def test_other_models_and_dtypes_are_refused_by_name(tmp_path):
   for kind in (js.weights.Publisher, js.weights.Subscriber):
     with pytest.raises(ValueError, match="tcp://a:1 is an address: choose a folder"):
       kind("tcp://a:1", LIKE)
+    with pytest.raises(ValueError, match="s3:/a is an address"):
+      kind(pathlib.Path("s3://a"), LIKE)
     with pytest.raises(TypeError, match="params_like"):
       kind(tmp_path, {"w": "no array"})
 

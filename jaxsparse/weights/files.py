@@ -5,6 +5,7 @@ The bytes of a file:
     magic | digest of name and rest, u64 | bytes of header, u64 | header, JSON | arrays
 """
 
+import collections
 import json
 import os
 import pathlib
@@ -42,6 +43,10 @@ class Name(NamedTuple):
     return f"{self.version:012}-{self.run}-{self.process}-{self.processes}.{self.kind}"
 
 
+# by version, run and kind, those of all processes
+Versions = dict[tuple[int, int, str], list[Name]]
+
+
 def names(folder: pathlib.Path) -> list[Name]:
   """The names of all versions, oldest first, and the parts of one in order; without other files."""
   # A folder may hold files of others, and unfinished ones.
@@ -49,6 +54,16 @@ def names(folder: pathlib.Path) -> list[Name]:
   fields = [match.groups() for match in matches if match]
   rows = [[*map(int, numbers), kind] for *numbers, kind in fields]
   return sorted(map(Name._make, rows))
+
+
+def whole(names: list[Name]) -> Versions:
+  """The files of links and anchors of which all parts are there."""
+  versions: Versions = collections.defaultdict(list)
+  for name in names:
+    versions[name.version, name.run, name.kind].append(name)
+  return {
+    key: parts for key, parts in versions.items() if len(parts) == parts[0].processes
+  }
 
 
 def write(
@@ -63,8 +78,8 @@ def write(
   kinds = [(array.dtype.str, array.nbytes) for array in arrays]
   text = json.dumps(header | {"arrays": kinds}).encode()
   content: list[Any] = [len(text).to_bytes(BYTES), text, *arrays]
-  # The next file replaces one that was not finished.
-  aside = folder / f".{name.process}.aside"
+  # The next file of this process replaces one that was not finished.
+  aside = folder / f".{name.run}.{name.process}.aside"
   with open(aside, "wb") as file:
     file.writelines([_seal(name, content), *content])
     # On the disk before it has its name, or a crash could leave the name alone.

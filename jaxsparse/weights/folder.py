@@ -50,7 +50,7 @@ class Folder:
     params_like: ArrayTree,
     dtype: Any = "bfloat16",
   ):
-    if "://" in str(folder):
+    if ":/" in str(folder):  # pathlib makes one slash of two
       raise ValueError(f"{folder} is an address: choose a folder, or mount it as one")
     flatten.check_are_arrays(params_like, "params_like")
     self._dtype = dtype
@@ -60,7 +60,8 @@ class Folder:
     self._layout = _layout(served)
     # Models of other names, dtypes or shapes get folders of their own.
     model = digest(line.encode() for line in self._layout)
-    self._folder = pathlib.Path(folder) / f"{dtype and jnp.dtype(dtype)}-{model:x}"
+    own = f"{dtype and jnp.dtype(dtype)}-{model:x}"
+    self._folder = pathlib.Path(folder).absolute() / own
 
   def _patterns(self, params: ArrayTree) -> Patterns:
     """A copy of this process's shards; each shard belongs to one process.
@@ -69,8 +70,10 @@ class Folder:
       ValueError: for parameters of another model.
     """
     served = self._cast(params)
-    if unlike := {*_layout(served)} ^ {*self._layout}:
-      raise ValueError(f"params have other leaves than params_like: {sorted(unlike)}")
+    # Leaves are numbered: an `OrderedDict` may have them in another order.
+    if (layout := _layout(served)) != self._layout:
+      unlike = sorted({*layout} ^ {*self._layout}) or "another order"
+      raise ValueError(f"params have other leaves than params_like: {unlike}")
     boxes, arrays = [], []
     for leaf_index, leaf in enumerate(jax.tree.leaves(served)):
       # Other processes have the same array.

@@ -51,7 +51,6 @@ class Publisher(Folder):
   # id and patterns of the version before, unless it was not written whole
   _before: tuple[int, Patterns] | None = None
   _since = 0  # bytes of the files of links behind the newest anchor
-  _anchors = 0, 0  # the numbers of the newest two
 
   def publish(self, params: Any) -> int:
     """Writes the next version, and returns its number.
@@ -65,11 +64,17 @@ class Publisher(Folder):
       OSError: for a full disk, for example.
     """
     patterns = self._patterns(params)
+    os.makedirs(self._folder, exist_ok=True)
     if not self._run:
       self._begin()
     # Unset until the version is whole: after an error the next one is an anchor.
     before = self._before
     self._before = None
+    names = files.names(self._folder)
+    anchors = [version for version, _, kind in files.whole(names) if kind == "anchor"]
+    # A link is of the boxes of the version before, and leads on from an anchor.
+    if before and (not anchors or before[1].boxes != patterns.boxes):
+      before = None
     self.version += 1
     size = sum(array.nbytes for array in patterns.arrays)
     id_ = self._run
@@ -82,21 +87,27 @@ class Publisher(Folder):
     # of a process without shards a link is its header, and longer than an anchor.
     is_due = multihost_utils.process_allgather(excess).sum() > 0
     # Before writing: a full disk gets room.
-    self._prune()
+    self._prune(names, [0, 0, *anchors][-2])
     content = patterns.digest()
-    header = {"before": id_, "digest": content}
+    header: files.Header = {"before": id_, "digest": content}
+    name = files.Name(
+      self.version, self._run, jax.process_index(), jax.process_count(), "link"
+    )
     # A longer link costs readers more than the anchor beside it.
     if before and not (is_due and link.nbytes > size):
-      self._since += self._write("link", header, [link])
+      self._since += files.write(self._folder, name, header, [link])
     if is_due:
-      self._write("anchor", header | {"boxes": patterns.boxes}, patterns.arrays)
-      self._anchors = self._anchors[1], self.version
+      name = name._replace(kind="anchor")
+      header["boxes"] = patterns.boxes
+      files.write(self._folder, name, header, patterns.arrays)
       self._since = 0
     self._before = chained(id_, content), patterns
     return self.version
 
   def _begin(self) -> None:
-    os.makedirs(self._folder, exist_ok=True)
+    # Files that publishers before have not finished.
+    for aside in self._folder.glob(".*.aside"):
+      aside.unlink(missing_ok=True)
     there = [name[:2] for name in files.names(self._folder)]
     version, run = map(max, zip((0, 0), *there, strict=True))
     proposed = np.array([version, run + 1 + secrets.randbits(16)], np.int32)
@@ -104,20 +115,14 @@ class Publisher(Folder):
     agreed = multihost_utils.broadcast_one_to_all(proposed)
     self.version, self._run = map(int, agreed)
 
-  def _write(self, kind: str, header: files.Header, arrays: list[np.ndarray]) -> int:
-    name = files.Name(
-      self.version, self._run, jax.process_index(), jax.process_count(), kind
-    )
-    return files.write(self._folder, name, header, arrays)
-
-  def _prune(self) -> None:
-    """Removes what is older than both anchors."""
-    for name in files.names(self._folder):
+  def _prune(self, names: list[files.Name], oldest: int) -> None:
+    """Removes versions before the oldest one to keep."""
+    for name in names:
       if name.run > self._run:
         raise ValueError(
           f"Publisher: {self._folder} has {name}: another publisher writes to it"
         )
       # Parts of a run with more processes are removed by those that there are.
       is_own = name.process % jax.process_count() == jax.process_index()
-      if is_own and name.version < self._anchors[0]:
-        os.unlink(self._folder / str(name))
+      if is_own and name.version < oldest:
+        (self._folder / str(name)).unlink(missing_ok=True)

@@ -1,6 +1,5 @@
 """A reader's end of the chain: follows links, or starts from an anchor, and refuses what its digest does not prove."""
 
-import collections
 import itertools
 from typing import Any, NamedTuple
 
@@ -37,8 +36,6 @@ class _State(NamedTuple):
   parts: list[_Part]
 
 
-# the files of each version's links and anchors that are there in all parts
-_Files = dict[tuple[int, int, str], list[files.Name]]
 _NONE = _State(0, -1, [])
 
 
@@ -84,7 +81,7 @@ class Subscriber(Folder):
     self.refused: list[str] = []
     state = _NONE
     try:
-      if versions := _whole(files.names(self._folder)):
+      if versions := files.whole(files.names(self._folder)):
         state = self._newest(versions)
     except OSError as error:
       self.refused.append(str(error))
@@ -102,24 +99,26 @@ class Subscriber(Folder):
       )
     return self._published
 
-  def _newest(self, versions: _Files) -> _State:
-    """The newest version of the newest publisher that is reached; `_NONE` without one."""
+  def _newest(self, versions: files.Versions) -> _State:
+    """The newest version that is reached; `_NONE` without one."""
     # The largest number first, then the run.
-    newest, run, _ = max(versions)
-    current = self._state
-    # Links of another run follow versions that this reader does not have.
-    best = current if current.run == run and current.version <= newest else _NONE
+    newest = max(versions)[:2]
+    best = self._state if self._state.version <= newest[0] else _NONE
     best = self._follow(versions, best, best)
-    # From the newest anchor back, until one leads beyond what links have reached.
+    # From the newest anchor back, until one leads to the newest version.
     for key in sorted(versions, reverse=True):
-      if key[1:] == (run, "anchor") and key[0] > best.version:
+      is_ahead = key[1] != best.run or key[0] > best.version
+      if key[2] == "anchor" and is_ahead and best[:2] < newest:
         anchor = self._step(best, versions[key])
-        best = self._follow(versions, anchor, best)
-    if best.version < newest and not self.refused:
+        reached = self._follow(versions, anchor, best)
+        best = max(best, reached, key=lambda state: state[:2])
+    if best[:2] < newest and not self.refused:
       self.refused.append(f"version {best.version + 1} has no whole link")
     return best
 
-  def _follow(self, versions: _Files, start: _State, otherwise: _State) -> _State:
+  def _follow(
+    self, versions: files.Versions, start: _State, otherwise: _State
+  ) -> _State:
     """`start` after the links that are there, if its digests prove it."""
     state = start
     while link := versions.get((state.version + 1, state.run, "link")):
@@ -157,13 +156,3 @@ class Subscriber(Folder):
       self.refused.append(str(error))
       return state
     return _State(name.version, name.run, parts)
-
-
-def _whole(names: list[files.Name]) -> _Files:
-  versions: _Files = collections.defaultdict(list)
-  for name in names:
-    versions[name.version, name.run, name.kind].append(name)
-  # A version counts once all processes have written their parts.
-  return {
-    key: parts for key, parts in versions.items() if len(parts) == parts[0].processes
-  }

@@ -91,7 +91,7 @@ class Follower:
   def latest(self) -> Published:
     """The newest version that can be read, by the number of its round; the same object if there is no newer one.
 
-    Before round 1 that of the given parameters.
+    The given parameters, as version 0, before one is read.
     """
     self.refused = []
     if time.monotonic() < self._next:
