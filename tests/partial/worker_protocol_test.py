@@ -42,7 +42,7 @@ def welcome(donor=None, limit=LIMIT):
 def group(number, members=(0, 1), weights=(0.5, 0.5)):
   addresses = {member: ADDRESSES[member] for member in members}
   fields = {
-    "members": members,
+    "members": tuple(members),
     "weights": weights,
     "iteration": 7,
     "initial": 0.0,
