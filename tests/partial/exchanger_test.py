@@ -13,6 +13,7 @@ import jaxsparse as js
 from jaxsparse.partial.net.membership import EarlyPieces
 from jaxsparse.partial.net.messages import Piece, PieceKind, RoundPosition, WorkerGroup
 from jaxsparse.partial.net.transfers import PREFIX
+from jaxsparse.partial.rounds import chain
 from jaxsparse.partial.rounds.anchor import Forked
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.lineage import Lineage
@@ -355,6 +356,19 @@ def test_links_that_lead_from_another_anchor_or_elsewhere_are_refused():
   with refuse("its digest is"):
     moved.exchanger.adopt(good, 0, 0)
   assert worker.exchanger.outer.pack(worker.exchanger.anchor) == before
+
+
+def test_forged_links_that_lie_in_each_other_without_end_are_refused():
+  worker = wide(number=0)
+  # a set of one index, whose number is again such a set
+  nested = np.array([1, *[1 << 5, 1 << 5, 1] * 2000], np.uint32)
+  sized = np.append(np.uint32(nested.size), nested)
+  link = chain.RoundLink(5, 2, (0, 1), (), sized, sized.nbytes)
+  words = chain.pack(Lineage(), [link])
+  prefix = np.array([7, words.size, 0, 1], np.int64).view(np.uint32)
+  values = np.concatenate([prefix, words]).view(np.float32)
+  with pytest.raises(ValueError, match="recursion"):
+    worker.exchanger.adopt(Piece(PieceKind.MODEL, 1, 1, values), 0, 0)
 
 
 def test_links_are_kept_until_they_are_as_large_as_an_anchor():
