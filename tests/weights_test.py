@@ -392,13 +392,18 @@ def test_a_reader_that_is_ahead_goes_back_to_what_the_folder_has(tmp_path):
   check_is_published(reader.latest(), published)
 
 
+def begin_two(folder, count):
+  """A publisher of the first of `count` versions, one that has published nothing, and the other versions."""
+  first = js.weights.Publisher(folder, LIKE)
+  one, *others = versions(count)
+  first.publish(params_of(one))
+  return first, js.weights.Publisher(folder, LIKE), others
+
+
 @pytest.mark.parametrize("between", [0, 1, 3])
 def test_two_publishers(tmp_path, between):
   """The first one is refused after the second one has begun; readers go on with the second one."""
-  first = js.weights.Publisher(tmp_path, LIKE)
-  one, two, three, *others = versions(3 + between)
-  first.publish(params_of(one))
-  second = js.weights.Publisher(tmp_path, LIKE)
+  first, second, (two, three, *others) = begin_two(tmp_path, 3 + between)
   # The first goes on until then.
   for other in others:
     first.publish(params_of(other))
@@ -416,10 +421,7 @@ def test_two_publishers(tmp_path, between):
 
 def test_two_publishers_do_not_write_to_the_same_unfinished_file(tmp_path, monkeypatch):
   """The former one publishes while the later one writes its first version."""
-  first = js.weights.Publisher(tmp_path, LIKE)
-  one, two, three = versions(3)
-  first.publish(params_of(one))
-  second = js.weights.Publisher(tmp_path, LIKE)
+  first, second, (two, three) = begin_two(tmp_path, 3)
   sync = os.fsync
 
   def late(file):
@@ -436,10 +438,7 @@ def test_two_publishers_do_not_write_to_the_same_unfinished_file(tmp_path, monke
 
 def test_an_unfinished_file_of_a_former_publisher_is_removed(tmp_path, monkeypatch):
   """Its next version is refused."""
-  first = js.weights.Publisher(tmp_path, LIKE)
-  one, two, three = versions(3)
-  first.publish(params_of(one))
-  second = js.weights.Publisher(tmp_path, LIKE)
+  first, second, (two, three) = begin_two(tmp_path, 3)
   replace = os.replace
 
   def late(*paths):
@@ -548,10 +547,7 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
 
 def test_two_publishers_that_write_at_the_same_time(tmp_path, monkeypatch):
   """Each has seen no file of the other before: the one that has begun later goes on."""
-  first = js.weights.Publisher(tmp_path, LIKE)
-  one, two, three, four = versions(4)
-  first.publish(params_of(one))
-  second = js.weights.Publisher(tmp_path, LIKE)
+  first, second, (two, three, four) = begin_two(tmp_path, 4)
   write = files.write
 
   def late(folder, name, *content):

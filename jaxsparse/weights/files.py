@@ -43,7 +43,7 @@ class Name(NamedTuple):
     return f"{self.version:012}-{self.run}-{self.process}-{self.processes}.{self.kind}"
 
 
-# by version, run and kind, those of all processes
+# by version, run and kind: a file of each process
 Versions = dict[tuple[int, int, str], list[Name]]
 
 
@@ -56,8 +56,8 @@ def names(folder: pathlib.Path) -> list[Name]:
   return sorted(map(Name._make, rows))
 
 
-def whole(names: list[Name]) -> Versions:
-  """The files of links and anchors of which all parts are there."""
+def complete_versions(names: list[Name]) -> Versions:
+  """The links and anchors whose parts are there from all processes."""
   versions: Versions = collections.defaultdict(list)
   for name in names:
     versions[name.version, name.run, name.kind].append(name)

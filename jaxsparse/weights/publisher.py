@@ -71,7 +71,9 @@ class Publisher(Folder):
     before = self._before
     self._before = None
     names = files.names(self._folder)
-    anchors = [version for version, _, kind in files.whole(names) if kind == "anchor"]
+    anchors = [
+      version for version, _, kind in files.complete_versions(names) if kind == "anchor"
+    ]
     # A link is of the boxes of the version before, and leads on from an anchor.
     if before and (not anchors or before[1].boxes != patterns.boxes):
       before = None
@@ -86,7 +88,7 @@ class Publisher(Folder):
     # All processes write an anchor, or none does, since a version needs every part;
     # of a process without shards a link is its header, and longer than an anchor.
     is_due = multihost_utils.process_allgather(excess).sum() > 0
-    # Before writing: a full disk gets room.
+    # Before writing, so that a full disk gets room; the newest two anchors stay.
     self._prune(names, [0, 0, *anchors][-2])
     content = patterns.digest()
     header: files.Header = {"before": id_, "digest": content}
@@ -105,7 +107,8 @@ class Publisher(Folder):
     return self.version
 
   def _begin(self) -> None:
-    # Files that publishers before have not finished.
+    """Chooses the numbers of the version before the first one and of the run, for all processes."""
+    # unfinished files of former publishers
     for aside in self._folder.glob(".*.aside"):
       aside.unlink(missing_ok=True)
     there = [name[:2] for name in files.names(self._folder)]

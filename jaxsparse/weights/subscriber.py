@@ -81,7 +81,7 @@ class Subscriber(Folder):
     self.refused: list[str] = []
     state = _NONE
     try:
-      if versions := files.whole(files.names(self._folder)):
+      if versions := files.complete_versions(files.names(self._folder)):
         state = self._newest(versions)
     except OSError as error:
       self.refused.append(str(error))

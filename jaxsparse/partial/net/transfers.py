@@ -42,7 +42,7 @@ def split(model: Piece) -> Iterator[Piece]:
 
 
 def choose(donors: Sequence[str], in_vain: int) -> Sequence[str]:
-  """Those to ask after so many fetches in vain.
+  """The donors to ask after so many fetches in vain.
 
   First one, for links. Then all, for slices of the anchor. Then one, for the anchor: of
   several slices nothing tells which is wrong.

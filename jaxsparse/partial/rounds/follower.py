@@ -107,7 +107,7 @@ class Follower:
     return self._published
 
   def _ask(self) -> dict[str, Any]:
-    """The status of the first server, which is the last one from then on unless it has workers."""
+    """The status of a server; if it does not answer, or has no workers, the next call asks the next server."""
     self._servers.rotate(-1)
     server = status.ask(self._servers[-1], self._keys)
     if server["workers"]:

@@ -69,9 +69,8 @@ class RoundMember(Member):
   donor_named: float = 0.0  # when
   in_vain_since: float | None = None  # while it has asked donors again and again
   fetches_since: float | None = None  # while it fetches an anchor
-  links_since: int = (
-    0  # round of the anchor with which it came; it may lack older links
-  )
+  # round of the anchor that it came with, or fetched: it may lack links to earlier ones
+  links_since: int = 0
   fetch_seconds: float = 0.0  # seconds that its last fetch has taken
   awaited_until: float = 0.0  # while the next round waits for it
 
@@ -320,8 +319,8 @@ class RoundServer:
   def _find_donor(self, worker: int) -> str | None:
     """The addresses of some with the anchor of the last round, for a worker, which asks the first one for links.
 
-    That is the donor of fewest others, of these one that has links since the worker's
-    anchor. It is another one than before when a worker asks again that was not told
+    The first one is the donor of fewest others, of these one that has links since the
+    worker's anchor; another one than before when a worker asks again that was not told
     just now.
 
     If there is none for a while, and it is not at another server either, the last round
