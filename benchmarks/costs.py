@@ -48,6 +48,7 @@ def row(spec: specs.Spec, workers: int, n: int, density: float) -> Row:
   """Counts and predicts one algorithm; RuntimeError where the two contradict each other."""
   collective = spec.collective
   jaxpr = counting.schedule(collective, n, workers)
+  # A switch of the schedule has branches of other sizes: least and most words of them.
   least, most = (
     counting.count_jaxpr(jaxpr, workers, branch) for branch in ("least", "most")
   )
@@ -72,6 +73,7 @@ def table(rows: list[Row], title: str) -> rich.table.Table:
   """The rows, those of one number of workers together."""
   lines = []
   for one in rows:
+    # The formula is exact, or an upper bound of the schedule.
     formula = "" if one.most == one.formula else "≤ "
     messages, words, agreements = map(_range, one.least, one.most)
     least, most = (
@@ -99,6 +101,7 @@ def table(rows: list[Row], title: str) -> rich.table.Table:
 
 
 def _range(least: float, most: float, form: str = ",") -> str:
+  """Both numbers as text, or one of them if they are equal."""
   return f"{most:{form}}" if least == most else f"{least:{form}} … {most:{form}}"
 
 

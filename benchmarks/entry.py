@@ -21,7 +21,7 @@ flags.disclaim_key_flags()
 
 
 class _Numbers(flags.ListParser):
-  """Parses at least one number, separated by commas, each of which `one` accepts."""
+  """Parses at least one number, separated by commas, each of which the parser `one` accepts."""
 
   def __init__(self, one: Any):
     super().__init__()
@@ -42,6 +42,8 @@ class _Repeated(flags.Flag):
 
   def parse(self, argument: Any) -> None:
     """Adds what is given once more."""
+    # `present` counts how often the flag was given; before the first time, `value` is
+    # the default, which is replaced.
     before = (self.value or []) if self.present else []
     super().parse(argument)
     self.value = list(dict.fromkeys([*before, *(self.value or [])]))
@@ -127,6 +129,7 @@ def run(main: Callable[[], None]) -> None:
 
   def checked(argv: list[str]) -> None:
     if len(argv) > 1:
+      # The first argument is the name of the program.
       raise app.UsageError(f"unexpected arguments {argv[1:]}: options are --name=value")
     # JAX tells at INFO which backends it does not find
     logging.set_verbosity(logging.WARNING)

@@ -56,6 +56,7 @@ def rows(results: Results) -> list[dict[str, Any]]:
       continue
     if len(results.find("curves", method=one.method, optimizer=one.optimizer)) == seeds:
       (method,) = methods.parse("method", [one.method], hosts)
+      # None, for never, if a seed did not reach dense's loss
       ratio = one.more_steps if one.more_steps and not one.more_steps.missing else None
       collective = js.costs.label_of(method.spec.name, method.spec.config)
       row = {
@@ -81,7 +82,9 @@ def _above(point: Point) -> Spread:
 def sweep_rows(results: Results) -> list[dict[str, Any]]:
   """A row for each method of a sweep but dense, at the best of its rates that do not diverge."""
   steps = results.rows["curves"][0].steps[-1]
+  # points of a method at one rate, without those of which a seed diverged
   trained = [one for one in points(results, steps) if not _above(one).missing]
+  # Only rates that were trained from as many seeds as any count.
   seeds = max(one.seeds for one in trained)
   best: dict[str, Point] = {}
   for one in trained:  # the lowest loss first
@@ -89,6 +92,7 @@ def sweep_rows(results: Results) -> list[dict[str, Any]]:
       best.setdefault(one.method, one)
   rate_of = lambda point: point.optimizer.split(":")[1]
   same_rate = [one for one in trained if rate_of(one) == rate_of(best[DENSE])]
+  # gaps at the rate that is best for dense
   untuned = {one.method: _above(one).mean for one in same_rate}
   task = registry.make(results.setting["task"])
   hosts = results.setting["hosts"]

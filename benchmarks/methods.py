@@ -39,6 +39,7 @@ def _without_last(exchange: _Transform, steps: int) -> _Transform:
   gradient.
   """
 
+  # The state is (state of the exchange, number of steps so far).
   def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     total, own = exchange.update(grads, state[0], params)
     step = state[1] + 1
@@ -80,6 +81,7 @@ def local(
   """Likewise, once in `every` steps, doubled each `doubles`; Nesterov `momentum`; average_momentum each `averaged`."""
   if averaged:
     optimizer = js.average_momentum(optimizer, exchange.comm, every=averaged)
+  # H at a step: a number, or a schedule if it grows.
   period = (lambda step: every * 2 ** (step // doubles)) if doubles else every
   outer = optax.chain(
     exchange, optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum))
@@ -160,16 +162,21 @@ class Method(NamedTuple):
   @property
   def every(self) -> int:
     """Steps from one exchange to the next, at first where they grow."""
+    # Totals that differ between workers give each its own parameters, which are
+    # averaged after every so many steps.
     if not self.spec.collective.traits.replicates:
       return AVERAGED_EVERY
     return int((_defaults(WAYS[self.way]) | self.options).get("every", 1))
 
   def make(self, axis: str | Comm, optimizer: _Transform) -> _Transform:
     """The optax chain of a worker; `axis` is a mesh axis or a comm."""
+    # {}: no other densities of leaves, beside those of the changes
     tx = WAYS[self.way](self.exchange(axis, {}), optimizer, **self.options)
     if self.spec.collective.traits.replicates:
       return tx
-    ending = self.options.get("ending", 0)  # averages before and after the last step
+    # Workers have parameters of their own. With `ending`, the number of steps, they are
+    # averaged before and after the last step, so after `ending` - 1 steps and 1 step.
+    ending = self.options.get("ending", 0)
     every = (
       (lambda step: jnp.where(step < ending - 1, ending - 1, 1))
       if ending
@@ -189,8 +196,11 @@ def parse(flag: str, values: list[str], workers: int, **shared: Any) -> list[Met
 
 
 def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Method:
+  """The method of a label; ValueError, with the flag, for one that is not valid. `shared` are as for `specs.parse`."""
+  # WAY/CHANGES/COLLECTIVE, of which the collective alone has to be there.
   *before, collective = label.split("/")
   parts = [collective_of(part) for part in before]
+  # A first part that is no change is the way, even if it is unknown: `_check` says so.
   way, options = (
     parts.pop(0) if parts and parts[0][0] not in CHANGES else ("gradients", {})
   )
@@ -199,6 +209,7 @@ def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Meth
   (spec,) = specs.parse([collective], workers, **shared)
 
   def plain(axis: str | Comm, densities: dict[str, float]) -> _Transform:
+    # Leaves whose names match a key of `densities` are exchanged at that density.
     label = lambda density: (
       "dense" if density == 1 else js.costs.label_of(spec.name, {"density": density})
     )
@@ -206,6 +217,7 @@ def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Meth
     return js.make_transform(spec.name, axis, special=special, **spec.config)
 
   exchange: _Exchange = plain
+  # The last change stands next to the collective, and is applied to it first.
   for name, own in reversed(parts):
     _check(where, "change", CHANGES, name, own)
     exchange = CHANGES[name](exchange, **own)
@@ -218,6 +230,7 @@ def _method(flag: str, label: str, workers: int, shared: dict[str, Any]) -> Meth
       f"{where}: ending is for collectives whose totals differ between workers, not {spec.name}"
     )
   method = Method(label, way, options, spec, exchange)
+  # Raises for values of options that do not fit, before anything runs.
   method.make("workers", optax.identity())
   return method
 
@@ -229,7 +242,15 @@ def _check(
   name: str,
   options: dict[str, Any],
 ) -> None:
-  """Raises ValueError unless a way, or a change, of this name has these options."""
+  """Raises ValueError unless a way, or a change, of this name has these options.
+
+  Args:
+    where: the flag and its value, with which the error begins.
+    kind: "way" or "change", for the error.
+    known: the functions of that kind by name.
+    name: the name to look up.
+    options: its options; their values are not checked.
+  """
   if name not in known:
     raise ValueError(
       f"{where}: unknown {kind} {name!r}, choose one of {', '.join(known)}"
@@ -242,7 +263,7 @@ def _check(
 
 
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
-  """The options of a way or a change and what they are by default."""
+  """The options of a way or a change, its parameters with a default, and these defaults."""
   parameters = inspect.signature(function).parameters.values()
   return {
     one.name: one.default

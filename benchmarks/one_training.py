@@ -15,7 +15,16 @@ from jaxsparse.train.engine import engine_of, local_shard
 
 
 class Trainer:
-  """A training from a seed; every process of the engine makes it and calls the same methods."""
+  """A training from a seed; every process of the engine makes it and calls the same methods.
+
+  Attributes:
+    batches: the batches of the steps to come, this process's part.
+    params: of the last exchange; each worker's own, where it has some, are in `state`.
+    state: the optimizer state of all workers.
+    statistics: running statistics of batch normalization, a row for each worker.
+    steps: number of steps so far.
+    times: seconds of each step; the first one compiles.
+  """
 
   def __init__(
     self,
@@ -76,7 +85,7 @@ class Trainer:
     self, params: Any = None, on: Arrays | None = None
   ) -> tuple[float, float]:
     """Loss and accuracy on what is held out, or `on` others, of the parameters of the last exchange, or `params`."""
-    # of this process's first worker
+    # Statistics of this process's first worker stand for those of all.
     statistics = jax.tree.map(lambda leaf: local_shard(leaf)[0], self.statistics)
     return self.model.evaluate(
       self.params if params is None else params, statistics, on

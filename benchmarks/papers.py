@@ -88,8 +88,10 @@ class Cell(NamedTuple):
       return "calibrated" if self.fitted else "repeated"
     if self.trained and self.control is None:
       return "no control"
+    # Without an exchange the task is learned as well: it cannot tell methods apart.
     if self.control is not None and self.control <= 1 + self.noise:
       return "the task does not tell"
+    # Ours minus to plus one standard error: a verdict has to hold on the whole range.
     scales = [1 + self.noise * part / 10 for part in range(-10, 11)]
     judged = {_judge(self, self.paper_value, self.ours * scale) for scale in scales}
     if judged == {"reproduced"} and self.kind:
@@ -98,8 +100,13 @@ class Cell(NamedTuple):
 
 
 def _judge(cell: Cell, paper_value: float, ours: float) -> Verdict:
-  """The verdict on a number without noise."""
+  """The verdict on our number `ours`, without noise, beside the paper's.
+
+  Both are compared by what they gain over the draw, the number of which neither side is
+  ahead, or over 0 where no sides are compared. `near` is the tolerance of the gain.
+  """
   draw, near = (0.0, TOLERANCE) if cell.draw is None else (cell.draw, RATIO_TOLERANCE)
+  # The paper's number may be below the draw: its gain counts as positive, too.
   sign = 1 if paper_value >= draw else -1
   claimed, gained = sign * (paper_value - draw), sign * (ours - draw)
   is_near = abs(gained - claimed) <= near * claimed
@@ -127,6 +134,7 @@ def every() -> tuple[Cell, ...]:
     same = {
       field: value for field, value in own.items() if field not in ("name", "cells")
     }
+    # A table without cells is one cell without a name, and without a number.
     for name, values in own.get("cells", {"": {}}).items():
       key = next(iter(_BOUNDS.keys() & values), "paper")
       number = {"paper_value": values.get(key), "bound": _BOUNDS[key]}
@@ -167,6 +175,7 @@ def tables_of(
       ]
     )
     setting = f"`{one.benchmark}`: {one.differs or 'the same'}" if one.benchmark else ""
+    # The first cell of a table says what all have in common; others add what differs.
     own = [one.table, one.what, one.setting, setting, one.reason]
     row = about.setdefault(one.table, own)
     # what a cell has of its own

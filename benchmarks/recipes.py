@@ -38,6 +38,7 @@ def muon(
   """
 
   def sides(params: Any) -> Any:
+    """For each leaf the axes (rows, columns) of its matrix; None for a leaf that Adam trains."""
     is_chosen = lambda path, leaf: (
       leaf.ndim >= 2 and re.search(only, jax.tree_util.keystr(path))
     )
@@ -64,10 +65,12 @@ def in_blocks(
   def split(leaf: jax.Array) -> jax.Array:
     if leaf.ndim != 2 or max(leaf.shape) % rows:
       return leaf
+    # The longer side comes first, and is cut into blocks of `rows`.
     long = leaf if leaf.shape[0] >= leaf.shape[1] else leaf.T
     return long.reshape(-1, rows, long.shape[1])
 
   def join(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    # A wide matrix was transposed, unless it was left whole (2 axes).
     is_wide = like.ndim == 2 and like.shape[0] < like.shape[1] and blocks.ndim == 3
     return blocks.reshape(like.shape[::-1]).T if is_wide else blocks.reshape(like.shape)
 
@@ -126,6 +129,7 @@ def parse_optimizers(values: Sequence[str], rate: float) -> list[Optimizer]:
 
 
 def _optimizer(label: str, rate: float) -> Optimizer:
+  """The optimizer of a label, name:rate:option=value, where the rate may be left out; ValueError for a wrong one."""
   name, *parts = label.split(":")
   if name not in OPTIMIZERS:
     raise ValueError(f"--optimizer={label}, choose one of {', '.join(OPTIMIZERS)}")
@@ -136,6 +140,7 @@ def _optimizer(label: str, rate: float) -> Optimizer:
     )
     if not 0 < optimizer.rate < math.inf:
       raise ValueError(f"learning rate {own}, choose a positive one")
+    # Raises for options that the optimizer does not take; no array is made.
     jax.eval_shape(
       optimizer.make(optimizer.rate).init,
       {"w": jax.ShapeDtypeStruct((64, 64), "float32")},
@@ -183,6 +188,7 @@ class Recipe(NamedTuple):
 
   def schedule_of(self) -> optax.Schedule:
     """The rate at each step."""
+    # The schedule counts the steps of the warm-up, too, in which it is not used.
     whole = SCHEDULES[self.schedule](self.optimizer.rate, self.steps)
     if not self.warm_up:
       return whole

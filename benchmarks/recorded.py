@@ -25,8 +25,8 @@ from benchmarks.tasks.base import model_of
 from jaxsparse.arrays import flatten
 from jaxsparse.train.engine import Engine, engine_of
 
-_WORKERS, _SKIPPED, _STEPS = 8, 200, 100
-_BATCH, _RATE, _DENSITY = 4, 0.3, 0.01
+_WORKERS, _SKIPPED, _STEPS = 8, 200, 100  # recorded ones; steps before; recorded steps
+_BATCH, _RATE, _DENSITY = 4, 0.3, 0.01  # windows of text a worker; rate of SGD
 _SHIFT = 37  # steps by which workers that share a recorded one are apart
 
 
@@ -38,9 +38,13 @@ def path_in(folder: str | pathlib.Path) -> pathlib.Path:
 def record(
   path: pathlib.Path, size: int = _WORKERS, skipped: int = _SKIPPED, steps: int = _STEPS
 ) -> None:
-  """Trains, and writes the gradients of `size` workers in `steps` steps behind the first `skipped` ones."""
+  """Trains, and writes the gradients of `size` workers in `steps` steps behind the first `skipped` ones.
+
+  The file is f32[size, steps, parameters]; it has its name once it is complete.
+  """
   task = lm.small()
   model = model_of(task, seed=0)
+  # The same parameters on all workers, and a batch of each.
   gradient = jax.jit(jax.vmap(jax.grad(model.plain_loss), (None, 0)))
   rows = jax.jit(jax.vmap(lambda grads: flatten.flatten(grads)[0]))
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,10 +73,11 @@ def record(
 def gradients(
   place: workers.Workers, path: pathlib.Path, n: int
 ) -> Callable[[int], jax.Array]:
-  """Makes the gradients of all workers in a step, f32[n] each, from a recording."""
+  """A function from a step to the gradients of all workers, f32[n] each, of a recording."""
   engine = engine_of(place.where, "workers")
   recording = np.load(path, mmap_mode="r")
   size, steps, entries = recording.shape
+  # A gradient of n entries repeats the model; each copy has a first step and a scale.
   copies = math.ceil(n / entries)
   random = np.random.default_rng(0)
   first = random.integers(0, steps, copies).astype(np.int32)
@@ -80,7 +85,9 @@ def gradients(
     np.float32
   )
 
+  # own: f32[steps, entries], the recording of one worker
   def make(own: jax.Array, step: jax.Array) -> jax.Array:
+    # Workers beyond the recorded ones have the recording of another, some steps apart.
     late = _SHIFT * (engine.comm.rank // size)
     return (own[(step + first + late) % steps] * scales[:, None]).ravel()[:n]
 
@@ -96,6 +103,7 @@ def _placed(engine: Engine, place: workers.Workers, recording: np.ndarray) -> ja
   """The recorded steps of all workers, one worker's after the other's, where the engine wants its arrays."""
   size, steps, entries = recording.shape
   of_workers = lambda own: np.concatenate([recording[worker % size] for worker in own])
+  # A rank of MPI and the simulator have no mesh: arrays of their workers alone.
   if not isinstance(place.where, Mesh):
     rows = place.share(1)
     return jnp.asarray(of_workers(range(rows.start, rows.stop)))

@@ -31,7 +31,7 @@ class Goal(NamedTuple):
 def goal(
   what: str, measured: float | None, least: float = -math.inf, most: float = math.inf
 ) -> Goal:
-  """A goal that is met from `least` to `most`."""
+  """A goal that is met where `least` <= `measured` <= `most`; of None it is not known."""
   return Goal(what, measured, None if measured is None else least <= measured <= most)
 
 
@@ -59,11 +59,13 @@ def table(
   Cells under the heads `wraps` may take several lines.
   """
   rows = list(rows)
+  # The first cell of each run of rows that share it.
   groups = [
     row[0]
     for row, before in zip(rows, [[None], *rows], strict=False)
     if row[0] != before[0]
   ]
+  # Lines divide the runs if any has several rows, and no first cell begins two runs.
   grouped = len(set(groups)) == len(groups) < len(rows)
   found = rich.table.Table(title=title, caption=caption)
   for number, head in enumerate(heads):
@@ -116,7 +118,13 @@ def spread(values: Sequence[float | None], form: str) -> str:
 def means(
   rows: Iterable[dict[str, Any]], by: Sequence[str], forms: Mapping[str, str]
 ) -> list[list[str]]:
-  """For each group of rows, that are equal in the fields `by`, these fields, and the spreads of those of `forms`."""
+  """For each group of rows, that are equal in the fields `by`, these fields, and the spreads of those of `forms`.
+
+  Args:
+    rows: dictionaries from names of fields to values.
+    by: names of the fields that a group shares.
+    forms: for each field of numbers, of which a spread is shown, its format (",.2f").
+  """
   groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
   for row in rows:
     groups.setdefault(tuple(str(row[name]) for name in by), []).append(row)
@@ -138,11 +146,13 @@ def milliseconds(seconds: float | None, digits: int = 1) -> str:
 
 def ratio(above: float | None, below: float | None, digits: int = 2) -> str:
   """A ratio as text; – where a number is missing."""
+  # A divisor of 0 counts as missing.
   return f"{above / below:,.{digits}f}" if above is not None and below else "–"
 
 
 def replace(path: pathlib.Path, content: str) -> None:
   """Writes a file: it has all of `content` or what it had before."""
+  # The rename is atomic.
   path.parent.mkdir(parents=True, exist_ok=True)
   beside = path.with_name(f"{path.name}.new")
   beside.write_text(content)

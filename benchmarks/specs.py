@@ -32,6 +32,7 @@ class Spec(NamedTuple):
   @property
   def collective(self) -> js.Collective:
     """The collective with its options."""
+    # None for a collective of the library
     other = _OTHERS.get(self.name)
     return (
       make_instance(other, self.config)
@@ -49,7 +50,13 @@ class Spec(NamedTuple):
 
 
 def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
-  """The algorithms that the flag names, each once, checked for `workers` workers before anything runs."""
+  """The algorithms that the flag names, each once, checked for `workers` workers before anything runs.
+
+  Args:
+    values: what the flag holds: labels, or several in one string with commas.
+    workers: number of workers P.
+    **shared: options for each collective that has them, unless its label gives its own.
+  """
   found = []
   for label in labels_of(values):
     name, own = collective_of(label)
@@ -60,7 +67,8 @@ def parse(values: list[str], workers: int, **shared: Any) -> list[Spec]:
       {option: value for option, value in shared.items() if option in known} | own,
     )
     try:
-      # no array yet: devices come later
+      # Raises for options that do not fit, for any number of entries; no array is made,
+      # as `workers.here` makes the devices later.
       jax.eval_shape(lambda spec=spec: spec.collective.init(1_000_000, workers))
     except TypeError as error:
       raise ValueError(error) from error

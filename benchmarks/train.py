@@ -109,6 +109,7 @@ def train(trainer: Trainer, on_step: Callable) -> Run:
   method, recipe = trainer.method, trainer.recipe
   # closer together where accuracy changes most, at the start
   few = min(recipe.steps, _CURVE_POINTS // 2)
+  # Steps of evaluations: evenly spaced ones, and as many by equal factors.
   spreads = (np.linspace, np.geomspace)
   points = {
     round(point) for spread in spreads for point in spread(1, recipe.steps, few)
@@ -148,6 +149,7 @@ def train(trainer: Trainer, on_step: Callable) -> Run:
 
 def table(runs: Sequence[Run], title: str) -> rich.table.Table:
   """The algorithms side by side: means over seeds and folds."""
+  # NaN without dense, so that its column has no numbers
   dense = next(
     (run.words_per_step for run in runs if run.algorithm == "dense"), math.nan
   )
@@ -202,6 +204,7 @@ def figure(runs: Sequence[Run], title: str, path: pathlib.Path) -> None:
     report.band(over_steps, group[0].steps, [run.accuracy for run in group], label)
     report.band(
       over_words,
+      # a logarithmic axis, on which 0 words have no place
       [max(1, step * words) for step in group[0].steps],
       [run.accuracy for run in group],
       label,
@@ -245,6 +248,7 @@ def main() -> None:
     "algorithm", _ALGORITHM.value, _WORKERS.value, density=_DENSITY.value
   )
   optimizers = recipes.parse_optimizers(_OPTIMIZER.value, _LEARNING_RATE.value)
+  # Ranks run this command again; the process that started them has nothing more to do.
   if workers.launched(_ENGINE.value, _WORKERS.value):
     return
   place, tasks = workers.here(_ENGINE.value, _WORKERS.value), _make_tasks()

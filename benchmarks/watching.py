@@ -10,6 +10,7 @@ from typing import Any
 
 def events(paths: Iterable[pathlib.Path], kinds: Iterable[str]) -> list[dict[str, Any]]:
   """The events of these kinds in files, in order of time."""
+  # Lines are searched as text before they are parsed, since most are other events.
   wanted = [f'"event": "{kind}"' for kind in kinds]
   found = []
   for path in paths:
@@ -28,7 +29,15 @@ def wait(
   seconds: float = 240.0,
   pause: float = 0.5,
 ) -> None:
-  """Waits until a condition holds; RuntimeError with the ends of `outputs` if it does not in time."""
+  """Waits until a condition holds; RuntimeError with the ends of `outputs` if it does not in time.
+
+  Args:
+    holds: the condition.
+    what: the condition in words, for the error.
+    outputs: files whose last 3,000 characters the error has.
+    seconds: how long to wait.
+    pause: seconds from one look to the next.
+  """
   end = time.monotonic() + seconds
   while not holds():
     if time.monotonic() > end:

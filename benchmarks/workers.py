@@ -51,6 +51,7 @@ class Workers(NamedTuple):
 
   def share(self, size: int) -> slice:
     """The rows that this process gives, of a batch of `size` rows for each worker."""
+    # A rank of MPI gives the rows of its own worker, any other process all rows.
     first = 0 if self.shares == self.size else self.number
     return slice(first * size, (first + self.shares) * size)
 
@@ -61,6 +62,7 @@ class Workers(NamedTuple):
 
   def metrics(self, state: object) -> js.Metrics:
     """`js.metrics` over all workers."""
+    # Under MPI a state is that of one worker, and `js.metrics` has to communicate.
     return js.metrics(state, None if self.shares == self.size else self.axis)
 
 
@@ -76,6 +78,8 @@ def start_again(
   ranks: int, engine: Any = "processes", *flags: str, **options: Any
 ) -> None:
   """Runs this command, with these flags too, as ranks until they end; `options` are those of `launch.run`."""
+  # `python -m NAME` has a spec, `python file.py` has none; of a package NAME it is that
+  # of NAME.__main__.
   spec = sys.modules["__main__"].__spec__
   program = (
     ["-m", spec.name.removesuffix(".__main__")]
@@ -91,9 +95,18 @@ def start_again(
 def measure_in_lab(
   program: str, hosts: int, rate: str, transport: Any = "processes", devices: int = 1
 ) -> Any:
-  """Starts a rank on each host of a lab whose links are that fast; the JSON that rank 0 has written to --rows."""
+  """Starts a rank on each host of a lab whose links are that fast; the JSON that rank 0 has written to --rows.
+
+  Args:
+    program: the module to run in each rank, with the flags of this command.
+    hosts: number of hosts, and of ranks.
+    rate: bandwidth of each link, "1gbit" for instance.
+    transport: "processes" or "mpi".
+    devices: number of CPU devices of a rank.
+  """
   with tempfile.TemporaryDirectory() as folder, netlab.lab(hosts, rate) as team:
     path = pathlib.Path(folder) / "rows.json"
+    # Of a flag that is given twice the last one counts.
     command = [
       sys.executable,
       "-m",
@@ -120,8 +133,10 @@ def here(engine: str, workers: int) -> Workers:
   if engine == "processes":
     launch.join()
     _check_ranks(workers, len(jax.devices()))
+  # With several processes each has one device; alone, this one makes all of them.
   if not jax.distributed.is_initialized():
     jax.config.update("jax_num_cpu_devices", workers)
+  # Accelerators only if each worker has one.
   devices = jax.devices() if len(jax.devices()) >= workers else jax.devices("cpu")
   mesh = Mesh(np.array(devices[:workers]), (AXIS,))
   return Workers(mesh, AXIS, workers, shares=workers, number=jax.process_index())
@@ -146,12 +161,14 @@ def share_programs(folder: pathlib.Path) -> None:
 
 def pin() -> None:
   """Pins this rank, and all threads that it starts from now on, to the core of its number; call it before `here`."""
+  # A process that is no rank has no number, and takes the first core.
   cores = sorted(os.sched_getaffinity(0))
   os.sched_setaffinity(0, {cores[(guard.rank() or 0) % len(cores)]})
 
 
 def make_console(stderr: bool = False) -> rich.console.Console:
   """A console as wide as the terminal, unless mpirun made that."""
+  # None lets rich ask the terminal for its width.
   width = None if sys.stdout.isatty() and not launch.is_rank() else 160
   return rich.console.Console(stderr=stderr, width=width)
 

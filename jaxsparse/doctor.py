@@ -45,6 +45,7 @@ _ANSWER = (
   "doctor: "  # begins the line of a probe's answer, among other output of libraries
 )
 _ENTRIES = 60  # length of the gradient that a probe reduces
+# the kernel's setting for huge pages, such as "always [madvise] never"
 _TRANSPARENT = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _INSTALL_MPI = (
   "make install (in a checkout), or with pip as docs/how_to/many_hosts.md says: MPI"
@@ -57,6 +58,7 @@ _REBUILD_MPI = (
 _REINSTALL = (
   "unset JAX_PLATFORMS and XLA_FLAGS; pip install -U jax jaxlib, which belong together"
 )
+# begins a fix for ranks that do not reach each other
 _MEET = "let processes of this host meet on 127.0.0.1: export no_proxy=127.0.0.1,localhost, and no firewall on lo; "
 
 
@@ -119,7 +121,7 @@ def _find(timeout: float) -> Iterator[Finding]:
   yield _check_probe(
     "engine processes", "processes", timeout, ["--ranks=2"], _MEET + _REINSTALL
   )
-  # In some versions gloo has added wrongly.
+  # In some versions gloo, which sums between processes on CPU, has added wrongly.
   fix = f"pip install -U jax jaxlib (jax issue 40830), or one process for each host; {_MEET}{_REINSTALL}"
   yield _check_probe(
     "reduce-scatter", "scatter", timeout, ["--ranks=2", "--devices=2"], fix
@@ -170,12 +172,13 @@ def check_memory() -> Iterator[Finding]:
   known = dict(
     tunable.split("=", 1) for tunable in tunables.split(":") if "=" in tunable
   )
-  # A tunable that is 0 is as good as missing.
+  # A tunable of "0" or "0x0" is as good as missing.
   missing = {
     name: TUNABLES[name] for name in TUNABLES if not known.get(name, "").strip("0x")
   }
   setting_found = f"GLIBC_TUNABLES={tunables}"
   fix = ""
+  # (0,), older than every version, for another C library than glibc
   release = tuple(map(int, version.split(".")[:2])) if libc == "glibc" else (0,)
   if release < (2, 35):
     setting_found = f"{libc or 'this C library'} {version} cannot ask for huge pages, glibc 2.35 or newer can"
@@ -231,7 +234,12 @@ def check_mpi(timeout: float) -> Iterator[Finding]:
 
 
 def check_gpu_messages(cuda: bool, aware: bool | None) -> Finding:
-  """How messages of GPUs travel, if mpi4jax was built with `cuda`, and MPI reads GPU memory; None: it does not tell."""
+  """How messages of GPUs travel.
+
+  Args:
+    cuda: whether mpi4jax was built with CUDA.
+    aware: whether MPI reads GPU memory; None if it does not tell.
+  """
   what = "MPI and GPUs"
   # With this variable mpi4jax hands MPI pointers to GPU memory, without asking whether
   # MPI reads it.
@@ -263,12 +271,20 @@ def _report(what: str, detail: str, fix: str = "") -> Finding:
 def _check_probe(
   what: str, probe: str, timeout: float, ranks: Sequence[str], fix: str
 ) -> Finding:
-  """Whether a probe succeeds within `timeout` seconds."""
+  """Whether a probe succeeds within `timeout` seconds.
+
+  Args:
+    what: is checked, for people.
+    probe: its name, as `_answer` knows it.
+    timeout: seconds.
+    ranks: options of the launcher; empty for a probe in one process.
+    fix: what to do if the probe fails.
+  """
   start = time.monotonic()
   answer = _run_probe(probe, timeout, ranks)
   seconds = time.monotonic() - start
   if "error" in answer:
-    # A slow machine explains that the limit was reached as well as a hang.
+    # The limit was reached because of a hang, or because the machine is slow.
     longer = (
       f"--timeout={4 * timeout:g} on a slow machine; or " if seconds >= timeout else ""
     )
@@ -281,7 +297,17 @@ def _run_probe(
   limit: float,
   ranks: Sequence[str] = (),
 ) -> dict[str, Any]:
-  """The answer of a probe, in a process or in ranks of the launcher with these options; else its `error`."""
+  """The answer of a probe that runs in a process, or in ranks of the launcher, of its own.
+
+  Args:
+    name: of the probe, as `_answer` knows it.
+    limit: seconds.
+    ranks: options of the launcher; empty for one process.
+
+  Returns:
+    What the function of the probe returns; or `error`, how the probe ended and its last
+    lines of output.
+  """
   command = [sys.executable, "-m", "jaxsparse.doctor", f"--probe={name}"]
   # The launcher ends ranks that hang, and says which.
   if ranks:
@@ -320,6 +346,7 @@ def _run_probe(
 
 
 def _find_devices() -> dict[str, Any]:
+  """The platform of JAX, and its devices in words."""
   devices = jax.devices()
   kind = jax.default_backend()
   text = f"{len(devices)} {kind} device{'s' * (len(devices) != 1)} ({devices[0].device_kind})"
@@ -327,6 +354,7 @@ def _find_devices() -> dict[str, Any]:
 
 
 def _load_mpi() -> dict[str, Any]:
+  """The MPI library, whether mpi4jax was built with CUDA, and whether MPI reads GPU memory (None: unknown)."""
   from mpi4jax._src import xla_bridge
   from mpi4py import MPI
 
@@ -388,6 +416,7 @@ def _scatter() -> dict[str, Any]:
     """Sums of `rows`, [hosts, devices, entries], that `psum_scatter` gets wrong, on all devices."""
     host, device = map(jax.lax.axis_index, axes)
     wrong = jnp.int32(0)
+    # the mesh axes to reduce over, and the same axes of `rows`
     for along, over in (("hosts", 0), ("devices", 1), (axes, (0, 1))):
       scattered = jax.lax.psum_scatter(
         jnp.asarray(rows)[host, device], along, tiled=True
@@ -395,6 +424,7 @@ def _scatter() -> dict[str, Any]:
       sums = jnp.asarray(rows.sum(over, keepdims=True))
       # An axis that was summed over has length 1: every worker of it has the same sums.
       of_group = sums[host % sums.shape[0], device % sums.shape[1]]
+      # the shard of this device: the one of its index along the axes
       expected = of_group.reshape(-1, scattered.size)[jax.lax.axis_index(along)]
       wrong += jnp.sum(scattered != expected)
     return jax.lax.psum(wrong, axes)

@@ -112,7 +112,8 @@ class Counters(NamedTuple):
   Attributes:
     words_sent: 4-byte words this worker sent, empty slots included; 2³² − 1 stands for
       that many or more. `Metrics`: of the worker that sent most; 0 in a local step.
-    words_used: words of those that carried an entry, without empty slots; likewise.
+    words_used: the part of `words_sent` that carried entries, without empty slots, with
+      the same limit. `Metrics`: the mean over workers.
     selected: entries that this worker chose to send.
     delivered: entries that the total delivers.
     density: `delivered` / n.
@@ -120,7 +121,7 @@ class Counters(NamedTuple):
       residual. `Metrics`: of each worker (2³¹ − 1)/P at most are counted.
     imbalance: the largest number of entries that a worker owns over the mean, before
       balancing (Ok-Topk).
-    balanced: the same after balancing.
+    balanced: `imbalance` after balancing (Ok-Topk).
     merged: the largest number of different indices of a block after the sum over teams
       (SparDL's B-SAG; else 0).
     threshold_age: steps since exact thresholds were last computed (Ok-Topk,
@@ -157,6 +158,7 @@ class Counters(NamedTuple):
   @classmethod
   def zeros(cls) -> Self:
     """Counters of a worker before its first step, each [1]: outside shard_map, those of P workers are one array [P]."""
+    # Fields are `Annotated[Any, dtype, ...]`: the first word of the metadata.
     kinds = cls.__annotations__.values()
     return cls(*[jnp.zeros(1, kind.__metadata__[0]) for kind in kinds])
 
@@ -180,6 +182,7 @@ def saturated(value: jax.Array | float, dtype: jax.typing.DTypeLike) -> jax.Arra
   # No array is compared where each value fits.
   if jnp.issubdtype(value.dtype, jnp.integer) and jnp.iinfo(value.dtype).max <= most:
     return value.astype(dtype)
+  # As a float `most` rounds up to a power of two; every float below that fits.
   return jnp.where(
     value >= jnp.asarray(most, value.dtype),
     jnp.asarray(most, dtype),
@@ -226,6 +229,11 @@ def is_number(value: Any, kind: type) -> bool:
 def check_fraction(name: str, field: str, value: Any) -> None:
   """Checks that the `value` of an argument is a number in (0, 1].
 
+  Args:
+    name: name of the function or class that checks, for the error.
+    field: name of the argument, for the error.
+    value: what the caller gave.
+
   Raises:
     ValueError: naming the value and the choices.
   """
@@ -237,6 +245,13 @@ def check_whole(
   name: str, low: int, high: int | None = None, *, optional: bool = False, **values: Any
 ) -> None:
   """Checks that `values` are whole numbers from `low` to `high`, or None where that is `optional`.
+
+  Args:
+    name: name of the function or class that checks, for the error.
+    low: the smallest allowed number.
+    high: the largest allowed number; None for no limit.
+    optional: whether None is allowed as a value.
+    **values: the values to check, by the names of the arguments.
 
   Raises:
     ValueError: naming the value and the choices.
@@ -329,7 +344,8 @@ class Reduced(NamedTuple):
           residual = decay * residual
         residual = jnp.where(finite, residual, before)
         if rounding:
-          # Law C: what rounding leaves of the mean stays owed.
+          # Law C, what is not delivered stays in the residuals: each worker keeps the
+          # rounding error of the mean, so that a later mean delivers it.
           residual = residual + decay * jnp.where(finite, exact - mean, 0.0)
       return jnp.where(finite, mean, 0.0), residual
 
@@ -346,7 +362,15 @@ class Reduced(NamedTuple):
   def mask(
     self, momentum: jax.Array, grads: jax.Array, residual: jax.Array
   ) -> jax.Array:
-    """The momentum with zeros where the next residual is not `grads + residual`, what the collective was given."""
+    """The momentum with zeros where the next residual is not `grads + residual`: where an entry was delivered.
+
+    Momentum factor masking of Deep Gradient Compression.
+
+    Args:
+      momentum: f32[n].
+      grads: f32[n], what the collective was given to reduce.
+      residual: f32[n], the residual before the step.
+    """
     after = self.computed().state.residual
     return jnp.where(after == grads + residual, momentum, 0.0)
 

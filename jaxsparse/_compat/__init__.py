@@ -31,7 +31,8 @@ def ppermute(
   that of the mesh; newer versions reject tuples in another order.
   """
   inner, mesh_number = _in_mesh_order(axis)
-  # The pairs count along the tuple of axes, and `ppermute` along the mesh.
+  # The pairs count along the tuple of axes, and `ppermute` along the mesh; None where
+  # both are the same.
   if mesh_number is not None:
     pairs = [
       (int(mesh_number[source]), int(mesh_number[destination]))
@@ -45,13 +46,19 @@ def all_to_all(rows: jax.Array, axis: AxisName) -> jax.Array:
   inner, mesh_number = _in_mesh_order(axis)
   if mesh_number is None:
     return jax.lax.all_to_all(rows, inner, 0, 0, tiled=True)
-  # Row d has to stand at d's number in the mesh; results come back in that order.
+  # The row for worker d has to stand at the number of d in the mesh; results come back
+  # in the order of the mesh.
   in_mesh_order = rows[np.argsort(mesh_number)]
   return jax.lax.all_to_all(in_mesh_order, inner, 0, 0, tiled=True)[mesh_number]
 
 
 def _in_mesh_order(axis: AxisName) -> tuple[AxisName, np.ndarray | None]:
-  """The names of `axis` in the order of the mesh and the numbers there of workers 0, 1, ...; None if they are equal."""
+  """The names of `axis` in the order of the mesh and the numbers there of workers 0, 1, ...; None if they are equal.
+
+  Returns:
+    (names, numbers): numbers[w], i64[P], is the number along the mesh of the worker of
+    number w along `axis`; None where both orders agree.
+  """
   names = names_of(axis)
   order = jax.sharding.get_abstract_mesh().axis_names
   # Under `vmap` an axis is in no mesh, and its order is that of the tuple.
@@ -136,7 +143,8 @@ def by_platform(
     return branches.get(platform, default)
 
   def choose(*args: Any) -> Any:
-    # One partial function for CUDA and ROCm, of which JAX then makes one branch.
+    # One partial function for each function, so that JAX makes one branch for CUDA and
+    # ROCm.
     functions = (default, *branches.values())
     ways = {way: functools.partial(way, *args) for way in functions}
     # JAX knows CUDA and ROCm, which are among the branches, and no platform "gpu".
@@ -207,11 +215,11 @@ def partly_mapped(
 
   def mapped(*arguments: Any) -> Any:
     explicit = shard_map(function, mesh, in_specs, out_specs, axes)
-    # Evaluated for the shardings of results, which the boundary has to be told.
+    # Traced for the shardings of results, with which `auto_axes` makes them Explicit.
     after = jax.tree.map(
       lambda x: x.sharding.spec, jax.eval_shape(explicit, *arguments)
     )
-    # Inside, arguments are sharded along the remaining axes alone.
+    # Inside, arguments are sharded along the axes that are not mapped over, `inside`.
     specs = jax.tree.map(
       lambda x: without_axes(jax.typeof(x).sharding.spec, axes), arguments
     )
@@ -270,7 +278,8 @@ def in_parts(x: jax.Array, parts: int) -> jax.Array:
   sharding = jax.typeof(x).sharding
   if AxisType.Explicit not in sharding.mesh.axis_types:
     return x.reshape(shape)
-  # The rows of a part stay cut if they divide, and are gathered otherwise.
+  # The rows of a part stay cut if they divide, and are gathered otherwise. A spec may
+  # have fewer entries than x has dimensions: the others are not cut.
   first, *others = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))
   sizes = sharding.mesh.shape
   ways = math.prod(sizes[name] for name in names_of(first or ()))
@@ -318,12 +327,14 @@ def is_psum(x: jax.Array, axis: AxisName) -> bool:
   gradients that are averaged already where the types do not show it.
   """
   while equation := _equation_of(x):
+    # A psum over groups of workers has other totals in other groups.
     if equation.primitive.name.startswith("psum"):
       return (
         set(names_of(axis)) <= set(equation.params["axes"])
         and equation.params.get("axis_index_groups") is None
       )
-    # Operands of one entry scale; one of the same size is what was scaled.
+    # Operands of one entry scale; one of the same size is what was scaled. `_SCALINGS`:
+    # mul, div, casts and reshapes.
     operands = [
       operand
       for operand in equation.in_tracers
@@ -347,6 +358,8 @@ def is_key(x: object) -> bool:
 
 def is_zero(x: jax.Array) -> bool:
   """Whether the traced x is zero by its last operations, as the gradient of a leaf that a loss does not use."""
+  # Back through operations of one traced operand that make zeros of zeros: scalings,
+  # casts, broadcasts and copies.
   while equation := _equation_of(x):
     if (
       equation.primitive.name not in (*_SCALINGS, *_COPIES)
@@ -414,6 +427,8 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
   Raises:
     RuntimeError: if one of the processes does not call in time.
   """
+  # Devices of arrays of which this process holds a part only; without such arrays no
+  # process waits.
   devices: list[Any] = [
     device
     for x in jax.tree.leaves(tree)
@@ -425,7 +440,8 @@ def wait_for_processes(tree: Any, what: str, timeout: float) -> None:
   client = distributed.global_state.client
   if not holders or client is None:
     return
-  # Processes count alike, since all holders of the arrays call.
+  # The number of the barrier is part of its name, since a name serves once. Processes
+  # count alike, since all holders of the arrays call.
   count = _BARRIERS[what, holders] = _BARRIERS.get((what, holders), 0) + 1
   try:
     client.wait_at_barrier(

@@ -39,6 +39,7 @@ def dispatch(
     return program(*arguments)
   # Arguments may be results that are still computed, by the same threads.
   jax.block_until_ready(leaves)
+  # The result to wait for; it is deleted where it was donated to a later program.
   before = _last
   _last = None
   if before is not None and not before.is_deleted():
@@ -53,6 +54,7 @@ def dispatch(
 
 def _share_threads(leaves: list[Any]) -> bool:
   """Whether the first array among the leaves lies on several devices of CPUs."""
+  # Under a trace no program starts, so no device counts.
   first = next((x for x in leaves if isinstance(x, jax.Array)), None)
   devices: list[Any] = (
     []

@@ -76,6 +76,7 @@ def cond(which: jax.Array, true: Callable, false: Callable, *operands: Any) -> A
 
 
 def _alike(branches: Sequence[Callable], operands: Sequence[Any]) -> Sequence[Callable]:
+  """The branches, with each result typed as varying over all axes that it varies over in one of them."""
   # A shard_map further out may have typed operands: without a check no axes are wanted.
   if not checked_axes():
     return [
@@ -83,6 +84,7 @@ def _alike(branches: Sequence[Callable], operands: Sequence[Any]) -> Sequence[Ca
       for branch in branches
     ]
   results = [jax.eval_shape(branch, *operands) for branch in branches]
+  # of each leaf of the results, the union over branches
   axes = jax.tree.map(
     lambda *leaves: frozenset().union(*map(axes_of_type, leaves)), *results
   )

@@ -93,7 +93,8 @@ class LeafRounding:
       split = zip(parts(values, self.sizes), self.dtypes, strict=True)
       return jnp.concatenate([_rounded(leaf, dtype) for leaf, dtype in split])
     ends = jnp.asarray(np.cumsum(self.sizes), jnp.int32)
-    # the leaf of each flat index
+    # The number of the leaf of each flat index. Each narrow dtype rounds the entries of
+    # its leaves only.
     leaf = jnp.searchsorted(ends, indices, side="right")
     for dtype in filter(_is_narrow, dict.fromkeys(self.dtypes)):
       has_dtype = jnp.asarray([of_leaf == dtype for of_leaf in self.dtypes])
@@ -140,12 +141,15 @@ def representable(
 def _rounded(values: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """f32 values as `dtype` holds them. XLA may drop a conversion and the one back; it may not drop this."""
   limits = jnp.finfo(dtype)
+  # Nothing to round: float32 holds the values, or they have the dtype already.
   if limits.bits >= 32 or values.dtype == dtype:
     return values
   normal = jax.lax.reduce_precision(values, limits.nexp, limits.nmant)
+  # bfloat16, whose exponents are those of float32
   if limits.nexp == jnp.finfo(jnp.float32).nexp:
     return normal
-  # `reduce_precision` has no subnormal numbers
+  # `reduce_precision` makes 0 of the subnormal numbers of float16, which are multiples
+  # of the smallest one.
   steps = 1 / float(limits.smallest_subnormal)
   return jnp.where(
     jnp.abs(values) < float(limits.smallest_normal),
@@ -249,7 +253,12 @@ def all_finite(tree: Any) -> jax.Array:
 def stays_finite(before: Any, after: Any) -> jax.Array:
   """Whether each leaf that has neither NaN nor Inf `before` has none `after`, bool[].
 
-  Others, as the best loss so far of a schedule, begin with Inf.
+  A leaf that is not finite `before` may be anything after: the best loss so far of a
+  schedule, for example, begins with Inf.
+
+  Args:
+    before: a pytree of arrays.
+    after: a pytree of the same structure.
   """
   stays = lambda old, new: all_finite(new) | ~all_finite(old)
 
@@ -257,8 +266,8 @@ def stays_finite(before: Any, after: Any) -> jax.Array:
     leaves_stay = jax.tree.leaves(jax.tree.map(stays, before, after))
     return jnp.all(jnp.array(leaves_stay, jnp.bool_))
 
-  # On CPU a pass over each leaf of `before` less: else a local step of Adam takes 1.1
-  # times the CPU time. On a GPU a conditional waits for the host.
+  # If all of `after` is finite, `before` need not be read: on CPU that saves a tenth of
+  # the time of a local step of Adam. On a GPU a conditional waits for the host.
   look = lambda: varying.cond(all_finite(after), lambda: jnp.bool_(True), compare)
   return _compat.by_platform(cpu=look, default=compare)()
 

@@ -62,7 +62,7 @@ def subtract(
   places = list(map(place_of, sizes, itertools.accumulate(sizes)))
 
   def at_once() -> jax.Array:
-    # One kernel of a GPU.
+    # One kernel on a GPU.
     return jnp.where(finite, decay * (grads + residual - dense(x)), residual)
 
   def in_place() -> jax.Array:
@@ -127,6 +127,8 @@ def orthonormal(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   if not factors:
     return jnp.zeros((0, 0, 0), jnp.float32)
   x = _scaled_columns(factors, key)
+  # The state of the loop: the columns that are left, the vectors v of the reflections
+  # I − scale v vᵀ so far, f32[S, r, most], and their scales, f32[S, r].
   scales = jnp.zeros(x.shape[:2], jnp.float32)
   start = x, jnp.zeros_like(x), scales
   _, vectors, scales = varying.fori_loop(0, x.shape[1], _reflect, start)
@@ -140,7 +142,8 @@ def _scaled_columns(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
   pad = lambda factor: jnp.pad(factor.T, ((0, 0), (0, most - len(factor))))
   x = jnp.stack(list(map(pad, factors)))
   largest = jnp.abs(x).max(2, keepdims=True)
-  # Zeros behind a shorter factor stay zeros, so that its basis has its length.
+  # Random columns, too, have zeros behind the length of a shorter factor, so that the
+  # rows of its basis have them.
   inside = jnp.arange(most)[None] < jnp.array(lengths)[:, None]
   uniform = noise.uniform(noise.bits(key, x.size)).reshape(x.shape)
   drawn = jnp.where(inside[:, None], uniform - 0.5, 0.0)
@@ -152,7 +155,16 @@ def _scaled_columns(factors: Sequence[jax.Array], key: jax.Array) -> jax.Array:
 def _reflect(
   column_index: jax.Array, before: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-  """A step of Householder's QR: I − scale v vᵀ maps a column, from its entry `column_index` on, to one entry."""
+  """A step of Householder's QR: I − scale v vᵀ maps a column, from its entry `column_index` on, to one entry.
+
+  Args:
+    column_index: i32[], the column of this step.
+    before: (x, vectors, scales): the columns, f32[S, r, most], each a row of x; v and
+      scale of each reflection, f32[S, r, most] and f32[S, r], zeros for later ones.
+
+  Returns:
+    The three arrays after the step.
+  """
   x, vectors, scales = before
   row = jnp.arange(x.shape[2])[None]
   column = jnp.where(row >= column_index, x[:, column_index], 0.0)
@@ -160,10 +172,11 @@ def _reflect(
   products = _einsum("sa,sra->sr", column, x)
   square = products[:, column_index, None]
   entry = entries[:, column_index, None]
-  # The sign opposite to the entry's: their difference does not cancel.
+  # The one entry of the column's image. Its sign is opposite to the entry's, so that
+  # their difference does not cancel.
   image = jnp.where(entry < 0, 1.0, -1.0) * jnp.sqrt(square)
   vector = column - jnp.where(row == column_index, image, 0.0)
-  half = square - image * entry  # ‖v‖² / 2
+  half = square - image * entry  # ‖v‖² / 2, 0 for a column of zeros: no reflection
   is_zero = half == 0
   scale = jnp.where(is_zero, 0.0, 1 / jnp.where(is_zero, 1.0, half))
   # xᵀv of each column, without another product: v is `column` but for one entry
@@ -190,6 +203,7 @@ def _basis(vectors: jax.Array, scales: jax.Array) -> jax.Array:
     )
 
   weights = varying.fori_loop(0, rank, weigh, jnp.zeros_like(products))
+  # The product of all reflections is I − Σ of weights times v: its first r rows.
   unit = jnp.eye(rank, most, dtype=jnp.float32)[None]
   return unit - _einsum("sqr,sqa->sra", weights, vectors)
 

@@ -71,7 +71,13 @@ def _fold(
   term: Callable[[jax.Array], jax.Array],
   combine: Callable,
 ) -> jax.Array:
-  """Combines the terms of the sum of `addends` to one, f32[]; zeros fill the last piece."""
+  """Combines the terms of the sum of `addends` to one, f32[]; zeros fill the last piece.
+
+  Args:
+    addends: f32[n] each.
+    term: elementwise, of the sum of the addends.
+    combine: elementwise, of two arrays: `jnp.add`, or `jnp.maximum` of magnitudes.
+  """
   size = addends[0].size
   if size <= _PIECES:
     return _fold_few(term(functools.reduce(jnp.add, addends)), combine)
@@ -81,7 +87,10 @@ def _fold(
   shorter = size - (count - 1) * length  # entries of the last piece
 
   def fold(first: int, end: int, pieces: int) -> jax.Array:
-    """Entries first … end − 1 of so many pieces, none of which is compared with an end: a GPU is four times as fast."""
+    """Combines the entries first … end − 1 of the first `pieces` pieces, which all have them.
+
+    So no index is compared with the end of the vector: a GPU is four times as fast.
+    """
 
     def cut(piece: int) -> jax.Array:
       start = piece * length
@@ -94,17 +103,18 @@ def _fold(
   folded = fold(0, shorter, count)
   if shorter < length:
     zeros = jnp.zeros(length - shorter, folded.dtype)
+    # The last piece has zeros there, which also make a sum of −0 a 0.
     rest = combine(fold(shorter, length, count - 1), zeros)
     folded = jnp.concatenate(jax.lax.optimization_barrier((folded, rest)))
   return _fold((folded,), lambda x: x, combine)
 
 
 def _fold_few(terms: jax.Array, combine: Callable) -> jax.Array:
-  """Combines f32[m] one after the other."""
+  """Combines the entries of f32[m], at most 32, one after the other, f32[]."""
 
   def loop() -> jax.Array:
     # XLA on CPU would compute all that is no loop anew for each entry that uses the
-    # result: the last 450 terms, or 1024.
+    # result: without this loop, the sum of the last 450 terms, or 1024.
     step = lambda index, total: combine(total, terms[index])
     return varying.fori_loop(1, terms.size, step, terms[0])
 
@@ -131,8 +141,8 @@ def fold_rows(
     term: elementwise, of one row and its number, or of all rows, [blocks, rows,
       columns], and numbers [1, rows, 1].
     combine: of two arrays.
-    one_by_one: whether to take an operation for each row, which XLA on CPU vectorizes,
-      or for halves of all rows, which are few operations to compile; the bits are the
+    one_by_one: True for an operation for each row, which XLA on CPU vectorizes; False
+      for operations on halves of all rows, which are few to compile. The bits are the
       same if products in `term` are exact.
 
   Example:
@@ -172,7 +182,13 @@ def round_mantissa_up(x: jax.Array, bits: int) -> jax.Array:
   """The smallest f32 that is at least x ≥ 0 and whose last `bits` bits are 0.
 
   Products of numbers with few significant bits are exact, and so the same with fused
-  multiply-add and without.
+  multiply-add and without: for the scales of int8 values and of QSGD, which are
+  multiplied by a level of `bits` bits. With 23 bits, the whole mantissa, the result is
+  a power of two (`unit_of`). It may be infinite; Inf and NaN stay unchanged.
+
+  Args:
+    x: f32 of any shape, at least 0.
+    bits: number of the lowest bits of the mantissa, 1 … 23.
 
   Example:
     >>> float(round_mantissa_up(jnp.float32(1.1), bits=22))

@@ -45,6 +45,7 @@ def _modules(package: str) -> list[str]:
   """The full names of the modules of a package, but for those of helpers."""
   path = importlib.import_module(package).__path__
   names = [f"{package}.{module.name}" for module in pkgutil.iter_modules(path)]
+  # `baselines` is a folder of algorithms and no algorithm: `_kinds` lists it by itself.
   return [
     name
     for name in names
@@ -53,11 +54,11 @@ def _modules(package: str) -> list[str]:
 
 
 def _kind_of(module: str) -> tuple[str, type[Collective]]:
-  """The one `Collective` that a module is named after."""
+  """The name of a module, without its path, and its class of that name: `Collective.name` is made of the path."""
   own_name = module.split(".")[-1]
   classes = inspect.getmembers(importlib.import_module(module), inspect.isclass)
-  # A module may import other collectives, as nbit does onebit: its own one has its
-  # name.
+  # A module may import other collectives, as nbit imports OneBit: `name` tells its own
+  # class. A module without one, or with two, fails in this assignment.
   (kind,) = {
     kind
     for _, kind in classes
@@ -91,8 +92,9 @@ def collective_options(name: str | Collective) -> tuple[str, ...]:
   """
   if isinstance(name, Collective):
     return _checked_options(name, {})
-  kind, options = collective_of(_checked_label(name))
-  return _checked_options(_kind(kind), options)
+  # "spardl:teams=2" is ("spardl", {"teams": 2})
+  kind_name, options = collective_of(_checked_label(name))
+  return _checked_options(_kind(kind_name), options)
 
 
 def make_collective(name: str | Collective, **config: Any) -> Collective:
@@ -100,8 +102,8 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
 
   Args:
     name: one of `js.collective_names()`; or a name with options in one string, as
-      "spardl:teams=2:density=0.01"; or a collective, also one of your options, whose other
-      options stay as they are.
+      "spardl:teams=2:density=0.01"; or an instance of `js.Collective`, also of a class
+      of yours, whose options that `config` does not name stay as they are.
     **config: the options.
 
   Raises:
@@ -117,14 +119,15 @@ def make_collective(name: str | Collective, **config: Any) -> Collective:
   """
   if isinstance(name, Collective):
     return make_instance(name, config)
-  kind, options = collective_of(_checked_label(name))
-  # Neither of the two values is silently the one that counts.
+  kind_name, options = collective_of(_checked_label(name))
+  # An option in the string and in `config` has two values: neither silently wins.
   if twice := sorted(options.keys() & config.keys()):
     raise ValueError(f"{name!r} has {', '.join(twice)} already: give it once")
-  return make_instance(_kind(kind), options | config)
+  return make_instance(_kind(kind_name), options | config)
 
 
 def _checked_label(name: Any) -> str:
+  """`name` if it is a string, a name with or without options; TypeError for anything else, such as a class."""
   if isinstance(name, str):
     return name
   given_type = name.__name__ if isinstance(name, type) else type(name).__name__
@@ -149,7 +152,13 @@ def make_plain(name: str) -> Collective:
 def make_instance(
   model: type[Collective] | Collective, config: Mapping[str, Any]
 ) -> Collective:
-  """An instance of a class, or like another instance, with these options; TypeError for one that it does not have."""
+  """An instance of a class, or a copy of an instance, with these options; TypeError for an option that it lacks.
+
+  Args:
+    model: a class, whose other options get their defaults, or an instance, whose other
+      options stay as they are.
+    config: values of options by name.
+  """
   _checked_options(model, config)
   return model(**config) if isinstance(model, type) else replace_fields(model, **config)
 
@@ -157,8 +166,9 @@ def make_instance(
 def _checked_options(
   model: type[Collective] | Collective, config: Mapping[str, Any]
 ) -> tuple[str, ...]:
+  """The names of all options of a class or of an instance; TypeError if `config` has another name."""
   kind = model if isinstance(model, type) else type(model)
-  # Fields that users cannot give, as the shapes of leaves, are no parameters.
+  # Fields with `init=False`, as the shapes of leaves, are no parameters and no options.
   options = tuple(inspect.signature(kind).parameters)
   if unknown := sorted(set(config) - set(options)):
     raise TypeError(
@@ -168,6 +178,7 @@ def _checked_options(
 
 
 def _kind(name: str) -> type[Collective]:
+  """The class of a collective by its name without options; ValueError, with the choices, for an unknown name."""
   if name not in _kinds():
     names = ", ".join(collective_names())
     raise ValueError(

@@ -119,8 +119,8 @@ class Collective(abc.ABC):
   """The name by which users choose the collective: that of its module, or of its package in jaxsparse/collectives."""
 
   def __init_subclass__(cls) -> None:
-    # A module of this folder gives its name, and one of a user's own the last part of
-    # its path.
+    # "gtopk" of jaxsparse.collectives.baselines.gtopk, "spardl" of
+    # jaxsparse.collectives.spardl.algorithm; "ring" of a user's module mine.ring.
     inside = cls.__module__.removeprefix(f"{__package__}.").removeprefix("baselines.")
     cls.name = (
       inside.partition(".")[0]
@@ -128,8 +128,9 @@ class Collective(abc.ABC):
       else inside.rpartition(".")[2]
     )
     fields = {field.name for field in dataclasses.fields(Traits)}
+    # An annotated attribute is an option, which may have the name of a trait: `decay`.
     options = inspect.get_annotations(cls)
-    # A class attribute with the name of a trait would be ignored without a word.
+    # A class attribute without annotation, as `rounds = True`, would be ignored.
     if unread := sorted((fields & vars(cls).keys()) - options.keys()):
       raise TypeError(
         f"{cls.__name__}: {', '.join(unread)} is a field of `traits`, and nothing reads it here: override the property "
@@ -152,7 +153,7 @@ class Collective(abc.ABC):
         )
     for field, low, high in self.ranges:
       check_whole(self.name, low, high, **{field: getattr(self, field)})
-    # β of collectives that have the option, 1 of others
+    # `traits.decay` is the option `decay` (β), or 1 where a collective lacks it.
     check_fraction(self.name, "decay", self.traits.decay)
 
   @property
@@ -185,6 +186,7 @@ class Collective(abc.ABC):
 
   def slots(self, n: int, size: int) -> int:
     """An upper bound on the flat indices of a step, i32, also of those that padding reaches."""
+    # `rounded_all_reduce` pads to a multiple of 2 P, others to one of P.
     return n + 2 * size
 
   def check_size(self, n: int, size: int) -> None:
@@ -193,6 +195,7 @@ class Collective(abc.ABC):
     Raises:
       ValueError: if they are not, naming the limit.
     """
+    # _MOST is 2³¹ − 2¹⁷: the rest is for indices of padding and of empty slots.
     if (slots := self.slots(n, size)) > _MOST:
       raise ValueError(
         f"{self.name}: {n} gradient entries at each of {size} workers take {slots} indices, which have 31 bits: choose "
@@ -204,7 +207,7 @@ class Collective(abc.ABC):
     return self
 
   def for_groups(self, sizes: Sequence[int]) -> list[Self]:
-    """The collective of each group of leaves, of so many entries each."""
+    """The collective of each group of leaves; `sizes` are the numbers of entries of the groups."""
     return [self] * len(sizes)
 
   def for_devices(self, devices: int) -> Self:
@@ -246,7 +249,12 @@ class Collective(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByLeaf(Collective):
-  """A collective whose words depend on the shapes of leaves; without them a gradient is one vector."""
+  """A collective whose words depend on the shapes of leaves.
+
+  Attributes:
+    leaves: the shapes of the leaves that the flat gradient consists of, in its order;
+      () before `for_leaves` gives them: the gradient is then one vector.
+  """
 
   leaves: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), init=False)
 
@@ -271,7 +279,7 @@ def check_shapes(
   shapes: tuple[tuple[int, ...], ...],
   n: int,
 ) -> None:
-  """Raises ValueError unless leaves of these shapes have n entries."""
+  """Raises ValueError unless leaves of these shapes have n entries in all; `name` is that of the collective."""
   if (entries := sum(map(math.prod, shapes))) != n:
     raise ValueError(
       f"{name}: n={n} entries, its leaves of shapes {shapes} have {entries}"
@@ -280,16 +288,16 @@ def check_shapes(
 
 def replace_fields(collective: _Kind, /, **fields: Any) -> _Kind:
   """The collective with other values of some fields, also of those that are no options."""
-  # Not `dataclasses.replace`, which refuses fields that are no parameters.
+  # Not `dataclasses.replace`, which refuses fields with `init=False`, as `leaves`.
   changed = copy.copy(collective)
   for name, value in fields.items():
     object.__setattr__(changed, name, value)
-  changed.__post_init__()
+  changed.__post_init__()  # checks the new values
   return changed
 
 
 def label_of(name: str, config: Mapping[str, Any]) -> str:
-  """The label of a collective with these options; the density comes last.
+  """The label of a collective with these options, name:option=value:…; the density comes last.
 
   Example:
     >>> label_of("spardl", {"density": 0.01, "teams": 2})
@@ -420,6 +428,8 @@ class SparseCollective(Collective):
     # entries.
     reached = list(itertools.accumulate((size - 1 for size in sizes), initial=0))
     more = k - len(sizes)
+    # bounds[i] of the rest are for the first i groups: floors of running sums, whose
+    # differences add up to `more`.
     bounds = [more * upto // max(1, reached[-1]) for upto in reached]
     return [
       replace_fields(self, k=1 + high - low) for low, high in itertools.pairwise(bounds)

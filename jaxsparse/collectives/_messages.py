@@ -32,8 +32,8 @@ class Writer(NamedTuple):
   """Encodes the messages of a step.
 
   Attributes:
-    codec: of rows of entries.
-    key: of random rounding; None without.
+    codec: the wire format of rows of entries.
+    key: the key of random rounding; None where the format does not draw.
     next_step: the number of the next step, i32[]; () without random rounding.
   """
 
@@ -42,7 +42,10 @@ class Writer(NamedTuple):
   next_step: Any = ()
 
   def encode(self, entries: Sparse, message_index: int) -> tuple[Any, Sparse]:
-    """Rows of entries as a message of this step, and their rounding errors, in the slots of the entries."""
+    """Rows of entries as a message of this step, and their rounding errors, in the slots of the entries.
+
+    `message_index` is folded into the key: each message of a step has other noise.
+    """
     noise = None
     if self.key is not None:
       noise = jax.random.uniform(
@@ -66,16 +69,20 @@ class Writer(NamedTuple):
     """Gathers a row of entries, [1, c], of each worker as message `message_index` of this step.
 
     Returns:
-      (rows, lost, words): the rows of all workers, first that of worker `rank`, then
-      that of rank + 1, …; the rounding errors of the own row in `slots` slots, [] if
-      values are not rounded; the words sent.
+      (rows, lost, words): the rows of all workers, [P, c] entries, first that of worker
+      `rank`, then that of rank + 1, …; the rounding errors of the own row as a list of
+      one `Sparse` [1, slots], [] if values are not rounded; the words sent, u32[].
     """
     return self.gather_rows_with((), comm, row, message_index, slots)[1:]
 
   def gather_rows_with(
     self, numbers: Any, comm: Comm, row: Sparse, message_index: int, slots: int
   ) -> tuple[Any, Sparse, list[Sparse], jax.Array]:
-    """`gather_rows`, and in the same messages `numbers`, a pytree of i32[] of each worker, which become i32[P]."""
+    """`gather_rows`, and in the same messages `numbers`, a pytree of i32[] of each worker, which become i32[P].
+
+    None or () are no numbers, and returned as they are. The i32[P] are in the order of
+    the rows, first that of worker `rank`.
+    """
     message, errors = self.encode(row, message_index)
     numbers, messages = all_gather(comm, (numbers, message))
     # [P, 1, …] of each array of a message to [P, …], as rows of one message
@@ -101,15 +108,18 @@ class Writer(NamedTuple):
     return received, self._lost(errors, slots), words
 
   def _lost(self, errors: Sparse, slots: int) -> list[Sparse]:
-    """Rounding errors in rows of as many slots whatever the capacity: branches of `switch` have the same shapes."""
+    """Rounding errors in rows of `slots` slots whatever the capacity; [] if values are not rounded.
+
+    So branches of `switch` for different capacities have the same shapes.
+    """
     if not self.codec.rounds:
       return []
     return [sparse.resize(errors, slots, self.codec.length)]
 
   def words_used(self, entries: jax.Array, capacity: int) -> jax.Array:
-    """Words of `entries` i32[] entries, u32[]: their share of a message of `capacity` slots."""
+    """Words of `entries` i32[] entries, u32[]: in proportion, of those of a message of `capacity` slots."""
     words = self.codec.words(1, capacity)
-    # Whole words of a "coo" entry: counted in integers, without the rounding of a
+    # An entry of "coo" takes two words: counted in integers, without the rounding of a
     # float.
     if words == 2 * capacity:
       return saturated_product(entries, 2)
@@ -121,7 +131,10 @@ _join_rows = functools.partial(jax.lax.collapse, start_dimension=0, stop_dimensi
 
 
 def words_of(codec: Codec, size: int, capacity: int, rows: int = 1) -> int:
-  """Words that a worker sends in a reduce-scatter, or in an all-gather, over `size` workers with so many rows each."""
+  """Words that a worker sends in a reduce-scatter, or in an all-gather, over `size` workers with so many rows each.
+
+  In the round of stride s it sends the rows of min(s, P − s) workers (`all_gather`).
+  """
   return sum(
     codec.words(rows * min(stride, size - stride), capacity)
     for stride in schedules.strides(size)
@@ -144,12 +157,18 @@ def geometric(low: int, high: int, count: int = 5) -> tuple[int, ...]:
 def agree(
   comm: Comm, needed: jax.Array, finite: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Whether the entries of all workers are finite, and the most slots that one of them needs: one all-reduce.
+  """Whether the entries of all workers are finite, bool[], and the most slots that one of them needs, i32[].
 
   Selection by a threshold may miss a NaN or Inf, which top-k always selects. So workers
   exchange here whether there is one.
+
+  Args:
+    comm: the workers.
+    needed: i32[], the slots that this worker needs.
+    finite: bool[], whether the entries of this worker are finite.
   """
-  # NaN at a worker counts as the most slots of all, so that one message tells both.
+  # A worker with NaN or Inf says that it needs 2³¹ − 1 slots, so that one all-reduce
+  # tells both. `switch` then takes its last branch.
   most = comm.all_reduce(jnp.where(finite, needed, _NOT_FINITE), "max")
   return most != _NOT_FINITE, most
 
@@ -178,7 +197,7 @@ def switch(
     functools.partial(branch, capacity) for capacity in capacities
   ]
   branches += [otherwise] if otherwise else []
-  # The last branch is that for all that is larger, and needs no comparison.
+  # The last branch runs where `needed` exceeds all limits, so its capacity is no limit.
   limits = jnp.array(capacities[: len(branches) - 1], jnp.int32)
   branch_index = jnp.sum(needed > limits, dtype=jnp.int32)
   return varying.switch(branch_index, branches)
@@ -202,11 +221,13 @@ def send_up_to(
   Args:
     send: `Writer.gather_rows` or `Writer.exchange_rows`.
     comm: the workers.
-    entries: of the largest capacity, or more slots.
-    message_index: of the step.
+    entries: rows [r, c], entries before empty slots, with c at least the largest
+      capacity.
+    message_index: the number of the message in the step, as in `Writer.encode`.
     capacities: in increasing order.
-    needed: i32[], the same on every worker.
-    end: length of the vector.
+    needed: i32[], the same on every worker; entries beyond the largest capacity are
+      not sent.
+    end: length of the vector, the index of empty slots.
 
   Returns:
     What `send` returns; received rows have as many slots as the largest capacity.
@@ -243,7 +264,10 @@ class EncodingCollective(SparseCollective):
     return super().init(n, size)._replace(shared=self.first_step)
 
   def writer(self, codec: Codec, step: Any, block: jax.Array) -> Writer:
-    """The writer of a step. Where its format rounds at random, workers with the same `block`, i32[], round alike."""
+    """The writer of a step. Where its format rounds at random, workers with the same `block`, i32[], round alike.
+
+    `step` is the number of the step, i32[], from `first_step` or `Writer.next_step`.
+    """
     if not FORMATS[self.wire].draws:
       return Writer(codec)
     # The key is the same in every run: a run from a checkpoint rounds as the first one
@@ -272,7 +296,10 @@ class SelectingCollective(EncodingCollective):
     return super().init(n, size)._replace(worker=self.selection.init(1))
 
   def choose(self, acc: LazySum, memory: Any) -> tuple[Sparse, jax.Array, Any]:
-    """The k entries of f32[n] to send at once, [1, k], how many they are i32[], and the selector's next memory."""
+    """The k entries of f32[n] to send at once, [1, k], how many they are i32[], and the selector's next memory.
+
+    `memory` is what the selector carries from step to step, or (): `State.worker`.
+    """
     chosen = self.selection.choose(acc, self.entries(acc.size), memory)
     return (
       chosen,
@@ -281,7 +308,7 @@ class SelectingCollective(EncodingCollective):
     )
 
   def count_chosen(self, chosen: Sparse, length: int) -> jax.Array:
-    """The number of entries selected of blocks of `length`, i32[]."""
+    """The number of entries selected of blocks of `length`, i32[]: index `length` is an empty slot."""
     return (
       jnp.int32(chosen.indices.size)
       if self.selection.fills_slots

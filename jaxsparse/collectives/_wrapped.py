@@ -32,6 +32,9 @@ class Wrapped(Collective):
 
   A subclass whose state is not that of the collective inside overrides `init`, and
   `inner_state` with it. What it changes in the traits it replaces in `traits`.
+
+  Attributes:
+    collective: the collective inside.
   """
 
   collective: Collective
@@ -86,7 +89,13 @@ class Momentum(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corrected(Wrapped):
-  """A collective that reduces the momentum of each worker in place of its gradient; see `js.momentum_corrected`."""
+  """A collective that reduces the momentum of each worker in place of its gradient; see `js.momentum_corrected`.
+
+  Attributes:
+    momentum: the factor m of u ← m u + g; u, f32[n], is the worker's momentum.
+    nesterov: whether Nesterov's momentum is sent.
+    masking: whether u becomes 0 where entries of this worker are delivered.
+  """
 
   momentum: float
   nesterov: bool = False
@@ -125,8 +134,11 @@ class Corrected(Wrapped):
     sent = momentum + grads if self.nesterov else momentum
     reduced = self.collective.reduce(comm, sent, self.inner_state(state))
     # Momentum factor masking (Deep Gradient Compression, §3.3): no momentum is left
-    # where an entry was delivered, or it would be added again later.
+    # where an entry was delivered, or it would be added again later. `is_partial` is
+    # False where all entries are delivered in every step, which need no masking; True;
+    # or bool[] where that depends on the step.
     if self.masking and (is_partial := self.is_partial(grads.size, state)) is not False:
+      # zeros where the next residual is not sent + residual
       masked = reduced.mask(momentum, sent, state.residual)
       momentum = jnp.where(is_partial, masked, momentum)
     return reduced._replace(
@@ -135,7 +147,7 @@ class Corrected(Wrapped):
 
 
 def _check_momentum(wrapper: str, collective: Collective) -> None:
-  """Raises ValueError if the collective inside has a momentum, at any depth."""
+  """Raises ValueError, in the name of `wrapper`, if the collective inside has a momentum, at any depth."""
   if collective.traits.has_momentum:
     raise ValueError(
       f"{wrapper}: {collective.name} has a momentum already, give the transform inside"
@@ -168,6 +180,9 @@ class EF21(Wrapped):
 
   What is not delivered belongs to a mean, and is no residual: new workers begin with
   means of zero, and owe nothing.
+
+  Attributes:
+    momentum: β, the factor of the last mean in v ← β v + (1 − β) g; v is the mean.
   """
 
   momentum: float
@@ -176,7 +191,8 @@ class EF21(Wrapped):
     super().__post_init__()
     _check_momentum("ef21", self.collective)
     inner = self.collective.traits
-    # A part that is lost would be missing from the tracked mean for ever.
+    # A part of a change that is lost would be missing from the sum of means for ever,
+    # and workers whose totals differ would add up different sums.
     keeps_all = inner.conserves and inner.decay == 1 and not inner.rounds
     if not (keeps_all and inner.replicates):
       raise ValueError(
@@ -191,28 +207,33 @@ class EF21(Wrapped):
     )
 
   def is_partial(self, n: int, state: State) -> bool:
-    return False  # each total has all entries of those before
+    return False  # a total is the sum of all changes so far, and has all entries
 
   def init(self, n: int, size: int) -> State:
     state = self.collective.init(n, size)
     zeros = jnp.zeros(n, jnp.float32)
-    # What is not delivered belongs to the mean, so there is no residual.
+    # The residual of the collective inside belongs to the mean, so it is kept in
+    # `Mean.undelivered`, and the residual of the state is None.
     worker = Mean(mean=zeros, undelivered=state.residual, memory=state.worker)
     return State(None, worker, Tracked(total=zeros, collective=state.shared))
 
   def inner_state(self, state: State) -> State:
     worker: Mean = state.worker
+    # _KEPT = 1 − 2⁻¹³ multiplies the last mean and the last total in `reduce`, too.
     owed = None if worker.undelivered is None else _KEPT * worker.undelivered
     return State(owed, worker.memory, state.shared.collective)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     before: Mean = state.worker
     shared: Tracked = state.shared
-    # v ← β v + (1 − β) g; its change is what the collective sends
+    # v ← β v + (1 − β) g; the collective sends its change. The last v, its undelivered
+    # part and the last total all count _KEPT = 1 − 2⁻¹³ times, so that rounding errors
+    # in the total are forgotten.
     mean = before.mean + (1 - self.momentum) * (grads - before.mean)
     change = mean - _KEPT * before.mean
     reduced = self.collective.reduce(comm, change, self.inner_state(state)).computed()
-    # the sum of all workers' means, as far as it is delivered
+    # The sum of all workers' means, as far as it is delivered: the last one plus the
+    # total of the collective inside.
     total, undelivered = reduced.add_to(_KEPT * shared.total)
     worker = Mean(mean, undelivered, reduced.state.worker)
     after = State(None, worker, Tracked(total, reduced.state.shared))
@@ -231,7 +252,13 @@ class WarmUp(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmedUp(Wrapped):
-  """A sparse collective with density `densities[i]` before step `steps[i]`, and with its own after the last of them."""
+  """A sparse collective with density `densities[i]` before step `steps[i]`, and with its own after the last of them.
+
+  Attributes:
+    collective: the collective inside, with its density from step `steps[-1]` on.
+    steps: numbers of steps, ascending.
+    densities: as many densities.
+  """
 
   collective: SparseCollective
   steps: tuple[int, ...]
@@ -252,6 +279,7 @@ class WarmedUp(Wrapped):
     ]
 
   def is_partial(self, n: int, state: State) -> bool | jax.Array:
+    # whether each rung delivers fewer than n entries; a density of 1 delivers all
     are_partial = jnp.array([rung.entries(n) < n for rung in self.rungs()])
     return are_partial[self._rung(state.shared.step)]
 
@@ -262,7 +290,7 @@ class WarmedUp(Wrapped):
   def init(self, n: int, size: int) -> State:
     first, *others = (rung.init(n, size) for rung in self.rungs())
     shapes = lambda state: jax.tree.map(jnp.shape, state)
-    # A state must be a fixed point: it passes from one density to the next.
+    # The state passes from one density to the next, so its shapes must not change.
     if any(shapes(other) != shapes(first) for other in others):
       raise ValueError(
         f"{self.name}: the sizes of its state depend on the density, choose other options"
@@ -279,8 +307,9 @@ class WarmedUp(Wrapped):
       lambda rung=rung: rung.reduce(comm, grads, inner).computed()
       for rung in self.rungs()
     ]
-    # All branches return as many slots of entries as the densest: those of the total,
-    # and those of a pending residual, which any kind of result may have.
+    # All branches must return the same shapes: as many slots of entries as the densest
+    # rung has, in the total and in a pending residual. `slots` is a `Reduced` with a
+    # number in place of each `Sparse`, and 0 in place of other arrays.
     most = lambda *leaves: max(
       leaf.indices.size if _is_sparse(leaf) else 0 for leaf in leaves
     )
@@ -305,15 +334,24 @@ def _is_sparse(x: Any) -> bool:
 
 
 def _with_slots(reduced: Reduced, n: int, slots: Reduced) -> Reduced:
-  """The same result, with so many slots of entries, in dtypes that do not depend on the collective's numbers."""
+  """The same result, with so many slots of entries, and counters in the dtypes of `Counters`.
+
+  Args:
+    reduced: a result with arrays only.
+    n: length of the vector, the index of empty slots.
+    slots: `reduced` with the number of slots in place of each `Sparse`; other leaves of
+      it are not read.
+  """
 
   def widen(x: jax.Array | Sparse, most: int) -> jax.Array | Sparse:
     if not isinstance(x, Sparse):
       return x
+    # entries of several rows, with flat indices, as one row
     return sparse.resize(jax.tree.map(jnp.ravel, x), most, n)
 
   total, state, counters = jax.tree.map(widen, reduced, slots, is_leaf=_is_sparse)
-  # Some collectives count in Python numbers, and branches have to agree in dtypes.
+  # Some collectives count in Python numbers, and branches have to agree in dtypes,
+  # which are those of `zeros`.
   cast = lambda x, like: saturated(x, like.dtype).reshape(())
   counters = jax.tree.map(cast, counters, Counters.zeros())
   return type(reduced)(total, state, counters)

@@ -48,6 +48,9 @@ class A2SGD(Collective):
     means: one pair of means for the whole "vector", 2 words, or one for each "leaf" of
       the gradient, an ablation.
 
+  Attributes:
+    leaves: with `means="leaf"` the entries of each leaf that has any; else ().
+
   Example:
     The first worker's g′ in the paper's example (§III); the total is P times it:
 
@@ -64,10 +67,12 @@ class A2SGD(Collective):
     return dataclasses.replace(super().traits, conserves=False, replicates=False)
 
   def for_leaves(self, shapes: tuple[tuple[int, ...], ...]) -> Self:
+    # A leaf without entries has no means.
     sizes = tuple(size for size in map(math.prod, shapes) if size)
     return self if self.means == "vector" else replace_fields(self, leaves=sizes)
 
   def cost(self, n: int, size: int) -> Cost:
+    # one all-reduce of the two means of the vector, or of each leaf
     return all_reduce_cost(2 * len(self.leaves or (n,)), size)
 
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
@@ -82,8 +87,9 @@ class A2SGD(Collective):
     counters = self.count(
       comm, grads.size, selected=2 * len(parts), delivered=grads.size
     )
-    # A NaN at one worker makes the averaged means NaN, so every worker skips the step.
+    # P times g′, since a total is a sum, which the caller divides by P.
     update = comm.size * jnp.concatenate(shifts)
+    # A NaN at one worker makes the averaged means NaN, so every worker skips the step.
     total = jnp.where(jnp.isfinite(averages).all(), update, jnp.nan)
     return Reduced(total, state, counters)
 
@@ -111,10 +117,17 @@ def shift_entries(
   local: jax.Array,
   averages: jax.Array,
 ) -> jax.Array:
-  """g′ of Algorithm 1: `grads`, with the worker's two means f32[2] replaced by the averages over all workers."""
+  """g′ of Algorithm 1: `grads`, with the worker's two means replaced by the averages over all workers.
+
+  Args:
+    grads: f32[m], the gradient of this worker, or a leaf of it.
+    local: f32[2], (μ₊, μ₋) of `grads`.
+    averages: f32[2], (μ̄₊, μ̄₋), the means of `local` over workers.
+  """
   is_positive = grads >= local[0]
   is_negative = (grads <= -local[1]) & (grads < 0)
-  # Algorithm 1 without ε: g′ − g is μ̄₊ − μ₊ where pos, and μ₋ − μ̄₋ where neg.
+  # Algorithm 1 without the vector ε that it stores: g′ − g is `up` = μ̄₊ − μ₊ where
+  # pos, and −`down` = μ₋ − μ̄₋ where neg.
   up, down = averages - local
   positive = jnp.where(is_positive, up, 0.0)
   return grads + positive - jnp.where(is_negative, down, 0.0)

@@ -71,7 +71,8 @@ class ChunkTopk(SparseCollective):
   def chunks(self, n: int) -> tuple[int, int, int]:
     """The number of chunks, their length, and the entries that each sends."""
     length = min(self.chunk, n)
-    # by a density ⌈ρ · chunk⌉, by k its share of ⌈k · chunk / n⌉
+    # ⌈ρ · chunk⌉ by a density, of which `entries` takes the length; ⌈k · chunk / n⌉ by
+    # k, of which `entries` takes n.
     share = length if self.k is None else n
     k_chunk = -(-self.entries(share) * length // share)
     return -(-n // length), length, k_chunk
@@ -86,7 +87,8 @@ class ChunkTopk(SparseCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     _, length, k_chunk = self.chunks(grads.size)
     chosen = top_k_of_chunks(LazySum((grads, state.residual)), length, k_chunk)
-    # total = Σ_w q(top_k of each chunk of acc_w); the residual keeps what q rounds off
+    # total = Σ_w q(top_k of each chunk of acc_w). The pending residual is acc_w, with
+    # the errors of q in place of the sent entries.
     total, _, errors, counters = self.exchange(comm, chosen, grads.size)
     return SparseReduced(
       total, state._replace(residual=Pending(grads, state.residual, errors)), counters
@@ -95,16 +97,24 @@ class ChunkTopk(SparseCollective):
   def exchange(
     self, comm: Comm, chosen: Sparse, n: int
   ) -> tuple[Sparse, Sparse, Sparse, Counters]:
-    """Sends the chosen entries of each chunk of a vector of n.
+    """Sends the chosen entries of each chunk of a vector of n, and adds those of all workers.
+
+    Args:
+      comm: the workers.
+      chosen: [chunks, k_chunk] entries of this worker, with indices relative to their
+        chunk.
+      n: length of the vector.
 
     Returns:
       (total, sent, errors, counters): the entries of the total; those of this worker as
-      receivers decode them, and what was rounded off of each, in the same slots.
+      receivers decode them, and what was rounded off of each, in the same slots. All
+      three have flat indices, [c]; n is an empty slot.
     """
     rows, length, k_chunk = self.chunks(n)
+    # the flat index of the first entry of each chunk
     starts = length * iota(rows)[:, None]
     writer = Writer(codec_of(self.wire, length))
-    # A message has all chunks of a worker as its rows.
+    # A message has all chunks of a worker as its rows, and is number 0 of the step.
     message, errors = writer.encode(chosen, 0)
 
     def flat(entries: Sparse) -> Sparse:
@@ -120,7 +130,8 @@ class ChunkTopk(SparseCollective):
     by_worker = jax.vmap(flat)(in_rank_order(comm, received))
     total = sparse.merge(by_worker, n)
     if self.combine == "contributors":
-      # the number of workers that sent each index of the total, in its slots
+      # The number of workers that sent each index of the total, in its slots: the sum
+      # of ones in place of values. Empty slots have 0, which must not be divided by.
       ones = by_worker._replace(values=jnp.ones_like(by_worker.values))
       counts = jnp.maximum(sparse.merge(ones, n).values, 1.0)
       # Not P · (sum / count): XLA may merge the factor P with the later division by P,

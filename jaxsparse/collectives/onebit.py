@@ -55,6 +55,12 @@ class OneBit(Collective):
   `special={"their names": "dense"}`, and so do leaves with much smaller updates than
   those beside them, since blocks do not end where leaves do.
 
+  Args:
+    decay: as in `js.SparseCollective`.
+
+  Attributes:
+    bits: of a code, 1; `js.nbit_transform` is a subclass with 2, 4 or 8 bits.
+
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> out = js.simulate("onebit", jnp.array([[1.0, -7.0], [0.0, 0.0]]))
@@ -68,7 +74,7 @@ class OneBit(Collective):
 
   @property
   def traits(self) -> Traits:
-    # With more bits, 0 is among the magnitudes.
+    # With 4 and 8 bits, 0 is among the magnitudes, so that zeros stay zeros.
     return dataclasses.replace(super().traits, scaled=True, moves_zeros=self.bits <= 2)
 
   def init(self, n: int, size: int) -> State:
@@ -76,9 +82,12 @@ class OneBit(Collective):
 
   def slots(self, n: int, size: int) -> int:
     layout = BitBlocks.of(n, size, self.bits)
+    # entries of the blocks of all regions, with padding
     return layout.count * layout.block
 
   def cost(self, n: int, size: int) -> Cost:
+    # The scatter sends a region to each other worker, and Bruck's all-gather P − 1
+    # regions in ⌈log₂P⌉ messages; `words` are those of one region.
     return Cost(
       size - 1 + len(schedules.strides(size)),
       2 * (size - 1) * BitBlocks.of(n, size, self.bits).words,
@@ -88,17 +97,22 @@ class OneBit(Collective):
     n = grads.size
     rank = comm.rank
     blocks = BitBlocks.of(n, comm.size, self.bits)
+    # addends of acc_w, which `blocks` adds where it reads them
     acc = grads, state.residual
-    # Q(acc_w), of which region v goes to worker v.
+    # Q(acc_w), of which region v goes to worker v: codes and scales as they are sent,
+    # and f32 steps, the decoded scales, from which the residual is computed.
     codes, scales, steps = blocks.encode(acc, jnp.int32(0), blocks.count)
     received = comm.all_to_all(blocks.pack(codes, scales))
     # sum = acc_owner + Σ_{w ≠ owner} Q(acc_w)
     sums = blocks.sum_region(acc, rank, received)
-    # total = Q(sum). Steps are the decoded scales, of which the residual is computed.
+    # total = Q(sum), of the own region, whose first block is `first`. `sums` has a
+    # margin of CHUNK blocks before the region and behind it.
     first = rank * blocks.region
     *summed, steps_of_sums = blocks.encode((sums,), first, blocks.region, skip=CHUNK)
+    # steps of what this worker rounded: acc_w, in the own region the sum
     kept = jax.lax.dynamic_update_slice(steps, steps_of_sums, (first, jnp.int32(0)))
     messages = all_gather(comm, blocks.pack(*summed)[0])
+    # from here on the codes and the steps of the total, of all regions
     codes, steps = blocks.unpack(in_rank_order(comm, messages))
     # next residual_w = acc_w − Q(acc_w), of the owner  sum − Q(sum), by `Codes.finish`
     total = Codes(blocks, grads, rank, sums, kept, codes, steps)

@@ -96,6 +96,7 @@ class PowerSGD(ByLeaf):
     wire: "bf16" rounds all that is sent to 8 significant bits, which halves the words;
       the residuals keep the errors.
     seed: of the first factors, and of random directions, 0 … 2³² − 1.
+    decay: as in `js.SparseCollective`.
 
   Raises:
     ValueError: for a rank or a seed outside its choices.
@@ -138,7 +139,9 @@ class PowerSGD(ByLeaf):
     return start._replace(shared=Factors(left, right, jnp.int32(0)))
 
   def cost(self, n: int, size: int) -> Cost:
+    """The most messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     costs = self._costs(n, size)
+    # A step has one of the all-reduces: the larger one is an upper bound.
     if self.alternate:
       return max(costs, key=lambda cost: cost.words)
     # both halves of a step
@@ -152,9 +155,11 @@ class PowerSGD(ByLeaf):
     to_left = factors.step % 2 == 0
     # M_w, a matrix for each leaf, and the entries that are sent whole
     leaves, others = self._split(grads, state.residual)
-    # Stored once: both the message and the residual read it.
+    # Behind a barrier `others` are stored once: both the message and the residual read
+    # them.
     others = jax.lax.optimization_barrier(others)
     add = functools.partial(self._all_reduce, comm)
+    # Half steps: `left` computes L from R, `right` computes R from L.
     left, right = (
       functools.partial(_turn, add, key, leaves, to_right=to_right)
       for to_right in (False, True)
@@ -168,6 +173,7 @@ class PowerSGD(ByLeaf):
         for turn in (left, right)
       ]
       done = varying.cond(to_left, *turns)
+      # `done` has the factors of the total, `sent` the entries that are sent whole.
       sent = done
       bound = done.bound
       after = done.factors
@@ -204,14 +210,14 @@ class PowerSGD(ByLeaf):
     return layout
 
   def _costs(self, n: int, size: int) -> list[Cost]:
-    """The costs of the all-reduce for the left factors, and of that for the right ones."""
+    """The costs of the all-reduce for the left factors, and of the all-reduce for the right ones, in this order."""
     layout = self._layout(n)
     others = sum(entries for entries, matrix in layout if not matrix)
     matrices = [matrix for _, matrix in layout if matrix]
     left = self.rank * sum(a for a, _ in matrices)
     right = self.rank * sum(b for _, b in matrices)
-    # The other entries go with the left factors; with `alternate`, with those of each
-    # step.
+    # Entries that are sent whole go with the left factors; with `alternate`, with the
+    # factors of each step.
     counts = left + others, right + others * self.alternate
     cost = all_reduce_cost if self.wire == "f32" else schedules.rounded_all_reduce_cost
     return [cost(count, size) if count else Cost(0, 0) for count in counts]
@@ -221,7 +227,11 @@ class PowerSGD(ByLeaf):
     comm: Comm,
     x: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
-    """The sum of f32[m] over workers, and the term of this worker in it, rounded as it was sent."""
+    """The sum of f32[m] over workers, and the share of this worker in it; the shares of all workers add up to the sum.
+
+    The share is x itself; with `wire="bf16"` it has the rounding errors of this
+    worker's messages, so that x less the share stays owed.
+    """
     # an all-reduce of nothing would be a message all the same
     if not x.size:
       return x, x
@@ -234,7 +244,8 @@ class PowerSGD(ByLeaf):
   def _split(
     self, grads: jax.Array, residual: jax.Array
   ) -> tuple[list[_MatrixLeaf], jax.Array]:
-    """The matrices of a gradient f32[n], and gradient + residual of all other entries."""
+    """The leaves of a gradient f32[n] that are sent as factors, and gradient + residual of all other leaves, f32[m]."""
+    # the number of entries of each leaf, and its (a, b); None if the leaf is sent whole
     entries, shapes = zip(*self._layout(grads.size), strict=True)
     # One more than there are leaves, which `zip` drops.
     starts = [0, *itertools.accumulate(entries)]
@@ -247,12 +258,19 @@ class PowerSGD(ByLeaf):
     matrices = [
       _MatrixLeaf(start, leaf, shape) for start, leaf, shape in leaves if shape
     ]
+    # an empty part first, since there may be no others
     return matrices, jnp.concatenate([grads[:0], *others])
 
   def _join(
     self, n: int, matrices: Sequence[_Factorized], others: jax.Array
   ) -> tuple[jax.Array | _Factorized, ...]:
-    """The pieces of a low-rank vector: undoes `_split`."""
+    """The pieces of a low-rank vector (`arrays.low_rank`), in the order of the leaves: undoes `_split`.
+
+    Args:
+      n: length of the vector.
+      matrices: (f32[r, a], f32[r, b]) of each leaf that is sent as factors.
+      others: f32[m], the entries of all other leaves.
+    """
     remaining = iter(matrices)
     pieces = list[jax.Array | _Factorized]()
     start = 0
@@ -271,9 +289,12 @@ class PowerSGD(ByLeaf):
 class LowRank(NamedTuple):
   """The total and the own projection as pieces of a low-rank vector: a `Formula`.
 
+  A piece is f32[m], or a pair (left f32[r, a], right f32[r, b]) for the matrix leftᵀ
+  right, row by row.
+
   Attributes:
-    total: the pieces of the total, as `low_rank` has them.
-    projection: the pieces that the total contains of this worker.
+    total: the pieces of the total.
+    projection: the pieces of what this worker contributes to the total.
     grads: f32[n], of this worker.
     bound: f32[], no magnitude of an entry of the total is larger.
   """
@@ -285,7 +306,11 @@ class LowRank(NamedTuple):
 
   @property
   def values(self) -> tuple[list[jax.Array], jax.Array]:
-    """The left factors, in which the total is linear; and the bound, Inf or NaN where a product may be."""
+    """(lefts, bound): the left factor of each piece, or the piece if it is f32[m]; and the bound.
+
+    The total is linear in `lefts`, which the caller divides for the mean. The bound is
+    Inf or NaN where an entry of the total may be.
+    """
     lefts = [piece[0] if isinstance(piece, tuple) else piece for piece in self.total]
     return lefts, self.bound
 
@@ -309,8 +334,10 @@ class LowRank(NamedTuple):
       (left, piece[1]) if isinstance(piece, tuple) else left
       for left, piece in zip(values[0], self.total, strict=True)
     ]
+    # decay · (grads + residual − projection), or `residual` unless finite
     residual = low_rank.subtract(self.projection, self.grads, residual, finite, decay)
-    # All reads of `grads` precede the reuse of its buffer for the update.
+    # `depend_on` adds a 0 that depends on the new residual, so `finite` keeps its
+    # value. All reads of `grads` precede the reuse of its buffer for the update.
     finite &= ordering.depend_on(residual[:1], jnp.int32(0)) == 0
     return low_rank.dense_if(finite, pieces), residual
 
@@ -331,10 +358,10 @@ def _bases(
   factors: Sequence[jax.Array],
   key: jax.Array,
 ) -> list[jax.Array]:
-  """The basis of each factor f32[a, r], as f32[r, a].
+  """The orthonormal basis of the columns of each factor f32[a, r], as rows f32[r, a].
 
-  The bases of factors of about the same length are found at once: few loops to compile, and less
-  padding than factors.
+  The bases of factors of about the same length are found at once: few loops to compile,
+  and less padding than factors. `key` draws directions in place of columns of zeros.
   """
   # lengths up to the same power of two
   length_bits = lambda index: (len(factors[index]) - 1).bit_length()
@@ -345,6 +372,7 @@ def _bases(
     alike = [factors[index] for index in indices]
     bases = low_rank.orthonormal(alike, noise.fold(key, bits))
     for index, basis in zip(indices, bases, strict=True):
+      # without the padding to the longest factor of the group
       basis_of[index] = basis[:, : len(factors[index])]
   return [basis_of[index] for index in range(len(factors))]
 
@@ -352,10 +380,22 @@ def _bases(
 def _project(
   leaves: list[_MatrixLeaf], residual: jax.Array, bases: list[jax.Array], to_right: bool
 ) -> list[jax.Array]:
-  """The factors of this worker: M_wᵀ orth(L), as f32[r, b], or M_w orth(R), f32[a, r]."""
+  """The factors of this worker.
+
+  Args:
+    leaves: of each matrix the first flat index `start`, the gradient `grads`, f32[ab],
+      and the `shape` (a, b).
+    residual: f32[n]; a matrix M_w is gradient + residual.
+    bases: one for each leaf, with the r basis vectors as rows: orth(L)ᵀ, f32[r, a], if
+      `to_right`, else orth(R)ᵀ, f32[r, b].
+    to_right: which factors to compute.
+
+  Returns:
+    (M_wᵀ orth(L))ᵀ, f32[r, b] of each leaf, if `to_right`, else M_w orth(R), f32[a, r].
+  """
   factors = list[jax.Array]()
-  # One sum of gradient and residual is stored at a time, so each waits for the last
-  # factor.
+  # Each leaf reads the residual only after the factor before it is computed, so that
+  # one sum of gradient and residual is stored at a time.
   for leaf, basis in zip(leaves, bases, strict=True):
     residual = _after(factors[-1] if factors else basis, residual)
     flat = leaf.grads + residual[leaf.start : leaf.start + leaf.grads.size]
@@ -365,15 +405,15 @@ def _project(
 
 
 class _Turn(NamedTuple):
-  """Half a step.
+  """The result of half a step.
 
   Attributes:
-    total: what the all-reduce delivers of each matrix, as factors.
-    projection: the projection of each matrix of this worker, which the total contains.
-    others: the sum of all other entries.
-    local_others: what of it is of this worker.
+    total: what the all-reduce delivers of each matrix, as (f32[r, a], f32[r, b]).
+    projection: what this worker contributes to `total`, in the same form.
+    others: f32[m], the sum of all entries that are sent whole.
+    local_others: f32[m], what this worker contributes to `others`.
     bound: f32[], no magnitude of an entry of `total` or `others` is larger.
-    factors: those before, with the new ones.
+    factors: the factors before, with the left or the right ones replaced.
   """
 
   total: list[_Factorized]
@@ -394,9 +434,19 @@ def _turn(
   *,
   to_right: bool,
 ) -> _Turn:
-  """The left factors, from the right ones, or the right ones, from the left ones.
+  """Half a step: the left factors, from the right ones, or, if `to_right`, the right ones, from the left ones.
 
   One all-reduce sums all of them, and the other entries.
+
+  Args:
+    add: an all-reduce of f32[m] that returns the sum and this worker's share in it.
+    key: of the random directions in place of columns of zeros.
+    leaves: the gradients of the matrices.
+    residual: f32[n], before the step.
+    others: f32[m], gradient + residual of entries that are sent whole; empty if they
+      have been sent.
+    factors: the last ones.
+    to_right: which factors to compute.
   """
   bases = _bases(factors.left if to_right else factors.right, key)
   local = _project(leaves, residual, bases, to_right)
@@ -405,6 +455,7 @@ def _turn(
   sizes = [*(factor.size for factor in local), others.size]
 
   def cut(buffer: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """The factors and the other entries in a flat buffer."""
     *parts, others = flatten.parts(buffer, sizes)
     shaped = [
       flat.reshape(factor.shape) for flat, factor in zip(parts, local, strict=True)
@@ -413,12 +464,14 @@ def _turn(
 
   summed, others = cut(flat)
   shares, local_others = cut(share)
-  # orth(L) Rᵀ of the new R, or L orth(R)ᵀ of the new L
+  # orth(L) Rᵀ of the new R, or L orth(R)ᵀ of the new L, as (f32[r, a], f32[r, b]):
+  # bases and R are rows already, L is f32[a, r].
   factorized = lambda factor, basis: (basis, factor) if to_right else (factor.T, basis)
   total = list(map(factorized, summed, bases))
   projection = list(map(factorized, shares, bases))
   new = tuple(factor.T if to_right else factor for factor in summed)
-  # No entry of a basis is larger than 1, but for rounding.
+  # An entry of a product is a sum of r terms, each at most the largest entry of a
+  # factor: entries of a basis are at most 1, but for rounding, for which 2 leaves room.
   rank = len(bases[0]) if bases else 0
   largest = lambda x: largest_magnitude(x) if x.size else 0.0
   bound = jnp.maximum(

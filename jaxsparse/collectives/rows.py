@@ -44,7 +44,14 @@ _WORTH = 0.9
 
 
 class _RowLeaf(NamedTuple):
-  """A leaf of `rows` rows of `width` entries: its first flat index, and how many rows a message has of it."""
+  """A leaf of `rows` rows of `width` entries.
+
+  Attributes:
+    start: its first flat index.
+    rows: number of rows.
+    width: entries of a row.
+    sent: rows of it that each worker sends.
+  """
 
   start: int
   rows: int
@@ -52,7 +59,7 @@ class _RowLeaf(NamedTuple):
   sent: int
 
   def entries(self, rows: jax.Array, n: int) -> jax.Array:
-    """The flat indices i32[count, width] of the entries of rows i32[count]; n of those that the leaf does not have."""
+    """The flat indices i32[count, width] of the entries of rows i32[count]; n for numbers of rows beyond the last."""
     first = jnp.where(rows < self.rows, self.start + rows * self.width, n)
     return jnp.minimum(first[:, None] + iota(self.width)[None], n)
 
@@ -113,7 +120,9 @@ class Rows(ByLeaf):
     return any(leaf.sent < leaf.rows for leaf in self._leaves(n))
 
   def cost(self, n: int, size: int) -> Cost:
+    """The most messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     words = sum(leaf.sent * (leaf.width + 1) for leaf in self._leaves(n))
+    # whether a step may take the form with owners; which one takes an all-reduce
     by_region = bool(self._capacities(n, size))
     messages = 2 * len(schedules.strides(size)) + (size - 1) * by_region
     agreements = schedules.agreement_messages(size) * by_region
@@ -127,13 +136,16 @@ class Rows(ByLeaf):
     chosen = [_largest(acc, leaf) for leaf in leaves]
     sent = [leaf.entries(rows, n) for leaf, rows in zip(leaves, chosen, strict=True)]
     values = list(map(acc.read_at, sent))
-    # numbers: which rows any worker sends
+    # numbers i32[P, sent] of each leaf: which rows any worker sends, as a bitset, and
+    # the ordinals among these of the rows of each worker
     numbers = in_rank_order(comm, all_gather(comm, chosen))
     touched = [
       _touch(rows, leaf.rows) for rows, leaf in zip(numbers, leaves, strict=True)
     ]
-    # total = Σ_w rows(acc_w), by all-gather or by the owners of regions
+    # total = Σ_w rows(acc_w), f32[rows, width] of each leaf, by all-gather or by the
+    # owners of regions
     sums, words = self._add(comm, n, [ordinals for _, ordinals in touched], values)
+    # Ordinals count the members of the bitset, so row i of the sums is its i-th member.
     delivered = [
       leaf.entries(bitset.nonzero(members, len(rows)), n)
       for leaf, (members, _), rows in zip(leaves, touched, sums, strict=True)
@@ -142,6 +154,7 @@ class Rows(ByLeaf):
     # next residual_w = acc_w − rows(acc_w)
     after = state._replace(residual=pending_zeros(acc, join(sent)))
     total = Sparse(join(delivered), join(sums))
+    # entries of rows that are not zero
     count = lambda arrays: sum(
       jnp.any(rows != 0, 1).sum() * rows.shape[1] for rows in arrays
     )
@@ -163,6 +176,10 @@ class Rows(ByLeaf):
       ordinals: i32[P, sent] of each leaf: which of these rows each worker sends, as
         `_touch` returns them.
       values: f32[sent, width] of each leaf, of the rows that this worker sends.
+
+    Returns:
+      (sums, words): f32[min(P · sent, rows), width] of each leaf, zeros behind the last
+      row that is sent; and u32[].
     """
     size = comm.size
     leaves = list(self._leaves(n))
@@ -174,13 +191,15 @@ class Rows(ByLeaf):
       )
 
     forms = self._capacities(n, size)
+    # words of the form without owners
     words = saturated(self.cost(n, size).words, jnp.uint32)
     if not forms:
       return gather(), words
     # Forms of more words fit wherever one of fewer does, so this counts the forms
     # before the first that fits.
     misfits = jnp.stack([~_fits(form, ordinals) for form in forms])
-    # All workers have the same number already, which no type tells.
+    # All workers have the same number already; the all-reduce makes it replicated by
+    # its type in a shard_map, too.
     form_index = comm.all_reduce(misfits.sum(dtype=jnp.int32), "max")
     by_region = [
       functools.partial(_add_by_region, comm, form, leaves, ordinals, values)
@@ -193,15 +212,21 @@ class Rows(ByLeaf):
     return sums, jnp.stack([*words_of_forms, words])[form_index]
 
   def _capacities(self, n: int, size: int) -> list[_Capacities]:
-    """The capacities of the form with owners that are worth it, of the fewest words first."""
+    """The capacities of the form with owners that are worth it, of the fewest words first; [] if none is.
+
+    Each has `split`, rows of each leaf in a message to an owner, and `sums`, rows of
+    each leaf in a region.
+    """
     leaves = list(self._leaves(n))
     regions = [-(-leaf.rows // size) for leaf in leaves]
-    # About sent / P rows of a worker are in one region, with a standard deviation of
-    # the root of that: 4 of these more.
+    # About m = sent / P rows of a worker are in one region, with a standard deviation
+    # of √m: room for 4 of these more, m + 4 √m + 4 = (√m + 2)².
     roots = (math.sqrt(leaf.sent / size) for leaf in leaves)
     likely = (math.ceil((root + 2) ** 2) for root in roots)
     split = tuple(map(min, regions, likely))
     forms = {}  # by the sums, so that none occurs twice
+    # The different rows of a region, over the rows that a worker sends: 0.4 … 0.8, the
+    # fewest first. How many overlap is not known before the step.
     for share in _SHARES:
       sums = tuple(
         min(region, math.ceil(share * leaf.sent))
@@ -209,6 +234,7 @@ class Rows(ByLeaf):
       )
       forms[sums] = _Capacities(split, sums)
     of_gather = sum(leaf.sent * (leaf.width + 1) for leaf in leaves) * (size - 1)
+    # A form that saves less than a tenth is not worth its P − 1 messages more.
     most = _WORTH * of_gather
     return [form for form in forms.values() if _words(form, leaves, size) < most]
 
@@ -216,6 +242,7 @@ class Rows(ByLeaf):
     """The leaves that have entries."""
     start = 0
     for shape in self.shapes(n):
+      # A scalar is one row; a row of a vector is one entry.
       count = (shape or (1,))[0]
       width = math.prod(shape[1:])
       if count * width:
@@ -224,21 +251,29 @@ class Rows(ByLeaf):
 
 
 def _words(form: _Capacities, leaves: list[_RowLeaf], size: int) -> int:
-  """The words of a step with owners."""
+  """The words of a step with owners, by the capacities of `form`, as `Rows._capacities` describes them."""
   of_leaves = zip(leaves, form.split, form.sums, strict=True)
+  # to each other worker: the numbers of `sent` rows, `split` rows to their owner, and
+  # the `sums` rows of this worker's region
   return (size - 1) * sum(
     leaf.sent + (split + sums) * leaf.width for leaf, split, sums in of_leaves
   )
 
 
 def _largest(acc: LazySum, leaf: _RowLeaf) -> jax.Array:
-  """The numbers of the rows of largest mean magnitude, i32[sent], NaN first; `leaf.rows` or more for rows of zeros."""
-  # In each branch anew: what both read would be stored.
+  """The numbers of the rows of largest mean magnitude, i32[sent], NaN first; `leaf.rows` or more for rows of zeros.
+
+  The leaf is `leaf.rows` rows of `leaf.width` entries of f32[n] `acc`, from the flat
+  index `leaf.start` on; a worker sends `leaf.sent` of them.
+  """
+  # Functions, so that each branch computes the sum anew: XLA would store an array that
+  # both branches of `cond` read.
   flat = lambda: acc.values[leaf.start :][: leaf.rows * leaf.width]
   matrix = lambda: flat().reshape(leaf.rows, leaf.width)
   members = bitset.pack(jnp.any(matrix() != 0, 1))
 
   def by_magnitude() -> jax.Array:
+    # divided first: a sum of large magnitudes would overflow
     means = (jnp.abs(matrix()) / leaf.width).sum(1)
     # A row with NaN is sent, so that every worker sees it; top_k ranks NaN last on
     # some platforms.
@@ -263,13 +298,20 @@ def _touch(numbers: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _fits(form: _Capacities, ordinals: list[jax.Array]) -> jax.Array:
-  """Whether the messages of all workers hold their rows, bool[]."""
+  """Whether messages of these capacities hold the rows of all workers, bool[], the same on every worker.
+
+  Args:
+    form: for each leaf `split`, the rows that a worker can send to an owner, and
+      `sums`, the rows that an owner can send.
+    ordinals: i32[P, sent] of each leaf, of `_touch`; P · sent in empty slots.
+  """
   fits = []
   for of_leaf, split, sums in zip(ordinals, form.split, form.sums, strict=True):
     size = len(of_leaf)
     is_sent = of_leaf < of_leaf.size
     # ordinal o is row o // P of region o % P
     regions = jnp.where(is_sent, of_leaf % size, size)
+    # counts[w, r]: rows of worker w in region r; index P, of empty slots, is dropped
     none = jnp.zeros((size, size), jnp.int32)
     counts = none.at[jnp.arange(size)[:, None], regions].add(1, mode="drop")
     last_row = jnp.where(is_sent, of_leaf // size, -1).max()
@@ -284,7 +326,16 @@ def _add_by_region(
   ordinals: list[jax.Array],
   values: list[jax.Array],
 ) -> list[jax.Array]:
-  """What `Rows._add` returns, by the owners of regions."""
+  """The sums of the rows that any worker sends, as `Rows._add` returns them, by the owners of regions.
+
+  Args:
+    comm: the workers.
+    form: capacities that hold all rows (`_fits`): `split` of messages to owners, `sums`
+      of the all-gather.
+    leaves: the leaves.
+    ordinals: i32[P, sent] of each leaf, of `_touch`.
+    values: f32[sent, width] of each leaf, the rows of this worker.
+  """
   size = comm.size
   workers = iota(size)
   sent = []
@@ -297,6 +348,8 @@ def _add_by_region(
     # slots of each worker's rows for this owner, and from them the rows of its region
     from_workers = jax.vmap(_in_region, (0, None, None, None))
     slots = from_workers(of_leaf, comm.rank, size, capacity)
+    # Ordinal o is row o // P of its region; empty slots become row `sent`, beyond
+    # the sums.
     arriving = of_leaf.at[workers[:, None], slots]
     owned.append(arriving.get(mode="fill", fill_value=of_leaf.size) // size)
   of_region = _sum_rows(owned, comm.all_to_all(sent), list(form.sums))
@@ -315,7 +368,8 @@ def _add_by_region(
 def _in_region(
   ordinals: jax.Array, region: jax.Array, size: int, capacity: int
 ) -> jax.Array:
-  """Where a worker's ordinals, i32[sent], are of a region: i32[capacity], ascending; empty slots are `sent`."""
+  """The indices into `ordinals`, i32[sent] of a worker, of those in a region: i32[capacity], ascending, then `sent`."""
+  # ordinal o is in region o % P; P · sent or more is an empty slot
   is_sent = ordinals < size * ordinals.size
   inside = is_sent & (ordinals % size == region)
   return jnp.nonzero(inside, size=capacity, fill_value=ordinals.size)[0]
@@ -324,7 +378,14 @@ def _in_region(
 def _sum_rows(
   ordinals: list[jax.Array], rows: list[jax.Array], lengths: list[int]
 ) -> list[jax.Array]:
-  """The sums f32[length, width] of each leaf, added in rank order; row s of worker w has the number ordinals[w, s]."""
+  """The sums f32[length, width] of each leaf, added in rank order.
+
+  Args:
+    ordinals: i32[P, c] of each leaf: row s of worker w is added to row ordinals[w, s]
+      of the sums, or dropped if that is `length` or more.
+    rows: f32[P, c, width] of each leaf.
+    lengths: rows of the sums of each leaf.
+  """
 
   def add(
     worker: jax.Array,

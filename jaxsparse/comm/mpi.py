@@ -68,6 +68,7 @@ class MpiComm(CommView):
   _names = (RANKS,)
 
   def __post_init__(self) -> None:
+    # The numbers of ranks that the launcher's variables state; none without a launcher.
     if counts := join_mpi():  # also where the caller gives a communicator
       environment.check_mpi("js.MpiComm()", counts, _mpi4jax()[0])
 
@@ -83,6 +84,8 @@ class MpiComm(CommView):
     buffer: jax.Array,
     pairs: list[tuple[int, int]],
   ) -> jax.Array:
+    """Sends u32[words] along (source, destination) pairs of ranks; zeros if this rank is no destination."""
+    # Below, None stands for no destination, or no source, of this rank.
     rank = self.communicator.Get_rank()
     sources = {destination: source for source, destination in pairs}
     return _message(self, buffer, dict(pairs).get(rank), sources.get(rank))
@@ -91,7 +94,14 @@ class MpiComm(CommView):
 def _send_message(
   view: MpiComm, buffer: jax.Array, destination: int | None, source: int | None
 ) -> jax.Array:
-  """What this rank receives from `source`, while it sends `buffer` to `destination`."""
+  """What this rank receives from `source`, while it sends `buffer` to `destination`.
+
+  Args:
+    view: the comm.
+    buffer: u32[words].
+    destination: rank in the engine; None if this rank sends nothing.
+    source: rank in the engine; None if this rank receives nothing: the result is zeros.
+  """
   # A message to this rank itself needs no MPI.
   if destination == source == view.communicator.Get_rank():
     return buffer
@@ -128,6 +138,7 @@ def _send_staged(
   communicator: Any, buffer: jax.Array, destination: int | None, source: int | None
 ) -> jax.Array:
   """Sends one message by mpi4py, from host memory to host memory."""
+  # A send to, or a receive from, PROC_NULL does nothing.
   null = _mpi4jax()[0].PROC_NULL
   to, origin = (null if end is None else end for end in (destination, source))
 
@@ -158,6 +169,7 @@ def _mpi4jax() -> tuple[Any, ModuleType]:
 
 
 def _needs_staging() -> bool:
+  """Whether arrays are on a device whose memory this build of mpi4jax cannot send."""
   if jax.default_backend() == "cpu":
     return False
   from mpi4jax._src import xla_bridge

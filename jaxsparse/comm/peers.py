@@ -66,7 +66,10 @@ class PeerComm(CommView):
   def _ppermutes(
     self, buffers: list[jax.Array], moves: list[list[tuple[int, int]]]
   ) -> list[jax.Array]:
+    """Sends each u32[m] buffer along its (source, destination) pairs; zeros where this worker is no destination."""
     # All are sent before one is received, so that they take one delay.
+    # Of each buffer: the destination of each worker, and the source of each worker; a
+    # worker that sends or receives nothing has none.
     to = [dict(pairs) for pairs in moves]
     origin = [{end: start for start, end in pairs} for pairs in moves]
 
@@ -74,11 +77,11 @@ class PeerComm(CommView):
       buffers: list[np.ndarray],
       rank: np.ndarray,
     ) -> list[np.ndarray]:
-      here = int(rank)
+      own_rank = int(rank)
       moves_of_buffers = zip(buffers, to, origin, strict=True)
       return self.send(
         [
-          (np.asarray(words), destinations.get(here), sources.get(here))
+          (np.asarray(words), destinations.get(own_rank), sources.get(own_rank))
           for words, destinations, sources in moves_of_buffers
         ]
       )

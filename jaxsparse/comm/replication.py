@@ -92,13 +92,13 @@ def checked(
       if instead is None:
         raise
       closed, shapes = jax.make_jaxpr(instead(error), return_shape=True)(*arguments)
-    follow = _AxesOfValues(axes, axes.union(others))
+    axes_of_values = _AxesOfValues(axes, axes.union(others))
     # Axes of a spec that the program is not mapped over only partition an array.
     varying = [
-      axes_of_spec(spec) & follow.every
+      axes_of_spec(spec) & axes_of_values.every
       for spec in jax.tree.leaves(jax.tree.broadcast(in_specs, arguments))
     ]
-    outputs = follow.find_axes(closed.jaxpr, varying)
+    outputs = axes_of_values.find_axes(closed.jaxpr, varying)
     allowed = jax.tree.leaves(jax.tree.broadcast(out_specs, shapes))
     for varies, spec, (path, _) in zip(
       outputs, allowed, jax.tree_util.tree_leaves_with_path(shapes), strict=True
@@ -120,6 +120,7 @@ def checked(
 def check_axes(function: Callable, arguments: Sequence[Any], axis: AxisName) -> None:
   """Raises ValueError if a transform inside `function`, the program of one worker, is over other axes than `axis`."""
   jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+  # Only the check of each mark counts, so inputs may as well be equal on all workers.
   axes = frozenset(names_of(axis))
   _AxesOfValues(axes, axes).find_axes(jaxpr, [frozenset()] * len(jaxpr.invars))
 
@@ -156,6 +157,7 @@ def halve(closed: core.ClosedJaxpr, varying: Sequence[Axes], axis: AxisName) -> 
   """
   jaxpr = closed.jaxpr
   axes = frozenset(names_of(axis))
+  # From a value to the axes that it varies over: none for a value that is equal.
   varies = _AxesOfValues(axes, axes).follow(jaxpr, varying)
   results = [atom for atom in jaxpr.outvars if not varies(atom)]
   needed = {atom for atom in results if isinstance(atom, core.Var)}
@@ -232,6 +234,7 @@ class _AxesOfValues:
     return read
 
   def _equation(self, equation: core.JaxprEqn, inputs: list[Axes]) -> list[Axes]:
+    """The axes that each result of an equation may vary over, from those of its operands."""
     name = equation.primitive.name
     params = equation.params
     # Loops and branches: axes depend on iterations and on the index of the branch.
@@ -249,6 +252,7 @@ class _AxesOfValues:
       results = self.find_axes(body, inputs)
       return [axes & self.every for axes in results] if name == "shard_map" else results
     varies: Axes = frozenset().union(*inputs)
+    # A value that `mark_total` marks as equal on all workers.
     if equation.primitive is total_p:
       if params["axes"] not in (None, self.axes):
         raise other_axes_error(params["axes"], self.axes)
@@ -276,12 +280,15 @@ class _AxesOfValues:
     return [varies] * len(equation.outvars)
 
   def _cond(self, params: Any, inputs: list[Axes]) -> list[Axes]:
+    """The axes of each result of a `cond` with these parameters, from those of its operands."""
     index, *operands = inputs
     branches = [self.find_axes(branch.jaxpr, operands) for branch in params["branches"]]
     # Workers that take different branches have different results.
     return [index.union(*results) for results in zip(*branches, strict=True)]
 
   def _scan(self, params: Any, inputs: list[Axes]) -> list[Axes]:
+    """The axes of each result of a `scan` with these parameters, from those of its operands."""
+    # Operands: `start` constants, `count` carried values, arrays to scan row by row.
     start, count = scan_counts(params)
     consts = inputs[:start]
     carry = inputs[start : start + count]
@@ -293,6 +300,8 @@ class _AxesOfValues:
     return step(_fixed_point(lambda carry: step(carry)[:count], carry))
 
   def _while(self, params: Any, inputs: list[Axes]) -> list[Axes]:
+    """The axes of each result of a `while` with these parameters, from those of its operands."""
+    # Operands: constants of the condition, constants of the body, the carry.
     first = params["cond_nconsts"]
     second = first + params["body_nconsts"]
     cond_consts = inputs[:first]

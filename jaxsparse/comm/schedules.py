@@ -104,8 +104,8 @@ def all_reduce_cost(n: int, workers: int, itemsize: int = 4) -> Cost:
   """Cost of Rabenseifner's all-reduce, a reduce-scatter and an all-gather: 2⌈log₂P⌉ messages, 2 n (P − 1)/P words.
 
   Args:
-    n: number of entries. One entry counts as an agreement. Fewer than P cannot be
-      scattered; their words are counted once, as A2SGD's paper does.
+    n: number of entries. One entry counts as `Cost.agreements`, without words. Fewer
+      than P cannot be scattered; their words are counted once, as A2SGD's paper does.
     workers: number of workers P.
     itemsize: bytes of an entry.
 
@@ -125,7 +125,7 @@ def combine_rows(rows: jax.Array, op: Reduction) -> jax.Array:
   """Combines rows [P, …] in rank order, 16-bit floats in float32: the bits do not depend on the engine."""
   combine = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[op]
   dtype = rows.dtype
-  # XLA on CPU sums so, too: both engines round once, at the end.
+  # XLA's all-reduce on CPU sums in float32, too: both engines round once, at the end.
   if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
     rows = rows.astype(jnp.float32)
   add_row = lambda total, row: (combine(total, row), None)
@@ -144,6 +144,7 @@ def all_reduce_in_order(comm: Comm, x: jax.Array, op: Reduction = "sum") -> jax.
     return combine_rows(in_rank_order(comm, all_gather(comm, x)), op)
   padded = jnp.pad(x.reshape(-1), (0, -x.size % comm.size))
   blocks = padded.reshape(comm.size, -1)
+  # Row w of the received blocks is that of worker w, in rank order.
   block_sum = combine_rows(comm.all_to_all(blocks), op)
   total = in_rank_order(comm, all_gather(comm, block_sum))
   return total.reshape(-1)[: x.size].reshape(x.shape)
@@ -205,6 +206,7 @@ def all_gather(comm: Comm, tree: Tree) -> Tree:
       from 2         0 1 2 3
       from 4         0 1 2 3 4 5
   """
+  # The stride doubles: a worker that has s rows gets those of worker rank + s.
   leaves, structure = jax.tree.flatten(tree)
   rows = [leaf[None] for leaf in leaves]
   for stride in reversed(strides(comm.size)):

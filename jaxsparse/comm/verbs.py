@@ -30,6 +30,7 @@ def _identity(name: str) -> core.Primitive:
   """A primitive that returns its operand and that every transformation of JAX keeps."""
   primitive = core.Primitive(name)
   primitive.def_impl(lambda x, **_: x)
+  # The result has the type of the operand, except for the axes that it varies over.
   primitive.def_abstract_eval(_compat.equal_along)
   mlir.register_lowering(primitive, lambda _, x, **__: [x])
   ad.deflinear2(primitive, lambda cotangent, *_, **__: [cotangent])
@@ -53,6 +54,11 @@ MESSAGE = "jaxsparse_message"
 
 def mark_total(tree: Any, axes: Sequence[str] | None) -> Any:
   """`tree`, marked as equal on all workers along `axes`; a law of its algorithm must guarantee this.
+
+  Args:
+    tree: a pytree of arrays.
+    axes: names of all axes of the workers; None for a comm that names no axes, () for a
+      view of some workers, where nothing is marked.
 
   Example:
     >>> mark_total(jnp.ones(2), ("workers",))
@@ -82,7 +88,8 @@ def list_axes(axes: Iterable[str]) -> str:
 class CommView:
   """`members` workers of an engine, `stride` apart; a subclass for each engine.
 
-  A subclass implements the number of workers of the engine, the number of this worker,
+  An engine is what all workers run on: an axis of a shard_map, the simulator, MPI. A
+  subclass implements the number of workers of the engine, the number of this worker,
   and the sending of a buffer.
 
   Attributes:
@@ -153,6 +160,7 @@ class CommView:
     return unpack(self._ppermute(pack(tree), self._moves(pairs)), tree)
 
   def _moves(self, pairs: schedules.Pairs) -> list[tuple[int, int]]:
+    """Pairs of this view as pairs of the engine's workers, for all views that tile the engine."""
     return [
       (view[source], view[destination])
       for view in self._views()
@@ -160,7 +168,8 @@ class CommView:
     ]
 
   def _views(self) -> list[range]:
-    """The workers of each of the views that tile the engine."""
+    """The engine's numbers of the workers of each of the views of this size and stride, which tile the engine."""
+    # Each `span` consecutive workers of the engine form `stride` interleaved views.
     span, engine = self.stride * self.size, self._engine_size()
     starts = (
       first + offset
@@ -172,12 +181,13 @@ class CommView:
   def _all_to_all(self, buffer: jax.Array) -> jax.Array:
     """`all_to_all` of u32[P, words], by messages to the next worker, the one after it, and so on."""
     workers = iota(self.size)
-    # the home frame: row b for worker rank + b
+    # the home frame: row b is for worker rank + b, row 0 for this worker
     own_row, *others = buffer[(self.rank + workers) % self.size]
     rings = [schedules.ring(self.size, by) for by in range(1, self.size)]
     received = self._ppermutes(others, list(map(self._moves, rings)))
     # The row of worker rank − b is row P − b of the home frame.
     rows = jnp.stack([own_row, *reversed(received)])
+    # from the home frame to the order of ranks
     return rows[(workers - self.rank) % self.size]
 
   def _ppermutes(
@@ -372,6 +382,7 @@ class SimComm(AxisComm):
     every = set(range(size))
     sources = sorted(every - {source for source, _ in pairs})
     destinations = sorted(every - {destination for _, destination in pairs})
+    # Workers that send nothing send to those that receive nothing.
     idle = zip(sources, destinations, strict=True)
     received = jax.lax.ppermute(buffer, self.axis, [*pairs, *idle])
     if not sources:

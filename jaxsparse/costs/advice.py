@@ -14,11 +14,12 @@ from jaxsparse.costs.calibration import Profile
 from jaxsparse.costs.counting import count_entries, count_inside, lacks_shapes, predict
 from jaxsparse.types import Link, check_whole
 
-_EVIDENCE = importlib.resources.files("jaxsparse.costs") / "evidence.json"
-_WITHIN = 2.0  # percent above dense
-_SURE = 0.8  # the share of the tasks on which a method has to be as near
-_NEAR = 4  # times as many entries as were timed, or as few; beyond, `advise` says so
-_MEASURED = importlib.resources.files("jaxsparse.costs") / "predictions.json"
+_EVIDENCE_FILE = importlib.resources.files("jaxsparse.costs") / "evidence.json"
+_MAX_GAP = 2.0  # percent of a method's loss above dense's
+_MIN_TASKS = 0.8  # the share of the tasks on which the gap is at most `_MAX_GAP`
+# arithmetic is scaled to so many times the timed entries, or as few, without a warning
+_MAX_SCALE = 4
+_PREDICTIONS_FILE = importlib.resources.files("jaxsparse.costs") / "predictions.json"
 
 
 class Evidence(NamedTuple):
@@ -61,6 +62,7 @@ class Evidence(NamedTuple):
   own_data: bool = False
 
   def __str__(self) -> str:
+    # Steps, and with them the deviation, are None if dense's loss was not reached.
     reached = (
       f"{self.steps:.2f} ± {self.deviation:.2f} times dense's steps"
       if self.steps
@@ -92,8 +94,9 @@ def evidence(
     >>> str(js.costs.evidence("adam")[0]._replace(steps=1.25, deviation=0.1))
     "1.25 ± 0.10 times dense's steps (lm, 3,295,232 parameters, adam:0.0015, 4 workers, 3 seeds)"
   """
-  rows = [Evidence(**row) for row in json.loads(_EVIDENCE.read_text())]
+  rows = [Evidence(**row) for row in json.loads(_EVIDENCE_FILE.read_text())]
   names = [row.optimizer.split(":")[0] for row in rows]
+  # "adam" takes rows of window_adam, too: it is a word of that name. None takes all.
   rows_of_optimizer = [
     row
     for row, name in zip(rows, names, strict=True)
@@ -149,14 +152,15 @@ class Prediction(NamedTuple):
 
   @property
   def to_loss(self) -> float:
-    """Seconds to the loss that dense has after one step: of the steps to it, by the evidence, with their compute."""
+    """Seconds to the loss that dense has after one step: steps by the evidence, 1 without it, × seconds of a step."""
     # None stands for trainings that never reached dense's loss.
     steps = 1.0 if self.evidence is None else self.evidence.steps or math.inf
     return steps * (self.compute + self.seconds)
 
   @property
   def latest(self) -> float:
-    """The same with the standard deviation of the evidence more."""
+    """`to_loss` with one standard deviation of the evidence's steps more."""
+    # Without evidence, or where dense's loss was never reached, there is no deviation.
     deviation = (self.evidence and self.evidence.deviation) or 0.0
     return self.to_loss + deviation * (self.compute + self.seconds)
 
@@ -166,7 +170,7 @@ class Prediction(NamedTuple):
     return self.evidence.method if self.evidence else self.label
 
   def rarely(self, every: int) -> Self:
-    """The same update in every H-th step."""
+    """The prediction if only every H-th step has the update; `seconds` is then 1/H of it, and the label names H."""
     return self._replace(
       every=every,
       label=self.label if every == 1 else f"{self.label} every {every} steps",
@@ -197,6 +201,7 @@ class Advice(NamedTuple):
   def __str__(self) -> str:
     has_evidence = any(prediction.evidence for prediction in self.predictions)
     width = max(31, *(len(prediction.title) for prediction in self.predictions)) + 1
+    # Without evidence (False) the column of seconds to the loss is an empty string.
     heads = (
       f"{'to loss':>10}" * has_evidence
       + f"{'seconds':>10}{'arithmetic':>12}{'wire':>10}"
@@ -220,10 +225,12 @@ class Advice(NamedTuple):
 
 def _describe_errors() -> str:
   """One sentence: how far predictions were off where the updates were measured."""
-  rows = json.loads(_MEASURED.read_text())
+  # Each row has the predicted and the measured milliseconds of an update.
+  rows = json.loads(_PREDICTIONS_FILE.read_text())
   # Relative errors: large and small updates count alike.
   errors = sorted(abs(row["predicted"] / row["measured"] - 1) for row in rows)
   near = sum(error <= 0.25 for error in errors)
+  # The lower median: at least half of the errors are at most as large.
   return (
     f"Seconds are predicted: of the last {len(errors)} predictions that were measured, half were off by at most "
     f"{errors[(len(errors) - 1) // 2]:.0%}, {near} by at most 25%, and the worst by {errors[-1]:.0%}."
@@ -309,7 +316,8 @@ def advise(
     )
   for steps in every:
     check_whole("advise", 1, every=steps)
-  # A number of entries does not tell the words of collectives that depend on shapes.
+  # A number n leaves out collectives whose words depend on the shapes of leaves. If it
+  # leaves out all, `_predict` raises for the first one, and says why.
   labels = [
     label for label in profile.algorithms if not lacks_shapes(label, params)
   ] or profile.algorithms
@@ -320,7 +328,8 @@ def advise(
   predictions_of_methods = (
     _with_evidence(updates, rows) if (rows := list(evidence)) else without_evidence
   )
-  # With evidence dense alone has none of its own.
+  # Seconds of the fastest dense update: with evidence, dense alone has none of its own.
+  # Inf without evidence, or without dense in the profile: `to_loss` alone then orders.
   dense = min(
     (
       prediction.to_loss
@@ -333,6 +342,7 @@ def advise(
   sure = lambda prediction: (
     prediction.to_loss if prediction.latest < dense else max(prediction.to_loss, dense)
   )
+  # Dense is before a method with the same seconds.
   predictions = sorted(
     predictions_of_methods,
     key=lambda prediction: (
@@ -389,55 +399,71 @@ def link_of(profile: Profile, name: str | Collective = "dense", **config: Any) -
   # The line through both points; a byte is a quarter of an entry.
   alpha = max(0.0, 2 * once - twice)
   beta = (twice - once) / (4 * n)
+  # Noise may have measured a γ below 1, which `js.overlap.plan` refuses.
   return Link(alpha, beta, max(1.0, profile.gamma))
 
 
 def _with_evidence(
   updates: list[Prediction], evidence: Sequence[Evidence]
 ) -> list[Prediction]:
-  """Dense, and the methods of the evidence, each with that of its training which took most steps."""
+  """Dense without evidence, and a prediction for each method of the evidence with the row that counts (`_judge`).
+
+  Args:
+    updates: one prediction for each algorithm of the profile, with H = 1.
+    evidence: rows, in any order, of any number of methods. A method whose collective is
+      not in the profile is left out; ValueError if that leaves out all methods.
+  """
   for row in evidence:
     _check(row)
-  # Sorted by steps, since `_judge` takes the last row: the slowest training. Without
-  # steps, it never got to the loss.
+  # Sorted by steps, since `_judge` takes the last row: the slowest training. Steps are
+  # None, and sorted as Inf, if a training never got to dense's loss.
   rows_of_method: dict[str, list[Evidence]] = {}
   for row in sorted(evidence, key=lambda row: row.steps or math.inf):
     rows_of_method.setdefault(row.method, []).append(row)
-  most: dict[str, Prediction] = {}
+  by_method: dict[str, Prediction] = {}
   for method, rows in rows_of_method.items():
     row = _judge(rows)
     for update in updates:
+      # Names and options are compared, since labels may have options in another order.
       if (update.name, update.config) == collective_of(row.collective):
-        most[method] = update.rarely(row.every)._replace(evidence=row)
-  if not most:
+        # A method with local steps has this update in every H-th step only.
+        by_method[method] = update.rarely(row.every)._replace(evidence=row)
+  if not by_method:
     wanted = ", ".join(dict.fromkeys(row.collective for row in evidence))
     raise ValueError(
       f"advise: the profile has {', '.join(update.label for update in updates)}, the evidence is of {wanted}: "
       "give these to js.costs.fit(algorithms=...)"
     )
-  return [update for update in updates if update.name == "dense"] + list(most.values())
+  return [update for update in updates if update.name == "dense"] + list(
+    by_method.values()
+  )
 
 
 def _judge(rows: list[Evidence]) -> Evidence:
-  """The row of a method that counts, of rows with most steps last."""
+  """The row that counts of the rows of one method, sorted by steps, those that never got to dense's loss last."""
+  # A row says how far the loss is above dense's (`gap`), or how many steps dense's loss
+  # takes: with neither gap nor steps, its training never got there.
   judged = [row for row in rows if row.gap is not None]
   timed = [row for row in rows if row.gap is None or row.steps]
+  # `holds` is true without judged rows.
   if timed and holds(judged):
     return timed[-1]
   worst = max(judged, key=lambda row: row.gap or 0.0)
+  # A method that holds, and was not timed, is taken to need dense's steps.
   return worst._replace(steps=1.0, deviation=0.0) if holds(judged) else worst
 
 
 def holds(rows: Sequence[Evidence]) -> bool:
   """Whether a method is within 2 % of dense on four of five tasks, of those whose noise lets them decide."""
   gaps = [(row.gap, row.gap_error or 0.0) for row in rows if row.gap is not None]
-  within = sum(gap <= _WITHIN for gap, _ in gaps)
-  above = sum(gap - error > _WITHIN for gap, error in gaps)
-  return within >= _SURE * (within + above)
+  within = sum(gap <= _MAX_GAP for gap, _ in gaps)
+  # A gap that is too large by less than its standard error counts as neither.
+  above = sum(gap - error > _MAX_GAP for gap, error in gaps)
+  return within >= _MIN_TASKS * (within + above)
 
 
 def _check(row: Evidence) -> None:
-  """Raises ValueError unless it has whole numbers, and positive steps with their deviation, or neither."""
+  """Raises ValueError unless `every` and `seeds` are whole, and steps > 0 have a deviation, or both are None."""
   if not isinstance(row, Evidence):
     raise ValueError(
       f"advise: evidence has {row!r}, give a list of rows like those of js.costs.evidence()"
@@ -457,22 +483,26 @@ def _check(row: Evidence) -> None:
 
 
 def _predict(label: str, params: Any, profile: Profile) -> Prediction:
-  """The prediction of one update."""
+  """The prediction of one update of the algorithm `label` of a profile; `params` as for `advise`."""
   name, options = collective_of(label)
   measured = profile.algorithms[label]
   cost = predict(
     name, n=params, workers=profile.workers, devices=profile.devices, **options
   )
+  # The formula is an upper bound: `fill` is measured words / words of the formula.
   words = round(cost.words * measured.fill)
-  # An all-reduce that was not measured is priced as messages.
+  # An all-reduce that was not measured has 0, and is priced as messages.
   reduce_alpha = profile.reduce_alpha or profile.alpha
   reduce_beta = profile.reduce_beta or profile.beta
   alpha, beta = profile.alpha, profile.beta
+  # An algorithm that `reduces` sends by the platform's all-reduce, maybe slower for its
+  # dtype than for float32.
   if measured.reduces:
     alpha, beta = reduce_alpha, reduce_beta * measured.slowdown
-  # α a message, agreements as messages of the all-reduce, β a byte.
+  # α a message, agreements as messages of the all-reduce, β a byte of 4-byte words.
   wire = cost.messages * alpha + cost.agreements * reduce_alpha + 4 * words * beta
   arithmetic = measured.seconds(_entries_of_device(params, profile))
+  # Messages between the devices of a worker; 0 seconds if a worker is one device.
   inside = count_inside(params, devices=profile.devices).seconds(
     profile.inside_alpha, profile.inside_beta
   )
@@ -490,7 +520,8 @@ def _entries_of_device(params: Any, profile: Profile) -> int:
 def _describe_scaling(params: Any, profile: Profile) -> str:
   """One sentence if arithmetic was timed with other numbers of entries by far; else ""."""
   entries = _entries_of_device(params, profile)
-  if not profile.entries or 1 / _NEAR <= entries / profile.entries <= _NEAR:
+  # A profile that does not say with how many entries it was timed has 0.
+  if not profile.entries or 1 / _MAX_SCALE <= entries / profile.entries <= _MAX_SCALE:
     return ""
   return (
     f"Arithmetic was timed with {profile.entries:,} entries a device and is scaled to {entries:,}: "
@@ -499,8 +530,9 @@ def _describe_scaling(params: Any, profile: Profile) -> str:
 
 
 def _explain(predictions: list[Prediction]) -> str:
-  """One sentence about the best method and dense, or about dense and the best of the others."""
+  """One sentence about the best (first) method and dense, or about dense and the best of the others."""
   best, *others = predictions
+  # Dense in local steps, by evidence, is a method like others.
   is_dense = lambda prediction: prediction.name == "dense" and not prediction.evidence
   # The best method is compared with dense, and dense with the best of the others.
   rival = next(
@@ -508,16 +540,18 @@ def _explain(predictions: list[Prediction]) -> str:
     None,
   )
   trained = best.evidence or (rival and rival.evidence)
+  # There is dense only, or no dense.
   if rival is None:
     return f"{best.title}: {trained or f'{best.seconds:.4f} s per step'}"
   if trained:
     sooner = _ratio(rival.to_loss, best.to_loss)
+    # `advise` puts dense before a rival that is faster within its deviation only.
     if sooner < 1:
       faster = _ratio(best.to_loss, rival.to_loss)
       return f"{best.title}: that {rival.title} is {faster:.2f} times as fast is within its deviation: {trained}"
     than = (
       f" {sooner:.2f} times as fast as {rival.title}"
-      if math.isfinite(sooner)
+      if math.isfinite(sooner)  # Inf for a rival that never gets to dense's loss
       else f", {rival.title} never"
     )
     return f"{best.title} reaches dense's loss{than}: {trained}"
@@ -534,7 +568,7 @@ def _explain(predictions: list[Prediction]) -> str:
 
 
 def _ratio(seconds: float, others: float) -> float:
-  """How many times as long: 1 where both take no time, or both forever."""
+  """`seconds / others`: 1 where both are 0, or both Inf; Inf where `others` alone is 0."""
   if seconds == others:
     return 1.0
   return seconds / others if others else math.inf

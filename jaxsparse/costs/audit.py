@@ -13,22 +13,24 @@ from jax.sharding import Mesh
 
 from jaxsparse._compat import AxisName, names_of
 
+# An instruction of HLO text that communicates: `%name = shape kind(operands), …`. The
+# suffix -start is of the first half of an asynchronous pair, which has all that counts.
 _OPERATION = re.compile(
   r"%?\S+ = (?P<shape>\(.*?\)|\S+) "
   r"(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
   r"(?P<start>-start)?\("
 )
 # A dtype with its dimensions, as in bf16[128,64].
-_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
-# Types whose names do not say their bits.
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+# Bytes of an entry, of types whose names do not say their bits.
 _BYTES = {
   "pred": 1,
   "bf16": 2,
   "c64": 8,
   "c128": 16,
 }
-# Frames within this folder are not the user's.
-_OWN = str(pathlib.Path(__file__).parents[1])
+# Frames within this folder, the package's, are not the user's.
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 
 class Operation(NamedTuple):
@@ -76,6 +78,7 @@ class Audit(NamedTuple):
     return sum(operation.bytes for operation in self.operations)
 
   def __str__(self) -> str:
+    # A line each: bytes sent, kind, dtype[entries of its result], line of its source.
     lines = [
       f"{operation.bytes:>12,}  {operation.kind} {operation.dtype}[{operation.entries:,}]  {operation.source}"
       for operation in self.operations
@@ -128,6 +131,7 @@ def audit(
       f"audit: axis {unknown[0]!r} is not an axis of the mesh, choose from {tuple(mesh.axis_names)}"
     )
   compiled = program.compile() if isinstance(program, jax.stages.Lowered) else program
+  # `as_text` returns None where a platform has no text.
   text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
   if "ENTRY " not in text:
     raise ValueError(
@@ -150,20 +154,31 @@ def audit(
 
 
 def _positions(mesh: Mesh, axis: AxisName) -> np.ndarray:
-  """The index along the axis of each device, in the order of the mesh."""
-  # HLO numbers devices as the mesh does, row by row.
+  """The index along the axis of each device, i64[devices], row by row as HLO numbers the devices of a mesh.
+
+  For several axes it is one index along all of them.
+  """
   names = mesh.axis_names
-  places = np.indices(mesh.devices.shape).reshape(len(names), -1)
+  # coordinates of each device in the mesh, [axes of the mesh, devices]
+  coords = np.indices(mesh.devices.shape).reshape(len(names), -1)
   chosen = [names.index(name) for name in names_of(axis)]
   return np.asarray(
     np.ravel_multi_index(
-      tuple(places[chosen]), [mesh.devices.shape[axis_index] for axis_index in chosen]
+      tuple(coords[chosen]), [mesh.devices.shape[axis_index] for axis_index in chosen]
     )
   )
 
 
 class _Text:
-  """The text of a program: its computations by name, and where their instructions come from."""
+  """The text of a program: its computations by name, and where their instructions come from.
+
+  Attributes:
+    positions: i64[devices], the index of each device along the axis; `positions[i]` is
+      that of the device which HLO calls i.
+    computations: the instructions of each computation, a line each, by its name.
+    entry: the name of the computation that the program runs.
+    frames: the tables that tell the source of an instruction.
+  """
 
   def __init__(self, text: str, positions: np.ndarray):
     self.positions = positions
@@ -173,12 +188,13 @@ class _Text:
   def operations(self, computation: str) -> list[Operation]:
     """The operations that cross the axis, in one run of a computation."""
     crossing = list[Operation]()
-    # The pattern takes the first half of an asynchronous pair, and no second one.
+    # The pattern matches the -start of an asynchronous pair, and not its -done.
     for line in self.computations[computation]:
       if (match := _OPERATION.match(line.removeprefix("ROOT "))) and (
         operation := self._operation(match, line)
       ):
         crossing.append(operation)
+      # Operations of one run of each computation that this instruction runs.
       inside = {
         name: self.operations(name)
         for name in called_by(line)
@@ -198,11 +214,14 @@ class _Text:
     return crossing
 
   def _operation(self, match: re.Match, line: str) -> Operation | None:
+    """The operation of an instruction, as `_OPERATION` matches it; None if it does not cross the axis."""
+    # (dtype, entries) of each array in the shape of the result
     shapes = [
       (kind, math.prod(int(size) for size in sizes.split(",") if size))
-      for kind, sizes in _SHAPE.findall(match["shape"])
+      for kind, sizes in _ARRAY.findall(match["shape"])
     ]
-    # operands, results, and maybe contexts
+    # The result of a -start is a tuple of its operands, then its results; of a permute
+    # with contexts behind. Results alone count; an all-reduce-start has nothing else.
     if match["start"] and match["kind"] != "all-reduce" and len(shapes) > 1:
       shapes = (
         shapes[1:2]
@@ -210,6 +229,7 @@ class _Text:
         else shapes[len(shapes) // 2 :]
       )
     entries = sum(size for _, size in shapes)
+    # bytes sent across the axis / bytes of the results
     share = self._share(match["kind"], line, entries)
     if not share:
       return None
@@ -233,7 +253,9 @@ class _Text:
         self.positions[int(source)] != self.positions[int(target)]
         for source, target in pairs
       ]
+      # Where any pair crosses, a device sends its operand, as large as its result.
       return float(any(crosses))
+    # Each group of devices, by their numbers, communicates by itself.
     groups = _groups(line, len(self.positions))
     if bad := [
       device for group in groups for device in group if device >= len(self.positions)
@@ -247,21 +269,33 @@ class _Text:
     if indices == 1:
       return 0.0
     beside = len(widest) / indices  # devices of each index, which share the bytes
-    # Its result is 1 / (indices · beside) of what is added up: `beside` cancels.
+    # The result of a device is 1 / (indices · beside) of what is added up, of which it
+    # sends (indices − 1) / indices / beside: `beside` cancels.
     if kind == "reduce-scatter":
       return indices - 1
     # Too few entries to be scattered: they are sent as they are.
     if kind == "all-reduce" and entries < indices:
       return 1 / beside
+    # Of as many padded pieces as indices, all of one size, a device sends all but one;
+    # in an all-reduce twice, in its reduce-scatter and in its all-gather.
     share = math.ceil(entries / indices) * (indices - 1) / entries
     return (2 if kind == "all-reduce" else 1) * share / beside
 
 
 class _Frames:
-  """The tables of files and lines at the head of a program, or what is written beside each instruction."""
+  """The tables of files and lines at the head of a program, or what is written beside each instruction.
+
+  Attributes:
+    files: names of files, by their numbers as text.
+    lines: "{file_name_id=2 … line=7}" of each location in a file, by its number.
+    frames: "{file_location_id=2 parent_frame_id=1}" of each stack frame, by its number;
+      the parent is its caller.
+
+  All are empty in programs without tables.
+  """
 
   def __init__(self, text: str):
-    # A table stands between its name and an empty line.
+    # A table, of rows "number content", stands between its name and an empty line.
     head = text.partition("ENTRY")[0]
     table = lambda name, row: dict(
       re.findall(
@@ -274,18 +308,21 @@ class _Frames:
 
   def source_of(self, line: str) -> str:
     """File and line of the innermost caller outside of JAX and jaxsparse, else of the outermost that is known."""
+    # File and line that stand beside the instruction itself, in place of a frame.
     if plain := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
       return f"{plain[1]}:{plain[2]}"
     # Frames run from the innermost caller to the outermost.
     places = list(self._places(_field(line, "stack_frame_id")))
+    # Installed packages are in "site-packages".
     users = [
       place
       for place in places
-      if "site-packages" not in place and not place.startswith(_OWN)
+      if "site-packages" not in place and not place.startswith(_PACKAGE)
     ]
     return next(iter([*users, *reversed(places)]), "added by the compiler")
 
   def _places(self, frame: str) -> Iterator[str]:
+    """file:line of a frame and of its callers, outwards; of none where `frame` is "", no frame."""
     while frame in self.frames:
       place = self.lines.get(_field(self.frames[frame], "file_location_id"), "")
       yield f"{self.files.get(_field(place, 'file_name_id'), '?')}:{_field(place, 'line')}"
@@ -317,11 +354,13 @@ def _repeated(line: str, inside: dict[str, list[Operation]]) -> list[Operation]:
 
 
 def _field(text: str, name: str) -> str:
+  """The digits after "name=" in a text; "" where there are none."""
   match = re.search(rf"\b{name}=(\d+)", text)
   return match[1] if match else ""
 
 
 def _itemsize(kind: str) -> float:
+  """Bytes of an entry of a dtype of HLO; 0 for a name without bits, as of a token."""
   # The bits are the first number in a name, as in f8e4m3.
   bits = re.search(r"\d+", kind)
   return _BYTES.get(kind) or (int(bits[0]) / 8 if bits else 0)
@@ -350,6 +389,7 @@ def trip_count(line: str) -> int | None:
 
 def called_by(line: str) -> list[str]:
   """The names of the computations that an instruction runs."""
+  # after each attribute that holds one, or several within braces
   named = re.findall(
     r"(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.-]+)", line
   )
@@ -357,7 +397,7 @@ def called_by(line: str) -> list[str]:
 
 
 def _groups(line: str, devices: int) -> list[list[int]]:
-  """`replica_groups` in any notation of HLO; all devices where there are none.
+  """`replica_groups`, numbers of devices, in any notation of HLO; one group of all devices where there are none.
 
   {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'b'}
   """
@@ -366,15 +406,19 @@ def _groups(line: str, devices: int) -> list[list[int]]:
     return [list(range(devices))]
   if listed := re.match(r"\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", text):
     return [_whole(group) for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+  # [shape of the groups]<=[shape of 0, 1, …]T(axes of a transposition)
   if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
     ids = _iota(iota[2], iota[3])
     return ids.reshape(_whole(iota[1])).tolist()
+  # Axes of a mesh with their sizes, maybe the numbers of its devices (as above), and
+  # the axes along which the devices of a group lie.
   if named := re.match(
     r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{((?:'\w+',?)*)\}",
     text,
   ):
     names, digits = zip(*re.findall(r"'(\w+)'=(\d+)", named[1]), strict=True)
     sizes = list(map(int, digits))
+    # for each axis, whether the devices of a group lie along it
     inside = [name in re.findall(r"\w+", named[4]) for name in names]
     shape = named[2] or ",".join(digits)
     ids = _iota(shape, named[3]).reshape(sizes)
@@ -388,10 +432,11 @@ def _groups(line: str, devices: int) -> list[list[int]]:
 
 
 def _whole(text: str) -> list[int]:
+  """The whole numbers of a text, which commas separate."""
   return [int(digits) for digits in text.split(",")]
 
 
 def _iota(shape: str, order: str | None) -> Any:
-  """The numbers 0, 1, … in an array of this shape, transposed."""
+  """The numbers 0, 1, … in an array of the shape "2,2", transposed by the order of axes "1,0"; None for no order."""
   ids = np.arange(math.prod(_whole(shape))).reshape(_whole(shape))
   return ids.transpose(_whole(order)) if order else ids

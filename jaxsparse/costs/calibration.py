@@ -41,13 +41,12 @@ from jaxsparse.transform.metrics import metrics
 from jaxsparse.types import Comm, Link, check_whole
 
 _LONG = 0.3  # seconds of a message that is long enough to measure β
-# words; the longest message of a measurement of β has at least so many
-_SHORTEST = 2**18
-_CHAIN = (
-  8  # messages of a chain, which makes the overhead of the clock and of the call small
-)
+# Messages grow until one takes `_LONG` seconds, to max(n, this) words.
+_MIN_LIMIT = 2**18
+# messages of a chain, which makes the overhead of the clock and of the call small
+_CHAIN_LENGTH = 8
 # what the documents recommend; `fit` may have no time for others
-_FIRST = (
+_RECOMMENDED = (
   "dense",
   "onebit",
   "spardl",
@@ -60,8 +59,8 @@ _VARIANTS = (
   "spardl:selector=chunked:wire=int4",
 )
 _MACHINES = ("h100",)  # whose measurements are beside this module
-_SHAPE = 2**16  # entries of the gradients that `fill` is measured with
-_FEW = 64  # rows and columns of the gradients that `overhead` is measured with
+_FILL_ENTRIES = 2**16  # entries of the gradients that `fill` is measured with
+_SMALL_SIDE = 64  # rows and columns of the gradients that `overhead` is measured with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +206,7 @@ class Profile:
 
   def over(self, link: Link) -> Self:
     """The profile with α, β and γ of another link, for the platform's all-reduce, too."""
+    # The fields of a link, `alpha`, `beta` and `gamma`, are fields of a profile.
     return dataclasses.replace(
       self, **link._asdict(), reduce_alpha=link.alpha, reduce_beta=link.beta
     )
@@ -265,6 +265,7 @@ def fit(
     >>> profile.alpha > 0 and profile.beta > 0 and profile.algorithms["topka:density=0.01"].arithmetic > 0
     True
   """
+  # `flat`: programs run on each device of a worker, and all of them send at once.
   engine = engine_of(mesh, axis).flat
   if engine.workers < 2:
     raise ValueError("fit: one worker sends nothing, give at least two workers")
@@ -282,9 +283,9 @@ def fit(
   collectives = {label: make_sized(label, n, engine.workers)[0] for label in labels}
   n = count_entries(n)
   meter = _Meter(engine, axis, n, repetitions)
-  links = meter.measure_links()
-  reduce = meter.measure_all_reduce()
-  inside = (0.0, 0.0)
+  links = meter.measure_links()  # (α, β, γ)
+  reduce = meter.measure_all_reduce()  # (α, β)
+  inside = (0.0, 0.0)  # (α, β) between the devices of a worker
   devices = math.prod(engine.axes[name] for name in engine.others)
   if devices > 1:
     inside = _Meter(
@@ -293,6 +294,7 @@ def fit(
   # The slowest process decides, so that all stop at the same algorithm.
   left = lambda: seconds - meter.find_slowest(time.monotonic() - start)
   measured = _measure_algorithms(meter, collectives, reduce[1], left, progress)
+  # in the order of the fields of a profile
   return Profile(engine.workers, *links, *reduce, n, measured, devices, *inside)
 
 
@@ -303,12 +305,22 @@ def _measure_algorithms(
   seconds_left: Callable[[], float],
   progress: Callable[[str], object] | None,
 ) -> dict[str, Algorithm]:
-  """The arithmetic of each collective, by its label, of as many as there is time for, but at least one."""
-  # Made once, for all algorithms.
+  """The measurements of each collective, by its label, of as many as there is time for, but at least one.
+
+  Args:
+    meter: the workers and n.
+    collectives: by label, in the order in which they are measured.
+    reduce_beta: seconds per byte of the platform's all-reduce in float32.
+    seconds_left: how much is left of the time of `fit`, the same on all processes;
+      every process must call it, since they exchange their clocks.
+    progress: called with a line of text for each collective; None calls nothing.
+  """
+  # The gradients of all workers, f32[n] each, made once for all collectives.
   grads = timing.gradients(meter.engine, meter.n)(0)
   measured = dict[str, Algorithm]()
   left = seconds_left()
   for label, collective in collectives.items():
+    # labels that are still to be measured, this one included
     missing = [label for label in collectives if label not in measured]
     if measured and left <= 0:
       warnings.warn(
@@ -329,7 +341,7 @@ def _measure_algorithms(
 
 
 def _check_numbers(measured: Any) -> None:
-  """Raises ValueError for a number of a profile that is negative, infinite or NaN."""
+  """Raises ValueError for a number of a `Profile` or `Algorithm` that is negative, infinite or NaN."""
   for field in dataclasses.fields(measured):
     value = getattr(measured, field.name)
     if field.name != "algorithms" and not 0 <= value < math.inf:
@@ -361,7 +373,7 @@ def candidates(
   """
   # Totals that differ between workers are no average.
   fits = lambda name: make_plain(name).traits.replicates and not lacks_shapes(name, n)
-  recommended = [*filter(fits, _FIRST), *_VARIANTS]
+  recommended = [*filter(fits, _RECOMMENDED), *_VARIANTS]
   averaging = [
     name for name in collective_names() if fits(name) and name not in recommended
   ]
@@ -374,6 +386,7 @@ def candidates(
 
 
 def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[str]:
+  """The labels, each once for every density where its collective takes one and the label has no density or k."""
   if isinstance(labels, str):
     raise ValueError(f"fit: algorithms={labels!r}, give a list, as [{labels!r}]")
   result = []
@@ -389,7 +402,8 @@ def _add_densities(labels: Sequence[str], densities: Sequence[float]) -> list[st
 
 
 def _label_of(algorithm: Any) -> str:
-  """The label of an algorithm, of which `advise` makes it again."""
+  """The label from which `advise` makes an algorithm again: a label itself, or that of a collective of the library."""
+  # A string has no `name`. An instance is accepted if its label makes an equal one.
   is_known = getattr(algorithm, "name", None) in collective_names()
   if is_known and make_collective(algorithm.label) == algorithm:
     return algorithm.label
@@ -402,7 +416,15 @@ def _label_of(algorithm: Any) -> str:
 
 
 class _Meter:
-  """Times programs that all workers run at once, with gradients of n entries and messages of up to n words."""
+  """Times programs that all workers run at once, with gradients of n entries and messages of up to n words.
+
+  Attributes:
+    engine: runs a program on each device of each worker.
+    n: entries of the gradients whose arithmetic is timed.
+
+  Private: `_axis`, along which workers send; `_repetitions` of each measurement; and
+  `_watch`, which times a call from a common start to the end of the slowest worker.
+  """
 
   def __init__(self, engine: Engine, axis: AxisName, n: int, repetitions: int):
     self.engine = engine
@@ -412,16 +434,18 @@ class _Meter:
     self._watch = timing.Stopwatch(engine)
 
   def find_slowest(self, seconds: float) -> float:
-    """The most of the `seconds` of all processes, so that they decide alike."""
+    """The most of the `seconds` of all processes, so that they decide alike; a message, so every process must call."""
     return float(self._watch.gather(seconds).max())
 
   def measure_links(self) -> tuple[float, float, float]:
     """(α, β, γ) of messages from each worker to its successor."""
     # All workers send at once, as in a round of an update.
     send = lambda comm, x: comm.shift(x, 1)
+    # 4 words are so few that the latency α is all that their message takes.
     alpha, words, seconds, beyond = self._measure_line(send, 4)
-    # Two messages that overlap, for γ.
+    # Two messages that overlap, for γ; they differ, else XLA may send one for both.
     both = lambda comm, x: jnp.concatenate([send(comm, x), send(comm, x + 1)])
+    # A word has 4 bytes. γ: seconds of two long messages at once / those of one alone.
     return alpha, beyond / (4 * words), self._measure_seconds(both, words) / seconds
 
   def measure_all_reduce(
@@ -429,10 +453,13 @@ class _Meter:
   ) -> tuple[float, float]:
     """(α, β) of the platform's all-reduce, per message and per byte of `all_reduce_cost`."""
     workers = self.engine.workers
+    # 2P entries are few, but enough to be scattered over P workers, as the formula of
+    # the long message assumes.
     latency, entries, _, beyond = self._measure_line(
       lambda comm, x: comm.all_reduce(x.astype(dtype)), 2 * workers
     )
     cost = all_reduce_cost(entries, workers, jnp.dtype(dtype).itemsize)
+    # One all-reduce is 2⌈log₂P⌉ messages in a row; `beyond`: the seconds of its bytes.
     return latency / cost.messages, beyond / cost.bytes
 
   def measure_algorithm(
@@ -443,7 +470,15 @@ class _Meter:
     reduce_beta: float,
     budget: float,
   ) -> Algorithm:
-    """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does."""
+    """The measurements of an algorithm, which take more than `budget` seconds only if one repetition does.
+
+    Args:
+      label: the name and options of the algorithm.
+      collective: the same, for gradients of n entries.
+      grads: the gradients of all workers, f32[n] each.
+      reduce_beta: seconds per byte of the platform's all-reduce in float32.
+      budget: seconds for repetitions.
+    """
     # The trace tells whether words go by XLA's all-reduce, which has its own α and β.
     jaxpr = schedule(collective, self.n, self.engine.workers)
     reduces = uses_all_reduce(jaxpr, self.engine.workers)
@@ -454,10 +489,11 @@ class _Meter:
       else 1.0
     )
     seconds = self._measure_alone(collective, grads, budget)
+    # With n as small as the few entries below, arithmetic and overhead look the same.
     overhead = 0.0
-    if self.n > _FEW**2:
+    if self.n > _SMALL_SIDE**2:
       # An update of few entries takes the time of its calls and kernels.
-      few = timing.gradients(self.engine, _FEW**2)(0)
+      few = timing.gradients(self.engine, _SMALL_SIDE**2)(0)
       overhead = self._measure_alone(self._resized(label), few, budget)
     # Clocks are inexact, and arithmetic is not below 0.
     overhead = min(overhead, seconds)
@@ -468,7 +504,7 @@ class _Meter:
   def _measure_alone(
     self, collective: Collective, grads: jax.Array, budget: float
   ) -> float:
-    """Seconds of an update without its messages; both measurements share the budget."""
+    """Seconds of an update without its messages, within half of `budget`: one of n and one of few entries share it."""
     times, _ = timing.alone(
       self.engine, self._watch, collective, grads, self._repetitions, budget / 2
     )
@@ -476,47 +512,61 @@ class _Meter:
     return min(times)
 
   def _resized(self, label: str) -> Collective:
-    """The collective for the gradients that `overhead` is measured with."""
+    """The collective of a label for the gradients that `overhead` is measured with."""
     name, options = collective_of(label)
+    # k is a number of entries, of which these gradients have few.
     if "k" in options:
-      options = options | {"k": min(options["k"], _FEW**2)}
-    matrix = jax.ShapeDtypeStruct((_FEW, _FEW), jnp.float32)
+      options = options | {"k": min(options["k"], _SMALL_SIDE**2)}
+    matrix = jax.ShapeDtypeStruct((_SMALL_SIDE, _SMALL_SIDE), jnp.float32)
     return make_sized(name, matrix, self.engine.workers, **options)[0]
 
   def _measure_fill(self, collective: Collective) -> float:
     """Words of an update / predicted words, for normally distributed gradients; 1 where message sizes are constant."""
-    # or they vary by leaves alone, and the larger ones count
+    # Where words depend on the shapes of leaves, the formula counts: of sizes that
+    # alternate from step to step it has the larger.
     if not collective.traits.sizes_vary or collective.traits.needs_shapes:
       return 1.0
-    update = timing.Update(self.engine, collective, self.engine.comm, _SHAPE)
-    make = timing.gradients(self.engine, _SHAPE)
-    # the first step may differ: it computes new thresholds and regions
+    update = timing.Update(self.engine, collective, self.engine.comm, _FILL_ENTRIES)
+    make = timing.gradients(self.engine, _FILL_ENTRIES)
+    # The second step counts: the first computes thresholds and regions, and may differ.
     for _ in range(2):
       _, update.state = update.program(make(0), update.state)
     words = float(metrics(update.state).words_sent)
-    return words / max(1, collective.cost(_SHAPE, self.engine.workers).words)
+    return words / max(1, collective.cost(_FILL_ENTRIES, self.engine.workers).words)
 
   def _measure_line(
     self, send: Callable[[Comm, jax.Array], jax.Array], short: int
   ) -> tuple[float, int, float, float]:
-    """Seconds of a message of `short` words; words and seconds of a long one; the seconds of its words."""
+    """Times messages of few and of many words, of which latency and bandwidth follow.
+
+    Args:
+      send: the message of one worker: (comm, f32[words]) -> an array of as many.
+      short: words of the short message.
+
+    Returns:
+      (latency, words, seconds, beyond): seconds of the short message; words and seconds
+      of a long one; and its seconds without the latency, above 0.
+    """
 
     def chain(comm: Comm, x: jax.Array) -> jax.Array:
-      # XLA would turn a sum of equal values into a multiplication.
+      # Workers have different values: a sum of equal ones XLA would turn into a
+      # multiplication, without a message.
       own_values = x + comm.rank.astype(x.dtype)
       total = own_values
-      for _ in range(_CHAIN):
+      # Each message needs the one before it; halved, the values stay finite.
+      for _ in range(_CHAIN_LENGTH):
         total = send(comm, own_values + total / 2).astype(x.dtype)
       return total
 
-    latency = self._measure_seconds(chain, short) / _CHAIN
+    latency = self._measure_seconds(chain, short) / _CHAIN_LENGTH
     words = 2**14
-    most = max(self.n, _SHORTEST)
-    while (seconds := self._measure_seconds(send, words)) < _LONG and words < most:
+    limit = max(self.n, _MIN_LIMIT)
+    # A message that takes `_LONG` seconds is long enough to measure β.
+    while (seconds := self._measure_seconds(send, words)) < _LONG and words < limit:
       # On a slow network the next size is the one that should take `_LONG`: four times
       # as many could take minutes.
-      words = min(most, words * 4, max(2 * words, round(words * _LONG / seconds)))
-    # clocks are inexact
+      words = min(limit, words * 4, max(2 * words, round(words * _LONG / seconds)))
+    # Clocks are inexact: the seconds of the words stay above 0.
     return (
       latency,
       words,
@@ -527,14 +577,15 @@ class _Meter:
   def _measure_seconds(
     self, function: Callable[[Comm, jax.Array], Any], words: int
   ) -> float:
-    """Median seconds of `function(comm, f32[words])`, of few runs where each takes long."""
+    """Median seconds of `function(comm, f32[words])` at all workers, of few runs where each takes long."""
     split = PartitionSpec(self._axis)
+    # A worker has one row, [1, words], of the array of all workers.
     program = self.engine.jit(
       lambda x: function(self.engine.comm, x[0])[None], (split,), split
     )
     row = self.engine.spread(np.arange(words, dtype=np.float32))
     time_once = lambda: self._watch.time(program, row)[0]
-    # The first one compiles.
+    # The first call compiles: it counts only if the median of the others is longer.
     first = time_once()
     times = timing.repeat(time_once, self._repetitions, budget=4 * _LONG)
     return min(first, statistics.median(times))

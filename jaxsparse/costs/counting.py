@@ -69,6 +69,7 @@ def count(
     >>> js.costs.count("spardl", n=2**27, workers=8, devices=8, density=0.001)
     Cost(messages=6, words=58744, agreements=0)
   """
+  # `entries` are those of one device, after the devices of a worker have divided n.
   collective, entries = make_sized(name, n, workers, devices, **config)
   return count_jaxpr(schedule(collective, entries, workers), workers)
 
@@ -130,6 +131,7 @@ def count_update(
   def counted(**extra: Any) -> Cost:
     def worker(params: optax.Params) -> optax.Updates:
       update = optax.with_extra_args_support(tx).update
+      # Parameters stand for the gradients; some optax transforms need a loss, `value`.
       # The state is made inside, where the axis exists.
       return update(params, tx.init(params), params, value=jnp.float32(0), **extra)[0]
 
@@ -137,8 +139,8 @@ def count_update(
       jax.make_jaxpr(worker, axis_env=[(axis, workers)])(params).jaxpr, workers
     )
 
-  # All fragments are exchanged by a synchronization, which exchanges nothing in local
-  # steps with `every=1`.
+  # With fragments a step exchanges one of them, and a synchronization all. With
+  # `every=1` a step exchanges, and a synchronization nothing: the larger cost counts.
   return max(counted(), counted(synchronize=True), key=lambda cost: cost.words)
 
 
@@ -166,10 +168,11 @@ def count_inside(params: Entries, *, devices: int) -> Cost:
     Cost(messages=3, words=875, agreements=6)
   """
   check_whole("count_inside", 1, devices=devices)
-  received = 0  # entries beyond a device's own part
+  received = 0  # entries, of a word each, beyond a device's own part
   # A number of entries tells no shardings: nothing counts as gathered.
   for leaf in [] if isinstance(params, numbers.Integral) else jax.tree.leaves(params):
     sharding = getattr(leaf, "sharding", None)
+    # A leaf without a sharding is replicated: each device holds all of it.
     held = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
     # What a device holds beyond its own part came from the others.
     own = -(-math.prod(leaf.shape) // devices)
@@ -232,7 +235,7 @@ def uses_all_reduce(jaxpr: core.Jaxpr, workers: int) -> bool:
     >>> uses_all_reduce(schedule(js.make_collective("dense"), n=64, workers=4), workers=4)
     True
   """
-  # The verbs of a comm send by these two primitives.
+  # All verbs of a comm but the all-reduce send by these two primitives.
   return (
     not re.search("ppermute|all_to_all", str(jaxpr))
     and count_jaxpr(jaxpr, workers).messages > 0
@@ -240,11 +243,13 @@ def uses_all_reduce(jaxpr: core.Jaxpr, workers: int) -> bool:
 
 
 def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
+  """Cost of one equation with the jaxprs inside it (`branch` as for `count_jaxpr`); zeros where it sends nothing."""
   primitive = equation.primitive.name
   params = equation.params
-  # Bodies of loops and branches are counted before what runs them.
+  # Costs of bodies of loops, of branches and of functions, each of one run.
   inner = [count_jaxpr(jaxpr, workers, branch) for jaxpr in inner_jaxprs(params)]
   operands: list[Any] = [var.aval for var in equation.invars]
+  # 4-byte words, of entries of the first operand's dtype
   words = lambda entries: math.ceil(entries * operands[0].dtype.itemsize / 4)
   if primitive == "ppermute":
     return Cost(1, words(operands[0].size))
@@ -253,12 +258,13 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
     size = operands[0].shape[params["split_axis"]]
     return Cost(size - 1, (size - 1) * words(operands[0].size // size))
   if primitive in _ALL_REDUCES:
-    # In a view of teams the sum is over a part of the workers.
+    # After `comm.split` the sum is over a team, one of equal groups of the workers.
     groups = params.get("axis_index_groups")
     size = len(groups[0]) if groups else workers
     return _sum(_all_reduced(aval, size) for aval in operands)
   if primitive == "cond" and branch != "every":
-    # Costs are compared by words first: these are the bulk of the time.
+    # Costs are compared by words first: these are the bulk of the time. The sign turns
+    # the minimum into a maximum, but not for agreements, of which the fewest count.
     sign = 1 if branch == "least" else -1
     key = lambda cost: (sign * cost.words, sign * cost.messages, cost.agreements)
     return min(inner, key=key)
@@ -268,7 +274,7 @@ def _cost_of(equation: core.JaxprEqn, workers: int, branch: Branch) -> Cost:
     raise NotImplementedError(
       "a collective inside a loop of unknown length has no static cost"
     )
-  # An unknown primitive must not count as free.
+  # A primitive with an axis communicates: an unknown one must not count as free.
   if "axis_name" in params and primitive != "axis_index" and not inner:
     raise NotImplementedError(
       f"the cost of {primitive} is not known: write it over the verbs of a comm"
@@ -285,6 +291,7 @@ def _all_reduced(aval: Any, workers: int) -> Cost:
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
+  """The sum of each field; zeros for no costs."""
   return Cost(*map(sum, zip(Cost(0, 0), *costs, strict=True)))
 
 
@@ -313,6 +320,18 @@ def make_sized(
 ) -> tuple[Collective, int]:
   """The collective for what each of S devices has of n entries or parameters, and its number of entries.
 
+  Args:
+    name: a name, label or collective, as for `count`.
+    n: number of entries of a worker's gradient, or the parameters.
+    workers: P, only checked: each worker has a whole gradient, which its own devices
+      divide among themselves.
+    devices: number of devices S of a worker.
+    **config: the options of the collective.
+
+  Returns:
+    (collective, entries): for one device, with k and the shapes of leaves divided by S;
+    entries are those of a device, rounded up.
+
   Raises:
     ValueError: for sizes below 1, or a number n where it needs shapes.
 
@@ -323,8 +342,8 @@ def make_sized(
   """
   check_whole("js.costs", 1, n=count_entries(n), workers=workers, devices=devices)
   collective = make_collective(name, **config).for_devices(devices)
+  # n is a pytree of parameters: every device has an equal share of each leaf, padded.
   if not isinstance(n, numbers.Integral):
-    # Every device has an equal share of each leaf, padded to one size.
     shapes = tuple(share_of(leaf.shape, devices) for leaf in jax.tree.leaves(n))
     return collective.for_leaves(shapes), sum(map(math.prod, shapes))
   if collective.traits.needs_shapes:

@@ -36,7 +36,7 @@ class RankCount(NamedTuple):
 
 
 def read_launched() -> list[RankCount] | None:
-  """What this library's launcher states; with `--engine=mpi` its ranks are those of mpirun."""
+  """What this library's launcher states with `--engine=processes`; None in any other process."""
   return read(guard.RANK, guard.RANKS) if guard.COORDINATOR in os.environ else None
 
 
@@ -47,6 +47,7 @@ def read_mpi() -> list[RankCount] | None:
   such as a shell, comes after an srun of several. Variables of PMI and PMIx that agree
   with those of a step are Slurm's own.
   """
+  # by this library's launcher, which starts mpirun with `--engine=mpi`
   launched = read(guard.RANK, guard.RANKS)
   slurm = _read_step()
   mpi = [
@@ -70,12 +71,12 @@ def read_mpi() -> list[RankCount] | None:
 
 
 def read_slurm() -> list[RankCount] | None:
-  """What srun states of several tasks."""
+  """What srun states of several tasks; None where it states one, or has not started this process."""
   return [count for count in _read_step() if count.ranks > 1] or None
 
 
 def _read_step() -> list[RankCount]:
-  """What srun states: a batch script has some of its variables, but no step.
+  """What srun states; [] where it has not started this process. A batch script has variables of it, but no step.
 
   SLURM_NTASKS counts only without SLURM_STEP_NUM_TASKS: in the shell of salloc, a step
   of one task, it is that of the job.
@@ -87,7 +88,13 @@ def _read_step() -> list[RankCount]:
 
 
 def check_mpi(who: str, counts: Sequence[RankCount], mpi: Any) -> None:
-  """Raises RuntimeError unless `mpi4py.MPI` counts the stated ranks; it counts one where another MPI started them."""
+  """Raises RuntimeError unless `mpi4py.MPI` counts the stated ranks; it counts one where another MPI started them.
+
+  Args:
+    who: the call that checks, which begins the message.
+    counts: the numbers of ranks that variables state.
+    mpi: the module `mpi4py.MPI`.
+  """
   library = name_mpi(mpi)
   advice = (
     f"mpi4py was built for {library}, probably another MPI than the launcher's: this rank would train without the "
@@ -106,7 +113,15 @@ def name_mpi(mpi: Any) -> str:
 def check(
   who: str, counts: Sequence[RankCount], ranks: int, counted: str, advice: str
 ) -> None:
-  """Raises RuntimeError with the variable, both numbers and the advice unless all that is stated allows `ranks`."""
+  """Raises RuntimeError with the variable, both numbers and the advice unless all that is stated allows `ranks`.
+
+  Args:
+    who: the call that checks, which begins the message.
+    counts: the numbers of ranks that variables state.
+    ranks: the number that is compared with them.
+    counted: who counts `ranks`, and a verb.
+    advice: ends the message.
+  """
   for count in counts:
     if not count.allows(ranks):
       # With one variable alone there is none to unset.
@@ -119,7 +134,15 @@ def check(
 
 
 def read(rank: str, size: str) -> list[RankCount]:
-  """What two variables state, the number of this rank and the number of ranks; nothing if neither is set."""
+  """What two variables state, the number of this rank and the number of ranks: one `RankCount`, [] if neither is set.
+
+  Args:
+    rank: name of the variable for the number of this rank, from 0; "" for none.
+    size: name of the variable for the number of ranks, which is preferred; "" for none.
+
+  Raises:
+    ValueError: for a value that is no number.
+  """
   for name, exact in ((size, True), (rank, False)):
     if value := os.environ.get(name):  # an empty one is not set
       if not value.isdecimal():

@@ -32,6 +32,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+# Variables of the environment that the launcher gives its ranks: the folder of records,
+# whether lines of output get a prefix, the address of JAX's coordinator, the number of
+# this rank, the number of ranks, of devices of each rank, and of restarts of the run.
 RECORDS = "JAXSPARSE_RECORDS"
 PREFIX = "JAXSPARSE_PREFIX"
 COORDINATOR = "JAXSPARSE_COORDINATOR"
@@ -49,7 +52,7 @@ MPI = {
 HAS_PROC = sys.platform == "linux" and os.path.exists("/proc/self/stat")
 KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 
-_KILL_MPIRUN_AFTER = 6.0
+_KILL_MPIRUN_AFTER = 6.0  # the same for mpirun, which ends its ranks first
 _GIVE_UP = 10.0  # seconds that a guard waits for processes to end after SIGKILL
 # seconds to read the last output of a rank that has ended, while its descendants keep
 # the pipe open
@@ -58,15 +61,19 @@ _MEMORY = "/dev/shm"
 FOLDER = "jaxsparse-"  # begins the name of a folder of records
 _LONGEST = 2000  # characters of a line in a record
 _LONGEST_OUTPUT = 1 << 16  # characters of a line that the guard reads at once
+# options of prctl(2): a signal when the parent ends; adoption of orphaned descendants
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# the signals that a guard waits for: its child has changed, or it is to end
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# pieces of the line that gloo writes, without its numbers
 _GLOO = r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of connected peer ranks is : "
 _GLOO_OUTPUT = re.compile(rf"(?:{_GLOO})(?:{_GLOO}|\d)*\n")
 
 
 def rank() -> int | None:
   """Number of this rank; None in a process that no launcher started."""
+  # the first variable that is set, of our launcher or of MPI
   ranks = filter(None, map(os.environ.get, (RANK, *MPI)))
   return next(map(int, ranks), None)
 
@@ -121,26 +128,33 @@ def die_with_parent(signal_number: int, parent: int) -> None:
 
 
 def _main() -> None:
+  """Runs the guard; its exit status is that of the command, 128 + n where signal n ended the command or the guard."""
   launcher, kind, *command = int(sys.argv[1]), *sys.argv[2:]
   is_rank = kind == "rank"
+  # Signals are blocked, and received by `sigwait` in `_wait`. SIGCHLD would never come
+  # where the parent process ignores it, which is inherited.
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
   signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
   die_with_parent(signal.SIGTERM, launcher or os.getppid())
   if sys.platform == "linux":
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+  # the output of a rank: `_relay` reads it
   source, sink = os.pipe()
   process = _start(command, sink if is_rank else None)
-  os.close(sink)
+  os.close(sink)  # or the pipe would have no end
+  # the last line of output that is not blank
   last = collections.deque([""], maxlen=1)
   relay = threading.Thread(target=_relay, args=(source, last), daemon=True)
   relay.start()
   status = _wait(process.pid, is_rank)
   relay.join(_DRAIN)
+  # None: the guard was told to end.
   if is_rank and status is not None:
     record(ended=time.monotonic(), status=status, line=last[0], stopped=math.inf)
   # mpirun itself ends its ranks, and then removes their files.
   _end_children(KILL_AFTER if is_rank else _KILL_MPIRUN_AFTER, process)
   relay.join(_DRAIN)
+  # The launcher was killed, and has not removed its folders.
   if launcher and os.getppid() != launcher and (folder := os.environ.get(RECORDS)):
     import shutil
 
@@ -164,11 +178,13 @@ def _start(command: list[str], sink: int | None) -> subprocess.Popen:
   """
   parent = os.getpid()
 
+  # runs in the child process, before the command
   def prepare() -> None:
     die_with_parent(signal.SIGKILL, parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
   try:
+    # `rank()` is 0 in rank 0, which writes to the launcher's output; None in mpirun.
     return subprocess.Popen(
       command, stdout=sink if rank() else None, stderr=sink, preexec_fn=prepare
     )
@@ -182,13 +198,16 @@ def _wait(child: int, is_rank: bool) -> int | None:
   Where the child is a rank, it records when it was stopped and continued.
   """
   while True:
+    # whether the guard is told to end
     told = signal.sigwait(_SIGNALS) != signal.SIGCHLD
+    # (0, 0): no further change; signals of several children may come as one
     while (change := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:
       pid, status = change
       if pid != child:
         continue  # an orphan that the guard has adopted
       if os.WIFEXITED(status) or os.WIFSIGNALED(status):
-        # mpirun signals the child, too
+        # mpirun signals the rank as well as its guard: a rank that a signal ended then
+        # was told to end.
         told = told or bool(signal.sigpending() & {*_SIGNALS[1:]})
         return (
           None if told and os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
@@ -205,8 +224,8 @@ def drop_gloo_lines(lines: Iterable[str]) -> Iterator[str]:
   Threads of a process write such lines at once, one a device, so pieces of several
   alternate, and a line may hold nothing but the numbers with which others end.
   """
-  unfinished = 0
-  before = ""
+  unfinished = 0  # lines of gloo whose ends are still to come, as lines of numbers
+  before = ""  # what a line had beside pieces of gloo; its end is the next line
   for line in lines:
     kept = _GLOO_OUTPUT.sub("", line)
     if kept == line and (not unfinished or line.strip("0123456789\n")):
@@ -222,13 +241,15 @@ def drop_gloo_lines(lines: Iterable[str]) -> Iterator[str]:
 def _relay(source: int, last: collections.deque[str]) -> None:
   """Copies the output of a rank to standard error, line by line, with a prefix and without gloo's lines.
 
+  Runs in a thread until the pipe is closed.
+
   Args:
     source: descriptor of the output.
     last: receives the last line that is not blank.
   """
   prefix = f"[rank {rank()}] " if os.environ.get(PREFIX) else ""
-  # A pipe takes a line of more than 4,096 bytes in pieces: the guards of a run write
-  # one after the other.
+  # A pipe takes a line of more than 4,096 bytes in pieces: the guards of a run lock
+  # this file to write one after the other.
   folder = os.environ.get(RECORDS, "")
   turn_file = os.path.join(folder, "turn") if os.path.isdir(folder) else os.devnull
   turn = open(turn_file, "w")  # noqa: SIM115
@@ -241,7 +262,7 @@ def _relay(source: int, last: collections.deque[str]) -> None:
       end = "" if line.endswith(("\n", "\r")) else "\n"
       text = (prefix + line + end).encode()
       fcntl.flock(turn, fcntl.LOCK_EX)
-      # standard error is closed; the pipe must be read all the same
+      # OSError: standard error is closed. The pipe is read on, or the rank would block.
       with contextlib.suppress(OSError):
         while text:
           text = text[os.write(2, text) :]
@@ -256,6 +277,7 @@ def _end_children(kill_after: float, process: subprocess.Popen) -> None:
     waited := time.monotonic() - start
   ) < _GIVE_UP:
     late = waited > kill_after
+    # SIGTERM once to each, SIGKILL again and again
     for pid in children if late else children - asked:
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
@@ -273,7 +295,9 @@ def _children(process: subprocess.Popen) -> set[int]:
       contextlib.suppress(OSError),
       open(f"/proc/{entry}/stat", errors="replace") as file,
     ):
+      # the fields after the name, which is in parentheses and may contain some
       state, parent = file.read().rpartition(")")[2].split()[:2]
+      # Z and X: the process has ended
       if state not in "ZX" and int(parent) == os.getpid():
         children.add(int(entry))
   return children

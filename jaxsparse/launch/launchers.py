@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 from jaxsparse.launch import environment, guard
 from jaxsparse.launch.environment import JOIN, RankCount, read
 
+# the variables that torchrun sets, and other launchers like it
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# the variables that JAX needs to find a run of Slurm
 _SLURM = (
   "SLURM_JOB_ID",
   "SLURM_STEP_NODELIST",
@@ -25,8 +27,9 @@ _SLURM = (
   "SLURM_PROCID",
   "SLURM_LOCALID",
 )
-_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")  # JAX prefers the first
-# From these JAX knows where rank 0 is.
+# comma-separated hosts of a TPU slice; JAX prefers the first
+_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+# variables of Open MPI before 5, and of JAX, from which JAX knows where rank 0 is
 _URI = "OMPI_MCA_orte_hnp_uri"
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
 
@@ -38,9 +41,10 @@ class Launcher(NamedTuple):
     name: for people.
     read: the numbers of ranks that it states, perhaps none; None in a process that it
       has not started.
-    options: arguments of `jax.distributed.initialize`; raises RuntimeError where they
-      would name another run.
-    rank: its variable for the number of this rank.
+    options: from what `read` has returned to arguments of `jax.distributed.initialize`;
+      raises RuntimeError where they would name another run.
+    rank: its variable for the number of this rank, which must agree with RANK; "" for
+      no check.
     is_inner: whether RANK and WORLD_SIZE may be those of an outer launcher, and need
       not agree with it.
   """
@@ -54,8 +58,10 @@ class Launcher(NamedTuple):
 
 def find() -> tuple[Launcher, list[RankCount]] | None:
   """The innermost launcher that started this process, and all numbers of ranks that are stated; None without one."""
+  # innermost first
   for launcher in LAUNCHERS:
-    # An inner launcher may count other ranks than the torch variables around it.
+    # RANK and WORLD_SIZE are also counted, to be compared; but around an inner launcher
+    # they may be those of an outer run.
     if (counts := launcher.read()) is not None:
       return launcher, counts if launcher.is_inner else list(
         dict.fromkeys([*counts, *read(*_TORCH[:2])])
@@ -70,7 +76,14 @@ def read_counts() -> list[RankCount]:
 
 
 def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
-  """Raises RuntimeError where the variables of two launchers contradict each other."""
+  """Raises RuntimeError where the variables of two launchers contradict each other.
+
+  Args:
+    launcher: the launcher that `find` has found.
+    counts: all numbers of ranks that are stated. One that is not `exact` is the number
+      of this rank plus 1, and allows more ranks.
+  """
+  # All must allow the first number that is exact.
   if stated := next((count for count in counts if count.exact), None):
     environment.check(
       JOIN,
@@ -79,6 +92,7 @@ def check_agreement(launcher: Launcher, counts: Sequence[RankCount]) -> None:
       f"{stated.variable} states",
       "A process is a rank of one run only",
     )
+  # The number of this rank, by the launcher's variable and by that of torchrun's kind.
   rank = os.environ.get(launcher.rank)
   other = os.environ.get("RANK")
   if rank and other and rank != other:
@@ -90,7 +104,13 @@ def _need(
   names: Sequence[str],
   advice: str,
 ) -> list[str]:
-  """The values of variables; raises RuntimeError with those that are not set."""
+  """The values of the variables `names`; raises RuntimeError with the names of those that are not set.
+
+  Args:
+    counts: what the launcher states; the first one begins the message.
+    names: variables of the environment.
+    advice: ends the message.
+  """
   if missing := [name for name in names if not os.environ.get(name)]:
     raise RuntimeError(f"{JOIN}: {counts[0]}, without {', '.join(missing)}. {advice}")
   return [os.environ[name] for name in names]
@@ -99,15 +119,24 @@ def _need(
 def _connect(
   address: str, ranks: int | str, rank: int | str, gpu: str = ""
 ) -> dict[str, Any]:
-  """All that JAX must know; `gpu` is the variable for the number of the GPU of this rank, if each rank has one."""
-  # JAX would otherwise look for a cluster, and might find an outer one.
+  """Arguments of `jax.distributed.initialize` that state the whole run.
+
+  Args:
+    address: HOST:PORT of rank 0.
+    ranks: number of ranks.
+    rank: number of this rank.
+    gpu: the variable that has the number of this rank on its host, which is the number
+      of its one GPU; "" for a rank that uses all GPUs that it sees.
+  """
+  # "deactivate": JAX would otherwise look for a cluster, and might find an outer one.
   told: dict[str, Any] = {
     "cluster_detection_method": "deactivate",
     "coordinator_address": address,
   }
-  # JAX would listen on all interfaces
+  # By default JAX listens on all interfaces, also for a run on loopback.
   if environment.is_loopback(address.rpartition(":")[0]):
     told["coordinator_bind_address"] = address
+  # JAX_LOCAL_DEVICE_IDS: the user has chosen the GPUs.
   if gpu in os.environ and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
     told["local_device_ids"] = int(os.environ[gpu])
   return told | {"num_processes": int(ranks), "process_id": int(rank)}
@@ -119,12 +148,19 @@ def claim_port(address: str) -> socket.socket | None:
 
   Several coordinators of JAX may listen on one port (SO_REUSEPORT): ranks of two runs
   would then train together.
+
+  Args:
+    address: HOST:PORT of the coordinator, in rank 0.
+
+  Returns:
+    The claim, which the cache keeps open until this process ends; None on other systems
+    than Linux.
   """
   if sys.platform != "linux":
     return None
   claim = socket.socket(socket.AF_UNIX)
   try:
-    # an abstract name, which the kernel frees with the process
+    # "\0" begins an abstract name, which the kernel frees when the process ends.
     claim.bind(f"\0{JOIN} {address.rpartition(':')[2]}")
   except OSError as error:
     claim.close()
@@ -135,12 +171,14 @@ def claim_port(address: str) -> socket.socket | None:
 
 
 def _join_own(_: Sequence[RankCount]) -> dict[str, Any]:
+  """Arguments of `jax.distributed.initialize` in a rank of `jaxsparse.launch`."""
   return _connect(
     *(os.environ[name] for name in (guard.COORDINATOR, guard.RANKS, guard.RANK))
   )
 
 
 def _read_torch() -> list[RankCount] | None:
+  """What RANK and WORLD_SIZE state; None if they are not set, or not by a launcher."""
   counts = read(*_TORCH[:2])
   # WORLD_SIZE=1 without an address is no launcher's: the process trains alone.
   is_alone = counts == [RankCount("WORLD_SIZE", 1)]
@@ -150,10 +188,12 @@ def _read_torch() -> list[RankCount] | None:
 
 
 def _read_torchrun() -> list[RankCount] | None:
+  """What torchrun states; None where it has not started this process."""
   return _read_torch() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _join_torch(counts: Sequence[RankCount]) -> dict[str, Any]:
+  """Arguments of `jax.distributed.initialize` by the variables `_TORCH`; raises RuntimeError where they do not fit."""
   advice = (
     f"Set all of {', '.join(_TORCH)} for each rank, or unset {counts[0].variable}"
   )
@@ -162,9 +202,9 @@ def _join_torch(counts: Sequence[RankCount]) -> dict[str, Any]:
     raise RuntimeError(
       f"{JOIN}: RANK={rank}, WORLD_SIZE={ranks}, MASTER_PORT={port}: no rank of {ranks}, or no port"
     )
-  # torchrun itself listens there
+  # True (1) where torchrun itself listens on MASTER_PORT: JAX gets the next port.
   taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-  # an address of IPv6
+  # brackets around an address of IPv6
   host = f"[{host}]" if ":" in host and not host.startswith("[") else host
   # Several ranks on one host have a GPU each; a rank alone has all of them.
   shared = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) > 1
@@ -174,8 +214,9 @@ def _join_torch(counts: Sequence[RankCount]) -> dict[str, Any]:
 
 
 def _read_ray() -> list[RankCount] | None:
-  # a worker of Ray Train has imported it; elsewhere it raises RuntimeError, or has no
-  # size
+  """What Ray Train states; None in a process that is not one of its workers."""
+  # A worker of Ray Train has imported `ray.train`. Elsewhere `get_context` raises
+  # RuntimeError, or the size is None.
   try:
     size = sys.modules["ray.train"].get_context().get_world_size()
   except (KeyError, RuntimeError):
@@ -184,6 +225,7 @@ def _read_ray() -> list[RankCount] | None:
 
 
 def _join_ray(_: Sequence[RankCount]) -> dict[str, Any]:
+  """Arguments of `jax.distributed.initialize`; all workers call, and get the address that rank 0 has chosen."""
   ray = importlib.import_module("ray")
   collective = importlib.import_module("ray.train.collective")
   context = sys.modules["ray.train"].get_context()
@@ -200,13 +242,19 @@ def _join_ray(_: Sequence[RankCount]) -> dict[str, Any]:
 
 
 def _join_mpi(counts: Sequence[RankCount]) -> dict[str, Any]:
+  """Arguments of `jax.distributed.initialize`: JAX finds Open MPI before 5; else variables, or mpi4py, tell of the run.
+
+  Raises:
+    ImportError: where only mpi4py could tell, and it does not load.
+  """
   size, rank, here = (
     os.environ.get(f"OMPI_COMM_WORLD_{name}", "")
     for name in ("SIZE", "RANK", "LOCAL_SIZE")
   )
   if rank and _URI in os.environ:
     return {"cluster_detection_method": "ompi"}
-  # Open MPI 5 tells a rank no address of another host, but it names the run.
+  # Open MPI 5 tells a rank no address of another host, but it names the run: all ranks
+  # derive the port from that name. `here` is the number of ranks on this host.
   port = 61_440 + zlib.crc32(os.environ.get("PMIX_NAMESPACE", "").encode()) % 4_096
   address = os.environ.get(_ADDRESS) or (f"127.0.0.1:{port}" if size == here else None)
   if size and rank and address:
@@ -223,12 +271,14 @@ def _join_mpi(counts: Sequence[RankCount]) -> dict[str, Any]:
 
 
 def _join_slurm(counts: Sequence[RankCount]) -> dict[str, Any]:
+  """Arguments of `jax.distributed.initialize`, which finds the rest in the variables of srun."""
   _need(counts, _SLURM, "srun sets them for each task")
-  # JAX would take SLURM_NTASKS, which may be that of the job.
+  # By default JAX takes SLURM_NTASKS, which may be the tasks of the whole job.
   return {"cluster_detection_method": "slurm", "num_processes": counts[0].ranks}
 
 
 def _read_tpus() -> list[RankCount] | None:
+  """The number of hosts of a run on TPUs of GKE, hosts of a slice times slices; None for one host."""
   name = next((name for name in _HOSTS if os.environ.get(name)), "")
   hosts = len(os.environ.get(name, "").split(",")) * int(
     os.environ.get("MEGASCALE_NUM_SLICES") or 1
@@ -237,6 +287,7 @@ def _read_tpus() -> list[RankCount] | None:
 
 
 def _join_tpus(counts: Sequence[RankCount]) -> dict[str, Any]:
+  """Arguments of `jax.distributed.initialize`, which finds the hosts; raises RuntimeError where it would not."""
   _need(counts, ["TPU_WORKER_ID"], "GKE sets it in each pod with TPUs")
   _need(
     counts,
@@ -247,13 +298,15 @@ def _join_tpus(counts: Sequence[RankCount]) -> dict[str, Any]:
 
 
 def _read_metadata() -> list[RankCount] | None:
-  # JAX sets the first one on a machine with TPUs; its metadata, which JAX reads, name
-  # the other hosts.
+  """[] on a host of a Cloud TPU, whose variables state no number of ranks; None elsewhere."""
+  # JAX sets TPU_ML_PLATFORM on a machine with TPUs. Where it is the only one of these,
+  # the machine's metadata server, which JAX asks, names the other hosts.
   names = {"TPU_ML_PLATFORM", "TPU_SKIP_MDS_QUERY", *_HOSTS}
   return [] if names & os.environ.keys() == {"TPU_ML_PLATFORM"} else None
 
 
 def _read_pods() -> list[RankCount] | None:
+  """What a Job of Kubernetes states: the number of this pod, from 0; None outside of one."""
   return (
     read("JOB_COMPLETION_INDEX", "") or None
     if "KUBERNETES_SERVICE_HOST" in os.environ
@@ -262,6 +315,7 @@ def _read_pods() -> list[RankCount] | None:
 
 
 def _join_pods(counts: Sequence[RankCount]) -> dict[str, Any]:
+  """No arguments of `jax.distributed.initialize`; raises ImportError without the package with which JAX finds pods."""
   if importlib.util.find_spec("kubernetes") is None:
     raise ImportError(
       f"{JOIN}: {counts[0]}, but the package kubernetes is missing. Install jax[k8s], which asks the cluster for the "

@@ -21,11 +21,12 @@ GRACE = (
   60.0  # seconds that ranks get to end after the first rank has ended with status 0
 )
 
-_OTHERS = (
+_RECORD_DELAY = (
   0.3  # seconds to wait for the record of another rank whose connection has failed
 )
 _SHUTDOWN = 70  # seconds that JAX waits for the other ranks when this one ends
-_DAY = 86_400  # longer than that: a launcher ends the ranks, and names the cause
+# seconds instead under our launcher, which ends ranks much earlier, and names the cause
+_DAY = 86_400
 
 
 def join(*, timeout: float = START_TIMEOUT) -> str | None:
@@ -75,7 +76,7 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   _arrive()
   options = launcher.options(counts)
   if options.get("process_id") == 0:
-    launchers.claim_port(options["coordinator_address"])
+    launchers.claim_port(options["coordinator_address"])  # held until the process ends
   # What C++ writes to standard output, as gloo does, goes to standard error; the output
   # of Python stays there.
   sys.stdout.flush()
@@ -97,7 +98,7 @@ def join(*, timeout: float = START_TIMEOUT) -> str | None:
   environment.check(
     environment.JOIN, counts, jax.process_count(), "jax.process_count() is", advice
   )
-  _arrive()  # a host of a Cloud TPU is a rank only now
+  _arrive()  # a host of a Cloud TPU is a rank only now; others repeat it
   _connect()
   stated = f" ({'; '.join(map(str, counts))})" if counts else ""
   rank = f"rank {jax.process_index()} of {jax.process_count()}"
@@ -118,6 +119,7 @@ def join_mpi() -> list[environment.RankCount]:
   _arrive()
   counts = launchers.read_counts()
   ranks = counts[0].ranks if counts else 1
+  # The launcher sets this variable with `--engine=processes` only.
   if guard.COORDINATOR in os.environ and ranks > 1:
     raise RuntimeError(
       f"js.MpiComm() in rank {guard.rank()} of {ranks}, whose --engine=processes has no MPI. Start the program with "
@@ -163,7 +165,7 @@ def _replace_hooks() -> None:
   """Replaces `sys.excepthook` and `sys.exit` by functions that end this rank at once."""
   show = sys.excepthook
   leave = sys.exit
-  rank = os.getpid()
+  process_id = os.getpid()
 
   def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     said = guard.shorten(f"{kind.__name__}: {error}")
@@ -174,18 +176,19 @@ def _replace_hooks() -> None:
     _end(said)
 
   def exit_(status: Any = None, /) -> NoReturn:
-    # In another thread it ends the thread alone, and a forked process ends as usual.
+    # Another thread ends alone by `sys.exit`; a forked process ends as usual.
     if (
       status
       and threading.current_thread() is threading.main_thread()
-      and os.getpid() == rank
+      and os.getpid() == process_id
     ):
       raise _Exit(status)
     leave(status)
 
   sys.excepthook = hook
   sys.exit = exit_
-  # runs before those of JAX, which wait for the other ranks
+  # Runs before the exit handlers of JAX, which are registered earlier and wait for the
+  # other ranks.
   atexit.register(_record_exit, os.getpid())
 
 
@@ -230,7 +233,8 @@ class _Exit(SystemExit):
 
   @property
   def code(self) -> Any:  # type: ignore[override]
-    (status,) = self.args
+    (status,) = self.args  # as given to `sys.exit`
+    # called by Python code, which may catch the exception
     if sys._getframe().f_back:
       return status
     if not isinstance(status, int):
@@ -248,15 +252,22 @@ def _arrive() -> None:
 
 
 def _has_lost_another(said: str) -> bool:
-  """Whether the exception `said` of this rank follows from the failure of another one, whose record may come later."""
+  """Whether the exception of this rank follows from the end of another one; waits for the record of that.
+
+  Args:
+    said: type and message of the exception.
+  """
   folder = os.environ.get(guard.RECORDS)
   if not folder or not watch.lost_another(said):
     return False
-  time.sleep(_OTHERS)
+  time.sleep(_RECORD_DELAY)
+  # What is recorded of all ranks. Of this rank its guard has recorded no status yet, so
+  # it counts neither as over nor as a cause.
   lives = [
     watch.read_life(pathlib.Path(folder), rank)
     for rank in range(int(os.environ[guard.RANKS]))
   ]
+  # Another rank has left the run in order, or has failed for a reason of its own.
   return watch.first_over(lives) is not None or any(life.is_cause for life in lives)
 
 
@@ -268,9 +279,9 @@ def _end(said: str, status: int = 1) -> NoReturn:
   os._exit(status)
 
 
-def _record_exit(rank: int) -> None:
+def _record_exit(process_id: int) -> None:
   """Tells the launcher that this rank leaves the run, unless this process is a fork of the rank's process."""
-  if os.getpid() == rank:
+  if os.getpid() == process_id:
     guard.record(left=time.monotonic())
 
 
@@ -287,7 +298,10 @@ def _open_steps() -> io.FileIO | None:
 
 
 def _connect() -> None:
-  """Connects all ranks, all of which must call: later, gloo would time out if one compiles 30 s longer than another."""
+  """Connects all ranks, all of which must call, by a first collective, whose result does not matter.
+
+  Later, gloo would time out where one rank compiles 30 s longer than another.
+  """
   mesh = jax.make_mesh((jax.device_count(),), ("ranks",))
   total = lambda: jax.lax.psum(jax.lax.axis_index("ranks"), "ranks")
   jax.block_until_ready(

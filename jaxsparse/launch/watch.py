@@ -90,16 +90,24 @@ class Life(NamedTuple):
 
 
 def read_life(folder: pathlib.Path, rank: int, status: int | None = None) -> Life:
-  """The records of a rank, in the folder of a run; `status` is that of its guard, which may have been killed first."""
+  """The state of one rank, from what it and its guard have recorded.
+
+  Args:
+    folder: of the records of a run.
+    rank: number of the rank.
+    status: exit status of its guard, which is taken for the rank's where the guard was
+      killed before it recorded one; None while the guard runs, and under mpirun.
+  """
   life = Life(rank)
   file = folder / str(rank)
   steps = folder / f"{rank}.steps"
-  # Ranks and guards append lines; the last record of a field counts.
+  # Ranks and guards append JSON lines of fields of `Life`; the last of a field counts.
   text = file.read_text() if file.exists() else ""
-  for line in text.split("\n")[:-1]:  # the rest is a line that is still being written
+  for line in text.split("\n")[:-1]:  # the last piece is a line that is still written
     life = life._replace(**json.loads(line))
   if status is not None and life.ended == _NEVER:
     life = life._replace(ended=time.monotonic(), status=status, stopped=_NEVER)
+  # The file `steps` has a byte for each step.
   return life._replace(steps=steps.stat().st_size if steps.exists() else 0)
 
 
@@ -125,15 +133,17 @@ def find_failure(
   that, the earliest failure.
 
   Args:
-    lives: of all ranks.
+    lives: states of all ranks.
     statuses: exit statuses of the processes that the launcher started, a guard of each
-      rank or one of mpirun; None of one that runs.
+      rank or one of mpirun; None while a process runs.
   """
   first = first_over(lives)
   before = f"{first} before the others, then " if first else ""
   if failed := [life for life in lives if life.status]:
+    # also ranks that are only stopped
     causes = [life for life in lives if life.is_cause]
     cause = min(causes or failed, key=lambda life: min(life.stopped, life.ended))
+    # The ranks that `RunFailed.lost` names; the others failed because of them.
     lost = causes or [first or cause]
     others = f"the other {len(lives) - 1} of {len(lives)} ranks were ended"
     return RunFailed(
@@ -168,7 +178,7 @@ def find_overdue(
   """The limit that a rank or the run has exceeded, or None.
 
   Args:
-    lives: of all ranks.
+    lives: states of all ranks.
     waited: seconds since they were started.
     now: time of the monotonic clock.
     start: seconds until all ranks must have joined.
@@ -178,8 +188,10 @@ def find_overdue(
   """
   missing = [life for life in lives if not life.arrived]
   stopped = [life for life in lives if now - life.stopped > HEARTBEAT]
+  # ranks whose process has not ended
   running = [life for life in lives if life.ended == _NEVER]
   first = first_over(lives)
+  # ranks that have neither left the run nor ended
   going_on = [life for life in lives if life.over == _NEVER]
   # Once a rank has left, a step that it has not begun cannot end.
   ahead = [life for life in going_on if first and life.steps > first.steps]

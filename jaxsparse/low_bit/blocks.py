@@ -33,10 +33,14 @@ class BitBlocks:
   far apart, and neighbours have neighbouring words: all is done to whole rows, which
   suits the vector units of CPUs and the lanes of TPUs.
 
+  A region is the part of the vector that one of P workers owns. A block has a scale:
+  u32 words for sending, from which f32 steps are decoded. Of signs, the step of a block
+  is their magnitude; with more bits a magnitude is a multiple of its column's step.
+
   Attributes:
     n: entries of the vector.
     bits: b, of a code.
-    columns: of a block.
+    columns: columns of a block, entries of a row.
     region: blocks of a worker's region.
     count: blocks of all regions.
   """
@@ -50,10 +54,10 @@ class BitBlocks:
   @classmethod
   def of(cls, n: int, size: int, bits: int = 1) -> Self:
     """The layout of n entries that `size` workers share evenly."""
-    needed = -(-n // (size * ROWS))  # columns of a region
+    needed = -(-n // (size * ROWS))  # columns of 32 entries of a region
     region = -(-needed // _COLUMNS)
-    # Even blocks need less padding. Those of signs are as they always were, for the
-    # same bits.
+    # Blocks of equal numbers of columns need less padding. Blocks of signs keep 128
+    # where the vector is long enough, so that totals keep the bits of earlier versions.
     columns = -(-needed // region) if bits > 1 else min(_COLUMNS, needed)
     return cls(n, bits, columns, region, size * region)
 
@@ -64,7 +68,7 @@ class BitBlocks:
 
   @property
   def margin(self) -> int:
-    """Entries before and after the sums of a region."""
+    """Entries before and behind the sums of a region, in the result of `sum_region`: CHUNK blocks."""
     return CHUNK * self.block
 
   @property
@@ -85,7 +89,10 @@ class BitBlocks:
     )
 
   def unpack(self, messages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The codes u32[blocks, width] and the steps of blocks that are in messages of regions."""
+    """The codes u32[blocks, width] and the steps of the blocks in messages of regions, u32[regions, words].
+
+    Steps are f32[blocks, columns], of signs f32[blocks, 1].
+    """
     codes, scales = jnp.split(messages, [self.region * self.width], axis=1)
     codes = codes.reshape(-1, self.width)
     scales = scales.reshape(len(codes), -1)
@@ -98,19 +105,23 @@ class BitBlocks:
     count: int,
     skip: int = 0,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Codes u32[count, width], scales u32[count, words], steps f32[count, columns] of `count` blocks.
+    """Encodes `count` blocks of the sum of `addends`.
 
     Args:
-      addends: arrays whose sum is encoded.
+      addends: f32[m] arrays whose sum is encoded, added where it is read.
       first: i32[], number of the first of these blocks in the vector, which tells which
         of their entries are padding.
       count: number of blocks.
-      skip: blocks of the sum of `addends` before the first one.
+      skip: blocks of `addends` before the first one: the margin of `sum_region`, where
+        `addends` have as many blocks behind the last one, too; else 0.
 
     Returns:
-      (codes, scales, steps); signs have one step for a block, f32[count, 1].
+      (codes, scales, steps): u32[count, width]; u32[count, words], packed for sending;
+      and the steps that receivers decode from the scales, f32[count, columns], of signs
+      f32[count, 1], one for a block.
     """
-    # Blocks that reach beyond the end of `addends` are read with padding.
+    # Blocks that reach beyond the end of `addends` are read with padding. `skip` is not
+    # subtracted: with margins before and behind them, all `count` blocks are whole.
     unpadded = min(count, addends[0].size // self.block)
     entries = self._entries(first + iota(count))
     encode = self._encode_signs if self.bits == 1 else self._encode_levels
@@ -124,15 +135,19 @@ class BitBlocks:
     Args:
       addends: as in `encode`.
       skip: as in `encode`.
-      unpadded: number of blocks without padding.
-      entries: of each block, i32[count].
+      unpadded: number of first blocks that `addends` have whole.
+      entries: i32[count], entries of each block that are no padding.
     """
+    # Long vectors are folded row by row, which XLA on CPU vectorizes; in short ones
+    # halves of all rows, fewer operations to compile. The bits are the same.
     is_long = self.n >= _LONG
 
     def columns_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
       # The signs of some blocks, and the root of the mean square of each column of
       # them.
       x = self._read(addends, skip + start, count)
+      # Squares in three units, one of which neither over- nor underflows; truncated
+      # factors make them exact, so that sums have the same bits in every program.
       square = lambda unit: lambda x, _: scaling.truncate(x * unit) ** 2
       squares = [
         fold_rows(x, range(ROWS), square(unit), jnp.add, is_long)
@@ -141,9 +156,10 @@ class BitBlocks:
       return self._codes(x), scaling.root_mean(squares, jnp.float32(1 / ROWS))
 
     passed = self._pass(columns_of, unpadded, len(entries), jnp.uint32, jnp.float32)
-    # by one kernel of a GPU
+    # The barrier ends the pass: one kernel of a GPU.
     signs, roots = jax.lax.optimization_barrier(passed)
-    # A column has 32 entries of those of its block, zeros of padding among them.
+    # The weight of a column's mean square in the mean square of its block's entries: a
+    # column has 32 entries, of which those of padding are 0.
     share = ROWS / jnp.maximum(entries, 1).astype(jnp.float32)
     scales = scaling.of_signs(roots, share)
     return signs, scales, scaling.steps(scales, 1, 1)
@@ -151,10 +167,14 @@ class BitBlocks:
   def _encode_levels(
     self, addends: Sequence[jax.Array], skip: int, unpadded: int, entries: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `encode` returns with more bits, in two passes: the largest magnitudes of columns, then the codes."""
+    """What `encode` returns with more bits, in two passes: the largest magnitudes of columns, then the codes.
+
+    The arguments are those of `_encode_signs`.
+    """
 
     def maxima_of(start: jax.Array | int, count: int, _: Arrays) -> Arrays:
       x = self._read(addends, skip + start, count)
+      # row by row in long vectors
       magnitude = lambda x, _: jnp.abs(x)
       return (fold_rows(x, range(ROWS), magnitude, jnp.maximum, self.n >= _LONG),)
 
@@ -166,8 +186,8 @@ class BitBlocks:
     maxima = jax.lax.optimization_barrier(
       self._pass(maxima_of, unpadded, count, jnp.float32)
     )[0]
-    # A block's first entries are in its first row, so fewer of them than columns leave
-    # columns empty.
+    # The columns that are not empty: a block's first entries are its first row, so
+    # fewer entries than columns leave columns empty.
     used = jnp.minimum(entries, self.columns)
     scales, steps = scaling.of_columns(maxima, used, self.bits)
     # Read again behind a barrier: XLA for GPUs would store the sum for both passes.
@@ -182,8 +202,8 @@ class BitBlocks:
     """Computes one array of `count` blocks for each dtype of `kinds`, in passes over the vector.
 
     Args:
-      compute: of some blocks, as in `Pass`.
-      unpadded: the number of blocks without padding.
+      compute: computes the arrays of some blocks, as in `Pass`.
+      unpadded: the number of first blocks without padding.
       count: the number of blocks.
       *kinds: uint32 for the words of codes [count, width], else a dtype for one number a
         column [count, columns].
@@ -200,7 +220,10 @@ class BitBlocks:
     x: jax.Array,
     inverses: jax.Array | None = None,
   ) -> jax.Array:
-    """The words of the codes of f32[blocks, 32, columns], u32[blocks, width]; `inverses` of the steps if bits > 1."""
+    """The words of the codes of f32[blocks, 32, columns], u32[blocks, width].
+
+    `inverses` are the factors f32[blocks, columns] of `scaling.levels`; None of signs.
+    """
     # A word of a column has the codes of `rows` rows, the first row in the lowest bits.
     rows = ROWS // self.bits
 
@@ -214,7 +237,7 @@ class BitBlocks:
       of_row = inverses if x.ndim == 2 else inverses[:, None]
       return sign | scaling.levels(x, of_row, self.bits) << bit
 
-    # the rows whose codes are in one word of a column
+    # rows whose codes are in one word of a column, folded one by one in long vectors
     each = [range(first, first + rows) for first in range(0, ROWS, rows)]
     words = [
       fold_rows(x, of_word, code, jnp.bitwise_or, self.n >= _LONG) for of_word in each
@@ -224,7 +247,17 @@ class BitBlocks:
   def sum_region(
     self, addends: Sequence[jax.Array], rank: jax.Array, received: jax.Array
   ) -> jax.Array:
-    """The sums of a region, f32[margin + region + margin], of own entries and messages [P, words]; 0 where padded."""
+    """The sums of the own region, of own entries and of messages; 0 where padded.
+
+    Args:
+      addends: f32[n] arrays whose sum is the own entries.
+      rank: i32[], of this worker.
+      received: u32[P, words], the message of each worker for this region; the own one
+        is not read.
+
+    Returns:
+      f32[margin + region · block + margin], with zeros in the margins.
+    """
     size = len(received)
     codes, steps = self.unpack(received)
 
@@ -234,19 +267,21 @@ class BitBlocks:
 
       def add_message(by: jax.Array, x: jax.Array) -> jax.Array:
         # Messages are added in the order of their distance, not of ranks: only the
-        # owner adds them.
+        # owner adds them, and all workers get its sums. `codes` has the blocks of the
+        # message of rank 0 first, then those of rank 1, ….
         first = (rank - by) % size * self.region + start
         return x + self.decode(cut(codes, first, count), cut(steps, first, count))
 
-      # the loop: XLA would compile 63 messages for half a minute
       x = self._read_padded(addends, block, count)
+      # A loop beyond 8 workers: XLA would compile 63 messages for half a minute.
       if size <= _UNROLLED:
         for by in range(1, size):
           x = add_message(jnp.int32(by), x)
       else:
         x = varying.fori_loop(1, size, add_message, x, unroll=_UNROLLED)
       entries = self._entries(block + iota(count))
-      # Padding would be rounded to a number that is not 0, and sums of it sent.
+      # Padding of messages decodes to numbers that may not be 0: zeros in place of it,
+      # or `encode` would count it in the scales of the sums.
       position = iota(self.block).reshape(1, ROWS, self.columns)
       return (jnp.where(position < entries[:, None, None], x, 0.0),)
 
@@ -258,6 +293,8 @@ class BitBlocks:
 
   def decode(self, codes: jax.Array, steps: jax.Array) -> jax.Array:
     """Q: ± the magnitude of each code, a multiple of the step of its column, f32[blocks, 32, columns].
+
+    Of signs the magnitude is the step.
 
     Args:
       codes: u32[blocks, width].
@@ -274,6 +311,7 @@ class BitBlocks:
     shifted = codes.reshape(-1, self.bits, 1, self.columns) >> self.bits * row
     code = shifted.reshape(-1, ROWS, self.columns)
     magnitudes = steps[:, None]
+    # The highest of b bits is the sign, the others are the number of the magnitude.
     if self.bits > 1:
       levels = code & (1 << self.bits - 1) - 1
       magnitudes = scaling.magnitudes(levels, magnitudes, self.bits)
@@ -288,8 +326,12 @@ class BitBlocks:
     steps: jax.Array,
     inverses: jax.Array,
   ) -> jax.Array:
-    """Q(x), as `decode` returns it, with the steps of the entries."""
-    # the numbers that `decode` makes of the codes, which are not read again
+    """Q(x), as `decode` returns it of the codes of x: f32 like x, `steps` and `inverses`, of any shape.
+
+    `steps` and `inverses` (`scaling.inverses`, not read for signs) are those of each
+    entry.
+    """
+    # the same bits as those of `decode`, without reading the codes again
     magnitudes = steps
     if self.bits > 1:
       levels = scaling.levels(x, inverses, self.bits)
@@ -297,13 +339,16 @@ class BitBlocks:
     return jnp.where(x < 0, -magnitudes, magnitudes)
 
   def trim(self, x: jax.Array, start: jax.Array | int) -> jax.Array:
-    """Entries of blocks from `start` on; flat and without padding where it is an int."""
+    """Entries of blocks from `start` on, f32[blocks, 32, columns]; flat and without padding if `start` is an int.
+
+    As in `Pass`, `start` is an int where the last of the blocks may be padded.
+    """
     if isinstance(start, int):
       return x.reshape(-1)[: self.n - start * self.block]
     return x
 
   def _entries(self, block: jax.Array) -> jax.Array:
-    """The entries of blocks that are no padding."""
+    """The entries of a block that are no padding, i32 like `block`, the number of a block in the vector."""
     unpadded, rest = divmod(self.n, self.block)
     of_later = jnp.where(block == unpadded, rest, 0)
     return jnp.where(block < unpadded, self.block, of_later)
@@ -326,7 +371,7 @@ class BitBlocks:
   def _read_padded(
     self, addends: Sequence[jax.Array], start: jax.Array, count: int
   ) -> jax.Array:
-    """The sum of `addends` in blocks from `start` on, f32[count, 32, columns]; zeros beyond their end."""
+    """The sum of `addends` in blocks from `start`, i32[], on, f32[count, 32, columns]; zeros beyond their end."""
     length = count * self.block
     start = start * self.block
     missing = max(0, length - addends[0].size)

@@ -20,7 +20,9 @@ class Pass:
   """Writes what `compute(start, count, results)` returns of some blocks in their place of flat `results`.
 
   Attributes:
-    compute: `start` is an int where blocks may be padded.
+    compute: returns an array for each of the results, of `count` blocks from block
+      `start` on; `start` is an int where blocks may be padded, else i32[]. `results`
+      are the flat arrays as they are so far.
     unpadded: number of blocks that are not padded.
     count: number of all blocks.
     sizes: entries of a block in each of the results.
@@ -50,13 +52,14 @@ class Pass:
     return _compat.by_platform(gpu=self._at_once, default=self._in_loop)
 
   def _in_loop(self, *results: jax.Array) -> Arrays:
+    """The results after all blocks: whole chunks of 8 blocks without padding in a loop, then the rest at once."""
     steps = self.unpadded // CHUNK
 
     # A chunk is written in the next step of the loop, from the cache (see `run`).
     def step(chunk: jax.Array, carry: Any) -> Any:
       before, computed = carry
-      # That of the step before. In the first step `computed` are the entries that the
-      # results have at chunk 0, so that nothing changes.
+      # The first block of the chunk of the last step, written now. In the first step
+      # `computed` are the entries of the results at chunk 0: nothing changes.
       last = jnp.maximum(chunk - 1, 0) * CHUNK
       written = self._write(before, last, computed)
       return written, self.compute(chunk * CHUNK, CHUNK, written)
@@ -73,9 +76,11 @@ class Pass:
     rest = self.count - start
     if not rest:
       return results
+    # `start` is an int: some of these blocks may be padded.
     return self._write(results, start, self.compute(start, rest, results))
 
   def _at_once(self, *results: jax.Array) -> Arrays:
+    """The results after all blocks, computed at once, or the padded ones apart (`padded_apart`)."""
     if not (self.padded_apart and 0 < self.unpadded < self.count):
       return self._write(results, 0, self.compute(0, self.count, results))
     for start, end in ((0, self.unpadded), (self.unpadded, self.count)):
@@ -84,6 +89,7 @@ class Pass:
     return results
 
   def _write(self, results: Arrays, start: jax.Array | int, new: Arrays) -> Arrays:
+    """`results` with `new`, what `compute` returns of blocks from `start` on, in place."""
     written = list[jax.Array]()
     for result, x, size in zip(results, new, self.sizes, strict=True):
       begin = jnp.int32((self.skip + start) * size)

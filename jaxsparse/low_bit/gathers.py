@@ -20,9 +20,9 @@ def all_gather(
       result = concatenate(Q(x₀), …, Q(x_{P−1}))      the same bits on every worker, also of its own part
 
   For the weights of FSDP: each worker keeps its part as it is, the program of a step
-  gathers what it needs. The gradient is `psum_scatter` of that of the result, with as
-  many bits. Q, with its steps for 32 entries each, is that of `js.nbit_transform`; what
-  it rounds off is not kept anywhere.
+  gathers what it needs. The gradient is `psum_scatter` of the gradient of the result,
+  with as many bits. Q, with its steps for 32 entries each, is that of
+  `js.nbit_transform`; what it rounds off is not kept anywhere.
 
   Sends ⌈log₂P⌉ messages of P − 1 parts in all, with 8 bits 0.26 of their words in
   float32, with 4 bits 0.13.
@@ -32,7 +32,7 @@ def all_gather(
     axis: the name of the shard_map axis of the workers, a tuple of such names, or a
       comm.
     bits: b, of an entry: 2, 4 or 8.
-    dimension: of x, that is divided over workers.
+    dimension: the dimension of x along which the parts follow each other.
 
   Raises:
     ValueError: for other bits or a dimension that x does not have.
@@ -56,9 +56,9 @@ def psum_scatter(
 
       result_w = part w of  x_w + Σ_{v ≠ w} Q(x_v)      added in the order of workers
 
-  For the gradients of FSDP; the gradient is `all_gather` of that of the result, with as
-  many bits. Q is that of `all_gather`; what it rounds off is lost, some 0.005 % of a
-  gradient's energy with 8 bits and 1 % with 4.
+  For the gradients of FSDP; the gradient is `all_gather` of the gradient of the result,
+  with as many bits. Q is that of `all_gather`; what it rounds off is lost, some 0.005 %
+  of a gradient's energy with 8 bits and 1 % with 4.
 
   Sends P − 1 messages of a part each, none of which waits for another.
 
@@ -66,10 +66,11 @@ def psum_scatter(
     x: float[…], a term of the sum.
     axis: as in `all_gather`.
     bits: as in `all_gather`.
-    dimension: of x, that is divided over workers.
+    dimension: the dimension of x that is divided over workers.
 
   Raises:
-    ValueError: also for a dimension that the workers do not divide.
+    ValueError: for other bits, a dimension that x does not have, or one whose length is
+      no multiple of P.
     TypeError: for an x that is not floating.
 
   Example:
@@ -94,7 +95,7 @@ def _gather(
   bits: int,
   dimension: int,
 ) -> jax.Array:
-  """`all_gather`, whose gradient is `psum_scatter` of that of the result, rounded likewise."""
+  """`all_gather`, whose gradient is `psum_scatter` of the gradient of the result, rounded to as many bits."""
   if not x.size:
     return x.reshape(_shape(x, dimension, x.shape[dimension] * comm.size))
   # One region: a message has all blocks of the part of this worker.
@@ -114,12 +115,14 @@ def _scatter(
   bits: int,
   dimension: int,
 ) -> jax.Array:
+  """`psum_scatter`, whose gradient is `all_gather` of the gradient of the result, rounded to as many bits."""
   if not x.size:
     return x.reshape(_shape(x, dimension, x.shape[dimension] // comm.size))
   # row w is the part of worker w
   parts = jnp.stack(jnp.split(x, comm.size, dimension))
   shape = parts.shape[1:]
   rows = jax.vmap(_flat)(parts)
+  # One region: a message has all blocks of the part of its receiver.
   layout = BitBlocks.of(rows.shape[1], 1, bits)
   messages = jax.vmap(functools.partial(_encode, layout=layout))(rows)
   received = comm.all_to_all(messages)
@@ -127,7 +130,7 @@ def _scatter(
 
   def add(worker: jax.Array, total: jax.Array) -> jax.Array:
     received_row = _decode(received[worker], layout)
-    # The own part is not rounded, but added in its turn: the same order at all.
+    # The own part is not rounded, but added in its turn: all workers add in rank order.
     return total + jnp.where(worker == comm.rank, own_row, received_row)
 
   total = varying.fori_loop(0, comm.size, add, jnp.zeros_like(own_row))
@@ -172,7 +175,10 @@ def _flat(x: jax.Array) -> jax.Array:
 
 
 def _typed(x: jax.Array, comm: Comm) -> jax.Array:
-  """x, typed as varying over the axes of the workers, as its gradient is."""
+  """x, typed as varying over the axes of the workers, as its gradient is.
+
+  A shard_map that checks replication wants x and its gradient to be of one type.
+  """
   return varying.as_varying(x, frozenset(axes_of(comm) or ()) & varying.checked_axes())
 
 

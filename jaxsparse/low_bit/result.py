@@ -21,11 +21,12 @@ class Codes(NamedTuple):
     blocks: the layout.
     grads: f32[n], of this worker.
     rank: of the worker, i32[].
-    sums: of its region, as `BitBlocks.sum_region` returns them.
-    kept: the steps of all blocks, like those of `BitBlocks.encode`: as sent; in the own
-      region, of the sums.
+    sums: f32[m], the sums of its region, with a margin of CHUNK blocks before and
+      behind it, as `BitBlocks.sum_region` returns them.
+    kept: f32[blocks, columns], for signs f32[blocks, 1]: the steps by which this worker
+      rounded its blocks before it sent them; in the own region, those of the sums.
     codes: of the total, u32[blocks, width].
-    values: the steps of the total, like `kept`.
+    values: the steps of the total, like `kept`; the total is linear in them.
   """
 
   blocks: BitBlocks
@@ -44,18 +45,31 @@ class Codes(NamedTuple):
     decay: float,
     error: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array]:
-    """The total and the residual, as of `Formula.finish`; `error`, like `values`, is what was rounded off them."""
+    """The total and the next residual, f32[n] each, as `Formula.finish` returns them.
+
+    Args:
+      values: the steps of the total; for the mean divided by P, and perhaps rounded.
+      finite: bool[], false in a step that all workers skip.
+      residual: f32[n], before the step.
+      decay: the factor of the next residual.
+      error: what was rounded off `values`, of the same shape, which stays in the
+        residual; None if they are not rounded.
+    """
     blocks = self.blocks
     # blocks; with few entries a worker the regions of the last workers may have none
     used = -(-blocks.n // blocks.block)
+    # what magnitudes are multiplied by to get levels; signs have no levels
     inverses = self.kept
     if blocks.bits > 1:
       inverses = scaling.inverses(self.kept, blocks.bits)
 
     def write(start: jax.Array | int, count: int, buffers: Arrays) -> Arrays:
+      """(next residual, update) of `count` blocks from `start` on; `buffers` are the residual and the gradient."""
+      # A GPU takes all blocks in one call, other devices a few at a time.
       at_once = isinstance(start, int) and count == used
       before, entered = self._read(start, count, buffers, at_once)
       shape = (count, ROWS, blocks.columns)
+      # the step of each entry, and the decoded entries
       of_entries = lambda steps: blocks.trim(
         jnp.broadcast_to(cut(steps, start, count)[:, None], shape), start
       )
@@ -63,6 +77,8 @@ class Codes(NamedTuple):
       decode = lambda steps: blocks.trim(
         blocks.decode(codes, cut(steps, start, count)), start
       )
+      # what entered these blocks less what was sent of it, or, in the own region, less
+      # Q of the sum
       after = entered - blocks.round(
         entered, of_entries(self.kept), of_entries(inverses)
       )
@@ -75,6 +91,7 @@ class Codes(NamedTuple):
         apply = ordering.depend_on(after[:1], finite.astype(jnp.int32)) > 0
       return after, jnp.where(apply, decode(values), 0.0)
 
+    # n // block blocks have no padding; both results have `block` entries a block.
     last = Pass(write, blocks.n // blocks.block, used, (blocks.block,) * 2)
     after, update = last.run(residual, self.grads)
     return update, after
@@ -82,25 +99,39 @@ class Codes(NamedTuple):
   def _read(
     self, start: jax.Array | int, count: int, buffers: Arrays, at_once: bool
   ) -> tuple[jax.Array, jax.Array]:
-    """The residual of some blocks, and what entered them: the sums in the own region, else gradient + residual."""
+    """The residual of some blocks, and what entered them: the sums in the own region, else gradient + residual.
+
+    Args:
+      start: the first block; an int where the last blocks may have padding.
+      count: number of blocks.
+      buffers: residual and gradient, f32[n] each, over which the results are written;
+        these blocks have not been written yet.
+      at_once: whether these are all blocks.
+
+    Returns:
+      Two arrays f32[count, 32, columns]; flat, without padding, if `start` is an int.
+    """
     blocks = self.blocks
     size = blocks.block
     # the first of these blocks, counted from the own region's first
     first = start - self.rank * blocks.region
     if at_once:
       residual, grads = buffers
-      # Every region gets a copy of the own one; `is_own` chooses one of them.
+      # Every region gets a copy of the sums of the own region, and `is_own` below keeps
+      # the copy of the own region alone.
       own_region = self.sums[blocks.margin : -blocks.margin]
       region = jnp.tile(own_region, blocks.count // blocks.region)[: count * size]
     else:
       if isinstance(start, int):
-        # a gather is stored, so that its buffer can be written in place
+        # By a gather in place of a slice: XLA stores its result, so that the buffer
+        # that it reads can be written in place.
         rest = jnp.arange(start * size, blocks.n, dtype=jnp.int32)
         residual, grads = (x[rest] for x in buffers)
       else:
         flat = [cut(x, start * size, count * size) for x in buffers]
         residual, grads = (x.reshape(count, ROWS, -1) for x in flat)
-      # Beyond a margin nothing is read of the sums, so that the slice may stay there.
+      # The blocks of `sums` from CHUNK on are the own region. Of blocks outside of it
+      # nothing is used (`is_own`), so that the slice may stop within the margins.
       inside = jnp.clip(first + CHUNK, 0, blocks.region + CHUNK)
       region = cut(self.sums, inside * size, count * size)
     region = region.reshape(count, ROWS, -1)
@@ -114,10 +145,10 @@ class CodesReduced(Deferred):
   """The result of an exchange of codes; its `total` is `Codes`."""
 
   def mean(self, divisor: int, rounding: Rounding | None) -> tuple[jax.Array, Commit]:
-    """Rounds the steps of signs in place of entries."""
+    """As `Reduced.mean`; of signs of one dtype, the steps are rounded in place of the entries."""
     codes: Codes = self.total
-    # An entry is plus or minus the step of its block, so that a rounded step is that of
-    # rounded entries.
+    # An entry of signs is plus or minus the step of its block, so that rounding the
+    # step rounds the entries. With other dtypes in a block, or more bits, it would not.
     are_signs = codes.blocks.bits == 1
     if not (rounding and rounding.is_uniform and are_signs):
       return super().mean(divisor, rounding)

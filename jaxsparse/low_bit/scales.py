@@ -64,7 +64,8 @@ _CODES = {
 
 
 def words_of_block(bits: int, columns: int) -> int:
-  """The words that scales of a block take."""
+  """The words that the scale of a block takes: one of signs, else the mean and the packed numbers of ratios."""
+  # 1 + ⌈columns / ratios a word⌉
   return 1 if bits == 1 else 1 - (-columns // _CODES[bits].ratios_per_word)
 
 
@@ -73,9 +74,11 @@ def of_signs(means: jax.Array, share: jax.Array) -> jax.Array:
 
   Args:
     means: the roots, 0 of padding.
-    share: of a column in the entries of its block, f32[blocks].
+    share: f32[blocks], by which the sum of a block's mean squares is multiplied to be
+      the mean square of its entries: 1 / columns without padding.
   """
-  # rounded before they are squared: XLA may square the unit alone, which overflows
+  # In each of three units, so that one neither over- nor underflows. Rounded before
+  # they are squared: XLA may square the unit alone, which overflows.
   scaled = [round_mantissa(means * unit) for unit in UNITS]
   squares = [row_sums(round_mantissa(x**2)) for x in scaled]
   return jax.lax.bitcast_convert_type(root_mean(squares, share), jnp.uint32)[:, None]
@@ -101,10 +104,12 @@ def of_columns(
   # The index of a ratio is how many ratios above the smallest the maximum reaches.
   reached = [maxima >= mean[:, None] * ratio for ratio in code.ratios[1:]]
   numbers = functools.reduce(jnp.add, [flags.astype(jnp.uint32) for flags in reached])
+  # numbers of 3 or 4 bits in a word of 32
   per_word = code.ratios_per_word
   # one word of a block is its mean
   words = words_of_block(bits, columns) - 1
   padded = jnp.pad(numbers, ((0, 0), (0, words * per_word - columns)))
+  # The number of column i is in packed word i % words.
   fields = padded.reshape(-1, per_word, words) << _shifts(code)
   # elementwise over rows, in place of a reduction along an axis
   rows = [fields[:, row] for row in range(per_word)]
@@ -117,7 +122,7 @@ def of_columns(
 
 
 def steps(scales: jax.Array, bits: int, columns: int) -> jax.Array:
-  """The steps of the columns of blocks f32[blocks, columns] with these scales; of signs f32[blocks, 1].
+  """The steps of the columns of blocks, f32[blocks, columns], with scales u32[blocks, words]; of signs f32[blocks, 1].
 
   Example:
     >>> steps(of_columns(jnp.array([[1.0, 3.0]]), jnp.array([2]), bits=4)[0], 4, 2).round(3)
@@ -126,6 +131,7 @@ def steps(scales: jax.Array, bits: int, columns: int) -> jax.Array:
   mean = jax.lax.bitcast_convert_type(scales[:, :1], jnp.float32)
   if bits == 1:
     return mean
+  # Undoes the packing of `of_columns`; the first word is the mean.
   code = _CODES[bits]
   mask = jnp.uint32((1 << 32 // code.ratios_per_word) - 1)
   fields = scales[:, None, 1:] >> _shifts(code) & mask
@@ -134,7 +140,13 @@ def steps(scales: jax.Array, bits: int, columns: int) -> jax.Array:
 
 
 def _steps(mean: jax.Array, numbers: jax.Array, bits: int) -> jax.Array:
-  """The steps of columns with the ratios of these numbers, of blocks with these means, f32[blocks, 1]."""
+  """The steps f32[blocks, columns]: share · ratio · mean, with the share c of `_Code`.
+
+  Args:
+    mean: f32[blocks, 1], of the largest magnitudes of a block's columns.
+    numbers: u32[blocks, columns], the number of each column's ratio.
+    bits: 2, 4 or 8.
+  """
   code = _CODES[bits]
   # As in `_Code.ratios`: c · 0.84 · √2ʲ, with the power of 2 as the bits of a float.
   later = jnp.maximum(numbers, code.single) - code.single
@@ -143,22 +155,31 @@ def _steps(mean: jax.Array, numbers: jax.Array, bits: int) -> jax.Array:
   factors = jnp.where(exponents % 2 == 1, even * math.sqrt(2), even)
   power_of_2 = jax.lax.bitcast_convert_type(127 + (exponents >> 1) << 23, jnp.float32)
   factors = factors.astype(jnp.float32) * power_of_2
-  # Steps of so few bits that all multiples are exact; Inf where a multiple is.
+  # Steps of so few bits that multiples up to 2ᵇ are exact; Inf where a multiple is.
   steps = jax.lax.reduce_precision(mean * factors, 8, 23 - bits)
   return jnp.where(jnp.isfinite(steps * 2.0**bits), steps, jnp.inf)
 
 
 def inverses(steps: jax.Array, bits: int) -> jax.Array:
-  """What `levels` multiplies magnitudes by: 1 over the boundary between the two smallest ones; 0 if the step is 0."""
+  """The factors of `levels`: 1 over the boundary between the two smallest magnitudes, f32 like steps; 0 for step 0."""
   code = _CODES[bits]
-  # The quotient of a subnormal step may be infinite.
+  # The boundary is `smallest + spacing / 2` steps. The quotient of a subnormal step may
+  # be infinite, so such a step counts as 0.
   return jnp.where(
     steps >= 2.0**-126, 1 / (code.smallest + code.spacing / 2) / steps, 0.0
   )
 
 
 def levels(x: jax.Array, inverses: jax.Array, bits: int) -> jax.Array:
-  """The number of the magnitude to which each entry is rounded, u32 like x."""
+  """The number of the magnitude to which each entry is rounded, u32 like x: the nearest, at most the largest.
+
+  Args:
+    x: f32 of any shape.
+    inverses: f32 like x, of the steps of the entries (`inverses`).
+    bits: 2, 4 or 8.
+  """
+  # The product counts boundaries: with 4 and 8 bits half steps, of which level i begins
+  # at 2 i − 1; with 2 bits the one boundary, at 1, so that 1 and 2 are level 1.
   # Rounded as whole numbers: a half added to the product might become a fused
   # multiply-add, in some programs only.
   halves = jnp.minimum(jnp.abs(x) * inverses, 2**bits - 2).astype(jnp.uint32)

@@ -2,7 +2,7 @@
 
 A compiler runs operations that do not depend on each other in any order, and merges
 collectives where it can. So the first message of a group depends on the totals of the
-groups that must have been sent before it (`select.ordering`). Selection before that
+groups that must have been sent before it (`comm.ordering`). Selection before that
 message does not, and neither does backward:
 
     backward     |--4--|--3--|--2--|--1--|--0--|
@@ -108,7 +108,17 @@ def _bundles(
   plan: Plan,
   order: Sequence[int] | None,
 ) -> list[Bundle]:
-  """The groups of a plan as leaves of a gradient, which it must fit."""
+  """The groups of a plan as leaves of a gradient, which the plan must fit.
+
+  Args:
+    shapes: the shape of each leaf by its name, in pytree order.
+    plan: the plan.
+    order: number in pytree order of the leaf that each layer is; None for layer l as
+      leaf l.
+
+  Raises:
+    ValueError: for a plan or an order that does not fit.
+  """
   names = list(shapes)
   sizes = [_WORD * math.prod(shape) for shape in shapes.values()]
   leaf_of = range(len(names)) if order is None else order
@@ -127,6 +137,7 @@ def _bundles(
         f"layer {layer} of the plan has {plan.sizes[layer]:g} bytes, and its leaf {names[leaf]} {sizes[leaf]} "
         f"({_WORD} for each entry): make the plan with sizes and order of js.overlap.measure for these parameters"
       )
+  # A bundle: numbers of leaves in pytree order, and the bundles to wait for.
   return [
     Bundle(tuple(leaf_of[layer] for layer in group.layers), group.after)
     for group in plan.groups

@@ -124,11 +124,13 @@ def measure(
   specs = PartitionSpec(), PartitionSpec(axis)
   gradients = _gradients_of(loss_fn, has_aux)
   order, done = order_backward(_trace(gradients, engine, params, batch))
+  # How many leaves each program computes the gradients of, in the order of backward.
   bounds = choose_cuts(done, cuts)
   arguments = engine.place((params, batch), specs)
   # Gradients keep the shardings that they are computed with.
   shardings = engine.shardings(arguments, specs), None
-  # Each program makes the loss and the gradients of the first leaves.
+  # Each program makes the loss, result 0, and the gradients of the first leaves, result
+  # 1 + number of the leaf; without gradients the forward pass.
   results = [0, *(1 + leaf for leaf in order)]
   programs = [
     engine.jit(
@@ -139,10 +141,11 @@ def measure(
   medians = _median_seconds(engine, programs, arguments, repetitions)
   # each program includes the work of the one before
   seconds = list(itertools.accumulate(medians, max))
-  # in proportion to the work between two cuts
+  # Seconds at each leaf: those of the two cuts around it, in proportion to the work.
   times = np.diff(np.interp(done, done[[0, *bounds]], seconds))
   names = [jax.tree_util.keystr(path) for path, _ in leaves]
   sizes = [float(_WORD * jnp.size(leaf)) for _, leaf in leaves]
+  # From the order of backward to that of layers, the last ready gradient first.
   order = order[::-1]
   return Layers(
     tuple(names[leaf] for leaf in order),
@@ -168,7 +171,8 @@ def _trace(
   gradients: Callable, engine: Engine, params: optax.Params, batch: Any
 ) -> core.Jaxpr:
   """The jaxpr of `gradients(params, batch)` at one worker."""
-  # shapes alone: nothing of the batch is computed
+  # Shapes alone: nothing of the batch is computed. The batch has the rows of `held`
+  # workers: of all or, under MPI, of one.
   rows_of_worker = lambda x: (len(x) // engine.held, *x.shape[1:])
   own_batch = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(rows_of_worker(x), jnp.result_type(x)), batch
@@ -186,7 +190,8 @@ def _median_seconds(
   engine: Engine, programs: Sequence[Callable], arguments: Any, repetitions: int
 ) -> list[float]:
   """The median seconds of each program, run in turn; the first round compiles and does not count."""
-  # In turn, so that a disturbance of the machine hits all of them.
+  # In turn, so that a disturbance of the machine hits all of them. `time` returns the
+  # seconds first; `flat` counts the devices inside a worker, too.
   watch = timing.Stopwatch(engine.flat)
   rounds = [
     [watch.time(program, *arguments)[0] for program in programs]
@@ -203,11 +208,13 @@ def order_backward(jaxpr: core.Jaxpr) -> tuple[list[int], np.ndarray]:
     before the first one and after each, f64[leaves + 1], to which the place in the
     order is added, so that they increase strictly.
   """
-  done = [0.0]  # operations before each equation, and at the end
+  # Operations before each equation, and at the end; `_find_makers` appends them.
+  done = [0.0]
   loss, *makers = _find_makers(jaxpr, [-1] * len(jaxpr.invars), done)
   order = sorted(range(len(makers)), key=lambda leaf: (makers[leaf], -leaf))
   # Equations up to the loss are the forward pass, also where they make a gradient.
   last_equations = [loss, *(max(loss, makers[leaf]) for leaf in order)]
+  # Operations up to and with an equation; for −1, an input, none.
   operations = [done[equation + 1] for equation in last_equations]
   reached = np.maximum.accumulate(operations)
   return order, reached - reached[0] + np.arange(len(reached))
@@ -224,6 +231,7 @@ def _find_makers(
     done: number of operations before each equation so far; this function appends those
       of its equations.
   """
+  # the equation that makes each variable
   makers = dict(zip(jaxpr.invars, makers_of_inputs, strict=True))
   find = lambda var: -1 if isinstance(var, core.Literal) else makers.get(var, -1)
   for equation in jaxpr.eqns:
@@ -234,7 +242,7 @@ def _find_makers(
     if len(inner) == 1 and len(inner[0].invars) == len(equation.invars):
       numbers = _find_makers(inner[0], list(map(find, equation.invars)), done)
     else:
-      # zeros, for example
+      # An equation of literals alone makes a constant, as `jnp.zeros` does.
       constant = all(isinstance(var, core.Literal) for var in equation.invars)
       numbers = [-1 if constant else len(done) - 1] * len(equation.outvars)
       done.append(done[-1] + _count_operations(equation))
@@ -244,13 +252,14 @@ def _find_makers(
 
 def _count_operations(equation: core.JaxprEqn) -> float:
   """Estimated operations of an equation: 2 for each multiplication of a product or convolution, else 1 per entry."""
+  # operations of the bodies of a loop, a branch or a call
   inner = sum(
     _count_operations(called)
     for jaxpr in inner_jaxprs(equation.params)
     for called in jaxpr.eqns
   )
   if inner:
-    # a scan runs its body so many times
+    # A scan runs its body `length` times; the bodies of other equations count once.
     return inner * equation.params.get("length", 1)
   shape_of = lambda var: getattr(var.aval, "shape", ())
   shapes = list(map(shape_of, equation.invars))

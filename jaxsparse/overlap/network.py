@@ -55,11 +55,18 @@ class Flows(NamedTuple):
     return cls(np.zeros(networks), zeros, zeros, zeros)
 
   def start(self, when: np.ndarray, size: np.ndarray, link: Link) -> Self:
-    """Starts a communication of `size` bytes on each network at `when`: the first slot goes, a last one comes."""
+    """Starts a communication of `size` bytes on each network at `when`: it takes a new last slot, the first one goes.
+
+    Args:
+      when: f64[r], seconds, not before `now`.
+      size: f64[r], bytes.
+      link: α, β, γ.
+    """
     flows = self.advance(when, link)
     # the start-up, in which nothing is on the wire
     begins = when + link.alpha
     left = link.beta * size
+    # Without bytes it ends with its start-up; else its end is not known yet.
     new = begins, left, np.where(left > 0, np.inf, begins)
     append = lambda old, column: np.column_stack([old[:, 1:], column])
     return type(self)(when, *map(append, flows[1:], new))
@@ -69,7 +76,8 @@ class Flows(NamedTuple):
     return self.advance(np.full(self.now.shape, np.inf), link)
 
   def advance(self, when: np.ndarray, link: Link) -> Self:
-    """The same networks at `when`, simulated from event to event: a transfer begins or ends."""
+    """The same networks at `when`, f64[r], simulated from event to event: a transfer begins or ends."""
+    # Each network has its own time; a pass of the loop moves each to its next event.
     now, begins, left, ends = self
     while np.any(waiting := (left > 0) & (now < when)[:, None]):
       sends = waiting & (begins <= now[:, None])
@@ -81,7 +89,7 @@ class Flows(NamedTuple):
       event = np.minimum(when, np.minimum(finish, begin).min(1))[:, None]
       done = sends & (finish <= event)
       passed = np.where(sends, event - now[:, None], 0.0)
-      # > 0 despite rounding
+      # Above 0 despite rounding, as a transfer that is not done counts by `left > 0`.
       rest = np.maximum(left - passed / slow, _TINY)
       ends = np.where(done, finish, ends)
       left = np.where(done, 0.0, np.where(sends, rest, left))
@@ -127,9 +135,9 @@ def simulate(
 ) -> Simulation:
   """Simulates the communications of groups, and finds which ones each has to wait for.
 
-  Group g starts as soon as it is ready, and either all groups before have ended or, at
-  once, all but those `ways` − 1 that will end last. What one waited for, later ones
-  wait for.
+  Group g starts as soon as it is ready and all groups before it have ended; with
+  `at_once`, all but those `ways` − 1 that will end last. It also waits for the groups
+  that the group before it waits for.
 
   Args:
     ready: seconds until each group is ready, ascending.
@@ -154,6 +162,7 @@ def simulate(
   groups = zip(ready, sizes, at_once, strict=True)
   for group, (ready_at, size, early) in enumerate(groups):
     # The ends of the groups before are in the last slots.
+    # These are their ends if nothing else starts.
     ends = flows.finish(link).ends[0, count - group :]
     # A group overlaps with the groups that end last.
     by_end = np.argsort(ends, kind="stable").tolist()

@@ -100,6 +100,7 @@ class Plan(NamedTuple):
     return sum(self.sizes[layer] for layer in group.layers)
 
   def __str__(self) -> str:
+    """A table of the groups with their times in seconds, and a line of totals."""
     lines = [
       f"{'layers':<14}{'kind':<14}{'bytes':>14}{'ready':>10}{'start':>10}{'end':>10}"
     ]
@@ -192,7 +193,7 @@ def plan(
   )
   check_whole("plan", 1, ways=ways)
   ways = min(int(ways), len(times))
-  # seconds until the gradient of each layer is
+  # seconds until the gradient of each layer is ready
   ready = list(itertools.accumulate(reversed(times)))[::-1]
   build = functools.partial(
     _build, Plan(kind, times, bytes_, link, (), ()), ready, ways
@@ -207,7 +208,7 @@ def plan(
     build(_merge(ready, bytes_, link, simultaneous)) for simultaneous in (True, False)
   )
   best = min(merged, key=lambda candidate: candidate.iteration_time)
-  # merges alone are a fast search, and bound the second one
+  # The search with one communication at a time is fast, and bounds the one with `ways`.
   for most in sorted({1, ways}) if kind == "optimal" else ():
     if firsts := search.find_fastest(ready, bytes_, link, most, best.iteration_time):
       best = min(build(firsts), best, key=lambda candidate: candidate.iteration_time)
@@ -219,7 +220,15 @@ _Firsts = dict[int, bool]
 
 
 def _build(plan: Plan, ready: Sequence[float], ways: int, firsts: _Firsts) -> Plan:
-  """The plan with these groups, at most `ways` of which overlap."""
+  """The plan with these groups, at most `ways` of which overlap, and their simulated times.
+
+  Args:
+    plan: a plan without groups, with its layers and link.
+    ready: seconds until the gradient of each layer is ready.
+    ways: maximum number of overlapping communications.
+    firsts: the first layer of each group in the order of sending, and whether the group
+      starts before the groups before it have ended.
+  """
   groups = list[LayerGroup]()
   # a group ends where the one sent before it begins
   bounds = itertools.pairwise([len(ready), *firsts])
@@ -230,6 +239,7 @@ def _build(plan: Plan, ready: Sequence[float], ways: int, firsts: _Firsts) -> Pl
   at_once = list(firsts.values())
   after, timeline = simulate(ready_groups, bytes_, at_once, plan.link, ways)
   for index, (group, waits) in enumerate(zip(layers, after, strict=True)):
+    # A group that waits for all `index` groups before it is not simultaneous.
     kind_of_group: GroupKind = (
       "simultaneous" if len(waits) < index else "merged" if len(group) > 1 else "normal"
     )
@@ -247,10 +257,12 @@ def _merge(
   slows only the later of two communications down.
   """
   firsts = _Firsts()
+  # The start and the bytes of the group that is being collected, and the time at which
+  # all earlier groups have ended.
   start = 0.0
   end = 0.0
   size = 0.0
-  # start and bytes of the communication before
+  # start and bytes of the communication before, None for the first one
   before: tuple[float, float] | None = None
   for layer in reversed(range(len(ready))):
     size += sizes[layer]
@@ -259,7 +271,7 @@ def _merge(
     alone = link.seconds(size)
     # seconds of a simultaneous one
     beside = alone + (_penalty(ready[layer], *before, link) if before else 0.0)
-    at_once = simultaneous  # the first layer, always
+    at_once = simultaneous  # layer 0, which has no next layer, ends its group
     if layer:
       following = ready[layer - 1]
       # Q1: the communication ends before the next layer is ready, so nothing is gained
@@ -268,6 +280,7 @@ def _merge(
       q2 = following < start + link.alpha
       # Q3: at once, beside the one before, it ends before the next layer is ready
       q3 = simultaneous and ready[layer] + beside < following
+      # Merged: the next layer joins this group.
       if not q1 and q2 and not q3:
         continue
       at_once = simultaneous and not q1
@@ -285,13 +298,14 @@ def _merge(
 def _penalty(start: float, earlier: float, size: float, link: Link) -> float:
   """Eq. 13: seconds that a communication at `start` loses to one of `size` bytes that started at `earlier`."""
   alone = link.seconds(size)
-  # the share of the earlier one's seconds that is left
+  # The fraction of the seconds of the earlier one that is left at `start`.
   shared = 1 - (start - earlier) / alone if alone else 0.0
   shared = min(1.0, max(0.0, shared))
   return (link.gamma - 1) * link.beta * size * shared
 
 
 def _checked_row(name: str, values: Sequence[float]) -> tuple[float, ...]:
+  """The numbers of all layers, each checked by `_checked`; ValueError if there are none."""
   numbers_of_layers = list(values) if np.iterable(values) else []
   if not numbers_of_layers:
     raise ValueError(
@@ -303,6 +317,7 @@ def _checked_row(name: str, values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _checked(name: str, value: Any, least: float = 0) -> float:
+  """`value` as a float; ValueError unless it is a number from `least` to 10¹⁰⁰, whose products do not overflow."""
   if not is_number(value, numbers.Real) or not least <= float(value) <= _MOST:
     raise ValueError(
       f"plan: {name}={value!r}, choose a number from {least} to {_MOST:g}"

@@ -71,6 +71,7 @@ def find_fastest(
     >>> find_fastest([2.0, 1.9, 1.0], [4.0, 4.0, 1.0], Link(alpha=0.5, beta=0.1, gamma=1.5), ways=1)
     {2: False, 0: False}
   """
+  # Row 0 is the plan without groups: its first layer is the one behind the last.
   nothing = np.zeros(1, int)
   plans = _Partial(
     Flows.empty(1, ways),
@@ -85,6 +86,8 @@ def find_fastest(
   speed_of = lambda senders: senders / float(link.slowdown(senders))
   speed = max(map(speed_of, range(1, ways + 1)))
   remaining = link.beta * np.cumsum([0.0, *sizes]) / speed
+  # Every partial plan stays in `plans`, and the layers before it collect in `waiting`,
+  # since the next group may begin at any of these layers.
   for first in reversed(range(len(ready))):
     plans = plans._replace(waiting=plans.waiting + sizes[first])
     all_end = plans.ends.max(1)
@@ -92,11 +95,14 @@ def find_fastest(
     # columns: the group waits; it starts at once
     free = np.stack([all_end, one_ends], 1)
     starts = np.maximum(free, ready[first])
+    # Plans slower than the limit, but for rounding, are dropped. Starting at once is
+    # another plan only if it is earlier than waiting.
     promising = starts + link.alpha + remaining[plans.first, None] <= limit * (1 + 1e-9)
     promising[:, 1] &= starts[:, 1] < free[:, 0]
     grown = _extend(plans, first, starts, promising, link)
     ends = grown.ends
-    # Nothing starts before the next layer is ready, so that earlier ends are equal.
+    # No group starts before the next layer is ready: ends before that time are equal.
+    # Of complete plans only the last end counts.
     state = np.maximum(ends, ready[first - 1]) if first else ends.max(1, keepdims=True)
     kept = _take(grown, _choose_earliest(state))
     plans = jax.tree.map(lambda *arrays: np.concatenate(arrays), plans, kept)
@@ -106,9 +112,18 @@ def find_fastest(
 def _extend(
   plans: _Partial, first: int, starts: np.ndarray, promising: np.ndarray, link: Link
 ) -> _Partial:
-  """Plans with one group more, of the layers from `first` on that wait, at each of the starts that are promising."""
+  """Plans with one group more, of the layers from `first` on that wait, at each of the starts that are promising.
+
+  Args:
+    plans: r partial plans.
+    first: the first layer of the new group.
+    starts: f64[r, 2], the start of the group if it waits, and if it starts at once.
+    promising: bool[r, 2], the starts for which to make a plan.
+    link: α, β, γ of communications.
+  """
   before, at_once = np.nonzero(promising)
   extended = _take(plans, before)
+  # Drops the first slot of `flows`, the communication that ends first.
   flows = extended.flows.start(starts[before, at_once], extended.waiting, link)
   ends = flows.finish(link).ends
   order = np.argsort(ends, axis=1, kind="stable")
@@ -128,12 +143,13 @@ def _extend(
 
 
 def _read_back(plans: _Partial) -> dict[int, bool] | None:
-  """The groups of the first plan that is complete, from the last group back to the first."""
+  """The groups of the first complete plan, the fastest, as `find_fastest` returns them; None if none is complete."""
   complete = np.flatnonzero(plans.first == 0)
   if not complete.size:
     return None
   firsts = dict[int, bool]()
   row = complete[0]
+  # From the last group back to the first; row 0 has no groups.
   while row:
     firsts = {int(plans.first[row]): bool(plans.at_once[row])} | firsts
     row = plans.before[row]
@@ -141,7 +157,13 @@ def _read_back(plans: _Partial) -> dict[int, bool] | None:
 
 
 def _choose_earliest(ends: np.ndarray) -> np.ndarray:
-  """Rows of the partial plans that no other one dominates, at most `_MOST`, the earliest first."""
+  """Rows of the partial plans that no other one dominates, at most 24, the earliest first.
+
+  Args:
+    ends: f64[r, s], the ends of the last communications of each plan. A plan dominates
+      another one that is earlier in none of them.
+  """
+  # by the last end, then by the sum of the ends
   left = np.lexsort((ends.sum(1), ends.max(1)))
   kept: list[int] = []
   while left.size and len(kept) < _MOST:

@@ -63,10 +63,11 @@ class Server:
     start_timeout: float = START_TIMEOUT,
   ):
     sockets.check_address(address, keys)
+    # The limit of a worker that was silent for long before is at most `most * limit`:
+    # 20 s for "auto"; seconds that the caller gives are never extended.
     most = 1.0
     if limit == "auto":
       limit = LIMIT
-      # times `limit`: 20 s for a worker that was silent for long before
       most = 4.0
     for name, value in (("limit", limit), ("start_timeout", start_timeout)):
       if not value > 0:
@@ -75,7 +76,8 @@ class Server:
     self._limit = limit
     self._network = sockets.Network(keys)
     now = time.monotonic()
-    # A `Controller` expects all its workers; a `Quorum` expects none before it joins.
+    # limit, now, and the time at which each worker is dropped that has not joined: a
+    # `Controller` expects all workers, a `Quorum` has none alive at the start.
     times = limit, now, dict.fromkeys(controller.alive, now + start_timeout)
     self._protocol: GroupServer | RoundServer
     if isinstance(controller, Quorum):
@@ -84,7 +86,10 @@ class Server:
       )
     else:
       members = Members(GroupMember, self._send, *times, most=most)
+      # Groups are numbered from a random number: late pieces for a group of an earlier
+      # server at this address match no group of this one.
       self._protocol = GroupServer(controller, members, first=secrets.randbits(62))
+    # The first frame is the connection, an identity that ZeroMQ's ROUTER prepends.
     receive = lambda frames: self._protocol.receive(
       frames[0], frames[1:], time.monotonic()
     )
@@ -111,10 +116,12 @@ class Server:
     """Serves in this thread until every worker has left or was dropped."""
     try:
       while not self._controller.over and not self._stop.is_set():
+        # handles messages; ticks come often enough for 10 heartbeats in `limit` seconds
         self._network.wait(min(0.1, self._limit / 10))
         self._protocol.tick(time.monotonic())
     finally:
       self._network.close(linger=0)
 
   def _send(self, connection: bytes, frame: bytes) -> bool:
+    """Sends a frame to a connection without waiting; False if the connection is gone, or its queue is full."""
     return sockets.tell(self._socket, connection, frame)

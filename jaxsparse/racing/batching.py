@@ -17,6 +17,7 @@ def check_batches(batches: Batches) -> None:
   """Raises ValueError for an iterator, which cannot begin again, and for an iterable without a batch."""
   if callable(batches):
     return
+  # An iterator is its own `iter`, and empty after one pass.
   if not isinstance(batches, Iterable) or iter(batches) is batches:
     raise ValueError(
       f"race: batches={batches!r} cannot begin again: give a list, a loader, or a function of the step"
@@ -29,17 +30,20 @@ def batches_of(batches: Batches, seed: int, seeds: int, most: int) -> Iterator:
   """The endless batches of a seed, 0 … seeds − 1, which trains for `most` steps at most.
 
   A function is called with `seed · most` and the steps after it. An iterable begins
-  anew whenever it ends; with a length its seeds begin evenly spaced over it.
+  anew whenever it ends; with a length its seeds begin evenly spaced over it, without
+  one `most` batches apart.
   """
   if callable(batches):
     return map(batches, itertools.count(seed * most))
+  # batches from the first one of a seed to the first one of the next seed
   size = len(batches) // seeds if isinstance(batches, Sized) else most
   endless = itertools.chain.from_iterable(itertools.repeat(batches))
   return itertools.islice(endless, seed * size, None)
 
 
 def stack(batches: Iterator, steps: int, length: int) -> ArrayTree:
-  """The next batches, along a leading axis, on which the last one is repeated up to `length`."""
+  """The next `steps` batches, their leaves [length, …]: the last batch is repeated where `steps` < `length`."""
+  # Numpy batches stay in the memory of the host.
   stack_rows = lambda *rows: (
     jnp.stack(rows) if isinstance(rows[0], jax.Array) else np.stack(rows)
   )
@@ -50,10 +54,11 @@ def stack(batches: Iterator, steps: int, length: int) -> ArrayTree:
 
 
 def join(stacked: ArrayTree, workers: int) -> ArrayTree:
-  """Batches with a leading axis of steps as one batch, in which each worker has its rows of all of them."""
+  """Batches [steps, P · rows, …] as one batch, [P · steps · rows, …], with the rows of each worker of all steps."""
 
   def join_leaf(x: np.ndarray) -> np.ndarray:
-    # The first axis of a batch is split over the workers: rows of one are put together.
+    # The first axis of a batch is split over the workers: the rows of one worker of all
+    # steps have to stand together.
     rows = x.reshape(len(x), workers, -1, *x.shape[2:])
     return rows.swapaxes(0, 1).reshape(-1, *x.shape[2:])
 

@@ -59,8 +59,9 @@ def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, M
     raise ValueError(
       f"recipes: optimizer={optimizer!r}, choose one of {', '.join(map(repr, _NAMES))}, or a function of the rate"
     )
+  # `shared` follows an exchange of gradients; of `local` each worker has its own.
   shared, local = _optimizers(optimizer, workers)
-  before = lambda label: functools.partial(_before, label, shared)
+  before = lambda label: functools.partial(_exchange_gradients, label, shared)
   methods = {
     "dense": before("dense"),
     "dense, 16 bits": before("dense:dtype=bfloat16"),
@@ -73,40 +74,48 @@ def recipes(optimizer: str | Optimizer = "adam", *, workers: int) -> dict[str, M
       "signs": before("onebit"),
       "SparDL 1 %": before("spardl:density=0.01"),
     }
+  # The number is H, steps from one exchange to the next. Muon normalizes each worker's
+  # update, and the mean of updates that differ is shorter: its length is restored.
   return methods | {
-    "signs": functools.partial(_of_updates, local, 1, optimizer == "muon"),
-    "signs, every 4": functools.partial(_of_updates, local, 4, False),
+    "signs": functools.partial(_exchange_updates, local, 1, optimizer == "muon"),
+    "signs, every 4": functools.partial(_exchange_updates, local, 4, False),
   }
 
 
 def _optimizers(
   optimizer: str | Optimizer, workers: int
 ) -> tuple[Optimizer, Optimizer]:
-  """The optimizer behind an exchange, and that of each worker before one."""
+  """The optimizer behind an exchange, and that of each worker before one; both are functions of the rate."""
   if callable(optimizer):
     return optimizer, optimizer
+  # The second moment of a worker's own gradients would be too large, by their noise.
   if optimizer == "adam":
     return optax.adam, lambda rate: optax.chain(
       scale_by_window_adam(workers), optax.scale_by_learning_rate(rate)
     )
+  # Leaves that are no matrices are trained by Adam, at 1/20 of Muon's rate.
   muon = lambda rate: optax.contrib.muon(rate, adam_learning_rate=rate / 20)
   both = muon if optimizer == "muon" else optax.sgd
   return both, both
 
 
-def _before(
+def _exchange_gradients(
   label: str, optimizer: Optimizer, axis: AxisName | Comm, rate: Rate
 ) -> optax.GradientTransformation:
-  """One optimizer behind an exchange of gradients."""
+  """One optimizer behind an exchange of gradients by the collective of `label`."""
   return optax.chain(make_transform(label, axis), optimizer(rate))
 
 
-def _of_updates(
+def _exchange_updates(
   optimizer: Optimizer, every: int, restores: bool, axis: AxisName | Comm, rate: Rate
 ) -> optax.GradientTransformation:
-  """An optimizer of each worker's own before an exchange of signs."""
+  """An optimizer of each worker's own before an exchange of the signs of what it has moved, in each `every`-th step.
+
+  With `restores` the mean is as long as the movement of one worker.
+  """
   signs = make_transform("onebit", axis)
   exchange = norm_restored(signs) if restores else signs
   # Rate 1: the learning rate is in the updates that are exchanged.
   outer = optax.chain(exchange, optax.sgd(1.0))
+  # Workers train on with what signs have not delivered of their own movement.
   return local_steps(optimizer(rate), outer, every=every, apply_residual=True)

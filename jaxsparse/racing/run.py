@@ -121,6 +121,7 @@ def race(
   setting = Setting(
     loss_fn, evaluate, where, axis, engine, options, given, rng, model_state
   )
+  # Sorted, so that a race goes on from its file whatever the order of its rates.
   config = RaceConfig(
     setting, params, batches, steps, rate, tuple(sorted(rates)), seeds
   )
@@ -142,7 +143,7 @@ def race(
 
 
 def _links(names: Sequence[str], profile: Profile | None) -> dict[str, Link]:
-  """The links by their names, and that of a profile."""
+  """The links by their names, "1gbit" for instance, and the one of a profile, if given, as "profile"."""
   links = {}
   for name in names:
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", name)
@@ -159,9 +160,18 @@ def _links(names: Sequence[str], profile: Profile | None) -> dict[str, Link]:
 
 
 class _Kept:
-  """The finished methods of a race, and the agreement of the workers, in a file if there is one."""
+  """The finished methods of a race, and the agreement of the workers, in a file if there is one.
+
+  Attributes:
+    rows: the row of each finished method, by its name.
+    agreements: of the workers' gradients in dense training; empty before it.
+
+  Private: `_path` of the file, None for no file; `_key`, the numbers of the race, by
+  which a file of another race is refused.
+  """
 
   def __init__(self, file: str | pathlib.Path | None, key: dict[str, Any]):
+    # None, or "", for no file
     self._path = file and pathlib.Path(file)
     self._key = key
     self.rows: dict[str, Row] = {}
@@ -186,7 +196,15 @@ class _Kept:
     budget: float,
     progress: Callable[[str], object] | None,
   ) -> list[str]:
-    """Tries each method that is not here, the first one always; the names of those without time."""
+    """Tries each method without a row; the names of those that were left out, for lack of time.
+
+    Args:
+      config: what the race was asked for.
+      methods: by name, dense first, since the others train on until they reach its
+        losses.
+      budget: seconds after which no method is begun, unless there is no row yet.
+      progress: called with a line of text now and then; None calls nothing.
+    """
     begin = time.monotonic()
     left_out = []
     for name, method in methods.items():
@@ -195,6 +213,7 @@ class _Kept:
       if self.rows and time.monotonic() - begin > budget:
         left_out.append(name)
         continue
+      # Without a row of dense, this is dense; it alone measures agreements.
       row, agreements = config.tune(name, method, self.rows.get(DENSE), progress)
       self.rows[name] = row
       self.agreements = self.agreements or agreements
@@ -206,8 +225,10 @@ class _Kept:
     """Replaces the file; an interruption leaves the one before."""
     if not self._path:
       return
+    # Agreements are named tuples, which JSON has as lists.
     rows = [row._asdict() for row in self.rows.values()]
     content = {"key": self._key, "rows": rows, "agreements": self.agreements}
     beside = self._path.with_name(f"{self._path.name}.new")
     beside.write_text(json.dumps(content))
+    # A rename is atomic: the file is never half written.
     os.replace(beside, self._path)

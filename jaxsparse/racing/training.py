@@ -34,27 +34,39 @@ from jaxsparse.types import ArrayTree
 class Setting(NamedTuple):
   """What all trainings of a race have in common."""
 
-  loss_fn: Callable[..., ArrayTree]
+  loss_fn: Callable[..., ArrayTree]  # as for `make_train_step`
+  # (params), or (params, model_state) with a model state -> the loss on held-out data,
+  # or what `loss_of` takes it from
   evaluate: Callable[..., Any]
   where: Any  # a mesh, or a comm that knows its workers
-  axis: str
-  engine: Engine
+  axis: str  # of the workers
+  engine: Engine  # of `where`: it knows the number of workers
   options: dict[str, Any]  # options of `make_train_step`
   named: dict[str, ArrayTree]  # arguments of each step, besides those below
-  rng: jax.Array | None
-  model_state: ArrayTree
+  rng: jax.Array | None  # the key of the race, for `loss_fn`; None for no key
+  model_state: ArrayTree  # before the first step; None for no model state
   # what is kept of the optimizer state after each step
   read: Callable[[ArrayTree], ArrayTree] = lambda _: None
   loss_of: Callable[..., float] = float  # what `evaluate` returns
 
 
 class Program:
-  """The steps of one method."""
+  """The steps of one method, at any rate and from any seed.
+
+  Attributes:
+    setting: what all trainings have in common.
+    chain: rate -> the optax chain of the method.
+    start: (rate, params) -> (params, optimizer state, model state) before the first
+      step, jitted: what a `Training` has as `trained`.
+    run: `_run`, several steps, jitted; it overwrites `trained`, its second argument.
+  """
 
   def __init__(self, setting: Setting, method: Method):
     self.setting = setting
-    self.chain = functools.partial(method, setting.axis)  # the chain of a rate
+    # A method is (axis, rate) -> chain.
+    self.chain = functools.partial(method, setting.axis)
     self.start = jax.jit(self._start)
+    # The rate is traced: one compiled program serves all rates.
     self.run = jax.jit(self._run, donate_argnums=1)
 
   def _start(self, rate: jax.Array, params: optax.Params) -> ArrayTree:
@@ -71,12 +83,26 @@ class Program:
     batches: ArrayTree,
     count: jax.Array,
   ) -> tuple[ArrayTree, ArrayTree]:
+    """Trains for `count` steps.
+
+    Args:
+      rate: f32[], the learning rate.
+      trained: (params, optimizer state, model state) of all workers.
+      keys: a key for each step, [length], or None.
+      batches: leaves [length, …], the batch of all workers at each step.
+      count: i32[], at most `length`; batches behind it are not used.
+
+    Returns:
+      (trained, rows): `trained` after the steps; and what the setting reads of the
+      optimizer state after each step, leaves [length, …], valid up to `count`.
+    """
     setting = self.setting
     place = {"mesh": setting.where, "axis": setting.axis}
     length = len(jax.tree.leaves(batches)[0])
 
     def one_step(index: jax.Array, carried: ArrayTree) -> ArrayTree:
       (params, state, model_state), rows = carried
+      # None, for no keys, is a tree without leaves, and stays None.
       key, batch = jax.tree.map(lambda x: x[index], (keys, batches))
       options = place | setting.options
       step = make_train_step(setting.loss_fn, self.chain(rate), donate=False, **options)
@@ -88,9 +114,11 @@ class Program:
       rows = jax.tree.map(keep, setting.read(state), rows)
       return (params, state, metrics.model_state), rows
 
+    # Rows to overwrite, of the shapes and dtypes that the setting reads.
     repeat = lambda x: jnp.broadcast_to(x, (length, *x.shape))
     rows = jax.tree.map(repeat, setting.read(trained[1]))
-    # A scan of the last steps, often fewer, would be one more program.
+    # A loop to a traced `count`: a scan over the last steps, often fewer, would have
+    # other shapes and compile one more program.
     return varying.fori_loop(0, count, one_step, (trained, rows))
 
 
@@ -99,11 +127,17 @@ class Training:
   """A training at one rate from one seed.
 
   Attributes:
-    trained: parameters, optimizer state and model state of all workers.
-    steps: at which the model was evaluated.
-    losses: at these steps, Inf where the loss is not finite.
+    program: the steps of the method.
+    rate: f32[], the learning rate.
+    key: the key of the seed, which is folded with the number of each step; None for no
+      key.
+    batches: the batches of the steps to come, without end.
+    trained: (params, optimizer state, model state) of all workers.
+    steps: after which the model was evaluated.
+    losses: after these steps, Inf where the loss is not finite.
     seconds: the fewest that a step of all workers took here.
-    tenth: the parameters at the first evaluation.
+    tenth: the parameters at the first evaluation, after about a tenth of the steps of
+      a race; None before it.
     read: what the setting read of the state after each step since the last evaluation.
     evaluated: what the last evaluation returned.
   """
@@ -121,7 +155,7 @@ class Training:
   evaluated: Any = None
 
   def go_on(self, until: int, every: int) -> None:
-    """Trains until so many steps, with an evaluation after `every`, for which there is one program."""
+    """Trains on to step `until`; the model is evaluated after each call of the program, of `every` steps or fewer."""
     done = self.steps[-1] if self.steps else 0
     while done < until:
       count = min(every, until - done)
@@ -129,20 +163,24 @@ class Training:
       # as many keys as the program takes, also if fewer steps are left
       steps = np.arange(done, done + every)
       keys = None if self.key is None else _fold(self.key, steps)
+      # The last batch is repeated where `count` < `every`, and is trained on once.
       arguments = self.rate, self.trained, keys, stack(self.batches, count, every)
       run = self.program.run
       results = jax.block_until_ready(dispatch(run, *arguments, np.int32(count)))
       self.trained, rows = results
+      # Rows behind `count` are of no step.
       self.read = jax.tree.map(operator.itemgetter(slice(count)), rows)
       # the least of all calls, since the first one compiles
       self.seconds = min(self.seconds, (time.perf_counter() - begin) / count)
       done += count
       self.steps.append(done)
       self.losses.append(self._evaluate())
+      # A copy, since the next call overwrites the parameters.
       if self.tenth is None:
         self.tenth = jax.tree.map(jnp.copy, self.trained[0])
 
   def _evaluate(self) -> float:
+    """The loss of the parameters on held-out data; Inf for NaN too, so that losses can be sorted."""
     params, _, model_state = self.trained
     arguments = (params,) if model_state is None else (params, model_state)
     setting = self.program.setting
@@ -151,7 +189,7 @@ class Training:
     return loss if math.isfinite(loss) else math.inf
 
   def words(self) -> float:
-    """4-byte words a step, of the worker that sent most."""
+    """4-byte words a step, of the worker that sent most, mean over all steps since the first."""
     return float(metrics(self.trained[1]).total_words) / self.steps[-1]
 
   def state_bytes(self) -> float:
@@ -159,10 +197,12 @@ class Training:
     params, state, _ = self.trained
     engine = self.program.setting.engine
     specs = jax.tree.broadcast(placed(state, engine.axis), state)
-    # arrays with a spec have rows of all workers
+    # Arrays with a spec that is not empty have rows of all P workers, of which one
+    # worker has 1/P; others are the same on every worker.
     size = lambda leaf, spec: leaf.nbytes / (engine.workers if spec else 1)
     total = sum(jax.tree.leaves(jax.tree.map(size, state, specs)))
     return total / count_entries(params)
 
 
+# (key, numbers of n steps) -> n keys, one for each step
 _fold = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))

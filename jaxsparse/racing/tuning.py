@@ -20,24 +20,35 @@ from jaxsparse.transform.state import reduce_states
 from jaxsparse.types import check_whole
 
 _EVALUATIONS = 10  # evaluations of a training
-_HALVED = (2, 5)  # evaluations after which the worse half of the rates ends
-_MORE = 5  # evaluations beyond the steps, for methods above dense
-_ROWS = 4  # batches whose rows the agreement of gradients is measured on
+_HALVED_AFTER = (2, 5)  # evaluations after which the worse half of the rates ends
+_EXTRA_EVALUATIONS = 5  # beyond the steps of a race, for methods above dense
+_AGREEMENT_BATCHES = 4  # batches whose rows the agreement of gradients is measured on
 
 
 class RaceConfig(NamedTuple):
-  """What `js.race` was asked for."""
+  """What `js.race` was asked for.
+
+  Attributes:
+    setting: what all trainings have in common: workers, loss, options of a step.
+    params: the parameters before the first step: a pytree, or a function of the seed.
+    batches: a function of the step, or an iterable.
+    steps: of each training; methods above dense have more, `most` at most.
+    rate: the user's learning rate.
+    multiples: multiples of `rate` to try, ascending.
+    seeds: number of trainings of each method at each rate.
+  """
 
   setting: Setting
-  params: Any  # a pytree, or a function of the seed
+  params: Any
   batches: Batches
   steps: int
   rate: float
-  multiples: tuple[float, ...]  # multiples of the rate, ascending
+  multiples: tuple[float, ...]
   seeds: int
 
   def check(self) -> None:
     """Raises ValueError for numbers outside their choices."""
+    # A single worker exchanges nothing.
     check_whole("race", 2, workers=self.setting.engine.workers)
     check_whole("race", 1, steps=self.steps, seeds=self.seeds)
     if not self.multiples or len(set(self.multiples)) < len(self.multiples):
@@ -48,7 +59,7 @@ class RaceConfig(NamedTuple):
 
   @property
   def key(self) -> dict[str, Any]:
-    """What races that share a file have in common."""
+    """The numbers that a race and the file from which it goes on must have in common, by name, for JSON."""
     numbers = {name: getattr(self, name) for name in ("steps", "rate", "seeds")}
     return numbers | {
       "rates": list(self.multiples),
@@ -58,16 +69,16 @@ class RaceConfig(NamedTuple):
 
   @property
   def every(self) -> int:
-    """Steps from one evaluation to the next."""
+    """Steps from one evaluation to the next, a tenth of all, rounded up."""
     return -(-self.steps // _EVALUATIONS)
 
   @property
   def most(self) -> int:
     """The most steps of a training."""
-    return self.steps + _MORE * self.every
+    return self.steps + _EXTRA_EVALUATIONS * self.every
 
   def start(self, seed: int) -> optax.Params:
-    """The parameters before the first step."""
+    """The parameters of a seed, 0, 1, …, before the first step."""
     # A pytree may be callable itself, as a module of Equinox is.
     is_function = callable(self.params) and jax.tree_util.all_leaves([self.params])
     return self.params(seed) if is_function else self.params
@@ -79,15 +90,30 @@ class RaceConfig(NamedTuple):
     dense: Row | None,
     progress: Callable[[str], object] | None,
   ) -> tuple[Row, list[Agreement]]:
-    """A method at the best of the rates; and the agreement of the workers, if it is dense."""
+    """Trains a method at all rates, of which the worse half ends early, and returns the row of the best one.
+
+    Args:
+      name: the name of the method.
+      method: (axis, rate) -> optax chain.
+      dense: the row of dense, whose losses the method has to reach; None if this is
+        dense itself.
+      progress: called with a line of text for each rate whenever rates are compared;
+        None calls nothing.
+
+    Returns:
+      (row, agreements): the row at the best rate; and the agreement of the workers'
+        gradients, of dense only, else [].
+    """
     program = Program(self.setting, method)
     trainings = {
       multiple: [self._begin(program, multiple, seed) for seed in range(self.seeds)]
       for multiple in self.multiples
     }
+    # Mean loss of each multiple over the seeds, when it was last compared.
     tried = dict[float, float]()
     # Successive halving: rates are compared after the same number of steps.
-    for count in (*_HALVED, _EVALUATIONS):
+    for count in (*_HALVED_AFTER, _EVALUATIONS):
+      # `every` is rounded up: `count` evaluations may be more than all steps.
       until = min(self.steps, count * self.every)
       for multiple, of_rate in trainings.items():
         for training in of_rate:
@@ -97,6 +123,7 @@ class RaceConfig(NamedTuple):
           progress(
             f"{name}, rate times {multiple:g}, {until} steps: {tried[multiple]:.4g}"
           )
+      # Half of the rates go on, rounded up, and after the last evaluation one.
       wanted = 1 if count == _EVALUATIONS else -(-len(trainings) // 2)
       best = sorted(trainings, key=lambda multiple: tried[multiple])[:wanted]
       trainings = {multiple: trainings[multiple] for multiple in best}
@@ -108,7 +135,7 @@ class RaceConfig(NamedTuple):
     return row, [] if dense else self._agreements(winners[0])
 
   def _begin(self, program: Program, multiple: float, seed: int) -> Training:
-    """A training before its first step."""
+    """A training of a seed at `multiple` times the user's rate, before its first step."""
     batches = batches_of(self.batches, seed, self.seeds, self.most)
     rng = self.setting.rng
     key = None if rng is None else jax.random.fold_in(rng, seed)
@@ -117,7 +144,8 @@ class RaceConfig(NamedTuple):
     return Training(program, rate, key, batches, trained)
 
   def _reach(self, trainings: list[Training], dense: Row) -> None:
-    """Trains on while a loss is above that of dense from the same seed."""
+    """Trains each seed on until it has dense's loss from the same seed, or the most steps of a training."""
+    # Dense's losses after the steps of the race; `dense` is its row.
     at_end = dense.steps.index(self.steps)
     for training, losses in zip(trainings, dense.losses, strict=True):
       # Any evaluation counts: a loss may rise again after it.
@@ -132,8 +160,16 @@ class RaceConfig(NamedTuple):
     tried: list[list[float]],
     trainings: list[Training],
   ) -> Row:
-    """What is kept of a method."""
-    # evaluations of the seed that trained longest are the steps of all
+    """The row of a method.
+
+    Args:
+      name: the name of the method.
+      program: its steps.
+      multiple: the best rate over the user's rate.
+      tried: [multiple, mean loss] of each rate.
+      trainings: at the best rate, one for each seed.
+    """
+    # Seeds are evaluated after the same steps, of which the longest training has all.
     longest = max(trainings, key=lambda training: len(training.steps))
     last = len(longest.steps)
     # A seed ends once it has reached dense's loss: its later evaluations are missing.
@@ -146,15 +182,18 @@ class RaceConfig(NamedTuple):
     params, state, _ = longest.trained
     setting = self.setting
     workers = setting.engine.workers
+    # messages and words of one exchange
     cost = count_update(program.chain(rate), params, workers=workers, axis=setting.axis)
-    # words of a step over those of an exchange: 1/H with local steps
+    # Words of a step over those of an exchange: 1/H with local steps; 0 if no exchange
+    # was made.
     share = words / max(cost.words, 1)
+    # A chain of several transforms, or groups of leaves, has several collectives.
     labels = [
       collective.label
       for reduce_state in reduce_states(state)
       for collective in reduce_state.collectives
     ]
-    # simulated workers share a device: a step of all takes P times as long
+    # Simulated workers share a device: a step of all takes P times as long as of one.
     simulated = workers if isinstance(setting.where, SimComm) else 1
     return Row(
       name,
@@ -174,11 +213,14 @@ class RaceConfig(NamedTuple):
   def _agreements(self, training: Training) -> list[Agreement]:
     """The agreement of gradients before a training, after its first tenth, and at its end."""
     setting = self.setting
+    # Arguments of `loss_fn`, which has no key and no model state where these are None.
     arguments = setting.named | {"rng": setting.rng, "model_state": setting.model_state}
     named = {name: value for name, value in arguments.items() if value is not None}
     batches = batches_of(self.batches, 0, self.seeds, self.most)
-    # rows of several batches: with few of them agreement is noise
-    batch = join(stack(batches, _ROWS, _ROWS), setting.engine.workers)
+    # One batch of the rows of several: with few rows agreement is noise.
+    batch = join(
+      stack(batches, _AGREEMENT_BATCHES, _AGREEMENT_BATCHES), setting.engine.workers
+    )
     several = [self.start(0), training.tenth, training.trained[0]]
     where = setting.where
     return agreements(

@@ -5,8 +5,8 @@ accumulator   selection and residual: entries are sent from it and added to it i
 selectors     selection methods of a collective: exact, per chunk, or by the threshold of the last step
 exact         `top_k`, found among candidates: few entries that provably contain the top-k of each block
 per_chunk     the largest entry of each of k chunks instead of the k largest
+chunks        the k largest entries of each chunk of consecutive entries
 threshold     all entries that reach a given threshold
-ordering      data dependencies that order writes in place, and the messages of groups of leaves
 """
 
 from jaxsparse.select.exact import top_k

@@ -60,9 +60,9 @@ class Pending(NamedTuple):
 class TopKAccumulator:
   """Blocks of which the k largest entries of a row are sent, or those of them that reach a known threshold.
 
-  Rows are those of `Blocks`; each is selected once, and only row 0 is added to
-  afterwards. Indices of entries are block-relative; index `length` and value 0 are an
-  empty slot. `ChunkAccumulator` has the same methods.
+  Rows are those of `Blocks`. Each row is selected once; after that, entries are added
+  to row 0 only. Indices of entries are block-relative; index `length` and value 0 are
+  an empty slot. `ChunkAccumulator` has the same methods.
 
   Attributes:
     blocks: the layout, and the vector at the start of the step: `x` is
@@ -136,6 +136,7 @@ class TopKAccumulator:
       order = blocks.order[first:last]
       search_all = functools.partial(search_keys, self._keys_from, blocks, order)
       indices = exact.search_among(known, read, blocks, search_all, least)
+    # The searches of all entries of a row do not know `least`.
     if least is not None:
       reaches = keys_of(read(indices)) >= least[:, None]
       indices = jnp.where(reaches, indices, blocks.length)
@@ -166,7 +167,7 @@ class TopKAccumulator:
     )
 
   def add(self, entries: Sparse) -> Self:
-    """Adds [r, c] entries to the first r rows."""
+    """Adds received [r, c] entries, with block-relative indices, to the first r rows."""
     n = self.blocks.x.size
     flat = self.blocks.flat_indices(entries.indices)
     before = self._read_at(flat)
@@ -179,6 +180,7 @@ class TopKAccumulator:
       else untouched
     )
     indices = jnp.where(untouched, flat, n)
+    # Where nothing was added before, the value before is the initial one.
     initial = Sparse(indices.reshape(-1), before.reshape(-1))
     new_indices = jnp.where(new, entries.indices, self.blocks.length)
     return dataclasses.replace(
@@ -209,7 +211,8 @@ class TopKAccumulator:
     # every entry that was added to, once: with its first addition
     added = sparse.concatenate(self.before)
     # `grads` has the current value of each of these; of the others, the initial and the
-    # current value are gradient + residual, so they need no entry.
+    # current value are gradient + residual, so they need no entry. `added` has the
+    # initial values.
     values = jnp.where(
       bitset.contains(current, added.indices),
       sparse.read_at(self.grads, added.indices),
@@ -222,7 +225,7 @@ class TopKAccumulator:
     return Pending(self.grads, residual, sparse.concatenate([errors, others]))
 
   def _keys_from(self, start: jax.Array) -> jax.Array:
-    """The keys of the current values of a block that starts there; those beyond the end are 0."""
+    """The keys of the current values of the block that starts at flat index `start`; those beyond the end are 0."""
     n = self.blocks.x.size
     flat = jnp.minimum(start + iota(self.blocks.length), n)  # n reads 0
     return keys_of(self._read_at(flat))
@@ -253,7 +256,7 @@ def pending_returned(
   entries that were dropped everywhere keep them.
 
   Args:
-    x: f32[n].
+    x: f32[n], gradient + old residual.
     indices: i32[c], of the total, ascending; empty slots (n) last.
     sent: i32 of any shape, the indices that this worker sent.
     returned: entries that this worker dropped or rounded off, added in their order;
@@ -264,6 +267,7 @@ def pending_returned(
   members = bitset.insert(bitset.empty(x.size), indices, x.size)
 
   def slots_of(flat: jax.Array) -> jax.Array:
+    # `indices.size`, a slot that is dropped, where the total has no such index
     return jnp.where(
       bitset.contains(members, flat), bitset.rank(members, flat), indices.size
     )
@@ -280,12 +284,12 @@ def pending_returned(
 def pending_nonzero(
   x: LazySum, sent: jax.Array, total: Sparse, returned: Sequence[Sparse]
 ) -> Pending:
-  """The residual where the total [c] is 0 if it delivers nothing: senders keep entries that add up to 0.
+  """The residual if entries of the total that are 0 count as not delivered: senders keep entries that add up to 0.
 
   Args:
-    x: f32[n].
+    x: f32[n], gradient + old residual.
     sent: i32 of any shape, the indices that this worker sent, each once.
-    total: [c] entries.
+    total: [c] entries, the sum over workers.
     returned: the rounding errors of the messages of this worker; none where values are
       not rounded.
   """
@@ -293,15 +297,23 @@ def pending_nonzero(
   members = bitset.insert(
     bitset.empty(n), jnp.where(total.values != 0, total.indices, n), n
   )
-  # Without rounding, each sent entry is either delivered whole or kept whole.
+  # Without rounding, each sent entry is either delivered whole or kept whole: the
+  # residual is 0 or x.
   if not returned:
     return pending_zeros(x, jnp.where(bitset.contains(members, sent), sent, n))
+  # The indices of the total in ascending order, n in empty slots.
   ascending = jnp.minimum(bitset.nonzero(members, total.indices.size), n)
   return pending_returned(x, ascending, sent, returned)
 
 
 def materialize(pending: Pending, finite: jax.Array, decay: float) -> jax.Array:
-  """β times the new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place."""
+  """β times the new residual, f32[n], or the old one if not `finite`: one pass over n entries, and a few in place.
+
+  Args:
+    pending: the new residual.
+    finite: bool[], false in a step that all workers skip because of NaN or Inf.
+    decay: β.
+  """
   # All reads precede the writes in place, so that XLA can alias the buffers.
   finite = ordering.depend_on(pending.entries.values, finite.astype(jnp.int32)) > 0
   # The `where` makes this another expression than selection's gradient + residual: XLA
@@ -327,7 +339,7 @@ class SparseReduced(Reduced):
   """
 
   def mean(self, divisor: int, rounding: Rounding | None) -> tuple[jax.Array, Commit]:
-    """Divides and rounds the values of entries; the residual is materialized at the end."""
+    """Divides and rounds the values of entries; `commit` materializes the residual and the mean, f32[n]."""
     indices = self.total.indices
     exact = self.total.values / divisor
     mean = rounding(exact, indices) if rounding else exact
@@ -343,6 +355,7 @@ class SparseReduced(Reduced):
       if rounding:
         error = decay * jnp.where(finite, exact - mean, 0.0)
         residual = sparse.add(residual, indices, error)
+      # n zeros, in the buffer of the gradient
       update = jnp.full_like(pending.grads, zero)
       return sparse.put(update, indices, jnp.where(finite, mean, 0.0)), residual
 
@@ -352,7 +365,8 @@ class SparseReduced(Reduced):
     """Adds the entries in place."""
     indices, values = self.total
     total = sparse.add(x, indices, values)
-    # NaN may lie in an empty slot
+    # A NaN may be in an empty slot, which `add` drops; the total must show it all the
+    # same.
     total = jnp.where(all_finite(values), total, jnp.nan)
     return total, materialize(self.state.residual, jnp.bool_(True), 1.0)
 

@@ -68,12 +68,13 @@ class LazySum:
       >>> LazySum((jnp.array([1.0, 2.0, 3.0]),)).window(jnp.int32(2), 2).values
       Array([3., 0.], dtype=float32)
     """
-    # A slice that would reach beyond the end starts earlier, and is moved back by a
-    # second one, over zeros.
+    # A slice that would reach beyond the end starts earlier, at `inside`. A second one,
+    # of its entries and zeros behind them, drops the first `beyond` entries.
     inside = jnp.minimum(start, self.size - length)
     cut = lambda x, start: jax.lax.dynamic_slice(x, (start,), (length,))
     beyond = jnp.minimum(start - inside, length)
     ends_late = lambda term: cut(jnp.pad(cut(term, inside), (0, length)), beyond)
+    # Behind a barrier the windows are stored: later reads do not slice twice again.
     windows = jax.lax.optimization_barrier(list(map(ends_late, self.parts)))
     return LazySum(tuple(windows))
 
@@ -115,7 +116,11 @@ class Blocks:
     indices: jax.Array,
     first: jax.Array | int = 0,
   ) -> jax.Array:
-    """Flat indices of block-relative ones, i32[r, c] of the rows from `first` on; n for empty slots and padding."""
+    """Flat indices of block-relative ones, i32[r, c] of the rows from `first` on; n for empty slots and padding.
+
+    Empty slots have an index of at least `length`; padding is what the last blocks have
+    beyond n.
+    """
     n = self.x.size
     order = jax.lax.dynamic_slice_in_dim(self.order, first, len(indices))
     # at most n, for the padding of the last block
@@ -152,7 +157,7 @@ class Cut(NamedTuple):
 
   Attributes:
     key: i32[rows, 1]; i32[] for a single row, or i32[c], one for each key.
-    last: likewise.
+    last: of the shape of `key`; the last index that is selected at `key`.
   """
 
   key: jax.Array
@@ -160,7 +165,8 @@ class Cut(NamedTuple):
 
   def selects(self, keys: jax.Array, indices: jax.Array) -> jax.Array:
     """Whether each of the i32[rows, c] or i32[c] keys is in the selection, bool like them."""
-    # One use of the keys, which XLA for TPUs would store for two.
+    # Up to index `last`, integers > key − 1, that is ≥ key; behind it, integers > key.
+    # The keys are used once, as XLA for TPUs would store them for two uses.
     return keys > self.key - (indices <= self.last).astype(jnp.int32)
 
 
@@ -178,8 +184,8 @@ def kth_largest(
   Args:
     keys: i32[rows, c], c a multiple of 256; −1 in empty slots.
     indices: i32[rows, c], at least 0, in any order; those of equal keys differ.
-    k: i32[rows], or for all; at most as many keys as reach `low`.
-    low: i32[rows], or for all.
+    k: i32[rows], or one number for all rows; at most as many keys as reach `low`.
+    low: i32[rows], or one number for all rows: where the search for the key begins.
 
   Example:
     >>> keys, indices = jnp.zeros((1, 256), jnp.int32).at[0, :3].set(jnp.array([7, 8, 7])), 255 - jnp.arange(256)[None]
@@ -196,6 +202,7 @@ def kth_largest(
     return search_by_halves(selects, k, low, high)
 
   def by_digits() -> Cut:
+    # The axis of length 1 is that of the cuts, several of which are tried at once.
     selects = functools.partial(
       Cut.selects, keys=keys[:, None], indices=indices[:, None]
     )
@@ -212,9 +219,9 @@ def search_keys(
   """The k largest keys of each of several long blocks, by counting: their indices, ascending, i32[rows, k].
 
   Args:
-    read: returns the keys of the block that starts there, i32[length].
+    read: returns the keys of the block that starts at a flat index i32[], i32[length].
     blocks: says the length of a block, and k.
-    order: i32[rows], the blocks.
+    order: i32[rows], the numbers of the blocks.
   """
   by_halves = functools.partial(search_by_halves, low=jnp.int32(0), high=jnp.int32(TOP))
   # One cut a round: more would store as many rows of flags.
@@ -227,8 +234,9 @@ def search_keys(
     def selects(cut: Cut) -> jax.Array:
       # Keys are computed again in each round: a compiler that took them out of the loop
       # would store them. XLA for TPUs removes barriers first, but does not know that
-      # the key is at least 0.
+      # the key is at least 0, so `here` plus a minimum of 0 depends on the round.
       cut, here = jax.lax.optimization_barrier((cut, start))
+      # One cut, to which `search_by_digits` gives axes of length 1.
       key, last = (end.reshape(()) for end in cut)
       keys = read(here + jnp.minimum(key, 0))
       chosen = Cut(key, last).selects(keys, iota(blocks.length))
@@ -246,15 +254,15 @@ def search_by_digits(
 ) -> Cut:
   """The cut that selects the k largest, by counting in a fixed number of rounds: no round waits for the host.
 
-  A round finds one digit, of the key or, later, of what the last index is below the
-  largest i32.
+  A round finds one digit: first those of the key, from the highest to the lowest, then
+  those of the difference of the largest i32 and the last index.
 
   Args:
-    selects: which keys several cuts of each row select, bool[rows, d, c] for i32[rows,
-      d, 1].
+    selects: which of the c keys of each row d cuts select, bool[rows, d, c] for a `Cut`
+      of i32[rows, d, 1].
     k: i32[rows, 1], or i32[] for one row; all keys of at least 0 are selected where
       they are fewer.
-    bits: of a digit; more are fewer rounds, of more cuts.
+    bits: bits of a digit; more are fewer rounds, of more cuts.
 
   Returns:
     A `Cut` of arrays like k.
@@ -262,10 +270,13 @@ def search_by_digits(
   shape = k.shape
   k = k.reshape(-1, 1)
   digits = np.arange(1, 1 << bits, dtype=np.int32)[None, None]  # a constant: no kernel
+  # Keys and indices have 31 bits.
   rounds = -(-31 // bits)
   rows = len(k)
   more = -len(k) % 8
   largest = jnp.iinfo(jnp.int32).max
+  # A state, i32[2, rows, 1]: the key, and how far the last index is below the largest
+  # i32. The larger a number, the fewer keys its cut selects.
   cut_at = lambda state: Cut(state[0], largest - state[1])
 
   def refine(step: jax.Array, state: jax.Array) -> jax.Array:
@@ -277,6 +288,7 @@ def search_by_digits(
     counts = jnp.sum(selects(cut_at(candidates[..., None])), axis=2, dtype=jnp.int32)
     # a digit may be beyond 31 bits
     enough = (counts >= k) & (shifted >> shift == digits)[0]
+    # `enough` is true up to the digit that is sought, so their number is this digit.
     digit = jnp.sum(enough, axis=1, keepdims=True, dtype=jnp.int32) << shift
     return state + refined * jnp.pad(digit, ((0, more), (0, 0)))[None]
 
@@ -295,15 +307,16 @@ def search_by_halves(
   """The cut at which k keys are selected; k, low and high are i32 of one shape.
 
   Args:
-    selects: which keys a `Cut` selects.
-    k: how many they shall be.
+    selects: which keys a `Cut` of arrays like k selects, bool[…, c].
+    k: how many keys of each row shall be selected.
     low: a key that at least k keys reach.
     high: a key that fewer than k keys reach.
   """
 
   def halve(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Halves low … high, first of the last key; then, with `ties`, of minus the last index of that key."""
-    # Two searches, one after the other: `ties` says which one a row is in.
+    """Halves the range low … high: of the key of the cut first; then, with `ties`, of minus its last index."""
+    # Two searches, one after the other: `ties` says which one a row is in. `_LAST` is
+    # above every index.
     low, high, key, ties = state
     middle = low + (high - low) // 2  # not (low + high) // 2, which may overflow
     last = jnp.where(ties, -middle, _LAST)

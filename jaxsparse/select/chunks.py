@@ -50,8 +50,9 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
            [ 4.,  0.]], dtype=float32))
   """
   rows = -(-x.size // length)
-  # A TPU sorts, in pieces that bound the memory of a sort.
+  # A TPU sorts, in 16 pieces, one after the other, that bound the memory of a sort.
   on_tpu = functools.partial(_in_pieces, _by_sorting, x, length, k, _PIECES)
+  # Groups of 8 save something where the k best ones are at most half of a chunk.
   on_gpu = (
     functools.partial(_in_pieces, _by_groups, x, length, k, 1)
     if 2 * _GROUP * k <= length
@@ -64,7 +65,8 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
   on_cpu = functools.partial(
     _in_pieces, _by_threshold if bracketed else _by_sorting, x, length, k, pieces
   )
-  # The way of GPUs takes 6 times the CPU time, that of CPUs 1.8 times the kernels.
+  # On a CPU the way of GPUs takes 6 times the time; on a GPU the way of CPUs runs 1.8
+  # times the kernels.
   indices = _compat.by_platform(gpu=on_gpu, tpu=on_tpu, default=on_cpu)()
   flat = indices + length * iota(rows)[:, None]
   return Sparse(indices, x.read_at(flat))
@@ -73,7 +75,16 @@ def top_k_of_chunks(x: LazySum, length: int, k: int) -> Sparse:
 def _in_pieces(
   select: _Method, x: LazySum, length: int, k: int, pieces: int
 ) -> jax.Array:
-  """`select` of the chunks of each piece, i32[⌈n / length⌉, k]."""
+  """The results of `select` for all chunks, i32[⌈n / length⌉, k], one piece after the other.
+
+  Args:
+    select: one of the methods below, as `_by_sorting`: of the values of a piece and a
+      function that reads them at indices in the piece.
+    x: f32[n].
+    length: of a chunk.
+    k: of each chunk.
+    pieces: about their number; pieces are of whole chunks.
+  """
   size = -(-x.size // (length * pieces)) * length
   full, rest = divmod(x.size, size)
 
@@ -118,14 +129,15 @@ def _by_groups(
   length: int,
   k: int,
 ) -> jax.Array:
-  """`_by_sorting`, of groups of groups before groups, and of these before entries.
+  """As `_by_sorting`, by groups of 8 entries, and groups of 8 such groups, and so on, the largest groups first.
 
   The k groups with the largest maxima, ties to the first group, contain the k largest
   entries: for an entry of another group, each of them has a larger one, or an equal one
-  of a lower index.
+  of a lower index. So each level searches only the members of the k best groups above.
   """
   keys = keys_of(values).reshape(-1, length)
   rows = len(keys)
+  # maxima of groups, then of groups of groups, until there are fewer than 8 k
   levels = []
   while (width := keys.shape[1]) >= _GROUP * k:
     more = ((0, 0), (0, -width % _GROUP))
@@ -133,7 +145,8 @@ def _by_groups(
     keys = groups.max(axis=2)
     levels.append(keys)
   indices = iota(keys.shape[1])[None]
-  # the entries themselves, None, are read again instead of stored
+  # From the last level down: its k best groups, then their members in the level below.
+  # The entries themselves, None, are read again instead of stored.
   for keys_below in reversed([None, *levels[:-1]]):
     groups = _first(keys, jnp.broadcast_to(indices, keys.shape), k)
     members = groups[:, :, None] * _GROUP + iota(_GROUP)[None, None]
@@ -150,6 +163,7 @@ def _by_groups(
 
 def _first(keys: jax.Array, indices: jax.Array, k: int) -> jax.Array:
   """The indices of the k largest keys of each row, the largest first; indices below 2¹⁵ are sorted as 16 bits."""
+  # Ascending in TOP − key, then in the index: ties go to the lowest index.
   operands = TOP - keys, indices.astype(jnp.int16)
   _, ordered = jax.lax.sort(operands, num_keys=2, is_stable=False)
   return ordered[:, :k].astype(jnp.int32)
@@ -166,7 +180,10 @@ def _by_threshold(
   length: int,
   k: int,
 ) -> jax.Array:
-  """`_by_sorting`, of the entries that reach the k-th largest of the maxima of groups, where these are not too many."""
+  """As `_by_sorting`, among the entries that reach the k-th largest of the maxima of groups.
+
+  These contain the k largest. Where they are too many for their slots, `_by_sorting`.
+  """
   size = values.size
   groups = _groups(k)
   rows = size // length
@@ -184,10 +201,12 @@ def _by_threshold(
   def search() -> jax.Array:
     ascending = bitset.nonzero(members.reshape(-1), capacity)
     slot = (ends - counts)[:, None] + iota(slots)[None]
-    # [rows, slots], each row with the members of its chunk
+    # [rows, slots], each row with the members of its chunk; `size` in empty slots
     flat = jnp.where(slot < ends[:, None], ascending[slot], size)
+    # [slots, rows], so that a vector register counts in several chunks at once
     keys = jnp.where(flat < size, keys_of(read(flat)), -1).T
     chosen = bitset.pack(_is_largest(keys, k).T.reshape(-1))
+    # exactly k of each row, in the order of rows and of indices
     largest = flat.reshape(-1)[bitset.nonzero(chosen, rows * k)]
     return largest.reshape(rows, k) % length
 
@@ -209,7 +228,8 @@ def _reaching(
   best = functools.reduce(
     jnp.maximum, [of_groups[:, group] for group in range(length // groups)]
   )
-  # a lower threshold, by half as many rounds of twice as wide vectors
+  # The upper 16 bits of keys give a lower threshold, which a few more entries reach, by
+  # half as many rounds of vectors with twice as many numbers.
   upper = (best >> 16).astype(jnp.int16).T
   kth = _kth_largest(upper, jnp.int16(k), 15)
   low = kth.astype(jnp.int32)[:, None] << 16
@@ -235,7 +255,11 @@ def _is_largest(keys: jax.Array, k: int) -> jax.Array:
 
 
 def _kth_largest(keys: jax.Array, k: jax.Array, bits: int) -> jax.Array:
-  """The k-th largest of each column, bit by bit; keys are integers [c, rows] below 2 to the power of `bits`."""
+  """The k-th largest of each column, bit by bit; keys are integers [c, rows] below 2 to the power of `bits`.
+
+  It is the largest number that at least k keys of the column reach; 0 if fewer than k
+  keys are above 0.
+  """
   dtype = keys.dtype
 
   def has_enough(key: jax.Array) -> jax.Array:

@@ -126,6 +126,8 @@ def plan_search(length: int, k: int) -> tuple[int, int, int] | None:
   # As many entries of the block as there are in the sample up to `rank`, with its
   # deviation, in proportion.
   slots = bitset.align(int(k * (rank + _DEVIATIONS * rank**0.5 + 1) / mean))
+  # A short block is sorted whole. Candidates that are half of a block, or more, save
+  # nothing.
   return (size, rank, slots) if length > SHORT and slots < length // 2 else None
 
 
@@ -155,7 +157,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   Args:
     blocks: the blocks; entries beyond n count as zeros and are never candidates.
     low: i32[rows], at least 1: the smallest key of an entry to be selected, and so of a
-      candidate. By default a key that, with high probability, a few more than k entries
+      candidate. None takes a key that, with high probability, a few more than k entries
       reach, estimated from a sample of each block.
 
   Example:
@@ -172,6 +174,7 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
   if plan is None:
     return None
   size, rank, capacity = plan
+  # of each block in the order of blocks, which rows are not in
   by_block = (
     _estimate_keys(blocks, size, rank)
     if low is None
@@ -183,12 +186,14 @@ def find_candidates(blocks: Blocks, low: jax.Array | None = None) -> Candidates 
     by_block, n, length
   )
   members = bitset.pack(keys_of(blocks.x.values) >= low_of_entry)
-  # the candidates of all blocks, ascending; empty slots hold n or more
+  # The candidates of all blocks, ascending; empty slots hold n or more. A word of two
+  # blocks may have up to 32 more candidates (`_low_of_words`).
   flat = bitset.nonzero(members, bitset.align(rows * (capacity + bitset.BITS)))
 
+  # the flat indices at which blocks begin, and the end of the last one
   edges = jnp.minimum(iota(rows + 1) * length, n)
-  # A binary search in `flat` is 8 kernels more on a GPU; on CPU this function takes 0.97
-  # of the time with it.
+  # Ranks in the bitset: a binary search in `flat` would be 8 kernels more on a GPU, and
+  # save 3 % of the CPU time of this function.
   starts = bitset.rank(members, edges)
   # candidates of a row: slots begin … end − 1 of the list
   begin = starts[blocks.order]
@@ -208,7 +213,7 @@ def _estimate_keys(blocks: Blocks, size: int, rank: int) -> jax.Array:
   length = blocks.length
   rows = blocks.order.size
   # One at random from each of equal parts of a block, so that periodic data give a fair
-  # sample.
+  # sample. The seed is a constant, so that every program draws the same positions.
   parts = np.arange(size) + np.random.default_rng(length).random(size)
   positions = np.minimum(parts * length / size, length - 1)
   sample = jnp.array(positions, jnp.int32)[None]
@@ -226,9 +231,14 @@ def _estimate_keys(blocks: Blocks, size: int, rank: int) -> jax.Array:
 
 
 def _low_of_words(by_block: jax.Array, n: int, length: int) -> jax.Array:
-  """The key of the block of each of n entries, i32[n]; of a word of entries of two blocks, the lower key.
+  """The key of the block of each of n entries, i32[n]; 32 entries of a word that lie in two blocks get the lower key.
 
-  That makes up to 32 more candidates.
+  A lower key makes up to 32 more candidates.
+
+  Args:
+    by_block: i32[blocks].
+    n: entries of the vector.
+    length: entries of a block.
   """
   starts = jnp.arange(0, n, bitset.BITS, dtype=jnp.int32)
   ends = jnp.minimum(starts + (bitset.BITS - 1), n - 1)
@@ -237,7 +247,10 @@ def _low_of_words(by_block: jax.Array, n: int, length: int) -> jax.Array:
 
 
 def _low_of_entries(by_block: jax.Array, n: int, length: int) -> jax.Array:
-  """The key of the block of each of n entries, i32[n]: a TPU would pad rows of 32 to 128, and store them."""
+  """The key of the block of each of n entries, i32[n], as `_low_of_words` for TPUs, entry by entry.
+
+  A TPU would pad rows of 32 entries, as `jnp.repeat` makes them, to 128 and store them.
+  """
   index = iota(n)
   low = jnp.broadcast_to(by_block[0], n)
   for row in range(1, len(by_block)):
@@ -266,12 +279,14 @@ def search_among(
     i32[rows, k], block-relative, in the order of `candidates.indices` unless zeros are
     selected; `length` in empty slots.
   """
-  # The way of CPUs runs 23 % more kernels, that of GPUs takes 1.4 times the CPU time.
+  # On a GPU the way of CPUs runs 23 % more kernels; on a CPU the way of GPUs takes 1.4
+  # times the time.
   search = _compat.by_platform(
     gpu=_by_order, tpu=_by_count, default=_by_count_with_zeros
   )
   largest, known = search(candidates.indices, candidates.low, read, blocks, least)
-  # Not proven about once in some thousand searches: then all entries are searched.
+  # `known`: how many candidates of a row reach `low`, or k if proven otherwise. About
+  # once in some thousand searches it is not proven: then all entries are searched.
   proven = candidates.fits & (known >= candidates.needed)
   return varying.cond(proven.all(), lambda: largest, search_all)
 
@@ -283,9 +298,23 @@ def _by_order(
   blocks: Blocks,
   least: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """`_by_count_with_zeros` on GPUs: a sort of the slots of chosen entries is fewer kernels than a sum and a scatter."""
-  # Zeros are selected only where all others are known; of these the first k entries
-  # have enough.
+  """`_by_count_with_zeros` on GPUs: a sort of the slots of chosen entries is fewer kernels than a sum and a scatter.
+
+  Args:
+    indices: i32[rows, c], the candidates, block-relative; `length` in empty slots.
+    low: i32[rows], at least 1: every entry whose key reaches it is a candidate. Where
+      it is 1, every entry that is not 0 is a candidate.
+    read: (i32[rows, c]) -> f32[rows, c], the values of block-relative indices.
+    blocks: says the length of a block, and k.
+    least: i32[rows], at least 1: the key that a selected entry must reach; None for the
+      k largest.
+
+  Returns:
+    (i32[rows, k], i32[rows]): the entries, `length` in empty slots; and k where they
+    are proven to be the k largest, else 0.
+  """
+  # Zeros are selected only where all entries that are not 0 are known; the zeros of
+  # lowest index that are then needed are among the first k entries of the block.
   k = blocks.k
   length = blocks.length
   known = indices.shape[1]
@@ -297,11 +326,13 @@ def _by_order(
   padded = jnp.pad(indices, ((0, 0), (0, width)))
   indices = jnp.where(is_candidate, padded, slots - known)
   keys = keys_of(read(indices))
+  # A candidate that is 0 by now counts among the first k entries only, not twice.
   is_zero = (indices < k) & (keys == 0)
   is_entry = (indices < length) & (keys > 0)
   keys = jnp.where(jnp.where(is_candidate, is_entry, is_zero), keys, -1)
   cut = kth_largest(keys, indices, k)
   chosen = cut.selects(keys, indices)
+  # k candidates reach `low`, and entries that are not candidates do not.
   is_full = cut.key[:, 0] >= low
   if least is not None:
     chosen &= keys >= least[:, None]
@@ -311,6 +342,7 @@ def _by_order(
   order = jax.lax.sort(order, is_stable=False)[:, :k]
   at_slots = jnp.take_along_axis(indices, order, 1, mode="clip")
   largest = jnp.where(by_slot, at_slots, order)
+  # Where `low` is 1, all entries that are not candidates are 0.
   is_known = is_full | (low == 1)
   reached = jnp.where(is_known, jnp.int32(k), jnp.int32(0))
   return jnp.where(order < _NO_SLOT, largest, length), reached
@@ -325,13 +357,27 @@ def _by_count(
 ) -> tuple[jax.Array, jax.Array]:
   """The k largest candidates without a loop that waits for a host.
 
+  A TPU searches by this function alone: in a row of fewer than k non-zero entries fewer
+  than k candidates reach `low`, so `search_among` searches all entries of the rows
+  instead, where zeros are selected, too.
+
+  Args:
+    indices: i32[rows, c], the candidates, block-relative, each once; the block's length
+      in empty slots.
+    low: i32[rows], at least 1: every entry whose key reaches it is a candidate. Where
+      it is 1, every entry that is not 0 is a candidate.
+    read: (i32[rows, c]) -> f32[rows, c], the values of block-relative indices.
+    blocks: says the length of a block, and k.
+    least: i32[rows], at least 1: the key that a selected entry must reach, so that
+      fewer than k may be selected; None for the k largest.
+
   Returns:
-    (i32[rows, k], i32[rows]): the entries, and how many candidates reach `low`, or k
-    where no other entry could be selected. TPUs leave rows of fewer than k non-zero
-    entries, in which zeros are selected, to the search of all.
+    (i32[rows, k], i32[rows]): the entries, `length` in empty slots; and the number of
+    candidates that reach `low`, or k where no entry besides candidates can be selected:
+    with `least` and a `low` of 1, since zeros do not reach `least`.
   """
   keys = jnp.where(indices < blocks.length, keys_of(read(indices)), -1)
-  # Below `low` the candidates are incomplete, so those there prove nothing.
+  # Not all entries below `low` are candidates, so the candidates there prove nothing.
   reached = bitset.count_true(keys >= low[:, None])
   cut = kth_largest(keys, indices, jnp.minimum(blocks.k, reached), low)
   chosen = cut.selects(keys, indices)
@@ -349,7 +395,11 @@ def _by_count_with_zeros(
   blocks: Blocks,
   least: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """`_by_count`, with zeros of the lowest indices, which are among the first k; on a TPU the sort compiles for long."""
+  """`_by_count`; where fewer than k entries are not 0, with zeros of the lowest indices. Arguments as there.
+
+  These zeros are among the first k entries of the block. Not on TPUs, where the sort
+  compiles for long.
+  """
   largest, reached = _by_count(indices, low, read, blocks, least)
 
   def add_zeros() -> jax.Array:
@@ -359,7 +409,8 @@ def _by_count_with_zeros(
 
   if least is None:
     largest = varying.cond((reached < blocks.k).any(), add_zeros, lambda: largest)
-  # Where all that reach the smallest key above 0 are known, all others are zeros.
+  # Where `low` is 1, the smallest key above 0, all others are zeros: proven. Elsewhere
+  # fewer than k reached make `search_among` search all entries.
   return largest, jnp.where(low == 1, blocks.k, reached)
 
 
@@ -367,6 +418,7 @@ def _append(
   chosen: jax.Array, filled: jax.Array, flags: jax.Array, new: jax.Array
 ) -> jax.Array:
   """`chosen` [rows, k], in whose slots from `filled` i32[rows] on are the first flagged entries of `new` [rows, c]."""
+  # Entries that find no slot below k are dropped.
   rows, k = chosen.shape
   ones = flags.astype(jnp.int32)
   # flagged entries before each one, in all rows so far; less those of earlier rows
@@ -379,6 +431,7 @@ def _append(
 
 
 def _by_bracket(blocks: Blocks) -> jax.Array:
+  """`top_k` by candidates: i32[rows, k], block-relative, ascending."""
   candidates = find_candidates(blocks)
   if candidates is None:
     return _by_bisection(blocks)
@@ -387,9 +440,12 @@ def _by_bracket(blocks: Blocks) -> jax.Array:
 
 
 def _by_bisection(blocks: Blocks) -> jax.Array:
+  """`top_k` by counting in all entries: i32[rows, k], block-relative, ascending."""
+
   def read(start: jax.Array) -> jax.Array:
     first, *others = blocks.x.parts
-    # always, but a slice of a whole vector would not depend on `start`
+    # Always true, for a single block: XLA makes a slice of the whole vector the vector,
+    # which does not depend on `start`, and would compute its keys once and store them.
     first = jnp.where(start >= 0, first, 0.0)
     return keys_of(LazySum((first, *others)).slice(start, blocks.length))
 
@@ -397,16 +453,24 @@ def _by_bisection(blocks: Blocks) -> jax.Array:
 
 
 def _by_sorting(blocks: Blocks) -> jax.Array:
+  """`top_k` by `lax.top_k`: i32[rows, k], block-relative, ascending."""
   return sort_rows(
     keys_of(blocks.x.values).reshape(blocks.order.size, blocks.length), blocks.k
   )
 
 
 def sort_rows(keys: jax.Array, k: int) -> jax.Array:
-  """The indices of the k largest keys of i32[rows, c], ascending, i32[rows, k]."""
+  """The indices of the k largest keys of each row, ties to the lowest index, ascending, i32[rows, k].
+
+  Args:
+    keys: i32[rows, c] of `keys_of`: 0 for a zero, more for other numbers. An empty slot
+      (−1) would tie with a zero.
+    k: at most c.
+  """
   # As floats, of which compilers have a fast top_k, while they sort integers. One below
-  # the key, so that none is NaN, which ranks last among the few that XLA for GPUs
-  # selects without sorting.
+  # the key, so that the key of NaN becomes infinity: XLA for GPUs ranks NaN last where
+  # it selects a few without sorting. Small keys become subnormal floats, which top_k
+  # keeps in order; a key of 0 or less becomes −1, below all others.
   below = jax.lax.bitcast_convert_type(keys - 1, jnp.float32)
   _, largest = jax.lax.top_k(jnp.where(keys > 0, below, -1), k)
   return jnp.sort(largest, axis=-1)
@@ -422,7 +486,7 @@ def top_k_of_entries(
 
   Args:
     entries: [c], each index once; empty slots anywhere.
-    k: i32[], at most `slots`; all of them where they are fewer.
+    k: i32[], at most `slots`; if there are fewer entries, all are kept.
     slots: number of slots of the result.
     end: length of the vector.
 

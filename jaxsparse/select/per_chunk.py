@@ -48,12 +48,13 @@ def largest_of_chunks(blocks: Blocks) -> jax.Array:
   in_loops = lambda blocks: jax.lax.map(
     functools.partial(_largest_of_block, blocks), blocks.order
   )
-  # At once an update takes 1.8 times the CPU time; loops 1.5 times the kernels.
+  # All blocks at once take 1.8 times the CPU time of an update; on a GPU loops run 1.5
+  # times the kernels.
   return _compat.by_platform(gpu=largest_of_chunks_at_once, default=in_loops)(blocks)
 
 
 def coarse(keys: jax.Array, length: int, chunks: int) -> jax.Array:
-  """Keys of entries (`keys_of`) without the bits that do not count.
+  """Keys of entries (`keys_of`) with zeros in their low bits, in which the search writes the number of a row.
 
   Example:
     >>> coarse(jnp.array([0x12345678]), length=100, chunks=1).item() == 0x12345600
@@ -77,7 +78,8 @@ def largest_of_chunks_at_once(blocks: Blocks) -> jax.Array:
   # a key of −1 is below every entry's
   pad = functools.partial(jnp.pad, constant_values=-1)
   keys = pad(keys_of(blocks.x.values), (0, count * length - blocks.x.size))
-  # [count, rows, chunks]: the entries of a chunk are below each other
+  # [count, rows, chunks]: a chunk is a column. The first padding filled the last block,
+  # in the order of the vector; the second one fills the last row of each block.
   keys = pad(keys.reshape(count, length), ((0, 0), (0, rows * chunks - length)))
   magnitudes = coarse(keys, length, chunks).reshape(count, rows, chunks)
   # The first row has the largest number, so that ties go to the lowest index.
@@ -86,7 +88,14 @@ def largest_of_chunks_at_once(blocks: Blocks) -> jax.Array:
 
 
 def _indices_of(best: jax.Array, length: int, chunks: int) -> jax.Array:
-  """The block-relative indices of the largest entries, of their ranks [..., chunks]; `length` of negative ranks."""
+  """The block-relative indices of the largest entries, i32 like `best`; `length` for an empty chunk.
+
+  Args:
+    best: i32[..., chunks], the largest key of each chunk, whose low bits are `_mask`
+      minus the row of the entry; negative for an empty chunk.
+    length: entries of a block.
+    chunks: chunks of a block.
+  """
   mask = _mask(length, chunks)
   chunk = jax.lax.broadcasted_iota(jnp.int32, best.shape, best.ndim - 1)
   return jnp.where(best < 0, length, (mask - (best & mask)) * chunks + chunk)
@@ -103,6 +112,7 @@ def _largest_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
   chunks = blocks.k
   start = block * length
   mask = _mask(length, chunks)
+  # entries of the block that the vector has
   filled = jnp.clip(blocks.x.size - start, 0, length)
   # A strip is read at once: as many whole rows as have 4,096 entries, but no more than
   # a block or the vector has.
@@ -110,7 +120,7 @@ def _largest_of_block(blocks: Blocks, block: jax.Array) -> jax.Array:
     -(-_WIDE // chunks), -(-length // chunks), blocks.x.size // chunks
   )
   column = np.arange(width, dtype=np.int32)
-  # not to be divided again for each entry
+  # The row of each entry of a strip is a constant: no division for each entry.
   row_of = jnp.array(column // chunks if width > chunks else 0)
 
   def key_of(values: jax.Array, first: jax.Array) -> jax.Array:
@@ -191,6 +201,7 @@ class ChunkAccumulator:
     k = self.blocks.k
     values = self._current_values(entries.indices) + entries.values
     known = _rows(self.best, 0, rows)
+    # Compared without the last bits, as in the first search of chunks.
     magnitudes = lambda values: coarse(keys_of(values), length, k)
     larger = magnitudes(values) > magnitudes(known.values)
     # An entry that was known already is replaced by its sum, whatever its size.
@@ -203,7 +214,12 @@ class ChunkAccumulator:
     return dataclasses.replace(self, best=best, added=(*self.added, entries))
 
   def pending(self, delivered: jax.Array, sent: Sparse) -> Pending:
-    """The next residual: where delivered, one entry a chunk, the current values without what was sent; else initial."""
+    """The next residual: where delivered, one entry a chunk, the current values without what was sent; else initial.
+
+    Args:
+      delivered: i32[rows, k], block-relative, where the total delivers entries.
+      sent: [rows, k] entries that were sent, with the rounding error of each value.
+    """
     # Where this worker sent the delivered entry, it keeps only the rounding error.
     values = jnp.where(
       delivered == sent.indices, sent.values, self._current_values(delivered)
@@ -215,6 +231,7 @@ class ChunkAccumulator:
   def _current_values(self, indices: jax.Array) -> jax.Array:
     """The values of one entry of each chunk of the first rows, from which sent ones are not subtracted."""
     values = self.blocks.x.read_at(self.blocks.flat_indices(indices))
+    # Adds what was received at these very indices.
     for added in self.added:
       rows = min(len(added.indices), len(indices))
       old = values[:rows]

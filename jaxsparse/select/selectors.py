@@ -36,7 +36,7 @@ class Selector(abc.ABC):
   fills_slots = True
 
   def check(self, name: str, length: int, k: int) -> None:
-    """Raises ValueError for blocks that it cannot choose from, with the name of the collective."""
+    """Raises ValueError if it cannot choose k entries of a block of `length`; `name` is that of the collective."""
     del name, length, k
 
   def init(self, rows: int) -> Any:
@@ -75,6 +75,8 @@ class PerChunk(Selector):
   one_per_chunk = True
 
   def check(self, name: str, length: int, k: int) -> None:
+    # Low bits of a magnitude hold the row of an entry in its chunk: 2²² rows at most
+    # leave the exponent whole.
     if length > k * _LONGEST_CHUNK:
       raise ValueError(
         f"{name}: selector='chunked' with {k} chunks in blocks of {length} entries, choose at least "

@@ -43,7 +43,7 @@ def choose_reaching(
 
   Args:
     x: f32[n].
-    last: f32[], the last threshold.
+    last: f32[], the threshold of the last step.
     is_exact: bool[]. False selects by a given threshold, `last`, and ignores k.
     k: at most `most`.
     most: at most n.
@@ -62,6 +62,7 @@ def choose_reaching(
   def search() -> tuple[jax.Array, jax.Array, jax.Array]:
     # One search serves both: the threshold of an exact step, and the cut where too many
     # reach it.
+    # The k-th largest magnitude is among the `most` largest, since k ≤ most.
     largest = top_k(x, most)
     threshold = jnp.where(is_exact, kth_magnitude(largest, k, x.size), last)
     reach = select_reaching(x, threshold)
@@ -174,6 +175,7 @@ def read_regions(entries: Sparse, starts: jax.Array, capacity: int, end: int) ->
   )
   slots = starts[:-1, None] + iota(capacity)[None]
   inside = slots < starts[1:, None]
+  # Slots behind a region read any entry, which becomes an empty slot.
   at = jnp.where(inside, slots, 0)
   return sparse.where(inside, jax.tree.map(lambda x: x[at], entries), end)
 
@@ -189,6 +191,7 @@ def _cut_regions(
   sizes = jnp.diff(starts)
   keys = keys_of(entries.values)
   slots = iota(entries.indices.size)
+  # the region of each slot; slots behind the last region count to it, and are dropped
   region = jnp.searchsorted(
     starts[1:-1], slots, side="right", method="compare_all"
   ).astype(jnp.int32)

@@ -4,10 +4,9 @@ Array shapes are static and numbers of entries are not, so a row may have empty 
 index `end` or more, which a scatter drops, and value 0. Sums add rows in their order,
 not in the order of arrival, so that every worker computes the same bits (Law R).
 
-Beside this module: `flatten`, a gradient pytree as one vector; `bitset`, sets of
-indices, one bit per index; `codec`, what a message looks like, with the formats of its
-values in `values` and `tables`, numbers of a few bits in `fields`; `sums`, floating-point sums with reproducible bits;
-`low_rank`, vectors of low-rank matrices; `noise`, random bits of an index.
+Beside this module: `bitset`, sets of indices, one bit per index; `codec`, what a
+message looks like, with the formats of its values in `values` and `tables`, numbers of
+a few bits in `fields`; `packing`, arrays of which most entries are 0, in few bits.
 """
 
 from collections.abc import Sequence
@@ -117,6 +116,12 @@ def resize(entries: Sparse, slots: int, end: int) -> Sparse:
 def compress(entries: Sparse, keep: jax.Array, slots: int, end: int) -> Sparse:
   """The entries where `keep` is true, in their order, in the first slots; entries beyond `slots` are dropped.
 
+  Args:
+    entries: [c].
+    keep: bool[c].
+    slots: number of slots of the result.
+    end: the index of empty slots.
+
   Example:
     >>> entries = Sparse(jnp.array([4, 1, 7]), jnp.array([2.0, 3.0, 5.0]))
     >>> compress(entries, jnp.array([True, False, True]), slots=3, end=9)
@@ -173,12 +178,13 @@ def merge(rows: Sparse, end: int) -> Sparse:
   rows = jax.lax.optimization_barrier(rows)
 
   def unite(members: jax.Array, indices: jax.Array) -> tuple[jax.Array, None]:
+    # `insert` leaves out the index `end`.
     new = jnp.where(bitset.contains(members, indices), end, indices)
     return bitset.insert(members, new, end), None
 
   # row after row, since `insert` takes no member twice
   members, _ = varying.scan(unite, bitset.empty(end), rows.indices)
-  # No more different indices than the vector has.
+  # No more different indices than the vector has; slot number `slots` is dropped.
   slots = min(rows.indices.size, end)
   slot = jnp.where(rows.indices < end, bitset.rank(members, rows.indices), slots)
   # Barriers order what XLA for GPUs would have in memory all at once: the slots, the
@@ -190,6 +196,7 @@ def merge(rows: Sparse, end: int) -> Sparse:
   start = jnp.where(filled(size), jnp.float32(-0.0), jnp.float32(0))
   values, _ = varying.scan(add_row, start, (slot, rows.values))
   slot, size, values = jax.lax.optimization_barrier((slot, size, values))
+  # 0 in the slots that are written next, `end` in empty ones.
   indices = jnp.where(filled(size), jnp.int32(0), jnp.int32(end))
   # Workers that send the same index write the same number to its slot.
   flat = rows.indices.reshape(-1)

@@ -48,11 +48,12 @@ def pack(flags: jax.Array) -> jax.Array:
 
 
 def _pack_by_product(flags: jax.Array) -> jax.Array:
-  """Each half of a word is a sum of 16 powers of two, exact in float32: a product with a matrix, in whole rows of 128.
+  """`pack` on TPUs, by a product with a matrix: each half of a word is a sum of 16 powers of two, exact in float32.
 
-  Words of 32 neighbours are rows of 32 lanes on a TPU, which compile for minutes, and
-  so are quotients of indices.
+  Rows of 32 flags, one for each word, would compile for minutes on a TPU, whose vectors
+  have 128 lanes, and so would quotients of indices. So rows are of 32 × 128 flags.
   """
+  # Whole rows, each of which becomes 128 words.
   padded = jnp.pad(flags, (0, -flags.size % _ROW))
   rows = padded.reshape(-1, BITS, _LANES)
   # Flag (row, lane) of 32 × 128 is bit lane mod 32 of word 4 row + lane / 32; all by
@@ -64,18 +65,24 @@ def _pack_by_product(flags: jax.Array) -> jax.Array:
   # First the lower halves of the words of a row of 4,096 flags, then the upper ones.
   in_word = (row << 2 | lane >> 5) == (half & _LANES - 1)
   in_half = (lane >> 4 & 1) == half >> 7
+  # Powers up to 2¹⁵, and flags, are exact in bfloat16.
   power = (1 << (lane & 15)).astype(jnp.float32)
   weights = jnp.where(in_word & in_half, power, 0.0).astype(jnp.bfloat16)
+  # Sums over both axes of the flags of a row.
   both = (((1, 2), (0, 1)), ((), ()))
   halves = jax.lax.dot_general(
     rows.astype(jnp.bfloat16), weights, both, preferred_element_type=jnp.float32
   )
   lower, upper = jnp.split(halves.astype(jnp.uint32), 2, axis=1)
+  # Without the words that only the padding to whole rows fills.
   return (lower | upper << 16).reshape(-1)[: align(flags.size) // BITS]
 
 
 def _pack_whole(flags: jax.Array) -> jax.Array:
-  """The last group apart: padded flags take an update of SparDL on CPU 1.2 times the time, copying their source."""
+  """`pack` on CPUs and GPUs: the last, partial group of 256 flags is padded and packed apart from the others.
+
+  Padding all flags would copy them: 1.2 times the CPU time of an update of SparDL.
+  """
   rest = flags.size % (GROUP * BITS)
   whole = flags.size - rest
   words = _pack_words(flags[:whole])
@@ -86,6 +93,7 @@ def _pack_whole(flags: jax.Array) -> jax.Array:
 
 
 def _pack_words(flags: jax.Array) -> jax.Array:
+  """The words of bool[32 m], u32[m]: the sum of the bits that are set."""
   bits = jnp.uint32(1) << jnp.arange(BITS, dtype=jnp.uint32)
   shifted = jnp.where(flags.reshape(-1, BITS), bits[None], jnp.uint32(0))
   return jnp.sum(shifted, axis=1, dtype=jnp.uint32)
@@ -128,11 +136,11 @@ def count_true(flags: jax.Array) -> jax.Array:
     >>> count_true(jnp.array([True, False, True]))
     Array(2, dtype=int32)
   """
-  of_words = lambda flags: count(pack(flags))
+  count_packed = lambda flags: count(pack(flags))
   # On CPU a sum stores the flags: an update of A2SGD needs 1.16 n of temporary memory in
   # place of 1.00.
   return _compat.by_platform(
-    cpu=of_words, default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+    cpu=count_packed, default=functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
   )(flags)
 
 
@@ -144,7 +152,8 @@ def nonzero(words: jax.Array, capacity: int) -> jax.Array:
     Array([0, 2], dtype=int32)
   """
   # By index an update of SparDL takes 4.5 times the CPU time; by slot a GPU runs 18 %
-  # more kernels. A TPU gathers entry by entry, and pads rows of 8 to 128.
+  # more kernels. A TPU gathers entry by entry, and pads rows of 8 to 128, so its groups
+  # are of one word.
   by_word = functools.partial(_nonzero_by_slot, group=1)
   return _compat.by_platform(
     gpu=_nonzero_by_index, tpu=by_word, default=_nonzero_by_slot
@@ -159,6 +168,7 @@ def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
   above = BITS - 1 - (index & BITS - 1)
   up_to = words[word] << above.astype(jnp.uint32)
   counts = _members(words)
+  # members in all earlier words
   before = (running_sum(counts) - counts)[word]
   is_member = up_to >> (BITS - 1) != 0
   slot = jnp.where(is_member, before + _members(up_to) - 1, capacity)
@@ -167,8 +177,15 @@ def _nonzero_by_index(words: jax.Array, capacity: int) -> jax.Array:
 
 
 def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax.Array:
-  """Each group of words marks the slot of its first member; the running sum of the marks is the group of each slot."""
+  """Each group of words marks the slot of its first member; the running sum of the marks is the group of each slot.
+
+  Args:
+    words: u32[words], a multiple of `group`.
+    capacity: number of slots.
+    group: words that are counted together, then searched one after the other.
+  """
   counts = count(words.reshape(-1, group))
+  # slots of each group: its members have the slots starts … ends − 1
   ends = running_sum(counts)
   starts = ends - counts
   slots = iota(align(capacity))
@@ -180,7 +197,8 @@ def _nonzero_by_slot(words: jax.Array, capacity: int, group: int = GROUP) -> jax
   # Groups without a member mark the slot of the next one, which counts for the last of
   # them.
   group_of_slot = running_sum(marks) - 1
-  # The word of the member of that rank in the group.
+  # The rank of the slot's member in its group. The loop subtracts the members of each
+  # word that it passes: the member is in the word where 0 ≤ rank < members.
   ordinal = slots - starts[group_of_slot]
   first = group_of_slot * group
   word = first
@@ -228,7 +246,7 @@ def rank(words: jax.Array, indices: jax.Array) -> jax.Array:
     >>> rank(pack(jnp.array([True, False, True])), jnp.array([0, 1, 2, 999]))
     Array([0, 1, 1, 2], dtype=int32)
   """
-  # An index beyond the end has all members below it.
+  # An index beyond the end has all members below it: bit 32 of the last word.
   word = jnp.minimum(indices >> _LOG_BITS, words.size - 1)
   bit = jnp.minimum(indices - BITS * word, BITS).astype(jnp.uint32)
   lower_bits = (jnp.uint32(1) << (bit & BITS - 1)) - 1
@@ -256,7 +274,11 @@ def running_sum(x: jax.Array) -> jax.Array:
 
 
 def _running_sum_of_lanes(x: jax.Array) -> jax.Array:
-  """By shifts within rows of 128, a TPU tile's width. Of `reduce_window` and shorter rows it compiles for seconds."""
+  """`running_sum` by shifts within rows of 128, the width of a TPU's tile.
+
+  `jnp.cumsum` (`reduce_window`), or shorter rows, would compile for seconds.
+  """
+  # whole tiles of 8 × 128
   padded = jnp.pad(x, (0, -x.size % (8 * _LANES)))
   sums = padded.reshape(-1, _LANES)
   for step in (1, 2, 4, 8, 16, 32, 64):
@@ -270,8 +292,9 @@ def _running_sum_of_lanes(x: jax.Array) -> jax.Array:
 
 
 def _running_sum_of_rows(x: jax.Array) -> jax.Array:
-  """In rows of 8 or 16: on CPU `jnp.cumsum` takes two to three times as long."""
+  """`running_sum` in rows of 8 or 16: on CPU `jnp.cumsum` takes two to three times as long."""
   n = x.size
+  # Up to 256 numbers are one row.
   width = n if n <= _SHORT else 16 if n <= _SHORT**2 else 8
   rows = jnp.pad(x, (0, -n % width)).reshape(-1, width)
   column = iota(width)
@@ -305,6 +328,7 @@ def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
     >>> contains(pack(jnp.array([True, False, True])), jnp.array([1, 2]))
     Array([False,  True], dtype=bool)
   """
+  # Negative indices and those beyond the end read a word without members.
   word = words.at[indices >> _LOG_BITS].get(
     mode="fill", fill_value=0, wrap_negative_indices=False
   )
@@ -313,6 +337,11 @@ def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
 
 def insert(words: jax.Array, indices: jax.Array, n: int) -> jax.Array:
   """The set with more members, each given once and not in it before; indices from n on are left out.
+
+  Args:
+    words: u32[words], the set.
+    indices: i32 of any shape.
+    n: the end of the indices.
 
   Example:
     >>> count(insert(pack(jnp.array([True, False, True])), jnp.array([1, 3, 3]), n=3))

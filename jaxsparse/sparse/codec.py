@@ -96,7 +96,9 @@ class _Formatted:
   def encode(
     self, entries: Sparse, noise: jax.Array | None = None
   ) -> tuple[Message, jax.Array]:
+    """The message, and the values that its receivers decode, f32[rows, c] (`codec_of`)."""
     # The sender decodes its own codes, so that the errors are those of its receivers.
+    # `beside`: f32 words of each row, such as a scale, or None
     codes, beside = self.format.write(entries.values, noise)
     rounded = self.format.read(codes, beside)
     if self._is_packed:
@@ -106,6 +108,7 @@ class _Formatted:
     return Message(low, high, codes, beside, capacity), rounded
 
   def decode(self, message: Message) -> Sparse:
+    """The entries [rows, c] of a message; empty slots have index `length` and value 0."""
     codes = message.values
     if self._is_packed:
       codes = fields.unpack(codes, self.format.bits, message.capacity)
@@ -115,8 +118,9 @@ class _Formatted:
     return sparse.where(indices < self.length, Sparse(indices, values), self.length)
 
   def words(self, rows: int, capacity: int) -> int:
-    # Bits of 8 or more are whole bytes, of which rows share words; fewer bits are
-    # packed by row.
+    """The 4-byte words of a message of `rows` rows of `capacity` slots."""
+    # Values of 8 bits or more are arrays of whole bytes, where the next row begins in
+    # the same word; fewer bits are packed row by row, each in words of its own.
     values = (
       rows * fields.words(self.format.bits, capacity)
       if self._is_packed
@@ -141,13 +145,19 @@ class _Formatted:
 
 @dataclasses.dataclass(frozen=True)
 class _IndexSet(_Formatted):
-  """The code of Elias and Fano: bit `high + j` of the bitset of a row is set for the high part of slot j."""
+  """The code of Elias and Fano: bit `high + j` of the bitset of a row is set for the high part of slot j.
+
+  The high part of an index, without its low bits, is the number of its bucket. Indices
+  ascend, so the j-th set bit of a row belongs to slot j.
+  """
 
   def _write_indices(self, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(low bits, bitset of the high parts) of i32[rows, capacity] ascending indices, as `Message` has them."""
     rows, capacity = indices.shape
     low = low_bits(capacity, self.length)
     indices = jnp.minimum(indices, self.length)
     # Empty slots, which are last, have index `length`, which is in the last bucket.
+    # `count`: words of the bitset of a row.
     count = high_words(low, capacity, self.length)
     bits = bitset.BITS * rows * count
     if bits > _MOST_BITS:
@@ -156,24 +166,28 @@ class _IndexSet(_Formatted):
         "which have 31 bits: choose wire='coo', a smaller density or k, or groups of "
         "leaves (js.bucketed_transform)"
       )
-    # All rows at once, as one bitset.
+    # All rows at once, as one bitset: first bit of the row + high part + slot.
     bit = (indices >> low) + _offsets(rows, count * bitset.BITS, capacity)
     flags = jnp.zeros(bits, jnp.bool_)
     high = bitset.pack(sparse.put(flags, bit.reshape(-1), True))
+    # `pack` fills its last group of 8 words; these words are not sent.
     high = high[: rows * count].reshape(rows, count)
     return fields.pack(indices & ((1 << low) - 1), low), high
 
   def _read_indices(self, message: Message) -> jax.Array:
+    """The indices of a message, i32[rows, capacity]; `length` in empty slots."""
     assert message.high is not None
     rows, count = message.high.shape
     capacity = message.capacity
     # A row has as many bits as slots, or it is no message: `Comm.permute` returns zeros
     # where nothing arrives, and a faulty peer may send anything. Such a row is empty,
-    # and the rows behind it keep their slots.
+    # and the rows behind it keep their slots, since a set of the right size takes the
+    # place of its own.
     is_valid = (bitset.count(message.high) == capacity)[:, None]
     first_bits = bitset.of_indices(np.arange(capacity), count)
     high = jnp.where(is_valid, message.high, first_bits[None])
-    # The rows of all workers may have more bits than i32 can number: some at a time.
+    # The rows of all workers may have more bits than i32 can number: as many rows at a
+    # time as it can.
     at_once = max(1, _MOST_BITS // (bitset.BITS * count))
     pieces = [high[first : first + at_once] for first in range(0, rows, at_once)]
     bucket = jnp.concatenate([_buckets(piece, capacity) for piece in pieces])
@@ -193,6 +207,7 @@ class _ByChunk(_Formatted):
   """The slot of an entry is its chunk, and its position within the chunk is sent. Entries keep their slots."""
 
   def _write_indices(self, indices: jax.Array) -> tuple[jax.Array, None]:
+    """The packed positions of i32[rows, chunks] indices in their chunks, and no bitset."""
     chunks = indices.shape[1]
     # Chunk j has the entries j, j + c, j + 2c, …, so the quotient by c is the position.
     positions = jnp.where(
@@ -201,6 +216,7 @@ class _ByChunk(_Formatted):
     return fields.pack(positions, self._bits(chunks)), None
 
   def _read_indices(self, message: Message) -> jax.Array:
+    """The indices of a message, i32[rows, chunks]; `length` or more in empty slots."""
     chunks = message.capacity
     positions = fields.unpack(message.low, self._bits(chunks), chunks)
     # A peer may send anything: a larger number is an empty slot, too.
@@ -290,6 +306,7 @@ def high_words(low: int, capacity: int, length: int) -> int:
 def _buckets(high: jax.Array, capacity: int) -> jax.Array:
   """The high part of each slot, i32[rows, capacity], of rows with `capacity` set bits."""
   rows, count = high.shape
+  # `nonzero` reads whole groups of words.
   missing = -high.size % bitset.GROUP
   padded = jnp.pad(high.reshape(-1), (0, missing))
   bit = bitset.nonzero(padded, rows * capacity).reshape(rows, capacity)
@@ -298,6 +315,6 @@ def _buckets(high: jax.Array, capacity: int) -> jax.Array:
 
 def _offsets(rows: int, row_bits: int, capacity: int) -> jax.Array:
   """The first bit of each row of a bitset of all rows, plus the number of the slot, i32[rows, capacity]."""
-  # Bit `high + slot`: slots that share a high part have different bits.
+  # Plus the slot, so that slots that share a high part have different bits.
   starts = row_bits * iota(rows)
   return starts[:, None] + iota(capacity)[None]

@@ -41,17 +41,17 @@ def pack(numbers: _Array, width: int) -> _Array:
     >>> pack(jnp.array([[1, 2, 3]]), 4)
     Array([[801]], dtype=uint32)
   """
-  xp = numbers.__array_namespace__()
+  xp = numbers.__array_namespace__()  # jax.numpy or numpy
   rows, count = numbers.shape
   numbers = numbers.astype(np.uint32)
   packed: list[Any] = []
-  below = 0
+  below = 0  # bits of a number below the part, which earlier parts hold
   for bits in _parts(width):
     part = (numbers >> below) & ((1 << bits) - 1)
     columns = _part_words(bits, count)
     missing = columns * (BITS // bits) - count
     part = xp.pad(part, ((0, 0), (0, missing)))
-    # slot s of a word is row s, shifted to its bits
+    # Columns are words: slot s of every word is row s, shifted to the bits of the slot.
     shifted = part.reshape(rows, BITS // bits, columns) << _shifts(xp, bits)
     packed.append(xp.sum(shifted, axis=1, dtype=np.uint32))
     below += bits
@@ -70,8 +70,8 @@ def unpack(packed: _Array, width: int, count: int) -> _Array:
   xp = packed.__array_namespace__()
   rows = len(packed)
   numbers = xp.zeros((rows, count), np.uint32)
-  start = 0
-  below = 0
+  start = 0  # first word of the part in each row
+  below = 0  # bits of a number below the part
   for bits in _parts(width):
     columns = _part_words(bits, count)
     # one row of words for all 32 / b slots, by shifts
@@ -84,10 +84,12 @@ def unpack(packed: _Array, width: int, count: int) -> _Array:
 
 
 def _parts(width: int) -> list[int]:
+  """The sizes in bits of the parts of a number of `width` bits, the lowest part first."""
   return [bits for bits in _PARTS if width & bits]
 
 
 def _part_words(bits: int, count: int) -> int:
+  """The words of `count` parts of `bits` bits."""
   return -(-count * bits // BITS)
 
 

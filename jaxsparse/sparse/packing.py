@@ -34,7 +34,7 @@ _PIECE = 1 << 22  # entries that are packed together, by a thread: below 2^27
 
 
 def pack(indices: np.ndarray, numbers: np.ndarray) -> list[np.ndarray]:
-  """An array as u32 words, of which most are 0.
+  """An array of which most entries are 0, as u32 words.
 
   Args:
     indices: i64[c], ascending, below 2^27 - 1, of the entries that are not 0.
@@ -48,9 +48,10 @@ def pack(indices: np.ndarray, numbers: np.ndarray) -> list[np.ndarray]:
   count = len(indices)
   if not count:
     return [np.zeros(1, np.uint32)]
-  # No entry is 0, so that all are counted from 0.
+  # None of the given entries is 0, so 1 less loses nothing and has fewer bits.
   numbers = numbers - np.uint32(1)
   width = _width(numbers)
+  # What is above the low bits is again an array of which most entries are 0.
   high = numbers >> width
   above = np.flatnonzero(high != 0)
   mask = np.uint32((1 << width) - 1)
@@ -64,6 +65,7 @@ def pack(indices: np.ndarray, numbers: np.ndarray) -> list[np.ndarray]:
 
 def unpack(words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Indices, numbers and the words behind them: the inverse of `pack`."""
+  # The first word of a level has the number of entries, and in 5 bits the width.
   count, width = divmod(int(words[0]), 1 << _LOG_BITS)
   words = words[1:]
   if not count:
@@ -71,6 +73,7 @@ def unpack(words: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   indices, words = _unpack_set(words, count)
   size = fields.words(width, count)
   numbers = fields.unpack(words[None, :size], width, count)[0]
+  # `above`: positions in `numbers` of those of more than `width` bits
   above, high, words = unpack(words[size:])
   numbers[above] += high << width
   return indices, numbers + np.uint32(1), words
@@ -102,7 +105,8 @@ def after(
 ) -> list[np.ndarray]:
   """New arrays: the inverse of `difference`."""
   new = [array.copy() for array in old]
-  # pieces are views of `new`, which is written in place
+  # The pieces in which `difference` packed arrays; views of `new`, which is written in
+  # place.
   for piece in _pieces(new):
     changed, numbers, words = unpack(words)
     # undoes the zigzag: 1, 2, 3, 4 are −1, 1, −2, 2
@@ -114,10 +118,16 @@ def after(
 def each_piece(
   function: Callable[..., Any], *arrays: Sequence[np.ndarray]
 ) -> list[Any]:
-  """The results for parts of arrays, in order: by threads where parts are large, as numpy and hashlib hold no lock."""
+  """The results of `function` for each piece of arrays, in their order; threads compute large pieces.
+
+  Args:
+    function: takes a piece of each of `arrays`; a piece has at most 2²² entries.
+    *arrays: sequences of as many arrays each; those at one position have one length.
+  """
   pieces = list(map(_pieces, arrays))
+  # Large pieces run in parallel, since numpy and hashlib release the GIL on large
+  # arrays. On small ones threads would wait for the GIL longer than they compute.
   if all(piece.size < _PIECE for piece in pieces[0]):
-    # Threads would wait for the lock longer than they compute.
     return list(map(function, *pieces))
   with concurrent.futures.ThreadPoolExecutor() as pool:
     return list(pool.map(function, *pieces))
@@ -138,6 +148,7 @@ def compress(words: np.ndarray) -> np.ndarray:
     >>> packed.size, np.array_equal(expand(packed, 8192), signs)
     (261, True)
   """
+  # By the number of the form, which is the first word of the result.
   forms = {0: words}
   if 2 * np.count_nonzero(words) < words.size:
     forms[1] = difference([np.zeros_like(words)], [words])
@@ -151,12 +162,14 @@ def expand(words: np.ndarray, length: int) -> np.ndarray:
   """The inverse of `compress`.
 
   Raises:
-    ValueError: for other words.
+    ValueError: for other words; forged ones may raise an IndexError or RecursionError.
   """
   form, rest = words[0], words[1:]
   if form == 1:
     return after([np.zeros(length, np.uint32)], rest)[0]
   if form == 2:
+    # The first value of each block, the second ones, then a bit for each word: 1 where
+    # it is the first value.
     values, bits = np.split(rest, [2 * math.ceil(length / _BLOCK)])
     first, second = values.reshape(2, -1, 1)
     flags = np.unpackbits(bits.view(np.uint8)).view(np.bool_)
@@ -184,6 +197,7 @@ def _pack_pairs(words: np.ndarray) -> np.ndarray | None:
 
 
 def _pieces(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+  """Views of at most 2²² consecutive entries, array by array."""
   return [
     array[start : start + _PIECE]
     for array in arrays
@@ -192,6 +206,7 @@ def _pieces(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def _pack_difference(old: np.ndarray, new: np.ndarray) -> list[np.ndarray]:
+  """The words of one piece of `difference`: the changed indices, and their differences as unsigned numbers."""
   changed = np.flatnonzero(old != new)
   # Unsigned patterns wrap around, and the view reads the sign of the difference.
   signed = (new[changed] - old[changed]).view(f"i{new.itemsize}").astype(np.int32)
@@ -203,6 +218,7 @@ def _pack_difference(old: np.ndarray, new: np.ndarray) -> list[np.ndarray]:
 def _width(numbers: np.ndarray) -> int:
   """The number of low bits of each number that about minimizes the size of all."""
   count = len(numbers)
+  # the bit length of each number, 0 of 0: the exponent of a float64
   bits = np.frexp(numbers.astype(np.float64))[1]
   # above[w] numbers have more than w bits
   with_bits = np.bincount(bits, minlength=fields.BITS)[: fields.BITS]
@@ -211,6 +227,7 @@ def _width(numbers: np.ndarray) -> int:
   index_bits = 2 + np.log2(count / np.maximum(above, 1))
   # the high bits of all numbers, as if each level packed one of them
   rest = np.cumsum(above[::-1])[::-1]
+  # size[w]: bits of all levels where the low w bits are packed here
   size = count * np.arange(fields.BITS) + above * index_bits + rest
   # a level more has a word of its own, and words that are not full
   size += 2 * fields.BITS * (above > 0)
@@ -220,19 +237,25 @@ def _width(numbers: np.ndarray) -> int:
 
 
 def _pack_set(indices: np.ndarray) -> list[np.ndarray]:
-  # b of the shortest code of geometric gaps, as random sets have (Kiely, 2004)
+  """The words of a set of ascending indices: its size, b low bits of each gap, and the rests as a bitset."""
+  # b of the shortest code of geometric gaps, as random sets have (Kiely, 2004): the
+  # largest b with 2^b ≤ 0.96 (μ + 1/2), for μ zeros before an index in the mean.
   middle = 0.96 * ((indices[-1] + 1) / len(indices) - 0.5)
   low = int(math.log2(max(1.0, middle)))
+  # With b = 0 the bitset is the set itself, and no low bits are packed.
   lows = ones = indices.astype(np.int32)
   if low:
+    # zeros before each index
     gaps: np.ndarray = np.diff(ones, prepend=np.int32(-1))
     gaps -= 1
     lows = gaps & ((1 << low) - 1)
     # in place: new arrays would take longer than the arithmetic
     gaps >>= low
+    # the bit of each index: behind the rests of gaps, q zeros each, and a one each
     gaps += 1
     ones = np.cumsum(gaps, out=gaps)
     ones -= 1
+  # words of the bitset
   size = int(ones[-1]) // fields.BITS + 1
   return [
     np.array([size << _LOG_BITS | low], np.uint32),
@@ -242,10 +265,11 @@ def _pack_set(indices: np.ndarray) -> list[np.ndarray]:
 
 
 def _unpack_set(words: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+  """The `count` indices, and the words behind their set: the inverse of `_pack_set`."""
   size, low = divmod(int(words[0]), 1 << _LOG_BITS)
   start = 1 + fields.words(low, count)
   rest = words[start : start + size]
-  # Else a few forged words could ask for much memory.
+  # Else a few forged words could ask for much memory, with a large `count`.
   if np.bitwise_count(rest).sum() != count:
     raise ValueError(f"no set of {count} indices")
   lows = fields.unpack(words[None, 1:start], low, count)[0]

@@ -45,16 +45,17 @@ def quantize(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   count = values.shape[1]
   unit = unit_of(jnp.max(jnp.abs(values), axis=1))[:, None]
   scaled = values / unit
-  # XLA makes a quotient by a constant a product
+  # XLA makes a quotient by a constant a product, which the subtraction below may fuse.
   mean = round_mantissa(row_sums(scaled) / count)
   apart = scaled - mean[:, None]
   squares = round_mantissa(apart * apart)
   width = _WIDTH * jnp.sqrt(row_sums(squares) / max(1, count - 1))
+  # Equal values, or one that is not finite: any width that does not divide by 0.
   width = jnp.where((width > 0) & jnp.isfinite(width), width, 1.0)
   nearest = jnp.round(apart / width[:, None] + BINS / 2)
   codes = jnp.clip(nearest, 0, BINS - 1).astype(jnp.int32)
   means = _bin_means(apart, codes, range(BINS))
-  # a mean of finite values is finite
+  # A mean of finite values is finite, but rounded it may be above the largest number.
   table = jnp.clip(unit * (means + mean[:, None]), -_LARGEST, _LARGEST)
   is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
   return codes, jnp.where(is_finite, table, jnp.nan)
@@ -90,9 +91,10 @@ def quantize_magnitudes(values: jax.Array) -> tuple[jax.Array, jax.Array]:
   # + 1, so that the largest key falls into the last bin
   width = jnp.maximum(most - least, 0) // MAGNITUDES + 1
   bin_of_value = jnp.where(is_zero, 0, (keys - least) // width + 1)
+  # Sums of magnitudes up to 1 do not overflow.
   unit = unit_of(jnp.max(magnitudes, axis=1, keepdims=True))
   means = _bin_means(magnitudes / unit, bin_of_value, range(1, MAGNITUDES + 1))
-  # A mean of finite values is finite.
+  # A mean of finite values is finite, but rounded it may be above the largest number.
   table = jnp.minimum(unit * means, _LARGEST)
   is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
   sign = jnp.where(jnp.signbit(values), _SIGN, 0)
@@ -103,6 +105,7 @@ def _bin_means(x: jax.Array, codes: jax.Array, bins: range) -> jax.Array:
   """The mean of the entries of each of `bins` of each row of f32[rows, N], f32[rows, bins]; 0 for an empty bin."""
   numbers = jnp.array(bins, jnp.int32)[None, :, None]
   inside = codes[:, None] == numbers
+  # At least 1, so that the mean of an empty bin is 0/1.
   members = jnp.maximum(jnp.sum(inside, axis=2, dtype=jnp.int32), 1)
   entries = jnp.where(inside, x[:, None], 0.0)
   sums = row_sums(entries.reshape(-1, x.shape[1])).reshape(-1, len(bins))

@@ -28,7 +28,7 @@ class Values:
   A format with fewer than 8 bits gives numbers of `bits` bits, which the codec packs.
 
   Attributes:
-    bits: of a value.
+    bits: bits of a value on the wire.
     row_words: words beside the values of each row, such as a scale.
     rounds: whether values are rounded.
     draws: whether rounding is random and needs noise.
@@ -40,6 +40,10 @@ class Values:
     self, values: jax.Array, noise: jax.Array | None
   ) -> tuple[jax.Array, jax.Array | None]:
     """Encodes f32[rows, c] values.
+
+    Args:
+      values: f32[rows, c].
+      noise: f32[rows, c] in [0, 1) if the format draws, else ignored.
 
     Returns:
       (codes, beside): [rows, c] of any dtype, and f32[rows, row_words] or None.
@@ -86,11 +90,13 @@ class Int8(Values):
   ) -> tuple[jax.Array, jax.Array | None]:
     """(i8[rows, c], f32[rows, 1])."""
     assert noise is not None, "levels are rounded with noise"
+    # Clamped, so that 127 scales, rounded up, do not overflow.
     largest = _clamped(jnp.max(jnp.abs(values), axis=1, keepdims=True))
     # Tested explicitly: XLA's maximum of thousands of values drops a NaN on CPU.
     is_finite = jnp.isfinite(values).all(axis=1, keepdims=True)
     largest = jnp.where(is_finite, largest, jnp.nan)
-    # Rounded up, so that the largest value is no more than 127 scales.
+    # Rounded up, so that the largest value is no more than 127 scales; the last 7 bits
+    # of the scale are 0, as a level has 7 bits, and so their product is exact.
     scale = round_mantissa_up(largest * (1 / _LEVELS), bits=_LEVELS.bit_length())
     level = jnp.floor(values / jnp.where(scale == 0, 1.0, scale) + noise)
     return jnp.clip(level, -_LEVELS, _LEVELS).astype(jnp.int8), scale
@@ -133,7 +139,8 @@ class Int4(Values):
   def read(self, codes: jax.Array, beside: jax.Array | None) -> jax.Array:
     """`± table[number − 1]`, and 0 for number 0."""
     assert beside is not None
-    # A NaN shows in the whole row, also where it is 0 or empty.
+    # Numbers 0 … 7 stand for 0 and 7 magnitudes, 8 … 15 for the same with the sign. If
+    # the table is NaN, 0 · NaN makes number 0 a NaN, too, and so the whole row.
     magnitudes = jnp.concatenate([0 * beside[:, :1], beside], axis=1)
     return _look_up(jnp.concatenate([magnitudes, -magnitudes], axis=1), codes)
 

@@ -96,16 +96,23 @@ def agreements(
   axis: AxisName,
   **loss_arguments: ArrayTree,
 ) -> list[Agreement]:
-  """`agreement` at each of several parameters of the same shapes, by one program."""
+  """`agreement` at each of several parameters of the same shapes, by one program.
+
+  `several` are parameters of different steps of a run, for instance, at least one.
+  `loss_arguments` are `given` of `agreement`; all other arguments are as there.
+  """
   checks.check_not_traced("js.agreement", several, batch, loss_arguments)
+  # Without untrained parts: slow parameters of optax.lookahead, Flax's scales of fp8.
   leaves = jax.tree.leaves(optimized(trained(several[0])))
   if not any(jnp.size(leaf) for leaf in leaves):
     raise ValueError("js.agreement: params have no entries that are trained")
   engine = engine_of(mesh, axis)
   check_batch(batch, engine)
+  # Specs of (params, batch, loss_arguments): only the batch is split along the workers.
   specs = engine.same, engine.split, engine.same
   place = lambda params: engine.place((params, batch, loss_arguments), specs)
-  # Shardings of the first parameters, which the others have, too: one program for all.
+  # None unless a worker has several devices. All parameters have the shardings of the
+  # first ones, so that one program serves for all.
   kept = engine.shardings(place(several[0]), specs)
   both = functools.partial(_agreements, engine, loss_fn)
   program = engine.jit(
@@ -125,7 +132,7 @@ def _agreements(
   batch: ArrayTree,
   loss_arguments: dict[str, ArrayTree],
 ) -> jax.Array:
-  """The two numbers, f32[2], at one worker."""
+  """(own, shuffled) of an `Agreement`, f32[2], the same at every worker; `batch` is one worker's part."""
   comm = engine.comm
   if "rng" in loss_arguments:
     # Each worker draws noise of its own, as in a training step.
@@ -133,14 +140,16 @@ def _agreements(
       "rng": jax.random.fold_in(loss_arguments["rng"], comm.rank)
     }
 
-  def of(batch: ArrayTree) -> jax.Array:
+  def agreement_for(batch: ArrayTree) -> jax.Array:
     def loss(params: optax.Params) -> jax.Array:
       returned = loss_fn(params, batch, **loss_arguments)
+      # `loss_fn` may return a model state and aux behind the loss.
       return returned[0] if isinstance(returned, tuple) else returned
 
     tree = split_complex(optimized(jax.grad(loss)(trained(params))))
     grads = [grad.astype(jnp.float32) for grad in jax.tree.leaves(tree) if grad.size]
     largest = jnp.array([jnp.abs(grad).max() for grad in grads], jnp.float32).max()
+    # The largest magnitude of all workers, so that all divide by the same scale.
     largest = comm.all_reduce(largest, "max")
     scale = jnp.where(largest > 0, largest, 1.0)
     square_of_mean = jnp.float32(0)
@@ -154,18 +163,23 @@ def _agreements(
     # Gradients that are all zeros are equal.
     return jnp.where(largest == 0, 1.0, square_of_mean / mean_square)
 
-  return jnp.stack([of(batch), of(_shuffled(comm, batch))])
+  return jnp.stack([agreement_for(batch), agreement_for(_shuffled(comm, batch))])
 
 
 def _shuffled(comm: Comm, batch: ArrayTree) -> ArrayTree:
-  """The rows of the whole batch that are dealt out to this worker, the same for leaves with as many rows."""
+  """The part of the whole batch, its rows permuted, that this worker gets; `batch` is its part before.
+
+  Leaves with as many rows get the same permutation, so inputs stay with their labels.
+  """
 
   def rows_of_worker(x: jax.Array) -> jax.Array:
     # Typed keys are no numbers that a message carries; their words are.
     own_rows = words_of_keys(x)
     rows = jnp.concatenate(in_rank_order(comm, all_gather(comm, own_rows)))
-    # The key is the same on all workers, so that each row goes to one of them.
+    # The key is the same on all workers, so that each row goes to exactly one of them,
+    # and the same for all leaves, so that leaves with as many rows stay aligned.
     shuffled = jax.random.permutation(jax.random.key(0), len(rows))
+    # Row w has the indices of the rows that worker w gets.
     order = shuffled.reshape(comm.size, -1)
     chosen = rows[order[comm.rank]]
     return (

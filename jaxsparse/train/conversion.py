@@ -98,13 +98,16 @@ def resize(
   state = states.with_rows(state)
 
   def restart(row: bool, subtree: OptState) -> OptState:
+    # `row`: whether the subtree is of a worker's own optimizer, with a row for each.
     if not states.is_reduce_state(subtree):
       return ()
     # A fresh residual of zeros: `_carry_state` fills in what is owed.
     fresh = first_state(engine.comm, subtree.layout.method, subtree.layout.shards)
     return states.add_row(fresh) if row else fresh
 
+  # Booleans: whether an array or `ReduceState` of the state has a row for each worker.
   every_row = states.worker_rows(state)
+  # The state with () in place of all that is no `ReduceState`, on the new mesh.
   restarted, _ = place_state(
     engine, lambda _: jax.tree.map(restart, every_row, state), params
   )
@@ -112,12 +115,15 @@ def resize(
   def begin(
     path: jax.tree_util.KeyPath, row: bool, x: Any, restarted: states.ReduceState
   ) -> ArrayTree:
+    # Shapes of the other arrays on the new mesh; `_carry_state` gives them values.
     if states.is_reduce_state(x):
       return restarted
+    # `held` is the number of new workers, 1 under MPI.
     rows = (engine.held,) if row else ()
     axes = (axis,) if row else ()
     shape = np.shape(x)[len(rows) :]
-    # The leading axis of workers is none of the parameter's.
+    # A moment or the like is sharded as its parameter inside a worker; `shape` has
+    # no leading axis of workers.
     spec = _spec_of_moment(path, shape, params)
     sharding = (
       None if spec is None else engine.shardings_of(PartitionSpec(*axes, *spec))
@@ -176,7 +182,8 @@ def convert(
   state = states.with_rows(state)
   checks.check_landed("js.convert", state)
   fresh = init(tx, params, mesh, axis=axis)
-  # Workers get their copies of the optimizer after the state is that of this mesh.
+  # Local steps begin: the state is first brought to the new number of workers, each of
+  # which then gets a copy of the optimizer.
   if states.local_states(fresh) and not states.local_states(state):
     state = _start_local(resize(state, params, mesh, axis=axis), fresh)
   return _carry_state(engine, state, fresh, params)
@@ -185,11 +192,24 @@ def convert(
 def _carry_state(
   engine: Engine, state: OptState, fresh: OptState, params: optax.Params
 ) -> OptState:
-  """`fresh`, a state before its first step or the shapes of one, with all that an old state must not lose."""
+  """`fresh`, with all that an old state must not lose; both `js.resize` and `js.convert` end with it.
+
+  Args:
+    engine: the new workers.
+    state: of the old workers.
+    fresh: of the new workers: `ReduceState`s before their first step, and of all other
+      transformations arrays or shapes.
+    params: the parameters.
+
+  Raises:
+    ValueError: if the states differ in more than jaxsparse transforms, or a residual or
+      movement would be lost.
+  """
   reduce_states = states.reduce_states(state)
   # All workers hold the same layout, so this process's part tells.
   before = int(np.max(gather(reduce_states[0].layout.workers)))
   after = engine.workers
+  # Rows of the arrays: 1 at a rank of MPI, else the number of devices of all workers.
   rows = reduce_states[0].counters.skipped.size
   state = _fit_moved(state, fresh, before)
   _check_structure(state, fresh)
@@ -209,13 +229,14 @@ def _carry_state(
       stacklevel=3,
     )
 
+  # `old` and `new` are both an array, or both a `ReduceState`.
   def carry(old: ArrayTree, new: ArrayTree) -> ArrayTree:
     if not states.is_reduce_state(old):
       # Only rows of workers differ in shape; all else is checked by now.
       same = np.shape(old) == new.shape
       return put_like(new, old if same else _mean(gather(old), new))
-    # With equal shards and groups nothing changes for this transform: thresholds and
-    # momenta go on as they are.
+    # `layout[3:]` is (shards, method). If these and the workers are the old ones,
+    # nothing changes for this transform: thresholds and momenta go on as they are.
     if (
       before == after
       and old.layout[3:] == new.layout[3:]
@@ -227,7 +248,8 @@ def _carry_state(
   old, (new, structure) = (
     jax.tree.flatten(x, is_leaf=states.is_reduce_state) for x in (state, fresh)
   )
-  # The structure is the fresh one: with `Applied`, or without.
+  # The structure is the fresh one: `apply_residual` of local steps, a marker without
+  # arrays in the state, may be another than before.
   after_state = jax.tree.unflatten(structure, map(carry, old[0], new))
   return engine.place(after_state, placed(after_state, engine.axis))
 
@@ -235,7 +257,10 @@ def _carry_state(
 def _check_seen(
   old: Sequence[states.ReduceState], fresh: OptState, params: optax.Params
 ) -> None:
-  """Raises ValueError if the transform of the fresh state sees other leaves than the one with these states."""
+  """Raises ValueError if the transform of the fresh state sees other leaves than the transform with the `old` states.
+
+  Wrappers of optax change the leaves that a transform sees, as `optax.flatten` does.
+  """
   new = states.reduce_states(fresh)
   was, now = (leaf_shapes(shapes_seen(side, params)) for side in (old, new))
   if was != now:
@@ -248,7 +273,17 @@ def _check_seen(
 def _spec_of_moment(
   path: jax.tree_util.KeyPath, shape: tuple[int, ...], params: optax.Params
 ) -> PartitionSpec | None:
-  """The spec of the parameter that an array of a state is like: its path ends with that of the parameter."""
+  """The spec of the parameter that an array of a state is like; None if there is none, or it has no spec.
+
+  An array is like a parameter if it has its shape and its path ends with that of the
+  parameter, as `[0].mu['w']` with `['w']`.
+
+  Args:
+    path: of the array in the state.
+    shape: of the array, without an axis of workers.
+    params: the parameters.
+  """
+  # By the length of the parameter's path.
   specs = {
     len(name): param.sharding.spec
     for name, param in jax.tree_util.tree_leaves_with_path(params)
@@ -261,21 +296,23 @@ def _spec_of_moment(
 
 
 def _mean(rows: Any, like: ArrayTree) -> ArrayTree:
-  """The mean over workers of an array with a row for each, the maximum of integers, in rows of another number.
+  """The mean over workers of an array with a row for each, of integers the maximum, repeated in the rows of `like`.
 
-  Random keys are those of the first workers; further workers have these folded with a
-  number of their own.
+  `rows` is [P, …] of the old workers, `like` has the shape [P′, …] of the new ones.
+  Random keys are those of the first workers; a key that serves several new workers is
+  folded with the number of its earlier uses.
   """
   if is_key(rows):
+    # New worker w gets the key of old worker w mod P, which has served w // P times.
     again, first = np.divmod(np.arange(like.shape[0]), len(rows))
     words = jnp.asarray(np.asarray(jax.random.key_data(rows))[first])
     keys = jax.random.wrap_key_data(words, impl=jax.random.key_impl(rows))
-    # A key that serves a second worker is folded with how often it has served.
+    # Only first uses keep the key itself.
     folded = jax.vmap(jax.random.fold_in)(keys, again)
     return jnp.where(again > 0, folded, keys)
   rows = np.asarray(rows)
   floating = jnp.issubdtype(rows.dtype, jnp.floating)
-  # In float64 the mean of equal rows is that row, and no sum overflows.
+  # In float64 the mean of equal rows is each row, after rounding, and no sum overflows.
   value = (
     rows.astype(np.float64).mean(axis=0).astype(rows.dtype)
     if floating
@@ -297,9 +334,11 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
   """
 
   def begin(new: ArrayTree, old: ArrayTree) -> ArrayTree:
+    # `old` is what stands in the old state where `new`, a `LocalState`, will stand.
     if not states.is_local_state(new):
       return old
     reduce_states = states.reduce_states(old)
+    # The states of the other transformations of a chain, which optax makes a tuple.
     rest = (
       tuple(substate for substate in old if not states.reduce_states(substate))
       if type(old) is tuple
@@ -317,13 +356,16 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
         "chain: from optax.chain(transform, optimizer) to js.local_steps(optimizer, outer, every=…). For another one "
         "start anew with js.init"
       )
+    # A residual of gradients cannot go on: local steps owe changes of parameters.
     residuals = jax.tree.leaves(reduce_states[0].carried.residual)
     if any(np.any(gather(leaf)) for leaf in residuals):
       raise ValueError(
         "js.convert to local steps: a residual of gradients is not zero, deliver it by js.flush before"
       )
-    following = iter(reduce_states)  # These have the totals of counters.
-    # Random keys are new ones, which differ between workers.
+    # The first `ReduceState` of `outer` becomes the old one, for the totals of its
+    # counters; others stay.
+    following = iter(reduce_states)
+    # Random keys stay those of the new state, which differ between workers.
     row = lambda leaf, like: (
       like if is_key(leaf) else np.broadcast_to(gather(leaf), like.shape)
     )
@@ -331,6 +373,8 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
     copies = jax.tree.map(row, inner[0], new.inner)
     return new._replace(inner=copies, outer=outer)
 
+  # The subtrees of the old state that stand where the fresh one has an array, a
+  # `ReduceState` or a `LocalState`.
   is_ours = states.is_ours
   structure: Any = jax.tree.structure(fresh, is_leaf=is_ours)
   try:
@@ -342,10 +386,15 @@ def _start_local(state: OptState, fresh: OptState) -> OptState:
 
 
 def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
-  """A state with what was moved, zeros, where local steps exchanged in every step and those of `fresh` do not.
+  """The state with a `moved` as that of `fresh`: with `every=1` local steps have none, else f32[P, …] like parameters.
+
+  Args:
+    state: of the old workers.
+    fresh: of the new chain.
+    workers: number of the old workers.
 
   Raises:
-    ValueError: the other way round, if it is not zeros.
+    ValueError: if a `moved` that is not zero would be lost.
   """
   # Both chains have their local steps in the same order.
   following = iter(states.local_states(fresh))
@@ -353,6 +402,7 @@ def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
   def fit(local_state: states.LocalState) -> states.LocalState:
     new = next(following, local_state)
     moved = jax.tree.leaves(local_state.moved)
+    # Both have movement, or neither.
     if bool(moved) == bool(jax.tree.leaves(new.moved)):
       return local_state
     if any(np.any(gather(leaf)) for leaf in moved):
@@ -366,7 +416,7 @@ def _fit_moved(state: OptState, fresh: OptState, workers: int) -> OptState:
 
 
 def _check_structure(state: OptState, fresh: OptState) -> None:
-  """Raises ValueError unless the states differ in those of jaxsparse transforms only."""
+  """Raises ValueError unless the two states are alike but for what is in `ReduceState`s."""
   old = _described(state)
   new = _described(fresh)
   if old != new:
@@ -378,9 +428,10 @@ def _check_structure(state: OptState, fresh: OptState) -> None:
 
 
 def _described(tree: ArrayTree) -> set[str]:
-  """The path of each array of a state, with its type and its shape at a worker."""
+  """The path of each array and each `ReduceState` in a state; for arrays with dtype and shape at one worker."""
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=states.is_reduce_state)
-  # What a jaxsparse transform holds may differ: it is converted.
+  # What a jaxsparse transform holds may differ: it is converted. `row`, a boolean, cuts
+  # off the leading axis of workers where an array has one.
   shape = lambda x, row: (
     ""
     if states.is_reduce_state(x)
@@ -396,8 +447,14 @@ def _described(tree: ArrayTree) -> set[str]:
 def _check_homes(
   residuals: dict[str, Residual], fresh: Sequence[states.ReduceState]
 ) -> None:
-  """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker."""
+  """Raises ValueError if the residual of a leaf would be lost, or lies otherwise on the devices inside a worker.
+
+  Args:
+    residuals: of the old state, by the names of leaves.
+    fresh: of the new state.
+  """
   groups = [group for state in fresh for group in homes_of(state)]
+  # How each leaf with a residual is sharded inside a worker; None for one device.
   homes = {name: placement for group in groups for name, _, placement in group}
   for name, residual in sorted(residuals.items()):
     if name not in homes:

@@ -23,6 +23,7 @@ def without_aliases(
   leaves, structure = jax.tree.flatten(arguments)
   # Parameters and state come first, and are donated.
   donated_count = len(jax.tree.leaves(arguments[:2]))
+  # `id`s of donated arrays and addresses of their buffers; both are integers.
   donated = set[int]()
   for index, leaf in enumerate(leaves):
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):

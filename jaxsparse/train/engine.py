@@ -100,11 +100,13 @@ class Engine:
   ) -> Any:
     """`map`, jitted; `options` are those of the compiler.
 
-    Arguments and results are sharded as their specs say, or as `shardings` of both do,
-    where workers have devices.
+    Arguments and results are sharded as their specs say. Where a worker has several
+    devices, `shardings`, a pair for arguments and results, count instead, if given;
+    None in it leaves the choice to JAX. `donate` are the numbers of the donated
+    arguments.
     """
     program = self.map(worker, in_specs, out_specs)
-    # Inside a worker each array keeps its own sharding; elsewhere specs say all.
+    # `_inside` is empty where a worker is one device: specs say all then.
     in_shardings, out_shardings = (self._inside and shardings) or (
       self.shardings_of(in_specs),
       self.shardings_of(out_specs),
@@ -147,6 +149,7 @@ def check_batch(batch: ArrayTree, engine: Engine, micro_batches: int = 1) -> Non
   Raises:
     ValueError: naming the array whose leading axis does not.
   """
+  # `held` is P, or 1 under MPI, where a batch is the part of one worker already.
   rows = engine.held * micro_batches
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     if not np.ndim(leaf) or np.shape(leaf)[0] % rows:
@@ -166,7 +169,8 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
     ValueError: if the mesh has no such axis, or there are no workers.
     TypeError: if `where` is neither a mesh nor such a comm.
   """
-  # Without workers, sizes are 0, and later errors speak of divisions.
+  # A mesh without devices, or a simulated comm without members, would fail later with a
+  # division by 0.
   if not (
     where.devices.size
     if isinstance(where, Mesh)
@@ -176,7 +180,7 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
       f"{where!r} has no workers: give a mesh with devices, or a comm with members >= 1"
     )
   if isinstance(where, Mesh):
-    # With axes of size 1 alone, a worker is one device, and programs map over all axes.
+    # Where all axes inside have size 1, a worker is one device: none counts as inside.
     inside = tuple(name for name in where.axis_names if name not in names_of(axis))
     return _OnMesh(
       where, axis, inside if any(where.shape[name] > 1 for name in inside) else ()
@@ -193,7 +197,11 @@ def engine_of(where: Mesh | Comm, axis: AxisName) -> Engine:
 def rows_of(
   engine: Engine, function: Callable, in_specs: SpecTree
 ) -> Callable[..., np.ndarray]:
-  """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process."""
+  """A function that returns the results of `function` at all workers, as rows 0 … P − 1, on every process.
+
+  `function` is the program of one worker and returns one array; `in_specs` are those of
+  its arguments.
+  """
   rows = lambda *arguments: in_rank_order(
     engine.comm, all_gather(engine.comm, function(*arguments))
   )
@@ -206,7 +214,8 @@ class _OnMesh(Engine):
 
   A program is mapped over all axes but those `inside` a worker, along which the
   compiler partitions it. Arguments that lie on the mesh keep their shardings inside,
-  and so do the results that replace them; others are replicated inside.
+  and so do the results that replace them; others are replicated inside. `_inside` is
+  empty where a worker is one device.
   """
 
   def __init__(
@@ -223,6 +232,8 @@ class _OnMesh(Engine):
     self.workers = self.held = math.prod(mesh.shape[name] for name in names)
     self.comm = AxisComm(axis)
     self.axis = axis
+    # A program is mapped over these; `others` are those among them without workers, of
+    # size 1 unless this is the engine of `flat`.
     outside = [name for name in mesh.axis_names if name not in inside]
     self.axes = {name: mesh.shape[name] for name in outside}
     self.others = tuple(name for name in self.axes if name not in names)
@@ -231,11 +242,12 @@ class _OnMesh(Engine):
     self.processes = len(taking_part)
     me = jax.process_index()
     self.process = taking_part.index(me) if me in taking_part else 0
-    # Where axes are Explicit, as with `jax.make_mesh`, the types of arrays have
-    # shardings.
     self._mesh = mesh
     self._inside = inside
+    # Where axes are Explicit, as with `jax.make_mesh`, the types of arrays have
+    # shardings.
     self._is_explicit = AxisType.Explicit in mesh.axis_types
+    # Cache of `shardings`, by (sharding, spec, number of dimensions) of an array.
     self._known: dict[Any, NamedSharding] = {}
 
   @property
@@ -248,6 +260,7 @@ class _OnMesh(Engine):
 
   @contextlib.contextmanager
   def typed(self) -> Iterator[Engine]:
+    """An engine of the same devices with Explicit axes: types of arrays tell how they are sharded inside a worker."""
     if not self._inside:
       yield self
       return
@@ -255,16 +268,19 @@ class _OnMesh(Engine):
     explicit = Mesh(
       devices, self._mesh.axis_names, axis_types=(AxisType.Explicit,) * devices.ndim
     )
+    # Code that is traced in this context reads shardings from the types of its arrays.
     with jax.set_mesh(explicit):
       yield _OnMesh(explicit, self.axis, self._inside)
 
   def map(
     self, function: Callable, in_specs: SpecTree, out_specs: SpecTree
   ) -> Callable:
+    """The function of all workers that runs `function` at each of them, a shard_map over all axes but those inside."""
     shard_map = (
       _compat.partly_mapped if self._inside and self._is_explicit else _compat.shard_map
     )
-    # A shard_map over the workers may not name the axes that it leaves to the compiler.
+    # A shard_map over the workers may name no axis inside a worker in its specs: the
+    # compiler partitions the program along these.
     specs = self._without_inside(in_specs), self._without_inside(out_specs)
     mapped = shard_map(function, self._mesh, *specs, tuple(self.axes))
     # Along Auto axes XLA reshards arguments by itself, and `partly_mapped` makes all axes
@@ -284,6 +300,8 @@ class _OnMesh(Engine):
     return program
 
   def place(self, tree: ArrayTree, specs: SpecTree) -> ArrayTree:
+    """`tree` on the devices, sharded as `specs` say along the workers; leaves may be arrays, shapes or tracers."""
+    # Inside a worker an array keeps the sharding that it has.
     shardings = (
       self.shardings(tree, specs)
       if self._inside
@@ -292,9 +310,10 @@ class _OnMesh(Engine):
     put_array = put_global if self._mesh.is_multi_process else jax.device_put
 
     def put(leaf: Any, sharding: NamedSharding) -> ArrayTree:
-      # `device_put` under vmap would shard the axis that is mapped over
+      # On a tracer under vmap `device_put` would shard the axis that is mapped over.
       if isinstance(leaf, jax.core.Tracer):
         return jax.sharding.reshard(leaf, sharding) if self._is_explicit else leaf
+      # Shapes, as of `js.abstract_state`, only record the sharding.
       return (
         shape_of(leaf, sharding)
         if isinstance(leaf, jax.ShapeDtypeStruct)
@@ -309,6 +328,7 @@ class _OnMesh(Engine):
     return jax.tree.map(keep, tree, shardings)
 
   def shardings(self, tree: ArrayTree, specs: SpecTree) -> SpecTree:
+    """The sharding that `place` gives each leaf of `tree`; None where a worker is one device, and specs say all."""
     if not self._inside:
       return None
 
@@ -321,7 +341,8 @@ class _OnMesh(Engine):
         else getattr(leaf, "sharding", None)
       )
       key = sharding, spec, np.ndim(leaf)
-      # This runs in every step, for every leaf: a sharding is made once.
+      # This runs in every step, for every leaf: each sharding is made once. `_sharding`
+      # depends on the shape by its length alone.
       if key not in self._known:
         self._known[key] = self._sharding(path, np.shape(leaf), sharding, spec)
       return self._known[key]
@@ -331,8 +352,9 @@ class _OnMesh(Engine):
     )
 
   def of_processes(self, value: np.ndarray) -> np.ndarray:
+    """The values of all processes, [processes, …], on each of them; every process must call."""
     # Along an axis of processes, not along that of workers: several processes may hold
-    # one worker, and each has a value of its own.
+    # one worker, and each has a value of its own. Each gives its row, `value[None]`.
     mesh, gather = _line_of_processes(self._mesh)
     split = NamedSharding(mesh, PartitionSpec("processes"))
     with jax.set_mesh(mesh):  # the caller may have set another mesh
@@ -351,9 +373,18 @@ class _OnMesh(Engine):
     sharding: Any,
     spec: PartitionSpec,
   ) -> NamedSharding:
-    """The sharding of `spec`, and where that says nothing of the axes inside, along these that of the leaf itself."""
-    # An array keeps its own cuts inside a worker, if they fit the spec along the
-    # workers.
+    """The sharding of a leaf along the workers as `spec` says, and along the axes inside as it lies now.
+
+    Args:
+      path: of the leaf in the arguments of a step, for errors.
+      shape: of the leaf.
+      sharding: of the leaf now; None for one without.
+      spec: along the workers; empty for a leaf that is equal on all of them.
+
+    Raises:
+      ValueError: for a leaf that is cut along the workers and must be whole at each.
+    """
+    # None for an array that does not lie on this mesh: it is placed by `spec` alone.
     cut = self._own_spec(sharding)
     along_workers = None if cut is None else _compat.trimmed(self._without_inside(cut))
     if along_workers and not spec:
@@ -361,16 +392,17 @@ class _OnMesh(Engine):
         f"{name_argument(path)} of shape {shape} is sharded as {cut}, along {self.axis!r}, the axis of the workers, "
         f"each of which needs all of it: choose shards along {self._inside}"
       )
+    # The present cuts, also those inside a worker, stay if they fit along the workers.
     if cut is not None and along_workers == spec:
       spec = cut
-    # Results have such specs in their types: with others the next step would compile
-    # again.
+    # Padded by None to all dimensions, as the specs in the types of results are: with
+    # others the next step would compile again.
     if self._is_explicit:
       spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
     return NamedSharding(self._mesh, spec)
 
   def _own_spec(self, sharding: SpecTree) -> PartitionSpec | None:
-    """The spec of a sharding on this mesh; None for one elsewhere."""
+    """The spec of a sharding on this mesh; None for a sharding on other devices, or none."""
     if (
       not isinstance(sharding, NamedSharding) or sharding.mesh.shape != self._mesh.shape
     ):
@@ -400,8 +432,11 @@ class _Simulated(Engine):
   def map(
     self, function: Callable, in_specs: SpecTree, out_specs: SpecTree
   ) -> Callable:
+    """The function of all workers that runs `function` at each of them, under vmap."""
     workers = self.workers
-    # [P·n, …] outside of a program, as on a mesh; [P, n, …] under vmap.
+    # Arrays split along the workers, of the spec P(axis), are [P·n, …] outside of a
+    # program, as on a mesh, and [P, n, …] under vmap. The spec P(), which is false, is
+    # of arrays equal on all workers; as a result, row 0 of them is returned.
     rows = lambda x: x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
     split = lambda spec, x: rows(x) if spec else x
     flat = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
@@ -436,7 +471,11 @@ class _Rank(Engine):
 
 @functools.lru_cache(maxsize=4)  # a program compiles for a tenth of a second
 def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
-  """A mesh of one device of each process of a mesh, and a program that gathers rows of its devices on all of them."""
+  """A mesh of one device of each process of a mesh, and a program that gathers rows of its devices on all of them.
+
+  The program is a jitted identity of an array that is sharded along "processes", by
+  rows, and replicated in the result: XLA makes the all-gather.
+  """
   # Reversed, so that the first device of each process is the one that stays.
   first = {device.process_index: device for device in reversed(list(mesh.devices.flat))}
   devices = np.array([first[process] for process in sorted(first)])
@@ -448,6 +487,7 @@ def _line_of_processes(mesh: Mesh) -> tuple[Mesh, Callable]:
 
 @functools.lru_cache(maxsize=4)
 def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
+  """A function that gathers the values of all ranks, each given as [1, …]."""
   rank = _Rank(comm)
   return rows_of(rank, lambda x: x[0], (rank.split,))
 
@@ -455,7 +495,13 @@ def _gathered(comm: MpiComm) -> Callable[..., np.ndarray]:
 def shape_of(
   x: Any, sharding: SpecTree = None, shape: tuple[int, ...] | None = None
 ) -> jax.ShapeDtypeStruct:
-  """The shape and dtype of an array or number, with a sharding, by default its own; or another shape of its dtype."""
+  """The shape and dtype of an array or number, with a sharding, by default its own; or another shape of its dtype.
+
+  Args:
+    x: an array, a `jax.ShapeDtypeStruct`, or a number.
+    sharding: of the result; None for that of x, if it has one.
+    shape: of the result; None for that of x.
+  """
   dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
   shape = np.shape(x) if shape is None else shape
   return jax.ShapeDtypeStruct(
@@ -468,9 +514,10 @@ def put_global(x: Any, sharding: NamedSharding) -> jax.Array:
   # A global array already: this process cannot read all of it.
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return jax.device_put(x, sharding)
-  # Numpy has no dtype of keys.
+  # Numpy has no dtype of typed random keys: their words are placed instead.
   if _compat.is_key(x):
     words = put_global(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
   array = np.asarray(x)
+  # JAX asks each process for the parts of its own devices only.
   return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

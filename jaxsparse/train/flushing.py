@@ -100,13 +100,18 @@ def flush(
 def _deliver(
   engine: Engine, params: optax.Params, state: OptState
 ) -> tuple[optax.Updates, OptState]:
-  """The update of `flush` and the state after it, at one worker."""
+  """The update of `flush` and the state after it, at one worker.
+
+  Leaves go by the names under which transforms see them: of a complex leaf its parts.
+  """
   nodes = reduce_states(state)
   zeros = optax.tree.zeros_like(params)
-  # By name, since each transform covers some of the leaves.
+  # Zeros by name, which each transform replaces for the leaves that it covers.
   updates = leaves_seen(nodes, zeros)
-  # What the dtype of a parameter cannot hold of an update stays in `moved`.
+  # f32 by name: what the dtype of a parameter cannot hold of an update. It becomes the
+  # next `moved` of local steps.
   left = {name: leaf.astype(jnp.float32) for name, leaf in updates.items()}
+  # θ − θ_w of local steps, f32[1, …] by name; empty without local steps.
   moved = moved_leaves(state)
 
   def mean(owing: list[jax.Array]) -> list[jax.Array]:
@@ -117,13 +122,14 @@ def _deliver(
     return restore(engine.comm.all_reduce(flat) / engine.workers)
 
   def deliver(subtree: OptState, row: bool) -> OptState:
-    # A transform of an inner optimizer belongs to one worker, which owes nothing to
-    # others.
+    # `row`: the subtree is of an inner optimizer of local steps, one for each worker. A
+    # transform there has no residual.
     if row or not is_reduce_state(subtree):
       return subtree
     names = subtree.layout.method.names
     also = [moved[name][0] for name in names if name in moved]
-    # A transform that covers all that has moved is the outer one of local steps.
+    # Where all leaves of a transform have movement, it is the outer one of local steps.
+    # None adds nothing to the residuals.
     added = also if len(also) == len(names) else None
     means, subtree = take_residuals(
       [updates[name] for name in names], subtree, added, mean
@@ -135,6 +141,7 @@ def _deliver(
     return subtree
 
   def empty(local_state: LocalState) -> LocalState:
+    # All movement is delivered, but for what dtypes cannot hold.
     rest = [left[name][None] for name in flatten.leaves_by_name(local_state.moved)]
     structure = jax.tree.structure(local_state.moved)
     return local_state._replace(moved=jax.tree.unflatten(structure, rest))

@@ -46,7 +46,11 @@ def program_digest(closed: core.ClosedJaxpr) -> str:
 
 
 class _Digests:
-  """The digests of jaxprs, each read once: many equations may run one body."""
+  """The digests of jaxprs, each read once: many equations may run one body.
+
+  The text that is hashed has no name that a process chooses: `_NAMES` are the keys of
+  equations that hold names, source files and the like.
+  """
 
   def __init__(self) -> None:
     # Jaxprs are equal by identity.
@@ -59,7 +63,7 @@ class _Digests:
     return self._known[jaxpr]
 
   def _lines(self, jaxpr: _Jaxpr) -> Iterator[str]:
-    """The constants, the equations, and the results of a jaxpr."""
+    """Lines that say all of a jaxpr: one for each constant, for each equation, and one for the results."""
     inner, consts = (
       (jaxpr.jaxpr, jaxpr.consts)
       if isinstance(jaxpr, core.ClosedJaxpr)
@@ -71,23 +75,25 @@ class _Digests:
     value = lambda atom: _value(atom.val, atom.aval)
     read = lambda atom: value(atom) if isinstance(atom, core.Literal) else name(atom)
     result_of = lambda var: f"{name(var)}:{_shape(var.aval)}"
+    # Called for its effect: arguments get the first numbers.
     for var in inner.invars:
       name(var)
+    # An open jaxpr has no values of constants; its caller has them.
     for var, const in zip(inner.constvars, consts, strict=False):
       yield f"{_value(const, var.aval)} {result_of(var)}"
     for equation in inner.eqns:
-      # The rank is a constant that differs by intent.
+      # Under MPI the rank is a constant, which differs between processes by intent.
       is_rank = equation.primitive is rank_p
       operands = [] if is_rank else list(map(read, equation.invars))
       results = list(map(result_of, equation.outvars))
-      # So do the partners of a message.
+      # The parameters of a message name its partners, which differ by intent, too.
       is_message = equation.params.get("name") == MESSAGE
       params = "" if is_message else self._text(equation.params)
       yield f"{equation.primitive.name} {params} {operands} {results}"
     yield str(list(map(read, inner.outvars)))
 
   def _text(self, value: Any) -> str:
-    """A parameter of an equation, or all of them."""
+    """The text of a parameter of an equation, or of a mapping of all of them, without what a process has of its own."""
     if isinstance(value, _Jaxpr):
       return self.digest_of(value)
     if isinstance(value, str):
@@ -97,6 +103,7 @@ class _Digests:
     if isinstance(value, (tuple, list)):
       return str(list(map(self._text, value)))
     if isinstance(value, Mapping):
+      # Names, source files and the like differ between processes.
       items = [(key, x) for key, x in value.items() if key not in _NAMES]
       return str(sorted(map(self._text, items)))
     # The order within a set differs between processes.
@@ -111,12 +118,16 @@ class _Digests:
         field.name: getattr(value, field.name) for field in dataclasses.fields(value)
       }
       return type(value).__name__ + self._text(fields)
+    # A text with an address or a file is of one process: the type alone remains.
     text = repr(value)
     return type(value).__name__ if _OWN.search(text) else text
 
 
 def _value(x: Any, aval: Any) -> str:
-  """The hash of an array or number, with dtype and shape; these alone if other processes hold parts of it."""
+  """The hash of an array or number, with dtype and shape; these alone if other processes hold parts of it.
+
+  `aval` is its abstract value, which has dtype and shape.
+  """
   x = _compat.words_of_keys(x)
   # Other processes hold the rest of such an array, and this one cannot read it.
   in_part = (
@@ -124,6 +135,7 @@ def _value(x: Any, aval: Any) -> str:
     and not x.is_fully_replicated
     and not x.is_fully_addressable
   )
+  # Of a constant that numpy cannot read, dtype and shape alone count.
   is_known = hasattr(x, "__array__") or isinstance(x, (int, float, complex))
   if in_part or not is_known:
     return _shape(aval)
@@ -135,5 +147,6 @@ def _hashed(data: bytes) -> str:
 
 
 def _shape(aval: Any) -> str:
+  """Dtype and shape, as "f32[3]", with "~" for a weak type."""
   # Weak types promote otherwise, so they count.
   return aval.str_short(short_dtypes=True) + "~" * getattr(aval, "weak_type", False)

@@ -63,6 +63,11 @@ def unlike_first(values: Sequence[Any]) -> list[int]:
 def wait_for_all(tree: ArrayTree, now: str) -> None:
   """Waits for the other processes that hold a part of a tree, before they compare a step that has run before.
 
+  Args:
+    tree: global arrays; the processes of their devices are waited for, `_PATIENCE`
+      seconds (300) at most.
+    now: what the step has on this process, for the error.
+
   Raises:
     RuntimeError: if one of them runs the program as before, and does not compare it.
   """
@@ -85,13 +90,23 @@ def check_traced(
 ) -> None:
   """`check_same` of the trace of a jitted function, and of its result if that is the state.
 
-  JAX keeps the trace for the call with the same arguments.
+  JAX keeps the trace for the call with the same arguments. With one process, or under
+  a trace, there is nothing to compare.
+
+  Args:
+    engine: the workers.
+    what: the name of the program, for the error.
+    program: the jitted function.
+    arguments: of the program.
+    makes_state: whether the result is an optax state, whose dtypes, shapes and
+      collectives are compared by lines, so that an error names the array.
   """
   if engine.processes > 1 and not is_traced(arguments):
     traced = program.trace(*arguments)
     check_same(
       engine,
       what,
+      # None in the place of the parameters: `described` names the second item "state".
       described((None, traced.out_info)) if makes_state else (),
       traced.jaxpr,
     )
@@ -109,7 +124,7 @@ def check_same(
     engine: the workers, of several processes.
     what: the name of the program, for the error.
     head: lines that say what the program is made of.
-    jaxpr: of the program.
+    jaxpr: of the program; None compares the heads alone.
 
   Raises:
     ValueError: naming the first line of the head that differs, else the digests of the
@@ -121,6 +136,7 @@ def check_same(
     *head,
   ]
   digest = f"a jaxpr with the digest {program_digest(jaxpr)}" if jaxpr else "no jaxpr"
+  # [instructions, digest, head] of each process; empty if all are equal.
   every = _gather_where_different(engine, [_instructions(), digest, head])
   if not every:
     return
@@ -133,6 +149,8 @@ def check_same(
       "XLA_FLAGS=--xla_cpu_max_isa=AVX2, or the most that all have",
       stacklevel=2,
     )
+  # One line of all heads at a time, then the digests. Where these alone differ,
+  # `_TO_SEE` tells how to find the difference.
   for row in [*itertools.zip_longest(*heads, fillvalue="nothing"), digests]:
     if others := unlike_first(row):
       raise ValueError(
@@ -157,7 +175,8 @@ def _gather_where_different(engine: Engine, value: object) -> list[Any]:
     return []
   lengths = engine.of_processes(np.array([len(text)], np.uint32))
   longest = int(lengths.max())
-  # All rows of a message have one length, in whole words.
+  # All processes send equally many whole words, so shorter texts are padded by spaces,
+  # which JSON ignores.
   texts = engine.of_processes(
     np.frombuffer(text.ljust(longest + -longest % 4), np.uint32)
   )
@@ -165,7 +184,11 @@ def _gather_where_different(engine: Engine, value: object) -> list[Any]:
 
 
 def _instructions() -> str:
-  """The vector instructions for which this process compiles; "" if its devices are no CPUs, or it was told which."""
+  """The vector instructions for which this process compiles, by name, sorted: "avx avx2 fma".
+
+  "" where they do not matter or are not known: for devices that are no CPUs, without
+  /proc/cpuinfo, or if XLA_FLAGS sets them, which `_settings` compares.
+  """
   cpuinfo = pathlib.Path("/proc/cpuinfo")
   if (
     jax.default_backend() != "cpu"
@@ -179,9 +202,10 @@ def _instructions() -> str:
 
 
 def _settings() -> list[str]:
-  """What this process has set that changes results and stands in no jaxpr."""
+  """What this process has set that changes results and stands in no jaxpr, as lines for `check_same`."""
   flags = os.environ.get("XLA_FLAGS", "").split()
   flags = sorted(flag for flag in flags if not flag.startswith(_HARMLESS_FLAGS))
+  # Some settings are attributes in some versions of JAX only.
   settings = {
     name: getattr(jax.config, name, jax.config.values.get(name)) for name in _SETTINGS
   }
@@ -194,7 +218,13 @@ def _settings() -> list[str]:
 def described(
   arguments: tuple[ArrayTree, ...], shardings: SpecTree = None
 ) -> list[str]:
-  """Dtypes, shapes and shardings of arguments of a step, and the collectives of the transforms in the state."""
+  """Lines for `check_same`: the collectives in the state, then dtype, shape and sharding of each array.
+
+  Args:
+    arguments: of a step, (params, state, batch, named) or the first of these; None in
+      the place of what is left out.
+    shardings: of each array; None where each worker is one device.
+  """
   leaf_shardings = jax.tree.leaves(shardings)
   lines = []
   for index, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(arguments)):
@@ -205,6 +235,7 @@ def described(
   ):
     if is_reduce_state(leaf) and leaf.layout.method:
       labels = ", ".join(collective.label for collective in leaf.collectives)
+      # In front, as the first difference is named and shapes follow from collectives.
       lines.insert(0, f"{name_argument(path)} is that of {labels}")
   return lines
 
@@ -222,7 +253,10 @@ def _type(x: Any) -> str:
 
 
 def _crc(leaf: Any) -> int:
-  """The checksum of the first shard of a leaf on this process; 0 where other processes hold other parts."""
+  """The CRC-32 of the first shard of a leaf on this process; 0 where processes hold different parts of the leaf.
+
+  Such parts differ by intent, and every process must name the same checksum.
+  """
   if (
     isinstance(leaf, jax.Array)
     and not leaf.is_fully_addressable
@@ -241,18 +275,21 @@ def check_replicas(
   Args:
     engine: the workers.
     trees: the parameters and the state.
-    specs: a prefix pytree of specs for each tree.
+    specs: a prefix pytree of specs for each tree, along the workers.
 
   Raises:
     ValueError: naming the first leaf that differs and the workers, on every process.
   """
-  # Devices inside a worker are compared, too.
+  # Devices inside a worker are compared, too: `flat` maps a program over all devices,
+  # and `flat.others` are the axes inside a worker.
   flat = engine.flat
   arguments = engine.place(trees, specs)
-  if inside := engine.shardings(trees, specs):  # the devices of a worker hold shards
+  # None where a worker is one device; else specs along the axes inside a worker, too.
+  if inside := engine.shardings(trees, specs):
     specs = jax.tree.map(lambda sharding: sharding.spec, inside)
   spec_of_leaf = jax.tree.leaves(jax.tree.broadcast(specs, trees))
-  # What is cut along the workers is their own, and may differ.
+  # Numbers of the leaves that are not cut along the workers. Others, as residuals, are
+  # each worker's own and may differ.
   compared = [
     leaf_index
     for leaf_index, spec in enumerate(spec_of_leaf)
@@ -267,6 +304,7 @@ def check_replicas(
         for leaf_index in compared
       ]
     )
+    # u32[device, array, 2]: the hashes of all devices of this worker.
     return (
       jax.lax.all_gather(sums, flat.others).reshape(-1, *sums.shape)
       if flat.others
@@ -275,15 +313,16 @@ def check_replicas(
 
   # u32[worker, device of it, array, 2]
   hashes = rows_of(flat, checksums, specs)(*arguments)
-  # For each device of a worker, the device of worker 0 that holds the same entries.
+  # i[device, array]: the device of worker 0 that holds the same entries.
   same_shard = np.stack(
     [_first_alike(flat, spec_of_leaf[leaf_index]) for leaf_index in compared], axis=1
   )
   expected = np.take_along_axis(hashes[0], same_shard[..., None], axis=0)
-  # bool[worker, device, array]
+  # bool[worker, device, array]; axis 3 has the two hashes of an array.
   differs = np.any(hashes != expected, axis=3)
   wrong = differs.any(axis=(0, 1))
   if wrong.any():
+    # Its position in `compared`; then the first device with other values of it.
     first = int(np.argmax(wrong))
     worker, device = np.argwhere(differs[..., first])[0]
     workers = listing(
@@ -300,11 +339,16 @@ def check_replicas(
 
 
 def _first_alike(flat: Engine, spec: PartitionSpec) -> np.ndarray:
-  """For each device of a worker the first one that holds the same shard: device 0, unless the spec cuts the array."""
+  """For each device of a worker, i[S], the first one that holds the same shard of an array with this spec.
+
+  That is device 0, unless the spec cuts the array along an axis inside a worker.
+  Devices are numbered in the order of `flat.others`, the axes inside.
+  """
   sizes = [flat.axes[name] for name in flat.others]
   cut = axes_of_spec(spec)
   devices = np.arange(math.prod(sizes)).reshape(sizes)
-  # Along an axis that cuts the array each device holds another shard.
+  # Along an axis that cuts the array each device holds another shard: its index stays.
+  # Along other axes index 0 stands for all.
   first = devices[
     tuple(slice(None) if name in cut else slice(1) for name in flat.others)
   ]
@@ -319,6 +363,7 @@ def hashed(words: jax.Array) -> jax.Array:
   of one word always changes the first sum, since `_mixed` is a bijection.
   """
   # Sums modulo 2³² do not depend on the order in which a device adds.
+  # `_mixed(0)` is 0: with the constants words of zeros count, too.
   index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
   first = _mixed(words ^ _mixed(index + jnp.uint32(0x9E3779B9)))
   second = _mixed(first + jnp.uint32(0x6A09E667))

@@ -41,7 +41,13 @@ class Residual(NamedTuple):
   placement: Any = None
 
   def carry_over(self, index: int, devices: int, workers: int) -> np.ndarray:
-    """r′ of device `index` of all devices of P′ workers: f32[entries]."""
+    """r′ of one device, f32[entries].
+
+    Args:
+      index: number of the device among all devices of the new workers.
+      devices: number of devices of a worker, S.
+      workers: number of new workers P′.
+    """
     worker, device = divmod(index, devices)
     # Old workers w, w + P′, … go to worker w, each device's piece to the same device.
     indices = [old * devices + device for old in range(worker, self.workers, workers)]
@@ -49,7 +55,8 @@ class Residual(NamedTuple):
     # without a residual.
     held = len(self.rows)
     owed = [self.rows[row % held].astype(np.float64) for row in indices]
-    # A sum that began with 0 would make 0 of -0.
+    # Zeros where a new worker takes over no residual. They do not start the sum: 0 + -0
+    # is 0, and bits are to be kept.
     none = np.zeros(self.rows.shape[1])
     total = functools.reduce(np.add, owed) if owed else none
     # Σ r / P is kept, and the new workers divide by P′.
@@ -57,11 +64,17 @@ class Residual(NamedTuple):
 
 
 def residuals_of(states: Sequence[ReduceState], workers: int) -> dict[str, Residual]:
-  """The residual of each leaf that has one, by its name."""
+  """The residual of each leaf that has one, by its name.
+
+  Args:
+    states: of all workers, or of this rank of MPI.
+    workers: number of workers P.
+  """
   residuals: dict[str, Residual] = {}
   for state in states:
     for group_state, homes in zip(state.groups, homes_of(state), strict=True):
       if homes:
+        # `skipped` has an entry for each device whose residual is here: one row each.
         rows = np.asarray(gather(group_state.residual))
         rows = rows.reshape(state.counters.skipped.size, -1)
         ends = np.cumsum([size for _, size, _ in homes])
@@ -88,11 +101,12 @@ def carry_over(
     engine: the workers of `fresh`.
   """
   devices = fresh.devices
-  # A rank of MPI has one row, its own.
+  # Number of the first device of all workers whose residual this process has: a rank of
+  # MPI has one row, its own.
   first = engine.process if fresh.counters.skipped.size == 1 else 0
 
   def residual_of(homes: Sequence[_Home], like: jax.Array) -> jax.Array:
-    # A leaf that had no residual owes nothing.
+    # A leaf that had no residual owes nothing: one row of zeros stands for all.
     leaves = [
       residuals.get(name) or Residual(np.zeros((1, size), np.float32))
       for name, size, _ in homes
@@ -100,7 +114,8 @@ def carry_over(
     entries = sum(size for _, size, _ in homes)
 
     def rows(index: Any) -> np.ndarray:
-      # JAX asks each process for its own rows only.
+      # JAX asks each process for its own slices of the array, f32[devices · entries];
+      # each slice is that of whole devices.
       low, high, _ = index[0].indices(like.size)
       devices_held = range(first + low // entries, first + high // entries)
       return np.concatenate(
@@ -114,10 +129,12 @@ def carry_over(
     return jax.make_array_from_callback(like.shape, like.sharding, rows)
 
   carried = fresh.carried
+  # One a group; `homes` is empty for a group without a residual.
   residual = tuple(
     residual_of(homes, like) if homes else like
     for homes, like in zip(homes_of(fresh), carried.residual, strict=True)
   )
+  # Each new worker gets the totals of one old worker, at each of its devices.
   new = fresh.counters
   for name, row in _totals(counters, devices).items():
     like = getattr(new, name)
@@ -127,7 +144,10 @@ def carry_over(
 
 
 def gather(x: Any) -> ArrayTree:
-  """An array of which this process holds all; every process must call for an array that others hold in part."""
+  """`x` as an array of which this process holds all; every process must call for an array that others hold in part.
+
+  An array of numpy, or one that lies on this process as a whole, is returned as it is.
+  """
   if not isinstance(x, jax.Array) or x.is_fully_addressable:
     return x
   # A process reads its own shards only, so each device gets all of the array.
@@ -137,7 +157,7 @@ def gather(x: Any) -> ArrayTree:
 
 
 def put_like(like: ArrayTree, x: Any) -> ArrayTree:
-  """The array with the sharding of another one, if that lies on a mesh."""
+  """`x` with the sharding of `like`, an array or shape, if that lies on a mesh; else on the default device."""
   if getattr(x, "sharding", None) == like.sharding:
     return x
   return (
@@ -148,29 +168,34 @@ def put_like(like: ArrayTree, x: Any) -> ArrayTree:
 
 
 def _totals(counters: Counters, devices: int) -> dict[str, np.ndarray]:
-  """The totals [S] of the devices of the worker that has sent most."""
+  """The totals of counters, by name, at the worker that has sent most: [S], one entry a device."""
   names = ("skipped_steps", "total_words", "total_wraps")
   rows = {
     name: np.asarray(gather(getattr(counters, name))).reshape(-1, devices)
     for name in names
   }
   # Workers may have sent different numbers of words: the largest stands for all.
+  # [P, S]; `total_words` is modulo 2³², which it has passed `total_wraps` times.
   words = rows["total_wraps"].astype(np.float64) * 2.0**32 + rows["total_words"]
   most = np.argmax(words.sum(axis=1))
   return {name: values[most] for name, values in rows.items()}
 
 
+# (name of a leaf, its entries at one device, how it is sharded inside a worker)
 _Home = tuple[str, int, Any]
 
 
 def homes_of(state: ReduceState) -> list[list[_Home]]:
-  """For each leaf of each group: its name, its entries at a device, and its sharding.
+  """For each group, where its residual holds which leaf: (name, entries at a device, sharding) in order.
 
-  A group without a residual has none.
+  The sharding is (axes inside a worker, spec along them), None for workers of one
+  device. The list of a group without a residual is empty.
   """
   method = state.layout.method
   shards = state.layout.shards
+  # A state of `js.simulate` has no `method`; checks have refused it before.
   assert method is not None
+  # Entries of each leaf at a device: of its piece, or of all of it.
   sizes = shards.sizes if shards else list(map(math.prod, method.shapes))
   home = lambda leaf: (
     method.names[leaf],

@@ -95,6 +95,7 @@ def simulate(
         raise ValueError(
           f"simulate: residuals have the shapes {shapes} by name, grads {expected}: give both the same"
         )
+      # Flat vectors are one group of leaves, number 0.
       if state.carried.residual[0] is None:
         raise ValueError(
           f"simulate: {collective.name} keeps no residual, leave residuals out"
@@ -155,13 +156,14 @@ def contraction(name: str | Collective, grads: ArrayTree, **config: Any) -> Cont
   k = collective.entries(n)
 
   def step(state: ReduceState, grads: jax.Array) -> tuple[ReduceState, Contraction]:
+    # f32[P, n]; flat vectors are one group of leaves, number 0.
     residual = state.carried.residual[0]
-    # The accumulator, which the collective selects from.
+    # The mean over workers of the accumulators, from which a collective selects.
     mean = jnp.mean(grads if residual is None else grads + residual, axis=0)
     totals, state = reduce_all(collective, grads, state)
-    # Totals may differ between workers; the mean is what all of them gain.
+    # Some collectives (A2SGD) return another total to each worker: their mean counts.
     delivered = jnp.mean(totals, axis=0) / workers
-    # An exact selection of the mean would deliver these.
+    # The k entries that an exact top-k of the mean accumulator would deliver.
     largest = jax.lax.top_k(jnp.abs(mean), k)[1]
     missing = jnp.zeros(n).at[largest].set(mean[largest]) - delivered
     left_out = _ratio(mean - delivered, mean) ** 2
@@ -182,13 +184,14 @@ def _ratio(x: jax.Array, y: jax.Array) -> jax.Array:
 def _results(
   grads: ArrayTree, totals: jax.Array, state: ReduceState
 ) -> tuple[Any, Any, Metrics]:
-  """The total and the residuals in the shapes of `grads`, and the metrics."""
+  """(total, residuals, metrics) of a `Simulated`, from totals f32[P, n] and the next state of all workers."""
   _, restore = flatten.flatten(
     jax.tree.map(lambda leaf: leaf[0].astype(jnp.float32), grads)
   )
-  # A state of flat vectors has one group.
+  # A state of flat vectors has one group; None for a collective without a residual.
   residual = state.carried.residual[0]
   residuals = jnp.zeros_like(totals) if residual is None else residual
+  # Worker 0's total stands for all: they are equal but for collectives such as A2SGD.
   return restore(totals[0]), jax.vmap(restore)(residuals), summary([state])
 
 
@@ -198,7 +201,12 @@ def _flat_rows(tree: ArrayTree) -> jax.Array:
 
 
 def _rows_of(what: str, tree: ArrayTree) -> jax.Array:
-  """The f32[P, n] of a pytree with a leading axis of P workers."""
+  """f32[P, n] of a pytree with a leading axis of P workers, each row flattened; `what` names the tree in errors.
+
+  Raises:
+    ValueError: for a leaf without the same leading axis, or no entries.
+    TypeError: for a leaf that is not floating point.
+  """
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   shapes = [jnp.shape(leaf) for _, leaf in leaves]
   workers = next((shape[0] for shape in shapes if shape), 0)
@@ -206,7 +214,7 @@ def _rows_of(what: str, tree: ArrayTree) -> jax.Array:
     name = what + jax.tree_util.keystr(path)
     shape = jnp.shape(leaf)
     dtype = jnp.result_type(leaf)
-    # An array without a path is f32[P, n] itself.
+    # An empty path: the tree is one array, which must be [P, n] itself.
     if not path and (len(shape) != 2 or not jnp.size(leaf)):
       raise ValueError(
         f"simulate: {name} have shape {shape}, give [workers, entries] with at least one of each"
@@ -225,7 +233,7 @@ def _rows_of(what: str, tree: ArrayTree) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def initial(collective: Collective, workers: int, n: int) -> ReduceState:
-  """The states of all workers before the first step, along a leading axis."""
+  """The states of all workers before the first step for n entries, each array with a leading axis of workers."""
   state = init_state(collective, n, workers)
   row = lambda leaf: jnp.broadcast_to(leaf, (workers, *leaf.shape))
   return jax.tree.map(row, state)
@@ -235,9 +243,16 @@ def initial(collective: Collective, workers: int, n: int) -> ReduceState:
 def reduce_all(
   collective: Collective, grads: jax.Array, state: ReduceState
 ) -> tuple[jax.Array, ReduceState]:
-  """`reduce_step` at every worker, under vmap: the totals of all workers, f32[P, n], and their next states."""
+  """`reduce_step` at every worker, under vmap: the totals of all workers, f32[P, n], and their next states.
+
+  Args:
+    collective: the collective that reduces.
+    grads: f32[P, n].
+    state: of all workers, every array with a leading axis of P.
+  """
+  # `held`: the arrays of the state have rows of all workers.
   checks.check_workers(state, len(grads), held=len(grads))
-  # Shapes alone are compared: nothing is computed for them.
+  # `eval_shape` computes no array. A state of other options has other shapes.
   expected = jax.eval_shape(
     functools.partial(initial, collective, *grads.shape)
   ).carried

@@ -23,7 +23,7 @@ MANY = 8
 
 
 class SkipWatch:
-  """Warns once when `MANY` steps in a row are skipped.
+  """Warns once when `MANY` steps in a row, 8, are skipped.
 
   It reads flags of steps that have ended, so that no step waits for the host.
 
@@ -40,6 +40,8 @@ class SkipWatch:
   def __init__(self, what: str, unit: str = "steps"):
     self._what = what
     self._unit = unit
+    # (skipped, loss) of each step since the last one that is known to have taken place,
+    # oldest first.
     self._flags = collections.deque[tuple[Any, Any]]()
     self._has_warned = False
 
@@ -64,7 +66,7 @@ class SkipWatch:
     """Reads the flags of the steps that have ended.
 
     Args:
-      stacklevel: of the warning.
+      stacklevel: of the warning, counted from this function.
       find: returns the names of gradients that are not finite, None if it cannot tell;
         called where the loss and all of `trees` are finite.
       trees: of the last step by name, in which NaN and Inf are looked for if
@@ -73,9 +75,12 @@ class SkipWatch:
     Warns:
       UserWarning: at the `MANY`th step in a row that was skipped, the first time.
     """
+    # Each step takes the state of the one before: if the `MANY`th has ended, all before
+    # it have.
     while len(self._flags) >= MANY and _has_ended(self._flags[MANY - 1][0]):
       oldest = [skipped for skipped, _ in itertools.islice(self._flags, MANY)]
-      # Newest first: in most runs one of `MANY` flags is read.
+      # The newest step that took place; None if all were skipped. Newest first: in most
+      # runs only one of `MANY` flags is read.
       newest_first = reversed(range(MANY))
       taken = next((step for step in newest_first if not _read(oldest[step])), None)
       if taken is None:
@@ -86,6 +91,8 @@ class SkipWatch:
         self._flags.popleft()
 
   def _warn(self, stacklevel: int, find: Find, trees: dict[str, ArrayTree]) -> None:
+    """Warns of the first `MANY` noted steps, all skipped; arguments as in `look`."""
+    # The loss of the last step of the row.
     _, loss = self._flags[MANY - 1]
     self._has_warned = True
     self._flags.clear()
@@ -98,7 +105,10 @@ class SkipWatch:
 
 
 def _has_ended(flags: ArrayTree) -> bool:
-  """Whether nothing has to be waited for: flags are there, or were deleted and will not be read."""
+  """Whether reading the flags of a step waits for nothing.
+
+  Deleted flags, which a program of the user's has donated, are not read at all.
+  """
 
   def has_ended(flag: Any) -> bool:
     array: Any = flag  # JAX's stubs have no `is_ready`
@@ -108,7 +118,7 @@ def _has_ended(flags: ArrayTree) -> bool:
 
 
 def _read(flags: ArrayTree) -> bool:
-  """Whether one of the flags is set; one that was donated to a program of the user's is not."""
+  """Whether one of the flags of a step is set; a flag that a program of the user's has donated counts as not set."""
   is_gone = lambda flag: isinstance(flag, jax.Array) and flag.is_deleted()
   return any(
     not is_gone(flag) and bool(np.any(local_shard(flag)))
@@ -121,10 +131,16 @@ def _findings(
   find: Find,
   trees: dict[str, ArrayTree],
 ) -> list[str]:
-  """What is not finite, and what is."""
+  """Parts of the warning's text: which arrays and losses have NaN or Inf; if none do, what else may be at fault.
+
+  Args:
+    loss: f32[] of a skipped step; None if unknown.
+    find: names gradients with NaN or Inf, as in `SkipWatch.look`.
+    trees: of the last step, by name.
+  """
   not_finite = []
   for what, tree in trees.items():
-    # The best loss so far of a schedule begins with Inf.
+    # In a state a schedule's best loss so far begins with Inf.
     may_be_inf = what == "state"
     leaves = leaves_by_name(tree).items()
     if names := [
@@ -138,21 +154,24 @@ def _findings(
   if not_finite:
     return not_finite
   finite = f"{', '.join(trees)} are finite"
-  # None stands for an answer that could not be had.
+  # None: it is unknown which gradients have NaN or Inf; []: none has.
   at_fault: list[str] | None = None
-  # Training goes on, whether or not there is memory for gradients.
+  # `find` computes gradients once more. Its failure, for want of memory for instance,
+  # must not end the training.
   with contextlib.suppress(Exception):
     at_fault = find()
   if at_fault:
     return [finite, _describe(at_fault)]
+  # Nothing that could be read is at fault: parameters in float16, and so gradients and
+  # their sums, are a likely cause.
   params = leaves_by_name(trees.get("params")).items()
   narrow = [
     f"params{name}" for name, leaf in params if jnp.result_type(leaf) == jnp.float16
   ]
-  least = [f"{narrow[0]} is float16, at most 65504"] if narrow else []
+  limit = [f"{narrow[0]} is float16, at most 65504"] if narrow else []
   rest = "an update or a sum over workers is not"
   rest = f"a gradient, {rest}" if at_fault is None else f"gradients are finite, {rest}"
-  return [finite, rest, *least]
+  return [finite, rest, *limit]
 
 
 def _describe(names: list[str]) -> str:
@@ -161,9 +180,14 @@ def _describe(names: list[str]) -> str:
 
 
 def _is_sound_here(leaf: ArrayTree, may_be_inf: bool) -> bool:
-  """`is_sound` of the part of an array on this process: others may not be at their warning yet."""
+  """`is_sound` of the part of an array on this process alone.
+
+  A program over all parts would wait for the other processes, which may come to their
+  warnings later or never.
+  """
   if not isinstance(leaf, jax.Array):
     return is_sound(np.asarray(leaf), may_be_inf)
+  # Integers and keys have no NaN, so no shard of them is read.
   shards = leaf.addressable_shards if _is_inexact(leaf) else ()
   return all(is_sound(np.asarray(shard.data), may_be_inf) for shard in shards)
 
@@ -175,6 +199,8 @@ def is_sound(leaf: ArrayTree, may_be_inf: bool = False) -> bool:
   """
   if isinstance(leaf, jax.core.Tracer) or not _is_inexact(leaf):
     return True
+  # An array of few entries, 65,536 at most, is read to the host, without a compiled
+  # program for its shape.
   is_small = np.size(leaf) <= _FEW and getattr(leaf, "is_fully_addressable", True)
   if is_small or isinstance(leaf, np.ndarray):
     values = np.asarray(leaf)

@@ -82,8 +82,8 @@ def stacked(
   checks, and a step with NaN or Inf leaves everything as it was (`js.atomic`).
 
   Parameters are shared, [...], or have a row for each worker, all equal, [P, …]; so
-  have the updates. With `js.local_steps` both are those of the anchor, and a worker
-  computes its gradient at its row of `tx.own_params(params, state)`, as
+  have the updates. With `js.local_steps` both are those of the outer parameters, and a
+  worker computes its gradient at its row of `tx.own_params(params, state)`, as
   `tx.value_and_grad` does. `tx.update(grads, state, params, synchronize=True)` is the
   exchange without a step.
 
@@ -132,10 +132,14 @@ def stacked(
 class _Workers(NamedTuple):
   """The functions of a `Stacked`.
 
+  Outside of a mapped program arrays with rows are [P, …], one row a worker; parameters
+  and updates may be [...] instead, one copy for all. `_SAME` is the spec P() of arrays
+  that are equal on all workers, `engine.split` that of arrays with rows.
+
   Attributes:
     tx: the chain.
     engine: the workers.
-    skips: counts the skipped steps.
+    skips: warns of many skipped steps in a row.
   """
 
   tx: optax.GradientTransformation
@@ -151,12 +155,26 @@ class _Workers(NamedTuple):
     synchronize: bool = False,
     **extra: ArrayTree,
   ) -> tuple[optax.Updates, OptState]:
+    """`update` of the chain at every worker.
+
+    Args:
+      grads: with rows.
+      state: of all workers.
+      params: with rows or not; None if the chain needs none.
+      synchronize: whether local steps exchange at once, without a step.
+      **extra: extra arguments of the chain, the same for all workers.
+
+    Returns:
+      The updates, with rows if the parameters have them, and the next state.
+    """
     engine = self.engine
     _check_rows(grads, state, params, engine.held)
-    # A learning rate set by hand gets its rows before specs are asked.
+    # A learning rate that the user has set in local optimizers gets a row a worker,
+    # before specs are made for it.
     state = _of_workers(state, engine)
     # Parameters are one copy for all workers, or a row for each, as gradients are.
     has_rows = params is not None and _has_rows(state, params, engine.held)
+    # The spec of the parameters and of the updates.
     form = engine.split if has_rows else _SAME
     state_specs = specs(state, engine.axis)
     in_specs, out_specs = (engine.split, state_specs, form, _SAME), (form, state_specs)
@@ -167,7 +185,8 @@ class _Workers(NamedTuple):
       params: optax.Params,
       extra: dict[str, ArrayTree],
     ) -> tuple[optax.Updates, OptState]:
-      # A context, since wrappers of optax may pass no argument on to local steps.
+      # Arrays are those of one worker here, [1, …] where they have rows. A context, not
+      # an argument: wrappers of optax may pass none on to local steps.
       with synchronizing(synchronize):
         updates, state = atomic(self.tx).update(
           states.first_row(grads),
@@ -177,14 +196,16 @@ class _Workers(NamedTuple):
         )
       return states.add_row(updates) if has_rows else updates, state
 
-    # Results are named as this function returns them.
+    # For errors: the name of each result, in order, and its likely mistake.
     mistakes = {"updates": LIKELY_MISTAKES["params"], "state": LIKELY_MISTAKES["state"]}
+    # Raises when traced if a replicated result would differ between workers;
+    # `commit_early` lets XLA reuse the memory of the old state.
     checked = replication.checked(
       worker, in_specs, out_specs, engine.axis, mistakes, engine.others, commit_early
     )
     program = engine.map(checked, in_specs, out_specs)
     updates, after = program(grads, state, params, extra)
-    # Under `jit` the flags are tracers, and the watch takes none.
+    # The watch ignores flags that are tracers, as in the `jax.jit` of a user.
     self.skips.add(
       [reduce_state.counters.skipped for reduce_state in states.reduce_states(after)]
     )
@@ -192,12 +213,19 @@ class _Workers(NamedTuple):
     return updates, after
 
   def own_params(self, params: optax.Params, state: OptState) -> optax.Params:
+    """The parameters of each worker, [P, …], at which it takes its gradient; `params` have rows or not."""
+    # `_each` calls this with a worker's own parameters, and no batch.
     own_row = lambda params, *_: states.add_row(params)
     return self._each(own_row, params, state, (), (), self.engine.split)
 
   def value_and_grad(
     self, loss_fn: Callable[..., ArrayTree], has_aux: bool = False
   ) -> Callable[..., tuple[ArrayTree, optax.Updates]]:
+    """(params, state, *batches, **shared) -> (mean loss, gradients [P, …]), at each worker's own parameters.
+
+    With `has_aux` the loss is (loss, aux), with the aux of each worker as a row.
+    """
+    # Results of `_gradient`: (loss, aux, gradients, scales of fp8).
     rows = self.engine.split
     of_worker = functools.partial(_gradient, self.engine.comm, loss_fn, has_aux)
     results = _SAME, rows, rows, _SAME
@@ -210,7 +238,8 @@ class _Workers(NamedTuple):
         of_worker, params, state, batch, shared, results
       )
       params = trained(params)
-      # Scales have rows where parameters have.
+      # The scales are one copy for all workers; each worker's row gets it where
+      # parameters have rows.
       as_like = lambda x, like: jnp.broadcast_to(x, like.shape)
       scales = jax.tree.map(as_like, scales, overwritten(params))
       grads = with_optimized(params, grads, scales)
@@ -227,9 +256,19 @@ class _Workers(NamedTuple):
     shared: ArrayTree,
     results: SpecTree,
   ) -> ArrayTree:
-    """`function(own parameters, batch, shared)` of each worker."""
+    """`function(own parameters, batch, shared)` of each worker.
+
+    Args:
+      function: the program of one worker.
+      params: with rows or not.
+      state: of all workers.
+      batch: a tuple of batches, split along the workers.
+      shared: the same for all workers.
+      results: specs of what `function` returns.
+    """
     engine = self.engine
     state = _of_workers(state, engine)
+    # Whether parameters are [P, …], not [...].
     has_rows = _has_rows(state, params, engine.held)
 
     def worker(
@@ -252,7 +291,20 @@ def _gradient(
   batch: tuple[ArrayTree, ...],
   shared: dict[str, ArrayTree],
 ) -> tuple[jax.Array, ArrayTree, optax.Updates, ArrayTree]:
-  """The mean loss, the aux and the gradient of one worker as rows, and the next scales of fp8."""
+  """(loss, aux, gradient, scales) at one worker: loss and scales equal on all workers, the others rows [1, …].
+
+  Args:
+    comm: the workers.
+    loss_fn: (params, *batch, **shared) -> loss, or (loss, aux) with `has_aux`.
+    has_aux: whether there is an aux; else () stands for it.
+    params: this worker's.
+    batch: this worker's part of each batch.
+    shared: keyword arguments of `loss_fn`.
+
+  Returns:
+    The mean of the loss; aux and gradient of this worker; the next scales of fp8, the
+    maximum over workers, () without.
+  """
   # The fast parameters of `optax.lookahead`.
   params = trained(params)
   value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch, **shared)
@@ -262,21 +314,22 @@ def _gradient(
 
 
 def _of_workers(state: OptState, engine: Engine) -> OptState:
-  """The state with a row for each worker of what was set by hand; raises ValueError for one of other workers."""
+  """The state, numbers set by hand repeated for each worker; raises ValueError for a state of other workers."""
   for reduce_state in states.reduce_states(state):
     check_workers(reduce_state, engine.workers, held=engine.held)
   return states.with_rows(state)
 
 
 def _has_rows(state: OptState, params: optax.Params, workers: int) -> bool:
-  """Whether parameters have a row for each worker; of those that a state was made for.
+  """Whether parameters are [P, …], with a row for each worker, and not [...].
 
   Raises:
-    ValueError: if they are other ones.
+    ValueError: if they are not those that the state was made for, with rows or without.
   """
   leaves = jax.tree.leaves(params)
   if all(np.shape(leaf)[:1] == (workers,) for leaf in leaves):
     reduce_states = states.reduce_states(state)
+    # Without rows, by name; empty if the state has no jaxsparse transform.
     known = {name: shape for state in reduce_states for name, shape in state.leaves}
     # The leading axis may be P by chance: the state knows the shapes of leaves.
     without_row = lambda x: shape_of(x, shape=np.shape(x)[1:])
@@ -284,6 +337,7 @@ def _has_rows(state: OptState, params: optax.Params, workers: int) -> bool:
     seen = flatten.leaf_shapes(shapes_seen(reduce_states, of_worker))
     if known and known.items() <= seen.items():
       return True
+  # Parameters without rows: raises if the state was made for others.
   check_state(state, params, shapes=True)
   return False
 
@@ -291,10 +345,14 @@ def _has_rows(state: OptState, params: optax.Params, workers: int) -> bool:
 def _check_rows(
   grads: optax.Updates, state: OptState, params: optax.Params | None, workers: int
 ) -> None:
-  """Raises ValueError for a gradient without a row for each worker, or of no parameters, naming its leaf."""
+  """Raises ValueError for a gradient without a row for each of `workers` workers, or of no parameter, naming the leaf.
+
+  `params` are None where `update` got none.
+  """
   flatten.check_are_arrays(params, "params")
   flatten.check_not_overwritten(grads, "gradients")
   leaves = flatten.leaves_by_name(grads)
+  # (name, shape without rows) of each leaf that the state was made for.
   made = [leaf for substate in states.reduce_states(state) for leaf in substate.leaves]
   hint = (
     "optax.MultiSteps goes into the chain, after the transform, not around js.stacked"
@@ -312,7 +370,8 @@ def _check_rows(
         f"gradients{name} has shape {np.shape(leaf)}, not a row for each of {workers} workers: take gradients by "
         f"tx.value_and_grad(loss_fn)(params, state, batch), before they are averaged. {hint}"
       )
-  # Gradients in the shapes of parameters are averaged already.
+  # P may be the first dimension of parameters by chance: gradients in their shapes have
+  # no rows, so they are averaged already.
   if made and set(made) <= set(flatten.leaf_shapes(grads).items()):
     raise ValueError(
       f"gradients{made[0][0]} has shape {made[0][1]}, that of its parameter in the state: give gradients a row for "

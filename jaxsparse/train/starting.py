@@ -82,16 +82,19 @@ def abstract_state(
   engine = engine_of(mesh, axis)
   check_are_arrays(params, "params")
   params = optimized(params)
+  # In this context types tell how arrays are sharded inside a worker.
   with engine.typed() as typed:
     arguments, specs = _specs_of(typed, tx.init, jax.tree.map(shape_of, params))
     program = typed.map(tx.init, (typed.same,), specs)
     state = jax.eval_shape(program, *arguments)
+  # `shardings` where workers have several devices; None where there is no mesh.
   if shardings := engine.shardings(state, specs) or engine.shardings_of(specs):
     state = jax.tree.map(shape_of, state, shardings)
   if workers is None or workers == engine.workers:
     return state
   # Arrays of other workers fit no sharding of this mesh: they are restored on the host.
   host = _host() if shardings else None
+  # Arrays of wrappers such as `js.local_steps` have one row a worker.
   row_of_workers = lambda x: shape_of(x, host, (workers, *x.shape[1:]))
 
   def resize(leaf: OptState, row: bool) -> OptState:
@@ -120,11 +123,24 @@ def place_state(
 def start_workers(
   engine: Engine, start: Callable, params: optax.Params
 ) -> tuple[ArrayTree, ArrayTree]:
-  """The state that `start(params)` returns at every worker of an engine, and its specs."""
+  """The state that `start(params)` returns at every worker of an engine, and its specs.
+
+  Args:
+    engine: the workers; of `engine.typed()` where a worker has several devices.
+    start: `init` of a chain.
+    params: the parameters, arrays or tracers.
+
+  Returns:
+    (state, specs): arrays of all workers, and a `PartitionSpec` for each.
+  """
   arguments, spec = _specs_of(engine, start, params)
-  # Random keys of workers' own optimizers have to differ.
+  # Random keys in the states of workers' own optimizers (`js.local_steps`) must differ.
   start_worker = lambda params: states.with_own_keys(start(params), engine.comm.rank)
+  # (arguments, results): None leaves both as their types say, if a worker has several
+  # devices. Else the specs alone count.
   program = engine.jit(start_worker, (engine.same,), spec, shardings=(None, None))
+  # Before the dispatch: processes with other programs would wait for each other for
+  # ever. `makes_state` compares the state's shapes, too, to name an array in the error.
   replicas.check_traced(
     engine, "the initial state", program, arguments, makes_state=True
   )
@@ -144,6 +160,13 @@ def check_update(
   `make_train_step` rejects such leaves. A step of the user's own may average their
   gradients before the update or leave them constant, which the state does not show, so
   this is a warning.
+
+  Args:
+    engine: the workers.
+    tx: the chain.
+    params: the parameters.
+    state: of all workers, before the first step.
+    state_specs: of the state.
   """
   # The entries that workers average. Transforms in inner optimizers, whose states have a
   # row for each worker, do not count: their updates are still a worker's own.
@@ -154,6 +177,7 @@ def check_update(
   )
   seen = jax.tree.leaves(shapes_seen(states.reduce_states(state), params))
   floating = [leaf for leaf in seen if jnp.issubdtype(leaf.dtype, jnp.floating)]
+  # `covered` is 0 without a jaxsparse transform: a step refuses such a state.
   uncovered = 0 < covered < sum(leaf.size for leaf in floating)
   if not uncovered and engine.processes == 1:
     return
@@ -161,7 +185,8 @@ def check_update(
   def updates(
     like: optax.Updates, state: OptState, params: optax.Params
   ) -> tuple[optax.Updates]:
-    # Computed here, as gradients are: inputs might be averages already.
+    # Any arrays serve as gradients. Computed from inputs, since `tx` warns of gradients
+    # that come into the program as they are: those might be averages already.
     grads = jax.tree.map(jnp.negative, trained(like))
     return (
       optax.with_extra_args_support(tx).update(
@@ -180,6 +205,8 @@ def check_update(
     replicas.check_same(engine, "tx.update", replicas.described((params, state)), jaxpr)
   if not uncovered:
     return
+  # For this check the gradients, the first argument, are declared to differ between
+  # workers; the arrays are the parameters.
   in_specs = (engine.split, *specs[1:])
   checked = replication.checked(
     updates, in_specs, (engine.same,), engine.axis, LIKELY_MISTAKES
@@ -201,12 +228,15 @@ def check_update(
 def owed_not_finite(state: OptState) -> list[str]:
   """The names of the arrays with NaN or Inf among the residuals, what else collectives carry, and what has moved.
 
-  Steps would be skipped for ever. Every process must call; it waits for the arrays.
+  With these all further steps would be skipped. Inf counts in residuals and movement
+  alone, the kind "owed": elsewhere Inf may have a meaning, as of a threshold. Every
+  process must call; it waits for the arrays.
   """
   leaves = jax.tree_util.tree_leaves_with_path(state)
   return [
     f"state{jax.tree_util.keystr(path)}"
     for (path, leaf), kind in zip(leaves, _kinds(state), strict=True)
+    # The kind "" is not examined; Inf is wrong in "owed" alone, as `_kinds` says.
     if kind
     and isinstance(leaf, jax.Array | np.ndarray)
     and not is_sound(leaf, may_be_inf=kind != "owed")
@@ -214,7 +244,13 @@ def owed_not_finite(state: OptState) -> list[str]:
 
 
 def without_not_finite(state: OptState) -> OptState:
-  """The state with zeros for what `owed_not_finite` finds."""
+  """The state with zeros in place of entries with NaN or Inf in the arrays that `owed_not_finite` names.
+
+  `_kinds` gives each array a kind: "owed", residuals and movement of local steps, must
+  be finite; "carried", what else a collective remembers, may have Inf, which can stand
+  for no threshold, but no NaN; "", all others, stay as they are. An array that is not
+  sound loses each entry with NaN or Inf, the other entries stay.
+  """
   leaves, structure = jax.tree.flatten(state)
   clean = [
     leaf if not kind or is_sound(leaf, may_be_inf=kind != "owed") else _cleaned(leaf)
@@ -224,18 +260,24 @@ def without_not_finite(state: OptState) -> OptState:
 
 
 def _kinds(state: OptState) -> list[str]:
-  """The kind of each array of a state: "owed" has to be finite, "carried" no NaN, "" may be anything."""
+  """The kind of each array of a state, in the order of its leaves.
+
+  "owed": residuals, and the movement of local steps, must be finite. "carried": what
+  else collectives remember may have Inf, as a threshold that stands for none, but no
+  NaN. "": all other arrays may be anything.
+  """
   mark = lambda kind, tree: jax.tree.map(lambda _: kind, tree)
 
   def of_subtree(subtree: OptState) -> OptState:
     if not states.is_reduce_state(subtree):
       return ""
-    # A threshold of Inf stands for none; Inf in a residual is a defect.
+    # A residual is owed as a whole; a threshold of Inf among the rest stands for none.
     carried = mark("carried", subtree.carried)
     owed = mark("owed", subtree.carried.residual)
     return mark("", subtree)._replace(carried=carried._replace(residual=owed))
 
   def of_local(subtree: OptState) -> OptState:
+    # Local steps hold the `ReduceState`s of their outer and inner chains.
     kinds = jax.tree.map(of_subtree, subtree, is_leaf=states.is_reduce_state)
     if not states.is_local_state(subtree):
       return kinds
@@ -254,9 +296,18 @@ def check_state(
   shapes: bool = False,
   finite: bool = True,
 ) -> None:
-  """Checks a state of these parameters, and of these workers if an engine is given; it may consist of `shapes`.
+  """Checks that a state fits these parameters, and these workers if an engine is given.
 
-  What is owed in it has to be `finite`.
+  Args:
+    state: of all workers.
+    params: the parameters.
+    engine: the workers; None does not compare their number.
+    shapes: whether the state may consist of `jax.ShapeDtypeStruct`.
+    finite: whether NaN or Inf in residuals and the like (`owed_not_finite`) is an
+      error; that waits for the arrays.
+
+  Raises:
+    ValueError: saying what does not fit, and what to do.
   """
   check_are_arrays(params, "params")
   # Nothing can be read of donated arrays, so they are looked for first.
@@ -266,7 +317,8 @@ def check_state(
   reduce_states = states.reduce_states(state)
   if not reduce_states:
     raise ValueError(checks.why_none(state))
-  # The arrays of one worker do not show how many there are: only the layout does.
+  # Under MPI, `held` of 1, the arrays of one worker do not show how many workers there
+  # are: the number that the layout of the state records is compared.
   checks.check_layout(state, engine.workers if engine and engine.held == 1 else None)
   checks.check_params(reduce_states, params)
   if finite and (names := owed_not_finite(state)):
@@ -282,15 +334,19 @@ def check_state(
 def _specs_of(
   engine: Engine, start: Callable, params: optax.Params
 ) -> tuple[tuple[Any], Any]:
-  """The arguments of `start`, placed, and the specs of the state that it returns."""
+  """The arguments of `start`, placed on the devices, and the specs of the state that it returns."""
+  # Raises for parameters without an entry.
   check_entries(params)
 
   def checked(params: optax.Params) -> ArrayTree:
-    # A wrong axis gets its own error before shard_map finds another.
+    # A transform over a wrong axis gets an error of its own, before shard_map raises
+    # one that does not name it.
     replication.check_axes(start, (params,), engine.axis)
     return start(params)
 
   arguments = engine.place((params,), (engine.same,))
+  # Specs follow from the structure of the state, so for its shapes all results may be
+  # mapped as if they were equal on all workers.
   program = engine.map(checked, (engine.same,), engine.same)
   state = jax.eval_shape(program, *arguments)
   return arguments, placed(state, engine.axis)
@@ -307,21 +363,29 @@ def _host() -> SingleDeviceSharding:
 def _resize_state(
   state: states.ReduceState, workers: int, sharding: SpecTree
 ) -> states.ReduceState:
-  """The shapes of a state as those of a state of another number of workers."""
+  """The shapes of a `ReduceState` as those of a state of another number of workers.
+
+  Args:
+    state: of all workers, as shapes.
+    workers: the other number of workers.
+    sharding: of the shapes; None for none.
+  """
   method = state.layout.method
   shards = state.layout.shards
   devices = state.devices
   assert method is not None
-  # Devices of a worker hold pieces, and their shapes make a state's.
+  # Each device of a worker has a state of its own pieces of the leaves.
   device_method = (
     dataclasses.replace(method, groups=tuple(shards.groups(method.groups)))
     if shards
     else method
   )
   shapes = jax.eval_shape(lambda: first_state(SoloComm(workers), device_method, None))
-  # A worker's own arrays lie one after the other along their leading axis.
+  # Arrays of their own of all devices of all workers are concatenated along the leading
+  # axis; arrays that workers share have an axis of the devices of a worker, if several.
   own_shape = lambda shape: (workers * devices * shape[0], *shape[1:])
   shared_shape = lambda shape: (devices, *shape) if shards else shape
+  # The three functions are for a worker's own arrays, shared arrays, and the layout.
   return shapes._replace(layout=state.layout).map_arrays(
     lambda x: shape_of(x, sharding, own_shape(x.shape)),
     lambda x: shape_of(x, sharding, shared_shape(x.shape)),

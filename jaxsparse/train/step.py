@@ -82,11 +82,12 @@ def init(
     True
   """
   engine = engine_of(mesh, axis)
-  # optax looks for copies of parameters in the state that a placeholder gives.
+  # optax.tree_map_params calls `init` with a placeholder to find copies of parameters.
   if isinstance(params, PLACEHOLDER):
     return tx.init(params)
   check_are_arrays(params, "params")
   checks.check_alive({"params": params})
+  # Without Flax's scales of fp8, which have no optimizer state.
   params = optimized(params)
   # Under a trace there are no values to compare.
   if checks.is_traced(params):
@@ -231,12 +232,15 @@ class TrainStep:
     self.workers = self._engine.workers
     self._worker = worker
     self._donate = donate
-    # The specs of steps, and the programs of steps and exchanges.
+    # Cache of `_once`: the specs of steps by the structure of their arguments, and the
+    # jitted programs of steps and exchanges.
     self._made: dict[Hashable, Any] = {}
-    # Programs that all processes have, with the shapes of their batches.
+    # (program, shapes of the batch and named arguments) that were compared between all
+    # processes and are alike.
     self._alike: set[Hashable] = set()
     self._skips = SkipWatch("make_train_step")
-    # `_identity` of the state that was returned last, which needs no check.
+    # `_identity` of the state that the last call returned, which needs no check; None
+    # before the first call.
     self._known: jax.Array | None = None
 
   def __call__(
@@ -247,9 +251,10 @@ class TrainStep:
     **named: ArrayTree,
   ) -> tuple[optax.Params, OptState, StepMetrics]:
     """One step; see `make_train_step` for `rng=`, `model_state=`, `shared=` and others."""
-    # Numbers set by hand get a row for each worker.
+    # A learning rate that the user has set in local optimizers gets a row a worker.
     arguments = _arguments(params, states.with_rows(state), batch, named)
     program, specs = self._program(*arguments)
+    # The launcher counts begun steps, to see whether one can still complete.
     count_step(self._engine.processes)
     # Before the dispatch: workers of other programs would wait for each other forever.
     self._compare_processes(program, arguments, specs)
@@ -259,6 +264,8 @@ class TrainStep:
       arguments = without_aliases(
         arguments, by_buffer=_identity(state) is not self._known
       )
+    # On several CPU devices, where programs run one at a time, the next program waits
+    # for the loss of this one, and this call returns at once.
     params, state, metrics = dispatch(
       program, *arguments, follow=lambda results: results[2].loss
     )
@@ -274,18 +281,21 @@ class TrainStep:
     return params, state, metrics
 
   def _find_gradients(self, arguments: tuple[ArrayTree, ...]) -> list[str] | None:
-    """The names of gradients, and of the model state, that are not finite at a worker, with its number.
+    """Names of the gradients, and of the model state, that have NaN or Inf, each with the first such worker.
 
-    None where several processes would have to call.
+    None where several processes would have to call. `arguments` are those of a step,
+    as `_arguments` gives them.
     """
     engine = self._engine
     # Processes come here at different times, so no message may be sent.
     if engine.processes > 1:
       return None
     _, specs = self._program(*arguments)
+    # None unless a worker has several devices, whose shardings the arguments keep.
     kept = engine.shardings(arguments, specs)
     function = functools.partial(self._worker.finite_gradients, engine.comm)
     program = engine.jit(function, specs, engine.split, shardings=kept and (kept, None))
+    # bool[P] of each name.
     flags = dispatch(program, *engine.place(arguments, specs))
     return [
       f"{name} of worker {np.argmin(finite)}"
@@ -311,6 +321,7 @@ class TrainStep:
       # Parameters and state go in and come out; the extra arguments only go in.
       specs = (self._engine.same, placed(state, self._engine.axis))
       in_specs = (*specs, dict.fromkeys(extra, self._engine.same))
+      # None unless a worker has several devices, whose shardings the arrays keep.
       kept = self._engine.shardings((params, state, extra), in_specs)
       return self._engine.jit(
         self._worker.synchronize, in_specs, specs, shardings=kept and (kept, kept[:2])
@@ -329,6 +340,8 @@ class TrainStep:
 
   def check(self, params: optax.Params, state: OptState) -> None:
     """Compares hashes of replicated parameters and state on all workers, for tests; every process must call.
+
+    Parts of the state that each worker has of its own, as residuals, are not compared.
 
     Raises:
       ValueError: naming the first array that differs and the workers.
@@ -369,6 +382,7 @@ class TrainStep:
   ) -> tuple[optax.Params, OptState, StepMetrics]:
     """One step within a program that is traced, as in `jax.lax.scan` over steps: processes are not compared."""
     arguments = _arguments(params, states.with_rows(state), batch, named)
+    # Shapes and dtypes suffice to choose the program.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
     program, _ = self._program(*shapes)
     return program(*arguments)
@@ -376,7 +390,8 @@ class TrainStep:
   def _program(self, *arguments: ArrayTree) -> tuple[Any, SpecTree]:
     """The jitted step for `_arguments` of this structure and these shardings, and their specs."""
     self._check(*arguments)
-    # Specs follow from the state and the named arguments; `jit` tells all else apart.
+    # The structure of (state, named arguments): specs follow from these two. Other
+    # parameters and batches `jit` tells apart by itself.
     structure = jax.tree.structure(arguments[1:2] + arguments[3:])
     in_specs, out_specs = self._once(
       structure, lambda: self._specs(arguments[1], _by_name(arguments))
@@ -397,11 +412,12 @@ class TrainStep:
   def _specs(
     self, state: OptState, named: dict[str, ArrayTree]
   ) -> tuple[SpecTree, SpecTree]:
-    """The specs of the arguments and results of a step."""
+    """The specs of the arguments and of the results of a step; `named` are its keyword arguments."""
     same: SpecTree = self._engine.same
     specs = placed(state, self._engine.axis)
     model_state = self._engine.split if self._worker.model_state == "worker" else same
     named = {name: model_state if name == "model_state" else same for name in named}
+    # In the order of the fields: loss, skipped, aux, model_state, words_beside.
     metrics = StepMetrics(same, same, same, model_state, same)
     return _arguments(same, specs, self._engine.split, named), (same, specs, metrics)
 
@@ -412,10 +428,21 @@ class TrainStep:
     out_specs: SpecTree,
     shardings: SpecTree,
   ) -> Callable:
-    """The jitted step, for arguments with these shardings inside a worker; None leaves them to the compiler."""
+    """The jitted step.
+
+    Args:
+      state: of all workers.
+      in_specs: of the arguments, along the workers.
+      out_specs: of the results (params, state, metrics).
+      shardings: of the arguments, as `_arguments` orders them, where a worker has
+        several devices; else None.
+    """
     engine = self._engine
     step = functools.partial(self._worker.step, engine.comm)
     instead = functools.partial(self._worker.step_instead, engine.comm)
+    # Raises when traced if a replicated result would differ between workers, with the
+    # name of the result and its likely mistake. `instead` is traced where `tx` takes no
+    # `value=`; `commit_early` lets XLA reuse the memory of the old state.
     checked = replication.checked(
       step,
       in_specs,
@@ -427,12 +454,14 @@ class TrainStep:
       instead,
     )
     unspecified: SpecTree = None  # The compiler chooses the sharding.
+    # Results that replace arguments, as the model state, keep the arguments' shardings.
     model_state = shardings and _by_name(shardings).get("model_state")
     metrics = StepMetrics(
       unspecified, unspecified, unspecified, model_state, unspecified
     )
     kept = shardings and (shardings, (*shardings[:2], metrics))
-    # Messages of one group may run while the next gradients are computed.
+    # Only with several groups of leaves: options with which the messages of one group
+    # may run while the gradients of the next are computed.
     has_groups = any(
       len(reduce_state.groups) > 1 for reduce_state in states.reduce_states(state)
     )
@@ -444,7 +473,22 @@ class TrainStep:
   def _compare_processes(
     self, program: Any, arguments: tuple[ArrayTree, ...], specs: SpecTree
   ) -> None:
-    """Compares a program and its arguments between all processes, where either is new."""
+    """Compares a program and its arguments between all processes, where the program or a shape is new.
+
+    Compared by value: keyword arguments, which every process must give alike, but for a
+    model state of each worker. By shape: the batch and the state, since a process may
+    have rows and residuals of its own; and the parameters, whose values `js.init`
+    compares.
+
+    Args:
+      program: the jitted step, the same object for arguments of the same structure.
+      arguments: as `_arguments` gives them.
+      specs: of the arguments.
+
+    Raises:
+      ValueError: on every process, naming the first difference.
+      RuntimeError: if another process does not come to the comparison in time.
+    """
     engine = self._engine
     # Only some ranks of MPI may come here again, and their messages would be taken for
     # others: they compare once.
@@ -462,20 +506,24 @@ class TrainStep:
       return
     options = {
       name: value
-      # Functions have no text of their own here: the jaxpr shows what they do.
+      # `loss_fn` and `tx`, a tuple of functions, have no text that is equal in all
+      # processes: the jaxpr shows what they do.
       for name, value in self._worker._asdict().items()
       if not callable(value) and name != "tx"
     }
     head = [f"make_train_step has {options | {'donate': self._donate}}"]
     shardings = engine.shardings(arguments, specs)
     head += replicas.described(arguments, shardings)
-    # The first steps of processes may begin far apart. In a later step some of them may
-    # see new shapes, and the others, with the old ones, never come here: the wait is
-    # limited, and ends with an error.
+    # The first steps of processes may begin far apart, so no limit is set for them. In
+    # a later step some may see new shapes, and the others, with the old ones, never
+    # come here: the wait is limited, and ends with an error.
     if self._alike:
-      # Shapes of parameters and state cannot be new, and are long to read.
+      # Shapes of parameters and state cannot be new, and are long to read: None stands
+      # in their places, by which errors name the others.
       kept = shardings and (None, None, *shardings[2:])
       new = replicas.described((None, None, *arguments[2:]), kept)
+      # Parameters and state lie on all processes of the mesh: their shardings tell for
+      # which processes to wait. A batch may be an array of one process.
       replicas.wait_for_all(arguments[:2], "\n".join(new))
     # A worker's own model state differs by intent.
     own_name = "model_state" if self._worker.model_state == "worker" else None
@@ -494,6 +542,7 @@ class TrainStep:
     batch: ArrayTree,
     named: ArrayTree = None,
   ) -> None:
+    """Raises ValueError or TypeError for arguments of a step that do not fit; `named` are its keyword arguments."""
     named = named or {}
     checks.check_alive({"params": params, "state": state, "batch": batch} | named)
     extra = {name: value for name, value in named.items() if name not in TO_LOSS}
@@ -505,6 +554,7 @@ class TrainStep:
           f"step: extra{jax.tree_util.keystr(path)}={leaf!r}: give arrays or numbers, and no line search"
         )
     check_batch(batch, self._engine, self._worker.accumulate)
+    # None, a tree without leaves, unless each worker has a model state of its own.
     rows = named.get("model_state") if self._worker.model_state == "worker" else None
     for path, leaf in jax.tree_util.tree_leaves_with_path(rows):
       if jnp.shape(leaf)[:1] != (self._engine.held,):
@@ -525,6 +575,8 @@ def _arguments(
   named: dict[str, ArrayTree],
 ) -> tuple[ArrayTree, ...]:
   """The arguments of the program: what a step is given by name is a dict in the fourth place, where there is any."""
+  # `rng`, `model_state` or `shared` of None is as if it were not given; in an extra
+  # argument of `tx` None is a value.
   named = {
     name: value
     for name, value in named.items()

@@ -36,6 +36,7 @@ class Stopwatch:
 
   def __init__(self, engine: Engine):
     self._engine = engine
+    # Gathers one row of each worker, on every process.
     self._rows = rows_of(engine, lambda x: x[0], (engine.split,))
 
   def gather(self, value: float) -> np.ndarray:
@@ -43,10 +44,10 @@ class Stopwatch:
     return self._rows(self._engine.spread(np.array(value, np.float32)))
 
   def time(self, program: Callable, *arguments: ArrayTree) -> tuple[float, Any]:
-    """Seconds of one call, and its result."""
+    """Seconds of one call at the slowest worker, the same on every process, and the result of the call."""
     # Transfers of arguments are no part of a program.
     jax.block_until_ready(arguments)
-    self.gather(0.0)  # a barrier
+    self.gather(0.0)  # a barrier: no value is read
     start = time.perf_counter()
     result = jax.block_until_ready(program(*arguments))
     return float(self.gather(time.perf_counter() - start).max()), result
@@ -72,12 +73,14 @@ class Update:
   """
 
   def __init__(self, engine: Engine, collective: Collective, comm: Comm, n: int):
+    # The last argument is the divisor of the total.
     self.function = lambda grads, state: reduce_step(
       collective, comm, grads, state, comm.size
     )
     self.state, state_specs = start_workers(
       engine, lambda flat: init_state(collective, flat.size, comm.size), jnp.zeros(n)
     )
+    # The results, (mean, next state), have the specs of the arguments.
     specs = self.specs = (engine.split, state_specs)
     self.program = engine.jit(self.function, specs, specs, donate=(0, 1))
 
@@ -97,8 +100,14 @@ def repeat(
 ) -> list[float]:
   """Seconds of repeated calls, of one at least.
 
-  They are more than `repetitions` where these take less than 0.1 s together, which may
-  be one moment of other load on the cores, and fewer after `budget` seconds.
+  There are `repetitions` calls; more where these take less than 0.1 s together, which
+  may be one moment of other load on the cores; fewer once they have taken `budget`
+  seconds.
+
+  Args:
+    time_once: makes one call and returns its seconds.
+    repetitions: the usual number of calls.
+    budget: seconds of all calls together.
   """
   times = [time_once()]
   is_short = lambda: len(times) < repetitions or sum(times) < _LEAST
@@ -118,12 +127,21 @@ def alone(
   """Seconds of the arithmetic of an update, as `repeat` returns them, and the update.
 
   No messages are sent, and all workers compute at once.
+
+  Args:
+    engine: the workers.
+    watch: a stopwatch of the engine.
+    collective: the collective that updates.
+    grads: of all workers, f32[P · n], as `gradients` makes them.
+    repetitions: as in `repeat`.
+    budget: as in `repeat`, in seconds.
   """
   comm = _AloneComm(engine.workers, engine.comm)
   update = Update(engine, collective, comm, grads.size // engine.held)
 
   def time_once() -> float:
-    # The program donates both.
+    # The program donates gradients and state: it gets a copy of the gradients, and the
+    # state that the last call returned.
     seconds, (_, update.state) = watch.time(
       update.program, jnp.copy(grads), update.state
     )
@@ -136,7 +154,12 @@ def alone(
 
 
 def gradients(engine: Engine, n: int) -> Callable[[int], jax.Array]:
-  """A function from a seed to the gradients of all workers, n independent standard normal numbers at each."""
+  """A function from a seed to gradients of all workers, n independent standard normal numbers at each.
+
+  The function returns f32[P · n], sharded along the workers: first the n entries of
+  worker 0, then those of worker 1, and so on. Under MPI it returns the f32[n] of this
+  rank.
+  """
 
   def make(seed: jax.Array) -> jax.Array:
     # Equal gradients would hide what workers with different ones send.

@@ -64,7 +64,12 @@ class StepMetrics(NamedTuple):
 
 
 class WorkerStep(NamedTuple):
-  """The step of one worker; the fields are the arguments of `make_train_step`."""
+  """The step of one worker; the fields are the arguments of `make_train_step`.
+
+  In its methods `params` are those that the caller holds, the same on every worker;
+  with `js.local_steps` a worker's own are `own_params(params, state)`. `batch` is this
+  worker's part, and `named` are the keyword arguments of the step by name.
+  """
 
   loss_fn: Callable[..., ArrayTree]
   tx: optax.GradientTransformation
@@ -84,24 +89,35 @@ class WorkerStep(NamedTuple):
   ) -> tuple[optax.Params, OptState, StepMetrics]:
     """One step: the next parameters, state, and metrics. Besides `tx`, only loss, aux and model state are reduced.
 
-    `named` are the keyword arguments of the step, by name.
+    Args:
+      comm: the workers.
+      params: the parameters.
+      state: the optax state of one worker.
+      batch: this worker's part of the batch.
+      named: the keyword arguments of the step, by name.
+      gives_value: whether `tx` gets the mean loss as `value=`; False for a `tx` that
+        does not take it.
     """
     named = named or {}
+    # None without a model state; what a skipped step goes back to.
     before = named.get("model_state")
+    # TO_LOSS is (rng, model_state, shared): all else goes to `tx`.
     extra = {name: value for name, value in named.items() if name not in TO_LOSS}
     (loss, grads, model_state, aux), finite = self._own_gradients(
       comm, params, state, batch, named
     )
-    # The gradient brings scales of fp8 that follow those of the worker's own
-    # parameters.
+    # The parameters at which the gradient was taken. Flax's scales of fp8 in `grads`
+    # are the next values of the scales in these.
     at = trained(own_params(params, state))
     grads, scales = combine_scales(comm, at, grads)
-    # NaN in it would stay for good: mark the gradient, and all workers skip the step
+    # NaN in a model state would stay for good: mark the gradient, and all workers skip
+    # the step.
     if before is not None:
       grads = _nan_unless(finite, grads)
     loss = mean_loss(comm, loss)
     # Schedules such as optax.contrib.reduce_on_plateau take the loss as `value`.
     extra = {"value": loss} | extra if gives_value else extra
+    # `optimized` leaves out Flax's scales of fp8, which no optimizer updates.
     updates, state = atomic(self.tx).update(grads, state, optimized(params), **extra)
     skipped = states.is_skipped(state)
     # A skipped step keeps the scales, too.
@@ -134,7 +150,7 @@ class WorkerStep(NamedTuple):
     batch: ArrayTree,
     named: ArrayTree = None,
   ) -> dict[str, jax.Array]:
-    """Whether each gradient of one worker is finite, and the model state after it, bool[1], by name."""
+    """Whether each gradient of one worker, and its model state, is finite: bool[1] by name, one entry a worker."""
     (_, grads, *_), finite = self._own_gradients(
       comm, params, state, batch, named or {}
     )
@@ -153,21 +169,31 @@ class WorkerStep(NamedTuple):
     batch: ArrayTree,
     named: dict[str, ArrayTree],
   ) -> tuple[tuple[ArrayTree, ...], jax.Array | bool]:
-    """`_gradients` at the parameters of one worker, and whether its model state stays finite."""
+    """((loss, gradients, model state, aux) at the parameters of one worker, whether its model state stays finite)."""
+    # TO_LOSS is (rng, model_state, shared); each is None where the step got none.
     rng, before, shared = (named.get(name) for name in TO_LOSS)
-    # A model state of each worker is a row here.
+    # With "worker" each leaf has a leading axis of workers, [1, …] here.
     model_state = states.first_row(before) if self.model_state == "worker" else before
     # Workers draw noise of their own.
     key = None if rng is None else jax.random.fold_in(rng, comm.rank)
     results = _gradients(
       self, trained(own_params(params, state)), batch, key, model_state, shared
     )
+    # `results[2]` is the model state after the gradient.
     return results, model_state is None or flatten.stays_finite(model_state, results[2])
 
   def step_instead(self, comm: Comm, error: TypeError) -> Callable:
-    """The step that gives `tx` no `value=`, where a transformation without extra arguments was given it.
+    """The step that gives `tx` no `value=`, where `error` says that a transformation does not take that argument.
 
-    Which ones of a chain take it cannot be seen, as `optax.contrib.sam` does not.
+    Whether all transformations of a chain take `value=` shows only when it is traced:
+    `optax.contrib.sam` for one takes extra arguments and rejects this one.
+
+    Args:
+      comm: the workers.
+      error: raised by the trace of `step`.
+
+    Raises:
+      TypeError: for every other error, `error` itself or with what to change.
     """
     if "unexpected keyword argument 'value'" in str(error):
       return functools.partial(self.step, comm, gives_value=False)
@@ -181,7 +207,10 @@ class WorkerStep(NamedTuple):
   def synchronize(
     self, params: optax.Params, state: OptState, extra: dict[str, ArrayTree]
   ) -> tuple[optax.Params, OptState]:
-    """An exchange of local steps at any time: the next parameters and state, those of other leaves as before."""
+    """An exchange of local steps at any time: the next parameters and state; leaves without local steps stay.
+
+    `extra` are the extra arguments of `tx`, by name.
+    """
     before = optimized(params)
     # In this context local steps exchange, and ignore gradients. Other optimizers of the
     # chain get zeros; their next states are thrown away below.
@@ -196,6 +225,8 @@ class WorkerStep(NamedTuple):
     # Leaves outside of local steps stay, even where an outer optimizer would move them.
     moved = moved_leaves(state)
     local_update = lambda name, u: u if name in moved else jnp.zeros_like(u)
+    # Names in the state are those of the leaves that a transform sees: the two parts of
+    # a complex leaf, or one vector of all leaves inside optax.flatten.
     updates = map_seen(local_update, states.reduce_states(state), updates)
     return with_optimized(params, optax.apply_updates(before, updates)), after
 
@@ -213,6 +244,9 @@ def combine_scales(
     comm: the workers.
     params: those of this worker, at which the gradients were taken.
     grads: of this worker, with its next scales.
+
+  Returns:
+    (gradients, scales); () as scales for parameters without scales.
   """
   before, after = overwritten(params), overwritten(grads)
   if not jax.tree.leaves(before):
@@ -245,7 +279,11 @@ def _gradients(
   model_state: ArrayTree,
   shared: ArrayTree,
 ) -> tuple[ArrayTree, ...]:
-  """(loss, gradients, model state, aux) of one worker's part of the batch."""
+  """(loss, gradients, model state, aux) of one worker's part of the batch, nothing averaged over workers yet.
+
+  `key`, `model_state` and `shared` are None where the step got none: `loss_fn` is then
+  called without them.
+  """
 
   def grads_of_batch(
     batch: ArrayTree, key: jax.Array | None, model_state: ArrayTree
@@ -281,7 +319,7 @@ def _gradients(
 
 def _check_model_state(before: ArrayTree, after: ArrayTree) -> None:
   """Raises ValueError unless both have the same leaves, naming the first that differs."""
-  # Types, since a scan over micro-batches needs the same ones after each.
+  # Shapes and dtypes too: a scan over micro-batches carries the model state.
   types = lambda tree: {
     name: jax.typeof(leaf).str_short()
     for name, leaf in flatten.leaves_by_name(tree).items()
@@ -293,7 +331,7 @@ def _check_model_state(before: ArrayTree, after: ArrayTree) -> None:
         f"loss_fn returned model_state{name} of {now.get(name, 'nothing')}, it was given one of "
         f"{was.get(name, 'nothing')}"
       )
-  # Nodes need not compare: only their leaves and what they declare as static do.
+  # Leaves with equal names and types may still have other containers or static fields.
   structures: Any = [jax.tree.structure(tree) for tree in (before, after)]
   if structures[0] != structures[1]:
     raise ValueError(
@@ -309,16 +347,25 @@ def _accumulated(
   model_state: ArrayTree,
   params: optax.Params,
 ) -> tuple[ArrayTree, ...]:
-  """`_gradients` over micro-batches, one after the other.
+  """`_gradients` of one worker's part of the batch in `accumulate` micro-batches, one after the other.
 
   Loss and gradients are averaged in their dtype, in float32 where that has 16 bits.
   Each micro-batch gets the model state of the one before, and aux is reduced.
+
+  Args:
+    worker: the options of the step.
+    grads_of_batch: (batch, key, model state) -> `_gradients` of one micro-batch.
+    batch: leading axis divisible by `accumulate`.
+    key: folded with the number of the micro-batch; None without `rng`.
+    model_state: of the first micro-batch; None without one.
+    params: the parameters, whose shapes and dtypes the sums have.
   """
   micro_batches = jax.tree.map(lambda x: _compat.in_parts(x, worker.accumulate), batch)
   # Sums are kept in wide dtypes: 16 bits would lose small gradients.
   add = lambda a, b: a + b.astype(a.dtype)
 
   def accumulate(carry: ArrayTree, indexed: ArrayTree) -> tuple[ArrayTree, ArrayTree]:
+    # `total` is (sum of losses, sum of gradients with the largest scales of fp8).
     total, model_state = carry
     index, batch = indexed
     # Each micro-batch draws noise of its own.
@@ -358,7 +405,13 @@ def _accumulated(
 def _next_model_state(
   worker: WorkerStep, comm: Comm, model_state: ArrayTree
 ) -> ArrayTree:
-  """The model state for the next step: averaged over the workers, or with a leading axis for that of this worker."""
+  """The model state for the next step: averaged over the workers, or [1, …] where each worker keeps its own.
+
+  Args:
+    worker: the options of the step.
+    comm: the workers.
+    model_state: this worker's, after its gradient.
+  """
   if worker.model_state == "worker":
     return states.add_row(model_state)
   for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
@@ -374,8 +427,8 @@ def _next_model_state(
     if not jnp.issubdtype(x.dtype, jnp.inexact):
       return _reduced(x, "max", over_workers).astype(x.dtype)
     mean = over_workers(x, "mean")
-    # The mean of equal numbers is that number, also where their sum, or a share of
-    # 1/P, is rounded.
+    # The mean of equal numbers must be that number. Where P is no power of two, the sum
+    # or 1/P is rounded, so a mean of the differences corrects the first one.
     return (
       mean if comm.size & comm.size - 1 == 0 else mean + over_workers(x - mean, "mean")
     )
@@ -390,10 +443,18 @@ def _words_beside(
   model_state: ArrayTree,
   scales: ArrayTree,
 ) -> jax.Array:
-  """Words of the collectives of `_over_workers` and `combine_scales` that made these."""
+  """4-byte words that a worker sends in a step besides those of `tx`, u32[].
+
+  Args:
+    worker: the options of the step.
+    size: number of workers P.
+    aux: as reduced, [P, …] with "stack"; None without.
+    model_state: as averaged, or this worker's own, which is not sent; None without.
+    scales: the next scales of fp8, sent with one flag in one message; () without.
+  """
   cost = lambda x: all_reduce_cost(x.size, size, x.dtype.itemsize).words
+  # Bytes: x holds P rows, and an all-gather sends this worker's row to P − 1 others.
   sent = lambda x: x.size // size * (size - 1) * x.dtype.itemsize
-  # An all-gather sends each row to P − 1 workers.
   rows = lambda x: math.ceil(sent(x) / 4)
   of_aux = rows if worker.aux_reduce == "stack" else cost
   words = sum(map(of_aux, jax.tree.leaves(aux)))
@@ -419,7 +480,7 @@ def _over_parts(x: jax.Array, how: AuxReduce) -> jax.Array:
 def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:
   """The reduction of a leaf over the workers; "stack" gives it a leading axis of P."""
   if how == "stack":
-    # Rows in the order of ranks are the same on all workers.
+    # In rank order the rows are the same on all workers, which `mark_total` declares.
     return mark_total(in_rank_order(comm, all_gather(comm, x)), axes_of(comm))
   return comm.all_reduce(x) / comm.size if how == "mean" else comm.all_reduce(x, how)
 
@@ -427,7 +488,10 @@ def _over_workers(comm: Comm, x: jax.Array, how: AuxReduce) -> jax.Array:
 def _reduced(
   tree: ArrayTree, how: AuxReduce, reduce: Callable[[jax.Array, Any], jax.Array]
 ) -> ArrayTree:
-  """Each leaf reduced by `reduce(leaf, how)`: "mean" is the sum of integers and booleans, in 32 bits or more."""
+  """Each leaf reduced by `reduce(leaf, how)`; "mean" sums integers and booleans, which are counts.
+
+  Integers and booleans of less than 32 bits become 32 bits, but for "stack".
+  """
 
   def reduced(x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)

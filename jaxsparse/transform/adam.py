@@ -92,8 +92,10 @@ def scale_by_window_adam(
       f"scale_by_window_adam: mu_dtype={mu_dtype!r}, choose a floating-point dtype, or None"
     )
   adam = _WindowAdam(
-    # The arithmetic of a number of numpy would overflow, and change dtypes.
+    # A Python number: the arithmetic of a numpy integer could overflow, and its dtype
+    # would change those of results.
     int(window),
+    # optax.inject_hyperparams may have rounded these to 16 bits, to 1 and to 0.
     _unrounded_decay(b1),
     _unrounded_decay(b2),
     _unrounded_eps(eps),
@@ -103,7 +105,7 @@ def scale_by_window_adam(
 
 
 class _WindowAdam(NamedTuple):
-  """The arguments of `scale_by_window_adam`."""
+  """The arguments of `scale_by_window_adam`: numbers, or arrays of one as `optax.inject_hyperparams` gives them."""
 
   window: int
   b1: Any
@@ -113,10 +115,12 @@ class _WindowAdam(NamedTuple):
 
   def init(self, params: optax.Params) -> WindowAdamState:
     """The state before the first step."""
+    # Averages of 16-bit parameters are float32.
     wide = lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf))
     zeros = lambda: jax.tree.map(wide, params)
 
-    # A step that donates its state needs an array of its own for each.
+    # A step that donates its state needs an array of its own for each: hence `zeros()`
+    # three times.
     mu = self._stored(zeros())
     return WindowAdamState(jnp.int32(0), mu, average=zeros(), nu=zeros())
 
@@ -128,13 +132,15 @@ class _WindowAdam(NamedTuple):
   ) -> tuple[optax.Updates, WindowAdamState]:
     """Adam's update, in the dtypes of `updates`, and the next state."""
     del params
-    # At the largest i32 the count stays: by then the corrections of the bias are 1.
+    # `safe_increment` stays at the largest i32: bias corrections are 1 by then.
     step = optax.safe_increment(state.step)
     of_leaf = functools.partial(self._update_leaf, step)
     moments = (state.mu, state.average, state.nu)
-    # optax adds a complex average to real squares.
+    # Of complex leaves optax adds complex averages and real squares: that promotion has
+    # to be allowed, whatever the user has set.
     with jax.numpy_dtype_promotion("standard"):
       leaves = jax.tree.map(of_leaf, updates, *moments)
+    # `leaves` has a tuple of four in place of each leaf: it becomes four pytrees.
     averages = jax.tree.structure((0, 0, 0, 0))
     scaled, mu, average, nu = jax.tree.transpose(
       jax.tree.structure(updates), averages, leaves
@@ -149,15 +155,22 @@ class _WindowAdam(NamedTuple):
     average: ArrayTree,
     nu: jax.Array,
   ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The update of one leaf, in its dtype, and the next m, a and v, as `scale_by_window_adam` defines them."""
+    """The update of one leaf, in its dtype, and the next m, a and v, as `scale_by_window_adam` defines them.
+
+    `step` is the number of this step, from 1; `mu`, `average` and `nu` are m, a and v
+    before it.
+    """
+    # The dtype of all arithmetic: that of the parameter, float32 for 16 bits.
     dtype = average.dtype
     # The corrections are powers of decays by this count: float64 where x64 is on.
     count = step.astype(jnp.result_type(float))
     window_decay = (self.window - 1) / (self.window + 1)
-    # Arrays, as `inject_hyperparams` gives them, have one dtype for all leaves.
+    # Options that are arrays have one dtype for all leaves: cast to the real dtype of
+    # this leaf, so that they do not change its dtype.
     real = jnp.finfo(dtype).dtype
     options = self.b1, self.b2, self.eps
     b1, b2, eps = (_cast_number(x, real) for x in options)
+    # x / (1 − decay^count), the hat of the formulas.
     corrected = lambda x, decay: optax.tree.bias_correction(
       x, _cast_number(decay, count.dtype), count
     )
@@ -174,6 +187,7 @@ class _WindowAdam(NamedTuple):
     return scaled.astype(grad.dtype), mu, average, nu
 
   def _stored(self, mu: optax.Updates) -> optax.Updates:
+    """The average `mu` in `mu_dtype`; None leaves it as it is."""
     if self.mu_dtype is None:
       return mu
     # A complex m would lose its imaginary part.
@@ -182,7 +196,11 @@ class _WindowAdam(NamedTuple):
 
 
 def _unrounded_decay(decay: Any) -> Any:
-  """A decay in float32; below 1, where rounding to 16 bits has made it 1."""
+  """A decay in float32; below 1, where rounding to 16 bits has made it 1.
+
+  A number of Python, or an array of 32 bits or more, is returned as it is.
+  """
+  # `wide_dtype` is float32 for 16 bits, else the dtype itself.
   if wide_dtype(decay) == jnp.result_type(decay):
     return decay
   # Halfway between 1 and the largest number below it in 16 bits: decays above it were
@@ -192,7 +210,11 @@ def _unrounded_decay(decay: Any) -> Any:
 
 
 def _unrounded_eps(eps: Any) -> Any:
-  """ε in float32; above 0, where rounding to 16 bits has made it 0."""
+  """ε in float32; above 0, where rounding to 16 bits has made it 0.
+
+  A number of Python, or an array of 32 bits or more, is returned as it is.
+  """
+  # `wide_dtype` is float32 for 16 bits, else the dtype itself.
   if wide_dtype(eps) == jnp.result_type(eps):
     return eps
   # An ε below half of the smallest number was rounded to 0; this is half of that again.

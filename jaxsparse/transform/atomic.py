@@ -56,9 +56,9 @@ def atomic(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     check_kept_types(state, after)
     skipped = states.is_skipped(after)
     updates = zeros_if(skipped, updates)
-    # A transform, or local steps, that is the only one has undone itself already,
+    # If there is one transform, or one `js.local_steps`, it has undone itself already,
     # without a pass over residuals. Of several one may skip while another one does not,
-    # so then all of their states are chosen here.
+    # so then the states of all are chosen here.
     is_ours = states.is_ours
     leaves = jax.tree.leaves(after, is_leaf=is_ours)
     is_only = sum(map(is_ours, leaves)) == 1
@@ -76,7 +76,8 @@ def zeros_if(skipped: jax.Array, updates: optax.Updates) -> optax.Updates:
 
 
 def select_state(skipped: jax.Array, before: ArrayTree, after: ArrayTree) -> ArrayTree:
-  """`jnp.where(skipped, before, after)` of every array; counters are those of the skipped step."""
+  """`jnp.where(skipped, before, after)` of every array; counters of a `ReduceState` are those of the skipped step."""
+  # `undo_if` of a `ReduceState` keeps the counters.
   is_node = states.is_reduce_state
   keep = lambda old, new: (
     new.undo_if(skipped, old) if is_node(old) else _old_if(skipped, old, new)
@@ -86,15 +87,16 @@ def select_state(skipped: jax.Array, before: ArrayTree, after: ArrayTree) -> Arr
 
 @jax.jit
 def _old_if(skipped: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
-  """An equation of its own in the jaxpr, which `commit_early` finds."""
+  """The choice as an equation of its own in the jaxpr, called "_old_if", which `commit_early` finds by this name."""
   return jnp.where(skipped, old, new)
 
 
 def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
   """The program with each `where(skipped, old, new)` of `atomic` moved up to where `new` is computed.
 
-  An optimizer computes its update from its new state. As `atomic` is written, that is
-  read after it is known that the old state is kept, so that XLA needs memory for both.
+  An optimizer computes its update from its new state. As `atomic` is written, the
+  update reads `new`, while the state is the result of the `where`: XLA needs memory for
+  both.
   Here the equations that follow read the result of the `where` instead of `new`. Where
   the step is skipped they compute another update, which `atomic` replaces by zeros.
   Then the result can alias the old state, which is donated. On a CPU, n = 14,728,266 in
@@ -106,6 +108,7 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
   inputs, as parameters that a state remembers, and scalars, as the loss, are read
   elsewhere too.
   """
+  # An equation of `_old_if` has the inputs (skipped, old, new) and one result.
   jaxpr = closed.jaxpr
   is_variable = lambda atom: isinstance(atom, core.Var)
   choices = [
@@ -114,7 +117,8 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     if equation.params.get("name") == "_old_if"
     and all(map(is_variable, equation.invars))
   ]
-  # The equations on which `skipped` depends come first.
+  # The equations on which `skipped` depends come first, since a choice that is moved up
+  # reads it. They are found backwards from the `skipped` of each choice.
   needed = {choice.invars[0] for choice in choices}
   first = []
   for equation in reversed(jaxpr.eqns):
@@ -122,6 +126,7 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
       needed.update(filter(is_variable, equation.invars))
       first.append(equation)
   rest = [equation for equation in jaxpr.eqns if needed.isdisjoint(equation.outvars)]
+  # Arrays that the remaining equations compute, scalars left out.
   made = {
     variable
     for equation in rest
@@ -129,8 +134,10 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     if getattr(variable.aval, "size", 0) > 1
   }
   inputs = {*jaxpr.invars}
+  # How often each `new` is chosen.
   stored = collections.Counter(choice.invars[2] for choice in choices)
-  # Only an input can be donated, and a result that is stored twice would need a copy.
+  # The choices to move up, by their `new`. An `old` must be an input to be donated; a
+  # `new` that is stored twice would need a copy; a choice that `skipped` needs stays.
   pending = {
     new: choice
     for choice in choices
@@ -142,6 +149,7 @@ def commit_early(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
   }
   moved_ids = set(map(id, pending.values()))
   equations = first[::-1]
+  # The result of the choice to read instead of each `new`.
   chosen = dict[Any, Any]()
 
   # The result of one choice may be what another one replaces: hence the recursion.

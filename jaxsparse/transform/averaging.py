@@ -17,8 +17,8 @@ from jaxsparse.transform.update import collective_transform
 from jaxsparse.transform.wrapped import PLACEHOLDER
 from jaxsparse.types import ArrayTree, Comm, check_whole
 
-_FIELDS = ("mu", "trace")  # fields of optax's states
-_Momentum = dict[str, optax.Updates]  # by the paths in an inner state
+_FIELDS = ("mu", "trace")  # fields of optax's states that hold a momentum
+_Momentum = dict[str, optax.Updates]  # each momentum by its path in an inner state
 
 
 class AveragedState(NamedTuple):
@@ -87,7 +87,8 @@ def average_momentum(
       raise ValueError(
         f"average_momentum: the state of inner has no momentum, no {' or '.join(_FIELDS)}"
       )
-    # An exchange for each momentum: a state may have several, of other leaves.
+    # A transform, and so an exchange, for each momentum: a chain may have several, of
+    # different leaves.
     means = {path: mean.init(tree) for path, tree in momentum.items()}
     return AveragedState(state, means, jnp.int32(0))
 
@@ -105,12 +106,14 @@ def average_momentum(
     params: optax.Params | None = None,
     **extra: ArrayTree,
   ) -> tuple[optax.Updates, AveragedState]:
-    # The optimizer steps first, so that the mean is that of the momentum of this step.
+    # The optimizer steps first, so that the momentum of this step is averaged.
     updates, after = inner.update(grads, state.inner, params, **extra)
+    # Without an exchange the counters of the averaging transforms note a step without
+    # messages. Local steps undo the whole state if the workers skip this step.
     skipped = jnp.bool_(False)
     keep = lambda momentum, means: (momentum, idle_step(means, skipped))
-    # Workers skip the same steps, so `since` is the same on all of them, as the branches
-    # of a collective need.
+    # `since` is in a state of each worker's own, but the same on all, which skip the
+    # same steps: `mark_total` declares that all take the same branch.
     due = mark_total(state.since + 1 >= every, axes_of(mean.comm))
     momentum, means = varying.cond(
       due, exchange, keep, _momentum_of(after), state.means
@@ -122,7 +125,7 @@ def average_momentum(
 
 
 def _with_momentum(state: OptState, momentum: _Momentum) -> OptState:
-  """The state with another momentum at each of these paths."""
+  """The state with `momentum[path]` in place of the momentum at each of these paths."""
   for path, tree in momentum.items():
     is_at_path = lambda key_path, _, path=path: keystr(key_path) == path
     # A path ends with the name of its field, as in `[0].mu`.
@@ -133,13 +136,15 @@ def _with_momentum(state: OptState, momentum: _Momentum) -> OptState:
 
 def _momentum_of(state: OptState) -> _Momentum:
   """Each momentum in the state of an optimizer, a pytree like the parameters, by its path."""
+  # _FIELDS are "mu" and "trace". Only fields of named tuples: a parameter may have such
+  # a name, too.
   is_field = lambda path, _: isinstance(path[-1], optax.tree_utils.NamedTupleKey)
   trees = [
     pair
     for name in _FIELDS
     for pair in optax.tree.get_all_with_path(state, name, is_field)
   ]
-  # A placeholder stands for parameters of which optax looks for copies.
+  # optax.tree_map_params inits with placeholders instead of arrays: each counts.
   has_entries = lambda tree: (
     isinstance(tree, PLACEHOLDER) or any(leaf.size for leaf in jax.tree.leaves(tree))
   )

@@ -61,7 +61,8 @@ def check_workers(state: ReduceState, workers: int, held: int = 1) -> None:
   Raises:
     ValueError: naming the number of workers it was made for.
   """
-  # Counters have an entry for each device of the `held` workers whose rows are here.
+  # Counters have an entry for each device of each worker whose rows are here: `held` of
+  # them, if the state was made for `workers` workers.
   made_for = state.counters.skipped.size // state.devices * workers // held
   if made_for != workers:
     raise ValueError(
@@ -87,12 +88,16 @@ def check_layout(opt_state: OptState, workers: int | None = None) -> None:
       state.layout.workers, "__array__"
     ):
       continue  # under a trace, or a jax.ShapeDtypeStruct
-    # All rows hold the same numbers, so the rows of this process suffice.
+    # `layout[:3]` is (workers, entries, checksum). Where these have a row for each
+    # worker, all rows are the same, so those of this process suffice.
     made_for, entries, checksum = (
       int(np.max(_compat.local_shard(array))) for array in state.layout[:3]
     )
     shards = state.layout.shards
+    # One for each device of each worker.
     rows = state.counters.skipped.size
+    # `layout[3:]` is (shards, method): those of the state restored into, while the
+    # checksum is an array, as it was saved.
     if checksum != checksum_of(*state.layout[3:]):
       raise ValueError(
         "the optimizer state was restored into that of other parameters, shards, groups of leaves or options of a "
@@ -101,6 +106,7 @@ def check_layout(opt_state: OptState, workers: int | None = None) -> None:
       )
     # One row may be that of one worker of many: then the layout alone tells how many.
     expected = workers or (rows // state.devices if rows > 1 else made_for)
+    # Entries of a residual at one device, with the padding of its pieces.
     entries = sum(shards.sizes) if shards else entries
     sizes = [
       residual.size for residual in state.carried.residual if residual is not None
@@ -137,6 +143,7 @@ def check_arrays_of(
   path = next(
     path for path in [*actual, *expected] if actual.get(path) != expected.get(path)
   )
+  # `actual` and `expected` are shapes by name; one may lack an array of the other.
   shape = lambda shapes: f"shape {shapes[path]}" if path in shapes else "nothing"
   raise ValueError(
     f"the optimizer state has {shape(actual)} at state{path}, that of this transformation {shape(expected)}: it is one "
@@ -293,6 +300,7 @@ def check_method(
   shapes = tuple(map(np.shape, jax.tree.leaves(grads)))
   if method is None or method.shapes != shapes:
     check_params([state], grads)
+  # The collective with its options, by the numbers of the leaves of each group.
   labels_of = lambda groups: {group.leaves: group.collective.label for group in groups}
   was, now = labels_of(method.groups), labels_of(groups)
   if (was, method.shapes) != (now, shapes):
@@ -315,11 +323,13 @@ def _summed_error(path: jax.tree_util.KeyPath, axis: Any) -> ValueError:
 
 
 def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
-  """Raises ValueError for gradients that are equal on all workers by their types: at the anchor of local steps.
+  """Raises ValueError for gradients of local steps that by their types are equal on all workers.
 
-  Where a shard_map checks replication, the counters of each worker tell the axes of the
-  workers.
+  They were then taken at the outer parameters, whose gradients JAX sums over workers,
+  and not at each worker's own. Types tell only where a shard_map checks replication:
+  the counters in `state`, which differ between workers, then vary over their axes.
   """
+  # Empty without such a check: nothing can be told.
   axes = axes_of_workers(reduce_states(state.outer))
   leaves = jax.tree_util.tree_leaves_with_path(grads)
   if (
@@ -329,12 +339,15 @@ def check_own_gradients(grads: optax.Updates, state: LocalState) -> None:
 
 
 def warn_of_frozen(states: Sequence[ReduceState], *trees: ArrayTree) -> None:
-  """Warns of leaves that would move though they are zeros in the program, in one of `trees`: signs send no zero.
+  """Warns of leaves whose gradient or update is zero in the program, as of frozen leaves, but that would move.
+
+  Some collectives deliver other numbers for zeros: signs, for one, are +1 or −1.
 
   Args:
     states: of the transforms that leaves are given to.
-    trees: gradients or updates of all leaves.
+    trees: gradients or updates of all leaves; a zero in one of the trees is enough.
   """
+  # (name of the collective, names of leaves) of each group whose zeros may move.
   moving = [
     (group.collective.name, [method.names[leaf] for leaf in group.leaves])
     for state in states
@@ -344,6 +357,7 @@ def warn_of_frozen(states: Sequence[ReduceState], *trees: ArrayTree) -> None:
   ]
   if not moving:
     return
+  # Names of leaves that are traced as zeros, whatever the data.
   zeros = {
     name
     for tree in trees
@@ -351,7 +365,7 @@ def warn_of_frozen(states: Sequence[ReduceState], *trees: ArrayTree) -> None:
     if _compat.is_zero(leaf)
   }
   for collective, names in moving:
-    # All leaves are zeros where a loss is constant: then none of them is frozen.
+    # All leaves are zeros where a loss is constant: no leaf is frozen then.
     still = [name for name in names if name in zeros]
     if 0 < len(still) < len(names):
       warnings.warn(
@@ -362,8 +376,8 @@ def warn_of_frozen(states: Sequence[ReduceState], *trees: ArrayTree) -> None:
       )
 
 
-# Fields of states that 16 bits suffice for: momentum, whose memory is short, and what is
-# no average.
+# Names of fields in optimizer states that may have 16 bits: momentum, whose memory is
+# short, and what is no average.
 _NARROW = {"mu", "trace", "acc_grads", "hyperparams", "flight"}
 
 
@@ -371,9 +385,11 @@ def warn_of_narrow(state: OptState) -> None:
   """Warns of an optimizer that keeps other averages than momentum in 16 bits, naming the first array."""
   narrow = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state):
-    # Fields anywhere in the path, since a momentum is a pytree below its field.
+    # Fields anywhere in the path, since a momentum is a pytree below its field. _NARROW
+    # are the names of fields that may have 16 bits, as momentum.
     fields = {getattr(key, "name", "") for key in path}
     is_average = not is_reduce_state(leaf) and _NARROW.isdisjoint(fields)
+    # `wide_dtype` is float32 for 16 bits, else the dtype itself.
     if is_average and wide_dtype(leaf) != leaf.dtype:
       narrow.append((jax.tree_util.keystr(path), leaf.dtype.name))
   if not narrow:
@@ -393,7 +409,7 @@ def warn_of_narrow(state: OptState) -> None:
 
 
 def check_local(comm: Comm, grads: optax.Updates) -> None:
-  """Checks that gradients are those of one worker, as far as it shows; raises ValueError if they are not.
+  """Checks that gradients are those of one worker, as far as it shows; raises ValueError if they are averaged.
 
   Where a shard_map checks replication, JAX sums the gradients of replicated parameters
   by itself, and types say so. Otherwise the last operations of the trace show a psum or
@@ -402,15 +418,19 @@ def check_local(comm: Comm, grads: optax.Updates) -> None:
   Warns:
     UserWarning: without that check, if gradients come into the shard_map as they are.
   """
+  # Other comms name no axis, along which a type could vary or a psum be taken.
   if not isinstance(comm, AxisComm):
     return
   leaves = jax.tree_util.tree_leaves_with_path(grads)
   axes = set(_compat.names_of(comm.axis))
   checked = varying.checked_axes()
-  # A single leaf may be constant, and so be typed as equal on all workers.
+  # True: a shard_map checks replication over all axes of the workers, and no gradient
+  # varies over them by its type, so all are sums already. A single leaf of such a type
+  # proves nothing: it may be a constant.
   typed = axes <= checked and not any(
     axes & _compat.axes_of_type(leaf) for _, leaf in leaves
   )
+  # The paths of gradients that are sums: all if `typed`, else those that end in a psum.
   if summed := [
     path for path, leaf in leaves if typed or _compat.is_psum(leaf, comm.axis)
   ]:

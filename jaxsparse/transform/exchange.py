@@ -70,6 +70,9 @@ class Given(NamedTuple):
 class Exchange:
   """Updates that are applied in the step that computes them.
 
+  A state is that of one worker: arrays of its own, `inner` and `moved`, are [1, …]. Its
+  `outer` has one state of the outer chain for each fragment. `moved` is θ − θ_w, f32.
+
   Attributes:
     inner: the optimizer of each worker.
     outer: the chain that reduces pseudo-gradients.
@@ -90,12 +93,14 @@ class Exchange:
     """The state of one worker before the first step, without movement."""
     if not isinstance(params, PLACEHOLDER):
       flatten.check_are_arrays(params, "params")
+    # One state a fragment.
     outer = tuple(
       self.outer.init(self.fragments.part(params, fragment))
       for fragment in range(self.fragments.count)
     )
     inner = states.add_row(self.inner.init(params))
     applied = Applied() if self.apply_residual else ()
+    # inner, outer, moved, since, steps, flight, applied
     state = LocalState(inner, outer, (), jnp.int32(0), jnp.int32(0), (), applied)
     check_local_state(state, params)
     return state
@@ -103,7 +108,14 @@ class Exchange:
   def step_inner(
     self, grads: optax.Updates, state: LocalState, params: optax.Params, extra: Extra
   ) -> tuple[optax.Updates, OptState, jax.Array]:
-    """The updates of this worker, its next inner state, and whether that stays finite, bool[]."""
+    """The updates of this worker, its next inner state, and whether that state stays finite, bool[].
+
+    Args:
+      grads: of this worker, at its own parameters.
+      state: before the step.
+      params: the outer parameters.
+      extra: arguments of the caller that every transformation gets.
+    """
     # Inner states have a leading axis of workers, here of this one.
     before = states.first_row(state.inner)
     updates, after = self.inner.update(
@@ -128,7 +140,7 @@ class Exchange:
     return varying.switch(due, self.kinds(given), state), due
 
   def kinds(self, given: Given) -> list[Callable[[LocalState], Stepped]]:
-    """A step without an exchange, and the exchange of each fragment."""
+    """What a step may do: item 0 is a step without an exchange, item 1 + f the exchange of fragment f."""
     agree = functools.partial(self.agree, given=given)
     # An exchange says with NaN in its entries that a worker skips the step. A fragment
     # without entries sends none: its workers agree as in a step without an exchange.
@@ -144,15 +156,17 @@ class Exchange:
     return flatten.representable(moved, p.dtype)[1]
 
   def agree(self, state: LocalState, given: Given) -> Stepped:
-    """No update; the workers agree on whether all of them are finite."""
+    """A step without an exchange: no update; the workers agree on whether all of them are finite."""
     zeros = optax.tree.zeros_like(given.params)
-    # Any fragment serves: the workers exchange one flag, and no gradient.
+    # Fragment 0 serves as well as another: with `agree=` the outer chain exchanges one
+    # flag, and no gradient.
     sent = self.fragments.part(zeros, 0)
     params = self.fragments.part(given.params, 0)
     before = state.outer[0]
     _, agreed = self.outer.update(
       sent, before, params, agree=given.finite, **given.extra
     )
+    # Raises if a wrapper in the chain has not passed `agree` on.
     check_agreed(before, agreed)
     skipped = states.is_skipped(agreed)
     outer = states.idle_step(state.outer, skipped)
@@ -160,7 +174,8 @@ class Exchange:
 
   def exchange(self, fragment: int, state: LocalState, given: Given) -> Stepped:
     """The exchange of the movement of a fragment."""
-    # What the dtype of a parameter cannot hold stays in `moved`.
+    # Of the movement, θ − θ_w, what the dtype of a parameter holds is sent; the rest
+    # stays in `moved` (`keep_moved`).
     held = lambda moved, p: flatten.representable(moved[0], p.dtype)[0]
     moved = self.fragments.part(state.moved, fragment)
     params = self.fragments.part(given.params, fragment)
@@ -171,13 +186,14 @@ class Exchange:
     self, fragment: int, pseudo_gradient: optax.Updates, state: LocalState, given: Given
   ) -> Stepped:
     """The update from the pseudo-gradients of all workers; skipped where that of one is not finite."""
-    # `outer` finds the NaN of one worker in its total, so that all skip the exchange.
+    # NaN of one worker is in the total of all, so that all skip the exchange without a
+    # further message.
     mark = lambda x: jnp.where(given.finite, x, jnp.nan)
     sent = optax.tree.cast_like(jax.tree.map(mark, pseudo_gradient), pseudo_gradient)
     params = self.fragments.part(given.params, fragment)
     before = state.outer[fragment]
-    # Where updates are wider than parameters, sums are rounded to the dtypes of these,
-    # and the residual keeps what that leaves.
+    # Names and dtypes of the leaves as the transform sees them: means are rounded to
+    # the dtypes of the parameters, and the residual keeps what that leaves.
     seen = flatten.leaves_by_name(shapes_seen(states.reduce_states(before), params))
     with mean_dtypes(tuple((name, leaf.dtype) for name, leaf in seen.items())):
       updates, after = atomic(self.outer).update(sent, before, params, **given.extra)
@@ -199,7 +215,14 @@ class Exchange:
   def undelivered(
     self, state: LocalState, fragment: int, moved: jax.Array, p: jax.Array
   ) -> jax.Array:
-    """θ − θ_w of a leaf p after workers have synchronized; `state` is that before it."""
+    """θ − θ_w of a leaf p after workers have synchronized: what its dtype cannot hold.
+
+    Args:
+      state: before the synchronization.
+      fragment: of the leaf.
+      moved: θ − θ_w of the leaf before, [1, …].
+      p: the leaf of the outer parameters.
+    """
     return flatten.representable(moved, p.dtype)[1]
 
 
@@ -213,7 +236,11 @@ class Mixed(Exchange):
 
 
 class Delayed(Mixed):
-  """An update is in flight for `delay` steps before it is applied."""
+  """An update is in flight for `delay` steps before it is applied; one at most is in flight at a time.
+
+  `state.flight.left` is the number of steps until it is applied, 0 while none is in
+  flight.
+  """
 
   def init(self, params: optax.Params) -> LocalState:
     """The state with nothing in flight."""
@@ -226,8 +253,8 @@ class Delayed(Mixed):
     """A step that applies the update in flight if it is due; until then no fragment has its turn."""
     count = self.fragments.count
     flight = state.flight
-    # Kinds of steps: 0 without an exchange, 1 + f exchanges fragment f, and the last
-    # one applies the update in flight.
+    # Kinds of steps: 0 without an exchange, 1 + f exchanges fragment f, and `count + 1`
+    # applies the update in flight, which is due when one step is left.
     arrives = jnp.where(flight.left == 1, count + 1, 0)
     kind = jnp.where(flight.left > 0, arrives, due)
     kinds = [*self.kinds(given), lambda state: self._apply_flight(state, given)]
@@ -235,13 +262,13 @@ class Delayed(Mixed):
     return varying.switch(kind, kinds, state), updated
 
   def agree(self, state: LocalState, given: Given) -> Stepped:
-    """The flight is a step shorter."""
+    """A step without an exchange, after which the flight is one step shorter."""
     agreed = super().agree(state, given)
     left = jnp.maximum(state.flight.left - 1, 0)
     return agreed._replace(flight=state.flight._replace(left=left))
 
   def exchange(self, fragment: int, state: LocalState, given: Given) -> Stepped:
-    """The update is in flight from now on."""
+    """The exchange of a fragment, whose update is in flight from now on instead of being applied."""
     done = super().exchange(fragment, state, given)
     flight = Flight(done.updates, jnp.int32(self.delay), jnp.int32(fragment))
     # Nothing reaches the parameters in the step that computes the update.
@@ -249,7 +276,7 @@ class Delayed(Mixed):
     return done._replace(updates=zeros, flight=flight)
 
   def deliver(self, fragment: int, state: LocalState, given: Given) -> Stepped:
-    """The update in flight; where none is, that of an exchange now."""
+    """When workers synchronize: the update of the fragment that is in flight; else that of an exchange now."""
     apply = lambda state: self._apply_flight(state, given)
     # Within the lambda, `super()` would take its `state` for `self`.
     exchange = super().exchange
@@ -259,8 +286,9 @@ class Delayed(Mixed):
   def undelivered(
     self, state: LocalState, fragment: int, moved: jax.Array, p: jax.Array
   ) -> jax.Array:
-    """Nothing where an update in flight is applied: it is of movement before, and later movement is dropped."""
-    # Workers go on from the outer parameters, and what they moved in flight is lost.
+    """θ − θ_w of a leaf after workers have synchronized: zeros where an update in flight was applied."""
+    # The update in flight is of the movement before its flight. Workers go on from the
+    # outer parameters, and what they have moved since is dropped.
     left = super().undelivered(state, fragment, moved, p)
     return jnp.where(_is_flying(state, fragment), jnp.zeros_like(left), left)
 

@@ -64,7 +64,8 @@ def transform_function(
   ) -> optax.GradientTransformation:
     return collective_transform(make_instance(cls, options), axis, special, shardings)
 
-  # The fields of the collective stand in place of `**options`.
+  # The signature that users see has the keyword-only fields of the collective in place
+  # of `**options`.
   generic = inspect.signature(transform)
   *common, _ = generic.parameters.values()
   signature = generic.replace(
@@ -73,6 +74,7 @@ def transform_function(
   transform.__name__ = transform.__qualname__ = f"{cls.name}_transform"
   transform.__module__ = __name__.partition(".")[0]  # where users find it
   transform.__doc__ = _documentation(cls)
+  # `typing.get_type_hints` and help read these, not the signature.
   annotations = {
     name: parameter.annotation for name, parameter in signature.parameters.items()
   }
@@ -82,8 +84,11 @@ def transform_function(
 
 
 def _documentation(kind: type[Collective]) -> str:
-  """The docstring of a collective, completed by references to what all transforms share."""
-  # A pattern with a group returns the names of sections between their texts.
+  """The docstring of `NAME_transform`: that of the collective, with what all transforms share added to its sections.
+
+  `kind` is the class of the collective.
+  """
+  # [summary, name, text, name, text, …]: a group in the pattern keeps the names.
   summary, *sections = re.split(
     r"^(Args|Raises|Example):\n", inspect.getdoc(kind) or "", flags=re.MULTILINE
   )
@@ -91,6 +96,7 @@ def _documentation(kind: type[Collective]) -> str:
   args, raises, example = (
     texts.get(name, "").rstrip() for name in ("Args", "Raises", "Example")
   )
+  # Options without a description in the docstring: those of a base class.
   shared = [
     option
     for option in inspect.signature(kind).parameters

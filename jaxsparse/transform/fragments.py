@@ -12,7 +12,10 @@ from jaxsparse.types import ArrayTree
 
 @dataclasses.dataclass(frozen=True)
 class Fragments:
-  """The leaves of a pytree in `count` fragments, whole, of about equally many entries.
+  """The leaves of a pytree in `count` fragments, each leaf whole in one, of about equally many entries.
+
+  Fragments are numbered from 0; a pytree of a fragment has `optax.MaskedNode` in place
+  of the leaves of others.
 
   Example:
     >>> tree = {"a": jnp.zeros(6), "b": jnp.zeros((4, 5)), "c": jnp.zeros(9)}
@@ -34,12 +37,14 @@ class Fragments:
         f"local_steps: fragments={self.count}, choose at most the number of leaves, {len(leaves)}"
       )
     sizes = list(map(jnp.size, leaves))
+    # Entries of each fragment so far, and the fragment of each leaf.
     entries = [0] * self.count
     numbers = [0] * len(leaves)
     # Greedy: the sizes of two fragments differ by at most the largest leaf.
     for leaf in sorted(range(len(leaves)), key=lambda leaf: -sizes[leaf]):
       numbers[leaf] = min(range(self.count), key=entries.__getitem__)
-      entries[numbers[leaf]] += max(1, sizes[leaf])  # every fragment has a leaf
+      # An empty leaf counts as 1 entry, so that every fragment gets a leaf.
+      entries[numbers[leaf]] += max(1, sizes[leaf])
     return jax.tree.unflatten(structure, numbers)
 
   def has_entries(self, tree: ArrayTree, fragment: int) -> bool:
@@ -50,6 +55,7 @@ class Fragments:
     """The leaves of a fragment, with `optax.MaskedNode` in place of the others."""
     # The other leaves stay in the structure, so names and order are those of the whole.
     choose = lambda leaf, index: leaf if index == fragment else optax.MaskedNode()
+    # optax.tree_map_params gives a placeholder in place of parameters: it stays whole.
     return (
       tree
       if self.count == 1 or isinstance(tree, PLACEHOLDER)

@@ -88,12 +88,17 @@ class Assignment(NamedTuple):
 def assign_collectives(default: Collective, special: Special) -> Assignment:
   """The collectives of `special`, as `make_collective` reads them, and the default for all other leaves.
 
+  Args:
+    default: the collective of leaves that no expression matches.
+    special: regular expressions for names of leaves -> a label or collective.
+
   Raises:
     ValueError: for a rejected expression or label, or a collective whose total differs
       between workers.
     TypeError: for an option that a collective does not have, or no collective.
   """
   collectives = [default]
+  # (compiled expression, number of its collective)
   patterns = []
   for pattern, label in special.items():
     try:
@@ -104,7 +109,7 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
     # apart.
     if collective not in collectives or collective.traits.has_k:
       collectives.append(collective)
-    # The last equal one, which is the one just appended where it has a k.
+    # Its number: of the last equal collective, the one just appended if it has a k.
     kind = len(collectives) - 1 - collectives[::-1].index(collective)
     try:
       patterns.append((re.compile(pattern), kind))
@@ -122,12 +127,13 @@ def assign_collectives(default: Collective, special: Special) -> Assignment:
 
 
 def check_special(special: Special, tree: ArrayTree) -> None:
-  """Raises ValueError for an expression that matches the name of no leaf, masked ones included.
+  """Raises ValueError for an expression that matches the name of no leaf of `tree`, masked leaves included.
 
   A transform may have a part of the leaves (`optax.multi_transform`, fragments), of
   which an expression matches none.
   """
   is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)
+  # name -> whether the leaf, or a whole part of the tree, is an `optax.MaskedNode`
   names = leaves_by_name(jax.tree.map(is_masked, tree, is_leaf=is_masked))
   hint = (
     ", of a masked part as a whole: give a label or mask for each leaf"
@@ -160,7 +166,7 @@ def groups_of(
     >>> [(group.leaves, group.collective.label) for group in groups]
     [((0,), 'dense'), ((1,), 'topka:k=9'), ((2,), 'spardl:k=9')]
   """
-  # Kind 0 is the default collective.
+  # The number of each leaf's collective in the assignment; 0 is the default.
   kind_of = [
     next((kind for pattern, kind in assignment.patterns if pattern.search(name)), 0)
     for name in shapes
@@ -168,20 +174,22 @@ def groups_of(
   shape_of = list(shapes.values())
   sizes = list(map(math.prod, shape_of))
   groups: list[Group] = []
-  members: dict[int, list[int]] = {}  # the groups of each collective
-  made: list[range] = []  # the groups of each bundle
+  members: dict[int, list[int]] = {}  # numbers of the groups of each collective
+  made: list[range] = []  # numbers of the groups of each bundle
+  # None: one bundle of all leaves.
   for bundle in [Bundle(tuple(range(len(sizes))))] if bundles is None else bundles:
     first = len(groups)
     bundled = [leaf for leaf in bundle.leaves if sizes[leaf]]
     for kind in dict.fromkeys(kind_of[leaf] for leaf in bundled):
       leaves = tuple(leaf for leaf in bundled if kind_of[leaf] == kind)
       members.setdefault(kind, []).append(len(groups))
-      # Groups of one bundle are sent one after the other, after those of other bundles.
+      # This group waits for those of the bundles that its bundle waits for, and for the
+      # earlier groups of its own bundle.
       before = {
         *itertools.chain(*(made[other] for other in bundle.waits_for)),
         *range(first, len(groups)),
       }
-      # Groups that an earlier one waits for need no edge of their own.
+      # A group that another one in `before` waits for itself need not be named.
       implied = {other for group in before for other in groups[group].waits_for}
       entries = sum(sizes[leaf] for leaf in leaves)
       groups.append(
@@ -190,7 +198,7 @@ def groups_of(
         )
       )
     made.append(range(first, len(groups)))
-  # A k is shared out last, among all groups of its collective.
+  # A collective's k is shared out among all its groups, so only once all are known.
   for kind, indices in members.items():
     alike = [groups[index] for index in indices]
     fitted = _fit_collective(assignment.collectives[kind], alike, shape_of)
@@ -202,12 +210,12 @@ def groups_of(
 def _fit_collective(
   collective: Collective, groups: list[Group], shapes: list[tuple[int, ...]]
 ) -> list[Group]:
-  """The groups of a collective, which is fitted to the entries and leaves of each.
+  """The groups of a collective, each with a copy of it that is fitted to the entries and leaves of the group.
 
   Args:
-    collective: of all groups.
-    groups: without their share of its k.
-    shapes: of all leaves.
+    collective: of all these groups.
+    groups: all of its groups, among which its k is shared out by their entries.
+    shapes: of all leaves of the gradient, by their numbers.
   """
   shares = collective.for_groups([group.entries for group in groups])
   return [

@@ -102,7 +102,7 @@ def local_steps(
 
   With `optax.sgd(1.0)` in `outer`, the mean of θ_w over the workers moves as if
   everything were delivered at once. At the end `js.flush` gives the update that takes
-  the anchor there.
+  the outer parameters there.
 
   Where an update or an inner state of one worker becomes NaN or Inf, or a sum of the
   exchange does, all workers skip the step: it leaves nothing changed, as under
@@ -118,8 +118,8 @@ def local_steps(
     every: H, the number of steps from one exchange to the next; None exchanges only
       when `step.synchronize(params, state)` is called, which `tx.update(grads, state,
       params, synchronize=True)` does without a local step. An update in flight is
-      applied then, and all workers go on from the anchor, with `apply_residual` less
-      their residuals. Or a schedule: at the beginning of each period it is called with
+      applied then, and all workers go on from θ, with `apply_residual` less their
+      residuals. Or a schedule: at the beginning of each period it is called with
       the number of steps so far, and returns the H of the period, which is rounded down
       and at least 1. While the learning rate decays, an H that grows reaches a lower
       loss than a constant H with as many exchanges: `lambda step: 4 * 2 ** (step //
@@ -154,9 +154,10 @@ def local_steps(
   """
   _check_options(every, fragments, delay, mixing, apply_residual)
   inner, outer = map(optax.with_extra_args_support, (inner, outer))
-  # `Delayed` takes `mixing`, too.
+  # How updates arrive; `Delayed` mixes, too.
   how = Delayed if delay else Mixed if mixing else Exchange
   exchange = how(inner, outer, Fragments(fragments), apply_residual, mixing, delay)
+  # When workers exchange: on demand (`every=None`), in each step, or once in a period.
   steps: _EveryStep | _OnDemand = _OnDemand(exchange)
   if every == 1:
     steps = _EveryStep(exchange)
@@ -176,18 +177,19 @@ def local_steps(
         "local_steps: update needs the parameters, give tx.update(grads, state, params)"
       )
     check_arrays_of(steps.init, state, params)
-    # Gradients are zeros here, and not checked.
+    # `synchronizing` is the same as the argument, for wrappers that pass none on.
+    # Gradients are zeros then, and not checked.
     if synchronize or synchronizing.value:
       return steps.synchronize(state, params, extra)
     check_own_gradients(grads, state)
     local_updates, inner, finite = exchange.step_inner(grads, state, params, extra)
-    # The branches of an exchange do not return the inner state: XLA copies the results
-    # of a conditional.
+    # Without `inner`, which goes around the conditional of an exchange: XLA copies what
+    # a conditional returns.
     tried = state._replace(inner=(), steps=state.steps + 1)
     done, after = steps.step(local_updates, tried, Given(params, finite, extra))
     after = after._replace(inner=inner, flight=done.flight)
-    # The exchange has undone the outer states of a skipped step already, without a pass
-    # over residuals.
+    # Where workers skip the step, all but `outer` goes back. The exchange has undone
+    # `outer` already, without a pass over residuals.
     kept = select_state(
       done.skipped, state._replace(outer=()), after._replace(outer=())
     )
@@ -203,13 +205,15 @@ def _check_options(
   mixing: float,
   apply_residual: bool,
 ) -> None:
+  """Raises ValueError for arguments of `local_steps` outside their choices, or that do not go together."""
   if not callable(every):
     check_whole("local_steps", 1, optional=True, every=every)
   elif (period := jax.eval_shape(every, jnp.int32(0))).shape != ():
     raise ValueError(
       f"local_steps: every(0) has the shape {period.shape}, give a schedule of one number"
     )
-  # A schedule may come down to 1, so it has one fragment and no delay.
+  # The smallest H. A schedule may come down to 1, so it has one fragment and no delay;
+  # so has `every=None`.
   steps = 1 if callable(every) else every or 1
   check_whole("local_steps", 1, steps, fragments=fragments)
   check_whole("local_steps", 0, steps // fragments - 1, delay=delay)
@@ -224,7 +228,7 @@ def _check_options(
 
 
 class _EveryStep(NamedTuple):
-  """Each step exchanges the updates of the inner optimizers in place of gradients."""
+  """Each step exchanges the updates of the inner optimizers in place of gradients; `moved` is () in the state."""
 
   exchange: Exchange
 
@@ -234,9 +238,12 @@ class _EveryStep(NamedTuple):
   def step(
     self, updates: optax.Updates, state: LocalState, given: Given
   ) -> tuple[Stepped, LocalState]:
+    """The step of the outer parameters, and the next state, from the `updates` of this worker's inner optimizer."""
+    # Local updates that are not finite skip the step as an inner state does.
     given = given._replace(finite=given.finite & flatten.all_finite(updates))
     state = state._replace(since=jnp.int32(0))
-    # Without an entry there is none to mark with NaN.
+    # Without an entry to mark with NaN, the workers agree by a flag. There is one
+    # fragment, 0.
     if not self.exchange.fragments.has_entries(given.params, 0):
       return self.exchange.agree(state, given), state
     # Outer chains subtract gradients, so an update u has the pseudo-gradient −u.
@@ -252,7 +259,12 @@ class _EveryStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _OnDemand:
-  """Movement is exchanged when `synchronize` is called, and by no step."""
+  """Movement is exchanged when `synchronize` is called, and by no step.
+
+  `state.moved` is θ − θ_w of this worker, f32[1, …] of each leaf: minus the sum of its
+  updates since the last exchange, and what that has left. `state.since` counts the
+  steps since then.
+  """
 
   exchange: Exchange
 
@@ -264,6 +276,7 @@ class _OnDemand:
   def step(
     self, updates: optax.Updates, state: LocalState, given: Given
   ) -> tuple[Stepped, LocalState]:
+    """The step of the outer parameters, and the next state, from the `updates` of this worker's inner optimizer."""
     # `moved` is θ − θ_w: an update u of the worker lowers it by u.
     moved = jax.tree.map(
       lambda moved, u: moved - u[None].astype(jnp.float32), state.moved, updates
@@ -279,10 +292,12 @@ class _OnDemand:
   def synchronize(
     self, state: LocalState, params: optax.Params, extra: Extra
   ) -> Result:
+    """The exchange without a local step: the updates of the outer parameters, and the next state."""
     unchanged = lambda: (optax.tree.zeros_like(params), state)
     exchange = functools.partial(self._exchange_all, state, params, extra)
-    # Right after an exchange that has left no movement, outer momentum would move the
-    # parameters all the same.
+    # Right after an exchange there is no movement, but outer momentum would move the
+    # parameters all the same: so no exchange then. With several fragments, or mixing,
+    # an exchange leaves movement.
     if self.exchange.fragments.count == 1 and not self.exchange.mixing:
       return varying.cond(state.since == 0, unchanged, exchange)
     return exchange()
@@ -290,9 +305,10 @@ class _OnDemand:
   def _exchange_all(
     self, state: LocalState, params: optax.Params, extra: Extra
   ) -> Result:
-    """The exchanges of all fragments; of one in flight its update is applied instead."""
+    """The exchanges of all fragments; for a fragment whose update is in flight, that update is applied instead."""
     fragments = self.exchange.fragments
-    # Made within the branch of a conditional: as its operand it would take equations.
+    # The True says that this worker is finite: no local step is taken. Made within the
+    # branch of a conditional: as its operand it would take equations.
     given = Given(params, jnp.bool_(True), extra)
     total = optax.tree.zeros_like(params)
     # The inner optimizer has no part in an exchange.
@@ -303,10 +319,12 @@ class _OnDemand:
       total = optax.tree.add(total, done.updates)
       skipped |= done.skipped
       after = after._replace(outer=done.outer, flight=done.flight)
-    # What a worker moved since the last exchange and no exchange will deliver is kept.
+    # Movement that these exchanges have not delivered is kept: what the dtypes of
+    # parameters cannot hold.
     left = functools.partial(self.exchange.undelivered, state)
     moved = jax.tree.map(left, fragments.numbers(params), state.moved, params)
     after = after._replace(inner=state.inner, moved=moved, since=jnp.int32(0))
+    # If the exchange of one fragment is skipped, all of them are undone.
     return zeros_if(skipped, total), select_state(skipped, state, after)
 
 
@@ -321,18 +339,24 @@ class _Periods(_OnDemand):
   every: int | optax.Schedule
 
   def step_outer(self, state: LocalState, given: Given) -> tuple[Stepped, LocalState]:
+    """The step of the outer parameters after the local one, an exchange if a turn is due, and the next state."""
+    # `state.since` counts the steps of the period so far, this one included.
     exchange = self.exchange
     period = self._period(state)
     due = self._due_fragment(state, period)
+    # `due` and `updated` are 1 + a fragment, 0 for none; with a delay the fragment that
+    # is updated now was exchanged before.
     done, updated = exchange.step(due, state, given)
-    # Not in the branches of the step: XLA copies the results of a conditional.
+    # Movement changes outside the branches of the step: XLA copies what a conditional
+    # returns. Leaves of other fragments keep theirs.
     keep = lambda fragment, moved, u, p: jnp.where(
       updated == fragment + 1, exchange.keep_moved(moved, u, p), moved
     )
     fragments = exchange.fragments.numbers(state.moved)
     moved = jax.tree.map(keep, fragments, state.moved, done.updates, given.params)
     ends = state.since >= period
-    # With a delay the period lasts until its last update is applied.
+    # `flight` is () without a delay. With a delay the period lasts until its last
+    # update is applied.
     if done.flight:
       ends &= done.flight.left == 0
     since = jnp.where(ends, 0, state.since)
@@ -342,6 +366,7 @@ class _Periods(_OnDemand):
     """H of the current period; that of a schedule depends on the step where the period begins, so it is constant."""
     if not callable(self.every):
       return self.every
+    # `steps` counts all steps, `since` those of this period: the step where it began.
     begin = state.steps - state.since
     steps = jnp.asarray(self.every(begin)).astype(jnp.float32)
     # Clipped as float32, since Inf or a huge number would overflow i32.
@@ -350,12 +375,14 @@ class _Periods(_OnDemand):
   def _due_fragment(self, state: LocalState, period: int | jax.Array) -> jax.Array:
     """1 + the fragment whose turn it is; 0 for none."""
     count = self.exchange.fragments.count
-    # Turn t of F ends H t / F steps after the period began, its delay included.
+    # For each turn 1 … F, the step of the period that begins its exchange: turn t ends
+    # H t / F steps after the period began, its delay included.
     *others, last = (
       period * turn // count - self.exchange.delay for turn in range(1, count + 1)
     )
-    # Later than the last turn if js.convert has shortened H.
+    # `>=`, since `since` may be beyond the last turn after js.convert has shortened H.
     due = [*(state.since == turn for turn in others), state.since >= last]
+    # At most one of these is true.
     return sum(
       (turn * is_due.astype(jnp.int32) for turn, is_due in enumerate(due, 1)),
       jnp.int32(0),

@@ -26,9 +26,11 @@ from jaxsparse.transform.state import (
 )
 from jaxsparse.types import ArrayTree, Comm, Counters, saturated, saturated_sum
 
-# Numbers of the state as a whole, 0 in `parts`.
+# Fields of `Metrics` that are of the state as a whole: 0 in `parts`.
 _WHOLE = ("drift", "since_exchange", "agreement")
-# How values become one, which the field of a counter says after its dtype.
+# For each field of `Counters`, how its values over groups of leaves and over workers
+# become one, ("sum" or "max", "sum", "mean" or "max"). The annotation of a field says
+# this after its dtype; "max" fills in what it leaves out.
 _COMBINED = [
   (*kind.__metadata__[1:], "max", "max") for kind in Counters.__annotations__.values()
 ]
@@ -97,7 +99,7 @@ class Metrics(NamedTuple):
     return tuple(name for name in names if name not in left_out)
 
   def as_dict(self) -> dict[str, float]:
-    """The same as Python floats, bytes too, and of several transforms as "label/name": for a logger.
+    """All numbers as Python floats by name, bytes too, those of `parts` as "label/name": for a logger.
 
     Example:
       >>> import jax.numpy as jnp, jaxsparse as js
@@ -113,6 +115,7 @@ class Metrics(NamedTuple):
       "bytes_sent": 4 * numbers["words_sent"],
       "total_bytes": 4 * numbers["total_words"],
     }
+    # `parts` is () or a dict. _WHOLE are numbers of the whole state, 0 in each part.
     for label, of_transform in dict(self.parts).items():
       numbers |= {
         f"{label}/{name}": value
@@ -158,6 +161,7 @@ def metrics(
     )
   check_alive({"state": state})
   check_layout(state)
+  # In the order of the arguments of `_read`.
   states = list(by_label.values()), local_states(state), restored_states(state)
   if over is None:
     # The numbers are those of all processes, so each of them has to call.
@@ -165,12 +169,15 @@ def metrics(
     combined = dispatch(_of_all_workers, *states)
   else:
     combined = _read(*states, comm_of(over))
+  # A tuple in the order of `by_label`; empty for a single transform.
   return combined._replace(
     parts=dict(zip(by_label, combined.parts, strict=True)) if combined.parts else ()
   )
 
 
-_ALL_HERE = SoloComm(1)  # the arrays are those of all workers
+# Default of the functions below: arrays have the values of all workers already, so a
+# reduction over a comm of one worker changes nothing.
+_ALL_HERE = SoloComm(1)
 
 
 def _read(
@@ -179,9 +186,18 @@ def _read(
   restored: Sequence[RestoredState],
   comm: Comm = _ALL_HERE,
 ) -> Metrics:
-  """The metrics of transforms together, with those of each as a tuple, of local steps, and of `js.norm_restored`."""
+  """The metrics of a state, with `parts` as a tuple in the order of `states`, empty for a single transform.
+
+  Args:
+    states: of all transforms.
+    local: of all local steps.
+    restored: of all `js.norm_restored`.
+    comm: all workers, where the states are those of one; by default the states are
+      those of all workers.
+  """
   several = states if len(states) > 1 else ()
   parts = tuple(summary([state], comm) for state in several)
+  # Over leaves: Σ_w ⟨u_w, mean⟩ and Σ_w ⟨u_w, delivered_w⟩, whose quotient is s².
   products = [state.products.sum(0) for state in restored]
   shared, delivered = sum(products, jnp.zeros(2))
   agreement = shared / jnp.where(delivered > 0, delivered, 1.0)
@@ -192,7 +208,8 @@ def _read(
     jnp.max(jnp.array([getattr(state, name) for state in local]))
     for name in ("since", "steps")
   )
-  # `steps` leaves out skipped steps, which have sent words all the same.
+  # The number of all steps: `steps` leaves out skipped ones, which have sent words all
+  # the same.
   count = jnp.maximum(steps + combined.skipped_steps, 1).astype(jnp.float32)
   per_step = lambda values: values._replace(words_per_step=values.total_words / count)
   combined = combined._replace(parts=tuple(map(per_step, parts)))
@@ -205,11 +222,17 @@ _of_all_workers = jax.jit(_read)
 
 
 def summary(states: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
-  """Metrics of transforms together, over the workers whose counters and residuals are here, and those of a comm."""
+  """Metrics of transforms together, over the workers whose counters and residuals are in `states`, and those of a comm.
+
+  Args:
+    states: of all workers, or of one.
+    comm: all workers where `states` are of one; by default the states are of all.
+  """
   over_workers = functools.partial(_over_workers, comm)
+  # `entries`, u32[], may have a row for each worker where a state has one: all equal.
   entries_of = lambda state: state.layout.entries.astype(jnp.float32).max()
   entries = sum(map(entries_of, states), jnp.float32(0))
-  # Counters of inner optimizers are [P, 1].
+  # Each item is (counters, words so far) [P]. Counters of inner optimizers are [P, 1].
   workers = [
     _of_workers(jax.tree.map(jnp.ravel, state.counters), state.devices)
     for state in states
@@ -220,7 +243,7 @@ def summary(states: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
     skipped=combined.skipped.astype(jnp.int32),
     total_words=sum(words, jnp.float32(0)),
   )
-  # Workers may differ in a counter.
+  # Each counter becomes one number, as its annotation says: workers may differ in it.
   over_all = Counters(*map(over_workers, combined, _OVER_WORKERS))
   # One root at the end: the norm of all residuals as one vector.
   squares = [
@@ -241,10 +264,11 @@ def summary(states: Sequence[ReduceState], comm: Comm = _ALL_HERE) -> Metrics:
 def _over_workers(
   comm: Comm, x: jax.Array, op: Literal["sum", "max", "mean"]
 ) -> jax.Array:
-  """The sum, maximum or mean of the entries of x, of all workers of a comm; a sum of integers does not overflow."""
+  """The sum, maximum or mean of the entries of x, at all workers of a comm; a sum of integers saturates."""
   if op == "mean":
     x = x.astype(jnp.float32)
   elif op == "sum" and jnp.issubdtype(x.dtype, jnp.integer):
+    # Each addend is clipped to its share of the largest integer.
     most = jnp.iinfo(x.dtype).max // (x.size * comm.size)
     x = jnp.minimum(x, most)
   x = getattr(jnp, op)(x)
@@ -259,6 +283,7 @@ def drift(states: Sequence[LocalState], comm: Comm) -> jax.Array:
     comm: all workers, where `states` are those of one.
   """
   total = jnp.float32(0)
+  # `moved` is θ − θ_w, [workers, …]: its distances are those of the parameters.
   for leaf in jax.tree.leaves([state.moved for state in states]):
     workers = leaf.shape[0] * comm.size
     mean = comm.all_reduce(leaf.sum(0, keepdims=True)) / workers
@@ -267,28 +292,41 @@ def drift(states: Sequence[LocalState], comm: Comm) -> jax.Array:
 
 
 def _of_workers(counters: Counters, devices: int) -> tuple[Counters, jax.Array]:
-  """Counters and words sent since the state was made, f32, of each worker, from the counters of each of its devices."""
+  """The counters of each worker, [P], and its words sent since the state was made, f32[P].
+
+  Args:
+    counters: of each device of each worker, [P · S], a worker's devices side by side.
+    devices: number of devices of a worker, S.
+  """
   # Two u32 make up the total: JAX has no 64-bit integers without x64.
   words = counters.total_wraps.astype(
     jnp.float32
   ) * 2.0**32 + counters.total_words.astype(jnp.float32)
   if devices == 1:
     return counters, words
-  # Devices of a worker lie side by side, so their counters become rows [S, P].
+  # [P · S] as rows [S, P], one a device. Counters may be sharded over devices: gathered
+  # before the reshape.
   by_device = lambda x: _compat.resharded(x, PartitionSpec()).reshape(-1, devices).T
   rows = jax.tree.map(by_device, counters)
   each = [jax.tree.map(operator.itemgetter(device), rows) for device in range(devices)]
-  # The density is the mean, as devices have equally many entries.
+  # Devices are combined as groups of leaves are. The 1 is the number of entries, used
+  # for the density alone, which is replaced here: by the mean over devices, which have
+  # equally many entries.
   combined = combine_counters(each, 1)._replace(density=rows.density.mean(0))
   return combined, by_device(words).sum(0)
 
 
 def combine_counters(counters: Sequence[Counters], n: int | jax.Array) -> Counters:
-  """The counters of several transforms or communications as those of one step of n entries."""
+  """The counters of several transforms, groups of leaves or devices as those of one step of n entries.
+
+  Each counter is their sum or maximum, as its annotation in `Counters` says; n is the
+  divisor of the density alone.
+  """
   combine = {
     "sum": lambda values: saturated(saturated_sum(*values), values[0].dtype),
     "max": lambda values: jnp.stack(values).max(0),
   }
+  # Each item is ("sum" or "max", the values of one field).
   columns = zip(_OVER_GROUPS, *counters, strict=True)
   combined = Counters(*[combine[how](values) for how, *values in columns])
   # A mean of densities would weigh small transforms as much as large ones.
@@ -306,8 +344,14 @@ def count_step(
 ) -> Counters:
   """The counters of a step of n entries from those of its reductions, in the dtypes of those `before` it.
 
-  Words are added to those of all steps in two u32, the lower and the upper 32 bits. Of
-  `update`, f32[n], nothing is counted.
+  Words are added to those of all steps in two u32, the lower and the upper 32 bits.
+
+  Args:
+    reduced: of each group of leaves, scalars.
+    n: entries of all groups.
+    before: [1] each, of the step before.
+    finite: bool[], whether the step takes place.
+    update: f32[…] of the step; its values do not matter, see the last comment.
   """
   pairs = [zip(counters, before, strict=True) for counters in reduced]
   steps = [
@@ -324,8 +368,10 @@ def count_step(
     total_wraps=before.total_wraps + (total < step.words_sent).astype(jnp.uint32),
     skipped=~finite.reshape(1),
   )
-  # A run-time false keeps the update of all counters in one kernel of a GPU; XLA would
-  # copy each constant. There it depends on an array, since XLA would copy scalars, too.
+  # A run-time false, which XLA cannot fold, keeps the update of all counters in one
+  # kernel of a GPU: constants among them would take a copy each. On GPUs it depends on
+  # an entry of `update`, since XLA would copy scalars, too; else on a count, never < 0.
+  # Without its sign bit an f32 is no negative integer.
   bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFF_FFFF
   steps = before.skipped_steps
   of_array = lambda: (bits(update[:1]) < 0) & (steps >= 0)

@@ -106,8 +106,10 @@ def streaming_diloco(
     >>> import optax, jaxsparse as js
     >>> tx = js.streaming_diloco(optax.adamw(1e-3), "workers", fragments=4, every=100)
   """
-  # The traits are those of the options in the label, so the instance is made first.
+  # Traits may depend on the options in a label, as "spardl:density=0.01": an instance
+  # is made.
   exchange = make_collective(collective)
+  # The total of a collective with this trait is the same on every worker.
   if not exchange.traits.replicates:
     raise ValueError(
       f"diloco: the totals of {exchange.name} differ between workers, and so would the parameters after an exchange: "

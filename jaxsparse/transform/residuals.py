@@ -27,7 +27,7 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
   which are typed as equal on all workers, JAX would sum the gradients over the workers.
 
   Args:
-    params: the anchor, the same on every worker.
+    params: θ, the outer parameters, the same on every worker.
     state: the state of one worker of a chain with `js.local_steps`, or of any other.
 
   Raises:
@@ -43,15 +43,18 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
     Array([0.75, 1.  ], dtype=float32)
   """
   moved = moved_leaves(state).items()
-  # what to subtract: θ − θ_w, and the residual where it is applied
+  # By name, in the shapes of leaves, what to subtract from θ: θ − θ_w, and the residual
+  # where local steps apply it. Empty for a state without local steps.
   behind: dict[str, jax.Array] = {name: leaf[0] for name, leaf in moved}
   for local in states.local_states(state):
+    # The leading axis of these is that of workers: 1 at one worker.
     of_workers = jax.tree.leaves((local.inner, local.moved))
     if rows := {len(leaf) for leaf in of_workers} - {1}:
       raise ValueError(
         f"own_params: the state of {max(rows)} workers, give that of one: call it inside shard_map"
       )
-    # A worker that applies its residual has moved on by what is not delivered yet.
+    # With `apply_residual` a worker's own parameters include what it has not delivered
+    # yet, θ_w = θ − moved − residual. `Applied` marks such local steps.
     is_applied = isinstance(local.applied, Applied)
     for outer in states.reduce_states(local.outer) if is_applied else ():
       behind |= {
@@ -60,7 +63,7 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
       }
 
   def own_leaf(name: str, p: jax.Array) -> jax.Array:
-    # The difference is rounded once, to the dtype of the parameter.
+    # At least float32, so that the difference is rounded once, to the dtype of p.
     wide = p.dtype if p.dtype.itemsize > 4 else jnp.float32
     return (
       (p.astype(wide) - behind[name].astype(wide)).astype(p.dtype)
@@ -75,7 +78,10 @@ def own_params(params: optax.Params, state: OptState) -> optax.Params:
 
 
 def moved_leaves(state: OptState) -> dict[str, jax.Array]:
-  """What local steps have moved of leaves, by their names: f32[1, …] at a worker, f32[P, …] of all of them."""
+  """θ − θ_w of local steps by the names of leaves: f32[1, …] in the state of a worker, f32[P, …] in that of all.
+
+  Empty without local steps, and with `every=1`, which leaves no movement.
+  """
   moved = [flatten.leaves_by_name(local.moved) for local in states.local_states(state)]
   return {name: leaf for leaves in moved for name, leaf in leaves.items()}
 
@@ -83,6 +89,7 @@ def moved_leaves(state: OptState) -> dict[str, jax.Array]:
 def residual_leaves(state: ReduceState) -> dict[str, jax.Array]:
   """The residual of this worker by the names of its leaves, f32 in their shapes; zeros of leaves without one."""
   method: Any = state.layout.method
+  # Of leaves of float32 nothing is rounded off: residuals are returned whole.
   leaves, _ = take_residuals(
     [jnp.zeros(shape, jnp.float32) for shape in method.shapes], state
   )
@@ -100,28 +107,33 @@ def take_residuals(
   What the dtype of a leaf rounds off, or cannot hold, stays in the residual.
 
   Args:
-    leaves: of the parameters.
+    leaves: of the parameters that the transform covers; their shapes and dtypes count.
     state: of one worker.
     moved: θ − θ_w of local steps, f32 like each leaf, to add to the residual; the sum
-      is f32.
-    mean: maps the float32 leaves of a device to their means over the workers.
+      is f32. None adds nothing.
+    mean: maps the float32 leaves of a device, those that owe something, to their means
+      over the workers; by default each worker takes its own.
   """
 
   def step(
     groups: Sequence[Group], leaves: _Leaves, state: ReduceState, **_: ArrayTree
   ) -> tuple[_Leaves, ReduceState]:
+    # Arguments are those of one device; leaves start as zeros, or as the movement.
+    # `carried` has a `State` for each group.
     carried = state.groups
     leaves = list(leaves)
+    # By number of the leaf: the residual, plus movement, f32.
     owing: dict[int, jax.Array] = {}
     for group, group_state in zip(groups, carried, strict=True):
       # Movement is delivered of all leaves, also where a group keeps no residual.
       if group_state.residual is not None or moved is not None:
         wide = [leaves[leaf].astype(jnp.float32) for leaf in group.leaves]
         owing |= zip(group.leaves, _add_flat(wide, group_state.residual), strict=True)
+    # By number of the leaf: what its dtype cannot hold, the next residual.
     left = {}
     means = mean(list(owing.values()))
     for leaf, exact in zip(owing, means, strict=True):
-      # What the dtype of a leaf cannot hold stays owed.
+      # `exact` = `sent`, what the dtype of the leaf holds, + the rest.
       sent, left[leaf] = flatten.representable(exact, leaves[leaf].dtype)
       leaves[leaf] = sent.astype(leaves[leaf].dtype)
     for index, (group, group_state) in enumerate(zip(groups, carried, strict=True)):
@@ -141,7 +153,10 @@ def take_residuals(
 
 
 def _add_flat(leaves: _Leaves, flat: jax.Array | None) -> _Leaves:
-  """The sum of leaves and a flat vector; leaf by leaf, since the sum of flat vectors would take two passes more."""
+  """The sum of leaves and `flat`, f32[n] of their entries one leaf after the other; None adds nothing.
+
+  Leaf by leaf, since the sum of flat vectors would take two passes more.
+  """
   if flat is None:
     return leaves
   pieces = flatten.parts(flat, [leaf.size for leaf in leaves])

@@ -94,12 +94,15 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     **extra: ArrayTree,
   ) -> tuple[optax.Updates, RestoredState]:
     before = state.exchange
-    # A step without an exchange, in which workers agree alone whether all are finite.
+    # `js.local_steps` gives `agree` in a step without an exchange: bool[], whether this
+    # worker is finite. The workers only agree whether to skip.
     if agree is not None:
       zeros, after = transform.update(updates, before, params, agree=agree, **extra)
       return zeros, state._replace(exchange=after)
+    # The residuals of this worker in pytree order, zeros of leaves without one.
     residuals = lambda reduce_state: list(residual_leaves(reduce_state).values())
-    # The exchange is given u + r, of which ⟨u, u + r − r′⟩ is delivered.
+    # The exchange is given u + r and leaves r′, so u + r − r′ is delivered. `entered`
+    # is ⟨u, u + r⟩ of each leaf, f32[leaves].
     entered = _products(updates, updates) + _products(updates, residuals(before))
     # Residuals are read before the exchange writes the next ones to the same buffers.
     updates, entered = jax.lax.optimization_barrier((updates, entered))
@@ -108,9 +111,11 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
     # `mean` is total / divisor, and the formula has total / P. The divisor is P, or 1
     # where updates are weighted: their weights are taken for 1/P.
     shared = _products(updates, mean) * (comm.divisor / comm.size)
+    # f32[leaves, 2], summed over workers in one message.
     pairs = jnp.stack([shared, delivered], axis=1)
     products = comm.all_reduce(pairs)
-    # Products that are not finite are those of a skipped step, or beyond float32.
+    # Products that are not finite are those of a skipped step, or beyond float32: the
+    # factors of the last exchange are taken again.
     products = jnp.where(jnp.isfinite(products).all(), products, state.products)
     after = _add_words(after, all_reduce_cost(pairs.size, comm.size).words)
     state = RestoredState(after, products)
@@ -125,7 +130,7 @@ def norm_restored(transform: optax.GradientTransformation) -> Transform:
 
 
 def _scale(mean: optax.Updates, factors: jax.Array) -> optax.Updates:
-  """Each leaf times its factor."""
+  """Each leaf times its factor; `factors` is f32[leaves]."""
   leaves, structure = jax.tree.flatten(mean)
   # 16 bits are scaled in float32, and rounded once.
   scaled = [
@@ -144,8 +149,9 @@ def _products(a: ArrayTree, b: ArrayTree) -> jax.Array:
 
 
 def _add_words(state: ReduceState, words: int) -> ReduceState:
-  """The state with words that were sent besides those of its collectives."""
+  """The state with `words` 4-byte words counted that were sent besides those of its collectives."""
   before = state.counters
+  # u32 wraps around, and is then less than what was added.
   total = before.total_words + jnp.uint32(words)
   wraps = before.total_wraps + (total < words).astype(jnp.uint32)
   return state._replace(

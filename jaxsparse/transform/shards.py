@@ -60,6 +60,11 @@ class Shards:
   ) -> Self:
     """The shards of a pytree.
 
+    Args:
+      tree: the parameters.
+      axes: names and sizes of the axes inside a worker.
+      specs: of the leaves along these axes, in pytree order.
+
     Raises:
       ValueError: if a dimension of a leaf does not divide among the devices of its
         axes, naming the leaf.
@@ -67,6 +72,7 @@ class Shards:
     shapes = flatten.leaf_shapes(tree)
     # Uneven shards would give devices pieces of several sizes, and one program has one.
     for (name, shape), spec in zip(shapes.items(), specs, strict=True):
+      # A spec may have fewer items than a shape has dimensions: the others are whole.
       for size, entry in zip(shape, spec, strict=False):
         ways = _ways(entry, axes)
         if size % ways:
@@ -74,7 +80,8 @@ class Shards:
             f"parameters{name} has shape {shape} and the sharding {spec}, which cuts {size} entries into {ways} "
             f"shards: choose a dimension that {ways} divides, or replicate it inside"
           )
-    # Equal shardings have equal specs then, for comparisons of states.
+    # Without trailing None, so that equal shardings have equal specs where states are
+    # compared.
     return cls(
       tuple(axes.items()), tuple(shapes.values()), tuple(map(_compat.trimmed, specs))
     )
@@ -102,7 +109,8 @@ class Shards:
       uncut = [1] * (len(shape) - len(spec))
       ways = [*(_ways(entry, axes) for entry in spec), *uncut]
       shard = tuple(size // count for size, count in zip(shape, ways, strict=True))
-      # Copies of a shard are shared out, so that no entry is reduced twice.
+      # Devices along the axes that do not cut the leaf hold copies of a shard: each
+      # reduces one share of it, so that no entry is reduced twice.
       pieces.append(share_of(shard, _ways(self._replicated(spec), axes)))
     return pieces
 
@@ -112,7 +120,7 @@ class Shards:
     return tuple(map(math.prod, self.pieces))
 
   def groups(self, groups: Sequence[Group]) -> list[Group]:
-    """The groups of one device: a density means the same as for the whole, k is divided by S and rounded up."""
+    """The groups of one device, given those of whole leaves: a density stays, k is divided by S and rounded up."""
     pieces = self.pieces
 
     def of_device(group: Group) -> Group:
@@ -124,15 +132,17 @@ class Shards:
     return list(map(of_device, groups))
 
   def cut(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """The pieces of this device, of the shards that it holds: vectors."""
+    """The pieces of this device, vectors, from the shards of leaves that it holds; inside a shard_map over its axes."""
     pieces = []
     for shard, spec in zip(leaves, self.specs, strict=True):
       flat = shard.reshape(-1)
+      # Names of the axes along which devices hold copies of this shard.
       alike = self._replicated(spec)
       if alike and flat.size:
         copies = math.prod(map(jax.lax.axis_size, alike))
         # Zeros behind the last entry give all devices pieces of one size.
         padded = jnp.pad(flat, (0, -flat.size % copies))
+        # Row i is the piece of copy i.
         flat = padded.reshape(copies, -1)[jax.lax.axis_index(alike)]
       pieces.append(flat)
     return pieces
@@ -140,8 +150,13 @@ class Shards:
   def join(
     self, pieces: Sequence[jax.Array], shards: Sequence[jax.Array]
   ) -> list[jax.Array]:
-    """Undoes `cut`; the pieces of leaves that lie alike are gathered together, in one message."""
+    """Undoes `cut`: the shards of this device, in the shapes of `shards`, from the pieces of all devices with copies.
+
+    Pieces of leaves with the same dtype and the same axes of copies are gathered in one
+    message.
+    """
     flat = list(pieces)
+    # Numbers of leaves by (axes of copies, dtype).
     alike: dict[Any, list[int]] = {}
     for index, (piece, spec) in enumerate(zip(pieces, self.specs, strict=True)):
       # A leaf that is cut along all axes inside has no copies: its piece is its shard.
@@ -153,6 +168,7 @@ class Shards:
       sizes = [pieces[index].size for index in indices]
       columns_of_leaves = flatten.parts(rows, sizes, axis=1)
       for index, columns in zip(indices, columns_of_leaves, strict=True):
+        # One row a copy; behind the last entry is padding.
         flat[index] = columns.reshape(-1)[: shards[index].size]
     pairs = zip(flat, shards, strict=True)
     return [leaf.reshape(shard.shape) for leaf, shard in pairs]
@@ -165,12 +181,13 @@ class Shards:
 
 
 def share_of(shape: tuple[int, ...], ways: int) -> tuple[int, ...]:
-  """The shape of one of equal shares of an array: rows where these divide, else a vector, the last one with padding.
+  """The shape of one of `ways` equal shares of an array: rows where these divide, else a vector, padded in the last.
 
   Example:
     >>> share_of((8, 6), 2), share_of((5, 3), 2)
     ((4, 6), (8,))
   """
+  # `-(-a // b)` below rounds up.
   if ways == 1 or (shape and shape[0] % ways == 0):
     return (shape[0] // ways, *shape[1:]) if shape else shape
   return (-(-math.prod(shape) // ways),)
@@ -210,7 +227,7 @@ def shards_of(
     leaves = jax.tree.leaves(params)
     of_types = [jax.typeof(leaf).sharding.spec for leaf in leaves]
     return Shards.from_specs(params, axes, of_types)
-  # Shardings are the leaves of this tree, and None in it is none.
+  # A spec is a leaf of this tree; None in the place of a spec is an error below.
   is_spec = lambda x: isinstance(x, (PartitionSpec, NamedSharding))
   by_path = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=is_spec)
   specs = {
@@ -232,7 +249,8 @@ def shards_of(
 
 def check_inside(comm: Comm, shards: Shards | None) -> None:
   """Raises ValueError if a state was made for workers of other devices than those of this program."""
-  # An empty dict is a worker of one device, in the state and in the program alike.
+  # Sizes of the axes inside a worker by name, of the state; `axes` are those of this
+  # program. Empty for a worker of one device.
   made = dict(shards.axes) if shards else {}
   axis = axes_of(comm)
   axes = _compat.axes_inside(axis)

@@ -58,6 +58,14 @@ def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
 
   Arrays of other transformations than ours keep the shardings inside that they have;
   their specs do not name them.
+
+  Args:
+    state: an optax state, as arrays or as shapes.
+    axis: the axis of the workers, or a tuple of axes.
+    inside: whether specs also name the axes inside a worker.
+
+  Raises:
+    ValueError: as `specs`.
   """
   replicated = PartitionSpec()
   _check_wrappers(state)
@@ -67,8 +75,8 @@ def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
   _check_differing(state)
 
   def spec_of(subtree: OptState, row: bool) -> SpecTree:
-    # One row a worker. The spec names the axis of workers alone: `jax.jit` keeps the
-    # shardings that leaves have inside a worker.
+    # `row`: the subtree has a row for each worker. Its spec names the axis of workers
+    # alone: `jax.jit` keeps the shardings that leaves have inside a worker.
     if row:
       return jax.tree.map(lambda _: PartitionSpec(axis), subtree)
     if not is_reduce_state(subtree):
@@ -76,16 +84,19 @@ def placed(state: OptState, axis: AxisName, inside: bool = True) -> SpecTree:
     devices = subtree.layout.shards.names if inside and subtree.layout.shards else ()
     # Cut along the workers first, so that the rows of a worker lie together.
     own_spec = PartitionSpec((*names_of(axis), *devices))
-    # Equal on all workers, and a part of its own at each device of one.
+    # Shared arrays are equal on all workers, and each device of a worker has a part.
     same = PartitionSpec(devices) if devices else replicated
-    # arrays of one worker, those that all share, and those of the layout
+    # For arrays of each worker's own, arrays that all workers share, and the layout.
     return subtree.map_arrays(lambda _: own_spec, lambda _: same, lambda _: replicated)
 
   return jax.tree.map(spec_of, state, worker_rows(state), is_leaf=is_reduce_state)
 
 
 def _check_differing(state: OptState) -> None:
-  """Raises ValueError where arrays of other transformations would be computed from totals that differ."""
+  """Raises ValueError where arrays of other transformations would be computed from totals that differ between workers.
+
+  Inner optimizers of local steps, whose states have a row for each worker, may differ.
+  """
   collectives = [
     collective
     for reduce_state, row in reduce_rows(state)
@@ -110,7 +121,8 @@ def _check_differing(state: OptState) -> None:
     )
 
 
-# States of optax's wrappers: why each is refused, and what inside makes it wrong.
+# State of an optax wrapper -> (why it is refused, finder of the states inside that make
+# it wrong: the wrapper is refused if the finder returns any).
 _WRAPPERS: dict[type, tuple[str, Callable[[Any], list[Any]]]] = {
   optax.MultiStepsState: (
     "optax.MultiSteps around a jaxsparse transform accumulates the gradients of one worker as if they were those of "
@@ -141,13 +153,17 @@ _WRAPPERS: dict[type, tuple[str, Callable[[Any], list[Any]]]] = {
 
 
 def _check_wrappers(state: OptState) -> None:
-  """Refuses wrappers that look at local gradients: what they keep would differ between workers."""
+  """Raises ValueError for wrappers that look at local gradients: what they keep would differ between workers.
+
+  `_WRAPPERS` has the states of such wrappers of optax by type, each with the error and
+  a function that lists the states inside for which the wrapper is wrong.
+  """
   for leaf in jax.tree.leaves(state, is_leaf=lambda leaf: type(leaf) in _WRAPPERS):
     if type(leaf) in _WRAPPERS:
       message, refused = _WRAPPERS[type(leaf)]
       if refused(tuple(leaf)):
         raise ValueError(message)
-      # Wrappers may be nested.
+      # Wrappers may be nested. As a tuple, since the wrapper itself is a leaf here.
       _check_wrappers(tuple(leaf))
 
 
@@ -169,13 +185,18 @@ def _is_chain(state: OptState) -> bool:
 
 
 def _check_chain(chain: OptState, averaged: frozenset[str]) -> None:
+  """`_check_chains` of the state of one chain: `averaged` are the names of leaves that were averaged before it."""
+  # (name or number, state) of each transformation.
   named = chain.items() if isinstance(chain, OrderedDict) else enumerate(chain)
   states = list(named)
   for position, (name, state) in enumerate(states):
+    # The leaves that this transformation, or one inside it, averages.
     reduced = _reduced_leaves(state)
-    # Gradients of these leaves are still those of one worker at this position.
+    # Leaves that this or a later transformation averages and none has before: their
+    # gradients are still those of one worker here.
     local = _reduced_leaves([later for _, later in states[position:]]) - averaged
     arrays = leaves_by_name(state).items()
+    # A transformation around or with a jaxsparse transform may hold chains itself.
     if reduced:
       _check_chains(state, averaged)
     elif any(_is_local(path, leaf, local, averaged) for path, leaf in arrays):
@@ -198,9 +219,14 @@ def _is_local(
   """Whether an array in the state of another transformation is made of gradients that are not averaged yet.
 
   Scalars may be rates, or counts of steps, which are the same on every worker; a
-  boolean one is a finding about gradients. Once some leaves are averaged, arrays are
-  those of the leaf whose name ends their path.
+  boolean scalar may be judged from gradients. Before any leaf is averaged, every array
+  counts; after that, an array counts if its path ends with the name of a local leaf.
+
+  Args:
+    path: of the array in the state.
+    leaf: the array.
+    local: names of leaves whose gradients are still those of one worker.
+    averaged: names of leaves that a transform has averaged before.
   """
-  # A scalar is a count or a rate; a flag may be judged from gradients.
   of_gradients = jnp.ndim(leaf) > 0 or jnp.result_type(leaf) == jnp.bool_
   return of_gradients and bool(local) and (not averaged or path.endswith(tuple(local)))

@@ -66,21 +66,24 @@ class Layout(NamedTuple):
     shards: Shards | None = None,
     method: Method | None = None,
   ) -> Self:
-    """The layout of a state of so many workers and gradient entries."""
-    # `to_bytes` of a TrainState needs it; the rest of a layout are arrays.
+    """The layout of a state of so many workers and gradient entries; `shards` and `method` as in `Layout`."""
+    # Flax's `to_bytes`, as of a TrainState, fails for a type that it does not know.
+    # `shards` and `method` hold no array, so they are registered as empty dicts, and
+    # `from_bytes` keeps those of its target. Here, since every state has a layout, and
+    # only if the program has imported Flax, which jaxsparse does not need.
     if flax := sys.modules.get("flax.serialization"):
       for static in (Method, Shards):
         flax.register_serialization_state(
           static, lambda _: {}, lambda target, _: target, override=True
         )
     checksum = jnp.uint32(checksum_of(shards, method))
-    # A number beyond u32 is stored as its largest one.
+    # An n beyond u32 is stored as the largest u32.
     most = jnp.uint32(min(entries, 2**32 - 1))
     return cls(jnp.int32(workers), most, checksum, shards, method)
 
 
 def checksum_of(shards: Shards | None, method: Method | None) -> int:
-  """The checksum of the JSON of a layout."""
+  """The CRC-32 of shards and method as JSON: the same for equal layouts, in every process."""
   # A name and a tuple of this name alone are the same sharding.
   names_of_spec = lambda spec: [_compat.names_of(entry or ()) for entry in spec]
   layout = shards and {
@@ -156,6 +159,7 @@ class ReduceState(NamedTuple):
         each of its devices another piece.
       layout: of the layout, the same on all workers and devices.
     """
+    # () has no arrays: shared ones are mapped by themselves below.
     carried, counters = jax.tree.map(
       local, (self.carried._replace(shared=()), self.counters)
     )
@@ -165,7 +169,7 @@ class ReduceState(NamedTuple):
   def idle(self, skipped: jax.Array) -> Self:
     """The state after a step without messages; `skipped`, bool[], says whether the workers skip it."""
     before = self.counters
-    # No message was sent: all other counters are 0.
+    # No message was sent: all other counters have their defaults, mostly 0.
     step = Counters(
       skipped=skipped,
       skipped_steps=before.skipped_steps + skipped.astype(jnp.int32),
@@ -175,7 +179,12 @@ class ReduceState(NamedTuple):
     return self._replace(counters=jax.tree.map(jnp.full_like, before, step))
 
   def undo_if(self, skipped: jax.Array, before: Self) -> Self:
-    """The state after a step; where the step is skipped, that `before` it, with the counters of the skipped step."""
+    """The state after a step; where the step is skipped, that `before` it, with the counters of the skipped step.
+
+    `skipped`, bool[], may be true where this transform itself has not skipped: another
+    transform of the chain has.
+    """
+    # `skipped_steps` counts from `before`: `self` may have counted the step already.
     counters = self.counters._replace(
       skipped=jnp.full_like(self.counters.skipped, skipped),
       skipped_steps=before.counters.skipped_steps + skipped.astype(jnp.int32),
@@ -198,6 +207,7 @@ class RestoredState(NamedTuple):
 
   def factors(self, size: int) -> jax.Array:
     """1/s of each leaf at an exchange of `size` workers, f32[leaves], 1 … √P."""
+    # s² = shared / delivered; where nothing is delivered, a leaf of zeros, s = 1.
     shared, delivered = self.products.T
     # 1 / P where updates are orthogonal, 1 where they are equal; rounding may pass both.
     ratio = shared / jnp.where(delivered > 0, delivered, 1.0)
@@ -231,7 +241,7 @@ class LocalState(NamedTuple):
       …] at a worker and [P, …] outside shard_map.
     outer: the state of the outer chain for each fragment: residuals as in a
       `ReduceState`, everything else the same on every worker.
-    moved: like the parameters, f32[1 or P, …]: the anchor minus the parameters of a
+    moved: like the parameters, f32[1 or P, …]: the outer parameters minus those of a
       worker, θ − θ_w, but for an applied residual; () with `every=1`, which leaves
       nothing moved.
     since: i32[], steps since the last exchange, with a delay since it was applied; with
@@ -303,7 +313,7 @@ def map_states(
   state: OptState,
   kind: type = ReduceState,
 ) -> OptState:
-  """The state with `function(leaf)` in place of each state of that kind."""
+  """The state with `function(substate)` in place of each state of that kind within it."""
   is_kind = lambda subtree: isinstance(subtree, kind)
   return jax.tree.map(
     lambda leaf: function(leaf) if is_kind(leaf) else leaf, state, is_leaf=is_kind
@@ -316,21 +326,28 @@ def idle_step(state: OptState, skipped: jax.Array) -> OptState:
 
 
 def with_own_keys(state: OptState, rank: jax.Array) -> OptState:
-  """The state of a worker before the first step, with the random keys of its own optimizers folded with its number."""
-  # The leading axis of a worker's own keys is that of workers, here of one.
+  """The state of a worker before the first step, with the random keys of its own optimizers folded with `rank`.
+
+  Keys outside of local steps, which are the same on every worker, stay.
+  """
+  # Keys of a worker's own have a leading axis of workers, here of one: hence the vmap.
   fold = jax.vmap(lambda key: jax.random.fold_in(key, rank))
   fold_own = lambda row, leaf: fold(leaf) if row and _compat.is_key(leaf) else leaf
   return jax.tree.map(fold_own, jax.tree.broadcast(worker_rows(state), state), state)
 
 
 def with_rows(state: OptState) -> OptState:
-  """The state with numbers that were set by hand in workers' own optimizers, a learning rate, given to each of them.
+  """The state with a row for each worker in all arrays of workers' own optimizers, also those set by hand.
+
+  A user may replace an array [P] of a local optimizer, as a learning rate, by a number:
+  it is repeated for each worker. A state without local steps stays as it is.
 
   Raises:
     ValueError: for arrays without a row for each worker, by their names.
   """
 
   def fit(path: jax.tree_util.KeyPath, leaf: Any, row: bool) -> ArrayTree:
+    # `row`: whether each worker has a row of this array.
     if not row or jnp.shape(leaf)[:1] == (workers,):
       return leaf
     # A number set by hand, as `state.hyperparams["learning_rate"] = 0.1`.
@@ -345,7 +362,8 @@ def with_rows(state: OptState) -> OptState:
   if not states:
     return state
   outer = reduce_states(states[0].outer)[0]
-  # The workers that the state was made for may be others than those of the mesh.
+  # P of the state, by its counters, [P · S]: it may be another number than on the mesh,
+  # and is 1 inside shard_map and under MPI.
   workers = outer.counters.skipped.size // outer.devices
   fields = [getattr(local, name) for local in states for name in local.per_worker()]
   # This runs in every step, so the quick check comes first.
@@ -371,10 +389,12 @@ def labelled(state: OptState) -> dict[str, ReduceState]:
   """Every `ReduceState` within an optax state by its label: that of `optax.multi_transform`, else its path."""
   leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_reduce_state)
   pairs = [(path, leaf) for path, leaf in leaves if is_reduce_state(leaf)]
+  # `optax.multi_transform` keeps states in a dict by label; other keys of a path are
+  # fields and indices.
   is_label = lambda key: isinstance(key, jax.tree_util.DictKey)
   label = lambda path: "/".join(str(key.key) for key in path if is_label(key))
   labels = [label(path) for path, _ in pairs]
-  # Paths are long, but never equal.
+  # Labels that are missing or not unique: paths are longer, but never equal.
   if len(set(labels)) < len(labels) or "" in labels:
     labels = [jax.tree_util.keystr(path) for path, _ in pairs]
   return dict(zip(labels, (leaf for _, leaf in pairs), strict=True))
@@ -383,12 +403,13 @@ def labelled(state: OptState) -> dict[str, ReduceState]:
 def worker_rows(state: OptState, within: bool = False) -> OptState:
   """A state with booleans in place of arrays and of `ReduceState`s: whether they have a row for each worker.
 
-  The fields that `per_worker` of a state lists have; all others are the same on every
-  worker, but for a `ReduceState`, which has arrays of both kinds.
+  The arrays in the fields that `per_worker` of a state lists have rows; all others are
+  the same on every worker. A `ReduceState`, whose arrays are of both kinds, counts as
+  one leaf: true if it is in such a field, as in an inner optimizer of local steps.
 
   Args:
     state: an optax state.
-    within: whether it is a part of such a field.
+    within: whether the state is a part of such a field.
 
   Example:
     >>> worker_rows((LocalState([jnp.zeros(2)], [jnp.zeros(2)], (), jnp.int32(0), jnp.int32(0)), jnp.zeros(3)))
@@ -396,7 +417,8 @@ def worker_rows(state: OptState, within: bool = False) -> OptState:
   """
 
   def rows_of(subtree: OptState) -> OptState:
-    # Below a row everything has one: no further subtree is asked.
+    # `_has_rows` is true of a state with `per_worker`. All within a field with rows has
+    # rows, so no further `per_worker` is asked.
     if not _has_rows(subtree) or within:
       return within
     return type(subtree)(
@@ -428,16 +450,18 @@ def reduce_rows(state: OptState) -> list[tuple[ReduceState, bool]]:
 
 def is_skipped(state: OptState) -> jax.Array:
   """Whether a transform skipped this step, bool[], on all devices of all workers; inside shard_map."""
-  # Flags are equal on all devices of all workers, so one entry of each suffices.
+  # Flags, [S] of the devices, are equal everywhere, so one entry of each suffices. They
+  # may be sharded over devices: gathered before the first entry is read.
   flags = [
     _compat.resharded(reduce_state.counters.skipped, PartitionSpec()).reshape(-1)[0]
     for reduce_state in reduce_states(state)
   ]
+  # `mark_total` declares the flag as equal on all workers, along all axes.
   return mark_total(jnp.any(jnp.array(flags)), None)
 
 
 def join_groups(groups: Sequence[State]) -> State:
-  """What a transform carries, from the states of its groups: tuples of their parts. Undoes `ReduceState.groups`."""
+  """One `State` of tuples, an item for each group, from the states of the groups; undoes `ReduceState.groups`."""
   return State(
     *(tuple(getattr(group, name) for group in groups) for name in State._fields)
   )

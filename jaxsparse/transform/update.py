@@ -57,7 +57,8 @@ class Transform(optax.GradientTransformationExtraArgs):
   Attributes:
     comm: the workers.
     with_collectives: `with_collectives(change)` is the transform with the collectives
-      that `change(collectives)` returns, one for each.
+      that `change(collectives)` returns, one for each. Wrappers such as
+      `js.momentum_corrected` put theirs around them.
   """
 
   comm: Comm
@@ -74,10 +75,12 @@ def collective_transform(
   shardings: SpecTree = None,
 ) -> Transform:
   """The transform that averages gradients with `collective` over the workers of `axis`; see `js.make_transform`."""
-  # `special` names the collectives of some leaves, `collective` is that of the rest.
+  # `special` gives some leaves other collectives by their names; `collective` is that
+  # of the rest.
   assignment = (
     assign_collectives(collective, special) if special else Assignment([collective])
   )
+  # shapes by name -> groups of leaves
   grouped = functools.partial(groups_of, assignment=assignment)
   return grouped_transform(grouped, assignment.collectives, axis, shardings, special)
 
@@ -99,7 +102,8 @@ def grouped_transform(
       comm.
     shardings: of the parameters inside a worker, where neither their types nor
       `js.init` tell them.
-    special: by expressions, each of which the name of a leaf must match.
+    special: by expressions, each of which the name of a leaf must match; None for
+      none.
   """
   comm = comm_of(axis)
 
@@ -111,12 +115,14 @@ def grouped_transform(
     checks.check_own_leaves(params)
     if special:
       check_special(special, params)
+    # Shapes by name: the state records names, shapes and groups as its `method`.
     shapes = flatten.leaf_shapes(params)
     groups = tuple(grouped(shapes))
     method = Method(tuple(shapes), tuple(shapes.values()), groups)
     return first_state(comm, method, shards_of(comm, params, shardings))
 
   def with_collectives(change: _Change) -> Transform:
+    # `grouped` of the new transform: the same groups, with changed collectives.
     def changed(shapes: Shapes) -> list[Group]:
       groups = grouped(shapes)
       # No leaf has an entry: `change` would find no collective to judge.
@@ -146,23 +152,39 @@ def _update(
   agree: jax.Array | None = None,
   **extra: ArrayTree,
 ) -> tuple[optax.Updates, ReduceState]:
-  """`update` of the transform; in local steps of `js.local_steps` `agree`, bool[], says that this worker is finite."""
+  """`update` of the transform.
+
+  Args:
+    comm: the workers.
+    grouped: the groups of leaves of these shapes, by name.
+    updates: the gradients of this worker.
+    state: of this worker.
+    params: not read.
+    agree: None in a usual step. `js.local_steps` gives it in a step without an
+      exchange: bool[], whether this worker is finite. Nothing but this flag is sent.
+    **extra: not read.
+
+  Returns:
+    The mean over workers, and the next state.
+  """
   del params, extra
   flatten.check_leaves(updates)
   check_inside(comm, state.layout.shards)
-  # `js.local_steps` between exchanges: zeros, and `skipped` unless all agree
+  # Between exchanges of `js.local_steps` the update is zeros, and the step is skipped
+  # unless all workers are finite.
   if agree is not None:
     agreed = comm.all_reduce(agree.astype(jnp.int32), "min") > 0
     return optax.tree.zeros_like(updates), state.idle(~agreed)
   groups = grouped(flatten.leaf_shapes(updates))
-  # A state of other groups is refused before its arrays are read.
+  # A state made for other groups is refused before its arrays are read.
   checks.check_method(state, groups, updates, comm.size)
   if not groups:  # no leaf has an entry, as with a label of `optax.multi_transform`
     return updates, state.idle(jnp.bool_(False))
   checks.check_local(comm, updates)
   checks.warn_of_frozen([state], updates)
   leaves, structure = jax.tree.flatten(updates)
-  # `js.local_steps` gives the dtypes of parameters where its updates are wider.
+  # The dtypes to round the mean to, by leaf: those of the gradients, unless
+  # `js.local_steps` gives those of the parameters by the context `mean_dtypes`.
   parameter_dtypes = dict(mean_dtypes.value)
   dtypes = [
     parameter_dtypes.get(name, jnp.result_type(leaf))
@@ -173,6 +195,7 @@ def _update(
   return jax.tree.unflatten(structure, leaves), state
 
 
+# A custom derivative that raises: JAX's own would be wrong, without an error.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _without_derivative(flat: jax.Array, name: str) -> jax.Array:  # noqa: ARG001
   """The gradient of a group whose collective has no derivative."""
@@ -188,10 +211,18 @@ def _refuse_derivative(name: str, *_: ArrayTree) -> ArrayTree:
 
 
 def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceState:
-  """The state of one worker before the first step."""
+  """The state of one worker before the first step; where a worker has several devices, of all of them.
+
+  Args:
+    comm: the workers.
+    method: the leaves and their groups.
+    shards: how leaves lie on the devices of a worker; None for workers of one device.
+  """
   check_inside(comm, shards)
   start = functools.partial(_start_groups, size=comm.size)
   if shards:
+    # A shard_map without arguments over the axes inside a worker, on the mesh around
+    # it: each device starts with its own pieces, and results are concatenated.
     device = lambda: add_device_axis(*start(shards.groups(method.groups)))
     carried, counters = _compat.shard_map(
       device, None, (), PartitionSpec(shards.names), shards.names
@@ -201,11 +232,12 @@ def first_state(comm: Comm, method: Method, shards: Shards | None) -> ReduceStat
   layout = Layout.of_workers(
     comm.size, sum(group.entries for group in method.groups), shards, method
   )
+  # `mark_total` declares the layout as equal on all workers, for checks of replication.
   return ReduceState(carried, counters, mark_total(layout, axes_of(comm)))
 
 
 def _start_groups(groups: Sequence[Group], size: int) -> tuple[State, Counters]:
-  """What one device carries before the first step."""
+  """What one device carries before the first step, and its counters; `size` is the number of workers."""
   # An error about sizes should come before any array of n is made.
   for group in groups:
     group.collective.check_size(group.entries, size)
@@ -230,20 +262,28 @@ def at_devices(
 ) -> tuple[list[jax.Array], ReduceState]:
   """`step(groups, leaves, state)` at a worker: at each of its devices, on its pieces of the leaves.
 
-  Where a worker has several devices, `step` gets their groups, and the names of the
-  axes of these devices as well.
+  Where a worker has several devices, `step` gets the groups of one device, and the
+  names of the axes of these devices as `inside=`.
+
+  Args:
+    step: returns (leaves, state) like those that it is given.
+    groups: of whole leaves.
+    leaves: of the worker, whole or sharded over its devices.
+    state: of the worker.
   """
   layout = state.layout
   shards = layout.shards
   if not shards:
     return step(groups, leaves, state)
+  # Specs along the axes inside a worker: of each leaf; of the state, one part a device.
   specs = list(shards.specs)
   split = PartitionSpec(shards.names)
 
   def device(
     leaves: list[jax.Array], carried: State, counters: Counters
   ) -> tuple[list[jax.Array], State, Counters]:
-    # The axis of devices is one of the worker's state, not of what a device carries.
+    # Shared arrays have a leading axis of devices in the state of a worker, [1, …]
+    # here, which collectives do not know.
     shared = first_row(carried.shared)
     device_state = ReduceState(
       carried._replace(shared=shared), counters, layout._replace(shards=None)
@@ -253,6 +293,7 @@ def at_devices(
     )
     return shards.join(pieces, leaves), *add_device_axis(after.carried, after.counters)
 
+  # None: over the mesh of the shard_map around, whose other axes are the workers'.
   program = _compat.shard_map(
     device, None, (specs, split, split), (specs, split, split), shards.names
   )
@@ -265,7 +306,7 @@ def at_devices(
 
 
 def add_device_axis(carried: State, counters: Counters) -> tuple[State, Counters]:
-  """The state of one device with a leading axis of devices everywhere; what workers share has none by itself."""
+  """The state of one device with a leading axis of devices everywhere: shared arrays get one, others have one."""
   return carried._replace(shared=add_row(carried.shared)), counters
 
 
@@ -277,6 +318,7 @@ def reduce_step(
   divisor: int = 1,
 ) -> tuple[jax.Array, ReduceState]:
   """One reduction at one worker: f32[n] to the f32[n] sum over workers, divided by `divisor`, and the next state."""
+  # One leaf, number 0, in one group; the last list has the dtype of the result.
   groups = [Group((0,), grads.size, collective)]
   (update,), state = reduce_groups(comm, groups, [grads], state, divisor, [grads.dtype])
   return update, state
@@ -285,10 +327,15 @@ def reduce_step(
 def _flatten(
   group: Group, leaves: list[jax.Array], dtypes: Sequence[jnp.dtype]
 ) -> tuple[jax.Array, Callable, flatten.LeafRounding | None]:
-  """The gradient of a group, f32[n]; the function from f32[n] to its float32 leaves; the rounding to their dtypes."""
+  """The gradient of a group, f32[n]; the function from f32[n] to its float32 leaves; the rounding to their dtypes.
+
+  `leaves` and `dtypes` are of all groups, in pytree order. The rounding is None where
+  all leaves of the group have 32 bits or more.
+  """
   group_leaves = [leaves[leaf] for leaf in group.leaves]
   flat, unflatten = flatten.flatten(optax.tree.cast(group_leaves, jnp.float32))
-  # JAX would take the choice of entries for a constant, and differentiate the rest.
+  # Without this, JAX would take the choice of entries for a constant and return a wrong
+  # derivative; with it, differentiation raises.
   if not group.collective.traits.differentiable:
     flat = _without_derivative(flat, group.collective.name)
   sizes = [leaf.size for leaf in group_leaves]
@@ -304,12 +351,22 @@ def _apply_or_undo(
   finite: jax.Array,
   axes: tuple[str, ...] | None,
 ) -> tuple[jax.Array, State]:
-  """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`."""
+  """The update f32[n] and the next state of one group; zeros and the state before where the step is not `finite`.
+
+  Args:
+    reduced: the result of the collective.
+    commit: of `reduced.mean`; writes the mean and the residual.
+    traits: of the collective.
+    before: the state of the group before the step.
+    finite: bool[], the same on all workers.
+    axes: of the workers; None for a comm that does not name them.
+  """
   update, residual = commit(finite, before.residual, traits.decay)
   # A total made of messages is equal on all workers, which types cannot show.
   if traits.replicates:
     update = mark_total(update, axes)
   # `commit` undoes the residual in the pass that writes it; all else is chosen here.
+  # The fields of a `State` are (residual, worker, shared).
   worker, shared = optax.tree.where(finite, reduced.state[1:], before[1:])
   return update, State(residual, worker, mark_total(shared, axes))
 
@@ -333,12 +390,12 @@ def reduce_groups(
   Args:
     comm: the workers.
     groups: in the order in which they are sent.
-    leaves: of the gradient.
+    leaves: of the gradient, in pytree order; leaves in no group are returned unchanged.
     state: of one worker or device.
-    divisor: of the totals.
-    dtypes: of the results.
+    divisor: of the totals, the number of workers for a mean.
+    dtypes: of the results, one a leaf.
     inside: names of the axes of the devices of a worker, which agree on one scalar: all
-      of them skip a step, or none.
+      of them skip a step, or none; empty where a worker is one device.
 
   Returns:
     The sums of the leaves over the workers, divided by `divisor` and rounded to
@@ -346,14 +403,17 @@ def reduce_groups(
     share at each worker.
   """
   axes = axes_of(comm)
+  # (group, state before, result, commit, inverse of flattening) of each group.
   results = []
   are_finite: list[jax.Array] = []  # the means, the same at every worker
   for group, before in zip(groups, state.groups, strict=True):
     earlier = [are_finite[group_number] for group_number in group.waits_for]
-    # A data dependency holds back the messages until these means are there.
+    # A data dependency on a flag of each earlier mean holds back the messages of this
+    # group until these means are computed.
     after_earlier = ordering.following(comm, earlier) if earlier else comm
     flat, unflatten, rounding = _flatten(group, leaves, dtypes)
     reduced = group.collective.reduce(after_earlier, flat, before)
+    # `commit(finite, …)` below ends the step of this group, once all groups are known.
     mean, commit = reduced.mean(divisor, rounding)
     are_finite.append(mark_total(flatten.all_finite(mean), axes))
     results.append((group, before, reduced, commit, unflatten))
@@ -371,6 +431,7 @@ def reduce_groups(
     for leaf, mean in zip(group.leaves, unflatten(update), strict=True):
       means[leaf] = mean.astype(dtypes[leaf])
   entries = sum(group.entries for group in groups)
+  # `update` is that of the last group: `count_step` needs any array of the step.
   counters = count_step(
     [reduced.counters for _, _, reduced, *_ in results],
     entries,

@@ -30,6 +30,7 @@ from jaxsparse.arrays.flatten import (
 from jaxsparse.transform.state import ReduceState
 from jaxsparse.types import ArrayTree
 
+# True within an exchange of local steps that takes no step.
 synchronizing = jax.make_user_context(False)
 mean_dtypes = jax.make_user_context(())  # pairs of a leaf's name and a dtype
 
@@ -57,6 +58,7 @@ def _concatenate(tree: ArrayTree) -> jax.Array:
 
 
 def _divide(tree: ArrayTree, seen: jax.Array) -> ArrayTree:
+  """Undoes `_concatenate`: `seen`, one vector of all entries, in the shapes and dtypes of the leaves of `tree`."""
   leaves, structure = jax.tree.flatten(tree)
   # Leaves of several dtypes were promoted to one.
   pieces = zip(parts(seen, [leaf.size for leaf in leaves]), leaves, strict=True)
@@ -72,6 +74,8 @@ def trained(params: optax.Params) -> optax.Params:
 
 def overwritten(params: optax.Params) -> ArrayTree:
   """Flax's collection of scales of fp8, whose "gradients" are the next values; () of parameters without one.
+
+  `OVERWRITTEN` is the name of this collection, a key beside "params".
 
   Raises:
     ValueError: for parameters with other collections than this one and "params", as
@@ -95,7 +99,7 @@ def optimized(params: optax.Params) -> optax.Params:
 def with_optimized(
   like: optax.Params, new: optax.Params, scales: ArrayTree = None
 ) -> ArrayTree:
-  """`like` with `new` in place of what an optimizer updates, and other `scales` of fp8, if some are given."""
+  """`like` with `new` in place of what an optimizer updates, and with `scales` of fp8; None keeps those of `like`."""
   old_scales = overwritten(like)
   # No collection, or an empty one: parameters stand alone.
   if not jax.tree.leaves(old_scales):
@@ -106,7 +110,12 @@ def with_optimized(
 
 
 def _is_flat(states: Sequence[ReduceState], params: optax.Params) -> bool:
-  """Whether the transforms with these states see one vector of all leaves, as inside `optax.flatten`."""
+  """Whether the transforms with these states see one vector of all leaves, as inside `optax.flatten`.
+
+  That is so if their leaves, by name and shape, are not those of the parameters, but
+  the one vector is.
+  """
+  # (name, shape) of each leaf that a state was made for.
   made = {leaf for state in states for leaf in state.leaves}
   fits = lambda flat: made <= set(leaf_shapes(_shapes(flat, params)).items())
   # Where neither fits, the error comes from checks, which name the leaf.
@@ -114,11 +123,13 @@ def _is_flat(states: Sequence[ReduceState], params: optax.Params) -> bool:
 
 
 def _see(flat: bool, params: optax.Params) -> ArrayTree:
+  """The parameters as a transform sees them, a pytree with parts of complex leaves; if `flat`, one vector of all."""
   pairs = split_complex(optimized(trained(params)))
   return _concatenate(pairs) if flat else pairs
 
 
 def _shapes(flat: bool, params: optax.Params) -> ArrayTree:
+  """`_see` of shapes, as `jax.ShapeDtypeStruct`; `params` may be arrays or shapes."""
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params
   )
@@ -147,11 +158,16 @@ def map_seen(
   states: Sequence[ReduceState],
   tree: optax.Params,
 ) -> optax.Params:
-  """A pytree like the parameters with `change(name, leaf)` for each leaf that the transforms with these states see."""
+  """A pytree like the parameters with `change(name, leaf)` for each leaf that the transforms with these states see.
+
+  What transforms do not see, as slow parameters of `optax.lookahead` and Flax's scales
+  of fp8, stays as in `tree`.
+  """
   flat = _is_flat(states, tree)
   seen = _see(flat, tree)
   leaves = [change(name, leaf) for name, leaf in leaves_by_name(seen).items()]
   changed = jax.tree.unflatten(jax.tree.structure(seen), leaves)
+  # Back again: one vector to leaves, parts to complex leaves, these into `tree`.
   params = optimized(trained(tree))
   pairs = _divide(split_complex(params), changed) if flat else changed
   joined = join_complex(params, pairs)

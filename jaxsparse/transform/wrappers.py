@@ -17,7 +17,7 @@ each worker before the residual is added, as if each entry were delivered at onc
     home = residual + u    reduced by any collective
 
 Where mass of a worker has left its residual, its momentum is zero from then on (factor
-masking, §3.2): it would push further in the direction of an old gradient.
+masking): it would push further in the direction of an old gradient.
 """
 
 import numbers
@@ -45,10 +45,11 @@ def momentum_corrected(
 
       u ← m u + g,  reduced: u          with nesterov:  u ← m (u + g),  reduced: u + g
 
-  and `u = 0` where the residual of this worker then holds something else than what
-  entered, residual + u. Law C is that of the collective, for u in place of the
-  gradient. The momentum of the workers is f32[n] a worker of its state, and starts anew
-  after `js.resize` and `js.convert`. A skipped step keeps it.
+  and then `u = 0` at each entry whose next residual is not what entered the exchange,
+  the residual before + u: there mass has left this worker. Law C is that of the
+  collective, for u in place of the gradient. The momentum is f32[n] for each worker in
+  the state, and starts anew after `js.resize` and `js.convert`. A skipped step keeps
+  it.
 
   The optimizer that follows has **no momentum of its own**: `optax.sgd(rate)`. With a
   collective that delivers all entries the update is that of momentum after a dense
@@ -99,12 +100,12 @@ def momentum_corrected(
   )
   if clip_norm is None:
     return corrected
-  # The number of workers is known inside the axis only. With independent gradients
-  # the norm of their mean is P^−½ times that of one of them.
+  # A function, since the number of workers P is known inside the axis only. The norm of
+  # the sum of P independent gradients is √P times that of one: with c/√P each, about c.
   largest = lambda: clip_norm * transform.comm.size**-0.5
 
   def clip(grads: optax.Updates, params: optax.Params) -> optax.Updates:  # noqa: ARG001
-    # In float16 the square of 256 is Inf, and the clipped gradient would be 0.
+    # In float16 the square of 256 is Inf, so that the norm is Inf and the result 0.
     wide = jax.tree.map(lambda grad: grad.astype(wide_dtype(grad)), grads)
     clipped, _ = optax.clip_by_global_norm(largest()).update(wide, optax.EmptyState())
     return optax.tree.cast_like(clipped, grads)
@@ -216,7 +217,7 @@ def warmed_up(
   for step, density in densities.items():
     check_whole("warmed_up", 1, step=step)
     check_fraction(f"warmed_up before step {step}", "density", density)
-  # Each density holds up to its step, so the steps ascend strictly.
+  # Densities hold one after the other, each up to its step: steps ascend strictly.
   if not steps or sorted(set(steps)) != list(steps):
     raise ValueError(
       f"warmed_up: densities={dict(densities)!r}, give at least one density, by ascending steps"
@@ -224,6 +225,7 @@ def warmed_up(
 
   def change(collectives: list[Collective]) -> list[Collective]:
     names = ", ".join(collective.name for collective in collectives)
+    # A wrapper's collective has no density of its own to change: wrap afterwards.
     if any(isinstance(collective, Wrapped) for collective in collectives):
       raise ValueError(
         f"warmed_up: {names} is given, warm up first: js.momentum_corrected(js.warmed_up(...)) or js.ef21(the same)"

@@ -8,7 +8,7 @@ BYTES = 8
 
 
 def digest(pieces: Iterable[Any]) -> int:
-  """The first 62 bits of the SHA-256 of concatenated bytes.
+  """The first 62 bits of the SHA-256 of concatenated buffers: of bytes, or contiguous numpy arrays.
 
   Example:
     >>> digest([b"ab", b"c"]) == digest([b"abc"]) < 2**62
@@ -17,11 +17,12 @@ def digest(pieces: Iterable[Any]) -> int:
   sha256 = hashlib.sha256()  # many processors have instructions for it
   for piece in pieces:
     sha256.update(piece)
+  # 62 bits fit signed 64-bit integers, as messages have them.
   return int.from_bytes(sha256.digest()[:BYTES]) >> 2
 
 
 def chained(before: int, content: int) -> int:
-  """The id of a version: the digest of the id before and of a number for its content.
+  """The id of a version: the digest of `before`, the id of the version before, and `content`, a number for its content.
 
   Example:
     >>> chained(chained(0, 5), 6) == chained(chained(0, 6), 5)

@@ -28,8 +28,8 @@ class Name(NamedTuple):
 
   Attributes:
     version: its number.
-    run: of the publisher; a later one has a larger number.
-    process: the one that wrote it, of `processes`.
+    run: number of the publisher; a later publisher has a larger number.
+    process: number of the process that wrote it, of so many `processes`.
     kind: "link" or "anchor".
   """
 
@@ -48,7 +48,7 @@ Versions = dict[tuple[int, int, str], list[Name]]
 
 
 def names(folder: pathlib.Path) -> list[Name]:
-  """The names of all versions, oldest first, and the parts of one in order; without other files."""
+  """The names of all versions, oldest first, and the files of one version in order; without other files."""
   # A folder may hold files of others, and unfinished ones.
   matches = map(_NAME.fullmatch, os.listdir(folder))
   fields = [match.groups() for match in matches if match]
@@ -57,7 +57,7 @@ def names(folder: pathlib.Path) -> list[Name]:
 
 
 def complete_versions(names: list[Name]) -> Versions:
-  """The links and anchors whose parts are there from all processes."""
+  """The links and anchors whose files are there from all processes: their names by version, run and kind."""
   versions: Versions = collections.defaultdict(list)
   for name in names:
     versions[name.version, name.run, name.kind].append(name)
@@ -69,7 +69,13 @@ def complete_versions(names: list[Name]) -> Versions:
 def write(
   folder: pathlib.Path, name: Name, header: Header, arrays: list[np.ndarray]
 ) -> int:
-  """Writes a file aside, syncs and renames it; returns its bytes.
+  """Writes a file aside, syncs and renames it; returns its size in bytes.
+
+  Args:
+    folder: where to write.
+    name: of the file.
+    header: what JSON holds, without "arrays", which is added.
+    arrays: to write behind the header, in any dtype.
 
   Raises:
     OSError: for a full disk, for example; then no such file is there.
@@ -91,7 +97,7 @@ def write(
 
 
 def read(folder: pathlib.Path, name: Name) -> tuple[Header, list[np.ndarray]]:
-  """Header and arrays.
+  """The header and the arrays of a file, as they were given to `write`; arrays are flat.
 
   Raises:
     ValueError: for a file that is foreign, not whole, changed or renamed.
@@ -114,5 +120,6 @@ def read(folder: pathlib.Path, name: Name) -> tuple[Header, list[np.ndarray]]:
 
 
 def _seal(name: Name, content: Sequence[Any]) -> bytes:
+  """The first bytes of a file: the format, and a digest of its name and of `content`, all that follows."""
   # A renamed file is refused, as its name is sealed with its content.
   return _MAGIC + digest([str(name).encode(), *content]).to_bytes(BYTES)

@@ -1,4 +1,12 @@
-"""A folder of versions of a model in a serving dtype, and the bit patterns that a process holds."""
+"""A folder of versions of a model in a serving dtype, and the bit patterns that a process holds.
+
+A `Folder` knows of the model:
+
+    _like, _structure   the leaves of `params_like`, and the structure of the pytree
+    _served             the shape and serving dtype of each leaf
+    _layout             the name, serving dtype and shape of each leaf, in words
+    _folder             the folder of this dtype and model, within the one that was given
+"""
 
 import os
 import pathlib
@@ -16,10 +24,11 @@ from jaxsparse.weights.digests import BYTES, digest
 
 
 class Patterns(NamedTuple):
-  """Bit patterns.
+  """The bit patterns of the leaves, or of the shards of leaves, that one process writes.
 
   Attributes:
-    boxes: the number of a leaf, where a box of it starts, and the box's shape.
+    boxes: of each shard: the number of its leaf, where it starts in the leaf, and its
+      shape.
     arrays: the patterns of each box, u8, u16 or u32[entries]; two u32 for 8 bytes.
   """
 
@@ -27,7 +36,7 @@ class Patterns(NamedTuple):
   arrays: list[np.ndarray]
 
   def digest(self) -> int:
-    """62 bits."""
+    """A digest of all patterns, 62 bits, of the digests of pieces, which threads compute."""
     of_piece = lambda piece: digest([piece]).to_bytes(BYTES)
     return digest(packing.each_piece(of_piece, self.arrays))
 
@@ -54,8 +63,10 @@ class Folder:
       raise ValueError(f"{folder} is an address: choose a folder, or mount it as one")
     flatten.check_are_arrays(params_like, "params_like")
     self._dtype = dtype
+    # leaves whose shardings those that are read get, and the structure of the pytree
     self._like, self._structure = jax.tree.flatten(params_like)
     served = jax.eval_shape(self._cast, params_like)
+    # shapes and dtypes of the leaves in the folder
     self._served = jax.tree.leaves(served)
     self._layout = _layout(served)
     # Models of other names, dtypes or shapes get folders of their own.
@@ -76,7 +87,7 @@ class Folder:
       raise ValueError(f"params have other leaves than params_like: {unlike}")
     boxes, arrays = [], []
     for leaf_index, leaf in enumerate(jax.tree.leaves(served)):
-      # Other processes have the same array.
+      # Other processes have the same array: process 0 writes it.
       if jax.process_index() and leaf.is_fully_addressable:
         continue
       for shard in leaf.addressable_shards:
@@ -90,7 +101,11 @@ class Folder:
     return Patterns(boxes, arrays)
 
   def _params(self, parts: Sequence[Patterns]) -> ArrayTree:
-    """The leaves of all parts, where those of `params_like` are."""
+    """The parameters in the serving dtype, where the leaves of `params_like` are.
+
+    Args:
+      parts: of each process that has written, the patterns; together all entries.
+    """
     leaves = [np.zeros(leaf.shape, leaf.dtype) for leaf in self._served]
     for patterns in parts:
       for (leaf_index, start, shape), array in zip(*patterns, strict=True):
@@ -101,6 +116,7 @@ class Folder:
     return jax.tree.unflatten(self._structure, map(_put, leaves, self._like))
 
   def _cast(self, params: ArrayTree) -> ArrayTree:
+    """The parameters with floating-point leaves in the serving dtype."""
     # Counters and other integers keep their dtypes.
     cast = lambda leaf: jnp.asarray(
       leaf,
@@ -110,12 +126,13 @@ class Folder:
 
 
 def _layout(served: ArrayTree) -> list[str]:
+  """The name, dtype and shape of each leaf, in words, by which models are compared."""
   named = flatten.leaves_by_name(served).items()
   return [f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in named]
 
 
 def _put(leaf: np.ndarray, like: Any) -> jax.Array:
-  """Where `like` is, unless JAX may move it."""
+  """`leaf` on the devices of `like`, or on the default device if JAX may move `like`."""
   # JAX may move an array that its user has put nowhere.
   sharding = getattr(like, "sharding", None)
   return jax.device_put(leaf, sharding if getattr(like, "committed", True) else None)

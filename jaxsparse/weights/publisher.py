@@ -1,4 +1,15 @@
-"""A trainer's end of the chain: writes links, anchors now and then, and removes old ones."""
+"""A trainer's end of the chain: writes links, anchors now and then, and removes old ones.
+
+A publisher has, in each process of the trainer:
+
+    version    the number of its newest version; 0 before the first one
+    _run       the number of this publisher, in the names of its files; 0 before the first version
+    _before    the id of the newest version and its bit patterns; None if it is not known to be whole
+    _since     the bytes of the files of links behind the newest anchor
+    _folder    where the files are
+
+Files are named by version, run, process and kind: "link" or "anchor".
+"""
 
 import os
 import secrets
@@ -74,11 +85,13 @@ class Publisher(Folder):
     anchors = [
       version for version, _, kind in files.complete_versions(names) if kind == "anchor"
     ]
-    # A link is of the boxes of the version before, and leads on from an anchor.
+    # A link is of the boxes (shards) of the version before, and leads on from an
+    # anchor.
     if before and (not anchors or before[1].boxes != patterns.boxes):
       before = None
     self.version += 1
-    size = sum(array.nbytes for array in patterns.arrays)
+    size = sum(array.nbytes for array in patterns.arrays)  # bytes of an anchor
+    # The id of the version before; without one the chain begins with the run.
     id_ = self._run
     excess = np.inf  # bytes of links above those of an anchor
     if before:
@@ -89,6 +102,7 @@ class Publisher(Folder):
     # of a process without shards a link is its header, and longer than an anchor.
     is_due = multihost_utils.process_allgather(excess).sum() > 0
     # Before writing, so that a full disk gets room; the newest two anchors stay.
+    # `anchors` are ascending; with fewer than two nothing is removed.
     self._prune(names, [0, 0, *anchors][-2])
     content = patterns.digest()
     header: files.Header = {"before": id_, "digest": content}
@@ -107,20 +121,33 @@ class Publisher(Folder):
     return self.version
 
   def _begin(self) -> None:
-    """Chooses the numbers of the version before the first one and of the run, for all processes."""
+    """Sets `_run`, larger than those in the folder, and `version` to the newest there, alike in all processes."""
     # unfinished files of former publishers
     for aside in self._folder.glob(".*.aside"):
       aside.unlink(missing_ok=True)
     there = [name[:2] for name in files.names(self._folder)]
+    # The largest version and the largest run that are there; 0 where none is.
     version, run = map(max, zip((0, 0), *there, strict=True))
+    # Random, so that two publishers that begin at once have different runs.
     proposed = np.array([version, run + 1 + secrets.randbits(16)], np.int32)
     # Process 0 decides, so that all parts are of one run.
     agreed = multihost_utils.broadcast_one_to_all(proposed)
     self.version, self._run = map(int, agreed)
 
   def _prune(self, names: list[files.Name], oldest: int) -> None:
-    """Removes versions before the oldest one to keep."""
+    """Removes the files of versions before `oldest`; each process removes its own.
+
+    Args:
+      names: of all files, oldest version first.
+      oldest: the first version to keep, that of the last but one anchor.
+
+    Raises:
+      ValueError: if a later publisher, which has a larger run, has written to the
+        folder. Old files may be removed before that. The newest two anchors stay, those
+        of the later publisher included, as it keeps them itself.
+    """
     for name in names:
+      # A later publisher has taken over: two chains would have the same numbers.
       if name.run > self._run:
         raise ValueError(
           f"Publisher: {self._folder} has {name}: another publisher writes to it"

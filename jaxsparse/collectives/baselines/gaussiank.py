@@ -76,6 +76,7 @@ class GaussianK(EncodingCollective):
     return min(n, math.ceil(5 * self.entries(n) / 4))
 
   def cost(self, n: int, size: int) -> Cost:
+    """The most messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     words = words_of(codec_of(self.wire, n), size, self.capacity(n))
     agreements = schedules.agreement_messages(size)
     return Cost(len(schedules.strides(size)), words, agreements)
@@ -85,12 +86,16 @@ class GaussianK(EncodingCollective):
     k = self.entries(n)
     most = self.capacity(n)
     acc = LazySum((grads, state.residual))
+    # at most `most` entries; `selected` of them reach the threshold, perhaps more
     sent, selected = self._select(acc, k)
     # NaN and Inf reach every threshold and are among the largest, so `sent` contains
     # them.
     finite, needed = agree(comm, selected, jnp.isfinite(sent.values).all())
 
+    # If `wire` rounds at random, the noise differs by step (`shared`, or ()) and rank.
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
+    # The smallest message that holds the entries of all workers is sent; a threshold
+    # that is too high selects far fewer than k.
     capacities = geometric(min(most, max(1, k // 4)), most)
     rows, lost, words = send_up_to(
       writer.gather_rows, comm, sparse.as_row(sent), 0, capacities, needed, n
@@ -102,7 +107,8 @@ class GaussianK(EncodingCollective):
     delivered = jnp.count_nonzero(total.values)
     overflow = jnp.maximum(selected - most, 0)
     counters = Counters(words, used, selected, delivered, overflow=overflow)
-    # Where values are rounded, the errors of what was sent stay; else zeros.
+    # `lost` is a list of one `Sparse`, the rounding errors of what was sent, which
+    # stay; [] where values are not rounded: then zeros stay.
     residual = (
       Pending(grads, state.residual, *lost)
       if lost
@@ -112,17 +118,18 @@ class GaussianK(EncodingCollective):
     return SparseReduced(total, State(residual, shared=writer.next_step), counters)
 
   def _select(self, acc: LazySum, k: int) -> tuple[Sparse, jax.Array]:
-    """The entries that reach the threshold, at most ⌈5k/4⌉ of them, and how many do."""
+    """The entries that reach the threshold, [⌈5k/4⌉] slots, the largest where more do; and how many do, i32[]."""
     n = acc.size
     most = self.capacity(n)
     # the threshold of the paper, then its correction
     limit = fit_threshold(acc, k)
     if not self.correction:
+      # False: not the exact k-th magnitude, but `limit` as it is.
       _, chosen, selected = threshold.choose_reaching(
         acc, limit, jnp.bool_(False), k, most
       )
       return threshold.read_first(acc, chosen, most), selected
-    # The entry beyond 5k/4 tells whether the threshold is too low.
+    # With the (⌊5k/4⌋ + 1)-th largest entry: a threshold that it reaches is too low.
     largest = top_k(acc, min(5 * k // 4 + 1, n))
     limit = correct_threshold(limit, largest, k, n)
     selected = bitset.count(threshold.select_reaching(acc, limit))
@@ -145,10 +152,11 @@ def fit_threshold(x: LazySum, k: int) -> jax.Array:
   def average(
     moment: jax.Array, before: tuple[jax.Array, jax.Array]
   ) -> tuple[jax.Array, jax.Array]:
-    """First of the values, then of the squares of their distances from that mean."""
+    """(the second of `before`, a mean): moment 0 averages the values, moment 1 their squared distances from that."""
     _, mean = before
 
     def term(values: jax.Array) -> jax.Array:
+      # rounded, so that a fused multiply-add with the sum gives the same bits
       squares = round_mantissa((values - mean) ** 2)
       return jnp.where(moment == 0, values, squares)
 
@@ -187,6 +195,9 @@ def correct_threshold(
   few = -(-3 * k // 4)
   many = 5 * k // 4
   least = threshold.kth_magnitude(largest, few, end)
+  # Keys are integers that order as magnitudes do, NaN last: at least `few` entries
+  # reach a threshold whose key is at most `enough`, and too many one of at most `more`,
+  # which is −1, no key, if the vector has no more than `many` entries.
   enough = keys_of(least)
   more = keys_of(largest.values).min() if many < largest.indices.size else -1
 
@@ -195,7 +206,7 @@ def correct_threshold(
     too_many = keys_of(limit) <= more
     return limit * jnp.where(too_few, 1 / _FACTOR, jnp.where(too_many, _FACTOR, 1.0))
 
-  limit = varying.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)
+  limit = varying.fori_loop(0, _ADJUSTMENTS, adjust, limit, unroll=10)  # 20 steps
   # A threshold that is still too high after 20 steps is lowered at once, by as many
   # steps as are missing.
   steps = jnp.ceil(jnp.log(limit / least) / math.log(_FACTOR))
@@ -207,7 +218,8 @@ def cut_reaching(largest: Sparse, limit: jax.Array, most: int, end: int) -> Spar
   """The entries of magnitude ≥ limit, at most the `most` largest of them, ties to the lowest index.
 
   Args:
-    largest: the largest entries of a vector, in ascending order: `most`, or one more.
+    largest: the largest entries of a vector, in ascending order of indices: `most`, or
+      one more.
     limit: f32[].
     most: slots of the result.
     end: length of the vector.
@@ -216,6 +228,7 @@ def cut_reaching(largest: Sparse, limit: jax.Array, most: int, end: int) -> Spar
     >>> cut_reaching(Sparse(jnp.arange(3), jnp.array([3.0, 2.0, 2.0])), jnp.float32(2), most=2, end=9).indices
     Array([0, 1], dtype=int32)
   """
+  # not |x| ≥ limit, which is false for NaN: every worker must see a NaN
   reach = ~(jnp.abs(largest.values) < limit) & (largest.values != 0)
   if largest.indices.size > most:
     # One entry more than slots: where all reach, the last of the smallest is cut.

@@ -43,6 +43,8 @@ class GTopk(SelectingCollective):
   """
 
   def cost(self, n: int, size: int) -> Cost:
+    """Messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
+    # ⌈log₂P⌉ rounds up the tree, and as many down, of one message of k entries each
     rounds = 2 * len(schedules.strides(size))
     words = codec_of(self.wire, n).words(1, self.entries(n))
     return Cost(rounds, words * rounds)
@@ -50,7 +52,9 @@ class GTopk(SelectingCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     n = grads.size
     acc = LazySum((grads, state.residual))
+    # If `wire` rounds at random, the noise differs by step (`shared`, or ()) and rank.
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
+    # top_k(acc_w), [1, k], and what the selector carries to the next step
     chosen, selected, memory = self.choose(acc, state.worker)
     if self.selection.one_per_chunk:
       # Messages have entries in the order of their indices.
@@ -65,9 +69,15 @@ class GTopk(SelectingCollective):
   def _merge(
     self, comm: Comm, chosen: Sparse, writer: Writer, n: int
   ) -> tuple[Sparse, list[Sparse]]:
-    """The ⊕ of the [1, k] entries of all workers, and what merges and messages of this worker dropped of the sums."""
+    """The ⊕ of the entries of all workers.
+
+    Returns:
+      (total, returned): [k] entries, the same on every worker; and entries that merges
+      or the rounding of messages of this worker dropped of the sums.
+    """
     k = chosen.indices.size
     merged = chosen
+    # (child, parent) pairs of each round, towards worker 0
     rounds = schedules.tree_rounds(comm.size)
     returned = list[Sparse]()
     for round_index, edges in enumerate(rounds):
@@ -78,6 +88,7 @@ class GTopk(SelectingCollective):
       receives = _is_among(comm, [parent for _, parent in edges])
       received = sparse.where(receives, received, n)
       if writer.codec.rounds:
+        # `encode` runs at all workers, but only a child sends, and has errors.
         sends = _is_among(comm, [child for child, _ in edges])
         returned.append(sparse.where(sends, errors, n))
       # a ⊕ b = top_k(a + b)
@@ -102,5 +113,5 @@ class GTopk(SelectingCollective):
 
 
 def _is_among(comm: Comm, workers: list[int]) -> jax.Array:
-  """Whether this worker is one of some."""
+  """Whether this worker is one of `workers`, numbers of workers; bool[]."""
   return jnp.any(jnp.array(workers, jnp.int32) == comm.rank)

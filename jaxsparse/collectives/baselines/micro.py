@@ -47,7 +47,9 @@ class Micro(SparseCollective):
     return -(-self.entries(n) // size)
 
   def cost(self, n: int, size: int) -> Cost:
+    """Messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     quota = self.each(n, size)
+    # an all-gather of the indices, one word each, and an all-reduce of the values
     values = all_reduce_cost(quota * size, size)
     return Cost(
       len(schedules.strides(size)) + values.messages, (size - 1) * quota + values.words
@@ -58,7 +60,9 @@ class Micro(SparseCollective):
     quota = self.each(n, comm.size)
     acc = LazySum((grads, state.residual))
     length = -(-n // comm.size)
+    # part (t + w) mod P; `shared` is the number t of the step
     start = (state.shared + comm.rank) % comm.size * length
+    # relative to the part, which is padded with zeros where it reaches beyond n
     largest = top_k(acc.window(start, length), quota).indices
     # n in slots of padding
     chosen = jnp.minimum(start + largest, n)

@@ -72,13 +72,15 @@ class QSGD(Collective):
     return State(residual=residual, shared=jnp.zeros((), jnp.int32))
 
   def pieces(self, n: int, size: int) -> tuple[int, int]:
-    """The number of messages' pieces, and their length; zeros fill the last one."""
+    """(count, length): the pieces in which a gradient is sent, and the entries of each; zeros fill the last one."""
+    # 2 P pieces, or fewer, of 2¹⁷ entries or more
     count = max(1, min(2 * size, n // _LONG))
     return count, -(-n // count)
 
   def cost(self, n: int, size: int) -> Cost:
+    """Messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     count, length = self.pieces(n, size)
-    # the scale, and the packed levels
+    # A message has a scale of one word, and the packed levels of a piece.
     words = 1 + fields.words(self.bits, length)
     messages = count * len(schedules.strides(size))
     return Cost(messages, count * words * (size - 1))
@@ -87,17 +89,30 @@ class QSGD(Collective):
     n = grads.size
     count, length = self.pieces(n, comm.size)
     acc = grads + state.residual if self.error_feedback else grads
+    # ‖acc_w‖ / s, f32[]: one scale for all pieces
     scale = scale_of(acc, self.levels)
+    # `shared` is the number of the step
     key_of_step = noise.fold(noise.key_of(self.seed), state.shared)
     key = noise.fold(key_of_step, comm.rank)
 
     def exchange(x: jax.Array, piece: jax.Array) -> tuple[jax.Array, tuple]:
-      """`x` with the sums of a piece in its place; how many levels are not 0, and the rounding errors."""
+      """A step of the scan over pieces.
+
+      Args:
+        x: f32[count · length], acc_w; in pieces that were sent, the sums over workers.
+        piece: i32[], the number of the piece.
+
+      Returns:
+        `x` with the sums of the piece in its place; how many of this worker's levels
+        are not 0, and its rounding errors, f32[length], None without error feedback.
+      """
       start = piece * length
       entries = jax.lax.dynamic_slice_in_dim(x, start, length)
       # q(acc_w), a scale ‖acc_w‖ / s and levels (§3.1)
+      # noise of the flat indices from `start` on
       drawn = noise.uniform(noise.bits(key, length, start))
       level = quantize(drawn, entries, scale, self.levels)
+      # level + s, 0 … 2 s
       packed = fields.pack((level + self.levels)[None], self.bits)[0]
       gathered = in_rank_order(comm, all_gather(comm, (scale, packed)))
       # total = Σ_w q(acc_w), where all levels arrive
@@ -107,7 +122,7 @@ class QSGD(Collective):
       errors = entries - _rounded(level, scale) if self.error_feedback else None
       return after, (bitset.count_true(level != 0), errors)
 
-    # Level 0 stands for the padding, whatever is drawn.
+    # Zeros of the padding get level 0 whatever is drawn, since that is less than 1.
     padded = jnp.pad(acc, (0, count * length - n))
     total, (selected, errors) = varying.scan(exchange, padded, iota(count))
     total = total[:n]
@@ -148,6 +163,10 @@ def scale_of(x: jax.Array, levels: int) -> jax.Array:
   without. The mean of scale · level is x for every scale that is large enough, so
   rounding the scale up does not bias it.
 
+  Args:
+    x: f32[n].
+    levels: s, the largest level.
+
   Example:
     >>> scale_of(jnp.array([0.0, -2.0]), levels=4)
     Array(0.5, dtype=float32)
@@ -155,15 +174,24 @@ def scale_of(x: jax.Array, levels: int) -> jax.Array:
   largest = largest_magnitude(x)
   # Entries are divided by the largest, so that squares neither overflow nor underflow.
   divisor = jnp.where(largest == 0, 1.0, largest)
+  # `round_mantissa_up` rounds up to a number whose last `bits` bits of 24 are 0. Of 12
+  # significant bits a square is exact.
   square = lambda entries: round_mantissa_up(jnp.abs(entries / divisor), bits=12) ** 2
   norm = largest * jnp.sqrt(ordered_sum(x, term=square))
+  # A level has up to `levels.bit_length()` bits: with 24 − as many, products are exact.
   return round_mantissa_up(norm / levels, bits=levels.bit_length())
 
 
 def quantize(
   drawn: jax.Array, x: jax.Array, scale: jax.Array, levels: int
 ) -> jax.Array:
-  """Levels i32 like x, −levels … levels; for numbers `drawn` uniformly from [0, 1) the mean of `scale` times them is x.
+  """Levels i32 like x, −levels … levels: `sign(x) ⌊|x| / scale + drawn⌋`, so that the mean of scale · level is x.
+
+  Args:
+    drawn: f32 like x, random numbers, uniform in [0, 1).
+    x: f32, of any shape.
+    scale: f32[], at least the largest `|x|` over `levels`; 0 if all x are 0.
+    levels: the largest level.
 
   Example:
     >>> quantize(jnp.array([0.7, 0.7]), jnp.array([0.0, -2.0]), jnp.float32(0.5), levels=4)
@@ -172,9 +200,10 @@ def quantize(
   # Scale 0 means x = 0, whose levels are 0 for any divisor.
   divisor = jnp.where(scale == 0, 1.0, scale)
   level = jnp.floor(jnp.abs(x) / divisor + drawn)
+  # The rounded sum may reach levels + 1 where `|x|` is the largest.
   return (jnp.sign(x) * jnp.minimum(level, levels)).astype(jnp.int32)
 
 
 def _rounded(level: jax.Array, scale: jax.Array) -> jax.Array:
-  """What a level stands for, f32 like it; the product is exact."""
+  """The products of levels, i32, and a scale, f32 like the levels; exact, since the scale has few significant bits."""
   return level.astype(jnp.float32) * scale

@@ -50,6 +50,7 @@ class RandomK(SparseCollective):
     n = grads.size
     k = self.entries(n)
     acc = LazySum((grads, state.residual))
+    # (seed, step), equal on all workers: `shared` is the number of the step
     key = jax.random.fold_in(jax.random.key(self.seed), state.shared)
     indices = draw_indices(key, n, k)
     # A NaN outside the drawn indices would stay in the residual unnoticed, so the

@@ -41,11 +41,13 @@ class TopkA(SelectingCollective):
     k = self.entries(n)
     acc = LazySum((grads, state.residual))
     chosen, selected, memory = self.choose(acc, state.worker)
+    # If `wire` rounds at random, the noise differs by step (`shared`, or ()) and rank.
     writer = self.writer(self.chosen_codec(n), state.shared, comm.rank)
     # top_k(acc_w), as `wire` rounds it
     message, errors = writer.encode(chosen, 0)
     # total = Σ_w top_k(acc_w), in rank order (Law R)
     total = sparse.merge(in_rank_order(comm, writer.gather(comm, message)), n)
+    # words in filled slots, each sent P − 1 times
     used = saturated_product(writer.words_used(selected, k), comm.size - 1)
     counters = self.count(comm, n, selected, jnp.count_nonzero(total.values))._replace(
       words_used=used

@@ -67,6 +67,7 @@ class TopkDSA(SelectingCollective):
     return dataclasses.replace(super().traits, sizes_vary=True)
 
   def cost(self, n: int, size: int) -> Cost:
+    """The most messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     length = math.ceil(n / size)
     # The published words are for entries of two words each; a very short message of
     # another format may take more.
@@ -74,6 +75,7 @@ class TopkDSA(SelectingCollective):
     more = sum(max(0, words - 2) for words in words_of_one)
     even = math.ceil(self.entries(n) / size)
     words = (2 * even + length + more) * (size - 1)
+    # the fullest message of the split, and the most sums of a region
     agreements = 2 * schedules.agreement_messages(size)
     return Cost(size - 1 + len(schedules.strides(size)), words, agreements)
 
@@ -81,8 +83,8 @@ class TopkDSA(SelectingCollective):
     """The capacities of a message of the split; gathering the sums as entries limits the largest."""
     k = self.entries(n)
     even = math.ceil(k / size)
-    # No more words than even messages and a dense all-gather of the sums take: an entry
-    # of a message takes 2, and 2 in the sums of each worker.
+    # No more words than even messages and a dense all-gather of the sums take. With c
+    # slots a message of the split takes 2 c words, and P c sums of a region take 2 P c.
     budget = 2 * even + math.ceil(n / size)
     most = min(k, budget // (2 * size + 2))
     return geometric(even, max(even, most), count=4)
@@ -94,24 +96,27 @@ class TopkDSA(SelectingCollective):
     length = -(-n // size)
     acc = LazySum((grads, state.residual))
     capacities = self.capacities(n, size)
+    # If `wire` rounds at random, the noise differs by step (`shared`, or ()) and rank.
     writer = self.writer(codec_of(self.wire, n), state.shared, comm.rank)
+    # top_k(acc_w), [1, k], how many slots are filled, and the selector's next memory
     picked, count, memory = self.choose(acc, state.worker)
     # Through a bitset, so that the entries ascend: chunked selection has them in the
     # order of chunks.
     members = bitset.insert(bitset.empty(n), picked.indices[0], n)
     chosen = threshold.read_first(acc, members, k)
-    # split: each worker sends each region to its owner, which adds them
+    # split: each worker sends each region to its owner, which adds them. `fullest` is
+    # the largest number of entries of a region at any worker, i32[].
     sent, fullest = _cut(comm, chosen, length, capacities[-1], n)
     region_sums, lost, split_words = _split(
       comm, writer, sent, capacities, fullest, length
     )
     # all-gather of the sums, as entries or, where these are too many, as a vector
-    sums = writer._replace(codec=codec_of(self.wire, length))
+    sums_writer = writer._replace(codec=codec_of(self.wire, length))
     # ⌈k/P⌉, the slots of a message if the chosen entries were spread evenly
     even = -(-k // size)
     most = size * capacities[-1]
     total, rounded_off, words = _gather(
-      comm, region_sums, sums, most=most, even=even, slots=min(size * k, n)
+      comm, region_sums, sums_writer, most=most, even=even, slots=min(size * k, n)
     )
     # entries of each region that have a slot, i32[P]
     fitting = jnp.sum(sent.indices < n, axis=1, dtype=jnp.int32)
@@ -133,7 +138,19 @@ class TopkDSA(SelectingCollective):
 def _cut(
   comm: Comm, chosen: Sparse, length: int, capacity: int, n: int
 ) -> tuple[Sparse, jax.Array]:
-  """The entries of each region, [P, capacity]; and how many the fullest one of all workers has, i32[]."""
+  """The chosen entries of each region, [P, capacity], the largest where more are in it.
+
+  Args:
+    comm: the workers.
+    chosen: [k] entries, ascending, empty slots last.
+    length: of a region.
+    capacity: slots of a region.
+    n: length of the vector.
+
+  Returns:
+    (sent, fullest): these entries, and the largest number of chosen entries of a region
+    at any worker, i32[], which may exceed `capacity`.
+  """
   bounds = [min(region * length, n) for region in range(comm.size + 1)]
   starts = threshold.region_starts(chosen.indices, jnp.array(bounds, jnp.int32))
   # Messages have one capacity on all workers, that of the fullest.
@@ -149,7 +166,20 @@ def _split(
   fullest: jax.Array,
   length: int,
 ) -> tuple[jax.Array, list[Sparse], jax.Array]:
-  """The sums of the own region, f32[length], the rounding errors of the messages, and the words sent."""
+  """Sends each region to its owner.
+
+  Args:
+    comm: the workers.
+    writer: encodes messages.
+    sent: [P, capacities[-1]] entries of this worker, row r of region r.
+    capacities: slots of a message that are compiled.
+    fullest: i32[], the slots that a message needs, the same on every worker.
+    length: of a region.
+
+  Returns:
+    The sums of the own region, f32[length], the rounding errors of the messages, and
+    the words sent.
+  """
 
   def split(capacity: int) -> tuple[jax.Array, list[Sparse], jax.Array]:
     row = sparse.resize(sent, capacity, writer.codec.length)
@@ -166,8 +196,13 @@ def _gather(
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
   """The non-zero sums of all regions, [slots] entries, the rounding errors of the own region, and the words sent.
 
-  At most `most` sums of the own region, f32[length], are not 0; the smallest capacity
-  of a message is `even`.
+  Args:
+    comm: the workers.
+    region_sums: f32[length], the sums of the own region.
+    writer: encodes entries of a region.
+    most: the largest number of `region_sums` that are not 0.
+    even: the smallest capacity of a message, unless `length // 2` is less.
+    slots: of the result.
   """
   length = region_sums.size
   size = comm.size
@@ -175,19 +210,20 @@ def _gather(
   # more entries than that take more words than the dense region
   few = min(most, length // 2)
   capacities = geometric(min(few, even), few, count=4) if few else ()
+  # The capacity `length` stands for the dense region.
   if most > few:
     capacities += (length,)
   chosen = bitset.pack(region_sums != 0)
   fullest = comm.all_reduce(bitset.count(chosen), "max")
 
   def gather(capacity: int) -> tuple[Sparse, list[Sparse], jax.Array]:
-    # the capacity of a dense region, which is sent as a vector
+    # a dense region, sent as a vector
     if capacity == length:
       words = saturated_product(length, size - 1)
       regions = in_rank_order(comm, all_gather(comm, region_sums)).reshape(-1)
       members = bitset.pack(regions != 0)
       total = threshold.read_first(LazySum((regions,)), members, slots)
-      # a vector is not rounded
+      # A vector is not rounded: empty slots, in the shape of other branches' errors.
       no_errors = [sparse.empty((1, few), end)] * writer.codec.rounds
       return total, no_errors, words
     sums = threshold.read_first(LazySum((region_sums,)), chosen, capacity)
@@ -205,6 +241,9 @@ def _gather(
 
 
 def _flat(entries: Sparse, region: jax.Array, length: int, end: int) -> Sparse:
-  """Entries of regions with flat indices."""
+  """Entries of regions with flat indices in place of those relative to the region; `end` is an empty slot.
+
+  `region` is the number of the region, i32[], or i32[P, 1] of each row.
+  """
   shifted = entries._replace(indices=entries.indices + length * region)
   return sparse.where(entries.indices < length, shifted, end)

@@ -124,7 +124,7 @@ class OkTopk(EncodingCollective):
     return dataclasses.replace(super().traits, sizes_vary=True)
 
   def sizes(self, n: int, size: int) -> Sizes:
-    """The capacities of messages, in entries."""
+    """The capacities of messages, in entries: L = ⌈k/P⌉, L + ⌊L/2⌋ of the split, up to six of blocks, L/2 … 4 L."""
     even = -(-self.entries(n) // size)
     largest_block = min(n, TRIGGER * even)
     blocks = geometric(-(-even // 2), largest_block, count=6)
@@ -135,30 +135,36 @@ class OkTopk(EncodingCollective):
     return self.balance and size > TRIGGER
 
   def init(self, n: int, size: int) -> State:
-    # its step also numbers the noise of `wire`
+    # A threshold of 0 makes the first step exact. The step also seeds noise of `wire`.
     reused = PeriodicValues(jnp.int32(0), jnp.float32(0), even_bounds(n, size))
     local_threshold = jnp.zeros(1, jnp.float32)
     start = super().init(n, size)
     return start._replace(worker=local_threshold, shared=reused)
 
   def cost(self, n: int, size: int) -> Cost:
+    """The most messages and words of a step, with the agreements of a usual one.
+
+    The all-reduces of exact thresholds and of new regions count only if their period is
+    1: else they are rare, every 32 and every 64 steps by default.
+    """
     sizes = self.sizes(n, size)
     codec = codec_of(self.wire, n)
     even, most, direct = (
       codec.words(1, capacity) for capacity in (sizes.even, sizes.most, sizes.direct)
     )
-    # the split, then blocks of the largest capacity, or of L = `even` after balancing by
-    # messages of L
+    # The split to P − 1 workers. Then the all-gather of blocks of the largest capacity;
+    # or P − 1 messages of L = `even` to balance, and an all-gather of blocks of L: 2 L.
     words = (most + max(direct, 2 * even)) * (size - 1)
-    # One of the largest message, and one of the number of sums that reach the threshold,
-    # after one more if that is searched.
+    # A usual step: one for the largest message of the split; one for the number of sums
+    # that reach the global threshold, or two that search it (`search_near`).
     all_reduces = 1 + (2 if self.nudge == "search" else 1)
-    # exact thresholds in every step: `kth_of_all` is seven all-reduces
+    # Exact thresholds in every step: one for the message, seven for `kth_of_all`.
     if self.threshold_period == 1:
       all_reduces = 1 + 7
     if self.region_period == 1 and self.regions == "balanced":
       all_reduces += 1
-    # the split, and the balancing if there may be one, then the all-gather
+    # P − 1 messages of the split, P − 1 of the balancing where one is possible, then
+    # ⌈log₂P⌉ of the all-gather
     point_to_point = (1 + self.balances(size)) * (size - 1)
     messages = point_to_point + len(schedules.strides(size))
     return Cost(messages, words, all_reduces * schedules.agreement_messages(size))
@@ -176,11 +182,12 @@ class OkTopk(EncodingCollective):
     # regions (lines 5 to 7), split and reduce (line 8, §3.1.1)
     bounds = self._bounds(comm, reused, chosen.indices, n)
     starts = by_threshold.region_starts(chosen.indices, bounds)
+    # selected entries of each region, i32[P]
     crowd = jnp.diff(starts)
     sent = by_threshold.read_regions(chosen, starts, sizes.most, n)
     writer = self.writer(codec_of(self.wire, n), reused.step, comm.rank)
     sums, lost, words, finite = _split(comm, writer, sent, crowd.max(), sizes)
-    # global threshold b (lines 9 to 12)
+    # global threshold b (lines 9 to 12); i32[P], how many sums of each worker reach it
     threshold, owned = self._threshold(comm, reused, sums, exact, k, n)
     # the own region's sums that are in the total
     selected_sums = sparse.where(jnp.abs(sums.values) >= threshold, sums, n)
@@ -200,12 +207,16 @@ class OkTopk(EncodingCollective):
     shared = PeriodicValues(reused.step + 1, threshold, bounds)
     # Once a worker has sent a NaN or Inf, every entry of the total is NaN (`agree`).
     total = kept._replace(values=jnp.where(finite, kept.values, jnp.nan))
+    # leaves of `State.worker` have a leading axis
     return SparseReduced(total, State(residual, local[None], shared), counters)
 
   def _bounds(
     self, comm: Comm, reused: PeriodicValues, chosen: jax.Array, n: int
   ) -> jax.Array:
-    """The boundaries of the regions: new ones every τ steps (§3.1.1)."""
+    """The boundaries of the regions, i32[P + 1]: new ones every τ steps (§3.1.1), and after a threshold of 0.
+
+    `chosen`, i32[c], are the indices that this worker selected, ascending.
+    """
     if self.regions != "balanced" or comm.size == 1:
       return reused.bounds
     fresh = (reused.step % self.region_period == 0) | (reused.threshold == 0)
@@ -221,7 +232,10 @@ class OkTopk(EncodingCollective):
     k: int,
     n: int,
   ) -> tuple[jax.Array, jax.Array]:
-    """The global threshold b, exact every τ′ steps, and the number of sums of each worker that reach it."""
+    """The global threshold b, f32[], and the number of sums of each worker that reach it, i32[P].
+
+    b is exact every τ′ steps, which `exact`, bool[], tells, and after a threshold of 0.
+    """
     last = reused.threshold
     # Algorithm 1: the last threshold as it is, and how many sums reach it.
     follow = lambda: (last, count_reaching(comm, sums, last, n))
@@ -238,7 +252,16 @@ class OkTopk(EncodingCollective):
     owned: jax.Array,
     k: int,
   ) -> tuple[jax.Array, jax.Array]:
-    """The thresholds a_w and b of the next step."""
+    """The thresholds a_w and b of the next step, f32[] each, before an exact or searched one replaces them.
+
+    Args:
+      local: a_w of this step.
+      threshold: b of this step.
+      selected: i32[], entries of this worker that reach a_w.
+      owned: i32[P], sums of each worker that reach b.
+      k: the number of entries that should reach each.
+    """
+    # "none": both as they are. "search": b is searched in the next step (`_threshold`).
     if self.nudge == "search":
       local = nudge_in_proportion(local, selected, k)
     elif self.nudge == "fixed":
@@ -251,7 +274,11 @@ class OkTopk(EncodingCollective):
 def _select(
   acc: LazySum, last: jax.Array, exact: jax.Array, k: int
 ) -> tuple[jax.Array, Sparse, jax.Array]:
-  """The local threshold, exact where due; the entries that reach it, at most 2k; and how many do."""
+  """The local threshold, f32[]; the entries that reach it, [2k] slots, the largest where more do; and how many do.
+
+  `last`, f32[], is the last threshold, 0 if there is none; `exact`, bool[], asks for
+  the k-th largest magnitude in place of it.
+  """
   most = min(acc.size, 2 * k)
   local, members, selected = by_threshold.choose_reaching(
     acc, last, exact | (last == 0), k, most
@@ -296,16 +323,29 @@ def _count(
   kept: Sparse,
   owned: jax.Array,
 ) -> Counters:
-  """The counters of an all-gather that delivers `kept` of the selected sums, of which each worker has `owned`."""
+  """The counters of an all-gather that delivers `kept` of the selected sums, of which each worker has `owned`.
+
+  Args:
+    comm: the workers.
+    writer: of the messages.
+    sizes: the capacities of messages.
+    crowd: i32[P], entries of each region that this worker selected.
+    selected: i32[], entries of this worker that reach its threshold.
+    sent: [P, most] entries of the split; those that overflow a message are not in it.
+    kept: the entries of the total.
+    owned: i32[P], selected sums of each worker.
+  """
   n = writer.codec.length
   delivered = sparse.count(kept, n)
-  # Selected sums that overflow a block are counted once, at worker 0.
+  # Selected sums that overflow a block are counted at worker 0 only: the counters of
+  # all workers are added up, and each knows this number.
   undelivered = jnp.sum(owned, dtype=jnp.int32) - delivered
   fitting = sparse.count(sent, n)
   # Entries of the own region are not sent.
   to_others = fitting - jnp.minimum(crowd[comm.rank], sizes.most)
   from_others = delivered - jnp.minimum(owned[comm.rank], delivered)
   return Counters(
+    # an entry takes as many words as in a message of L slots
     words_used=writer.words_used(saturated_sum(to_others, from_others), sizes.even),
     selected=selected,
     delivered=delivered,
@@ -317,5 +357,5 @@ def _count(
 
 
 def _every(period: int, due: jax.Array, fresh: Callable, reused: Callable) -> Any:
-  """`fresh()` in the steps that are due, else `reused()`; a program without it where each step is due."""
+  """`fresh()` in steps that are `due`, bool[], else `reused()`, which is not compiled where all are: a period of 1."""
   return fresh() if period == 1 else varying.cond(due, fresh, reused)

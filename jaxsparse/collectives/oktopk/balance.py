@@ -24,8 +24,8 @@ class Sizes(NamedTuple):
     even: L = ⌈k/P⌉, of a message that balances, and of a block of the all-gather after
       balancing.
     most: of a message of the split.
-    blocks: of a block of the all-gather without balancing, of which the smallest that
-      is sufficient is used.
+    blocks: ascending, of a block of the all-gather without balancing, of which the
+      smallest that is sufficient is used.
   """
 
   even: int
@@ -65,7 +65,7 @@ def consensus_bounds(comm: Comm, chosen: jax.Array, n: int) -> jax.Array:
   size = comm.size
   selected = jnp.sum(chosen < n, dtype=jnp.int32)
   cut = jnp.arange(1, size, dtype=jnp.int32)
-  # cut · selected / P without overflow
+  # Region `cut` begins at the entry of rank ⌊cut · selected / P⌋, without i32 overflow.
   ranks = cut * (selected // size) + cut * (selected % size) // size
   even = even_bounds(n, size)[1:-1]
   proposal = jnp.where(selected < size, even, chosen[ranks])
@@ -128,8 +128,8 @@ def balance_and_gather(
   n = writer.codec.length
   block = _own_block(comm, sums, owned, sizes, n)
   gather = functools.partial(_gather, comm, writer, most=sizes.direct)
-  # Branches return the same shapes: errors of messages that balance, or as many empty
-  # slots.
+  # All branches return the same shapes: rounding errors of messages that balance, or,
+  # in `unmoved`, as many empty slots.
   nothing = sparse.empty((comm.size, sizes.even), n)
   unmoved = [nothing] if balances and writer.codec.rounds else []
 
@@ -152,10 +152,22 @@ def balance_and_gather(
 def _own_block(
   comm: Comm, sums: Sparse, owned: jax.Array, sizes: Sizes, n: int
 ) -> Sparse:
-  """The largest sums of the own region, [1, direct] entries."""
-  # The selected sums stand anywhere among those of the region; a block has them in
-  # front.
+  """The selected sums of the own region as a block of the all-gather without balancing, [1, direct] entries.
+
+  Args:
+    comm: the workers.
+    sums: [c] entries, the selected sums with empty slots (index n) between them.
+    owned: i32[P], the number of selected sums of each worker.
+    sizes: the capacities of messages; `direct` is the largest of a block.
+    n: length of the gradient.
+
+  Returns:
+    All selected sums, or the `direct` largest magnitudes if they are more
+    (`read_regions` cuts), in the order of their indices.
+  """
+  # Entries first, then the empty slots, as `read_regions` needs.
   packed = sparse.compress(sums, sums.indices < n, sums.indices.size, n)
+  # one region: slots 0 … owned[rank] − 1
   region = jnp.stack([jnp.int32(0), owned[comm.rank]])
   return by_threshold.read_regions(packed, region, sizes.direct, n)
 
@@ -163,16 +175,21 @@ def _own_block(
 def _needed(owned: jax.Array, sizes: Sizes) -> jax.Array:
   """Entries of the fullest block, i32[], at most `direct`; more than that where owners are to be balanced (§5.3)."""
   most = owned.max()
-  # the largest block that takes no more words than balancing
+  # The largest block that takes no more words than balancing, which sends 2 L.
   cheap = max(capacity for capacity in sizes.blocks if capacity <= 2 * sizes.even)
   unbalanced = (imbalance(owned) > TRIGGER) & (most > cheap)
+  # Beyond all capacities `switch` takes the branch that balances.
   return jnp.where(unbalanced, sizes.direct + 1, jnp.minimum(most, sizes.direct))
 
 
 def _gather(
   comm: Comm, writer: Writer, block: Sparse, most: int
 ) -> tuple[Sparse, list[Sparse], jax.Array]:
-  """The blocks of all workers in rows of `most` slots, concatenated, the rounding errors and the words sent."""
+  """The blocks of all workers in rows of `most` slots, concatenated, [P · most]; rounding errors; the words sent.
+
+  `block` is [1, c] entries of this worker, with c at most `most`.
+  """
+  # message 1 of the step, after the split
   rows, lost, words = writer.gather_rows(comm, block, 1, most)
   resized = sparse.resize(rows, most, writer.codec.length)
   return jax.tree.map(jnp.ravel, resized), lost, words
@@ -193,7 +210,7 @@ def balance(
   Args:
     comm: the workers.
     writer: encodes and decodes messages.
-    entries: of this worker.
+    entries: [c] entries of this worker, with empty slots anywhere.
     owned: i32[P], the number of entries of each worker.
     even: the largest number of entries of a worker after balancing.
 
@@ -208,12 +225,13 @@ def balance(
   _, order = jax.lax.top_k(magnitudes, entries.indices.size)
   # the largest magnitude first, empty slots last
   ordered = Sparse(entries.indices[order], entries.values[order])
-  # at least 0 for surplus entries
+  # the number of each surplus entry among those of this worker, negative for others
   beyond = iota(ordered.indices.size) - mean
   has_slot, worker, column = _free_slots(comm, owned, mean, even, beyond)
   # The smallest magnitudes move: if slots run out, they are what is lost.
   moves = (beyond >= 0) & (ordered.indices < n) & has_slot
   slots = comm.size * even
+  # message to `worker`, its slot `column`; entries that stay get a slot beyond the end
   slot = jnp.where(moves, worker * even + column, slots)
   put_moved = lambda row, new: sparse.put(row, slot, new).reshape(comm.size, even)
   moved = jax.tree.map(put_moved, sparse.empty((slots,), n), ordered)
@@ -248,6 +266,7 @@ def _free_slots(
   free = iota(even)[:, None] < below[None]
   slots = bitset.nonzero(bitset.pack(free.ravel()), free.size)
   slot_of = lambda entry: slots[jnp.clip(start + entry, 0, free.size - 1)]
+  # Slot t · P + w is the t-th free slot of worker w; `first` is for surplus entry 0.
   first = slot_of(0)
   slot = slot_of(surplus)
   turn = slot // comm.size

@@ -31,17 +31,27 @@ def search_near(
   candidates around the best one, 0.3 % apart. Steps this small are needed because error
   feedback makes magnitudes similar: all k entries can lie within 9 % of the threshold.
 
+  Args:
+    comm: the workers.
+    entries: [c] entries of this worker; index `end` is an empty slot.
+    threshold: f32[], the last threshold, more than 0.
+    k: the number of entries of all workers that should reach it.
+    end: length of the vector.
+
   Returns:
     The threshold f32[], and the number of entries of each worker that reach it, i32[P].
   """
   magnitude = jnp.where(entries.indices < end, jnp.abs(entries.values), -1.0)
+  # Empty slots have −1, which reaches no candidate.
   steps = np.arange(-16, 17)
   around = lambda per_octave: np.exp2(steps / per_octave).astype(np.float32)
   nearest = lambda reached: jnp.argmin(jnp.abs(reached - k))
   # 8 candidates an octave, over two octaves up and down
   coarse = threshold * around(8)
   best = coarse[nearest(comm.all_reduce(_count_reaching(magnitude, coarse)))]
+  # 256 candidates an octave: 16 up and 16 down reach half way to the next coarse ones
   fine = best * around(256)
+  # counts of each worker, i32[P, 33]
   of_each = number_of_each(comm, _count_reaching(magnitude, fine))
   chosen = nearest(of_each.sum(axis=0))
   return fine[chosen], of_each[:, chosen]
@@ -52,6 +62,12 @@ def kth_of_all(
 ) -> tuple[jax.Array, jax.Array]:
   """The k-th largest magnitude of the entries of all workers: seven all-reduces, six of which decide five bits each.
 
+  Args:
+    comm: the workers.
+    entries: [c] entries of this worker; index `end` is an empty slot.
+    k: the rank of the magnitude, at least 1.
+    end: length of the vector.
+
   Returns:
     The magnitude f32[], 0 if there are fewer than k entries, and the number of entries
     of each worker that reach it, i32[P].
@@ -60,6 +76,7 @@ def kth_of_all(
   keys = jnp.where(entries.indices < end, keys_of(entries.values), -1)
 
   def decide(step: jax.Array, key: jax.Array) -> jax.Array:
+    # candidates: `key`, whose lower bits are 0, with 1 … 31 as its next five bits
     shift = 31 - _DIGIT * (step + 1)
     candidates = key | (jnp.arange(1, 2**_DIGIT, dtype=jnp.int32) << shift)
     reached = comm.all_reduce(_count_reaching(keys, candidates))
@@ -68,6 +85,7 @@ def kth_of_all(
 
   # Keys have 31 bits: six digits of five, the highest first, and the lowest bit.
   key = varying.fori_loop(0, 31 // _DIGIT, decide, jnp.int32(0))
+  # the lowest bit as 0 and as 1; counts of each worker, i32[P, 2]
   candidates = key | iota(2)
   of_each = number_of_each(comm, _count_reaching(keys, candidates))
   lowest_bit = (of_each[:, 1].sum() >= k).astype(jnp.int32)
@@ -98,6 +116,7 @@ def nudge_by_factor(threshold: jax.Array, selected: jax.Array, k: int) -> jax.Ar
     >>> [round(float(nudge_by_factor(jnp.float32(1), jnp.int32(selected), k=100)), 4) for selected in (100, 130, 60)]
     [1.0, 1.012, 0.9881]
   """
+  # A Python int beyond i32 cannot be compared with `selected`, i32[].
   many = min(5 * k // 4, _INT32)
   few = -(-2 * k // 3)
   lower = jnp.where(selected < few, 1 / _STEP, 1.0)

@@ -108,7 +108,7 @@ class SparDL(SelectingCollective):
 
   @property
   def is_bruck(self) -> bool:
-    """Whether teams are summed by B-SAG."""
+    """Whether teams are summed by B-SAG; never with one team."""
     return self.teams > 1 and (self.sag == "bruck" or not _is_power_of_two(self.teams))
 
   def capacities(self, n: int, size: int) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ class SparDL(SelectingCollective):
     # L = ⌈k d / P⌉
     k_block = -(-self.entries(n) // team)
     self.selection.check(self.name, -(-n // team), k_block)
-    # whole blocks, of which no entry is dropped
+    # L · P/d ≥ n: messages are whole blocks, no entry is dropped, and h stays L.
     sends_all = k_block * size >= n * self.teams
     return (
       geometric(-(-k_block // self.teams), k_block)
@@ -131,15 +131,19 @@ class SparDL(SelectingCollective):
 
   def init(self, n: int, size: int) -> State:
     capacities = self.capacities(n, size)
+    # h starts at the smallest capacity, ⌈L/d⌉; the largest is L. `first_step` is ()
+    # where `wire` draws no random numbers.
     shared = Shared(
       Adaptive.start(capacities[0], capacities[-1]) if self.is_bruck else (),
       self.first_step,
     )
+    # The selector's memory has a row for each of the P/d blocks of a team.
     return State(
       jnp.zeros(n, jnp.float32), self.selection.init(size // self.teams), shared
     )
 
   def cost(self, n: int, size: int) -> Cost:
+    """The most messages and 4-byte words that one of `size` workers sends in a step, for n entries."""
     k_block = self.capacities(n, size)[-1]
     team = size // self.teams
     codec = self.chosen_codec(-(-n // team))
@@ -150,6 +154,7 @@ class SparDL(SelectingCollective):
       if self.is_bruck
       else rounds * codec.words(1, k_block)
     )
+    # the reduce-scatter and the all-gather inside a team, and the sum over teams
     words = 2 * words_of(codec, team, k_block) + sag
     if self.is_bruck:
       words += team - 1  # N beside each block of the all-gather
@@ -158,6 +163,7 @@ class SparDL(SelectingCollective):
   def reduce(self, comm: Comm, grads: jax.Array, state: State) -> Reduced:
     capacities = self.capacities(grads.size, comm.size)
     k_block = capacities[-1]
+    # the P/d workers of this team, and the d workers that own this block in their teams
     team, same_block = comm.split(self.teams)
     # acc_w = gradient_w + residual_w, in the P/d blocks of a team
     blocks = Blocks.for_workers(team, LazySum((grads, state.residual)), k_block)
@@ -167,25 +173,30 @@ class SparDL(SelectingCollective):
 
     # Spar-Reduce-Scatter inside teams (§3.1; Algorithm 1, lines 1 to 10)
     start = self.selection.start(blocks, state.worker)
+    # `chosen` [P/d, L] entries have the sum of the own block in row 0; `sent` are the
+    # other rows, with the rounding error of each entry as its value.
     acc, chosen, sent = reduce_scatter(team, start, writer)
     # Spar-All-Gather: the own block is summed over teams (§3.3)
     summed = self._add_teams(same_block, chosen, state, capacities, writer)
-    # All-gather inside teams (line 11); N is needed in the next step only, so it
-    # travels with the blocks.
+    # All-gather inside teams (line 11), message 0, as strides are not 0. N is needed in
+    # the next step only, so it travels with the blocks: `merged` is the N of each.
     merged, delivered, errors, gather_words = writer.gather_rows_with(
       summed.merged, team, summed.block, 0, k_block
     )
-    # Global residual collection (§3.2; lines 12 to 14)
+    # Global residual collection (§3.2; lines 12 to 14); `errors` are those of rounding
+    # the own block for the all-gather.
     acc = self._add_back(acc, summed.returned, errors)
     residual = acc.pending(*self._gone(blocks, chosen, delivered, sent))
     scatter_words = words_of(writer.codec, team.size, k_block)
     words = saturated_sum(scatter_words, summed.words, gather_words)
     selected = self.count_chosen(chosen, blocks.length)
+    # words of filled slots, of the L slots of each of the P/d blocks
     used = self._used(words, selected, k_block * team.size)
     delivers = jnp.count_nonzero(delivered.values)
     counters = Counters(words, used, selected=selected, delivered=delivers)
     adaptive: Any = ()
     if self.is_bruck:
+      # Other teams gather the same N of the same blocks, so h stays equal everywhere.
       merged = jnp.max(merged)
       counters = counters._replace(merged=merged)
       adaptive = adapt(state.shared.adaptive, merged, capacities[0], k_block)
@@ -203,19 +214,38 @@ class SparDL(SelectingCollective):
     capacities: tuple[int, ...],
     writer: Writer,
   ) -> Summed:
-    """The sum over teams of the own block, row 0 of `chosen`."""
+    """The sum over teams of the own block, row 0 of `chosen`, cut to its L largest entries.
+
+    Args:
+      same_block: the d workers that own this block, one in each team.
+      chosen: [P/d, L] entries; row 0 is the sum of the own block inside this team.
+      state: before the step; `shared.adaptive.h` is h, i32[], the entries that a team
+        sends by B-SAG (Algorithm 2).
+      capacities: numbers of entries for which a message of B-SAG is compiled, up to L.
+      writer: encodes messages.
+    """
     block = Sparse(chosen.indices[:1], chosen.values[:1])
+    # B-SAG, only with d > 1
     if self.is_bruck:
       return b_sag(same_block, block, state.shared.adaptive.h, capacities, writer)
     if self.teams > 1:
       return r_sag(same_block, block, writer)
+    # One team: `block` is the sum, nothing is dropped, there is no N, 0 words are sent.
     return Summed(block, [], None, jnp.uint32(0))
 
   def _add_back(
     self, acc: Accumulator, returned: list[Sparse], errors: list[Sparse]
   ) -> Accumulator:
-    """The accumulator with what was dropped or rounded off on the way."""
-    # All teams have the same errors of the all-gather, so that each keeps a share.
+    """The accumulator with what was dropped or rounded off of the own block, which is row 0.
+
+    Args:
+      acc: the accumulator, from which `reduce_scatter` has subtracted the own block.
+      returned: [1, c] entries each that the sum over teams dropped or rounded off.
+      errors: the [1, L] errors of rounding the own block for the all-gather inside
+        teams; [] where values are not rounded.
+    """
+    # The owners of a block in the d teams round the same sum alike: 1/d of the errors
+    # each.
     shares = [lost._replace(values=lost.values / self.teams) for lost in errors]
     for entries in [*returned, *shares]:
       acc = acc.add(entries)
@@ -227,18 +257,25 @@ class SparDL(SelectingCollective):
     selected: jax.Array,
     slots: int,
   ) -> jax.Array:
-    """The words that carry an entry, where `selected` of so many slots are filled."""
+    """The words that carry an entry, of u32[] `words` in messages where `selected` of `slots` slots are filled."""
     if self.selection.fills_slots:
       return words
+    # in float32, since a product of u32 may overflow
     return words.astype(jnp.float32) * selected.astype(jnp.float32) / slots
 
   def _gone(
     self, blocks: Blocks, chosen: Sparse, delivered: Sparse, sent: Sparse
   ) -> tuple[jax.Array, Sparse]:
-    """Block-relative indices that leave the residual, and what was sent there with its rounding errors."""
+    """The two arguments of `Accumulator.pending`, which materializes the next residual.
+
+    Returns:
+      (indices, sent): the block-relative indices i32[P/d, c] where the next residual is
+      the current value less what was sent, elsewhere it is the initial gradient +
+      residual; and the sent entries [P/d, L], with the rounding error of each as value.
+    """
     if self.residual == "global":
       return delivered.indices, sent
-    # ablations: nothing stays of what was sent (§4.1.3)
+    # ablations: the residual is 0 where entries were sent (§4.1.3)
     indices = chosen.indices
     if self.residual == "partial":
       n = blocks.x.size
@@ -246,6 +283,7 @@ class SparDL(SelectingCollective):
       # A worker keeps what it sent where the total does not deliver it.
       members = bitset.insert(bitset.empty(n), flat, n)
       is_delivered = bitset.contains(members, blocks.flat_indices(indices))
+      # index `length` is an empty slot
       indices = jnp.where(is_delivered, indices, blocks.length)
     return indices, Sparse(indices, jnp.zeros(indices.shape, jnp.float32))
 
@@ -279,15 +317,17 @@ def reduce_scatter(
     # Transmission with sparsification (§3.1): the L largest entries of each block of
     # the bag, with all that was received so far.
     bag = acc.largest(stride, min(2 * stride, comm.size))
+    # The stride numbers the message: each of a step has other noise of rounding.
     message, errors = writer.encode(bag, stride)
     # The bag that arrives is of blocks that this worker still has (Theorem 3.1).
     acc = acc.add(writer.codec.decode(comm.shift(message, stride)))
     bags.append(bag)
     lost.append(errors)
   own_block = acc.largest(0, 1)
-  # Subtract the own block; what R-SAG, B-SAG or rounding drop of it is added back by
-  # `reduce`.
+  # Subtract the own block, since all of it goes on; `reduce` adds back what R-SAG,
+  # B-SAG or rounding drop of it.
   acc = acc.add(own_block._replace(values=-own_block.values))
+  # row 0 of the errors: empty slots, whose index is the block's length
   not_sent = own_block._replace(
     indices=jnp.full_like(own_block.indices, writer.codec.length)
   )

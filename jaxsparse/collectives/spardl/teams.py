@@ -13,7 +13,7 @@ from jaxsparse.types import Comm, Sparse, saturated
 
 # the first message number of sums over teams; those of the reduce-scatter are its
 # strides
-_MESSAGES = 1 << 30
+_FIRST_MESSAGE = 1 << 30
 
 
 class Summed(NamedTuple):
@@ -52,7 +52,9 @@ def r_sag(same_block: Comm, block: Sparse, writer: Writer) -> Summed:
   strides = schedules.strides(same_block.size)
   returned = []
   for step, stride in enumerate(reversed(strides)):
-    message, errors = writer.encode(block, _MESSAGES + step)
+    # Numbers of messages, which seed random rounding, are above all strides: those are
+    # the numbers of the reduce-scatter's messages.
+    message, errors = writer.encode(block, _FIRST_MESSAGE + step)
     received = same_block.permute(
       message, [(worker, worker ^ stride) for worker in range(same_block.size)]
     )
@@ -68,6 +70,7 @@ def r_sag(same_block: Comm, block: Sparse, writer: Writer) -> Summed:
     if writer.codec.rounds:
       returned.append(errors._replace(values=errors.values / 2**step))
   words = saturated(writer.codec.words(1, k_block) * len(strides), jnp.uint32)
+  # no N, by which only B-SAG adapts h
   return Summed(block, returned, None, words)
 
 
@@ -82,7 +85,8 @@ def b_sag(
 
   The L largest entries of the sum are kept. The others are in no total, so the
   accumulators they come from still have them, and they are not returned. Entries of
-  `block` beyond h are: other teams may deliver their indices.
+  `block` beyond its h largest are returned to this worker's accumulator, since other
+  teams may deliver their indices.
 
   Args:
     same_block: the workers that own this block, one in each team.
@@ -93,7 +97,8 @@ def b_sag(
   """
   (k_block,) = block.indices.shape[1:]
   length = writer.codec.length
-  h = jnp.minimum(h, k_block)  # it may be that of another number of workers
+  # In a state that another number of workers saved, h may be more than L.
+  h = jnp.minimum(h, k_block)
   head, tail = map(
     sparse.as_row, top_k_of_entries(sparse.only_row(block), h, k_block, length)
   )
@@ -101,9 +106,10 @@ def b_sag(
   def gather(
     capacity: int,
   ) -> tuple[Sparse, list[Sparse], jax.Array, jax.Array]:
+    """(the L largest entries of the sum [1, L], rounding errors, N, words), by messages of so many slots."""
     # Algorithm 2's h entries travel in the smallest message that is compiled for them.
     rows, lost, words = writer.gather_rows(
-      same_block, sparse.resize(head, capacity, length), _MESSAGES, k_block
+      same_block, sparse.resize(head, capacity, length), _FIRST_MESSAGE, k_block
     )
     merged = sparse.merge(in_rank_order(same_block, rows), length)
     kept, _ = top_k_of_entries(merged, k_block, k_block, length)
@@ -148,7 +154,7 @@ def adapt(state: Adaptive, merged: jax.Array, low: int, k_block: int) -> Adaptiv
     low: ⌈L/d⌉, the minimum of h.
     k_block: L, the maximum of h.
   """
-  # too many different indices and h shrinks, or too few and h grows
+  # N > L and h shrinks, or N ≤ L and h grows
   right_way = (merged > k_block) ^ (state.step > 0)
   doubled = jnp.clip(2 * state.step, -k_block, k_block)
   half = jnp.maximum(1, jnp.abs(state.step) // 2)

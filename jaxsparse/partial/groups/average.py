@@ -28,7 +28,12 @@ class Average:
     initial: f32[n], the model that training started from.
 
   Attributes:
-    result: f32[n], the average once `done`.
+    group: the members and their weights.
+    result: f32[n], the average once `done`; shards without a mean are uninitialized.
+    _shards: by member, the slice of the model that it owns.
+    _initial: the initial model, in the shard of this member.
+    _parts: by member whose PART has arrived, its model in the shard of this member.
+    _missing: owners of the shards whose mean `result` lacks.
 
   Example:
     >>> group = WorkerGroup((0, 1), (0.75, 0.25), 1)
@@ -57,7 +62,7 @@ class Average:
     self._initial = initial[shard]
     self._parts = {me: model[shard]}
     self.result = np.empty_like(model)
-    self._missing = set(group.members)  # owners of the shards that `result` lacks
+    self._missing = set(group.members)
 
   @property
   def done(self) -> bool:
@@ -66,6 +71,7 @@ class Average:
 
   def needs(self, group_number: int, member: int) -> bool:
     """Whether this is group `group_number`, and a message of a member has not arrived yet."""
+    # the PART and the MEAN of that member
     arrived = member in self._parts and member not in self._missing
     return group_number == self.group.number and member in self._shards and not arrived
 
@@ -79,9 +85,9 @@ class Average:
     yield from self._send_mean()
 
   def receive(self, piece: Piece) -> Iterator[tuple[int, Piece]]:
-    """Takes a piece, and yields those to send next.
+    """Takes a PART or a MEAN, and yields the pieces to send next, each with its receiver.
 
-    Ignores one that does not belong to this average: not from another member, a
+    A piece that does not belong to this average is ignored: from no other member, a
     duplicate, or of another size.
     """
     sender = piece.sender
@@ -103,12 +109,12 @@ class Average:
       self._missing.remove(sender)
 
   def _send_mean(self) -> Iterator[tuple[int, Piece]]:
-    """Averages the own shard once all parts of it have arrived."""
+    """Averages the shard of this member once all parts of it have arrived, and yields it for all others."""
     group = self.group
     if len(self._parts) < len(group.members):
       return
     total = np.float32(group.initial) * self._initial
-    # in the order of members, whatever came first: sums are reproducible
+    # in the order of members, not of arrival: sums of float32 are reproducible
     for member, weight in zip(group.members, group.weights, strict=True):
       total += np.float32(weight) * self._parts[member]
     self.result[self._shards[self._me]] = total

@@ -23,13 +23,23 @@ _all_finite = jax.jit(lambda vector: jnp.isfinite(vector).all())
 
 
 class BaseWorker(abc.ABC):
-  """A worker; it leaves when its `with` block ends."""
+  """A worker; it leaves when its `with` block ends.
+
+  Args:
+    worker: its number.
+    entries: n, the number of entries of the model.
+    unflatten: from f32[n] to parameters of the caller's structure, shapes and dtypes.
+
+  Attributes:
+    number: its number.
+    refused: how many of its models in succession were not finite.
+  """
 
   def __init__(
     self, worker: int, entries: int, unflatten: Callable[[jax.Array], optax.Params]
   ):
     self.number = worker
-    self.refused = 0  # models of this worker in succession that were not finite
+    self.refused = 0
     self._entries = entries
     self._unflatten = unflatten
 
@@ -86,6 +96,7 @@ class BaseWorker(abc.ABC):
   def _average(
     self, kind: WorkerMessage, params: optax.Params, iteration: int
   ) -> tuple[optax.Params, int]:
+    """The average that `kind` asks for: READY with a group, SYNCHRONIZE with all workers."""
     vector = flatten(params)[0]
     if vector.size != self._entries:
       raise ValueError(
@@ -95,14 +106,14 @@ class BaseWorker(abc.ABC):
       self.refused = 0
     else:
       vector, iteration = self._replace(vector, iteration)
-    # All others wait in `synchronize`: this worker joins them with the model that it
-    # got.
+    # In `reduce` a worker whose model was not finite returns the model that it got. In
+    # `synchronize` all others wait for it, so it averages with the model that it got.
     if kind == WorkerMessage.SYNCHRONIZE or is_finite:
       vector, iteration = self._ask(kind, vector, iteration)
     return self._unflatten(vector), iteration
 
   def _replace(self, vector: jax.Array, iteration: int) -> tuple[jax.Array, int]:
-    """The model of another worker in place of this one's, which is not finite; a warning names its first such leaf."""
+    """The model of another worker and its iteration, in place of `vector`, which is not finite; warns with the leaf."""
     self.refused += 1
     leaf = first_not_finite(self._unflatten(vector))
     problem = f"worker {self.number}: {leaf} of iteration {iteration} is not finite"
@@ -127,6 +138,11 @@ class BaseWorker(abc.ABC):
     self, kind: WorkerMessage, vector: jax.Array, iteration: int
   ) -> tuple[jax.Array, int]:
     """A model and its iteration: the average of a group (READY) or of all, or another worker's model (NOT_FINITE).
+
+    Args:
+      kind: READY, SYNCHRONIZE or NOT_FINITE.
+      vector: f32[n], the model of this worker; not used for NOT_FINITE.
+      iteration: the number of iterations that it has been trained for.
 
     Raises:
       FloatingPointError: for NOT_FINITE, if no other worker has a trained model.

@@ -29,6 +29,17 @@ whose members have done 9, 8 and 5 iterations, with α = 1/2:
     k̂              1     2     3     4     5 = K
     weight       16/31  8/31  4/31  2/31  1/31      (1 − α) α^(k̂ − 1) / (1 − α^K), with sum 1
     goes to        9     8     ?     ?     5        "initial": to the initial model; "closest": 7 to 8, 6 to 5
+
+The state of a `Controller`, by worker; dicts are in the order of insertion:
+
+    _queue      iterations of ready workers that wait for a group, the longest-waiting first
+    _for_all    iterations of the workers that wait for the average of all
+    _last       last signalled iteration of each worker that has not left; -1 before its first signal
+    _group      last group of each worker, until its next signal
+    _absent     workers that the group filter does not wait for, until their next group
+    _component  label of each worker's component: workers with one label are connected; `_ABSENT` for all in `_absent`
+    _count      number of groups formed since all workers were connected last
+    _formed     number of groups formed so far, which is the number of the last one
 """
 
 import functools
@@ -40,15 +51,17 @@ from jaxsparse.collectives._base import check_whole
 from jaxsparse.partial.net.messages import Rejected, WorkerGroup
 
 Missing = Literal["initial", "closest"]
-# iterations to weights, and the initial model's
+# from the iterations of the members to their weights, and that of the initial model
 Weigh = Callable[[Sequence[int]], tuple[tuple[float, ...], float]]
-# a worker may be about this many times slower than the others before the filter waits
-# for it
+# The filter does not wait for a worker that is up to about this many times slower than
+# the others.
 PATIENCE = 10
 MAX_ITERATION = 2**62 - 1
-_MOST_AHEAD = 2**20  # iterations of a worker before all others
+# iterations by which a worker may be ahead of the newest one of all workers
+_MOST_AHEAD = 2**20
 
-_ABSENT = -1  # the component of all workers that are absent
+# label of the component of all workers that are absent; other labels are worker numbers
+_ABSENT = -1
 
 
 class Controller:
@@ -112,6 +125,7 @@ class Controller:
         raise ValueError(f"{name}={value!r}, choose {names[0]!r} or {names[1]!r}")
     if not isinstance(decay, int | float) or not 0 <= decay < 1:
       raise ValueError(f"decay={decay!r}, choose a number in [0, 1)")
+    # A group joins at most P components, so that P - 1 fewer are left.
     least = -(-(workers - 1) // (group_size - 1))
     check_whole("controller", least, optional=True, history=history)
     self.workers = workers
@@ -153,6 +167,8 @@ class Controller:
   @property
   def held(self) -> bool:
     """Whether ready workers wait for a worker of another component, although they are enough for a group."""
+    # Each call forms all groups that the filter allows: it withholds those left in the
+    # queue. `size` is 0 if all wait for the average of all, and nobody is held then.
     return len(self._queue) >= max(1, self.size)
 
   @property
@@ -179,6 +195,7 @@ class Controller:
       self._absent.update(
         worker for worker in self._active if worker not in self._queue
       )
+      # Those present are to be connected anew, without the absent ones.
       self._begin_to_connect()
     return self._form_groups()
 
@@ -204,14 +221,15 @@ class Controller:
     del self._group[worker]
     # the same iteration may be signalled again
     self._last[worker] -= 1
+    # The failed group has connected nobody; which components it joined is not recorded.
     self._begin_to_connect()
     return self._form_groups()
 
   def replaced(self, worker: int) -> None:
-    """A worker replaces its model by that of another one: its next signal may be of any iteration."""
+    """A worker replaces its model by that of another worker: its next signal may be of any iteration."""
     self._check(worker)
     self._check_not_ready(worker)
-    self._last[worker] = -1
+    self._last[worker] = -1  # less than every iteration
     self._group.pop(worker, None)
 
   def leave(self, worker: int) -> list[WorkerGroup]:
@@ -221,21 +239,27 @@ class Controller:
     for by_worker in (self._queue, self._for_all, self._group):
       by_worker.pop(worker, None)
     self._absent.discard(worker)
+    # Groups may be smaller now, or all that are left wait for the average of all.
     return self._form_groups()
 
   def join(self, worker: int) -> list[WorkerGroup]:
-    """A worker that has left takes part again."""
+    """A worker that has left takes part again; raises Rejected unless it has left."""
     self._check_number(worker)
     if worker in self._last:
       raise Rejected(f"duplicate: worker {worker} has joined already")
     self._last[worker] = -1
+    # The worker is in no component yet: it counts as not connected.
     self._begin_to_connect()
     return self._form_groups()
 
   def _wait(
     self, worker: int, iteration: int, queue: dict[int, int]
   ) -> list[WorkerGroup]:
-    """Lets a worker wait in a queue for the average of its group or of all."""
+    """Lets a worker wait, in `_queue` for a group or in `_for_all` for the average of all; returns the groups formed.
+
+    Raises:
+      Rejected: as `ready` says.
+    """
     self._check(worker)
     if not isinstance(iteration, int) or not 0 <= iteration <= MAX_ITERATION:
       raise Rejected(
@@ -243,19 +267,25 @@ class Controller:
       )
     self._check_not_ready(worker)
     last = self._last[worker]
-    # `synchronize` may follow a group without an iteration in between
+    # `synchronize` may follow a group without an iteration in between: `last` is
+    # allowed again then, since True counts as 1.
     again = queue is self._for_all and worker in self._group
     if iteration <= last - again:
       raise Rejected(
         f"stale: iteration {iteration} of worker {worker}, which has signalled {last} before"
       )
+    # All members of a group go on from its largest iteration, so one wrong number would
+    # spread to all workers. Before any signal (newest = -1) every iteration is allowed.
     newest = max(self._last.values())
     if newest >= 0 and iteration > newest + _MOST_AHEAD:
       raise Rejected(
         f"iteration {iteration} of worker {worker} is more than {_MOST_AHEAD} after {newest}, the newest of all workers"
       )
     self._last[worker] = queue[worker] = iteration
+    # from now on `failed` for its last group is stale
     self._group.pop(worker, None)
+    # The average of all will connect this worker with every other one, so its absence
+    # ends; `_connect`, which ends it otherwise, is not called for that average.
     if queue is self._for_all:
       self._absent.discard(worker)
     return self._form_groups()
@@ -281,11 +311,13 @@ class Controller:
     return [worker for worker in self._last if worker not in self._for_all]
 
   def _form_groups(self) -> list[WorkerGroup]:
+    """Forms all groups that are possible now, and takes their members out of the queues."""
     formed = []
     while members := self._next_members():
       formed.append(self._make_group(members, self._queue, self._weigh))
       self._connect(members)
-    # Algorithm 2, line 8 of the worker: the average of all, once all have asked for it.
+    # Algorithm 2, line 8 of the worker: the average of all, once all have asked for it;
+    # it connects all workers.
     if self._for_all and not self._active:
       formed.append(
         self._make_group(list(self._for_all), self._for_all, constant_weights)
@@ -296,6 +328,7 @@ class Controller:
   def _make_group(
     self, members: list[int], waiting: dict[int, int], weigh: Weigh
   ) -> WorkerGroup:
+    """The next group, of `members`, which are removed from `waiting`, the queue that holds their iterations."""
     self._formed += 1
     iterations = {member: waiting.pop(member) for member in sorted(members)}
     weights, initial = weigh(list(iterations.values()))
@@ -307,10 +340,12 @@ class Controller:
 
   def _next_members(self) -> list[int]:
     """The members of the next group, with the worker that has waited longest; none if they have to wait."""
+    # too few ready workers for a group; during a call `held` says no more than that
     if not self.held:
       return []
     head, *rest = self._queue
     others = rest[: self.size - 1]
+    # the workers, of those given, that are in another component than `head`
     elsewhere = lambda workers: [
       worker for worker in workers if self._component[worker] != self._component[head]
     ]
@@ -318,20 +353,26 @@ class Controller:
     # group has to join two components.
     due = self._count >= self.window or not self._absent.isdisjoint([head, *others])
     if due and not elsewhere(others):
+      # a ready worker of another component in place of the member that waited shortest
       if bridges := elsewhere(rest):
         others[-1] = bridges[0]
-      # nobody to wait for if all workers of other components are absent
+      # The group is formed all the same if all workers of other components are absent.
       elif not self._absent.issuperset(elsewhere(self._active)):
         return []
     return [head, *others]
 
   def _connect(self, members: list[int]) -> None:
-    """Joins the components of the members of a group."""
+    """Joins the components of the members of a group, whose absence ends; counts the group.
+
+    When all workers that are present are connected, the count begins anew.
+    """
     self._component.update(
-      # an absent worker is a component of its own again
+      # An absent worker, with the label _ABSENT, becomes a component of its own: no
+      # other worker has its number as label, as `_begin_to_connect` gave it to nobody.
       {member: member for member in self._absent.intersection(members)}
     )
     self._absent.difference_update(members)
+    # labels of the components to be joined; all their workers get the smallest one
     roots = {self._component[member] for member in members}
     self._component.update(
       {worker: min(roots) for worker, root in self._component.items() if root in roots}
@@ -350,15 +391,18 @@ class Controller:
       self._begin_to_connect()
 
   def _begin_to_connect(self) -> None:
-    """No groups count so far: a worker is a component of its own, and the absent ones are one together."""
+    """Begins to count groups: each worker is a component of its own, and all absent ones are one component."""
     self._component = {
       worker: _ABSENT if worker in self._absent else worker for worker in self._last
     }
-    self._count = 0  # groups since
+    self._count = 0
 
 
 def constant_weights(iterations: Sequence[int]) -> tuple[tuple[float, ...], float]:
-  """1/P each. They keep the sum of all models, and a model that all members have is a fixed point."""
+  """Weights of 1/P for P members, and 0.0 for the initial model.
+
+  They keep the sum of all models, and a model that all members have is a fixed point.
+  """
   return (1 / len(iterations),) * len(iterations), 0.0
 
 
@@ -372,6 +416,14 @@ def dynamic_weights(
   member goes to the initial model (the paper's choice: it moves even members with equal
   models towards the initial one), or to the closest rank with a member, the newer one
   of two.
+
+  Args:
+    iterations: k, the number of iterations that each of the P members has done.
+    decay: α, in [0, 1).
+    missing: where the weights of ranks without a member go.
+
+  Returns:
+    The weights of the members, in the order of `iterations`, and of the initial model.
 
   Example:
     >>> dynamic_weights([9, 8, 8], 0.5, "closest")
@@ -400,6 +452,7 @@ def dynamic_weights(
     for rank, first, last in zip(present, firsts, lasts, strict=True)
   }
   members = tuple(share[rank] for rank in ranks)
+  # 0.0 also where each rank 1 … K has a member: the sum is 1 but for rounding errors.
   return members, max(0.0, 1 - sum(members)) if missing == "initial" and len(
     present
   ) < present[-1] else 0.0

@@ -48,7 +48,8 @@ def convergence_condition(
     if not 0 <= value < math.inf:
       raise ValueError(f"{name}={value}, choose a number of at least 0")
   eta = group_size / workers * rate
-  if rho > 1 - 1e-9:  # rounding errors of eigenvalues
+  # Where groups do not connect the workers, ρ is 1 but for rounding errors.
+  if rho > 1 - 1e-9:
     return math.inf
   root = math.sqrt(rho)
   spread = rho / (1 - rho) + 2 * root / (1 - root) ** 2

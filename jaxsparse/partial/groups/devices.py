@@ -9,6 +9,11 @@ the collective, and every member continues with its own device's shard:
     thread 2 ── computes ─ reduce ─> WorkerGroup(0, 2) ─> mean on device 2 ─>
 
 The program of a group is compiled at its first use, or by `warm_up` before training.
+
+The state of `Devices` that `_lock` guards, with the controller, by worker:
+
+    _waiting   model f32[n] on its device, iteration, and future of the answer: it waits for a group
+    _seeking   future of the answer: its model was not finite, and it waits for the model of another worker
 """
 
 import contextlib
@@ -35,7 +40,8 @@ from jaxsparse.partial.net.messages import WorkerGroup, WorkerMessage
 
 _AXIS = "group"
 _SPLIT = PartitionSpec(_AXIS)
-# seconds that the group filter may let a worker wait, or as long as its step took
+# seconds for which a ready worker waits for the group filter, if its last step was
+# shorter; else as long as that step took
 _LEAST_PATIENCE = 0.1
 _Model = tuple[jax.Array, int]  # f32[n], and the iterations it has been trained for
 
@@ -84,16 +90,17 @@ class Devices:
     self.params = params
     self.entries = vector.size
     self._initial = [jax.device_put(vector, device) for device in devices]
-    self._lock = threading.Lock()  # guards the controller, and the two that follow
+    self._lock = threading.Lock()  # guards the controller, `_waiting` and `_seeking`
     self._waiting: dict[
       int, tuple[jax.Array, int, futures.Future]
     ] = {}  # for a group: model, iteration, and answer
     self._seeking: dict[
       int, futures.Future
     ] = {}  # answers of workers that wait for the model of another worker
-    # XLA's CPU runtime runs all programs on one small thread pool, where two
-    # collectives at once could deadlock.
+    # None where groups may average at once. XLA's CPU runtime runs all programs on one
+    # small thread pool, where two collectives at once could deadlock.
     self._one_at_a_time = threading.Lock() if devices[0].platform == "cpu" else None
+    # by the members of a group: its compiled average, and the sharding of its models
     self._program = functools.cache(self._compile)
 
   def worker(self, number: int) -> "DeviceWorker":
@@ -107,7 +114,7 @@ class Devices:
     return DeviceWorker(self, number)
 
   def warm_up(self) -> int:
-    """Compiles the programs of all groups of P workers; returns how many they are."""
+    """Compiles the programs of all groups of P workers; returns the number of these groups."""
     groups = list(
       itertools.combinations(range(len(self.devices)), self.controller.group_size)
     )
@@ -118,7 +125,18 @@ class Devices:
   def _ask(
     self, worker: int, kind: WorkerMessage, model: _Model, patience: float | None
   ) -> _Model:
-    """The answer to a worker's signal; ready workers are released each time that it has waited for `patience`."""
+    """Blocks until a worker's signal is answered, with a model and its iteration.
+
+    The thread whose signal completes a group computes the average, and answers all
+    members.
+
+    Args:
+      worker: number of the worker whose thread this is.
+      kind: READY, SYNCHRONIZE or NOT_FINITE.
+      model: of this worker; not used for NOT_FINITE.
+      patience: seconds after which, again and again, the group filter no longer waits
+        for workers that are not ready; None for never.
+    """
     answer = futures.Future[_Model]()
     groups = list[WorkerGroup]()
     (vector, iteration) = model
@@ -138,6 +156,7 @@ class Devices:
           answer,
         )
       self._answer_seekers()
+    # without the lock, so that other threads can signal meanwhile
     self._average(groups)
     while not futures.wait([answer], patience).done:
       with self._lock:
@@ -153,7 +172,8 @@ class Devices:
     self._average(groups)
 
   def _answer_seekers(self) -> None:
-    """Copies the most trained model of the workers that wait to those that seek one; an error if all seek one."""
+    """Answers workers that seek a model with the most trained one of those that wait; an error if all seek one."""
+    # If all seek one, no worker has a finite model.
     all_seek = self._seeking.keys() >= set(self.controller.alive)
     while self._seeking and (self._waiting or all_seek):
       worker, answer = self._seeking.popitem()
@@ -166,6 +186,7 @@ class Devices:
         answer.set_exception(FloatingPointError())
 
   def _average(self, groups: list[WorkerGroup]) -> None:
+    """Averages the models of each group, and answers its members with the mean, or the error."""
     for group in groups:
       with self._lock:
         models, _, answers = zip(
@@ -182,12 +203,14 @@ class Devices:
   def _means(
     self, group: WorkerGroup, models: Sequence[jax.Array]
   ) -> dict[jax.Device, jax.Array]:
-    """The average at each device of a group."""
+    """The average f32[n] at each device of a group, from the models f32[n] of its members on their devices."""
     program, sharding = self._program(group.members)
     initial = [self._initial[member] for member in group.members]
+    # f32[G n] of G arrays f32[n], each of which stays on its device
     joined = lambda parts: jax.make_array_from_single_device_arrays(
       (len(parts) * parts[0].size,), sharding, parts
     )
+    # f32[G, 2]: for each member the weights of its model and of the initial one
     weights = np.array(
       [(weight, group.initial) for weight in group.weights], np.float32
     )
@@ -198,12 +221,12 @@ class Devices:
     return {shard.device: shard.data for shard in means.addressable_shards}
 
   def _compile(self, members: tuple[int, ...]) -> tuple[Any, NamedSharding]:
-    """The compiled average of a group, and the sharding of its models."""
+    """The compiled average of a group, as `_means` calls it, and the sharding of its three arguments and its result."""
     mesh = Mesh(np.array([self.devices[member] for member in members]), (_AXIS,))
     sharding = NamedSharding(mesh, _SPLIT)
 
     def mean(model: jax.Array, initial: jax.Array, weights: jax.Array) -> jax.Array:
-      # The array is split over the group: each device has one row.
+      # `weights` is split over the group: each device has one row.
       weight, of_initial = weights[0]
       return jax.lax.psum(weight * model, _AXIS) + of_initial * initial
 
@@ -240,6 +263,7 @@ class DeviceWorker(BaseWorker):
     self._workers._leave(self.number)
 
   def _ask(self, kind: WorkerMessage, vector: jax.Array, iteration: int) -> _Model:
+    # The other workers get as long as this one's step took to become ready.
     took = max(time.monotonic() - self._step_began, _LEAST_PATIENCE)
     model = self._workers._ask(
       self.number,

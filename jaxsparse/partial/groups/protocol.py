@@ -66,6 +66,16 @@ class GroupRequest(NamedTuple):
 class GroupProtocol(WorkerProtocol[Average]):
   """The protocol of one worker.
 
+  Attributes:
+    initial: f32[n], the model that training starts from.
+    model: the newest model of this worker, which is finite.
+    membership: the place at the server: its `state`, whether a request is open
+      (`waits`), the `donor` whose model is to replace that of this worker, deadlines.
+    _request: the kind of the last request of the training loop.
+    _run: the `Average` of the group under way; None if there is none.
+    _settled: the number of the last group that needs nothing more of this worker.
+    _early: pieces of a group of which the server has not told yet.
+
   Example:
     >>> from jaxsparse.partial.net.membership import Membership
     >>> from jaxsparse.partial.net.messages import Answer
@@ -80,14 +90,14 @@ class GroupProtocol(WorkerProtocol[Average]):
     Signal(kind=<WorkerMessage.READY: 2>, worker=3, value=1, address='', position=...)
   """
 
-  initial: np.ndarray  # f32[n], the model that training starts from
+  initial: np.ndarray
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    # the newest, for those who fetch it and for the file of a lost server
+    # what other workers fetch, and what is saved when the server is lost
     self.model = Model(self.initial, 0)
-    self._request = WorkerMessage.HELLO  # the last one
-    # whether the open request goes on without the model of a donor, which does not come
+    self._request = WorkerMessage.HELLO
+    # The open request goes on with the own model: the donor's did not come in time.
     self._has_no_donor = False
 
   def _handle(self, event: object) -> None:
@@ -96,23 +106,28 @@ class GroupProtocol(WorkerProtocol[Average]):
         self._leave()
       case GroupRequest():
         self._request = event.kind
+        # NOT_FINITE has no model: others can fetch the last finite one.
         self.model = event.model or self.model
+        # else the request begins at WELCOME
         if self.membership.open_request():
           self._begin_request()
       case _:
         super()._handle(event)
 
   def _repeat_signal(self) -> None:
+    # NOT_FINITE joins too: the server answers it once there is a donor.
     seeks = self._waits_for_a_finite_model
     self.membership.repeat_signal(
       WorkerMessage.NOT_FINITE if seeks else WorkerMessage.HELLO
     )
 
   def _miss_server(self) -> None:
+    """Ends: the server has been silent for its limit and `reconnect` seconds."""
     membership = self.membership
     membership.lose("sign of life", membership.limit + membership.reconnect)
 
   def _give_up(self) -> None:
+    """No message of another worker, or no WELCOME, has come for `timeout` seconds."""
     membership = self.membership
     if self._run:
       self._fail(self._run, f"no message of a member for {membership.timeout:g} s")
@@ -122,7 +137,7 @@ class GroupProtocol(WorkerProtocol[Average]):
       )
     elif membership.state == "joining" and membership.fetches_since is None:
       membership.lose("WELCOME", membership.timeout)
-    # the donor's model is that to start from
+    # Training cannot start without the model of the donor.
     elif self._request == WorkerMessage.HELLO:
       membership.reply(
         RuntimeError(
@@ -130,7 +145,7 @@ class GroupProtocol(WorkerProtocol[Average]):
         )
       )
       self._leave()
-    else:  # it goes on with its own model, once it has joined
+    else:  # READY or SYNCHRONIZE goes on with the own model, once the worker has joined
       self._has_no_donor = True
       membership.donor = None
       membership.await_peer()
@@ -138,6 +153,7 @@ class GroupProtocol(WorkerProtocol[Average]):
         self._begin_request()
 
   def _leave(self) -> None:
+    # The server aborts a later group than `_settled`: its members wait for pieces.
     self.membership.tell(WorkerMessage.BYE, self._settled)
     self.membership.state = "ended"
 
@@ -151,18 +167,18 @@ class GroupProtocol(WorkerProtocol[Average]):
     """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
     membership = self.membership
     membership.state = "joined"
-    # all average with the models that they have
+    # The average of all is of the models that workers have: nothing is fetched for it.
     if membership.donor and self._request != WorkerMessage.SYNCHRONIZE:
       membership.fetch()
     elif self._request == WorkerMessage.HELLO:
       self._reply(self.model)
     elif self._request == WorkerMessage.NOT_FINITE:
-      membership.join_again(0)
+      membership.join_again(0)  # then `_repeat_signal` sends NOT_FINITE
     else:
       membership.tell(self._request, self.model.iteration)
 
   def _take_model(self, piece: Piece) -> None:
-    """The model of a donor; one that cannot be that of a worker is ignored."""
+    """Answers the open request with the model of a donor; ignores one of another size, or with NaN or Inf."""
     is_model = 0 <= piece.number <= MAX_ITERATION and np.isfinite(piece.values).all()
     if is_model and piece.values.size == self.initial.size:
       self._reply(Model(piece.values, piece.number))
@@ -184,11 +200,13 @@ class GroupProtocol(WorkerProtocol[Average]):
       case ServerMessage.WELCOME if membership.state == "joining":
         donor = None if self._has_no_donor else content["donor"]
         membership.enter(content["limit"], donor)
+        # early parts have fewer than n + G entries, as the file's docstring says
         self._early = EarlyPieces(self.initial.size)
         if membership.waits:
           self._begin_request()
       case ServerMessage.GROUP if self._awaits_group:
         self._start_average(content)
+      # Ignored if the lost worker has sent this one all that it needs; -1 is no worker.
       case ServerMessage.ABORT if self._run and self._run.needs(
         content["number"], content.get("worker", -1)
       ):
@@ -197,12 +215,13 @@ class GroupProtocol(WorkerProtocol[Average]):
         self._take_rejection(content["reason"])
 
   def _take_rejection(self, reason: str) -> None:
-    # The server says that no worker has a finite model: an error of the training loop.
+    # "nobody": no worker has a finite model; the training loop raises the error.
     if reason.startswith("nobody:"):
       if self._waits_for_a_finite_model:
         self.membership.reply(FloatingPointError(reason))
     elif self.membership.take_rejection(reason, awaits_group=self._awaits_group):
-      # It joins again: groups of before are over.
+      # The server has dropped this worker, which joins again: its groups are over.
+      # Groups of a restarted server begin at another number, perhaps a lower one.
       self._run = None
       self._settled = 0
 
@@ -213,13 +232,14 @@ class GroupProtocol(WorkerProtocol[Average]):
     average = self._run = Average(
       group, self.membership.worker, self.model.vector, self.initial
     )
-    # generators, which run behind `begin`: the own parts are sent first
+    # `receive` returns generators, which run after `begin`: own parts are sent first.
     early = [average.receive(piece) for piece in self._early.take(group.number)]
     self._progress(average, itertools.chain(average.begin(), *early))
 
   def _take_piece(self, piece: Piece) -> None:
     if average := self._run_of(piece.number):
       self._progress(average, average.receive(piece))
+    # a part of the next group; numbers of groups rise
     elif (
       piece.number > self._settled
       and piece.kind != PieceKind.MEAN
@@ -228,7 +248,8 @@ class GroupProtocol(WorkerProtocol[Average]):
       self._early.keep(piece)
 
   def _progress(self, average: Average, pieces: Iterable[tuple[int, Piece]]) -> None:
-    """Sends pieces, and answers the request if the average is done."""
+    """Sends pieces to their receivers, and answers the request if the average is done."""
+    # The timeout begins anew with the group, and with each piece that has come.
     self.membership.await_peer()
     for member, piece in pieces:
       self.membership.send(self.membership.addresses[member], piece)
@@ -237,6 +258,7 @@ class GroupProtocol(WorkerProtocol[Average]):
       self._reply(Model(average.result, average.group.iteration))
 
   def _settle(self, average: Average) -> None:
+    """Forgets an average: its group needs nothing more of this worker."""
     self._settled = average.group.number
     self._run = None
 

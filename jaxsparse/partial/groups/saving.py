@@ -80,6 +80,7 @@ def restore(
   """
   with np.load(path) as file:
     saved = dict(file)
+  # the shapes of arrays by name; "iteration" is a scalar among the leaves
   held = {name: value.shape for name, value in saved.items()}
   wanted = leaf_shapes(like)
   if held != {**wanted, "iteration": ()}:

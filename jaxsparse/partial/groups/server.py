@@ -24,13 +24,14 @@ class GroupMember(Member):
   """What the server knows of a worker that has joined."""
 
   step_began: float = 0.0  # when it joined, or its last group was formed
-  # once it is ready: until when it waits for the group filter, as long as its step took
+  # time until which it waits for the group filter once it is ready: as long as its step
+  # took
   waits_until: float = 0.0
   iteration: int = 0  # iteration of its model; 0 if that is not trained, or not finite
   seeks: bool = False  # its model is not finite, and there is no donor for it yet
-  group: WorkerGroup | None = None  # the last one
-  # how often it has repeated HELLO: each names the next donor, it may not reach all of
-  # them
+  group: WorkerGroup | None = None  # its last one, numbered as in messages
+  # how often it has repeated HELLO; each HELLO gets the next donor, since the worker
+  # may not reach all donors
   hellos: int = -1
 
 
@@ -43,10 +44,10 @@ class GroupServer:
   Args:
     controller: the state machine that forms groups; over when none of its workers is
       alive.
-    members: the workers that are there.
-    first: what is added to the numbers of groups in messages. Another one for each
-      server at an address, or pieces for a group of a server before it could be taken
-      for those of a group of this one.
+    members: the workers that have joined; `members.known` has a `GroupMember` of each.
+    first: what is added to the controller's numbers of groups in messages. It differs
+      between servers at one address: else pieces for a group of an earlier server could
+      be taken for those of a group of this one.
 
   Example:
     >>> from jaxsparse.partial.net import messages
@@ -64,11 +65,14 @@ class GroupServer:
     self._first = first
 
   def receive(self, connection: bytes, frames: list[bytes], now: float) -> None:
-    """Handles a message of a connection."""
+    """Handles a message of a worker: `connection` is its ZeroMQ identity, `now` in seconds."""
     self.members.receive(connection, frames, now, self._handle)
 
   def tick(self, now: float) -> None:
-    """Sends heartbeats, and drops dead workers; to be called several times in `limit` seconds."""
+    """Sends heartbeats, drops dead workers, and releases ready workers that have waited for the filter long enough.
+
+    To be called several times in `limit` seconds.
+    """
     for worker in self.members.tick(now):
       self._leave(worker)
     if any(
@@ -78,6 +82,7 @@ class GroupServer:
       self._announce(self._controller.release())
 
   def _handle(self, connection: bytes, signal: Signal) -> None:
+    """Does what a signal asks for; `Members.receive` answers Rejected, before which nothing may change."""
     kind, worker, value = signal[:3]
     if kind in (WorkerMessage.HELLO, WorkerMessage.NOT_FINITE):
       self._take_hello(connection, signal)
@@ -91,6 +96,8 @@ class GroupServer:
         groups = (self._controller.ready if is_ready else self._controller.synchronize)(
           worker, value
         )
+        # after the call, which may raise Rejected; before `_announce`, which sets the
+        # iteration of the members of a group that was formed
         member.waits_until = self.members.now + (self.members.now - member.step_began)
         member.iteration = value
         member.seeks = False
@@ -102,11 +109,15 @@ class GroupServer:
         self._announce(groups)
 
   def _take_hello(self, connection: bytes, signal: Signal) -> None:
-    """Joins a worker, or names another donor to one that has joined; it is no donor until it is ready again."""
+    """Joins a worker by HELLO or NOT_FINITE, or names another donor to one that has joined.
+
+    The worker is no donor itself until it is ready again.
+    """
     worker = signal.worker
+    # Models are no longer those that training started from: their values may differ.
     has_trained = any(member.iteration for member in self.members.known.values())
     self.members.check(connection, signal, at_start=not has_trained)
-    # Workers that are expected from the start are alive before they join.
+    # Workers that the controller expects from the start are alive before they join.
     if worker in self._controller.alive:
       self._controller.replaced(worker)
     else:
@@ -115,11 +126,12 @@ class GroupServer:
     member.step_began = self.members.now
     member.iteration = 0
     member.group = None
-    # the next donor, as the model of the last one may not be finite
+    # Another donor than for the last HELLO, whose model may not have come.
     member.hellos += 1
     self._welcome(signal, member)
 
   def _welcome(self, signal: Signal, member: GroupMember) -> None:
+    """Answers WELCOME with a donor, the most trained one first; NOT_FINITE gets none before there is a donor."""
     known = self.members.known
     donors = sorted(
       (candidate for candidate in known.values() if candidate.iteration),
@@ -135,7 +147,7 @@ class GroupServer:
       raise Rejected("nobody: no worker has a finite model")
 
   def _leave(self, worker: int, settled: int = 0) -> None:
-    """Continues without a worker; it owes nothing to groups up to number `settled`."""
+    """Continues without a worker; it owes no piece to groups up to number `settled`, 0 if it is dead."""
     groups = self._controller.leave(worker)
     member = self.members.forget(worker)
     if member and member.group and member.group.number > settled:
@@ -143,6 +155,7 @@ class GroupServer:
     self._announce(groups)
 
   def _announce(self, groups: list[WorkerGroup]) -> None:
+    """Tells the members of groups that the controller has formed."""
     for formed in groups:
       group = formed._replace(number=formed.number + self._first)
       for worker in group.members:
@@ -153,7 +166,7 @@ class GroupServer:
       self.members.tell_group(group)
 
   def _abort(self, worker: int, group: WorkerGroup | None) -> None:
-    """Tells the other members of a worker's group that it sends no more pieces; those that need none ignore that."""
+    """Tells the other members of a worker's group that the worker sends no more pieces to it."""
     if group:
       others = [member for member in group.members if member != worker]
       self.members.tell(others, ServerMessage.ABORT, number=group.number, worker=worker)

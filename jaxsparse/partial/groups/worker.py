@@ -91,7 +91,7 @@ class Worker(BaseWorker):
     super().__init__(number, initial.size, unflatten)
     self._file = None if save is None else pathlib.Path(save)
     if self._file:
-      # left by a process that was killed while it wrote
+      # Temporary files are left by a process that was killed while it wrote.
       saving.remove_temporary(self._file)
     # The longest message is the model of a donor.
     endpoint = self._endpoint = Endpoint(
@@ -111,6 +111,7 @@ class Worker(BaseWorker):
       self._lose,
       f"partial reduce, worker {number}",
     )
+    # the answer to HELLO: the initial model, or that of a donor
     vector, self.iteration = self._take()
     self.params = unflatten(vector)
 
@@ -126,6 +127,7 @@ class Worker(BaseWorker):
   def _ask(
     self, kind: WorkerMessage, vector: jax.Array, iteration: int
   ) -> tuple[jax.Array, int]:
+    # The protocol keeps the last finite model, for other workers and for the file.
     self._endpoint.post(
       GroupRequest(
         kind,
@@ -137,14 +139,17 @@ class Worker(BaseWorker):
     return self._take()
 
   def _take(self) -> tuple[jax.Array, int]:
+    """Waits for the answer to the open request, a model and its iteration; raises it if it is an exception."""
     answer = self._endpoint.take()
     return jax.numpy.asarray(answer.vector), answer.iteration
 
   def _model(self, _: Piece) -> Piece:
+    """The MODEL that answers a FETCH of another worker; the endpoint's thread calls it."""
     vector, iteration = self._protocol.model
     return Piece(PieceKind.MODEL, iteration, self.number, vector)
 
   def _lose(self, message: str) -> ControllerLost:
+    """Saves the model once the server is lost; returns the error, which the endpoint raises in every request."""
     vector, iteration = self._protocol.model
     saved = saving.save(
       self._file, self._unflatten(jax.numpy.asarray(vector)), iteration

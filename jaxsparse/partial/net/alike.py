@@ -19,8 +19,8 @@ from jaxsparse.arrays.flatten import (
 )
 from jaxsparse.partial.net import strict_json
 
-# characters of a part; that of a model with some ten thousand leaves is replaced by its
-# digest
+# characters of `layout`, or of `start`; longer ones, of models with some ten thousand
+# leaves, are replaced by their digest
 _LONGEST = 1 << 19
 MOST_ID = 1 << 62  # ids of a lineage are digests of 62 bits
 # so many models of one worker in succession that are not finite raise an error
@@ -34,9 +34,11 @@ def first_not_finite(params: optax.Params) -> str | None:
     >>> first_not_finite({"b": np.zeros(2), "w": np.array([1.0, np.nan])})
     "params['w']"
   """
+  # float64 may overflow in float32
   with np.errstate(over="ignore"):
     for name, leaf in leaves_by_name(params).items():
-      # a leaf of all processes of a worker too: they find it together
+      # Where a leaf is sharded over the processes of a worker, all of them get the same
+      # answer.
       if not all_finite(jnp.asarray(leaf, jnp.float32)):
         return f"params{name}"
   return None
@@ -92,18 +94,19 @@ class Alike(NamedTuple):
   def of(
     cls, params: optax.Params, start: optax.Params | None = None, **options: Any
   ) -> Self:
-    """The `Alike` of a worker that starts from `params`, and has options with short representations.
+    """The `Alike` of a worker that starts from `params`.
 
     Args:
-      params: of the worker.
-      start: what of it is in this process; all of it by default.
-      options: by name.
+      params: the parameters of the worker, whose layout is compared.
+      start: the part of `params` in this process, a pytree of the same structure whose
+        values are compared; `params` itself by default.
+      options: by name, values that all workers need alike, with short representations.
     """
     layout = list[str]()
     values = list[str]()
     parts = leaves_by_name(params if start is None else start)
     for name, leaf in leaves_by_name(params).items():
-      # values in float32: the layout compares dtypes
+      # Values are compared in float32, as they are averaged; the layout has the dtypes.
       checksum = zlib.crc32(
         np.ascontiguousarray(np.asarray(parts[name], np.float32)).data
       )
@@ -115,7 +118,10 @@ class Alike(NamedTuple):
     return cls(_shortened(layout), _shortened(values))
 
   def joined(self, others: Iterable["Alike"]) -> "Alike":
-    """The `Alike` of a worker of several processes, of which this is that of the first."""
+    """The `Alike` of a worker of several processes: `self` is that of process 0, `others` those of processes 1, 2, ….
+
+    All have the same layout; their lines of `start` are concatenated.
+    """
     values = itertools.chain(self.start, *(other.start for other in others))
     return self._replace(start=_shortened([*values]))
 
@@ -135,17 +141,18 @@ class Alike(NamedTuple):
     return json.dumps(self)
 
   def difference(self, others: "Alike", *, at_start: bool) -> str | None:
-    """What this worker has first that is not what the others have, in words; None if there is nothing.
+    """The first difference between this worker and the others, in words; None if there is none.
 
     Args:
-      others: of the workers that are there.
-      at_start: whether all of them have the values that they started from.
+      others: the `Alike` of the workers that have joined.
+      at_start: whether none of them has trained yet, so that start values are compared.
 
     Example:
       >>> Alike.of(np.zeros(2)).difference(Alike.of(np.zeros(3)), at_start=True)
       'params of float32[2], the others have params of float32[3]'
     """
-    # After the start a worker gets the values of a donor in place of its own.
+    # (own lines, their lines) of `layout`, and at the start also of `start`: later a
+    # worker gets the values of a donor in place of its own.
     parts = [(self.layout, others.layout), *[(self.start, others.start)] * at_start]
     pairs = itertools.chain(
       *(itertools.zip_longest(*sides, fillvalue="nothing") for sides in parts)
@@ -157,6 +164,7 @@ class Alike(NamedTuple):
 
 
 def _shortened(lines: list[str]) -> tuple[str, ...]:
+  """The lines, or one line with their digest if they are too long for a message."""
   text = "\n".join(lines)
   if len(text) < _LONGEST:
     return tuple(lines)

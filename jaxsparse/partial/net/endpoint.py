@@ -28,6 +28,7 @@ from jaxsparse.partial.net.transfers import Assembly, Transfers, split
 
 # milliseconds that a leaving worker waits for BYE to be sent: the server may be dead
 _LAST_WORDS = 1000
+# the kinds of pieces that only a donor sends, as answers to FETCH
 _OF_DONORS = PieceKind.MODEL, PieceKind.WAITS
 
 
@@ -46,15 +47,26 @@ class Endpoint:
   """Runs the protocol of a worker from `start` until the protocol ends.
 
   Args:
-    servers: addresses of the server, and of those that take its place.
+    servers: addresses of the server, and of the servers that take its place.
     bind: the address at which other workers reach this one.
-    keys: CURVE keys of the run.
+    keys: CURVE keys of the run; None for none.
     longest: bytes of the longest piece.
-    timeout: `Membership.timeout` at the start. A worker that leaves waits at most as
-      long as it is at the end for its last pieces to be sent.
+    timeout: `Membership.timeout` at the start, in seconds. A worker that leaves waits
+      at most for `Membership.timeout` at the end, until its last pieces are sent.
 
   Attributes:
     address: where other workers reach this one, with the port.
+    timeout: as given.
+    _events: events of other threads for the protocol; a message to the thread for each.
+    _answers: answers of the protocol for the training loop.
+    _last_answer: the exception that every request raises once the protocol has ended.
+    _network: the sockets that the thread polls, each with its handler.
+    _server, _connected: the socket to the server, and the address that it connects to.
+    _data: the ROUTER by which other workers reach this one.
+    _peers: sockets to other workers, by address.
+    _transfers: requests of other workers for the model.
+    _transfer: the tracker of the last chunk of a model in transit, or None.
+    _assembly: the chunks of the model that a donor sends to this worker.
   """
 
   def __init__(
@@ -68,7 +80,7 @@ class Endpoint:
     sockets.check_address(bind, keys, reachable=True)
     self.timeout = timeout
     self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # to every request after the end
+    # raised by every request after the end
     self._last_answer: Exception = RuntimeError("this worker has left")
     self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._network = sockets.Network(keys)
@@ -76,12 +88,14 @@ class Endpoint:
       bind, longest, self._from_worker, closes_stalled=True
     )
     self._transfers = Transfers()
-    self._assembly = Assembly(longest // 4)
-    self._transfer: zmq.MessageTracker | None = None  # the model that was sent last
+    self._assembly = Assembly(longest // 4)  # in words of 4 bytes
+    self._transfer: zmq.MessageTracker | None = None
     self._servers = itertools.cycle(servers)
     self._connect()
+    # `_lock` guards `_closing` and `_wake_up`, by which other threads wake the thread:
+    # it waits for sockets only.
     self._lock = threading.Lock()
-    self._closing = False  # guards `_wake_up`, which other threads use
+    self._closing = False
     self._wake_up, posted = (self._network.context.socket(zmq.PAIR) for _ in range(2))
     posted.bind("inproc://events")
     self._wake_up.connect("inproc://events")
@@ -103,10 +117,10 @@ class Endpoint:
     """Starts the thread.
 
     Args:
-      protocol: made with the methods of this endpoint.
-      make_model: the MODEL that answers a FETCH; other pieces go to the protocol.
-      lose: saves what is to be saved after the server was lost, as the message says;
-        every request raises the result.
+      protocol: its `membership` is made by `make_membership` of this endpoint.
+      make_model: from a FETCH to the MODEL that answers it, called in the thread.
+      lose: saves what is to be saved after the server was lost; from the message to the
+        error, which every later request raises.
       name: of the thread.
     """
     self._protocol = protocol
@@ -116,7 +130,8 @@ class Endpoint:
     self._thread.start()
 
   def make_membership(self, worker: int, **options: Any) -> Membership:
-    """The place of a worker that uses this endpoint, with the options of `Membership`."""
+    """The `Membership` of a worker that uses this endpoint; `options` are further fields."""
+    # the fields `tell_server`, `send` and `answer_loop`
     outlets = self.tell, self._peers.send, self._answers.put
     return Membership(
       worker,
@@ -134,18 +149,22 @@ class Endpoint:
     """Gives the protocol an event."""
     self._events.put(event)
     with self._lock:
-      # A ZeroMQ socket serves one thread at a time, hence the lock.
+      # A ZeroMQ socket serves one thread at a time, hence the lock. Its message wakes
+      # the thread, which then takes one event.
       if not self._closing:
         self._wake_up.send(b"")
 
   def take(self, seconds: float | None = None) -> Any:
-    """The answer to the open request, which is raised if it is an exception.
+    """Waits for the answer to the open request, which is raised if it is an exception.
+
+    Args:
+      seconds: for which it waits; None for ever.
 
     Raises:
       queue.Empty: if there is none for so many seconds.
     """
     if isinstance(answer := self._answers.get(timeout=seconds), Exception):
-      # every later request gets it, too
+      # The thread has ended: every later request gets this answer, too.
       if answer is self._last_answer:
         self._answers.put(answer)
       raise answer
@@ -159,17 +178,18 @@ class Endpoint:
 
   def tell(self, signal: Signal) -> None:
     """Sends a signal to the server."""
-    # no connection, for lack of keys for example: the deadline will pass
+    # zmq.Again: no connection, for lack of keys for example. The signal is dropped, and
+    # the protocol notices that no answer comes.
     with contextlib.suppress(zmq.Again):
       self._server.send(signal.pack(), zmq.NOBLOCK)
 
   def switch(self) -> None:
-    """Connects to the next server."""
+    """Closes the connection to the server, and connects to the next one."""
     self._network.forget(self._server)
     self._connect()
 
   def _connect(self) -> None:
-    """Connects to the next server."""
+    """Connects to the next server; after the last one comes the first one."""
     self._server = self._network.client()
     self._connected = next(self._servers)
     self._server.connect(self._connected)
@@ -183,48 +203,60 @@ class Endpoint:
         self._protocol.tick(time.monotonic())
         self._network.wait(membership.interval)
         self._send_model()
+      # the message that did not come for so many seconds; "" if the worker has left
       awaited, seconds = membership.lost
       if awaited:
         self._last_answer = self._lose(
           f"no {awaited} from the controller at {self._connected} for {seconds:g} s"
         )
-    except Exception as error:  # or the training loop would wait for ever
+    except Exception as error:  # raised by the training loop, which waits for an answer
       self._end_by(error)
     finally:
       self._answers.put(self._last_answer)
       self._close()
 
   def _end_by(self, error: Exception) -> None:
-    """Every request raises this error from now on."""
+    """From now on every request raises this error; a subclass may end the process as well."""
     self._last_answer = error
 
   def _close(self) -> None:
     """Closes the sockets after the last pieces have been sent to the workers that take them."""
+    # from now on `post` no longer uses its socket
     with self._lock:
       self._closing = True
     end = time.monotonic() + self._protocol.membership.timeout
     try:
+      # Broken connections are noticed meanwhile, and their pieces no longer waited for.
       while self._peers.sending and time.monotonic() < end:
         self._network.wait(0.01)
     finally:
       self._network.close(_LAST_WORDS)
 
   def _send_model(self) -> None:
-    """Sends the model to the next worker that has asked for it, after the one before has it."""
+    """Sends the model to the next worker that has asked for it, once ZeroMQ has sent the model before.
+
+    Once a second it tells the workers that have to wait longer that they wait.
+    """
     if self._transfer is None or self._transfer.done:
       self._transfer = None
       if asked := self._transfers.next(
         self._protocol.membership.position.round, time.monotonic()
       ):
         peer, request = asked
+        # All chunks are queued at once; the tracker of the last one remains.
         for chunk in split(self._make_model(request)):
           self._transfer = self._send_back(peer, chunk)
     for peer in self._transfers.waiting(time.monotonic()):
       self._send_back(peer, Piece(PieceKind.WAITS, 0, self._protocol.membership.worker))
 
   def _send_back(self, peer: bytes, piece: Piece) -> "zmq.MessageTracker | None":
-    """Sends a piece to a worker that has connected to this one, unless it is gone; only last chunks are tracked."""
-    is_last = piece.tag == 0
+    """Sends a piece by a connection that a worker has made to this one, unless it is gone.
+
+    Returns:
+      The tracker of the last chunk of a model; None for other chunks, or if the worker
+      is gone.
+    """
+    is_last = piece.tag == 0  # the tag counts the chunks that follow
     with contextlib.suppress(zmq.ZMQError):
       return self._data.send_multipart(
         [peer, *piece.pack()], zmq.NOBLOCK, copy=False, track=is_last
@@ -232,23 +264,28 @@ class Endpoint:
     return None
 
   def _handle(self, event: Any) -> None:
+    """Gives the protocol an event with the time."""
     self._protocol.handle(event, time.monotonic())
 
   def _from_server(self, frames: list[bytes]) -> None:
     """Gives the protocol an answer of the server; one that is malformed changes nothing."""
     try:
       answer = messages.parse_answer(frames[0])
+      # STATUS is for people
       if answer.kind != ServerMessage.STATUS:
         self._handle(answer)
     except messages.Rejected as error:
       self._protocol.membership.warn(f"ignores a message of the server: {error}")
 
   def _from_worker(self, frames: list[bytes]) -> None:
+    """A message of a worker by the connection that it has made to this one."""
+    # The first frame is the connection, an identity that ZeroMQ's ROUTER prepends.
     connection, *content = frames
     piece = messages.parse_piece(content)
     if piece and piece.kind == PieceKind.FETCH:
       self._transfers.ask(connection, piece, time.monotonic())
-    # a model comes from the donor alone, by the connection to it
+    # A model is only taken from the donor, by the connection that this worker has made
+    # to it.
     elif piece and piece.kind not in _OF_DONORS:
       self._handle(piece)
 
@@ -256,12 +293,13 @@ class Endpoint:
     """A message of a worker by the connection that this one has made to its address."""
     piece = messages.parse_piece(frames)
     if piece is None or piece.kind not in _OF_DONORS:
-      self._from_worker([b"", *frames])
+      self._from_worker([b"", *frames])  # a DEALER prepends no connection
       return
     membership = self._protocol.membership
-    donors = membership.donors
+    donors = membership.donors  # addresses of the donors that are asked now
     if address in donors:
       membership.hear_donor()
+      # the whole model once its last chunk has come
       if piece.kind == PieceKind.MODEL and (
         model := self._assembly.add(address, piece, donors)
       ):

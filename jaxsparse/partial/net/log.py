@@ -4,8 +4,8 @@ import logging
 from collections.abc import Hashable
 
 _PAUSE = 10.0  # seconds after which a warning that is repeated is said again, at first
-_LONGEST = 80.0  # seconds
-_MOST = 1000  # kinds that are remembered
+_LONGEST = 80.0  # the longest such pause, in seconds
+_MOST = 1000  # kinds of warnings that are remembered
 
 
 class Warnings:
@@ -23,17 +23,25 @@ class Warnings:
 
   def __init__(self, logger: logging.Logger):
     self._logger = logger
-    # by kind: when it was said, for how long it is not said again, and how often it was
-    # not
+    # by kind: when it was logged last, the pause in seconds before it is logged again,
+    # and how often it was left out since
     self._said: dict[Hashable, tuple[float, float, int]] = {}
 
   def say(self, kind: Hashable, text: str, now: float) -> bool:
-    """Whether it logs the warning; `kind` is what texts with other numbers share."""
+    """Logs a warning unless one of its kind was logged a short time ago; whether it does.
+
+    Args:
+      kind: what warnings share whose texts differ in numbers only.
+      text: the message.
+      now: the time in seconds.
+    """
+    # removed and inserted again, so that the dict begins with the kind said longest ago
     said, pause, unsaid = self._said.pop(kind, (-float("inf"), _PAUSE, 0))
     is_due = now >= said + pause
     if is_due:
       often = f" ({unsaid} more like this in {now - said:.0f} s)" if unsaid else ""
       self._logger.warning(text + often)
+      # After an absence that was longer than the pause, pauses begin short again.
       lasts = now < said + 2 * pause
       self._said[kind] = now, min(2 * pause, _LONGEST) if lasts else _PAUSE, 0
     else:

@@ -42,8 +42,9 @@ _BEATS = 5  # heartbeats in the time after which the server drops a silent worke
 # the same number
 _PULSE = 1.0
 _RIVALRY = 4  # times `limit`, for which a rival of a living worker is remembered
-_SILENCES = 3  # times the longest silence lately, after which one is lost
-_DECAY = 0.99  # factor of a silence at each message: half in a minute of heartbeats
+_SILENCES = 3  # times the longest recent silence: after so long a sender is lost
+# factor of the longest recent silence at each message: half in a minute of heartbeats
+_DECAY = 0.99
 _PROBES = 10  # heartbeats of the server to each worker in `limit` seconds
 # words of early pieces beside their entries: some thousands without entries
 _EARLY_WORDS = 1 << 20
@@ -68,7 +69,13 @@ class Relay(Protocol):
 
 
 def limit_after(silence: float, limit: float, most: float) -> float:
-  """Seconds until a silent one is lost: more if it was silent for so long before, up to `most` times `limit`."""
+  """Seconds of silence after which a worker or a server is lost: at least `limit`, more if it was silent before.
+
+  Args:
+    silence: seconds of its longest recent silence.
+    limit: seconds.
+    most: times `limit`, the upper bound of the result.
+  """
   return min(max(_SILENCES * silence, limit), most * limit)
 
 
@@ -85,7 +92,7 @@ class Membership:
   worker: int  # the number of this worker
   address: str  # where other workers reach this one
   timeout: float  # how long to wait for WELCOME, and for each message of another worker
-  now: float
+  now: float  # time of the last event or tick, in seconds
   tell_server: Callable[[Signal], None]
   # to the worker at an address; may handle `Unreachable` before it returns
   send: Callable[[str, Piece], None]
@@ -93,23 +100,25 @@ class Membership:
   limit: float  # how long the server may be silent; it states its own limit in WELCOME
   # closes the connection to an address; may handle `Unreachable` before it returns
   disconnect: Callable[[str], None] = lambda _: None
-  # times `limit`, after which a server is lost that has been silent before
+  # times `limit`: after so long at most a server is lost that was often silent before
   most: float = 1.0
-  silence: float = 0.0  # seconds between two messages of the server, as of a `Member`
+  # longest recent seconds between two messages of the server, which decay
+  silence: float = 0.0
   # how long to wait for a server that has been silent for its limit
   reconnect: float = 0.0
   state: Literal["joining", "fetching", "joined", "ended"] = "joining"
   position: RoundPosition = _START  # in rounds
   alike: Alike = _UNKNOWN  # what all workers need alike
-  # the address of the worker whose model has to replace that of this one; in rounds
-  # several addresses, with spaces
+  # the address of the worker whose model has to replace the model of this one; in
+  # rounds addresses of several donors, with spaces. None if the own model stays.
   donor: str | None = None
   # how often donors have been asked in vain: one for links, then all for slices of their
   # anchor, then one for its anchor
   in_vain: int = 0
   # when it began to ask for a model that has not come
   fetches_since: float | None = None
-  # whether a request of the training loop is open; the first one is that for a start
+  # whether a request of the training loop is open; the first one asks for the model to
+  # start from
   waits: bool = True
   # addresses of the workers of whom the server has told it
   addresses: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -121,10 +130,12 @@ class Membership:
   def __post_init__(self) -> None:
     now = self.now
     self._heard = now  # when the last message of the server came
-    self.server_until = now + self.limit  # for the next message of the server
-    # for WELCOME, and for the next message of another worker
+    # time until which it waits for the next message of the server
+    self.server_until = now + self.limit
+    # time until which it waits for WELCOME, or for the next message of another worker
     self.peer_until = now + self.timeout
-    self.stalled_until = now  # for the next byte of the donor
+    # time until which it waits for the next byte of the donor
+    self.stalled_until = now
     self._last_tick = now
     self._log = Warnings(_LOG)
     self._next_signal = now  # when HELLO, NOT_FINITE or BEAT is sent
@@ -136,13 +147,14 @@ class Membership:
 
   @property
   def fetching(self) -> int:
-    """Seconds for which it has asked for a model that has not come."""
+    """Seconds for which it has asked for a model that has not come; 0 if it does not ask."""
     return 0 if self.fetches_since is None else round(self.now - self.fetches_since)
 
   def tick(self, now: float) -> None:
-    """Time has passed."""
+    """Notes the time; asks donors again of whom no byte has come for too long."""
     self.now = now
-    # this process was suspended, messages may be unread
+    # This process was suspended: unread messages of others may wait, so nobody is taken
+    # for silent.
     if now - self._last_tick > self.limit / 2:
       self._heard = now
       self.server_until = max(self.server_until, now + self.limit)
@@ -153,17 +165,23 @@ class Membership:
       self.warn(f"has no byte of the model of {self.donor} for a while, and asks again")
       for donor in self.donors:
         self.disconnect(donor)
+        # no effect where `disconnect` has handled `Unreachable` already
         self.miss_donor(donor)
 
   def tell(self, kind: WorkerMessage, value: int = 0, **facts: Any) -> None:
-    """Sends a signal to the server."""
+    """Sends a signal to the server; `facts` are further fields of `Signal`."""
     tell = self.relay.relay_signal if self.relay else self.tell_server
     tell(Signal(kind, self.worker, value, position=self.position, **facts))
 
   def repeat_signal(
     self, hello: WorkerMessage = WorkerMessage.HELLO, undelivered: int = 0
   ) -> None:
-    """Sends HELLO, or NOT_FINITE, while joining, and heartbeats with what is not delivered later, when it is time."""
+    """Sends, when it is time, HELLO or NOT_FINITE while joining, heartbeats afterwards.
+
+    Args:
+      hello: HELLO or NOT_FINITE.
+      undelivered: in rounds, the weight that was trained for and not delivered.
+    """
     if self.now < self._next_signal:
       return
     if self.state == "joining":
@@ -185,14 +203,14 @@ class Membership:
     self._log.say(text, f"worker {self.worker} {text}", self.now)
 
   def learn(self, addresses: dict[int, str | None]) -> None:
-    """The server has told addresses of workers, None of those that have left."""
+    """Notes addresses that the server has told: by worker, comma-separated by process; None if it has left."""
     for worker, address in addresses.items():
       self.addresses.pop(worker, None)
       if counterpart := self._counterpart(address or ""):
         self.addresses[worker] = counterpart
 
   def _counterpart(self, addresses: str) -> str:
-    """That of the same process of another worker, of the addresses of all of its processes; empty if it has fewer."""
+    """The address of process `part` in the comma-separated addresses of a worker; "" if it has fewer processes."""
     return "".join(addresses.split(",")[self.part : self.part + 1])
 
   def parse_group(self, content: Content) -> WorkerGroup:
@@ -206,11 +224,11 @@ class Membership:
     return group
 
   def enter(self, limit: float, donor: str | None, most: float = 1.0) -> None:
-    """The server has answered WELCOME, perhaps another one than before."""
+    """The server, perhaps another one than before, has answered WELCOME with these values of the fields."""
     self.state = "joined"
     self.limit = limit
     self.most = most
-    # silences of another server say nothing about this one
+    # silences of the server before say nothing about this one
     self.silence = 0.0
     self._heard = self.now
     self.donor = donor
@@ -226,17 +244,19 @@ class Membership:
 
   @property
   def donors(self) -> list[str]:
-    """The addresses of those that are asked."""
+    """The addresses that are asked for a model: the first donor's, or all after exactly one fetch in vain."""
     donors = transfers.choose((self.donor or "").split(), self.in_vain)
     return [*filter(None, map(self._counterpart, donors))]
 
   def fetch(self, round_: int = 0, id_: int = 0) -> None:
-    """Asks the donor for its model.
+    """Asks the donor for its model; in rounds for links from the own anchor on, or donors for slices of their anchor.
 
-    In rounds once that has been through that round, for links from the own round on, of
-    that id, or each of several for a slice of its anchor.
+    Args:
+      round_: in rounds, the donor answers once it has been through so many rounds.
+      id_: in rounds, the id of the last round of the own anchor.
     """
     self.state = "fetching"
+    # The time of the first of several requests is kept.
     self.fetches_since = self.now if self.fetches_since is None else self.fetches_since
     self._await_donor()
     requests = transfers.requests(
@@ -250,26 +270,26 @@ class Membership:
     self.stalled_until = self.now + min(self.timeout, transfers.STALLED)
 
   def hear_donor(self) -> None:
-    """One of `donors` has sent something of its model, or that others get it first."""
+    """One of `donors` has sent a chunk of its model, or WAITS: deadlines are extended."""
     if self.state == "fetching":
       self.await_peer()
       self._await_donor()
 
   def miss_donor(self, address: str) -> None:
-    """The worker at an address cannot be reached: the server names another donor, if that is this one's."""
+    """The worker at an address cannot be reached: if it is asked for its model, the server names another donor."""
     if self.state == "fetching" and address in self.donors:
       self.in_vain += 1
-      self.join_again(RETRY)
+      self.join_again(RETRY)  # WELCOME names a donor
 
   def open_request(self) -> bool:
-    """The training loop has a request; whether it begins now, else it does when this worker has joined."""
+    """The training loop has a request; True if it can begin now, False if it begins when this worker has joined."""
     self.waits = True
     if self.state == "joined":
       self.await_peer()
     return self.state == "joined"
 
   def reply(self, answer: Any) -> None:
-    """Answers the request of the training loop."""
+    """Answers the request of the training loop, and closes it."""
     self.state = "joined"
     self.waits = False
     self.donor = self.fetches_since = None
@@ -280,12 +300,25 @@ class Membership:
     (self.relay.relay_answer if self.relay else self.answer_loop)(answer)
 
   def take_rejection(self, reason: str, *, awaits_group: bool) -> bool:
-    """Whether the server does not know this worker, which joins again; other reasons answer the open request."""
+    """Handles REJECTED, whose reason begins with its kind and a colon.
+
+        absent       the server does not know this worker, which joins again
+        duplicate    while joining: HELLO is repeated, the number may become free
+        any other    the training loop raises ValueError; a worker that joins ends.
+                     Ignored by a worker that neither joins nor awaits a group.
+
+    Args:
+      reason: as the server gives it.
+      awaits_group: whether the rejected signal may be that of the open request.
+
+    Returns:
+      Whether the server does not know this worker.
+    """
     kind = reason.partition(":")[0]
     is_joining = self.state == "joining"
     if kind != "absent":
       if kind != "duplicate" and (awaits_group or is_joining):
-        # if no request is open, the next one raises it
+        # If no request is open, the next one raises the error.
         self.reply(ValueError(f"worker {self.worker}: {reason}"))
         if is_joining:
           self.state = "ended"
@@ -298,7 +331,7 @@ class Membership:
     return kind == "absent"
 
   def lose(self, awaited: str, seconds: float) -> None:
-    """Ends without the server."""
+    """Ends without the server: the message `awaited` has not come for so many seconds."""
     self.state = "ended"
     self.lost = awaited, seconds
 
@@ -307,15 +340,15 @@ class Membership:
 class EarlyPieces:
   """Pieces of a group that the server has not named yet: a member sends as soon as it hears of the group."""
 
-  # words that all members may send before this one hears of it; more are forged, and
-  # could fill the memory
+  # values, in words of 4 bytes, that all members may send before this one hears of the
+  # group; more are forged, and could fill the memory
   entries: int
   # by sender and tag
   pieces: dict[tuple[int, int], Piece] = dataclasses.field(default_factory=dict)
-  kept: int = 0  # words of these, `Piece.words`
+  kept: int = 0  # words of memory of these pieces
 
   def keep(self, piece: Piece) -> None:
-    """Keeps a piece in place of that with the same sender and tag."""
+    """Keeps a piece, in place of an earlier one with its sender and tag; drops it if there is no room."""
     if former := self.pieces.pop((piece.sender, piece.tag), None):
       self.kept -= former.words
     if self.kept + piece.words <= self.entries + _EARLY_WORDS:
@@ -341,31 +374,40 @@ E = TypeVar("E", bound=HasGroup)
 
 @dataclasses.dataclass(eq=False)
 class WorkerProtocol(Generic[E]):
-  """The protocol of one worker; each product has the methods that say no more than what they do here."""
+  """The protocol of one worker; partial reduce and rounds implement the methods without a body.
+
+  Attributes:
+    membership: the place of the worker at its server.
+    _run: the exchange under way, or in rounds one whose result is not known to count;
+      None if there is none.
+    _settled: the number of the last group that this worker has nothing more to do with.
+    _early: pieces of a group of which the server has not told yet.
+    _log: warnings of the module of the subclass.
+  """
 
   membership: Membership
 
   def __post_init__(self) -> None:
     self._log = Warnings(logging.getLogger(type(self).__module__))
-    # the exchange under way, or in rounds one whose result is not known to count
     self._run: E | None = None
-    # the number of the last group that this worker has nothing more to do with
     self._settled = 0
-    self._early = EarlyPieces(0)
+    self._early = EarlyPieces(0)  # until WELCOME
 
   def handle(self, event: object, now: float) -> None:
-    """Does what an event asks for; nothing after the end."""
+    """Does what an event asks for, at the time `now` in seconds; nothing after the end."""
     if self.membership.state != "ended":
       self.membership.now = now
       self._handle(event)
 
   def _handle(self, event: object) -> None:
+    """Handles events that both products have: answers, pieces, and workers that cannot be reached."""
     membership = self.membership
     match event:
       case Answer(kind, content):
         # addresses first: an answer with a group needs them
         membership.learn(content.get("addresses", {}))
         self._take_answer(kind, content)
+        # last, with the limit that WELCOME has changed
         membership.hear()
       case Piece(PieceKind.MODEL):
         if membership.state == "fetching":
@@ -381,7 +423,8 @@ class WorkerProtocol(Generic[E]):
     if membership.state == "ended":
       return
     membership.tick(now)
-    # A worker that has joined and exchanges nothing awaits no other worker.
+    # `peer_until` counts while this worker exchanges, joins or fetches: else it awaits
+    # no other worker.
     if now > membership.peer_until and (self._run or membership.state != "joined"):
       self._give_up()
     elif now > membership.server_until:
@@ -422,12 +465,12 @@ class WorkerProtocol(Generic[E]):
 class Member:
   """What a server knows of a worker that has joined."""
 
-  connection: bytes = b""
+  connection: bytes = b""  # ZeroMQ identity of the connection by which it has joined
   address: str = ""  # where other workers reach it
   heard: float = 0.0  # when its last message came
-  silence: float = 0.0  # seconds between two messages: the most, older ones decay
-  told: int = 0  # how many changes of addresses it has been told
-  # since when others send HELLO with its number
+  silence: float = 0.0  # longest recent seconds between two messages, which decay
+  told: int = 0  # number of the last change of addresses that it has been told
+  # by connection of another process: the time of its first HELLO with this number
   rivals: dict[bytes, float] = dataclasses.field(default_factory=dict)
 
 
@@ -443,13 +486,13 @@ class Members(Generic[M]):
   # a frame to a connection without waiting; False if it is gone, or full
   send: Callable[[bytes, bytes], bool]
   limit: float  # seconds of silence after which a worker is dropped
-  now: float
-  # who is dropped when, if no message comes
+  now: float  # time of the last message or tick, in seconds
+  # by worker: the time at which it is dropped if no message comes before
   dead_at: dict[int, float] = dataclasses.field(default_factory=dict)
   rejected: int = 0  # messages
-  # times `limit`, after which one is dropped that has been silent before
+  # times `limit`: after so long at most a worker is dropped that was silent before
   most: float = 1.0
-  # by the number of the worker
+  # by worker: what is known of those that have joined
   known: dict[int, M] = dataclasses.field(default_factory=dict)
   alike: Alike = _UNKNOWN  # what the workers that are there have alike
 
@@ -457,7 +500,7 @@ class Members(Generic[M]):
     self._last_tick = self.now
     self._last_probe = -float("inf")
     self._changes = 0  # how often workers have joined and left
-    # by worker: the number of its last change; None: it has left
+    # by worker: the number of its last change, and its address, None if it has left
     self._addresses = dict[int, tuple[int, str | None]]()
 
   def receive(
@@ -467,7 +510,14 @@ class Members(Generic[M]):
     now: float,
     handle: Callable[[bytes, Signal], None],
   ) -> None:
-    """Has the product handle the signal of a connection; answers one that is malformed or `Rejected`."""
+    """Handles a message of a worker, or answers REJECTED.
+
+    Args:
+      connection: the ZeroMQ identity of the connection that has sent the message.
+      frames: of the message, one in a valid signal.
+      now: the time in seconds.
+      handle: does what a valid signal of a connection asks for, or raises Rejected.
+    """
     self.now = now
     try:
       signal = messages.parse_signal(frames)
@@ -490,21 +540,27 @@ class Members(Generic[M]):
     return limit_after(member.silence, self.limit, self.most)
 
   def tick(self, now: float, **beat: Any) -> list[int]:
-    """Sends heartbeats, with these facts, and returns who is dead; to be called several times in `limit` seconds."""
+    """Sends heartbeats, and returns the workers that are dead; to be called several times in `limit` seconds.
+
+    Args:
+      now: the time in seconds.
+      beat: the fields of the heartbeats.
+    """
     self.now = now
-    # this process was suspended, messages of workers may be unread
+    # This process was suspended: messages of workers may be unread.
     if now - self._last_tick > self.limit / 2:
       self.dead_at = {
         worker: max(end, now + self.limit) for worker, end in self.dead_at.items()
       }
     self._last_tick = now
-    # the limit of those that are parts of a worker changes
+    # computed in each tick: the lead of several processes changes `limit`
     interval = self.limit / _PROBES
     if now > self._last_probe + interval:
       self._last_probe = now
       frame = messages.pack_answer(ServerMessage.BEAT, **beat)
       for worker, member in self.known.items():
-        # dropped a little later, after its last messages
+        # The connection is gone: the worker is dropped a little later, after its last
+        # messages.
         if not self.send(member.connection, frame):
           self.dead_at[worker] = min(self.dead_at[worker], now + interval)
     return [worker for worker, end in self.dead_at.items() if end < now]
@@ -532,12 +588,13 @@ class Members(Generic[M]):
         ServerMessage.GROUP, **group._asdict(), addresses=addresses
       )
       for member in members:
-        # else it gets these addresses with its next group
+        # A member whose connection takes no frame gets these addresses with its next
+        # group.
         if self.send(member.connection, frame):
           member.told = self._changes
 
   def find(self, connection: bytes, worker: int) -> M:
-    """What is known of a worker that has joined by this connection."""
+    """What is known of a worker that has joined by this connection; raises Rejected for any other."""
     member = self.known.get(worker)
     if member is None or member.connection != connection:
       raise Rejected(
@@ -546,10 +603,17 @@ class Members(Generic[M]):
     return member
 
   def check(self, connection: bytes, signal: Signal, *, at_start: bool) -> None:
-    """Raises Rejected unless a worker may join: its number is free, and it has what the others have."""
+    """Raises Rejected unless a worker may join: its number is free, and its layout and options are those of the others.
+
+    Args:
+      connection: by which it has sent `signal`.
+      signal: HELLO or NOT_FINITE.
+      at_start: whether nobody has trained yet, so that start values are compared too.
+    """
     worker = signal.worker
     member = self.known.get(worker)
     if member and member.connection != connection:
+      # processes that still ask for the number
       member.rivals = {
         rival: at
         for rival, at in member.rivals.items()
@@ -568,10 +632,11 @@ class Members(Generic[M]):
       raise Rejected(
         f"duplicate: worker {worker} has joined; if it died, it is dropped after {self.limit:g} s"
       )
-    # without its own number: a worker that joins again replaces itself
+    # without this worker: one that joins again replaces itself
     others = [known for peer, known in self.known.items() if peer != worker]
     if others and (unlike := signal.alike.difference(self.alike, at_start=at_start)):
       raise Rejected(f"unlike: worker {worker} has {unlike}")
+    # the numbers of processes, each of which has an address
     parts = 1 + signal.address.count(",")
     if others and parts != (theirs := 1 + others[0].address.count(",")):
       raise Rejected(
@@ -579,26 +644,26 @@ class Members(Generic[M]):
       )
 
   def join(self, connection: bytes, signal: Signal) -> M:
-    """What is known of a worker that is there from now on, or is there again."""
+    """Joins a worker, or joins it again; returns what is known of it, to which the caller adds its own fields."""
     member = self.known.setdefault(signal.worker, self.record())
     member.connection = connection
     member.address = signal.address
     member.heard = self.now
     self.dead_at[signal.worker] = self.now + self.limit
     member.rivals.clear()
-    member.told = 0
+    member.told = 0  # a process that was restarted knows no addresses
     self._note(signal.worker, signal.address)
     self.alike = signal.alike
     return member
 
   def forget(self, worker: int) -> M | None:
-    """A worker is not there any more; what was known of it."""
+    """A worker has left, or is dead; returns what was known of it, None if it had not joined."""
     self.dead_at.pop(worker, None)
     if worker in self.known:
       self._note(worker, None)
     return self.known.pop(worker, None)
 
   def _note(self, worker: int, address: str | None) -> None:
-    """Members of a group are told where a worker is, or that it is not there any more."""
+    """Numbers a change of a worker's address (None: it has left), which members of later groups are told."""
     self._changes += 1
     self._addresses[worker] = self._changes, address

@@ -30,15 +30,16 @@ from jaxsparse.partial.net import strict_json
 from jaxsparse.partial.net.alike import Alike
 from jaxsparse.partial.net.strict_json import is_number, is_whole
 
-_SIGNAL = struct.Struct("!BHqqqqqi")
-_PIECE = struct.Struct("!BqHI")
+_SIGNAL = struct.Struct("!BHqqqqqi")  # kind, worker, and the numbers of `_BOUNDS`
+_PIECE = struct.Struct("!BqHI")  # kind, number, sender, tag
 _PIECE_WORDS = 128  # words of a piece in memory beside its values
 _ADDRESS = re.compile(
   r"tcp://([\w.-]{1,200}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", re.ASCII
 )
 # bytes of a signal or a handshake; a connection that sends a longer message is closed
 LONGEST = 1 << 21
-_RUNS = {"members": 1, "weights": 0}  # in GROUP, by how much neighbours in a run differ
+# fields of GROUP that are sent as runs, and by how much neighbours in a run differ
+_RUNS = {"members": 1, "weights": 0}
 _MOST_NAMES = 20  # members of a group that a text names
 MOST_MEMBERS = 2**16  # in a group: numbers of workers have 16 bits
 MOST_ROUNDS = 2**40  # more than a run of a round a millisecond has in 30 years
@@ -67,8 +68,9 @@ class WorkerGroup(NamedTuple):
 
   Attributes:
     members: numbers of the workers, ascending.
-    weights: of what the members give, in the order of `members`.
-    iteration: in partial reduce the largest one of the members, from which all
+    weights: weights of the members' models, or in rounds of their movements, in the
+      order of `members`.
+    iteration: in partial reduce the largest iteration of the members, from which all
       continue; in rounds the round, from 0.
     initial: weight of the model that training started from; 0 except for dynamic
       weights with `missing="initial"`.
@@ -87,7 +89,8 @@ class WorkerGroup(NamedTuple):
 
   @classmethod
   def parse(cls, content: Content) -> Self:
-    """The group in a GROUP answer."""
+    """The group in the fields of a GROUP answer, as `parse_answer` returns them."""
+    # `members` and `weights` are tuples already, `links` and `leaving` lists of JSON.
     return cls(**{name: content[name] for name in cls._fields})._replace(
       links=tuple(content["links"]),
       leaving=tuple(content["leaving"]),
@@ -95,12 +98,13 @@ class WorkerGroup(NamedTuple):
 
   def has(self, worker: int) -> bool:
     """Whether a worker is a member."""
+    # binary search: members are ascending, and may be 65,536
     index = bisect.bisect_left(self.members, worker)
     return self.members[index : index + 1] == (worker,)
 
   @property
   def names(self) -> str:
-    """The members in words."""
+    """The members in words, at most the first 20 by number."""
     more = len(self.members) - _MOST_NAMES
     others = f" and {more} others" if more > 0 else ""
     return f"workers {', '.join(map(str, self.members[:_MOST_NAMES]))}{others}"
@@ -211,7 +215,10 @@ class RoundPosition(NamedTuple):
   last: int = 0
 
   def compare(self, newest: "RoundPosition") -> str:
-    """In words, what a worker that is behind has, and what the others have.
+    """In words, which anchor a worker that is behind has, and which the others have.
+
+    Args:
+      newest: the position of the others.
 
     Example:
       >>> RoundPosition(5, 17).compare(RoundPosition(6, 23))
@@ -219,7 +226,7 @@ class RoundPosition(NamedTuple):
       >>> RoundPosition(5, 17).compare(RoundPosition(5, 23))
       'it has an anchor of another round 5 than the others, which does not count'
     """
-    if self.base < 0:
+    if self.base < 0:  # for a worker of several processes
       return f"its processes have different anchors, not that of round {newest.round}"
     if self.round == newest.round:
       return f"it has an anchor of another round {self.round} than the others, which does not count"
@@ -233,8 +240,8 @@ class Signal(NamedTuple):
     address: in HELLO and NOT_FINITE, where other workers reach this one; of each of its
       processes, with commas.
     alike: in HELLO and NOT_FINITE, what all workers need alike.
-    position: in rounds.
-    digest: in DONE of the result, 62 bits.
+    position: in rounds, of the sender.
+    digest: in DONE the digest of the result, 62 bits.
     missing: in FAILED the member whose message is missing, -1 for none.
 
   Example:
@@ -259,7 +266,7 @@ class Signal(NamedTuple):
 
   @property
   def numbers(self) -> tuple[int, ...]:
-    """Those of `_BOUNDS`."""
+    """The numbers after kind and worker, in the order of `_BOUNDS`."""
     return self.value, *self.position, self.digest, self.missing
 
 
@@ -298,11 +305,11 @@ class Piece(NamedTuple):
 
   @property
   def words(self) -> int:
-    """The 4-byte words of memory that it takes while it is kept, also without values."""
+    """The 4-byte words of memory that this piece takes: of its values, and an estimate of the objects around them."""
     return self.values.size + _PIECE_WORDS
 
   def pack(self) -> list[bytes | memoryview]:
-    """The frames of this piece, without copying the values."""
+    """The frames of this piece; the second one is a view of `values`, not a copy."""
     return [
       _PIECE.pack(self.kind, self.number, self.sender, self.tag),
       self.values.data,
@@ -332,12 +339,13 @@ def parse_signal(frames: list[bytes]) -> Signal:
       digest,
       missing,
     )
+    # HELLO and NOT_FINITE need addresses; no other signal has a text.
     if not (_are_addresses(address) if kind in _JOINING else not text):
       raise ValueError(address)
   except (ValueError, struct.error) as error:
     shown = [frame[:60] for frame in frames[:2]]
     raise Rejected(f"malformed: {shown} is no signal") from error
-  # behind `except`, since Rejected is a ValueError, whose reason it would replace
+  # Outside `try`: Rejected is a ValueError, and `except` would replace its reason.
   for (name, (least, most)), number in zip(
     _BOUNDS.items(), signal.numbers, strict=True
   ):
@@ -349,15 +357,17 @@ def parse_signal(frames: list[bytes]) -> Signal:
 
 
 def _are_addresses(text: str) -> bool:
-  """Whether other workers can parse the addresses that the server hands to them: of each process of a worker."""
+  """Whether a text is the addresses of the processes of a worker, comma-separated, which other workers can parse."""
   if len(text) > _LONGEST_ADDRESSES:
     return False
   matches = [_ADDRESS.fullmatch(address) for address in text.split(",")]
+  # group 2 is the port
   return all(match and 0 < int(match[2]) < 2**16 for match in matches)
 
 
 def parse_piece(frames: list[bytes]) -> Piece | None:
-  """The piece in a message of another worker; None for any other message."""
+  """The piece in a message of another worker, with read-only values in its memory; None for any other message."""
+  # ValueError for other numbers of frames, an unknown kind, or a part of a word
   with contextlib.suppress(ValueError, struct.error):
     head, content = frames
     kind, number, sender, tag = _PIECE.unpack(head)
@@ -367,7 +377,7 @@ def parse_piece(frames: list[bytes]) -> Piece | None:
 
 
 def sender_of(frames: list[bytes]) -> int | None:
-  """The number of the worker that a signal or a piece says it is of; None for any other message.
+  """The number of the worker that has sent a signal or a piece, as the message says; None for any other message.
 
   Example:
     >>> sender_of([Signal(WorkerMessage.READY, 3, 17).pack()]), sender_of([b"!"])
@@ -381,26 +391,31 @@ def sender_of(frames: list[bytes]) -> int | None:
 
 
 def _is_address(value: object) -> bool:
+  """Whether a value is the addresses of one worker, or None."""
   return value is None or (isinstance(value, str) and _are_addresses(value))
 
 
 def _are_donors(value: object) -> bool:
+  """Whether a value is the addresses of donors with spaces between them, or None for no donor."""
   return value is None or (
     isinstance(value, str) and all(map(_are_addresses, value.split(" ")))
   )
 
 
 def _are_workers(value: object) -> bool:
+  """Whether a value is a list of 16-bit numbers."""
   return isinstance(value, list) and all(
     is_whole(number, most=MOST_MEMBERS - 1) for number in value
   )
 
 
 def _are_sizes(value: Any) -> bool:
+  """Whether a value is the smallest and the largest size of a group."""
   return _are_workers(value) and len(value) == 2 and 1 <= value[0] <= value[1]
 
 
 def _are_runs(value: object) -> bool:
+  """Whether a value is a list of [first value, length], as `_to_runs` returns it."""
   return isinstance(value, list) and all(
     isinstance(run, list)
     and len(run) == 2
@@ -411,13 +426,14 @@ def _are_runs(value: object) -> bool:
 
 
 def _are_addresses_of_workers(value: object) -> bool:
+  """Whether a value is a JSON object from numbers of workers to their addresses, None for those that have left."""
   return isinstance(value, dict) and all(
     worker.isdecimal() and len(worker) <= 5 and _is_address(address)
     for worker, address in value.items()
   )
 
 
-# fields of all answers but STATUS, and what they hold
+# by field of all answers but STATUS: whether a value is valid
 _FIELDS: dict[str, Callable[[Any], bool]] = {
   "limit": lambda value: is_number(value) and value > 0,
   "most": lambda value: is_number(value) and value > 0,
@@ -455,7 +471,7 @@ _REQUIRED: dict[ServerMessage, set[str]] = {
 
 
 def pack_answer(kind: ServerMessage, **content: Any) -> bytes:
-  """The bytes of an answer.
+  """The bytes of an answer; `content` has its fields.
 
   Example:
     >>> pack_answer(ServerMessage.ABORT, number=3)
@@ -477,7 +493,7 @@ def parse_answer(frame: bytes) -> Answer:
     content = strict_json.parse(frame[1:])
     if not isinstance(content, dict):
       raise ValueError("no fields")
-    # fields of STATUS are for people
+    # STATUS is shown to people: its fields have no bounds.
     if kind != ServerMessage.STATUS:
       _check_fields(kind, content)
     if kind == ServerMessage.GROUP:
@@ -488,7 +504,7 @@ def parse_answer(frame: bytes) -> Answer:
 
 
 def _check_fields(kind: ServerMessage, content: Content) -> None:
-  """Raises ValueError for a field that is missing or outside its bounds."""
+  """Raises ValueError for a field that is missing or outside its bounds; unknown fields are allowed."""
   required = _REQUIRED.get(kind, set())
   if not content.keys().isdisjoint(_LAST_ROUND):
     required = required | _LAST_ROUND
@@ -500,7 +516,7 @@ def _check_fields(kind: ServerMessage, content: Content) -> None:
 
 
 def _parse_group(content: Content) -> Content:
-  """The fields of GROUP, with numbers in place of runs."""
+  """The fields of GROUP, with numbers in place of runs; raises ValueError where they do not fit each other."""
   members, weights = (_from_runs(content[name], step) for name, step in _RUNS.items())
   is_ascending = all(map(operator.lt, members, members[1:]))
   if (
@@ -520,13 +536,14 @@ def _to_runs(values: Sequence[float], step: int) -> list[list[Any]]:
     >>> _to_runs((3, 4, 5, 9), 1), _from_runs([[3, 3], [9, 1]], 1)
     ([[3, 3], [9, 1]], (3, 4, 5, 9))
   """
-  # the key is constant as long as the values rise by `step`
+  # The key of an item (index, value) is constant as long as the values rise by `step`.
   runs = itertools.groupby(enumerate(values), lambda item: item[1] - step * item[0])
   return [[next(run)[1], 1 + sum(1 for _ in run)] for _, run in runs]
 
 
 def _from_runs(runs: list[list[Any]], step: int) -> tuple[Any, ...]:
-  # before the tuple is made: a few bytes could ask for a huge one
+  """The inverse of `_to_runs`; raises ValueError for more than 65,536 values."""
+  # checked before the tuple is made: a few bytes could ask for a huge one
   if sum(length for _, length in runs) > MOST_MEMBERS:
     raise ValueError(f"more than {MOST_MEMBERS} members")
   return tuple(

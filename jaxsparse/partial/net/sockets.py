@@ -52,9 +52,11 @@ class Keys(NamedTuple):
   another one.
 
   Attributes:
-    public, secret: of the run, by which workers know the server and each other.
-    own: the pair of this worker; () where all share that of the run.
-    workers: the public keys of all workers by their numbers.
+    public, secret: the pair of the run, by which workers know the server and each
+      other.
+    own: the pair of this worker, public and secret; () where all share the pair of the
+      run.
+    workers: the public keys of all workers, by number; () where all share the pair.
 
   Example:
     >>> import tempfile
@@ -78,7 +80,7 @@ class Keys(NamedTuple):
 
   @classmethod
   def make_own(cls, workers: int) -> list[Keys]:
-    """Makes the keys of a run of so many workers: those of each worker, and at the end those of the server."""
+    """Makes the keys of a run of so many workers: the `Keys` of each worker, and at the end the server's."""
     run = cls.make()
     pairs = [zmq.curve_keypair() for _ in range(workers + 1)]
     return [
@@ -89,6 +91,9 @@ class Keys(NamedTuple):
   @classmethod
   def read(cls, path: str | os.PathLike[str]) -> Keys:
     """Reads keys from a file that `write`, or `python -m jaxsparse.partial --keys=FILE`, has written.
+
+    The file has one key in each line: public and secret of the run; with keys of their
+    own also public and secret of this worker, then the public keys of workers 0, 1, ….
 
     Raises:
       ValueError: if the file holds anything else.
@@ -101,10 +106,12 @@ class Keys(NamedTuple):
         f"{path}: other users can read the keys of the run: chmod 600 {path}",
         stacklevel=2,
       )
+    # Two empty words in place of none, which the next test refuses.
     public, secret, *others = words = pathlib.Path(path).read_bytes().split() or [
       b"",
       b"",
     ]
+    # A pair of its own comes with the public key of one worker at least.
     if {len(word) for word in words} != {40} or len(others) in (1, 2):
       raise ValueError(
         f"{path} holds no keys, python -m jaxsparse.partial --keys=FILE writes some to a new file"
@@ -127,8 +134,14 @@ def check_address(
   """Raises ValueError for an address that is malformed, or that other machines can reach without keys.
 
   Without keys, anybody who reaches the address could join the run and read the
-  parameters. A `reachable` address is one to connect to, so its host has to name one
-  interface; without `any_port` it has to name the port.
+  parameters.
+
+  Args:
+    address: tcp://HOST:PORT.
+    keys: CURVE keys of the run; None for none, which only loopback allows.
+    reachable: whether others connect to this address, so that its host may not stand
+      for all interfaces (* or 0.0.0.0).
+    any_port: whether the port may be *, any free one.
 
   Example:
     >>> check_address("tcp://127.0.0.1:*", None)
@@ -159,14 +172,14 @@ def check_address(
 
 
 def servers(address: str | Sequence[str], keys: Keys | None) -> list[str]:
-  """The addresses of a server, and of those that take its place; raises ValueError as `check_address`.
+  """The addresses of a server, and of the servers that take its place; raises ValueError as `check_address`.
 
   Example:
     >>> servers("tcp://127.0.0.1:2900", None)
     ['tcp://127.0.0.1:2900']
   """
   addresses = [address] if isinstance(address, str) else list(address)
-  for server in addresses or [""]:
+  for server in addresses or [""]:  # no address at all is refused like an empty one
     check_address(server, keys, reachable=True, any_port=False)
   return addresses
 
@@ -178,7 +191,14 @@ class Network:
   say are dropped.
 
   Args:
-    keys: of the run.
+    keys: of the run; None for none.
+
+  Attributes:
+    context: the ZeroMQ context of all its sockets.
+    _handlers: by socket to which it listens: what is called with the frames of a
+      message.
+    _bound: ROUTERs whose clients have keys of their own, by which senders are checked.
+    _guard: the thread that admits clients by their keys; only with keys.
 
   Example:
     >>> network = Network(None)
@@ -192,17 +212,18 @@ class Network:
   def __init__(self, keys: Keys | None):
     self._keys = keys
     self.context = zmq.Context()
-    # two for each other worker; 1023 by default
+    # A worker has two sockets for each other worker; ZeroMQ's default is 1023 in all.
     self.context.max_sockets = self.context.get(zmq.SOCKET_LIMIT)
     self._poller = zmq.Poller()
     self._handlers = dict[zmq.Socket, Handler]()
-    self._bound = set[zmq.Socket]()  # ROUTERs, whose clients have keys of their own
+    self._bound = set[zmq.Socket]()
     if keys:
       from zmq.auth.thread import ThreadAuthenticator
 
       admitted = keys.workers or (keys.public,)
+      # pyzmq calls `callback(domain, key)` with the public key of each client
       admits = types.SimpleNamespace(callback=lambda _, key: key in admitted)
-      # a thread that authenticates clients (ZMTP's ZAP)
+      # a thread that authenticates clients (ZeroMQ's protocol ZAP)
       self._guard = ThreadAuthenticator(self.context)
       self._guard.start()
       self._guard.configure_curve_callback(domain=_DOMAIN, credentials_provider=admits)
@@ -218,14 +239,21 @@ class Network:
   def bind(
     self, address: str, longest: int, handler: Handler, *, closes_stalled: bool = False
   ) -> tuple[zmq.Socket, str]:
-    """A bound ROUTER and its address; `handler` gets frames; a message of over `longest` bytes ends its connection."""
+    """A ROUTER that is bound and listened to, and its address with the port.
+
+    Args:
+      address: as `check_address` allows it.
+      longest: bytes of a message; the connection that sends a longer one is closed.
+      handler: gets the frames of each message; the first one is the connection.
+      closes_stalled: whether a connection is closed whose peer takes no byte for 5 s.
+    """
     socket = self.context.socket(zmq.ROUTER)
     socket.maxmsgsize = longest
     # a message to a connection that is gone raises an error
     socket.router_mandatory = True
     if closes_stalled:
       socket.tcp_maxrt = _STALLED
-      socket.sndhwm = 0  # all chunks of a model
+      socket.sndhwm = 0  # no limit: the queue takes all chunks of a model at once
     if self._keys:
       socket.curve_publickey, socket.curve_secretkey = self._keys[:2]
       socket.curve_server = True
@@ -253,8 +281,9 @@ class Network:
 
   def wait(self, seconds: float) -> None:
     """Waits for messages for at most `seconds`, then handles those that have arrived."""
+    # at most `_MOST_AT_ONCE` of a socket, or one sender could keep the others waiting
     for socket, _ in self._poller.poll(round(1000 * seconds)):
-      with contextlib.suppress(zmq.Again):  # when it is empty
+      with contextlib.suppress(zmq.Again):  # raised when the socket is empty
         for _ in range(_MOST_AT_ONCE):
           if socket not in self._handlers:  # a handler has closed it
             break
@@ -262,24 +291,29 @@ class Network:
             self._handlers[socket](frames)
 
   def _receive(self, socket: zmq.Socket) -> list[bytes]:
-    """The next message; [] for one that says it is of another worker than that whose key has sent it."""
+    """The frames of the next message; [] if it names another sender than the worker whose key has encrypted it.
+
+    Raises:
+      zmq.Again: if there is none.
+    """
     if socket not in self._bound:
       return socket.recv_multipart(zmq.NOBLOCK)
-    # frames in place of bytes: the key that sent them is a property of a frame
+    # `copy=False` gives frames in place of bytes: their property User-Id is the
+    # client's public key. The first frame is the connection.
     received = socket.recv_multipart(zmq.NOBLOCK, copy=False)
     frames = [frame.bytes for frame in received]
     key = str(received[-1].get("User-Id")).encode()
     return frames if sender_of(frames[1:]) == self._keys.workers.index(key) else []  # type: ignore[union-attr]
 
   def close(self, linger: int) -> None:
-    """Closes all sockets; messages of this end may take so many milliseconds more to be sent."""
+    """Closes all sockets; unsent messages are dropped after `linger` milliseconds."""
     if self._keys:
       self._guard.stop()
     self.context.destroy(linger)
 
 
 def tell(router: zmq.Socket, connection: bytes, frame: bytes) -> bool:
-  """Sends without waiting; whether the connection is there, and its worker reads."""
+  """Sends a frame by a ROUTER without waiting; False if the connection is gone, or its queue is full."""
   try:
     router.send_multipart([connection, frame], zmq.NOBLOCK)
   except zmq.ZMQError as error:
@@ -311,16 +345,21 @@ class Peers:
     self._longest = longest
     self._answered = answered
     self._lost = lost
-    # the second one reports when the connection breaks
+    # by address: a DEALER, and its monitor, a socket that reports when it breaks
     self._peers = dict[str, tuple[zmq.Socket, zmq.Socket]]()
-    # messages that may not have been handed to the kernel yet
+    # address and tracker of messages that may not have been handed to the kernel yet
     self._sent: list[tuple[str, zmq.MessageTracker]] = []
 
   def send(self, address: str, piece: Piece) -> None:
-    """Sends without waiting; closes the connection if its queue is full or the address is malformed."""
+    """Sends without waiting; closes the connection if its queue is full or the address is malformed.
+
+    The values of the piece are not copied: nobody may change them, now or later.
+    """
     try:
       socket, _ = self._peers.get(address) or self._connect(address)
       message = socket.send_multipart(piece.pack(), zmq.NOBLOCK, copy=False, track=True)
+      # What ZeroMQ has not sent yet, for `sending`: a worker that leaves waits for it.
+      # With `track=True` there is always a tracker, though the type also allows None.
       self._sent = [
         (to, sent)
         for to, sent in (*self._sent, (address, message))
@@ -331,16 +370,20 @@ class Peers:
 
   @property
   def sending(self) -> bool:
-    """Whether messages are in transfer to workers that take them."""
+    """Whether messages are not sent yet to workers that take them."""
+    # Messages by closed connections do not count: nobody takes them.
     return not all(message.done for to, message in self._sent if to in self._peers)
 
   def _connect(self, address: str) -> tuple[zmq.Socket, zmq.Socket]:
+    """Connects to an address: its DEALER and the monitor; raises zmq.ZMQError if it is malformed."""
     socket = self._network.client()
     socket.maxmsgsize = self._longest
     socket.connect_timeout = socket.handshake_ivl = socket.tcp_maxrt = _STALLED
+    # has a message when the connection breaks, or an attempt to make it has failed
     monitor = socket.get_monitor_socket(
       zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
     )
+    # before `connect`, which may raise: `close` finds them then
     self._peers[address] = socket, monitor
     self._network.listen(socket, functools.partial(self._answered, address))
     self._network.listen(monitor, lambda _: self.close(address))
@@ -348,7 +391,7 @@ class Peers:
     return self._peers[address]
 
   def close(self, address: str) -> None:
-    """Closes the connection to an address, which is lost then; what is sent later makes another one."""
+    """Closes the connection to an address, and calls `lost`; a later `send` makes another connection."""
     if address in self._peers:
       socket, monitor = self._peers.pop(address)
       socket.disable_monitor()

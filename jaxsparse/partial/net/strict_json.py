@@ -35,6 +35,7 @@ def parse(content: bytes | str) -> Any:
     raise ValueError(f"JSON of {len(content)} bytes, choose at most {LONGEST}")
   text = content if isinstance(content, str) else content.decode()
   depth = 0
+  # Tokens are brackets, and whole strings: brackets within strings do not count.
   for token in _TOKEN.finditer(text):
     first = text[token.start()]
     depth += (first in "[{") - (first in "]}")

@@ -28,8 +28,10 @@ STALLED = 10.0  # seconds without a byte of a donor after which a worker asks ag
 # soon
 _PATIENCE = 5.0
 _PULSE = 1.0  # seconds between two WAITS to a worker
-_CHUNK = 1 << 14  # words of a chunk at least: 6.5 kB/s are progress
-_MOST_CHUNKS = 1 << 12
+# words of a chunk at least, unless the model is smaller: 64 KiB in `STALLED` seconds,
+# 6.5 kB/s, are progress
+_CHUNK = 1 << 14
+_MOST_CHUNKS = 1 << 12  # chunks of a model or slice
 
 
 def split(model: Piece) -> Iterator[Piece]:
@@ -42,7 +44,7 @@ def split(model: Piece) -> Iterator[Piece]:
 
 
 def choose(donors: Sequence[str], in_vain: int) -> Sequence[str]:
-  """The donors to ask after so many fetches in vain.
+  """The donors to ask, of all that the server has named, after `in_vain` fetches in vain.
 
   First one, for links. Then all, for slices of the anchor. Then one, for the anchor: of
   several slices nothing tells which is wrong.
@@ -58,17 +60,17 @@ def requests(
   has: int,
   id_: int,
 ) -> Iterator[tuple[str, Piece]]:
-  """FETCH of a worker to each donor, for links, or after fetches in vain for a slice each of the anchor.
+  """FETCH of a worker to each donor, with its address: for links, or after a fetch in vain for slices of the anchor.
 
   Args:
     donors: their addresses, as `choose` has them.
     in_vain: how many fetches were in vain: a donor may have no links.
     round_: a donor answers once it has been through so many rounds.
-    worker: that asks.
+    worker: the number of the worker that asks.
     has: the rounds of its own anchor, from which links lead on.
-    id_: that anchor's id in the lineage.
+    id_: the id of the last round of its own anchor.
   """
-  start = -1 if in_vain else has
+  start = -1 if in_vain else has  # -1 asks for the anchor itself
   for index, donor in enumerate(donors):
     integers = np.array([start, id_, index, len(donors)], np.int64)
     values = integers.view(np.float32)  # whose bits a piece carries
@@ -79,7 +81,7 @@ class Assembly:
   """The model that comes in chunks from one donor, or in slices from several.
 
   Args:
-    longest: words of a model; of more, as only a forged one has, nothing is kept.
+    longest: words of the longest model; a longer one is forged, and is dropped.
 
   Example:
     >>> from jaxsparse.partial.net.messages import PieceKind
@@ -92,16 +94,21 @@ class Assembly:
 
   def __init__(self, longest: int):
     self._longest = longest
-    self._chunks = dict[str, list[Piece]]()  # chunks of the last model or slice
+    # by address of a donor: the chunks of its last model or slice, in order
+    self._chunks = dict[str, list[Piece]]()
 
   def add(self, donor: str, chunk: Piece, donors: Sequence[str]) -> Piece | None:
-    """The model, if this is the last chunk; one that follows no other begins a model, or a slice.
+    """Adds a chunk; a chunk that does not continue the one before begins a new model or slice.
 
     Args:
-      donor: that has sent the chunk.
-      chunk: of its model, or slice.
-      donors: all, in the order of their slices.
+      donor: the address of the donor that has sent the chunk.
+      chunk: of its model, or slice; its tag is the number of chunks that follow.
+      donors: the addresses of all donors that are asked, in the order of their slices.
+
+    Returns:
+      The whole model once its last chunk has come; None before.
     """
+    # Chunks of donors that are no longer asked are dropped.
     kept = self._chunks.items()
     self._chunks = {address: chunks for address, chunks in kept if address in donors}
     chunks = self._chunks.setdefault(donor, [])
@@ -117,6 +124,7 @@ class Assembly:
     count = len(donors)
     if count > 1 and not _is_slice(chunks[0], donors.index(donor), count):
       chunks.clear()  # the answer to an earlier request
+    # complete where the last chunk has the tag 0
     slices = [self._chunks.get(address, []) for address in donors]
     if not all(pieces and pieces[-1].tag == 0 for pieces in slices):
       return None
@@ -124,14 +132,16 @@ class Assembly:
     first, *others = [
       np.concatenate([piece.values for piece in pieces]) for pieces in slices
     ]
-    # The prefix of the first slice describes the whole; the others are dropped.
+    # Each slice begins with `PREFIX` words of integers: those of the first slice
+    # describe the whole model, those of the other slices are dropped.
     return chunk._replace(
       values=np.concatenate([first, *(words[PREFIX:] for words in others)])
     )
 
 
 def _is_slice(first: Piece, index: int, count: int) -> bool:
-  """Whether a chunk begins slice `index` of so many."""
+  """Whether a chunk begins slice `index` of `count`, as the last two i64 of its prefix say."""
+  # an i64 is two words
   fields = first.values[PREFIX // 2 : PREFIX]
   return fields.tobytes() == np.array([index, count], np.int64).tobytes()
 
@@ -145,18 +155,22 @@ class Transfers:
   """
 
   def __init__(self) -> None:
-    # by peer: its request, and until when that waits for its round
+    # by peer: its request, and the time until which it waits for the anchor of a round
     self._waiting: dict[Any, tuple[Piece, float]] = {}
     self._told = 0.0  # when peers were told that they wait
 
   def ask(self, peer: Any, request: Piece, now: float) -> None:
-    """A peer asks for a model that has been through as many rounds as the number of its request says, or more."""
+    """A peer asks for a model that has been through `request.number` rounds or more; replaces its earlier request."""
     self._waiting[peer] = request, now + _PATIENCE
 
   def next(self, round_: int, now: float) -> tuple[Any, Piece] | None:
-    """The peer to send the model to, which has been through so many rounds, and its request.
+    """The peer to send the model to next, and its request, which is removed; None if nobody can be answered.
 
-    None for none; to be called once the last one has the model.
+    To be called once the model has been sent to the peer before.
+
+    Args:
+      round_: the number of rounds that the model has been through; 0 in partial reduce.
+      now: the time in seconds.
     """
     for peer, (request, until) in self._waiting.items():
       # after `_PATIENCE` the peer gets the anchor that there is
@@ -166,7 +180,7 @@ class Transfers:
     return None
 
   def waiting(self, now: float) -> list[Any]:
-    """The peers to tell that they wait: all, once a second."""
+    """The peers to tell that they wait: all that wait, once a second; [] in between."""
     if now < self._told + _PULSE:
       return []
     self._told = now

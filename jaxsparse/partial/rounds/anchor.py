@@ -41,16 +41,23 @@ class OwnAnchor:
 
   Args:
     outer: the outer step; also an attribute.
-    anchor: before the first round.
-    worker: its number.
+    anchor: before the first round; as an attribute after the last one that counted. In
+      its outer state it has the residual of this worker; all else is equal on all
+      workers.
+    worker: its number, that of no worker (−1) for a reader.
 
   Attributes:
-    group: of the last round that counted.
-    delta: θ − θ_w, what this worker gives in the next round.
-    delivered: the result of the last round of this worker that counted.
+    group: of the last round of this worker that counted.
+    delta: θ − θ_w, f32, what this worker gives in the next round.
+    delivered: the `Result` of the last round of this worker that counted.
     returned: movement of a revoked round, to give again.
     is_stale: whether this worker was in rounds after its state was saved, so that
       nothing of the state but its anchor is left.
+    _is_restored: whether the anchor is that of a saved state, with no round since.
+    _before: the anchor and `delta` before the last round of this worker; None if it can
+      not be undone.
+    _links: the last rounds, oldest first, for workers that have missed them.
+    _digest: of the anchor, by which members compare results; None if not computed yet.
   """
 
   def __init__(self, outer: OuterStep, anchor: Anchor, worker: int):
@@ -63,7 +70,7 @@ class OwnAnchor:
     self.is_stale = False
     self._is_restored = False
     self._worker = worker
-    # the anchor before the last round, and what was given in it
+    # the anchor before the last round, and what was given in that round
     self._before: tuple[Anchor, optax.Params] | None = None
     # Links of the chain, each the difference of a round (no members that are links), for
     # workers that are some rounds behind: at most as many bytes as `anchor` has, and the
@@ -83,6 +90,7 @@ class OwnAnchor:
   def restore(self, state: SavedState) -> None:
     """Begins with what `arrays` was."""
     saved = self.outer.unpack(np.asarray(state["anchor"]).tobytes(), self.anchor)
+    # `unpack` keeps the residual of this worker, zeros before its first round.
     saved = self.outer.add_residual(saved, state["residual"])
     self.anchor = saved._replace(residual_group=int(state["latest"]))
     self._is_restored = True
@@ -97,7 +105,13 @@ class OwnAnchor:
     }
 
   def replace(self, group: WorkerGroup, result: Result, digest: int) -> RoundPosition:
-    """The result of a round counts; `digest` is that of its anchor."""
+    """Makes the result of a round the anchor, since it counts; returns its position.
+
+    Args:
+      group: of the round.
+      result: of this worker.
+      digest: of the result's anchor.
+    """
     self._before = self.anchor, self.delta
     self.anchor = result.anchor
     self._digest = digest
@@ -121,7 +135,11 @@ class OwnAnchor:
     return self.anchor.lineage.ids
 
   def go_back(self) -> RoundPosition:
-    """The result that has counted last differs from that of most members: the anchor is again that before."""
+    """Undoes the last round, since its result here differs from that of most members, which this worker will fetch.
+
+    Returns:
+      The position before the round. The residual is that of the round, which counts.
+    """
     assert self._before
     before, _ = self._before
     # the link of the round whose result differs
@@ -132,6 +150,11 @@ class OwnAnchor:
   def was_committed(self, model: Piece, position: RoundPosition) -> bool | None:
     """Whether the donor's anchor includes round `position.last`; None if the donor cannot know it yet.
 
+    Args:
+      model: the anchor of a donor, or links, as the donor sends it.
+      position: of this worker, whose `last` is a round of which it has a result without
+        knowing whether the round counts.
+
     Raises:
       ValueError: for an anchor of another model.
     """
@@ -139,6 +162,7 @@ class OwnAnchor:
     # A donor with the same round and base may still wait to hear of round `last`.
     if anchor.position.round < position.round or anchor.position[:2] == position[:2]:
       return None
+    # the lineage of this worker if round `last` counts
     after = self.anchor.lineage.after(position.last)
     # A lineage has the ids of late rounds only: an older round, None, is taken as included.
     is_there = anchor.lineage.at(after.round) in (None, after.id)
@@ -146,6 +170,10 @@ class OwnAnchor:
 
   def _unpack(self, model: Piece) -> tuple[Anchor, int, list[RoundLink]]:
     """The anchor of a donor, with what is of this worker alone, its digest, and the links to it, if it has sent links.
+
+    Args:
+      model: the numbers of `model`, of which the first two are checked, and words of an
+        anchor or of links.
 
     Raises:
       ValueError: for bytes that are none, or that do not prove to be those of the donor.
@@ -158,6 +186,7 @@ class OwnAnchor:
         raise ValueError(f"{words.size} words, its donor has {size}")
       if words[0] == 0:  # links: an anchor begins with another word
         anchor, links = self._follow(*chain.parse(words))
+        # The donor's digest is that of its whole anchor, also where it sends links.
         computed = self.outer.digest(anchor)
       else:
         computed = digests.digest([words])
@@ -172,7 +201,12 @@ class OwnAnchor:
   def _follow(
     self, start: Lineage, links: list[RoundLink]
   ) -> tuple[Anchor, list[RoundLink]]:
-    """The anchor after those of these links whose rounds it has not been through, and these."""
+    """The anchor of this worker after the links of the rounds that it has missed, and these links.
+
+    Args:
+      start: lineage of the anchor from which the links lead on.
+      links: of all rounds after `start`, oldest first.
+    """
     anchor = self.anchor
     if not anchor.lineage.includes(start):
       raise ValueError(f"its links begin at another round {start.round}")
@@ -183,7 +217,7 @@ class OwnAnchor:
     return anchor, missed
 
   def digest(self) -> int:
-    """The digest of the anchor, computed once: `model` sends it with each answer."""
+    """The digest of the anchor, 62 bits, computed once: `model` sends it with each answer."""
     if self._digest is None:
       self._digest = self.outer.digest(self.anchor)
     return self._digest
@@ -191,11 +225,21 @@ class OwnAnchor:
   def adopt(self, model: Piece, base: int, digest: int) -> RoundPosition:
     """Takes the anchor of a donor; the residual of this worker stays, and what it gives.
 
+    Args:
+      model: the anchor, or links to it, as the donor sends it.
+      base: number of the group of the last round, as the server says.
+      digest: of the anchor after that round, as the server says; 0 if it does not know,
+        and below 0 if another one checks: then nothing is compared.
+
+    Returns:
+      The position of this worker with the new anchor.
+
     Raises:
-      ValueError: for an anchor that is older, or that of round `base` with another
-        digest than this one, unless that is not above 0, or of another model.
+      ValueError: for an anchor that is older, or has another digest than the one after
+        round `base`, or is of another model.
       Forked: if this worker was started with an anchor of another branch.
     """
+    # The new anchor with this worker's residual; links are [] where it was sent whole.
     anchor, digest_of_donor, links = self._unpack(model)
     position = anchor.position
     if digest > 0 and position.base == base and digest_of_donor != digest:
@@ -209,20 +253,25 @@ class OwnAnchor:
       )
     if anchor.lineage.conflicts(local.lineage):
       anchor = self._change_branch(anchor)
-    # The run knows of a later round of this worker, in which its residual was given.
+    # `latest`: by worker its last round, as the run knows; `residual_group`: the last
+    # one of the residual here. If they differ, a later residual has replaced this one.
     if anchor.residual_group != anchor.latest.get(self._worker, 0):
       anchor = self._drop_residual(anchor)
-    if not links:  # an anchor, perhaps of another branch
+    if not links:  # a whole anchor: earlier links do not lead to it
       self._links.clear()
     self.anchor = anchor
     self._keep(links)
-    self._is_restored = False
+    self._is_restored = False  # from now on this worker is in the run of the others
     return anchor.position
 
   def _change_branch(self, anchor: Anchor) -> Anchor:
-    """`anchor`, of rounds that this worker's has not been through, which has been through others.
+    """`anchor` of a donor on another branch: it and this worker's anchor have each been through rounds of their own.
 
-    Where that is the last one alone, it is undone: what was given is given again.
+    Where only the last round of this worker is not of the donor's branch, it is undone:
+    its movement is given again, and `anchor` has the residual before it.
+
+    Raises:
+      Forked: if this worker's anchor is that of a saved state.
     """
     if self._is_restored:
       was = self.anchor.position.round
@@ -237,7 +286,8 @@ class OwnAnchor:
     if anchor.lineage.conflicts(before.lineage):
       return anchor
     result = self.delivered
-    # else the training loop still has what was not delivered
+    # A skipped round has delivered nothing: the training loop still has its movement. A
+    # round that moved has delivered that of its fragment.
     if result and not result.skipped:
       self.returned = fill_zeros(
         delta, self.outer.fragments.part(delta, result.fragment)
@@ -246,9 +296,13 @@ class OwnAnchor:
     return self.outer.with_residual(anchor, before)
 
   def _drop_residual(self, anchor: Anchor) -> Anchor:
-    """`anchor` without the residual of this worker, which was in other rounds after those of its own anchor."""
+    """`anchor` without the residual of this worker, which was in other rounds after those of its own anchor.
+
+    If it stayed, its entries could be delivered twice.
+    """
     latest = anchor.latest.get(self._worker, 0)
-    if not anchor.residual_group and not self._is_restored:  # it is new
+    # A worker that is started anew has no residual to drop: it continues without one.
+    if not anchor.residual_group and not self._is_restored:
       return anchor._replace(residual_group=latest)
     self.is_stale = self._is_restored
     what = (
@@ -266,19 +320,28 @@ class OwnAnchor:
 
     Its first words are the digest of the anchor, the number of all words, and which
     slice it is of how many.
+
+    Args:
+      request: FETCH, with four i64 as its values: round of the anchor from which links
+        are to lead on, −1 for none; id of that round; which slice; of how many. Its
+        `number` is the round whose anchor is asked for.
     """
+    # A request without these integers gets the whole anchor in one slice.
     round_, id_, index, count = -1, 0, 0, 1
     if request.values.size == PREFIX:
       round_, id_, index, count = request.values.view(np.int64).tolist()
     if not 0 <= index < count <= MOST_DONORS:
       index, count = 0, 1
     is_late = count > 1 and request.number != self.anchor.position.round
-    if is_late:  # the slices of others are of another anchor
+    # Other donors send slices of the anchor of that round: one of a later anchor does
+    # not fit them.
+    if is_late:
       words = _NO_WORDS
     elif round_ < 0:
       words = np.frombuffer(self.outer.pack(self.anchor), np.uint32)
     else:
       words = self._links_from(Lineage(round_, (id_,)))
+    # i64[4], 8 words: without links the answer is these alone.
     prefix = np.array([self.digest(), words.size, index, count], np.int64)
     start, end = (words.size * cut // count for cut in (index, index + 1))
     values = np.concatenate([prefix.view(np.uint32), words[start:end]])
@@ -290,11 +353,12 @@ class OwnAnchor:
     )
 
   def _links_from(self, start: Lineage) -> np.ndarray:
-    """The links of all rounds after one, if they are here, and fewer bytes than the anchor; else no words."""
+    """u32[m], the links of all rounds after `start`, if they are here and shorter than the anchor; else no words."""
     count = self.anchor.position.round - start.round
-    # a count below 1 takes other links, and `is_known` is false then
+    # For a count below 1 the slice is wrong, but then `is_known` is false.
     links = [*self._links][-count:]
     is_known = 0 < count == len(links) and self.anchor.lineage.includes(start)
+    # None: not packed yet, or as many bytes as an anchor
     if is_known and all(link.words is not None for link in links):
       words = chain.pack(start, links)
       if words.nbytes < self.outer.size(self.anchor):

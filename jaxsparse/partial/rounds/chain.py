@@ -24,7 +24,7 @@ from jaxsparse.partial.rounds.links import subtract
 from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep, Result
 from jaxsparse.sparse import packing
 
-_START = 2  # words before the header
+_START = 2  # words before the header: 0, and the header's length in words
 
 
 @dataclasses.dataclass
@@ -33,9 +33,9 @@ class RoundLink:
 
   Attributes:
     number: of the group.
-    size: of the group.
-    members: of the group; () if the outer step was skipped.
-    totals: until they are packed.
+    size: number of workers of the group.
+    members: their numbers; () if the outer step was skipped.
+    totals: of the outer step, then f32[n] of each link member; () once they are packed.
     words: u32[m], packed totals; None until then, and where an anchor is as small.
     nbytes: of the packed totals, also where `words` is None; 0 until then.
   """
@@ -49,12 +49,12 @@ class RoundLink:
 
   @classmethod
   def of(cls, group: WorkerGroup, result: Result) -> "RoundLink":
-    """The link of a round that counts."""
+    """The link of a round that counts, not packed yet."""
     members = () if result.skipped else group.members
     return cls(group.number, result.anchor.size, members, result.totals)
 
   def pack(self, most: int) -> None:
-    """Packs the totals, unless that takes `most` bytes or more."""
+    """Replaces the totals by `words`, packed; by None if these are `most` bytes or more, those of an anchor."""
     packed = [packing.compress(_words_of(total)) for total in self.totals]
     # each with its length before it, by which `_split` finds the next one
     sized = [np.append(np.uint32(words.size), words) for words in packed]
@@ -68,11 +68,12 @@ class RoundLink:
     if not self.members:
       return outer.follow(anchor, self.size, self.number)[0]
     assert self.words is not None
-    parts = _split(self.words)
+    parts = _split(self.words)  # one total after the other
+    # Reads as many totals as the outer step has; what links moved is left in `parts`.
     take = lambda likes: [_array_of(next(parts), like) for like in likes]
     after, fragment = outer.follow(anchor, self.size, self.number, take)
     leaves = outer.fragments.part(anchor.params, fragment)
-    like = flatten(leaves)[0]
+    like = flatten(leaves)[0]  # f32[n], the shape of what a link moved
     # Behind the totals of the outer step comes what links have moved.
     for words in parts:
       after = subtract(outer, after, leaves, _array_of(words, like))
@@ -83,6 +84,7 @@ class RoundLink:
 
 def pack(start: Lineage, links: list[RoundLink]) -> np.ndarray:
   """u32[m]: links from the round of `start` on, all of them packed."""
+  # the last field: words of the link
   fields = [(link.number, link.size, link.members, link.nbytes // 4) for link in links]
   text = json.dumps([start.round, start.id, fields])
   # JSON ignores the spaces that fill the last word.
@@ -92,7 +94,7 @@ def pack(start: Lineage, links: list[RoundLink]) -> np.ndarray:
 
 
 def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:
-  """The inverse of `pack`.
+  """The inverse of `pack`: `start`, and the links, packed; the words come from another worker.
 
   Raises:
     ValueError: for other words.
@@ -111,17 +113,26 @@ def parse(words: np.ndarray) -> tuple[Lineage, list[RoundLink]]:
 
 
 def _words_of(array: np.ndarray) -> np.ndarray:
+  """u32[m], the bytes of an array of any dtype, with zeros up to a whole word."""
   flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
   return np.pad(flat, (0, -flat.size % 4)).view(np.uint32)
 
 
 def _array_of(words: np.ndarray, like: Any) -> np.ndarray:
-  size = like.size * like.dtype.itemsize
+  """The array that `_words_of` made words of, and `packing.compress` made `words` of these.
+
+  Args:
+    words: u32[m], compressed.
+    like: has the shape and dtype of the array.
+  """
+  size = like.size * like.dtype.itemsize  # bytes
+  # `expand` needs the number of words, rounded up; the padding is cut off.
   array = packing.expand(words, -(-size // 4)).view(np.uint8)[:size]
   return array.view(like.dtype).reshape(like.shape)
 
 
 def _split(words: np.ndarray) -> Iterator[np.ndarray]:
+  """The pieces of u32 words, each of which has its length in the word before it, as `RoundLink.pack` makes them."""
   while words.size:
     size = int(words[0])
     yield words[1 : 1 + size]

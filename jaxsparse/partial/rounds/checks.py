@@ -23,6 +23,7 @@ _UNLIKE = (
   "worker gives (by a transformation before the transform, or around it, as optax.apply_if_finite), or the totals of "
   "the collective differ (A2SGD). Give every leaf a transform, and begin the chain with it"
 )
+# specs of arrays that are equal on all workers of a round, and that differ
 _ALIKE = PartitionSpec()
 _OF_WORKER = PartitionSpec(PEERS)
 MOST_WEIGHT = 2**31 - 1  # weight of a step
@@ -39,6 +40,7 @@ _SEALED = {
   "number": ("int64", 0),
   "run": ("int64", 0),
 }
+# entries with floating-point numbers, which have to be finite; all others have integers
 _REAL = "residual", "moved", "share"
 _ENTRIES = _SEALED | {"digest": ("int64", 0)}
 
@@ -53,10 +55,12 @@ def check_options(
   link: bool,
   **seconds: float | None,
 ) -> None:
-  """Raises ValueError for options outside the choices of `Rounds`."""
+  """Raises ValueError for options outside the choices of `Rounds`; `seconds` has those that are times, or None."""
+  # messages have 16 bits for the number of a worker
   check_whole("Rounds", 0, 2**16 - 1, number=worker)
   check_whole("Rounds", 1, every=every)
   check_whole("Rounds", 1, every, fragments=fragments)
+  # An exchange ends before the next one begins, every // fragments steps later.
   check_whole("Rounds", 0, every // fragments - 1, delay=delay)
   if mixing is not None and not 0 <= mixing < 1:
     raise ValueError(f"Rounds: mixing={mixing!r}, choose 0 up to less than 1, or None")
@@ -82,8 +86,9 @@ def read_weight(weight: Any) -> int:
     ValueError: for anything else: a fraction, NaN, a flag, an array with a shape.
   """
   dtype = getattr(weight, "dtype", None)
+  # A flag is no number of tokens, though Python counts True as 1.
   is_flag = isinstance(weight, bool) or dtype == np.bool_
-  integer = -1
+  integer = -1  # refused below
   if not is_flag and np.shape(weight) == () and not np.iscomplexobj(weight):
     with contextlib.suppress(TypeError, ValueError, OverflowError):
       integer = int(weight)
@@ -97,11 +102,14 @@ def read_weight(weight: Any) -> int:
 def check_alike(step: Callable, outer: optax.OptState) -> Callable:
   """An outer step, which raises ValueError when it is traced if its results would not be alike on all workers.
 
+  Residuals and other parts of the state that are a worker's own may differ.
+
   Args:
     step: of a rank, a weight, what a worker gives, the state of the outer chain and the
       anchor, to the next anchor, the next state, and whether the step is skipped.
-    outer: that state.
+    outer: the state of the outer chain.
   """
+  # the likely mistake for each result that is not alike, for the error
   results = dict.fromkeys(("anchor", "outer", "skipped"), _UNLIKE)
   inputs = _specs(outer)
   outputs = _ALIKE, inputs[3], _ALIKE
@@ -109,7 +117,12 @@ def check_alike(step: Callable, outer: optax.OptState) -> Callable:
 
 
 def halve_step(step: Callable, operands: tuple) -> tuple[replication.Halves, Any]:
-  """An outer step in two, the second one alike on all workers, and the shapes of its results."""
+  """An outer step in two programs, the second one alike on all workers, and the shapes of the results.
+
+  Args:
+    step: as in `check_alike`.
+    operands: of the step, or their shapes and dtypes.
+  """
   outer = operands[3]
   checked = check_alike(step, outer)
   closed, shapes = jax.make_jaxpr(checked, return_shape=True)(*operands)
@@ -120,8 +133,13 @@ def halve_step(step: Callable, operands: tuple) -> tuple[replication.Halves, Any
 
 
 def _specs(outer: optax.OptState) -> tuple:
-  """Partition specs that tell which operands of an outer step vary between workers."""
+  """Partition specs of the operands of an outer step, which tell what varies between workers.
 
+  Args:
+    outer: the state of the outer chain, the fourth operand.
+  """
+
+  # The residual, `worker` and counters of a jaxsparse transform are a worker's own.
   def spec(leaf: Any) -> Any:
     if not states.is_reduce_state(leaf):
       return _ALIKE
@@ -129,6 +147,7 @@ def _specs(outer: optax.OptState) -> tuple:
     return states.ReduceState._make((carried, _OF_WORKER, _OF_WORKER))
 
   state = jax.tree.map(spec, outer, is_leaf=states.is_reduce_state)
+  # rank, weight, what a worker gives, state, anchor
   return (_OF_WORKER, _OF_WORKER, _OF_WORKER, state, _ALIKE)
 
 
@@ -142,6 +161,12 @@ def check_state(
   state: SavedState, worker: int, fragments: int, where: tuple[int, int] = (0, 1)
 ) -> None:
   """Raises ValueError for a state of another worker or other options, a changed one, or one that is not finite.
+
+  Args:
+    state: to resume from.
+    worker: number of this worker.
+    fragments: F, of this worker.
+    where: the number of this process among those of its worker, and how many there are.
 
   Example:
     >>> arrays = {"anchor": np.zeros(4, np.uint8), "residual": np.zeros(2, np.float32), "moved": np.ones(2, np.float32)}
@@ -196,6 +221,7 @@ def _check_entries(state: SavedState) -> None:
 
 
 def _digest(state: SavedState) -> int:
+  """CRC-32 of all entries of a state but the digest itself, in the dtypes of `_SEALED`."""
   digest = 0
   for name, (dtype, _) in _SEALED.items():
     digest = zlib.crc32(

@@ -22,8 +22,9 @@ from jaxsparse.partial.rounds.outer_step import Anchor, OuterStep
 from jaxsparse.partial.rounds.run import Done, Outgoing, Run
 
 _LOG = logging.getLogger(__name__)
-_FIRST = 3  # sizes of groups for which a worker compiles before the first round
+_AT_START = 3  # so many sizes of group, the largest, are compiled before round 1
 _all_finite = jax.jit(all_finite)
+# whether any entry of a pytree is not 0
 _any = jax.jit(
   lambda tree: jnp.array([jnp.any(leaf) for leaf in jax.tree.leaves(tree)]).any()
 )
@@ -32,12 +33,25 @@ _any = jax.jit(
 class Exchanger(OwnAnchor):
   """The anchor of a worker, and its exchanges, one at a time.
 
+  The anchor is the outer parameters θ, equal on all workers, with the state of the
+  outer chain and this worker's residual.
+
   Args:
-    outer, anchor, worker: as of `OwnAnchor`.
-    is_link: whether it is a link; also an attribute.
+    outer: the outer step; also an attribute.
+    anchor: before the first round; as an attribute after the last one that counted.
+    worker: number of this worker.
+    is_link: whether this worker is a link, which does not train: it brings what others
+      have moved; also an attribute.
 
   Attributes:
     is_final: whether this worker leaves for good.
+    delta: θ − θ_w, f32 on the CPU, what this worker gives in the next round.
+    delivered: the `Result` of the last round of this worker that counted.
+    post: gives the protocol of this worker an event.
+    _run: the exchange that was begun last.
+    _sizes: of the smallest and the largest group.
+    _thread: one thread, in which exchanges run, and copies to the CPU.
+    _compiler: one thread, which compiles the outer step for sizes of group to come.
   """
 
   # gives the protocol an event; to be set before the first exchange
@@ -57,6 +71,8 @@ class Exchanger(OwnAnchor):
   def begin(self, group: WorkerGroup) -> Run:
     """Starts the exchange of a group."""
     entries = sum(leaf.size for leaf in jax.tree.leaves(self.anchor.params))
+    # `room`, 4-byte words of a member's messages that may wait: more than an honest one
+    # sends ahead.
     run = self._run = Run(
       group, self._worker, self.post, room=4 * entries + MOST_MEMBERS
     )
@@ -64,14 +80,21 @@ class Exchanger(OwnAnchor):
     return run
 
   def _exchange(self, run: Run, anchor: Anchor, delta: optax.Params) -> None:
+    """Runs the exchange of a group, in `_thread`; posts `Done` with the digest of its result, or an error.
+
+    Args:
+      run: the exchange; gets the result.
+      anchor: before the round.
+      delta: θ − θ_w of this worker, f32 on the CPU.
+    """
     group = run.group
     rank = group.members.index(self._worker)
     try:
       size = len(group.members)
-      # a link gives all by itself
+      # The mean is without a link's movement: `add_moved` adds it to the result.
       weight = 0.0 if self.is_link else group.weights[rank]
-      # All members send the messages of these three in this order, and number them
-      # alike.
+      # Messages are matched by their numbers in the round, so all members make these
+      # three calls, in this order.
       result = self.outer.run(
         anchor, delta, weight, size, rank, group.number, run.exchange
       )
@@ -79,17 +102,19 @@ class Exchanger(OwnAnchor):
         self.outer, anchor, result, delta, group, rank, run.exchange
       )
       result = links.pass_residuals(self.outer, result, group, rank, run.exchange)
+      # The anchor notes the group as the last one of its members.
       if not result.skipped:
         after = result.anchor.has_moved(group.members, group.number)
         result = result._replace(anchor=after)
       run.result = result
       run.digest = self.outer.digest(run.result.anchor)
+      # After a failure the program has received zeros: its result is of no use.
       self.post(Done(group.number, None if run.failed else run.digest))
     except Exception as error:  # raised by the training loop
       self.post(error)
 
   def skip(self) -> int:
-    """Replaces the computed result by that of a skipped round, as another process of the worker has; its digest."""
+    """Replaces the result by that of a skipped round, as another process of the worker has one; returns its digest."""
     run = self._run
     assert run
     assert run.result
@@ -99,7 +124,7 @@ class Exchanger(OwnAnchor):
     return run.digest
 
   def commit(self) -> RoundPosition:
-    """The result of the exchange that is done counts."""
+    """Makes the result of the exchange the anchor, since all members have theirs: the round counts."""
     run = self._run
     assert run
     assert run.result
@@ -109,31 +134,36 @@ class Exchanger(OwnAnchor):
         "the sum of what they gave, or the outer step, is not finite"
       )
     position = self.replace(run.group, run.result, run.digest)
-    run.result = self.delivered
-    # while it has nothing else to do
+    run.result = self.delivered  # the same result, without its large totals
+    # `_thread` is idle now. It packs the totals of the round, the link that `replace`
+    # has added, for workers that have missed it, if they are fewer bytes than the
+    # anchor.
     self._thread.submit(self._links[-1].pack, self.outer.size(self.anchor))
-    # the sizes of the group if a worker is lost, or joins
+    # The sizes of the next group if a worker is lost, or joins.
     for size in (self.anchor.size - 1, self.anchor.size + 1):
       self._compiler.submit(self._compile, size)
     return position
 
   def drop(self) -> None:
-    """The exchange that was begun last counts for nobody."""
+    """Gives up the exchange that was begun last, whose round counts for nobody: its thread ends soon."""
     if self._run:
       self._run.fail()
 
   def compile(self, sizes: tuple[int, int]) -> None:
-    """Compiles the outer step for the group that this worker joins, with it and without; at first for the largest.
+    """Compiles the outer step for the sizes of group that this worker meets first; blocks until that is done.
 
     Args:
-      sizes: the smallest and the largest group.
+      sizes: of the smallest group, the quorum, and of the largest, all workers.
     """
     self._sizes = sizes
+    # Number of members of the last round, 0 before the first round. Rounds that go on
+    # have as many members, or one more with this worker; the first round may have all.
     last = self.anchor.size
-    for size in (last, last + 1) if last else range(sizes[1], sizes[1] - _FIRST, -1):
+    for size in (last, last + 1) if last else range(sizes[1], sizes[1] - _AT_START, -1):
       self._compile(size)
 
   def _compile(self, size: int) -> None:
+    """Compiles the outer step for groups of a size, if a group may have it."""
     if self._sizes[0] <= size <= self._sizes[1]:
       self.outer.compile(self.anchor, size)
 
@@ -146,11 +176,14 @@ class Exchanger(OwnAnchor):
     """Copies to the CPU what this worker gives, and calls `post(the request to make)`, in the thread of exchanges.
 
     Args:
-      delta: by the worker.
-      shared: what of it this process exchanges.
-      post: is called afterwards.
+      delta: θ − θ_w of the worker, f32 leaves on its devices.
+      shared: the leaves of `delta`, or this process's slices of them, to exchange.
+      post: is called afterwards with the kind of the request: for a round, or
+        NOT_FINITE.
     """
-    finite = _all_finite(delta)  # on the device, before the next step that it is given
+    # Dispatched now, before the next training step; the thread waits for the result.
+    finite = _all_finite(delta)
+    # A link that has moved nothing asks as any worker does, and adds nothing.
     has_moved = self.is_link and _any(delta)
 
     def copy() -> None:

@@ -1,4 +1,14 @@
-"""A reader of rounds, which is no member: it follows links, for evaluation and inference while training goes on."""
+"""A reader of rounds, which is no member: it follows links, for evaluation and inference while training goes on.
+
+Between two calls of `latest` a reader has:
+
+    _replica    the `OwnAnchor` that it has read: outer parameters and state, without a residual
+    _published  the version to return, these parameters in the dtypes to return
+    _servers    the addresses of servers; the first one is asked
+    _in_vain    how many fetches there were since an anchor was taken
+    _next       when donors, the workers that send their anchor, may be asked again
+    _worker     the number by which it names itself to servers and donors
+"""
 
 import collections
 import random
@@ -72,6 +82,7 @@ class Follower:
     timeout: float = 60.0,
     device: jax.Device | None = None,
   ):
+    # The first one is asked; `_ask` moves it to the end if it is of no use.
     self._servers = collections.deque(sockets.servers(address, keys))
     if not rate > 0:
       raise ValueError(f"Follower: rate={rate!r}, choose more than 0 bytes a second")
@@ -83,8 +94,9 @@ class Follower:
     self._keys = keys
     self._rate = rate
     self._timeout = timeout
-    self._next = 0.0  # when donors may be asked again
+    self._next = 0.0  # when donors may be asked again, so that they send at most `rate`
     self._in_vain = 0  # fetches since the last one that was taken
+    # why the last call of `latest` has no newer version
     self.refused = list[str]()
     self._publish()
 
@@ -108,6 +120,8 @@ class Follower:
 
   def _ask(self) -> dict[str, Any]:
     """The status of a server; if it does not answer, or has no workers, the next call asks the next server."""
+    # Moves this server to the end before it is asked, and back if it has workers: also
+    # after an error the next call asks the next one.
     self._servers.rotate(-1)
     server = status.ask(self._servers[-1], self._keys)
     if server["workers"]:
@@ -115,15 +129,24 @@ class Follower:
     return server
 
   def _publish(self) -> None:
+    """Makes the anchor that is here the newest version, in the dtypes to return."""
     anchor = self._replica.anchor
     params = jax.tree.map(jnp.asarray, anchor.params, self._dtypes)
     self._published = Published(anchor.position.round, params)
 
   def _catch_up(self, server: dict[str, Any]) -> None:
-    """The anchor of the last round, from workers that have it."""
+    """Replaces the anchor here by that of the last round, from workers that have it, if it is another one.
+
+    Args:
+      server: the status of a server, as `status.ask` returns it.
+
+    Raises:
+      ValueError: for an anchor that is refused, or workers of several processes.
+      TimeoutError: if a donor does not answer.
+    """
     position = self._replica.anchor.position
     last = server["round"]
-    base = server["base"]
+    base = server["base"]  # number of the group of the last round: tells branches apart
     donors = [
       worker["address"] for worker in server["workers"] if worker["base"] == base
     ]
@@ -133,29 +156,48 @@ class Follower:
       raise ValueError("Follower: workers of several processes have a part each")
     donors = random.sample(donors, min(transfers.MOST_DONORS, len(donors)))
     model = self._fetch(donors, last)
-    if model.values.size == transfers.PREFIX:  # the donor has no links
+    # A prefix alone: the donor has no links. The second fetch asks for slices.
+    if model.values.size == transfers.PREFIX:
       model = self._fetch(donors, last)
     self._replica.adopt(model, base, server["digest"])
 
   def _fetch(self, donors: Sequence[str], round_: int) -> Piece:
-    """What donors send, joined: links, or where one donor has none, slices of the anchor.
+    """What donors send, joined: links of one donor, or after a fetch in vain slices of the anchor, one of each donor.
+
+    Args:
+      donors: addresses of workers with the anchor.
+      round_: number of the last round, whose anchor is asked for.
+
+    Returns:
+      MODEL, for `OwnAnchor.adopt`; a prefix alone if the donor has no links.
 
     Raises:
       TimeoutError: if one of them does not answer.
     """
+    # The first donor, after one fetch in vain all of them, then the first one again.
     asked = transfers.choose(donors, self._in_vain)
-    lineage = self._replica.anchor.lineage
+    lineage = self._replica.anchor.lineage  # Links lead on from its last round.
     requests = transfers.requests(
       asked, self._in_vain, round_, self._worker, lineage.round, lineage.id or 0
     )
+    # In vain until `latest` has taken the anchor, which sets it to 0.
     self._in_vain += 1
     return self._exchange(asked, requests)
 
   def _exchange(
     self, donors: Sequence[str], requests: Iterable[tuple[str, Piece]]
   ) -> Piece:
-    """Sends a request to each donor, and joins what they answer."""
+    """Sends a request to each donor, and joins what they answer.
+
+    Args:
+      donors: their addresses, in the order of their slices.
+      requests: the address of each, and FETCH.
+
+    Raises:
+      TimeoutError: if one donor is lost, or all are silent for `timeout` seconds.
+    """
     replica = self._replica
+    # bytes that are accepted; the assembly counts words
     longest = _MOST_ARRAYS * replica.outer.size(replica.anchor) + messages.LONGEST
     assembly = transfers.Assembly(longest // 4)
     models = list[Piece]()

@@ -37,16 +37,16 @@ class Lineage(NamedTuple):
     """The id after so many rounds; None where that is too long ago, or not reached."""
     if round_ == 0:
       return 0
-    later = self.round - round_
+    later = self.round - round_  # rounds after that one: the last id is of `self.round`
     return self.ids[-1 - later] if 0 <= later < len(self.ids) else None
 
   def after(self, group: int) -> "Lineage":
-    """The lineage after one round more, whose group has this number."""
+    """The lineage after one round more, of the group with the number `group`."""
     id_ = chained(self.id or 0, group)
     return Lineage(self.round + 1, (*self.ids, id_)[-MOST_IDS:])
 
   def cut(self, round_: int) -> "Lineage":
-    """The lineage after so many of these rounds."""
+    """The lineage after the first `round_` of these rounds."""
     dropped = max(0, self.round - round_)
     return Lineage(round_, self.ids[: max(0, len(self.ids) - dropped)])
 
@@ -62,6 +62,7 @@ class Lineage(NamedTuple):
     """
     if other.round > self.round:
       return not other.includes(self)
+    # None: too long ago for this one to know, which is no conflict.
     return self.at(other.round) not in (None, other.id)
 
 

@@ -51,6 +51,8 @@ def add_moved(
     rank: of this member.
     send: as in `PeerComm`.
   """
+  # `link` is the rank of a link among the members; all members take part in each
+  # broadcast.
   for link in () if result.skipped else map(group.members.index, group.links):
     leaves = outer.fragments.part(delta, result.fragment)
     values = np.asarray(flatten(leaves)[0])
@@ -66,7 +68,14 @@ def add_moved(
 def subtract(
   outer: OuterStep, anchor: Anchor, leaves: optax.Params, vector: np.ndarray
 ) -> Anchor:
-  """`anchor` minus f32[n], θ − θ_w of a link w, the entries of leaves like these."""
+  """`anchor` minus what a link has moved.
+
+  Args:
+    outer: the outer step.
+    anchor: of which the parameters move.
+    leaves: of the exchanged fragment, as `Fragments.part` has them; their shapes count.
+    vector: f32[n], θ − θ_w of the link w, the entries of these leaves concatenated.
+  """
   movement = flatten(leaves)[1](outer.on_cpu(vector))
   # a leaf of another fragment does not move
   by = fill_zeros(anchor.params, movement)
@@ -78,6 +87,13 @@ def broadcast(
 ) -> np.ndarray:
   """f32[n] of the root, from arrays of that size: it sends a slice to each of P members, and each its slice to all.
 
+  Args:
+    values: f32[n]; that of other members than the root only has the right size.
+    root: rank of the root.
+    rank: of this member.
+    size: P.
+    send: as in `PeerComm`.
+
   Example:
     >>> broadcast(np.ones(3, np.float32), 0, 0, 1, send=lambda messages: [words for words, *_ in messages])
     array([1., 1., 1.], dtype=float32)
@@ -87,12 +103,14 @@ def broadcast(
     (words, to if rank == root else None, root if rank == to else None)
     for to, words in enumerate(slices)
   ]
+  # Message `to` is the slice for member `to`; of these this member receives its own.
   received = send(to_each)[rank]
   # All-gather: message d goes to the member d ranks on, so that no member gets all at
   # once.
   by_distance = send(
     [(received, (rank + step) % size, (rank - step) % size) for step in range(size)]
   )
+  # The slices in order: the rank of the sender is the number of its slice.
   in_order = [by_distance[(rank - sender) % size] for sender in range(size)]
   return np.concatenate(in_order).view(np.float32)[: values.size]
 
@@ -119,6 +137,7 @@ def pass_residuals(
   for index, leaver in enumerate(group.leaving):
     successor = group.members.index(staying[index % len(staying)])
     source = group.members.index(leaver)
+    # `send` takes words of the right size at each member; those of the leaver alone go.
     residual = outer.residual(anchor, result.fragment)
     destination = successor if rank == source else None
     sender = source if rank == successor else None
@@ -129,6 +148,7 @@ def pass_residuals(
       anchor = outer.add_residual(anchor, -residual, result.fragment)
     elif rank == successor:
       received = words.view(np.float32)
+      # The residual of another worker is not trusted: NaN, also, fails the comparison.
       leaves = jax.tree.leaves(anchor.params)
       largest = max(np.abs(leaf).max(initial=0) for leaf in leaves)
       if (np.abs(received) <= _MOST_RESIDUAL * (1 + largest)).all():

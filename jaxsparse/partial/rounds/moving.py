@@ -1,4 +1,8 @@
-"""What a worker of rounds has moved: the parameters that it goes on from, and what is left after a round."""
+"""What a worker of rounds has moved: the parameters that it goes on from, and what is left after a round.
+
+The base, f32 leaves, is the anchor θ from which worker w goes on after a round. Its
+parameters are θ_w = base − moved, rounded to their dtypes; `moved` is f32.
+"""
 
 import functools
 import itertools
@@ -14,7 +18,7 @@ from jaxsparse.arrays.flatten import leaves_by_name
 def parameters(
   base: jax.Array, moved: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-  """θ_w, for the optimizer of the worker."""
+  """θ_w = base − moved, f32 leaves, in `dtype`, for the optimizer of the worker."""
   return (base - moved).astype(dtype)
 
 
@@ -22,7 +26,12 @@ def parameters(
 def movement(
   base: optax.Params, before: optax.Params, params: optax.Params
 ) -> optax.Params:
-  """Base − θ_w: what it was when `step` returned parameters last, and what was moved since.
+  """Base − θ_w, f32: `before`, as it was when training last went on from the base, and what was moved since.
+
+  Args:
+    base: f32 leaves from which training goes on.
+    before: f32 leaves, base − θ_w then.
+    params: θ_w now, in the dtypes of the parameters.
 
   Raises:
     ValueError: for parameters whose leaves have other names or shapes.
@@ -51,7 +60,7 @@ def movement(
 
 @jax.jit
 def keep(moved: jax.Array, delta: jax.Array, *_: jax.Array) -> jax.Array:
-  """What was moved since it was given."""
+  """What was moved since `delta` was given to a round, which has delivered it."""
   return moved - delta
 
 
@@ -59,5 +68,15 @@ def keep(moved: jax.Array, delta: jax.Array, *_: jax.Array) -> jax.Array:
 def mix(
   mixing: float, moved: jax.Array, _: jax.Array, before: jax.Array, after: jax.Array
 ) -> jax.Array:
-  """θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u."""
+  """The movement of a worker that goes on from a mean of its parameters and the anchor after a round.
+
+  θ′ − (α θ_w + (1 − α) θ′) = α (θ − θ_w + u), with θ′ = θ + u
+
+  Args:
+    mixing: α.
+    moved: θ − θ_w now.
+    _: what was given to the round, as `keep` has it.
+    before: θ, the base before the round.
+    after: θ′, the base after it.
+  """
   return mixing * (moved + (after - before))

@@ -31,9 +31,11 @@ from jaxsparse.transform.residuals import residual_leaves
 from jaxsparse.types import Comm, State
 from jaxsparse.weights import digests
 
+# the largest group whose program is compared: a collective of teams needs a group that
+# they divide
 _MOST_TEAMS = 8
 _FORMAT = 2  # version of the bytes of an anchor
-_NUMBERS = 7  # in the header before its lists
+_NUMBERS = 7  # integers in the header of an anchor before its two lists
 
 
 class Anchor(NamedTuple):
@@ -42,7 +44,7 @@ class Anchor(NamedTuple):
   Attributes:
     params: θ, f32, a pytree of arrays of the CPU.
     outer: the state of the outer chain for a group of `size` workers, by the number of
-      the fragment.
+      the fragment. Of this worker alone: the residuals in it.
     size: the number of workers that the state of the outer chain is for; 0, without a
       state, before the first round.
     position: the last round.
@@ -62,7 +64,12 @@ class Anchor(NamedTuple):
   residual_group: int = 0
 
   def has_moved(self, members: Iterable[int], group: int) -> "Anchor":
-    """The same after the round of a group in which it moved, with this worker."""
+    """The same after the round of a group in which it moved, with this worker.
+
+    Args:
+      members: numbers of the workers in the round.
+      group: number of the group.
+    """
     latest = dict.fromkeys(members, group)
     return self._replace(latest={**self.latest, **latest}, residual_group=group)
 
@@ -74,7 +81,8 @@ class Result(NamedTuple):
     anchor: after the round.
     fragment: the number of the fragment that was exchanged.
     skipped: whether the total was not finite, so that nothing has happened.
-    totals: all that a worker that was away needs to do the same.
+    totals: all that a worker that was away needs to repeat the outer step; () if it was
+      skipped.
   """
 
   anchor: Anchor
@@ -87,11 +95,12 @@ class _Program(NamedTuple):
   """The compiled halves of the outer step, of leaves.
 
   Attributes:
-    exchange: sends all messages; returns totals and what is of this worker alone.
-    apply: from totals, what is the same on all workers.
-    totals: shapes and dtypes.
-    equal: of each result, whether it is the same on all workers.
-    structure: of the results.
+    exchange: from the leaves of the operands of `_step`, totals, and then the results
+      of this worker alone; sends all messages.
+    apply: from totals and these leaves, the results that are the same on all workers.
+    totals: shape and dtype of each total.
+    equal: of each result of `_step`, whether it is the same on all workers.
+    structure: the pytree structure of the results.
   """
 
   exchange: Callable[..., list[jax.Array]]
@@ -103,7 +112,13 @@ class _Program(NamedTuple):
   def finish(
     self, operands: tuple, totals: Sequence[Any], local: Iterable[Any]
   ) -> tuple[optax.Params, optax.OptState, jax.Array]:
-    """The results of `_step`: those equal on all workers from the totals, the others from this one's `local`."""
+    """The results of `_step`: those equal on all workers from the totals, the others from `local`.
+
+    Args:
+      operands: of `_step`; those of this worker alone are not read.
+      totals: of the round.
+      local: the results of this worker alone, in their order.
+    """
     alike = iter(self.apply(*totals, *jax.tree.leaves(operands)))
     of_worker = iter(local)
     leaves = [next(alike if equal else of_worker) for equal in self.equal]
@@ -121,7 +136,12 @@ class OuterStep:
       after the other on a device, so that workers in one process need one each.
 
   Attributes:
-    fragments: the leaves of each.
+    fragments: `count`, F, and `part(tree, f)`: the leaves of fragment f of a pytree,
+      with `MaskedNode` in place of the others.
+    _chain: as `chain`.
+    _cpu: as `device`.
+    _send: sends and receives the messages of the exchange that runs, as in `PeerComm`.
+    _programs: the compiled step by the size of the group and the fragment.
   """
 
   def __init__(
@@ -133,7 +153,7 @@ class OuterStep:
     self._chain = chain
     self.fragments = Fragments(fragments)
     self._cpu = device or _first_cpu()
-    # sends messages of the exchange that runs
+    # `run` replaces this one, which returns each message as if it were received.
     self._send: Send = lambda messages: [words for words, *_ in messages]
     self._programs: dict[tuple[int, int], _Program] = {}
 
@@ -169,13 +189,14 @@ class OuterStep:
       send: sends and receives messages, as in `PeerComm`.
     """
     fragment = anchor.position.round % self.fragments.count
-    outer = self._carry(anchor, size)
+    outer = self._carry(anchor, size)  # the last group may have had another size
     # Compiled programs call whatever `_send` is when they run.
     self._send = send
     operands = self._operands(fragment, anchor, outer, delta, rank, weight)
     program = self._program(size, fragment, operands)
     results = program.exchange(*jax.tree.leaves(operands))
     totals = results[: len(program.totals)]
+    # results of this worker alone: residuals above all
     local = results[len(totals) :]
     params, after, skipped = program.finish(operands, totals, local)
     following = _after(anchor, size, group, params, outer | {fragment: after})
@@ -196,7 +217,8 @@ class OuterStep:
       anchor: before it; what is of this worker alone stays.
       size: as in `run`.
       group: as in `run`.
-      totals: of the round, from their shapes and dtypes; None if it was skipped.
+      totals: maps the list of their shapes and dtypes to the totals of the round; None
+        if it was skipped.
     """
     fragment = anchor.position.round % self.fragments.count
     outer = self._carry(anchor, size)
@@ -205,7 +227,7 @@ class OuterStep:
     operands = self._operands(fragment, anchor, outer)
     program = self._program(size, fragment, operands)
     # Results that differ between workers, residuals above all, are those of the
-    # members: this worker keeps its own.
+    # members: this worker keeps its own, in the structure of the results of `_step`.
     before = jax.tree.leaves((anchor.params, outer[fragment], False))
     kept = [
       leaf for leaf, equal in zip(before, program.equal, strict=True) if not equal
@@ -216,8 +238,9 @@ class OuterStep:
   def skip(self, anchor: Anchor, result: Result) -> Result:
     """`result`, of a round that began with `anchor`, with a skipped outer step in place of the one that took place."""
     moved = result.anchor
+    # In a round's position `base` is the number of its group.
     unmoved, fragment = self.follow(anchor, moved.size, moved.position.base)
-    # with the counters of a skipped step
+    # All of the state before the round, but counters: they count a skipped step.
     kept = select_state(jnp.bool_(True), unmoved.outer[fragment], moved.outer[fragment])
     unmoved = unmoved._replace(outer=unmoved.outer | {fragment: kept})
     return result._replace(anchor=unmoved, skipped=True, totals=())
@@ -231,7 +254,16 @@ class OuterStep:
     rank: int = 0,
     weight: float = 0.0,
   ) -> tuple:
-    """Those of `_step`; without a `delta`, as their shapes are."""
+    """The array operands of `_step`, on the CPU; without `delta` what a worker gives has the right shapes alone.
+
+    Args:
+      fragment: number of the exchanged fragment.
+      anchor: before the round.
+      outer: the state of the outer chain for the size of the group, by fragment.
+      delta: θ − θ_w, f32 leaves of all fragments.
+      rank: of this worker in the group.
+      weight: of this worker in the mean.
+    """
     # `apply` reads nothing of what a worker gives: the parameters stand for it, by
     # their shapes.
     leaves = self.fragments.part(anchor.params if delta is None else delta, fragment)
@@ -239,7 +271,7 @@ class OuterStep:
     return jax.device_put((*numbers, leaves, outer[fragment], anchor.params), self._cpu)
 
   def _program(self, size: int, fragment: int, operands: tuple) -> _Program:
-    """The outer step of a fragment for groups of a size, compiled as two programs.
+    """The outer step of a fragment for groups of a size, compiled as two programs on first use.
 
     The first one sends all messages and ends with their totals. The second one computes
     what the totals determine: a worker that missed the round runs it alone, with the
@@ -251,6 +283,7 @@ class OuterStep:
       with jax.default_device(self._cpu):
         halves, shapes = halve_step(step, operands)
         leaves = jax.tree.leaves(operands)
+        # The first inputs of the second half are the totals: their shapes and dtypes.
         totals = halves.second.in_avals[: halves.totals]
         compiled = lambda closed, *inputs: (
           jax.jit(core.jaxpr_as_fun(closed)).lower(*inputs).compile()
@@ -265,12 +298,22 @@ class OuterStep:
     return self._programs[key]
 
   def chain_digest(self, anchor: Anchor) -> str:
-    """A digest of the traced outer step of fragment 0, for the smallest group of two or more that the chain allows."""
+    """A digest of the traced outer step of fragment 0, for the smallest group of two or more that the chain allows.
+
+    Workers whose digests differ have different chains, and may not be in one run.
+
+    Args:
+      anchor: of any round, for the shapes of its parameters.
+
+    Raises:
+      ValueError: for a chain that no group allows, or whose results would not be alike
+        on all workers.
+    """
     for size in range(2, _MOST_TEAMS + 1):
       try:
         outer = self._first(anchor.params, size)
         break
-      except ValueError:  # teams do not divide this size
+      except ValueError:  # teams of a collective do not divide this size
         if size == _MOST_TEAMS:
           raise
     operands = self._operands(0, anchor, outer)
@@ -290,6 +333,7 @@ class OuterStep:
       self._program(size, fragment, self._operands(fragment, anchor, outer))
 
   def _comm(self, size: int, rank: jax.Array) -> PeerComm:
+    """The comm of a group of a size at one rank; the lambda calls what `_send` is when a program runs."""
     return PeerComm(size, rank, lambda messages: self._send(messages))
 
   def _step(
@@ -304,10 +348,23 @@ class OuterStep:
   ) -> tuple[optax.Params, optax.OptState, jax.Array]:
     """The outer step of a fragment: the new parameters and state, and whether it was skipped, which keeps both.
 
-    `delta` is θ − θ_w of this worker. Nothing but the chain's collective sends messages.
+    Nothing but the chain's collective sends messages.
+
+    Args:
+      size: number of workers in the group.
+      fragment: number of the exchanged fragment.
+      rank: i32[], of this worker in the group.
+      weight: f32[], of this worker in the mean.
+      delta: θ − θ_w of this worker, the leaves of the fragment alone.
+      before: the state of the fragment's outer chain before the step.
+      params: θ, f32, all leaves.
+
+    Returns:
+      θ′, all leaves; the state of the fragment's outer chain; bool[], whether skipped.
     """
     leaves = self.fragments.part(params, fragment)
     weighted = jax.tree.map(lambda leaf: weight * leaf, delta)
+    # `atomic`: where a collective skips, updates are zeros, and all of the state stays.
     updates, outer = atomic(self._chain(self._comm(size, rank))).update(
       weighted, before, leaves
     )
@@ -315,7 +372,8 @@ class OuterStep:
       updates = fill_zeros(params, updates)
     after = optax.apply_updates(params, updates)
     # The optimizer behind the collective may overflow, alike on all workers: `check_alike`
-    # proves that it uses nothing of one worker alone.
+    # proves that it uses nothing of one worker alone. `mark_total` declares the flag
+    # equal on all workers.
     skipped = mark_total(
       states.is_skipped(outer) | ~flatten.all_finite(after), (PEERS,)
     )
@@ -323,7 +381,12 @@ class OuterStep:
     return after, select_state(skipped, before, outer), skipped
 
   def _first(self, params: optax.Params, size: int) -> dict[int, optax.OptState]:
-    """The state of the outer chain before the first round, for groups of a size."""
+    """The state of the outer chain before the first round, for groups of a size, by fragment.
+
+    Raises:
+      ValueError: for a chain without a jaxsparse transform, or with one that remembers
+        what each worker has given last.
+    """
     with jax.default_device(self._cpu):
       chain = self._chain(self._comm(size, jnp.int32(0)))
       first = {
@@ -346,7 +409,7 @@ class OuterStep:
     return first
 
   def _carry(self, anchor: Anchor, size: int) -> dict[int, optax.OptState]:
-    """The state of the outer chain for groups of a size: what does not depend on it stays as it is."""
+    """The state of the outer chain, by fragment, for groups of a size: arrays that do not depend on it stay."""
     if size == anchor.size:
       return anchor.outer
     first = self._first(anchor.params, size)
@@ -356,15 +419,17 @@ class OuterStep:
     return jax.tree.map(_carry_node, anchor.outer, first, is_leaf=is_node)
 
   def less_residual(self, anchor: Anchor, weight: float) -> optax.Params:
-    """θ − r_w / weight, f32: the anchor and all that this worker has given, with that weight, and not delivered."""
+    """θ − r_w / weight, f32 leaves: the anchor moved by the residual r_w, which this worker gave with that weight."""
     return _less_residual(anchor.params, anchor.outer, np.float32(weight))
 
   def residual(self, anchor: Anchor, fragment: int | None = None) -> np.ndarray:
-    """f32[m], the residuals of this worker in the unit of an update, of all transforms, concatenated.
+    """f32[m], the residuals of this worker in all jaxsparse transforms of the outer chain, concatenated.
+
+    Their unit is weight_w · (θ − θ_w); their order is that of `add_residual`.
 
     Args:
-      anchor: of this worker.
-      fragment: whose residuals; by default those of all fragments.
+      anchor: of this worker, whose outer state has them.
+      fragment: number of the fragment whose residuals; None for those of all fragments.
     """
     residuals = _residuals(_of_fragment(anchor, fragment))
     return np.concatenate(
@@ -376,6 +441,11 @@ class OuterStep:
   ) -> Anchor:
     """`anchor` with f32[m] added to the residuals, of one fragment or of all.
 
+    Args:
+      anchor: of this worker.
+      more: f32[m], in the order of `residual`.
+      fragment: number of the fragment; None for all.
+
     Raises:
       ValueError: for another m.
     """
@@ -386,6 +456,7 @@ class OuterStep:
     # One after the other, in the order of the residuals.
     following = iter(np.split(more, ends[:-1]))
 
+    # `map_states` below visits residuals in the order of `_residuals`.
     def add(leaf: jax.Array) -> jax.Array:
       added = next(following).reshape(leaf.shape).astype(leaf.dtype)
       return jax.device_put(np.asarray(leaf) + added, self._cpu)
@@ -399,7 +470,11 @@ class OuterStep:
   # The part that all workers have alike, as bytes.
 
   def _parts(self, anchor: Anchor) -> Iterable[bytes | memoryview]:
-    """The buffers of what all workers have alike, without copies."""
+    """The buffers of what all workers have alike, without copies.
+
+    bytes of header u32 | header i64: format, hash of shapes, round, base, size, number
+    of ids, of pairs, ids, pairs of `latest` | parameters | shared state | padding
+    """
     latest = sorted(anchor.latest.items())
     ids = anchor.lineage.ids
     numbers = _FORMAT, _shapes(anchor.params), *anchor.position[:2], anchor.size
@@ -427,11 +502,15 @@ class OuterStep:
   def unpack(self, content: bytes, local: Anchor) -> Anchor:
     """The anchor of another worker, with the residuals of this one.
 
+    Args:
+      content: the bytes, as `pack` has them, perhaps with padding.
+      local: the anchor of this worker.
+
     Raises:
       ValueError: for bytes that are not those of such an anchor, or parameters that are
         not finite.
     """
-    header, at = _header_of(content)
+    header, at = _header_of(content)  # `at`: where the next array begins
     shapes, round_, base, size, ids, _ = header[1:_NUMBERS]
     if shapes != _shapes(local.params):
       raise ValueError("Rounds: the anchor is one of parameters with other shapes")
@@ -459,10 +538,11 @@ class OuterStep:
     anchor = Anchor(
       params, outer, size, position, lineage, latest, local.residual_group
     )
+    # An anchor of round 0 has no state that could have the residuals of this worker.
     return anchor if size else self.with_residual(anchor, local)
 
   def with_residual(self, anchor: Anchor, local: Anchor) -> Anchor:
-    """`anchor` with what another one, `local`, has of this worker alone: residuals above all."""
+    """`anchor` with what another one, `local`, has of this worker alone: residuals, and their `residual_group`."""
     # An anchor before its first round has no state: it takes the size of the other.
     size = anchor.size or local.size
     alike = _alike(self._carry(anchor, size))
@@ -470,7 +550,8 @@ class OuterStep:
     return anchor._replace(outer=outer, size=size, residual_group=local.residual_group)
 
   def without_residual(self, anchor: Anchor, group: int) -> Anchor:
-    """`anchor` with what a worker has that was in no round yet, but for its last round, that of a group."""
+    """`anchor` with residuals of zeros, as before the first round, and `residual_group` as given."""
+    # For an anchor without a state `with_residual` makes that before the first round.
     return self.with_residual(anchor, Anchor(anchor.params, {}, residual_group=group))
 
 
@@ -481,7 +562,18 @@ def _after(
   params: optax.Params,
   outer: dict[int, optax.OptState],
 ) -> Anchor:
-  """`anchor` one round later."""
+  """`anchor` one round later, also where the round was skipped and it has not moved.
+
+  `latest` and `residual_group` stay: where it has moved, `has_moved` sets them later.
+
+  Args:
+    anchor: before the round.
+    size: number of workers in the round, for which `outer` is.
+    group: number of the round's group: `base` of the position, hashed into the lineage.
+    params: θ after the round, f32.
+    outer: by fragment the state of the outer chain after the round, with the residuals
+      of this worker.
+  """
   return anchor._replace(
     params=params,
     outer=outer,
@@ -492,6 +584,11 @@ def _after(
 
 
 def _first_cpu() -> jax.Device:
+  """The first CPU device of this process.
+
+  Raises:
+    ValueError: if JAX has no CPU backend.
+  """
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError as error:
@@ -501,6 +598,13 @@ def _first_cpu() -> jax.Device:
 
 
 def _carry_node(old: Any, new: Any) -> Any:
+  """A node of the outer state, an array or a `ReduceState`, for a group of another size.
+
+  Args:
+    old: the node for the size before.
+    new: the node before the first round, for the new size.
+  """
+  # An array of the optimizer behind the collective depends on no size.
   if not states.is_reduce_state(old):
     return old
   # What the number of workers gives another size, bounds of regions for example, begins
@@ -513,6 +617,7 @@ def _carry_node(old: Any, new: Any) -> Any:
     return jax.tree.map(keep, old, new) if is_alike else new
 
   was = old.carried
+  # The residual stays; arrays of `worker` and `shared` stay where shapes are equal.
   fresh = new.carried
   worker = carry(was.worker, fresh.worker)
   carried = State(was.residual, worker, carry(was.shared, fresh.shared))
@@ -530,7 +635,8 @@ def _residuals(outer: optax.OptState) -> list[jax.Array]:
 def _less_residual(
   params: optax.Params, outer: optax.OptState, weight: jax.Array
 ) -> optax.Params:
-  """θ − residual / weight, where a worker trains: the residual is in units of weight · (θ − θ_w)."""
+  """θ − residual / weight, f32 leaves: the residual is in units of weight · (θ − θ_w)."""
+  # Names of leaves to f32 in their shapes; each leaf is in at most one transform.
   residuals = [residual_leaves(state) for state in states.reduce_states(outer)]
   behind = {name: leaf for leaves in residuals for name, leaf in leaves.items()}
   less = lambda name, leaf: leaf - behind[name] / weight if name in behind else leaf
@@ -544,7 +650,7 @@ def _of_fragment(anchor: Anchor, fragment: int | None) -> dict[int, optax.OptSta
 
 
 def _header_of(content: bytes) -> tuple[list[int], int]:
-  """The numbers in the header of an anchor, and where its arrays begin.
+  """The numbers in the header of an anchor, as `_parts` has them, and the byte at which its arrays begin.
 
   Raises:
     ValueError: for bytes without such a header.
@@ -555,9 +661,10 @@ def _header_of(content: bytes) -> tuple[list[int], int]:
     raise ValueError(f"Rounds: {len(content)} bytes are no anchor")
   if header[0] != _FORMAT:
     raise ValueError("Rounds: the anchor is one of another version of jaxsparse")
+  # `ids` and `workers` say how long the two lists are.
   round_, _, size, ids, workers = header[2:_NUMBERS]
   is_whole = min(header) >= 0 and len(header) == _NUMBERS + ids + 2 * workers
-  # with more, messages of a worker that has the anchor would be refused
+  # Bounds of messages: with larger numbers those of this worker would be refused.
   is_small = round_ <= MOST_ROUNDS and ids <= MOST_IDS
   is_small &= max(size, workers) <= MOST_MEMBERS
   is_small &= max(header[_NUMBERS : _NUMBERS + ids], default=0) < MOST_ID
@@ -572,17 +679,17 @@ def _shapes(params: optax.Params) -> int:
 
 
 def _shared(outer: optax.OptState) -> optax.OptState:
-  """What of a state of the outer chain is the same on every worker."""
+  """A state of the outer chain with each `ReduceState` replaced by its part that is the same on every worker."""
   return states.map_states(lambda state: state.carried.shared, outer)
 
 
 def _alike(outer: optax.OptState) -> list[jax.Array]:
-  """The arrays of that."""
+  """The arrays of a state of the outer chain that are the same on every worker; random keys as their words."""
   return list(map(words_of_keys, jax.tree.leaves(_shared(outer))))
 
 
 def _with_alike(outer: optax.OptState, arrays: list[jax.Array]) -> optax.OptState:
-  """A state of the outer chain with these in place of the arrays that are the same on every worker."""
+  """A state of the outer chain with `arrays`, as `_alike` has them, in place of those that are the same on all."""
 
   def make(leaf: Any, words: Any) -> Any:
     make_keys = jax.random.wrap_key_data

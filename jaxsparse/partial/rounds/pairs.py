@@ -13,11 +13,15 @@ from collections.abc import Collection, Mapping
 
 from jaxsparse.partial.net.messages import WorkerGroup
 
-_MOST_DOUBLINGS = 6  # two workers are apart for 2 ** 6 groups at most
+_MOST_DOUBLINGS = 6  # after a failure two workers are apart for 2 ** 6 groups at most
 
 
 class Pairs:
   """The pairs of workers that are apart; all others are together.
+
+  Attributes:
+    _failures: by pair that is apart f, and the number of the group of its last failure.
+    _tried: number of the last group that has failed.
 
   Example:
     >>> pairs = Pairs()
@@ -37,18 +41,26 @@ class Pairs:
     return frozenset((worker, other)) in self._failures
 
   def separate(self, group: WorkerGroup, worker: int, missing: int) -> None:
-    """The round of a group has failed, since one member has missed a message of another one."""
+    """The round of a group has failed, since one member has missed a message of another one.
+
+    Args:
+      group: of the round.
+      worker: the member that has missed a message.
+      missing: the member whose message it is.
+    """
     pairs = [frozenset((worker, missing))]
+    # Once a group: pairs in it that are apart were tried again, in vain.
     if self._tried != group.number:
       pairs += [pair for pair in self._failures if all(map(group.has, pair))]
     self._tried = group.number
     for pair in pairs:
       failures, last = self._failures.get(pair, (0, 0))
+      # A failure counts once a group, also if both members report it.
       if last != group.number:
         self._failures[pair] = failures + 1, group.number
 
   def unite(self, group: WorkerGroup) -> None:
-    """The round of a group has counted."""
+    """The round of a group has counted: all pairs in it are together again."""
     self._failures = {
       pair: failures
       for pair, failures in self._failures.items()
@@ -76,6 +88,7 @@ class Pairs:
     """
     if not self._failures:
       return workers
+    # the workers that each one is apart from now, and itself if there are any
     unreached = {worker: set[int]() for worker in workers}
     for pair, (failures, failed_in) in self._failures.items():
       is_apart = last_group < failed_in + 2 ** min(failures, _MOST_DOUBLINGS)

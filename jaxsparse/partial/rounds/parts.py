@@ -41,25 +41,42 @@ class PartLost(RuntimeError):
 
 
 class Decision(NamedTuple):
-  """Event: the training loop of the lead goes on with this answer, and those of the other parts are to do so."""
+  """Event: the training loop of the lead goes on with this answer, and those of the other parts are to do so.
+
+  Attributes:
+    answer: Next.LATER, None where parameters are not finite, else the position reached.
+  """
 
   answer: Any
 
 
 @dataclasses.dataclass(eq=False)
 class PartProtocol(RoundProtocol):
-  """The protocol of a part; its training loop is answered when all parts are, and as the lead decides."""
+  """The protocol of a part; its training loop is answered when all parts are, and as the lead decides.
+
+  Attributes:
+    membership: the place at the server, which is the lead; `part` is the number of this
+      process; `tell_server` sends to the lead, by part 0 to the real server.
+    exchange: the `Exchanger` of this part's slices.
+    _run: the exchange that runs, or has a result not known to count; or None.
+    _welcomes: how often the part has joined.
+    _fetched: digest of the anchor that it has fetched, until a round counts; 0: none.
+  """
 
   def __post_init__(self) -> None:
     super().__post_init__()
     self.membership.relay = self
     # how often it has joined; the lead ignores HELLO that was sent before the last time
     self._welcomes = 0
-    # the digest of the anchor that it has fetched, until a round counts
+    # digest of the anchor that it has fetched, until a round counts
     self._fetched = 0
 
   def _take_answer(self, kind: ServerMessage, content: Content) -> None:
-    """Raises PartLost if the lead says that a part is lost."""
+    """Does what the lead tells, its own answers (FOLLOW) or the server's.
+
+    Raises:
+      PartLost: if the lead says that a part is lost.
+    """
     if kind != ServerMessage.FOLLOW:
       self._welcomes += kind == ServerMessage.WELCOME
       super()._take_answer(kind, content)
@@ -70,6 +87,7 @@ class PartProtocol(RoundProtocol):
       case Next.SKIP:
         if run := self._run_of(content["number"]):
           self._take_result(run, self.exchange.skip())
+      # The parts have different anchors: the open request is made again, from HELLO on.
       case Next.AGAIN:
         if membership.state in ("joined", "fetching"):
           membership.waits = True
@@ -78,6 +96,7 @@ class PartProtocol(RoundProtocol):
       case Next.LOST:
         raise PartLost(content["reason"])
       case _:
+        # Next.GO: the loop goes on from the anchor at this position.
         answers = {Next.LATER: Next.LATER, Next.RESTART: None}
         membership.answer_loop(answers.get(next_, membership.position))
 
@@ -86,36 +105,44 @@ class PartProtocol(RoundProtocol):
     self.membership.tell_server(self._mark(signal))
 
   def _mark(self, signal: Signal) -> Signal:
-    """A signal of this part, with what the lead compares between parts."""
+    """A signal of this part, with what the lead compares between parts: the digest of a fetched anchor, or a count."""
     # The lead knows its parts by their numbers, as a server its workers.
     signal = signal._replace(worker=self.membership.part)
     if signal.kind == WorkerMessage.DONE:
       skips = self._run is not None and self._run.skipped
       return signal._replace(kind=WorkerMessage.SKIPPED) if skips else signal
+    # In place of the seconds that a worker tells its server.
     if signal.kind == WorkerMessage.HELLO:
       signal = signal._replace(value=self._welcomes)
     return signal._replace(digest=self._fetched)
 
   def _adopt(self, piece: Piece) -> RoundPosition:
+    """Takes the anchor of a donor; returns the new position."""
     position = super()._adopt(piece)
     self._fetched = self.exchange.digest()
     return position
 
   def _settle(self, run: Run, counts: bool) -> None:
+    """Ends an exchange: from now on the anchor is not one that was fetched."""
     super()._settle(run, counts)
     self._fetched = 0
 
   def relay_answer(self, answer: Any) -> None:
-    """Tells the lead that there is one, which decides; errors are raised at once."""
+    """Tells the lead that there is an answer to the training loop, which the lead has given later; errors go at once.
+
+    Args:
+      answer: an exception, a position, or None where parameters are not finite.
+    """
     if isinstance(answer, Exception):
       self.membership.answer_loop(answer)
-    # None: all parts find that parameters are not finite
+    # None: all parts find by themselves that parameters are not finite, and the lead
+    # tells them when to go on.
     elif answer is not None:
       self.membership.tell(WorkerMessage.ANSWERED)
 
 
 def _digest_of(parts: dict[int, Signal]) -> int:
-  """The digest of a worker, of those in signals of its parts."""
+  """The digest of a worker's result or anchor: that of the digests in one signal of each part, in order."""
   return digest([np.array([signal.digest for _, signal in sorted(parts.items())])])
 
 
@@ -123,9 +150,27 @@ def _digest_of(parts: dict[int, Signal]) -> int:
 class LeadProtocol(PartProtocol):
   """The protocol of part 0, through which all parts reach the server.
 
+  Part 0 is also a part as the others are: its own signals come by `relay_signal`.
+
   Args:
-    others: the other parts, by their numbers.
-    addresses: of all parts.
+    others: the other parts, by their numbers, as a server has its workers.
+    addresses: of all parts, in the order of their numbers.
+
+  Attributes:
+    _all: the numbers of all parts.
+    _joined: how often all parts have joined together, as their `_welcomes`.
+    _answers: answers to part 0, which it handles after what it does now.
+    _last_signals: the last signal of each part, with its position.
+    _joining: HELLO of the parts that have sent one since all have joined last.
+    _ready: the parts that have asked for the next round.
+    _answered: the parts that have an answer for their training loops.
+    _group: number of the group under way; 0: none.
+    _results: the signal of each part that has a result of this group.
+    _last: position of the last round of all workers, as the server says, and
+      `_digest_of_last` of the anchor after it; 0: the server does not know.
+    _digest_of_all: the digest of all parts that the server was told last.
+    _refused: whether the anchor that the parts have fetched has another digest.
+    _has_left: whether the server was told BYE.
   """
 
   others: Members[Member]
@@ -133,17 +178,17 @@ class LeadProtocol(PartProtocol):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    self._joined = 0  # how often all parts have
+    self._joined = 0  # how often all parts have joined together
     self._all = set(range(len(self.addresses)))
     self._answers = collections.deque[Answer]()  # to this part, after what it does now
     self._last_signals = dict[int, Signal]()  # signal of each part, with its position
     self._joining = dict[int, Signal]()  # HELLO of the parts that join
     self._ready = set[int]()
     self._answered = set[int]()
-    self._group = 0  # the number of that under way
+    self._group = 0  # number of the group under way, 0 for none
     self._results = dict[int, Signal]()  # results of the parts in that group
     self._digest_of_last = 0  # digest of the last round of all, as the server says
-    # whether the anchor that all parts have fetched is another one
+    # whether the anchor that all parts have fetched has another digest
     self._refused = False
     self._digest_of_all = 0  # digest that the server was told last
     self._has_left = False
@@ -151,6 +196,7 @@ class LeadProtocol(PartProtocol):
   def handle(self, event: object, now: float) -> None:
     """Does what an event asks for, also at the other parts."""
     match event:
+      # The training loop of the lead goes on; the other parts wait for what it does.
       case Decision(answer):
         choice = {Next.LATER: Next.LATER, None: Next.RESTART}.get(answer, Next.GO)
         self._lead(self._all - {0}, choice)
@@ -160,6 +206,7 @@ class LeadProtocol(PartProtocol):
         self._pass_on(kind, content)
       case _:
         super().handle(event, now)
+    # Answers to part 0 that were queued meanwhile.
     self._handle_own(now)
 
   def tick(self, now: float) -> None:
@@ -186,7 +233,12 @@ class LeadProtocol(PartProtocol):
     self._handle_own(now)
 
   def _hear(self, connection: bytes, signal: Signal) -> None:
-    """Raises Rejected for a process that is not another part."""
+    """Takes a signal of another part.
+
+    Raises:
+      Rejected: for a process that is no other part: another number or address.
+    """
+    # `[1:]`: part 0 is this process.
     if (
       signal.kind == WorkerMessage.HELLO
       and (signal.worker, signal.address) in [*enumerate(self.addresses)][1:]
@@ -201,25 +253,34 @@ class LeadProtocol(PartProtocol):
 
   def relay_answer(self, answer: Any) -> None:
     """Takes an answer as other parts do, and tells the loop of parameters that are not finite."""
+    # The lead's loop posts a `Decision` on None, too: the other parts wait for that.
     if answer is None:
       self.membership.answer_loop(None)
     else:
       super().relay_answer(answer)
 
   def _handle_own(self, now: float) -> None:
+    """Handles the answers to part 0, and those that follow from them."""
     while self._answers:
       super().handle(self._answers.popleft(), now)
 
   def _lead(
     self, parts: set[int], next_: Next, group: int = 0, reason: str = ""
   ) -> None:
-    """Tells parts what they do together."""
+    """Tells parts what they do together.
+
+    Args:
+      parts: their numbers; 0 is this process.
+      next_: what they do.
+      group: number of the round's group, for Next.SKIP.
+      reason: for Next.LOST.
+    """
     self._tell_parts(
       parts, ServerMessage.FOLLOW, next=next_, number=group, reason=reason
     )
 
   def _tell_parts(self, parts: set[int], kind: ServerMessage, **content: Any) -> None:
-    """Tells parts something."""
+    """Sends an answer to parts; that to part 0, this process, is queued for `_handle_own`."""
     self.others.tell(parts, kind, **content)
     if 0 in parts:
       self._answers.append(Answer(kind, content))
@@ -227,7 +288,7 @@ class LeadProtocol(PartProtocol):
   # From the parts to the server.
 
   def _take_signal(self, signal: Signal) -> None:
-    """A signal of a part; the server gets that of the last part."""
+    """Takes a signal of a part; the server gets one for all, in place of the signal of the last part."""
     part = signal.worker
     self._last_signals[part] = signal
     match signal.kind:
@@ -236,6 +297,7 @@ class LeadProtocol(PartProtocol):
         self._take_hello(signal)
       case kind if kind in messages.READY:
         self._ready.add(part)
+        # `_agree` also empties the set once all parts are in it.
         if self._agree(self._ready):
           self._pass_to_server(signal)
       case WorkerMessage.DONE | WorkerMessage.SKIPPED if signal.value == self._group:
@@ -246,6 +308,7 @@ class LeadProtocol(PartProtocol):
       case WorkerMessage.FAILED if signal.value == self._group:
         self._group = 0
         self._pass_to_server(signal)
+      # The answer to the lead's loop, whose `Decision` tells the other parts.
       case WorkerMessage.ANSWERED:
         self._answered.add(part)
         if self._agree(self._answered):
@@ -261,7 +324,7 @@ class LeadProtocol(PartProtocol):
     part = signal.worker
     is_new = part not in self._joining
     self._joining[part] = signal
-    self._ready.discard(part)
+    self._ready.discard(part)  # it has to ask for a round again
     others = self._all - self._joining.keys()
     if is_new:
       # "absent" lets them say HELLO, as if the server had dropped them
@@ -272,6 +335,8 @@ class LeadProtocol(PartProtocol):
       first, *rest = (self._joining[part].alike for part in sorted(self._all))
       address = ",".join(self.addresses)
       signal = signal._replace(address=address, alike=first.joined(rest))
+      # The value of HELLO: for how many seconds this worker has been fetching an
+      # anchor.
       self._pass_to_server(signal._replace(value=self.membership.fetching))
 
   def _take_results(self, last: Signal) -> None:
@@ -282,6 +347,7 @@ class LeadProtocol(PartProtocol):
       if result.kind == WorkerMessage.SKIPPED
     }
     moving = self._all - skipped.keys()
+    # Some parts have NaN or Inf in their slices, and others not.
     if skipped and moving:
       # Parts that have moved send their results again once they have skipped.
       self._results = skipped
@@ -292,13 +358,17 @@ class LeadProtocol(PartProtocol):
       self._pass_to_server(done)
 
   def _agree(self, parts: set[int]) -> bool:
-    """Whether these are all parts, and a donor has given them the anchor of one round, or they ask again."""
+    """Whether these are all parts, with one anchor; if all are there with different ones, they ask again.
+
+    Args:
+      parts: the parts that are as far, emptied if they are all.
+    """
     if parts != self._all:
       return False
     parts.clear()
     self._refused = False
     # The server knows the digest of all parts together, so no part alone can check its
-    # own.
+    # own: the lead does, where all have fetched the anchor of the last round.
     fetched = _digest_of(self._last_signals)
     if (
       all(signal.digest for signal in self._last_signals.values())
@@ -332,7 +402,7 @@ class LeadProtocol(PartProtocol):
 
   @property
   def _position(self) -> RoundPosition:
-    """The position of the worker: that of all parts."""
+    """The position of the worker: that of all parts, or `_UNEQUAL`."""
     # Round and base must be equal. `last`, a round that may count, is left out: only some
     # parts may have its result.
     positions = {signal.position for signal in self._last_signals.values()}
@@ -342,6 +412,7 @@ class LeadProtocol(PartProtocol):
     return position._replace(last=0) if others else position
 
   def _pass_to_server(self, signal: Signal) -> None:
+    """Sends a signal of a part to the server as that of the worker."""
     if not self._has_left:
       worker = self.membership.worker
       signal = signal._replace(worker=worker, position=self._position)
@@ -350,7 +421,7 @@ class LeadProtocol(PartProtocol):
   # From the server to the parts.
 
   def _pass_on(self, kind: ServerMessage, content: Content) -> None:
-    """An answer of the server to all parts."""
+    """Passes an answer of the server on to all parts, without what they cannot check alone."""
     if kind == ServerMessage.WELCOME:
       if self._joining.keys() != self._all:  # to HELLO that the lead has repeated
         return
@@ -359,6 +430,7 @@ class LeadProtocol(PartProtocol):
     if kind == ServerMessage.GROUP:
       self._group = content["number"]
       self._results = {}
+    # ABORT or COMMIT names the group that is over.
     elif kind == ServerMessage.WELCOME or content.get("number") == self._group:
       self._group = 0
     # The digest is that of all parts together: parts get 0, or -1 for another one than

@@ -1,4 +1,7 @@
-"""The processes of a worker: they meet when it starts, and its training loops go on together."""
+"""The processes of a worker, its parts: they meet when it starts, and their training loops go on together.
+
+Part 0, the lead, speaks to the server of rounds, and is the server of the other parts.
+"""
 
 import atexit
 import contextlib
@@ -38,9 +41,15 @@ _FAILED = "!"  # begins an error
 
 
 class PartEndpoint(Endpoint):
-  """The endpoint of a worker, or of one part of it, whose server is the lead."""
+  """The endpoint of a worker, or of one part of it, whose server is the lead.
 
-  # takes signals of the other parts; of the lead
+  Attributes:
+    hear_part: at the lead, takes a message of another part; None elsewhere.
+    _last_answer: an exception, which every request raises once the thread has ended.
+    _end: a timer that ends the process, once a part is lost.
+  """
+
+  # takes signals of the other parts, at the lead
   hear_part: Callable[[bytes, list[bytes], float], None] | None = None
   _end: threading.Timer  # ends the process, once a part is lost
 
@@ -68,15 +77,18 @@ class PartEndpoint(Endpoint):
       raise
 
   def _end_by(self, error: Exception) -> None:
-    """Ends the process soon if a part is lost: JAX would wait for it, in a step or in the exit handlers."""
+    """Every request raises `error` from now on; a lost part also ends this process soon, as JAX would wait for it."""
     super()._end_by(error)
     if isinstance(error, PartLost):
+      # JAX waits in a step, which the timer ends, or in its own exit handlers, before
+      # which this one runs.
       atexit.register(rank.fail, error)
       self._end = threading.Timer(_LAST_STEP, rank.fail, [error])
       self._end.daemon = True
       self._end.start()
 
   def _from_worker(self, frames: list[bytes]) -> None:
+    """A message to the address of this process: a signal of another part, or a piece of another worker."""
     connection, *content = frames
     if self.hear_part and not messages.parse_piece(content):
       self.hear_part(connection, content, time.monotonic())
@@ -88,27 +100,31 @@ class PartEndpoint(Endpoint):
 def errors_told(place: Whole) -> Iterator[None]:
   """An error of one part in a `with` block is raised by all, which would wait for it in `make_protocol`."""
   if place.parts > 1:
+    # An uncaught exception ends this process at once: an exit would wait for the
+    # others.
     rank.fail_on_exceptions()
   try:
     yield
   except Exception as error:
+    # The other parts meet in `make_protocol`, and get this text in place of an address.
     if place.parts > 1:
       _meet(f"{_FAILED}{error}")
     raise
 
 
 def _meet(text: str) -> list[str]:
-  """The texts of all parts, in their order.
+  """The texts of all parts, in their order; each part calls it with its own, and waits for the others.
 
   Raises:
     ValueError: for the error of another part.
   """
-  # an all-gather takes arrays of one shape
+  # An all-gather takes arrays of one shape: a long text is cut, maybe in a character.
   encoded = np.frombuffer(text.encode()[:_LONGEST].ljust(_LONGEST), np.uint8)
   texts = [
     bytes(row).decode(errors="replace").strip()
     for row in multihost_utils.process_allgather(encoded)
   ]
+  # Part 0 ends last: with it JAX's coordinator ends, and aborts the others.
   if jax.process_index() == 0 and any(other.startswith(_FAILED) for other in texts):
     time.sleep(_LAST_WORDS)
   for part, other in enumerate(texts):
@@ -125,12 +141,21 @@ def make_protocol(
   entries: int,
   servers: int,
 ) -> RoundProtocol:
-  """The protocol of a worker of one process, or of a part of one of several, which meet here."""
+  """The protocol of a worker of one process, or of a part of one of several, which meet here.
+
+  Args:
+    place: the part, and how many there are.
+    endpoint: of this process.
+    membership: the place of the worker at its server.
+    exchange: runs the exchanges.
+    entries: of the parameters that this process exchanges.
+    servers: how many addresses of servers there are.
+  """
   if place.parts == 1:
     return RoundProtocol(membership, exchange, entries, endpoint.switch, servers)
   # This is also a barrier: all parts listen before the first signal is sent.
   addresses = _meet(endpoint.address)
-  if place.part:
+  if place.part:  # not part 0, the lead
 
     def miss_lead() -> None:
       raise PartLost(
@@ -154,7 +179,7 @@ def make_protocol(
 
 
 def take(place: Whole, endpoint: Endpoint, wait: float | None = None) -> Any:
-  """The answer to the open request after so many seconds, or `Next.LATER`; at all parts the same, that of the lead."""
+  """The answer to the open request, or `Next.LATER` after `wait` seconds (None: never); at all parts the lead's."""
   if place.part:
     # The lead sends its decision also when there is no answer, so the wait ends.
     return endpoint.take()
@@ -162,6 +187,7 @@ def take(place: Whole, endpoint: Endpoint, wait: float | None = None) -> Any:
     answer = endpoint.take(wait)
   except queue.Empty:
     answer = Next.LATER
+  # Tells the other parts, which wait above.
   if place.parts > 1:
     endpoint.post(Decision(answer))
   return answer

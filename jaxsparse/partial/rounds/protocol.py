@@ -39,8 +39,8 @@ from jaxsparse.partial.rounds.anchor import Forked
 from jaxsparse.partial.rounds.exchanger import Exchanger
 from jaxsparse.partial.rounds.run import Done, Outgoing, Run
 
-# the fractional parts of its multiples are well spread: each worker waits for another
-# time
+# The fractional parts of its multiples are well spread, so that each worker waits for
+# another time.
 _GOLDEN = 0.618
 # bytes a second: an uplink of 5 Mbit/s, on which the messages to all members may take
 # longer than the timeout
@@ -51,12 +51,35 @@ class RoundRequest(NamedTuple):
   """Event: the training loop asks for a place (HELLO), a round (READY, LINK), None (NOT_FINITE) or the end (BYE)."""
 
   kind: WorkerMessage
-  weight: int = 0  # weight of a step
+  weight: int = 0  # mean weight of a step, with 16 fractional bits
 
 
 @dataclasses.dataclass(eq=False)
 class RoundProtocol(WorkerProtocol[Run]):
-  """The protocol of one worker; answers to the training loop are the positions reached."""
+  """The protocol of one worker; answers to the training loop are the positions reached.
+
+  Attributes:
+    membership: the worker's place at its server: its `state` (joining, fetching, joined
+      or ended); its `donor`, from which it fetches the anchor; whether a request of the
+      training loop `waits`; and the `position` of the anchor, with `last`, the number
+      of a group whose result it has without knowing whether that counts, 0 for none.
+    exchange: the `Exchanger`, which has the anchor.
+    servers: how many addresses of servers there are.
+    grace: how long training may wait for a round.
+    sizes: of the smallest and the largest group.
+    _request: the last request of the training loop; HELLO once its round has counted,
+      when it waits for the anchor alone.
+    _run: the exchange that runs, or has a result not known to count; or None.
+    _settled: number of the last group with which this worker has nothing more to do.
+    _last: position of the last round of all workers, as the server says, and `_digest`
+      of the anchor after it; 0: the server does not know.
+    _own_round: number of the last round of this worker that counted.
+    _early: messages of a group that the server has not named yet.
+    _members: the members of the last group by their addresses.
+    _leaves: whether the training loop has asked for the end.
+    _visits: how often the worker has gone to another server, and `_quorum_until` when it
+      goes to the next one if this one has too few workers.
+  """
 
   exchange: Exchanger  # runs the exchanges
   entries: int  # entries of the model
@@ -75,21 +98,22 @@ class RoundProtocol(WorkerProtocol[Run]):
     self._visits = 0  # how often it has gone to another server
     # until when this server may have too few workers, before it goes to the next one
     self._quorum_until = self.membership.server_until
-    self._leaves = False
+    self._leaves = False  # whether the training loop has asked for the end
     self._members = dict[str, int]()  # members of the last group, by their addresses
-    # the number of the last round with its own work: anchors of fewer rounds lack that
+    # number of the last round with this worker's movement, which earlier anchors lack
     self._own_round = 0
     self._last = RoundPosition()  # the last round of all, as the server says
     self._digest = 0  # digest of the result of that round
 
   def _handle(self, event: object) -> None:
-    """Raises an error of an exchange."""
+    """Does what an event of the training loop, the exchange or the network asks for; raises an error of an exchange."""
     membership = self.membership
     match event:
       case Exception():
         raise event
       case RoundRequest(WorkerMessage.BYE):
         self._leave()
+      # The answer None: the training loop goes on from the anchor that it has.
       case RoundRequest(WorkerMessage.NOT_FINITE):
         membership.answer(None)
       case RoundRequest():
@@ -101,11 +125,12 @@ class RoundProtocol(WorkerProtocol[Run]):
       case Done(group_number, digest) if run := self._run_of(group_number):
         self._take_result(run, digest)
       case Outgoing(member, piece) if run := self._run_of(piece.number):
+        # Other members send as much to each member, perhaps by a slow uplink.
         nbytes = piece.values.nbytes * len(run.group.members)
         membership.timeout = max(membership.timeout, nbytes / _SLOWEST)
         membership.await_peer()
         membership.send(membership.addresses[member], piece)
-      # also Unreachable of a donor, and answers of the server
+      # `Unreachable` of a donor, too, and answers of the server
       case _:
         super()._handle(event)
 
@@ -118,13 +143,17 @@ class RoundProtocol(WorkerProtocol[Run]):
       self._miss_server()
 
   def _repeat_signal(self) -> None:
+    """Sends HELLO, or a heartbeat, when it is time."""
     membership = self.membership
     # HELLO carries the ids of the anchor as it is now: the server compares branches.
     membership.alike = membership.alike._replace(lineage=self.exchange.lineage)
     membership.repeat_signal(undelivered=self.undelivered)
 
   def _give_up(self) -> None:
+    """Neither WELCOME nor a message of another worker has come in time: ends, drops the round, or asks again."""
     membership = self.membership
+    # A worker that has been in no round yet, with its first request open, ends: it has
+    # nothing to go on with.
     is_new = (
       membership.waits
       and self._request.kind == WorkerMessage.HELLO
@@ -132,15 +161,15 @@ class RoundProtocol(WorkerProtocol[Run]):
     )
     if self._leaves:
       membership.state = "ended"
-    # the exchange has no result yet, so its round can still fail
+    # `last` is 0: the exchange has no result yet, so its round can still fail.
     elif self._run and not membership.position.last:
-      missing = self._run.missing
+      missing = self._run.missing  # the member whose message it waits for, or −1
       whose = "" if missing < 0 else f" of worker {missing}"
       reason = f"no message{whose} for {membership.timeout:g} s"
       self._fail(self._run, reason, missing)
     elif membership.state == "joining" and is_new:
       membership.lose("WELCOME", membership.timeout)
-    else:  # a server knows, or a donor, also whether the last round counts
+    else:  # A server or a donor knows, also whether the round of the result counts.
       membership.await_peer()
       membership.join_again(0)
 
@@ -150,13 +179,13 @@ class RoundProtocol(WorkerProtocol[Run]):
     if not membership.position.last:
       address = membership.addresses[member]
       self._fail(run, f"worker {member} cannot be reached at {address}", member)
-    # Whether the round counts is the server's decision: it drops it unless all are
-    # done.
+    # This worker has a result: the server drops the round, unless all members are done.
     elif membership.state == "joined":
       membership.tell(WorkerMessage.FAILED, run.group.number, missing=member)
 
   def _miss_server(self) -> None:
     """The server has been silent for too long, or has too few workers."""
+    # The next server may be silent for as long.
     self.membership.server_until = self.membership.now + self.membership.limit
     self._visits += 1
     self.switch()
@@ -165,7 +194,7 @@ class RoundProtocol(WorkerProtocol[Run]):
     self.membership.join_again(0)
 
   def _await_quorum(self) -> None:
-    """How long it stays at a server without a quorum; workers differ, or they could miss each other again and again."""
+    """Sets how long it stays at a server without a quorum: workers differ, or they might never meet at one."""
     limits = 2 + self.membership.worker * _GOLDEN % 1
     # twice as long at the first address, where workers meet
     limits *= 1 if self._visits % self.servers else 2
@@ -184,20 +213,22 @@ class RoundProtocol(WorkerProtocol[Run]):
   def _begin_request(self) -> None:
     """Asks the donor, if there is one, or the server for what the open request is to be answered with."""
     membership = self.membership
-    # HELLO is also the request after a round that has counted: its answer is an anchor
-    # with this round.
+    # HELLO is also the request after a round that has counted: the training loop then
+    # waits for an anchor with this round.
     has_anchor = (
       self._request.kind != WorkerMessage.HELLO
       or membership.position.round >= self._own_round
     )
     if not membership.donor and (self._run or (not self._leaves and not has_anchor)):
-      # who has the anchor of the last round will know whether this one counts
+      # HELLO: the server, or a donor with the last anchor, tells whether the round
+      # counts.
       membership.join_again(RETRY)
     elif self._leaves and not self._run:
       self._say_goodbye()
     elif membership.donor:
       membership.await_peer()
-      # the id of the last round of its anchor; 0 before the first one
+      # The id of the last round of this worker's anchor, 0 before the first one: links
+      # lead on from that.
       *_, id_ = 0, *self.exchange.lineage
       membership.fetch(self._last.round, id_)
     elif self._request.kind == WorkerMessage.HELLO:
@@ -207,13 +238,15 @@ class RoundProtocol(WorkerProtocol[Run]):
       membership.tell(*self._request)
 
   def _leave(self) -> None:
+    """The training loop asks for the end, at most `timeout` seconds from now."""
     self._leaves = True
     self.membership.await_peer()
-    # else it will soon know whether the round counts
+    # With a result it stays until it knows whether the round counts.
     if not (self._run and self.membership.position.last):
       self._say_goodbye()
 
   def _say_goodbye(self) -> None:
+    """Ends this worker; an exchange under way is dropped."""
     if self._run:
       self._drop(self._run, "this worker leaves")
     self.membership.tell(WorkerMessage.BYE, self._settled)
@@ -222,11 +255,13 @@ class RoundProtocol(WorkerProtocol[Run]):
   # Answers of the server.
 
   def _take_answer(self, kind: ServerMessage, content: Content) -> None:
+    """Does what an answer of the server asks for; one that comes too late does nothing."""
     membership = self.membership
     # WELCOME again, while a donor does not answer, is no sign of a quorum: others with
     # the anchor may be at another server.
     is_first = kind == ServerMessage.WELCOME and membership.fetches_since is None
     self.grace = content.get("grace", self.grace)
+    # The fields of the last round come together, in several kinds of answers.
     if "base" in content:
       self._last = RoundPosition(content["round"], content["base"])
       self._digest = content["digest"]
@@ -242,6 +277,7 @@ class RoundProtocol(WorkerProtocol[Run]):
         if membership.take_rejection(
           content["reason"], awaits_group=self._awaits_group
         ):
+          # Another server has other groups, of which `_settled` names none.
           self._lose_place()
           self._settled = 0
       case ServerMessage.COMMIT if (
@@ -262,12 +298,15 @@ class RoundProtocol(WorkerProtocol[Run]):
       self._await_quorum()
 
   def _take_welcome(self, content: Content) -> None:
-    """Commits the round that has waited, if it counted, drops it if it did not, and joins; else a donor tells."""
+    """Joins; commits the round of a result, if the server says that it counts, and drops it if it cannot count.
+
+    Where the server knows neither, the anchor of a donor tells.
+    """
     position = self.membership.position
     if not content.keys() >= {"grace", "sizes", "base", "number"}:
       raise Rejected("malformed: WELCOME of a server of partial reduce, not of rounds")
     self.sizes = tuple(content["sizes"])
-    # an index and a value of each entry
+    # 4-byte words that all members may send ahead: an index and a value of each entry.
     self._early = EarlyPieces(2 * self.sizes[1] * self.entries)
     # The server names the round if it counted while this worker was away.
     if self._run and content["number"] == position.last:
@@ -281,8 +320,10 @@ class RoundProtocol(WorkerProtocol[Run]):
       self._begin_request()
 
   def _take_model(self, piece: Piece) -> None:
+    """Takes the anchor of a donor, or the links that it has sent; asks again for one that is refused."""
     membership = self.membership
-    if not membership.in_vain and piece.values.size == PREFIX:  # it has no links
+    # A prefix alone: the donor has no links. Asks for slices of the anchor instead.
+    if not membership.in_vain and piece.values.size == PREFIX:
       membership.in_vain = 1
       self._begin_request()
       return
@@ -306,7 +347,8 @@ class RoundProtocol(WorkerProtocol[Run]):
       membership.in_vain += 1
       membership.join_again(RETRY)
       return
-    # fewer rounds than before, where its own do not count for the others
+    # The anchor has fewer rounds where those of this worker do not count for the
+    # others.
     self._own_round = min(self._own_round, membership.position.round)
     membership.donor = membership.fetches_since = None
     membership.in_vain = 0
@@ -315,12 +357,13 @@ class RoundProtocol(WorkerProtocol[Run]):
     self._begin_request()
 
   def _adopt(self, piece: Piece) -> RoundPosition:
-    """Where this worker stands with the anchor of a donor."""
+    """Takes the anchor of a donor if its digest is that of the last round; returns the new position."""
     return self.exchange.adopt(piece, self._last.base, self._digest)
 
   # The exchange of a round.
 
   def _start_round(self, content: Content) -> None:
+    """Begins the exchange of the group in a GROUP answer."""
     group = self.membership.parse_group(content)
     self._members = {
       self.membership.addresses[member]: member for member in group.members
@@ -332,6 +375,7 @@ class RoundProtocol(WorkerProtocol[Run]):
     self.membership.await_peer()
 
   def _take_piece(self, piece: Piece) -> None:
+    """A message of a member: for the exchange, or kept until the server names the group, or of no use any more."""
     if run := self._run_of(piece.number):
       run.receive(piece)
       self.membership.await_peer()
@@ -339,15 +383,25 @@ class RoundProtocol(WorkerProtocol[Run]):
       self._early.keep(piece)
 
   def _take_result(self, run: Run, digest: int | None) -> None:
+    """The exchange has ended, perhaps without a result: tells the server.
+
+    Args:
+      run: the exchange.
+      digest: of its result; None if it has failed.
+    """
     membership = self.membership
     group_number = run.group.number
-    # with a pause: members with other outer chains would fail again at once
+    # HELLO after a pause begins the next round: members with different outer chains
+    # would fail again at once.
     if digest is None:
       self._drop(run, "the exchange of this worker has failed")
       membership.tell(WorkerMessage.FAILED, group_number)
       membership.join_again(RETRY)
     else:
+      # From now on the round may count: `last` stays until the server has said so or
+      # not.
       membership.position = membership.position._replace(last=group_number)
+      # While it joins, HELLO tells the server of `last`.
       if membership.state == "joined":
         membership.tell(WorkerMessage.DONE, group_number, digest=digest)
 
@@ -366,7 +420,10 @@ class RoundProtocol(WorkerProtocol[Run]):
     self._settle(run, counts=False)
 
   def _settle(self, run: Run, counts: bool) -> None:
-    """The exchange has a result that counts, or is dropped."""
+    """Ends the exchange: its result becomes the anchor if the round counts, else it is dropped.
+
+    In both cases `position.last` is 0 afterwards: nothing is undecided any more.
+    """
     membership = self.membership
     self._settled = run.group.number
     self._run = None
@@ -380,7 +437,13 @@ class RoundProtocol(WorkerProtocol[Run]):
       membership.position = membership.position._replace(last=0)
 
   def _fail(self, run: Run, reason: str, missing: int = -1) -> None:
-    """The round counts for nobody; asks for another one."""
+    """Drops the exchange, tells the server that its round has failed, and asks for another one.
+
+    Args:
+      run: the exchange.
+      reason: for the log.
+      missing: member whose message has not come, or that cannot be reached; −1: none.
+    """
     self._drop(run, reason)
     if self.membership.state == "joined":
       self.membership.tell(WorkerMessage.FAILED, self._settled, missing=missing)

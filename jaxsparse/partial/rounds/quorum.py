@@ -11,6 +11,18 @@ is decided in two phases:
 Only one round is under way at a time. Workers that become ready meanwhile wait, and
 those whose anchor is not that of the last round are told so: they fetch it from another
 worker, and keep what they have trained for the next round.
+
+A `Quorum` knows of its workers:
+
+    _present     the numbers of those that have joined, and neither left nor were lost
+    _ready       by worker, those that are ready and in no group, longest-waiting first
+    _expected    by worker, the weight that it stated last: of all that have been ready
+                 since they joined, members of a round and late ones too
+    _counted     by worker, the number of the group of its last round that counted
+    _digests     by member of the group under way, the digest of its result once it has one
+    under_way    the group whose round is under way, or None
+    _failed      the last group whose round counts for nobody
+    _last_group  the number of the last group; they are consecutive
 """
 
 import collections
@@ -76,6 +88,7 @@ class Quorum:
       second server, so that they never hold rounds at the same time.
     grace: seconds for which K workers that are ready wait for others; "auto": chosen in
       each round by what workers took before (`Window`).
+    first: the number before that of the first group; by default a random one.
 
   Attributes:
     position: of the last round whose result counted, and `digest` of that; 0 if another
@@ -134,7 +147,8 @@ class Quorum:
     # the last one whose result counts for nobody
     self._failed: WorkerGroup | None = None
     self.pairs = Pairs()
-    self._counted: dict[int, int] = {}  # by worker, the group of its last round
+    # the group of the last round of each worker that counted
+    self._counted: dict[int, int] = {}
     self._digests: dict[int, int] = {}  # by member of the group under way that is done
 
   @property
@@ -157,8 +171,11 @@ class Quorum:
 
     Args:
       worker: its number.
-      position: where it stands.
+      position: of its anchor.
       lineage: of its anchor.
+
+    Returns:
+      The group under way, if the worker was a member, since it has lost its exchange.
     """
     if worker not in range(self.workers):
       raise Rejected(f"unknown: worker {worker!r}, there are 0 … {self.workers - 1}")
@@ -167,6 +184,9 @@ class Quorum:
     self._present.add(worker)
     self.over = False
     is_newer = position.round > self.position.round and lineage.includes(self.lineage)
+    # `go_back` also goes forward: the last round is that of `position`. Not while a
+    # round is under way, which began at `self.position`, and which `done` counts from
+    # there.
     if self.under_way is None and is_newer:
       self.go_back(position, lineage)
     return group
@@ -184,10 +204,13 @@ class Quorum:
 
     Args:
       worker: its number.
-      weight: of each of its steps beside those of other workers.
-      position: where it stands.
+      weight: mean weight of its steps, in the unit of those of other workers.
+      position: of its anchor.
       is_link: whether it is a link that has moved something.
       leaves: whether it leaves for good after the round.
+
+    Returns:
+      A list of the group, or [].
 
     Raises:
       Behind: if its anchor is not that of the last round.
@@ -197,6 +220,7 @@ class Quorum:
       raise Rejected(f"duplicate: worker {worker} is ready already")
     if weight < 0:
       raise Rejected(f"weight {weight} of worker {worker} must be >= 0")
+    # The same round of another group is another anchor: `base` is the group's number.
     if (position.round, position.base) != self.position[:2]:
       raise Behind
     self._ready[worker] = _Ready(is_link, leaves)
@@ -216,6 +240,7 @@ class Quorum:
     self._last_group += 1
     members = tuple(sorted(chosen))
     # Late workers are in the sum: without them the weights add up to less than 1.
+    # A total of 0, where nobody has trained, gives all members the same weight.
     total = sum(self._expected.values())
     weights = tuple(
       self._expected[worker] / total if total else 1 / len(members)
@@ -235,18 +260,23 @@ class Quorum:
 
   def _choose(self) -> Collection[int]:
     """The ready workers that reach each other; all ready ones if too few of the expected workers do."""
+    # Greedy: workers that miss the fewest others first, then by how long ago their last
+    # round was.
     choose = functools.partial(
       self.pairs.choose, last_group=self._last_group, last_rounds=self._counted
     )
     chosen = choose(self._ready)
+    # If waiting for late workers does not help either, those that have not reached each
+    # other are tried again.
     too_few = len(chosen) < self.quorum and len(choose(self._expected)) < self.quorum
     return self._ready if too_few else chosen
 
   def go_back(self, position: RoundPosition, lineage: Lineage) -> None:
-    """The last round is that of this position: nobody has the anchor of a later one, or nobody knew of this one."""
+    """The last round is that of `position`: nobody has the anchor of a later one, or this controller knew of none."""
+    # `last`, a round that may count, is the worker's alone.
     self.position = position._replace(last=0)
     self.lineage = lineage
-    self.digest = 0
+    self.digest = 0  # not known here
     # Who was ready for the round that is given up is behind. No round waits for it: it
     # may have said falsely that there was such a round.
     for worker in self._ready:
@@ -254,7 +284,13 @@ class Quorum:
     self._ready.clear()
 
   def done(self, worker: int, number: int, digest: int) -> Verdict | None:
-    """A member has the result of a round, which counts if all of them have it."""
+    """A member has the result of a round, which counts if all of them have it: then the verdict, else None.
+
+    Args:
+      worker: its number.
+      number: of the group.
+      digest: of its result.
+    """
     self._check(worker)
     group = self._round_of(worker)
     if group is None or group.number != number:
@@ -279,7 +315,7 @@ class Quorum:
     return verdict
 
   def failed(self, worker: int, number: int, missing: int = -1) -> WorkerGroup | None:
-    """A member cannot take part in a round to its end: the group whose result counts for nobody, if it has not yet.
+    """A member cannot take part in a round to its end: the group, if its round has not failed before; else None.
 
     Args:
       worker: its number.
@@ -291,6 +327,7 @@ class Quorum:
     group = self._round_of(worker)
     dropped = self._drop_round_of(worker) if group and group.number == number else None
     failed = self._failed
+    # Later reports count, too: the two members are not together in the next rounds.
     if (
       failed
       and failed.number == number
@@ -306,6 +343,10 @@ class Quorum:
   ) -> tuple[WorkerGroup | None, list[WorkerGroup]]:
     """A worker ends, or is lost with what it had trained for `weight` steps or tokens.
 
+    Args:
+      worker: its number.
+      weight: what a lost worker had not delivered; None for one that ends as it should.
+
     Returns:
       The group whose result counts for nobody then, and the round that begins now.
     """
@@ -317,7 +358,7 @@ class Quorum:
     if weight is not None:
       self.lost += 1
       self.lost_weight += weight
-    # a lost worker may be started again, and needs the server
+    # The last worker, if it was lost, may be started again, and needs the server.
     self.over = not self._present and weight is None
     return group, self.begin_if_all_ready()
 
@@ -327,6 +368,7 @@ class Quorum:
     self._ready.pop(worker, None)
 
   def _check(self, worker: int) -> None:
+    """Raises Rejected for a worker that has not joined."""
     if worker not in self._present:
       raise Rejected(f"absent: worker {worker} has to join")
 
@@ -336,7 +378,7 @@ class Quorum:
     return group if group and group.has(worker) else None
 
   def _drop_round_of(self, worker: int) -> WorkerGroup | None:
-    """The same, whose result counts for nobody from now on."""
+    """The group under way, if a worker is in it: its result counts for nobody from now on."""
     if group := self._round_of(worker):
       self.under_way = None
       self._failed = group

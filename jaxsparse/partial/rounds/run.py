@@ -47,6 +47,11 @@ class Run:
     result: of the outer step, None until it is done.
     failed: whether the exchange has ended without a result.
     missing: the member whose message it waits for, -1 for none.
+    _changed: guards and signals `failed` and `_received`, which another thread, that of
+      the protocol, changes.
+    _received: pieces for which the program has not asked yet, by sender and tag.
+    _room: by member the words of its pieces that may be added to `_received`.
+    _tag: number of the last message of the program.
   """
 
   def __init__(
@@ -61,12 +66,12 @@ class Run:
     self.result: Result | None = None
     self.failed = False
     self.missing = -1
-    self._me = worker
+    self._me = worker  # its number, not its rank
     self._post = post
     self._changed = threading.Condition()
     self._received: dict[tuple[int, int], Piece] = {}  # by sender and tag
     self._room = dict.fromkeys(group.members, room)
-    self._tag = 0
+    self._tag = 0  # number of the program's last message
 
   @property
   def skipped(self) -> bool:
@@ -74,7 +79,7 @@ class Run:
     return self.result is not None and self.result.skipped
 
   def receive(self, piece: Piece) -> None:
-    """Takes a piece of a member."""
+    """Takes a piece of a member; the thread of the protocol calls it."""
     with self._changed:
       key = piece.sender, piece.tag
       is_new = piece.kind == PieceKind.MESSAGE and key not in self._received
@@ -91,7 +96,13 @@ class Run:
       self._changed.notify()
 
   def exchange(self, messages: Sequence[Message]) -> list[np.ndarray]:
-    """Messages of the program, as `PeerComm.send`; they are numbered alike at all members."""
+    """Sends messages of the program, and returns those received, as `PeerComm.send`.
+
+    Args:
+      messages: of each u32[m] words, the ranks of its destination and of the source of
+        another one of that size; None for none. All members number them alike, by
+        which they are matched.
+    """
     first = self._tag + 1
     members = self.group.members
     self._tag += len(messages)
@@ -113,10 +124,16 @@ class Run:
     ]
 
   def _receive(self, words: np.ndarray, source: int | None, tag: int) -> np.ndarray:
-    """As many words from a member; those given where that is this one, zeros where there are none."""
+    """u32[m] words from a member; `words` where it is this worker, zeros without a source or after a failure.
+
+    Args:
+      words: u32[m], what this worker sends in this message: as many come back.
+      source: rank of the member in the group; None for no one.
+      tag: number of the message.
+    """
     if source is None:
       return np.zeros_like(words)
-    key = self.group.members[source], tag
+    key = self.group.members[source], tag  # the sender's number, not its rank
     if key[0] == self._me:
       return words
     with self._changed:
@@ -124,6 +141,7 @@ class Run:
       self._changed.wait_for(lambda: self.failed or key in self._received)
       self.missing = -1
       piece = self._received.pop(key, None)
+      # The piece waits no longer: its words are free for others of its sender.
       if piece:
         self._room[key[0]] += piece.words
     if piece and piece.values.size == words.size:
@@ -133,5 +151,6 @@ class Run:
         f"worker {key[0]} sent {piece.values.size} words instead of {words.size} in a round: "
         "do all workers have the same outer chain and the same version of jaxsparse?"
       )
+    # `fail` was called, or the sender has another program: the result would be wrong.
     self.failed = True
     return np.zeros_like(words)

@@ -6,6 +6,20 @@
 After its start a server begins no round for `limit` seconds, unless all workers that
 may come are there. It asks each that joins for its position, since a server before it
 may have told only some of the members that a round counts.
+
+Of each worker that has joined the server has a `RoundMember`, among other things with:
+
+    position, branch   of its anchor: round, number of the round's group; rounds before
+    weight             of the steps that it has not delivered
+    is_late            it was ready with an old anchor, and has not been told so
+    donor              the worker from which it fetches the anchor, told at `donor_named`
+    fetches_since      since when it lacks an anchor that it is to fetch; None: it does not
+    in_vain_since      since when it has asked donors again and again; None: it has not
+    fetch_seconds      how long its last fetch has taken; 0 before the first
+    links_since        the round of the anchor that it came with, or fetched: it may lack
+                       the links of earlier rounds
+    waits_until        until when it waits for others, once it is ready
+    awaited_until      until when the next round waits for it; 0: it does not
 """
 
 import collections
@@ -32,7 +46,7 @@ from jaxsparse.partial.rounds.quorum import Behind, Quorum, Verdict
 from jaxsparse.partial.rounds.window import Window
 
 _START = RoundPosition()
-_MOST_WEIGHT = 2**47  # weight of a step, with 16 bits behind the point
+_MOST_WEIGHT = 2**47  # weight of a step, with 16 fractional bits
 _RECENT = 20  # rounds whose seconds are averaged in a status
 # times `limit`, in which a worker that looks for others at another server comes back
 _RETURN = 4
@@ -41,7 +55,7 @@ _RETURN = 4
 class _Branch(NamedTuple):
   """The rounds that an anchor has been through, of a run, which begins anew at round 0."""
 
-  run: int
+  run: int  # random number of the run; 0 before a worker knows it
   lineage: Lineage
 
   def conflicts(self, other: "_Branch") -> bool:
@@ -61,18 +75,20 @@ class RoundMember(Member):
 
   position: RoundPosition = _START
   branch: _Branch = _NO_ROUND  # branch of its anchor
-  weight: int = 0  # what it has trained for since it last delivered
+  weight: int = 0  # sum of the weights of the steps that it has not delivered
   waits_until: float = 0.0  # once it is ready: until when it waits for others
   is_late: bool = False  # it is behind, and has not been told so
   is_link: bool = False  # it has brought what a link has moved
-  donor: int | None = None  # worker that has given, or gives, its last anchor
-  donor_named: float = 0.0  # when
-  in_vain_since: float | None = None  # while it has asked donors again and again
-  fetches_since: float | None = None  # while it fetches an anchor
+  donor: int | None = None  # worker from which it last fetched an anchor, or fetches
+  donor_named: float = 0.0  # when it was told this donor
+  # since when it has asked donors again and again; None if it has not
+  in_vain_since: float | None = None
+  # since when it lacks an anchor that it fetches, or has no donor for; None otherwise
+  fetches_since: float | None = None
   # round of the anchor that it came with, or fetched: it may lack links to earlier ones
   links_since: int = 0
-  fetch_seconds: float = 0.0  # seconds that its last fetch has taken
-  awaited_until: float = 0.0  # while the next round waits for it
+  fetch_seconds: float = 0.0  # seconds of its last fetch, 0 before the first
+  awaited_until: float = 0.0  # until when the next round waits for it, 0: it does not
 
 
 class _Rival(NamedTuple):
@@ -84,7 +100,31 @@ class _Rival(NamedTuple):
 
 
 class RoundServer:
-  """The server's protocol: a `Quorum` decides which rounds begin, and count."""
+  """The server's protocol: a `Quorum` decides which rounds begin, and count.
+
+  All times are seconds of one clock, as `now` is.
+
+  Attributes:
+    members: the connections; `members.tell` sends an answer to workers that are there.
+    _known: the `RoundMember` of each worker that has joined, by its number.
+    _quorum: its `position` is the last round that counted, its `waiting` the workers
+      that are ready and in no group, the longest-waiting first.
+    _last: fields of answers that describe the last round: round, base, digest, run, and
+      `grace`, how long training may wait for the next round.
+    _branch: the rounds that count, as far as this server knows.
+    _window: how long workers that are ready wait for others.
+    _limit: seconds of silence after which a worker is lost.
+    _started: whether rounds may begin: all workers are there, or `_limit` has passed.
+    _stayed: workers connected ever since the last round here; None: it was elsewhere.
+    _run: random number of the run.
+    _sought: since when nobody has had the anchor of the last round; None: one has it.
+    _awaits_since: since when the next round waits for workers that fetch.
+    _next_wait: from when on it may do so again.
+    _undecided: when workers last asked whether a round counts that is not known here.
+    _rivals: workers that ask to join with an anchor of another branch of rounds.
+    _disbelieved: workers that said they had a later anchor, and gave it to no quorum.
+    _ended: when each of the last rounds that counted ended.
+  """
 
   def __init__(self, quorum: Quorum, members: Members[RoundMember]):
     now = members.now
@@ -110,7 +150,7 @@ class RoundServer:
     self._disbelieved = set[int]()
     # since when nobody has had the anchor of the last round
     self._sought: float | None = None
-    # a random number of the run; that of the server before, if its workers come
+    # a random number of the run; an earlier server's, once a worker of its run joins
     self._run = secrets.randbits(62)
     # when the last rounds that counted ended
     self._ended = collections.deque[float](maxlen=_RECENT)
@@ -126,9 +166,11 @@ class RoundServer:
   def tick(self, now: float) -> None:
     """Sends heartbeats, drops dead workers, and begins rounds; to be called several times in `limit` seconds."""
     self.members.now = now
+    # A new server first waits for workers that know of later rounds than others.
     self._started |= now > self._resumes or len(self._known) == self._quorum.workers
     self._call_late()
     self._end_waits(member for member in self._awaited if member.awaited_until < now)
+    # Sends heartbeats, with the number of workers; returns those that are dead.
     for worker in self.members.tick(now, alive=len(self._known)):
       self._leave(worker)
     waiting = self._quorum.waiting
@@ -151,6 +193,7 @@ class RoundServer:
     return {
       # round, base and digest, by which a `Follower` checks an anchor
       **self._last,
+      # in place of the integer of `_last`
       "run": f"{self._run:x}",
       "since": now - ended[-1] if ended else None,
       "seconds": (ended[-1] - ended[0]) / between if between > 0 else None,
@@ -177,6 +220,7 @@ class RoundServer:
     }
 
   def _doing_of(self, worker: int, member: RoundMember) -> str:
+    """What a worker does, in words, for `status`."""
     group = self._quorum.under_way
     if group and group.has(worker):
       return "exchanges"
@@ -186,9 +230,11 @@ class RoundServer:
       return "fetches the anchor"
     if member.is_late:
       return "is behind"
+    # A link does not train: it passes movement on between the groups that it is in.
     return "waits for its groups" if member.is_link else "trains"
 
   def _handle(self, connection: bytes, signal: Signal) -> None:
+    """Does what a signal asks for; raises Rejected, with the reason, for one that may not come now."""
     kind, worker, value = signal[:3]
     if kind == WorkerMessage.HELLO:
       self._take_hello(connection, signal)
@@ -198,7 +244,8 @@ class RoundServer:
       self.members.send(connection, answer)
       return
     member = self.members.find(connection, worker)
-    # No signal says that an anchor was fetched: the next one has another position.
+    # No signal says that an anchor was fetched: the next one has another position, of
+    # which the first two fields, round and base, identify the anchor.
     has_moved_on = signal.position[:2] != member.position[:2]
     is_known = 0 < signal.position.round <= self._quorum.position.round
     if member.fetches_since is not None and has_moved_on and is_known:
@@ -206,6 +253,7 @@ class RoundServer:
       member.fetches_since = None
       member.donor = member.in_vain_since = None
       member.links_since = signal.position.round
+      # `last`, a round that may count, is only compared when a worker joins.
       member.position = signal.position._replace(last=0)
       lineage = self._quorum.lineage.cut(signal.position.round)
       member.branch = _Branch(self._run, lineage)
@@ -217,6 +265,7 @@ class RoundServer:
       case _ if kind in messages.READY:
         self._take_ready(signal, member)
       case WorkerMessage.DONE:
+        # None until all members are done
         if verdict := self._quorum.done(worker, value, digest=signal.digest):
           self._commit(verdict)
       case WorkerMessage.FAILED:
@@ -237,6 +286,7 @@ class RoundServer:
     return [member for member in self._known.values() if member.awaited_until]
 
   def _take_ready(self, signal: Signal, member: RoundMember) -> None:
+    """A worker asks for a round: begins one if all are ready; a worker that is behind is told so by `_call_late`."""
     if not signal.value <= _MOST_WEIGHT:
       raise Rejected(
         f"malformed: weight {signal.value} of worker {signal.worker}, choose 0 … {_MOST_WEIGHT}"
@@ -247,7 +297,7 @@ class RoundServer:
       member.position = signal.position._replace(last=0)
     leaves = signal.kind in messages.LEAVING.values()
     self._window.end(signal.worker, self._now)
-    # who leaves waits longer, for one that takes over its residual
+    # A worker that leaves waits twice as long, for one that takes over its residual.
     member.waits_until = self._now + (1 + leaves) * self._window.least
     is_link = signal.kind in (WorkerMessage.LINK, WorkerMessage.LEAVING_LINK)
     member.is_link |= is_link
@@ -276,7 +326,9 @@ class RoundServer:
       if not member.is_late:
         continue
       seconds = 2 * member.fetch_seconds + self._window.least
+      # when the wait for workers that fetch began, or begins
       since = self._awaits_since if self._awaited else now
+      # A worker that has not fetched before is told at once, and rounds do not wait.
       if member.fetch_seconds and not self._next_wait <= now <= since + seconds:
         continue  # its anchor would be an old one again
       member.is_late = False
@@ -301,30 +353,42 @@ class RoundServer:
       self._announce(self._quorum.begin_if_all_ready())
 
   def _tell_behind(self, workers: Iterable[int], newest: str | None = None) -> None:
-    """Tells workers that they are behind, with a donor: the one at the address `newest` if only that can be one."""
+    """Tells workers that they are behind, with the addresses of donors, from which they fetch the anchor.
+
+    Args:
+      workers: their numbers.
+      newest: address of a worker that joins now, the only one with the newest anchor;
+        None: `_find_donor` chooses.
+    """
     for worker in workers:
+      # None: no worker that is there has the anchor of the last round.
       donor = newest or self._find_donor(worker)
       member = self._known[worker]
-      # else it asks again, several times a second
+      # A worker that got no donor asks again, several times a second: one warning is
+      # enough.
       if donor or member.fetches_since is None:
         what = "it fetches that" if donor else "no worker that is there has that"
         self._warn(
           ("behind", worker, what),
           f"worker {worker} is behind: {member.position.compare(self._quorum.position)}; {what}",
         )
+      # From now on the worker lacks the anchor, with or without a donor.
       if member.fetches_since is None:
         member.fetches_since = self._now
+      # `_last`: the last round, by whose digest the worker checks the anchor.
       self.members.tell([worker], ServerMessage.BEHIND, donor=donor, **self._last)
 
   def _find_donor(self, worker: int) -> str | None:
-    """The addresses of some with the anchor of the last round, for a worker, which asks the first one for links.
+    """The addresses, with spaces, of donors of the last round's anchor for a worker; None if nobody has that anchor.
 
-    The first one is the donor of fewest others, of these one that has links since the
-    worker's anchor; another one than before when a worker asks again that was not told
-    just now.
+    The worker asks the first donor for links, and all for a slice of the anchor each.
 
-    If there is none for a while, and it is not at another server either, the last round
-    is that of the newest anchor.
+    The first one is the donor of fewest others, and of equals one that has links since
+    the worker's anchor. A worker that asks again, and was not told just now, may get
+    another one than before.
+
+    If there is no donor for a while, so that none comes from another server either, the
+    last round becomes that of the newest anchor.
     """
     known = self._known
     now = self._now
@@ -336,11 +400,13 @@ class RoundServer:
     if donors:
       self._sought = None
       member = known[worker]
+      # A worker that was told just now has not had the time to fetch.
       asks_again = now > member.donor_named + self._limit / 2
       if member.donor in donors and asks_again:
         member.in_vain_since = member.in_vain_since or now
         if self._disbelieve(donors):
           return None
+      # how many others fetch from each donor
       loads = collections.Counter(
         peer.donor
         for peer in known.values()
@@ -348,6 +414,7 @@ class RoundServer:
       )
       apart = [donor for donor in donors if self._quorum.pairs.are_apart(worker, donor)]
       since = member.in_vain_since or now
+      # the donor of which it has got nothing for too long
       was = member.donor if now > since + self._limit else None
       # The donor asked in vain is last; before it, donors that this worker may not reach.
       donors.sort(
@@ -366,6 +433,8 @@ class RoundServer:
       most = 1 if loads else MOST_DONORS
       chosen = [member.donor, *others][:most]
       return " ".join(known[donor].address for donor in chosen)
+    # Nobody here has the anchor. A worker that has it may come for a while, and else
+    # the run goes back to the newest anchor that is here.
     self._sought = self._sought or now
     if self._started and now > self._sought + _RETURN * self._limit:
       self._go_back_to_newest([*known.values()])
@@ -400,10 +469,12 @@ class RoundServer:
   def _go_back_to_newest(self, members: list[RoundMember]) -> None:
     """The last round is that of the newest anchor of these workers, on this branch if one has such an anchor."""
     ours = self._branch
+    # Tuples compare from the left: an anchor of this branch comes before a newer one.
     newest = max(
       members,
       key=lambda member: (not ours.conflicts(member.branch), member.position),
     )
+    # 0: an anchor of round 0 belongs to no run
     self._run = newest.branch.run or self._run
     self._quorum.go_back(newest.position, newest.branch.lineage)
     self._stayed = None
@@ -434,7 +505,7 @@ class RoundServer:
   # Rounds that begin, count, or count for nobody.
 
   def _announce(self, groups: list[WorkerGroup]) -> None:
-    """Also says which workers a round leaves out."""
+    """Tells the members of rounds that begin, a list of one group or none; logs which ready workers are left out."""
     for group in groups:
       self._window.close(self._now)
       for worker in self._quorum.waiting:
@@ -459,7 +530,8 @@ class RoundServer:
     self._stayed = set(known)
     self._ended.append(self._now)
     self._window.begin(group.members, self._now)
-    # A member whose result differs stays where it was, and is told a donor below.
+    # A member whose result differs from that of most keeps its former position, and is
+    # told a donor below.
     agreeing = [worker for worker in group.members if worker not in verdict.differing]
     for worker in group.members:
       self._delivered += known[worker].weight
@@ -469,6 +541,7 @@ class RoundServer:
       member.position = self._quorum.position
       member.branch = self._branch
       member.fetches_since = None
+    # `_last` describes this round now, with the digest of most members' result.
     facts = {"number": group.number, **self._last}
     self.members.tell(agreeing, ServerMessage.COMMIT, donor=None, **facts)
     for worker in verdict.differing:
@@ -517,6 +590,8 @@ class RoundServer:
     rounds = signal.position.round
     quorum = self._quorum
     waiting = quorum.waiting
+    # Start values are compared while nobody has been in a round: later a worker takes
+    # the anchor.
     self.members.check(
       connection, signal, at_start=rounds == quorum.position.round == 0
     )
@@ -528,11 +603,15 @@ class RoundServer:
     last = quorum.position
     group = quorum.join(worker, signal.position, branch.lineage)
     self._abort(group, worker, "has joined again")
+    # The quorum has moved on to a later round of this worker, held at another server.
     if quorum.position != last:
       self._stayed = None
+    # A new server learns the run's number; `_check_branch` has refused another run.
     if rounds:
       self._run = branch.run
-    if not quorum.waiting:  # else the anchor of this worker is not the newest one
+    # Where this worker's later anchor becomes the newest one, nobody is ready any more:
+    # workers that were are told to fetch that anchor.
+    if not quorum.waiting:
       self._tell_behind(set(waiting) - {worker}, signal.address)
     was = self._known.get(worker)
     # On another connection it may have been at another server meanwhile.
@@ -540,7 +619,8 @@ class RoundServer:
       self._stayed.discard(worker)
     member = self.members.join(connection, signal)
     member.is_late = False
-    member.weight = 0
+    member.weight = 0  # its heartbeats tell what it has not delivered
+    # A worker that has come with this anchor may have no links to it.
     if was is None:
       member.links_since = rounds
     # A worker that lost the server after its last exchange does not know whether that
@@ -566,6 +646,7 @@ class RoundServer:
     donor = None
     if member.position != quorum.position:
       donor = self._find_donor(signal.worker)
+    # The worker may have asked at another server before: the time here counts.
     if donor and member.fetches_since is None:
       fetching = min(signal.value, self._now - self._began)
       member.fetches_since = self._now - fetching
@@ -594,6 +675,7 @@ class RoundServer:
       return
     if self._branch.conflicts(branch):
       return
+    # Workers that have stayed here were in no round elsewhere since the last one.
     stayed = self._stayed or set()
     # how many may have held rounds at another server since the last one here
     elsewhere = quorum.workers - len(stayed - {worker})
@@ -607,7 +689,7 @@ class RoundServer:
       raise Rejected(f"duplicate: {reason}")
 
   def _warn(self, kind: tuple[object, ...], text: str) -> None:
-    """Logs what is repeated, with other numbers, rarely."""
+    """Logs a warning; one of the same kind, perhaps with other numbers, is repeated rarely."""
     self._log.say(kind, text, self._now)
 
   def _check_round(self, signal: Signal) -> None:
@@ -618,6 +700,7 @@ class RoundServer:
       return
     if signal.worker < self._quorum.workers:
       self._undecided[signal.worker] = self._now
+    # Workers that ask, several times a second, are as good as there.
     self._undecided = {
       worker: at
       for worker, at in self._undecided.items()
@@ -684,9 +767,9 @@ class RoundServer:
 
   def _leave(self, worker: int, *, lost: bool = True) -> None:
     """A worker ends: a lost one with steps that it has not delivered, which `status` counts."""
-    member = self.members.forget(worker)
+    member = self.members.forget(worker)  # None: it has never joined
     self._window.forget(worker)
-    if member:  # else it was expected, and has never come
+    if member:
       if self._stayed:
         self._stayed.discard(worker)
       if lost:

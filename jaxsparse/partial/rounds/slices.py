@@ -41,7 +41,9 @@ class Whole:
     params: a pytree of arrays of this process.
 
   Attributes:
-    part: the number of this process among those of the worker, 0, of `parts`, 1.
+    part: the number of this process among those of the worker: 0.
+    parts: the number of processes of the worker: 1.
+    _shardings: of each leaf.
   """
 
   part = 0
@@ -67,6 +69,10 @@ class Whole:
 class Slices(Whole):
   """Parameters that several processes share, joined by `jax.distributed`: all of them call each method together.
 
+  Attributes:
+    part, parts: the number of this process, and how many there are.
+    _slices: for each leaf the `_LeafSlices`, its programs.
+
   Raises:
     ValueError: for a leaf that has no `NamedSharding` over all processes, with equally
       many devices of each.
@@ -82,17 +88,17 @@ class Slices(Whole):
     )
 
   def to_host(self, tree: optax.Params) -> optax.Params:
-    """The slices of this part."""
+    """The slices of this part: for each leaf a `_Slice`, flat, with zeros at the end of the last one."""
     return jax.tree.map(lambda leaf, its: its.slice_of(leaf), tree, self._slices)
 
   def to_device(self, tree: optax.Params) -> optax.Params:
-    """The leaves, from the slices of all parts."""
+    """The leaves with their shardings, from the slices of all parts, each of which gives its own."""
     whole_of = lambda leaf, its: its.whole_of(np.asarray(leaf))
     return jax.tree.map(whole_of, tree, self._slices)
 
 
 def place_of(params: optax.Params) -> Whole:
-  """Where parameters are.
+  """Where parameters are: `Whole` for one process, `Slices` where a leaf has devices of several.
 
   Example:
     >>> place = place_of({"w": jnp.zeros(3)})
@@ -104,6 +110,7 @@ def place_of(params: optax.Params) -> Whole:
 
 
 def _check(name: str, sharding: Any, parts: int) -> None:
+  """Raises ValueError unless a leaf is sharded over equally many devices of each process."""
   choice = "choose a NamedSharding over equally many devices of each process of the worker, for every leaf"
   if not isinstance(sharding, NamedSharding):
     raise ValueError(f"Rounds: {name} has a {type(sharding).__name__}, {choice}")
@@ -117,12 +124,18 @@ def _check(name: str, sharding: Any, parts: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Slice:
-  """The slice of a leaf that this process has, on its devices."""
+  """The slice of a leaf that this process has, on its devices; numpy copies it to the host.
+
+  Attributes:
+    rows: [1, row] of each device of this process, in order; the last ones are padded.
+    size: entries of the slice.
+  """
 
   rows: list[jax.Array]
   size: int
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    """`dtype`[size], without the padding of the rows."""
     return np.concatenate([np.ravel(row) for row in self.rows])[: self.size].astype(
       dtype or self.rows[0].dtype
     )
@@ -135,6 +148,14 @@ class _LeafSlices:
     shape: of the leaf.
     place: its sharding.
     parts: how many processes share it.
+
+  Attributes:
+    _size: entries of the slice of a process, of all processes alike.
+    _row: entries of the row of a device.
+    _place: the leaf's sharding, and `_automatic` the same on a mesh of Auto axes.
+    _rows: the sharding of [devices, row], one row for each device.
+    _devices: of this process, in the order of their rows in its slice.
+    _cut, _join: compiled, from the leaf to its rows and back.
   """
 
   def __init__(self, shape: tuple[int, ...], place: NamedSharding, parts: int):
@@ -145,7 +166,7 @@ class _LeafSlices:
       range(devices.size), key=lambda index: devices[index].process_index
     )
     order = np.argsort(by_process)
-    per_part = devices.size // parts
+    per_part = devices.size // parts  # devices of each process
     self._size = size = -(-math.prod(shape) // parts)  # entries of the slice of a part
     self._row = row = -(-size // per_part)
     # Sharded reshapes need no types of shardings here: the axes of a user's mesh may be
@@ -155,6 +176,8 @@ class _LeafSlices:
     self._automatic = NamedSharding(mesh, place.spec)
     self._rows = NamedSharding(Mesh(devices, ("devices",)), PartitionSpec("devices"))
 
+    # The flat leaf with zeros at the end is [parts, size]; each slice with zeros at its
+    # end is `per_part` rows.
     def cut(leaf: jax.Array) -> jax.Array:
       slices = jnp.pad(leaf.ravel(), (0, parts * size - leaf.size)).reshape(parts, size)
       padded = jnp.pad(slices, ((0, 0), (0, per_part * row - size)))
@@ -172,13 +195,13 @@ class _LeafSlices:
     self._devices = [device for device in ordered if device.process_index == here]
 
   def slice_of(self, leaf: jax.Array) -> _Slice:
-    """The slice of this process."""
+    """The slice of this process; all processes call it together."""
     shards = self._cut(jax.device_put(leaf, self._automatic)).addressable_shards
     rows = {shard.device: shard.data for shard in shards}
     return _Slice([rows[device] for device in self._devices], self._size)
 
   def whole_of(self, values: np.ndarray) -> jax.Array:
-    """The leaf, from the slices of all processes."""
+    """The leaf, from `values`, [size] on the host, the slice of this process; all processes call it together."""
     count = len(self._devices)
     padded = np.pad(values, (0, self._row * count - self._size))
     shards = map(jax.device_put, padded.reshape(count, 1, self._row), self._devices)
@@ -187,4 +210,5 @@ class _LeafSlices:
     return jax.device_put(self._join(rows), self._place)
 
 
+# One for all leaves of a shape and sharding, so that their programs compile once.
 _slices_of = functools.cache(_LeafSlices)

@@ -46,7 +46,7 @@ def number_of(keys: Keys | None) -> int:
 
 
 def describe(status: dict[str, Any]) -> str:
-  """A status in words, and a line for each worker.
+  """A status, as `ask` returns it, in words, and a line for each worker.
 
   Example:
     >>> worker = {"worker": 3, "doing": "trains", "round": 7, "undelivered": 16, "address": "tcp://h:1"}
@@ -61,6 +61,7 @@ def describe(status: dict[str, Any]) -> str:
     3             trains                     7           16   0.2 s       5.0 s  tcp://h:1
   """
   last = f"round {status['round']}, ended {_seconds(status['since'])} ago, one every {_seconds(status['seconds'])}"
+  # Weights of steps; work that may still be delivered is in neither.
   made = status["steps_delivered"] + status["steps_lost"]
   counts = f"{status['rounds_counted']} counted and {status['rounds_failed']} failed at this server"
   goodput = f"{100 * status['steps_delivered'] / made:.1f} %" if made else "unknown"
@@ -83,11 +84,12 @@ def describe(status: dict[str, Any]) -> str:
 
 
 def _seconds(value: float | None) -> str:
+  """Seconds in words; None before there is a round to measure."""
   return "unknown seconds" if value is None else f"{value:.1f} s"
 
 
 def main(arguments: list[str]) -> None:
-  """The command line."""
+  """The command line; its arguments are those behind `status`."""
   parser = argparse.ArgumentParser(
     prog="python -m jaxsparse.partial status", description=__doc__
   )

@@ -18,7 +18,8 @@ import numpy as np
 
 # seconds of a turn, while the usual ones are not known
 FIRST = 2.0
-# C in usual turns: late work misses the next turn, and enters the round after it
+# cost C of late work in usual turns: it misses the next turn, and enters the round
+# after
 _LATE = 2
 _RECENT = 5  # turns of a worker, whose median is usual: it follows day and night
 _RATIOS = 512  # turns of all workers that say how far they are from usual ones
@@ -41,6 +42,12 @@ class Window:
     usual: seconds of a turn: the K-th smallest of the medians of workers; 0 while they
       are not known.
     seconds: that the last window was open.
+    _grace: seconds of a given window; None for "auto".
+    _opened: when the window was opened, as enough workers are ready; None while closed.
+    _until: when the end of an open window is computed anew.
+    _begun: by worker when its turn began, until it is ready.
+    _turns: by worker the seconds of its last turns.
+    _ratios: seconds / median of that worker, of the last turns of all workers.
 
   Example:
     >>> window = Window("auto", quorum=1)
@@ -65,28 +72,32 @@ class Window:
 
   @property
   def least(self) -> float:
-    """Seconds for which each worker that is ready waits: after a failure messages take as long."""
+    """Seconds for which each worker that is ready waits at least: so long others take to be ready after a failure."""
+    # A tenth of a usual turn; `FIRST` while that is not known, 0.
     auto = min(FIRST, self.usual / 10) or FIRST
     return auto if self._grace is None else self._grace
 
   @property
   def wait(self) -> float:
-    """Seconds for which training may stop for a round: none where a turn takes longer."""
+    """Seconds for which training may stop for a round: none where a turn takes `FIRST` seconds or more."""
     auto = max(0.0, FIRST - self.usual)
     return auto if self._grace is None else self._grace
 
   def begin(self, workers: Iterable[int], now: float) -> None:
     """A round of these workers counts."""
     self._begun |= dict.fromkeys(workers, now)
+    # As many workers as a round takes are ready in the K-th smallest median.
     medians = sorted(map(statistics.median, self._turns.values()))
     if len(medians) >= self._quorum:
       self.usual = medians[self._quorum - 1]
 
   def end(self, worker: int, now: float) -> None:
     """A worker is ready, perhaps again with the same work: keeps its turn, and the ratio to its usual one."""
+    # None: it was ready before, for a round that has failed, and has not trained since.
     if (begun := self._begun.pop(worker, None)) is None:
       return
     turns = self._turns.setdefault(worker, collections.deque(maxlen=_RECENT))
+    # compared with the turns before this one
     if turns:
       self._ratios.append((now - begun) / (statistics.median(turns) or 1.0))
     turns.append(now - begun)
@@ -103,17 +114,31 @@ class Window:
       self._opened = None
 
   def is_over(self, ready: int, away: Iterable[int], now: float) -> bool:
-    """Whether so many workers, which are enough, wait no longer for those that are away."""
+    """Whether so many workers, which are enough, wait no longer for those that are away.
+
+    Args:
+      ready: how many workers are ready.
+      away: the other workers.
+      now: in seconds.
+    """
+    # The first call since `close`: the window opens.
     if self._opened is None:
       self._opened = self._until = now
     # A given window is over with the `waits_until` of the worker that opened it.
+    # A window of "auto" is chosen anew at its end: some workers have come, others not.
     if now >= self._until and self._grace is None:
       end = self._opened + _LATE * self.usual
       self._until = min(now + self.choose(ready, away, now), end)
     return now >= self._until
 
   def choose(self, ready: int, away: Iterable[int], now: float) -> float:
-    """The seconds from now for which it costs least that so many workers wait for those that are away."""
+    """The seconds from now for which it costs least that so many workers wait for those that are away.
+
+    Args:
+      ready: how many workers are ready.
+      away: the other workers, of which those in a turn of known length are expected.
+      now: in seconds.
+    """
     known = sorted(self._begun.keys() & self._turns.keys() & {*away})
     if not known:
       return 0.0
@@ -129,6 +154,9 @@ class Window:
     # add up to 1.
     ahead = expected > 0
     parts = ahead / np.maximum(ahead.sum(1, keepdims=True), 1)
+    # All times at which the window might end, with the number of workers that come
+    # then: those that are ready at 0, and a fraction of an expected one at each of its
+    # times.
     times = np.append(0.0, np.maximum(expected, 0.0))
     order = np.argsort(times, kind="stable")
     times = times[order]

@@ -44,6 +44,10 @@ class DctTopk(ChunkTopk):
       P times the mean over the workers that sent a coefficient: it does **not**
       conserve (Law C), and even the signs of entries may differ.
 
+  Attributes:
+    leaves: the shapes of the leaves of the gradient; () before `for_leaves` gives them:
+      the gradient is then one vector.
+
   Example:
     >>> import jax.numpy as jnp, jaxsparse as js
     >>> grads = {"w": jnp.array([[[5.0, 1.0], [1.0, 1.0]]])}  # of one worker
@@ -75,11 +79,12 @@ class DctTopk(ChunkTopk):
     n = grads.size
     tiling = Tiling(self.leaves or ((n,),), math.isqrt(self.chunk))
     _, length, k_chunk = self.chunks(n)
-    # the largest coefficients of each chunk of C acc_w
+    # the largest coefficients of each chunk of C acc_w, [chunks, k_chunk]
     chosen = tiling.largest(grads, state.residual, length, k_chunk)
+    # coefficients as entries of f32[n]: Σ_w sent_w, and sent_w of this worker
     total, sent, _, counters = self.exchange(comm, chosen, n)
-    # Inf or NaN where an entry of the total may be: a coefficient has a share of less
-    # than 2 in one of an axis's terms.
+    # At least the magnitude of each entry of the total, a sum over at most `chunk`
+    # coefficients, each times two scaled cosines below 2: Inf or NaN where an entry is.
     bound = largest_magnitude(total.values) * (4.0 * self.chunk)
     # total = Cᵀ Σ_w sent_w, computed where the step ends
     coefficients = Coefficients(tiling, grads, total, sent, bound)
@@ -105,7 +110,10 @@ class Coefficients(NamedTuple):
 
   @property
   def values(self) -> tuple[jax.Array, jax.Array]:
-    """The bound, and a factor of entries. It is none of coefficients: these have the same bits for any P."""
+    """The bound, and a factor 1, f32[], of the entries: for the mean the caller divides both by P.
+
+    Coefficients are not divided, so that they have the same bits for any P.
+    """
     return self.bound, jnp.float32(1)
 
   def finish(
@@ -115,7 +123,15 @@ class Coefficients(NamedTuple):
     residual: jax.Array,
     decay: float,
   ) -> tuple[jax.Array, jax.Array]:
-    """The total and the residual, as `Formula.finish` returns them."""
+    """The total and the residual, as `Formula.finish` returns them.
+
+    Args:
+      values: what the property `values` returns; for the mean both are divided by P.
+      finite: bool[], false in a step that all workers skip.
+      residual: f32[n], before the step.
+      decay: the factor of the next residual.
+    """
+    # 1, or 1/P for the mean
     _, factor = values
     tiling = self.tiling
 
@@ -133,6 +149,7 @@ class Coefficients(NamedTuple):
       entries: jax.Array,
       at: jax.Array,
     ) -> jax.Array:
+      """The next residual at flat indices `at`, where `entries` are Cᵀ sent_w; `old` still has the residual there."""
       before = old[at]
       return jnp.where(finite, decay * (self.grads[at] + before - entries), before)
 

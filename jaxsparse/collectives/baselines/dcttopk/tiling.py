@@ -29,12 +29,21 @@ from jaxsparse.select.blocks import LazySum
 from jaxsparse.select.chunks import top_k_of_chunks
 from jaxsparse.types import Sparse
 
-_PIECES = 16  # pieces of the tiles, which a CPU transforms one after the other
+_CPU_PIECES = 16  # pieces of the tiles, which a CPU transforms one after the other
 _GPU_PIECES = 32  # pieces of the vector, whose coefficients a GPU computes in turn
 
 
 class _Region(NamedTuple):
-  """A part of a leaf, as a matrix, that consists of tiles of `height` × `width`: `down` · `across` of them."""
+  """A part of a leaf, as a matrix, that consists of tiles of `height` × `width`: `down` · `across` of them.
+
+  Attributes:
+    height: rows of a tile.
+    width: columns of a tile.
+    leaf: the number of the leaf.
+    slices: the rows and the columns of the leaf's matrix.
+    down: tiles below each other.
+    across: tiles beside each other.
+  """
 
   height: int
   width: int
@@ -51,6 +60,10 @@ class _Region(NamedTuple):
 class Tiling(NamedTuple):
   """The leaves of a flat gradient, and the largest side of their tiles.
 
+  Attributes:
+    shapes: the shapes of the leaves, in the order of the flat vector.
+    side: rows and columns of a full tile.
+
   Example:
     >>> tiling = Tiling(((2, 2),), side=2)
     >>> tiling.coefficients(jnp.array([5.0, 1.0, 1.0, 1.0])).round(3)
@@ -63,7 +76,7 @@ class Tiling(NamedTuple):
   side: int
 
   def coefficients(self, flat: jax.Array) -> jax.Array:
-    """The coefficients of f32[n] entries."""
+    """The coefficients, f32[n], of f32[n] entries."""
     leaves = flatten.parts(flat, list(map(math.prod, self.shapes)))
     leaves = [
       leaf.reshape(_matrix_shape(shape))
@@ -71,10 +84,13 @@ class Tiling(NamedTuple):
     ]
     parts = []
     for group in self._groups():
+      # [tiles, height, width] of all leaves; a region is the part of a leaf with tiles
+      # of this size, at the rows and columns `slices`.
       tiles = jnp.concatenate(
         [_cut(leaves[region.leaf][region.slices], region) for region in group.regions]
       )
-      # Tiles of one size are transformed together, whatever leaf they are of.
+      # Tiles of one size are transformed together, whatever leaf they are of; `cosines`
+      # are C_h and C_w.
       parts.append(_transform(tiles, *group.cosines).reshape(-1))
     return jnp.concatenate(parts)
 
@@ -101,12 +117,16 @@ class Tiling(NamedTuple):
   def largest(
     self, grads: jax.Array, residual: jax.Array, length: int, k: int
   ) -> Sparse:
-    """The k largest coefficients of each chunk of `length` of f32[n] + f32[n], as `top_k_of_chunks`."""
+    """The k largest coefficients of each chunk of `length` coefficients of gradient + residual, f32[n] each.
+
+    Returns [chunks, k] entries with indices relative to the chunk.
+    """
 
     def by_pieces(*parts: jax.Array) -> Sparse:
       """Pieces of whole chunks of the largest tiles, which may be almost all, one after the other; then the rest."""
       groups = self._groups()
-      # whole chunks in a piece, and whole tiles in a chunk, or no pieces
+      # Chunks of a piece, and full tiles of a piece: 0, so that there are no pieces, if
+      # a chunk does not consist of whole tiles.
       rows = max(1, self.size // _GPU_PIECES // length)
       per_piece = 0 if length % groups[0].area else rows * length // groups[0].area
       pieces = groups[0].tiles // per_piece if per_piece else 0
@@ -121,6 +141,7 @@ class Tiling(NamedTuple):
       if pieces:
         by_piece = jax.lax.map(select_piece, iota(pieces))
         largest.append(jax.tree.map(lambda x: x.reshape(-1, k), by_piece))
+      # the first tile of each group that is in no piece
       firsts = [pieces * per_piece] + [0] * (len(groups) - 1)
       rest = [
         coefficients(group, jnp.arange(first, group.tiles, dtype=jnp.int32))
@@ -142,10 +163,11 @@ class Tiling(NamedTuple):
   def _coefficients_of(
     self, parts: tuple[jax.Array, ...], group: "_Group", tiles: jax.Array
   ) -> jax.Array:
-    """The coefficients of some tiles of the sum of `parts`, flat; behind barriers, so that a GPU stores them."""
+    """The coefficients of some tiles, numbers i32[t] in a group, of the sum of `parts`, f32[n] each; f32[t · area]."""
     # Tiles are read where they are in the leaves, none is copied before.
     at = self._positions(group, tiles)
     entries = functools.reduce(jnp.add, [term[at] for term in parts])
+    # Behind barriers a GPU stores tiles, and does not compute them for each use.
     entries = jax.lax.optimization_barrier(entries)
     transformed = _transform_at_once(entries, *group.cosines)
     return jax.lax.optimization_barrier(transformed).reshape(-1)
@@ -153,7 +175,14 @@ class Tiling(NamedTuple):
   def put_entries(
     self, x: jax.Array, coefficients: Sparse, new: Callable[..., jax.Array]
   ) -> jax.Array:
-    """f32[n] with `new(x, entries, at)` at flat indices `at`: of all entries of sparse coefficients, by pieces."""
+    """`x` with `new(x, entries, at)` in place of all its entries, piece by piece.
+
+    Args:
+      x: f32[n].
+      coefficients: sparse coefficients; `entries` are their inverse transform.
+      new: of `x` as it is so far, and of the f32[tiles, height, width] `entries` and
+        their flat indices `at`; returns f32 like `entries`.
+    """
     for group in self._groups():
       # Pieces bound what is in memory at once: a 32nd of the vector.
       tiles = min(group.tiles, max(1, self.size // _GPU_PIECES // group.area))
@@ -168,6 +197,7 @@ class Tiling(NamedTuple):
         slots = jnp.where((slots >= 0) & (slots < size), slots, size)
         dense = sparse.put(jnp.zeros(size, jnp.float32), slots, coefficients.values)
         left, right = group.cosines
+        # Tiles beyond the last one are at n, which `put` drops.
         at = self._positions(group, tile_numbers)
         coefficient_tiles = dense.reshape(-1, group.height, group.width)
         entries = _transform_at_once(coefficient_tiles, left.T, right.T)
@@ -191,7 +221,7 @@ class Tiling(NamedTuple):
     # the first flat index of each leaf
     leaves = [0, *itertools.accumulate(map(math.prod, self.shapes))]
     starts = [0, *itertools.accumulate(region.tiles for region in group.regions)]
-    # the flat index of the first entry of each region
+    # the flat index of the first entry of each region, its upper left one
     corners = []
     for region in group.regions:
       top, left = (span.start for span in region.slices)
@@ -208,7 +238,7 @@ class Tiling(NamedTuple):
     start, corner, row, across = (
       jnp.array(column, jnp.int32)[region_of_tile] for column in table
     )
-    # row and column of a tile among those of its region
+    # row and column of a tile among the tiles of its region
     down, right = jnp.divmod(tiles - start, across)
     first = corner + down * group.height * row + right * group.width
     rows_of_tile = first[:, None] + row[:, None] * iota(group.height)[None]
@@ -228,7 +258,7 @@ class Tiling(NamedTuple):
           _Region(height, width, leaf_index, (rows, columns), down, across)
         )
     # Larger tiles first, so that chunks of full tiles come before those of shorter
-    # ones.
+    # ones; by height, too, so that tiles of one shape are neighbours for `groupby`.
     regions.sort(key=lambda region: (-region.height * region.width, region.height))
     groups = list[_Group]()
     start = 0
@@ -244,7 +274,15 @@ class Tiling(NamedTuple):
 
 
 class _Group(NamedTuple):
-  """The tiles of `height` × `width`, whose coefficients begin at `start`."""
+  """The tiles of one size of all leaves, which are transformed together.
+
+  Attributes:
+    height: rows of a tile.
+    width: columns of a tile.
+    start: the index of the first of their coefficients, which follow each other.
+    tiles: number of tiles.
+    regions: the parts of leaves that consist of these tiles, in their order.
+  """
 
   height: int
   width: int
@@ -268,7 +306,7 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _split_axis(length: int, side: int) -> list[tuple[slice, int, int]]:
-  """The parts of an axis, the length of their tiles, and how many there are: those of `side`, and one of the rest."""
+  """(indices, length of a tile, number of tiles) of each part of an axis: the tiles of `side`, and one of the rest."""
   count, rest = divmod(length, side)
   parts = [
     (slice(0, length - rest), side, count),
@@ -288,7 +326,7 @@ def _cut(entries: jax.Array, region: _Region) -> jax.Array:
 
 
 def _join(tiles: jax.Array, region: _Region) -> jax.Array:
-  """Undoes `_cut`."""
+  """Undoes `_cut`: from the tiles of a region, [tiles, height, width], to its matrix."""
   shape = region.down, region.across, region.height, region.width
   rows = tiles.reshape(shape).swapaxes(1, 2)
   return rows.reshape(region.down * region.height, region.across * region.width)
@@ -316,8 +354,11 @@ def _transform(
   left: np.ndarray,
   right: np.ndarray,
 ) -> jax.Array:
-  """`left · tile · rightᵀ` of each tile, in place: a few tiles at a time, so that their terms stay in a cache."""
-  count = len(tiles) // _PIECES
+  """`left · tile · rightᵀ` of each tile, f32[tiles, height, width], in place.
+
+  A 16th of the tiles at a time, so that their terms stay in the cache of a CPU.
+  """
+  count = len(tiles) // _CPU_PIECES
 
   def replace(piece: jax.Array, tiles: jax.Array) -> jax.Array:
     transformed = _transform_at_once(
@@ -325,18 +366,20 @@ def _transform(
     )
     return jax.lax.dynamic_update_slice_in_dim(tiles, transformed, piece * count, 0)
 
-  in_pieces = count * _PIECES
+  # the rest, fewer than 16 tiles, at once
+  in_pieces = count * _CPU_PIECES
   if in_pieces < len(tiles):
     rest = _transform_at_once(tiles[in_pieces:], left, right)
     tiles = tiles.at[in_pieces:].set(rest)
-  return varying.fori_loop(0, _PIECES, replace, tiles) if count else tiles
+  return varying.fori_loop(0, _CPU_PIECES, replace, tiles) if count else tiles
 
 
 def _transform_at_once(
   tiles: jax.Array, left: np.ndarray, right: np.ndarray
 ) -> jax.Array:
   """`left · tile · rightᵀ` of each tile."""
-  # Products of one column each, so that the order of their sum is fixed.
+  # No matrix product, whose order of additions may vary: term j of the sum is column j
+  # of each tile times column j of `right`, as an outer product.
   by_column = lambda j: tiles[:, :, j, None] * right[None, None, :, j]
   rows = _sum_in_order(map(by_column, range(len(right))))
   by_row = lambda j: rows[:, j, None, :] * left[None, :, j, None]
