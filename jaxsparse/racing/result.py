@@ -15,7 +15,7 @@ DENSE = "dense"
 # mean square, is less than `_SHARE` of that of shuffled rows, and by `_MARGIN` more.
 _SHARE = 0.6
 _MARGIN = 0.05
-_WITHIN = 2.0  # percent above dense
+_MAX_PERCENT = 2.0  # above dense's loss, of a method that is good enough
 
 
 class Row(NamedTuple):
@@ -24,11 +24,13 @@ class Row(NamedTuple):
   Attributes:
     method: its name.
     rate: the best learning rate.
-    multiple: the same over the user's own.
-    tried: (multiple, mean loss over the seeds where its training ended) of each rate.
-    steps: of the evaluations, some behind those of the race while dense's loss was not
-      reached.
-    losses: of each seed, at `steps`.
+    multiple: `rate` over the user's own rate.
+    tried: [multiple, mean loss over the seeds where its training ended] of each rate,
+      in ascending order.
+    steps: after which the model was evaluated. They go on behind the steps of the race
+      while dense's loss was not reached.
+    losses: [seed][evaluation], the loss after each of `steps`; NaN behind the end of a
+      seed that ended before another one, Inf where it is not finite.
     words: 4-byte words a step, of the worker that sent most.
     messages: messages a step, one after the other.
     state_bytes: bytes of optimizer state of a worker for each parameter.
@@ -52,7 +54,8 @@ class Row(NamedTuple):
 
   def step_seconds(self, link: Link) -> float:
     """Seconds of a step of one worker with its messages on a link."""
-    # messages one after the other, so that none slows down another one (γ)
+    # A word has 4 bytes. Messages are sent one after the other: none overlaps, so γ,
+    # the slowdown of those that do, does not count.
     return self.seconds + link.alpha * self.messages + 4 * link.beta * self.words
 
 
@@ -62,7 +65,8 @@ class Race:
 
   Attributes:
     rows: a `Row` for each method that was tried, dense first.
-    steps: of each training.
+    steps: of each training, after which losses are compared; a method above dense has
+      more, until dense's loss.
     workers: number of workers P.
     entries: number of parameters n.
     rate: the user's own learning rate.
@@ -82,11 +86,12 @@ class Race:
   left_out: list[str]
 
   def losses(self, row: Row) -> np.ndarray:
-    """The loss of each seed after as many steps as dense."""
+    """The loss of each seed, f64[seeds], after as many steps as dense."""
+    # A method above dense has later evaluations, too.
     return np.array(row.losses)[:, row.steps.index(self.steps)]
 
   def above(self, row: Row) -> np.ndarray:
-    """Percent of each seed's loss above that of dense from the same seed."""
+    """Percent of each seed's loss above that of dense from the same seed, f64[seeds]."""
     dense = self.losses(self.rows[0])
     return 100 * (self.losses(row) - dense) / np.abs(dense)
 
@@ -97,6 +102,7 @@ class Race:
 
   def is_at_edge(self, row: Row) -> bool:
     """Whether the best of several rates is the lowest or the highest of them."""
+    # Multiples of the user's rate, as `row.multiple` is.
     multiples = [multiple for multiple, _ in row.tried]
     return len(multiples) > 1 and row.multiple in (min(multiples), max(multiples))
 
@@ -106,7 +112,7 @@ class Race:
     curves = zip(row.losses, targets, strict=True)
     return np.array([_crossing(row.steps, losses, target) for losses, target in curves])
 
-  def best(self, link: str | None = None, within: float = _WITHIN) -> Row:
+  def best(self, link: str | None = None, within: float = _MAX_PERCENT) -> Row:
     """The method with the fewest seconds a step on a link whose loss is surely within so many percent of dense's.
 
     Args:
@@ -115,7 +121,7 @@ class Race:
         seeds that differ speak for dense. Of one seed there is no error.
 
     Raises:
-      ValueError: for another link.
+      ValueError: for another link, `within` below 0, or if dense has diverged.
     """
     chosen = link or next(iter(self.links))
     if chosen not in self.links:
@@ -123,13 +129,19 @@ class Race:
         f"best: link={link!r}, choose one of {', '.join(map(repr, self.links))}"
       )
     most = lambda above: above.mean() + _two_errors(above)
+    # False for NaN, of a method with a seed that diverged
     good = [row for row in self.rows if most(self.above(row)) <= within]
-    # dense is 0 % above itself: there is a row for each `within` from 0 up
+    # Dense is 0 % above itself, unless it has diverged.
+    if not good:
+      raise ValueError(
+        f"best: within={within!r}, choose 0 or more, and rates at which dense does not diverge"
+      )
     return min(good, key=lambda row: row.step_seconds(self.links[chosen]))
 
   @property
   def evidence(self) -> list[Evidence]:
     """A row for each method but dense whose chain has one collective, for `js.costs.advise(evidence=)`."""
+    # Dense may have had its last loss, or a lower one, before its end.
     dense = self.steps_to_dense(self.rows[0])
     evidence = []
     for row in self.rows[1:]:
@@ -139,6 +151,7 @@ class Race:
       steps, deviation = spread if np.isfinite(ratios).all() else (None, None)
       optimizer = f"rate {row.rate:g}"
       task = f"{self.entries:,} parameters"
+      # the first fields of `Evidence`, in their order
       key = row.method, row.collective, row.every, optimizer, task, self.workers
       if row.collective:
         evidence.append(Evidence(*key, steps, deviation, len(ratios)))
@@ -154,6 +167,7 @@ class Race:
       heads += [link, "s"]
     table = [heads, *map(self._cells, self.rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    # The first column is text, to the left; the others are numbers.
     lines = [
       "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
       for row in table
@@ -165,13 +179,16 @@ class Race:
     return "\n".join([title, *lines, legend, *self.notes()])
 
   def _cells(self, row: Row) -> list[str]:
+    """The cells of a row of the table: one for each of its heads, so two for each link."""
     losses = self.losses(row)
     above = self.above(row)
     # * marks a best rate that is the lowest or the highest one tried
     cells = [row.method, f"{row.multiple:g}" + "*" * self.is_at_edge(row)]
     cells += [f"{losses.mean():.4g} ± {_deviation(losses):.1g}"]
     cells += [f"{above.mean():+.1f} ± {_deviation(above):.1f}"]
+    # A word has 32 bits.
     cells += [f"{32 * row.words / self.entries:.2f}", f"{row.state_bytes:.1f}"]
+    # NaN if a seed has not reached dense's loss
     steps = self.steps_to_dense(row).mean()
     for link in self.links.values():
       seconds = row.step_seconds(link)
@@ -191,11 +208,11 @@ class Race:
       notes.append("one seed: nothing is known of the noise")
     elif rows := [row for row in self.rows[1:] if self.is_noise(row)]:
       notes.append(f"within the noise of the seeds of dense: {names(rows)}")
-    # the mean over such seeds says little
-    wide = lambda row: _deviation(self.above(row)) > _WITHIN
+    # Where seeds differ so much, their mean says little.
+    wide = lambda row: _deviation(self.above(row)) > _MAX_PERCENT
     if rows := list(filter(wide, self.rows[1:])):
       notes.append(
-        f"seeds differ by more than {_WITHIN:g} %, race longer or with more: {names(rows)}"
+        f"seeds differ by more than {_MAX_PERCENT:g} %, race longer or with more: {names(rows)}"
       )
     pairs = [f"{pair.own:.2f} / {pair.shuffled:.2f}" for pair in self.agreements]
     if any(_differs(pair, self.workers) for pair in self.agreements):
@@ -217,15 +234,17 @@ class Race:
       1, 3, figsize=(12, 3.5), sharey=True, layout="constrained"
     )
     for row in self.rows:
+      # units of a step on the x axes of the panels: steps, bits a parameter, seconds
       scales = 1, 32 * row.words / self.entries, row.step_seconds(self.links[chosen])
       for ax, scale in zip(axes, scales, strict=True):
+        # NaN, which is not drawn, behind the end of a seed
         losses = np.mean(row.losses, axis=0)
         ax.plot(np.multiply(row.steps, scale), losses, label=row.method)
     for ax, name in zip(
       axes, ("steps", "bits a parameter", f"seconds, {chosen}"), strict=True
     ):
       ax.set_xlabel(name)
-    # signs send 1/32 of the bits of dense
+    # Signs send 1/32 of the bits of dense: a linear axis would squeeze their curve.
     axes[1].set_xscale("log")
     axes[0].set_ylabel("loss")
     axes[0].legend()
@@ -233,8 +252,12 @@ class Race:
 
 
 def _differs(agreement: Agreement, workers: int) -> bool:
-  """Whether the workers' data differ. With the product ρ of two workers' gradients agreement is (1 + (P − 1) ρ) / P."""
-  # ρ of each, which does not depend on P as agreement does
+  """Whether the workers' data differ: ρ of their own rows is well below ρ of rows that were shuffled among them.
+
+  ρ is the mean product of two workers' gradients over their mean square. It follows
+  from the agreement (1 + (P − 1) ρ) / P, and does not depend on P as that does.
+  """
+  # P ≥ 2, as `js.race` checks. An agreement is the pair (own, shuffled).
   own, shuffled = ((workers * x - 1) / (workers - 1) for x in agreement)
   return own < _SHARE * shuffled - _MARGIN
 
@@ -247,16 +270,17 @@ def _deviation(values: np.ndarray) -> float:
 
 
 def _two_errors(above: np.ndarray) -> float:
-  """Two standard errors of the mean over the seeds."""
+  """Two standard errors of the mean over the seeds; 0 for one seed, NaN where a value is not finite."""
   return 2 * _deviation(above) / math.sqrt(len(above))
 
 
 def _crossing(steps: list[int], losses: list[float], target: float) -> float:
   """The step at which the loss is first at most `target`, interpolated; NaN if it never is."""
+  # index of the first evaluation at or below the target
   first = next((i for i, loss in enumerate(losses) if loss <= target), None)
   if first is None:
     return math.nan
-  # the first loss has none before it to interpolate from
+  # The first loss has none before it to interpolate from, nor has one after Inf.
   before = losses[first - 1] if first else math.inf
   if not math.isfinite(before):
     return float(steps[first])

@@ -1,6 +1,11 @@
-"""A reader's end of the chain: follows links, or starts from an anchor, and refuses what its digest does not prove."""
+"""A reader's end of the chain: follows links, or starts from an anchor, and refuses what its digest does not prove.
 
-import itertools
+A version is a number; its files are a link or an anchor, or both, and one of each kind
+from each process of the publisher. Publishers of a folder follow one another, each with
+a larger number, its run. A subscriber has in `_state` the version that it has returned
+last, and in `_published` its parameters.
+"""
+
 from typing import Any, NamedTuple
 
 from jaxsparse.sparse import packing
@@ -21,7 +26,10 @@ class Published(NamedTuple):
 
 
 class _Part(NamedTuple):
-  """What one process wrote of a version: patterns, their digest, and an id that is chained to the version before."""
+  """What one process wrote of a version: patterns, their digest, and an id that is chained to the version before.
+
+  The digest is that which the file states; `_follow` compares it with the patterns.
+  """
 
   id: int
   digest: int
@@ -29,14 +37,17 @@ class _Part(NamedTuple):
 
 
 class _State(NamedTuple):
-  """A version of a publisher."""
+  """A version of a publisher, whose number is `run`; `parts` has one part for each of its processes.
+
+  As tuples of (version, run) a newer one is larger.
+  """
 
   version: int
   run: int
   parts: list[_Part]
 
 
-_NONE = _State(0, -1, [])
+_NONE = _State(0, -1, [])  # no version: older than all others
 
 
 class Subscriber(Folder):
@@ -100,9 +111,15 @@ class Subscriber(Folder):
     return self._published
 
   def _newest(self, versions: files.Versions) -> _State:
-    """The newest version that is reached; `_NONE` without one."""
-    # The largest number first, then the run.
+    """The newest version that is reached; `_NONE` without one.
+
+    Args:
+      versions: the names of files by version, run and kind, of all that are complete.
+    """
+    # (version, run): the largest number first, then the run.
     newest = max(versions)[:2]
+    # A folder with lower numbers than before was made anew: then nothing that is here
+    # counts.
     best = self._state if self._state.version <= newest[0] else _NONE
     best = self._follow(versions, best, best)
     # From the newest anchor back, until one leads to the newest version.
@@ -119,14 +136,21 @@ class Subscriber(Folder):
   def _follow(
     self, versions: files.Versions, start: _State, otherwise: _State
   ) -> _State:
-    """`start` after the links that are there, if its digests prove it."""
+    """`start` after the links that are there, if the digests of the last version prove it.
+
+    Args:
+      versions: the names of files by version, run and kind.
+      start: the version from which links lead on.
+      otherwise: the version to return if the digests prove nothing.
+    """
     state = start
     while link := versions.get((state.version + 1, state.run, "link")):
       after = self._step(state, link)
       if after is state:
         break
       state = after
-    # Patterns of a version that was returned before are proven.
+    # Patterns of a version that was returned before are proven. The digest of the last
+    # version proves those before it, as its patterns are computed from theirs.
     if state is otherwise or all(
       part.patterns.digest() == part.digest for part in state.parts
     ):
@@ -135,22 +159,30 @@ class Subscriber(Folder):
     return otherwise
 
   def _step(self, state: _State, names: list[files.Name]) -> _State:
-    """The version after a link, or of an anchor; `state` itself if a file is refused."""
+    """The version after a link, or of an anchor; `state` itself if a file is refused.
+
+    Args:
+      state: the version before a link; for an anchor any.
+      names: of the link, or of the anchor: one file from each process.
+    """
     parts = []
     try:
-      # An anchor may have other parts than the version before, so they are not
-      # compared.
-      for name, part in itertools.zip_longest(names, state.parts):
+      # An anchor stands alone, and may be from more or fewer processes than `state`.
+      olds = state.parts if names[0].kind == "link" else [None] * len(names)
+      for name, old in zip(names, olds, strict=True):
         header, arrays = files.read(self._folder, name)
+        # `before`: the id of the version before, as this process of the publisher knew
+        # it.
         before, digest = header["before"], header["digest"]
-        if name.kind == "anchor":
+        if old is None:
           patterns = Patterns(header["boxes"], arrays)
-        elif before != part.id:
+        elif before != old.id:
           # A link of another branch has the right number and the wrong id.
           raise ValueError(f"{name} follows another version {state.version}")
         else:
-          boxes, old = part.patterns
-          patterns = Patterns(boxes, packing.after(old, *arrays))
+          # A link has one array, the words of the difference.
+          boxes, words = old.patterns
+          patterns = Patterns(boxes, packing.after(words, *arrays))
         parts.append(_Part(chained(before, digest), digest, patterns))
     except (ValueError, OSError) as error:
       self.refused.append(str(error))

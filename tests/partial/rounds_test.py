@@ -707,8 +707,9 @@ def test_a_worker_that_leaves_without_a_quorum_keeps_what_it_has_moved_in_its_st
     anchor = worker.leave(own if for_good else None)
   jax.tree.map(np.testing.assert_array_equal, anchor, START)
   assert ("its last round has not taken place" in caplog.text) == for_good
+  moved = 3 if for_good else 2  # what it had moved when the exchange began
+  assert worker.state["trained"].tolist() == [[moved, moved]]
   with serve(1) as server, join(server, 0, every=2, state=worker.state) as worker:
-    moved = 3 if for_good else 2  # what it had moved when the exchange began
     jax.tree.map(
       lambda x, y: np.testing.assert_array_equal(x, y + moved), worker.params, START
     )
@@ -803,6 +804,17 @@ def test_round_changes_when_it_is_applied_and_the_state_can_be_saved_then():
         assert worker.state["moved"].size == 12
         assert worker.group.members == (0,)
   assert len(rounds) >= 3
+
+
+def test_a_state_counts_the_steps_whose_movement_it_has():
+  with serve(1) as server, join(server, 0, every=4) as worker:
+    own = worker.params
+    for _ in range(6):
+      own = worker.step(plus(own, 1.0), 8)
+    assert worker.round == 1  # two steps before
+    worker.leave()
+  assert not worker.state["moved"].any()
+  assert not worker.state["trained"].any()
 
 
 def test_each_address_is_tried_at_the_start():

@@ -277,6 +277,9 @@ def test_the_command_line(tmp_path, monkeypatch):
     match="^error: controller: group_size=3, choose a whole number from 2 to 2$",
   ):
     main()
+  sys.argv += ["--keys=file", "--own_keys=folder"]
+  with pytest.raises(SystemExit, match="2"):  # argparse: not both
+    main()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`js.race`: its trainings are those of `make_train_step`, rates are tried fairly, and it goes on from its file."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -321,6 +322,11 @@ def test_the_best_method_is_the_fastest_near_dense():
   assert near.step_seconds(race.links["fast"]) == 0.02
   with pytest.raises(ValueError, match="link='medium', choose one of 'fast', 'slow'"):
     race.best("medium")
+  with pytest.raises(ValueError, match="within=-1.0, choose 0 or more"):
+    race.best(within=-1.0)
+  diverged = made("dense", [1.0, np.inf])
+  with pytest.raises(ValueError, match="at which dense does not diverge"):
+    dataclasses.replace(race, rows=[diverged, near]).best()
 
 
 def race_so_far(path, evaluation):

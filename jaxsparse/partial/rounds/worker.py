@@ -1,4 +1,29 @@
-"""`Rounds`: local steps of workers that come and go, each in a process of its own; exchanges that wait for nobody."""
+"""`Rounds`: local steps of workers that come and go, each in a process of its own; exchanges that wait for nobody.
+
+The anchor θ is the outer parameters, equal on all workers. Between two calls of `step`
+a worker w has:
+
+    _exchanger     the anchor, the residual r of this worker, and its exchanges
+    _protocol      what the server and other workers are told, in a thread
+    _endpoint      passes requests to that thread, and its answers back
+    _place         where the parameters are: on one process, or on the several of a worker
+    _base          f32 leaves from which θ_w was trained: θ, with `apply_residual` θ − r / weight
+    _moved         f32 leaves: base − θ_w when training last went on from an anchor
+    _undelivered   i64[F, 2]: for each fragment Σ weight of the steps since its movement
+                   was delivered last, and the number of these steps
+    _trained       `_undelivered`, of the steps whose movement `_moved` has
+    _recent_weight the weight of this worker in its rounds, a running mean; 0 before the first
+    _since         the steps since training last went on from an anchor
+    _turn          H // F, the steps from the round of one fragment to that of the next
+    _flight        the exchange under way: the movement that it delivers, `_undelivered` when
+                   it began, and `_exchanger.delivered`, the result of the round before; or None
+    _answer        to `_flight`: LATER: it has not ended; a position: its round has counted;
+                   None: parameters that are not finite are in no round
+    _refused       how often in succession the parameters were not finite
+    _of_fragment   a pytree like the parameters: the number of the fragment of each leaf
+    _dtypes        a pytree: the dtype of each parameter
+    _applies       `apply_residual`
+"""
 
 import functools
 import logging
@@ -25,8 +50,9 @@ from jaxsparse.partial.rounds.protocol import RoundRequest
 from jaxsparse.train.skipped import SkipWatch
 from jaxsparse.types import Comm
 
-_FRACTION = 16  # bits of the mean weight of a step behind the point
-# for each parameter in a message, of a donor or in a round of many workers
+_FRACTION = 16  # fractional bits of a mean weight, which is sent as an integer
+# bound of a message, in arrays like the parameters: an anchor with the state of its
+# outer chain, or a message of a round of many workers
 _MOST_ARRAYS = 64
 
 
@@ -166,8 +192,8 @@ class Rounds:
       step = OuterStep(outer, fragments, device)
       # `alike` is what the server compares between workers when this one joins.
       alike = self._make_anchor(params, step, link, state)
-      # A donor sends its anchor with the state of the outer chain, of Adam for example
-      # two arrays a parameter.
+      # Bytes of an anchor with the state of the outer chain, of Adam for example two
+      # arrays a parameter: a donor sends both.
       size = step.size(self._exchanger.anchor)
       self._endpoint = processes.PartEndpoint(
         servers, bind, keys, _MOST_ARRAYS * size + messages.LONGEST, timeout
@@ -184,10 +210,22 @@ class Rounds:
     link: bool,
     state: SavedState | None,
   ) -> Alike:
-    """Makes the exchanger with the anchor of a saved state, or of `params`; what the server compares of it."""
+    """Makes the exchanger with the anchor of a saved state, or of `params`; returns what all workers need alike.
+
+    Args:
+      params: of the worker, in their own dtypes.
+      step: the outer step.
+      link: whether this worker is a link.
+      state: a saved one, or None.
+
+    Returns:
+      Leaves, options, outer chain and run, which the server compares between workers.
+    """
+    # the leaves, or the slices of them, that this process exchanges
     own_params = self._place.to_host(params)
     anchor = step.start(own_params)
     fragments = step.fragments.count
+    # a pytree like the parameters: the number of the fragment of each leaf
     self._of_fragment = step.fragments.numbers(anchor.params)
     self._exchanger = Exchanger(step, anchor, self._worker, link)
     if state:
@@ -200,15 +238,22 @@ class Rounds:
       parts=self._place.parts,
       outer=step.chain_digest(anchor),
     )
+    # A worker without a state belongs to no run yet, which is 0.
     return alike._replace(run=int(state["run"]) if state else 0)
 
   def _connect(self, alike: Alike, servers: int) -> None:
-    """Joins, and has the anchor of the others afterwards."""
+    """Joins the workers at the server; returns once this worker has their anchor.
+
+    Args:
+      alike: what all workers need alike.
+      servers: how many addresses of servers there are.
+    """
     endpoint = self._endpoint
     exchanger = self._exchanger
     exchanger.post = endpoint.post
     self._membership = endpoint.make_membership(
       self._worker,
+      # until a server states its own limit: each gets an equal part of the timeout
       limit=endpoint.timeout / servers,
       position=exchanger.anchor.position,
       alike=alike,
@@ -219,22 +264,23 @@ class Rounds:
       endpoint,
       self._membership,
       exchanger,
-      flatten(exchanger.anchor.params)[0].size,
+      flatten(exchanger.anchor.params)[0].size,  # entries
       servers,
     )
     name = f"rounds, worker {self._worker}"
     endpoint.start(self._protocol, exchanger.model, ControllerLost, name)
     try:
+      # the answer to the request to join: waits for it, and raises a refusal
       processes.take(self._place, endpoint)
       exchanger.compile(self._protocol.sizes)
     except Exception as error:
-      # or the server would take this worker for a living one
+      # Ends the thread, or its heartbeats would keep this worker alive at the server.
       endpoint.post(error)
       endpoint.join()
       raise
 
   def _start(self, state: SavedState | None) -> None:
-    """Goes on from the anchor, with what was moved and not delivered when the state was saved."""
+    """Goes on from the anchor, with what was moved and not delivered when the state was saved; None: nothing was."""
     vector, unflatten = flatten(self._exchanger.anchor.params)
     fragments = self._exchanger.outer.fragments.count
     state = state or {
@@ -254,14 +300,23 @@ class Rounds:
     undelivered: np.ndarray,
     recent: float,
   ) -> optax.Params:
-    """The parameters; training goes on from the anchor as it is now."""
+    """The parameters θ_w = base − moved, from which training goes on after a change of the anchor.
+
+    Args:
+      base: f32 leaves, as `_make_base` has them of the anchor as it is now.
+      moved: f32 leaves, θ − θ_w that no round has delivered.
+      undelivered: i64[F, 2], weights and numbers of the steps in `moved`, by fragment.
+      recent: weight of this worker in its rounds, a running mean; 0 before the first.
+    """
+    # Made first, since this line may raise: then nothing has changed.
     params = self._make_params(base, moved)
-    # Between assignments Python raises no KeyboardInterrupt.
+    # Between assignments Python raises no KeyboardInterrupt: all change, or none.
     self._base = base
-    self._moved = moved  # base − θ_w when `step` returned last
-    self._undelivered = undelivered  # by fragment: weights of the steps, and steps
+    self._moved = moved  # base − θ_w, where training goes on from the anchor
+    # by fragment: weights of the steps, and steps
+    self._undelivered = self._trained = undelivered
     self._recent_weight = recent  # weight of this worker in a round, smoothed
-    # what was given, its `_undelivered`, and the result before
+    # what was given, its `_undelivered`, and the result of the round before
     self._flight: tuple[optax.Params, np.ndarray, Result | None] | None = None
     self._answer: Any = Next.LATER  # to the exchange under way, until it is applied
     self._since = 0
@@ -274,6 +329,8 @@ class Rounds:
   def state(self) -> SavedState:
     """Arrays to save and to begin with again: the anchor and the outer state, the residual, and what was moved since.
 
+    The movement is that of when `step` has changed `round`: later steps are not in it.
+
     Raises:
       RuntimeError: while an exchange is under way: save after a call of `step` that has
         changed `round`, or `leave`.
@@ -285,7 +342,7 @@ class Rounds:
     moved = self._exchanger.outer.on_cpu(self._place.to_host(self._moved))
     local = {
       "moved": np.asarray(flatten(moved)[0]),
-      "trained": self._undelivered.copy(),
+      "trained": self._trained,
       "share": np.float64(self._recent_weight),
       "fragments": np.int64(len(self._undelivered)),
       "part": np.array(self._place.where),
@@ -316,16 +373,22 @@ class Rounds:
         finite.
     """
     weight = checks.read_weight(weight)
-    self._since += 1
-    self._undelivered += 0 if self._exchanger.is_link else weight, 1
+    self._since += 1  # 0 again when training goes on from an anchor
+    # Each row, of a fragment, gets the weight and one step: all fragments are trained.
+    added = 0 if self._exchanger.is_link else weight, 1
+    self._undelivered = np.add(self._undelivered, added)
+    # What the server counts as lost with this worker: the sum of the fragment that was
+    # delivered longest ago has all steps that are not wholly delivered.
     self._protocol.undelivered = int(self._undelivered[:, 0].max())
-    # The exchange begins τ steps before its round is due.
+    # The round is due at the end of a turn of H / F steps, and its exchange begins τ
+    # steps before.
     if self._flight is None and self._since >= self._turn - self._delay:
       self._begin(params)
     if self._since < self._turn:
       return params
     wait = self._protocol.grace if self._wait is None else self._wait
     # Training waits for a round at the end of a turn; between turns it only looks.
+    # `_finish` also replaces parameters in which `_begin` has found NaN or Inf.
     return self._finish(params, 0 if self._since % self._turn else wait)
 
   @slices.without_mesh()
@@ -337,7 +400,8 @@ class Rounds:
         exchanged in a last round of each fragment, in which another member takes over
         the residual; `state` has it where there is none. Without a quorum within the
         grace window and `timeout` a warning says so, and `state` has what was moved,
-        too. None to leave at once, and to go on from `state` some day.
+        too. None to leave at once, and to go on some day from `state`, which then
+        lacks the steps since `round` has changed or an exchange has begun.
 
     Returns:
       The anchor, as parameters.
@@ -357,6 +421,7 @@ class Rounds:
   def _deliver(self, params: optax.Params) -> optax.Params:
     """The parameters after a last round of each fragment, or when there was no time for one."""
     self._exchanger.is_final = True
+    # A round for each fragment, and before them the one that is under way.
     for _ in range(len(self._undelivered) + (self._flight is not None)):
       if self._flight is None:
         self._begin(params)
@@ -366,16 +431,22 @@ class Rounds:
     return params
 
   def _land(self, params: optax.Params | None) -> None:
-    """After the end: the round that was under way counts, or what it was given stays moved."""
+    """Ends the exchange under way, once no round can count any more: applies its round, or keeps all movement.
+
+    Args:
+      params: θ_w; None for those that the exchange began with.
+    """
     if self._flight is None:
       return
-    delta, _, before = self._flight
+    delta, trained, before = self._flight
+    self._trained = trained if params is None else self._undelivered
     params = self._make_params(self._base, delta) if params is None else params
+    # Another result than before the exchange is its own: the round has counted.
     if self._exchanger.delivered is not before:
       self._apply(params)
       return
     moved = moving.movement(self._base, self._moved, params)
-    # A state with NaN could not be restored.
+    # A state with NaN could not be restored: movement that is not finite is dropped.
     finite = all_finite(moved)
     self._moved = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), moved)
     self._flight = None
@@ -390,16 +461,17 @@ class Rounds:
 
   def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
     """Leaves, if it has not left."""
-    # perhaps since another part is lost, which is soon noticed
+    # The error may come from JAX, since another process of this worker is lost: within
+    # the limit the thread notices that too, and ends.
     if kind and self._place.parts > 1:
       self._endpoint.join(self._membership.limit)
     self.leave()
 
   def _begin(self, params: optax.Params) -> None:
-    """Begins the exchange of what was moved."""
+    """Begins the exchange of what was moved: asks for a round, or for the anchor where `params` are not finite."""
     delta = moving.movement(self._base, self._moved, params)
-    flight = delta, self._undelivered.copy(), self._exchanger.delivered
-    # the weights since the fragment of the coming round was delivered last
+    flight = delta, self._undelivered, self._exchanger.delivered
+    # Round r exchanges fragment r mod F: the steps since its last round.
     weight, steps = self._undelivered[
       self._exchanger.anchor.position.round % len(self._undelivered)
     ].tolist()
@@ -407,16 +479,25 @@ class Rounds:
       RoundRequest(kind, (weight << _FRACTION) // max(1, steps))
     )
     self._exchanger.prepare(delta, self._place.to_host(delta), post)
-    # after what may raise, or be interrupted: the next step begins the exchange then
+    # Set last: if a line above raises, or is interrupted, the next step begins again.
     self._flight = flight
 
   def _finish(self, params: optax.Params, wait: float) -> optax.Params:
-    """Applies the round of the exchange under way if it has ended after so many seconds."""
-    # else an error or an interrupt has kept it from being applied
+    """The parameters to go on from, after at most `wait` seconds: after the round, if it has ended, or `params`.
+
+    Parameters that were not finite when the exchange began are replaced by the anchor.
+
+    Args:
+      params: θ_w now, in the dtypes of the parameters.
+      wait: seconds to wait for the exchange under way to end.
+    """
+    # An earlier call may have taken the answer, and an error or an interrupt have kept
+    # it from being applied: then `_answer` still has it.
     if self._answer == Next.LATER:
       self._answer = processes.take(self._place, self._endpoint, wait)
     if self._answer == Next.LATER:
       return params
+    # None: `_begin` has found parameters that are not finite.
     return self._restart() if self._answer is None else self._apply(params)
 
   def _restart(self) -> optax.Params:
@@ -432,19 +513,24 @@ class Rounds:
     )
     recent = self._recent_weight
     base = self._make_base(recent)
+    # The movement since the anchor is dropped, and its steps with it.
     moved = jax.tree.map(jnp.zeros_like, base)
     return self._go_on(base, moved, np.zeros_like(self._undelivered), recent)
 
   def _apply(self, params: optax.Params) -> optax.Params:
-    """The parameters after the round of the exchange that was under way."""
+    """The parameters after the round of the exchange that was under way: the anchor, and what is not delivered.
+
+    Args:
+      params: θ_w now; steps after the exchange has begun are in the next round.
+    """
     result = self._exchanger.delivered
     assert self._flight
     assert result
     delta, trained, _ = self._flight
     group = self._exchanger.group
     weight = group.weights[group.members.index(self._worker)]
-    # The residual is from rounds in which the weights of this worker differed: a running
-    # mean takes their place.
+    # The residual, in the unit of weight · (θ − θ_w), is from rounds in which the
+    # weights of this worker differed: a running mean takes their place.
     recent = ((self._recent_weight or weight) + weight) / 2
     after = self._make_base(recent)
     undelivered = self._undelivered.copy()
@@ -459,10 +545,11 @@ class Rounds:
       )
       moved = jax.tree.map(choose, self._of_fragment, moved, delta, self._base, after)
       undelivered[result.fragment] -= trained[result.fragment]
+    # Movement that was delivered by a round that was revoked later is given again.
     if (returned := self._exchanger.returned) is not None:
       moved = jax.tree.map(jnp.add, moved, self._place.to_device(returned))
     self._skips.add(result.skipped)
-    # the line that calls `step`
+    # The warning names the user's line that calls `step`.
     self._skips.look(stacklevel=6, params=params, anchor=after)
     new_params = self._go_on(after, moved, undelivered, recent)
     self._exchanger.returned = None
@@ -484,4 +571,5 @@ class Rounds:
     return self._place.to_device(params)
 
   def _make_params(self, anchor: optax.Params, moved: optax.Params) -> optax.Params:
+    """`anchor` − `moved`, f32, rounded to the dtypes of the parameters."""
     return jax.tree.map(moving.parameters, anchor, moved, self._dtypes)
